@@ -1,0 +1,92 @@
+"""Advantages: how much better each token, or each completion, was than expected.
+
+A mask says True where a token is real; whatever a tensor holds elsewhere changes nothing, and results are 0 there.
+B counts sequences, T tokens, G the completions of one prompt, N = groups * G.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rollout_core.algorithms.losses import ShapeError
+from rollout_core.errors import ConfigError
+
+WHITEN_EPS = 1e-8
+"""Added to the variance by `masked_whiten`."""
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over completions that end: the value after the last real token is 0.
+
+    A_t = sum over l >= 0 of (gamma lam)^l delta_{t+l}, with delta_t = r_t + gamma V_{t+1} - V_t; returns_t = A_t + V_t;
+    arXiv:1506.02438, eq. 16.
+    rewards, values: [B,T] float32; mask: [B,T] bool, True = real token, one unbroken run a row (padding on the right,
+    perhaps a prompt on the left). Returns (advantages, returns), both [B,T] and 0 outside the mask; no denominator.
+    Raises ShapeError if the shapes differ or a row's real tokens have a gap.
+    """
+    if not (rewards.dim() == 2 and rewards.shape == values.shape == mask.shape):
+        shapes = f"rewards {list(rewards.shape)}, values {list(values.shape)}, mask {list(mask.shape)}"
+        raise ShapeError(f"gae: {shapes}; expected one shape of 2 axes")
+    mask = mask.bool()
+    _require_unbroken(mask)
+    rewards, values = rewards.masked_fill(~mask, 0.0), values.masked_fill(~mask, 0.0)
+    next_value = next_advantage = torch.zeros_like(values.sum(1))
+    reversed_advantages: list[Tensor] = []
+    for t in reversed(range(mask.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = (delta + gamma * lam * next_advantage).masked_fill(~mask[:, t], 0.0)
+        next_value = values[:, t]
+        reversed_advantages.append(next_advantage)
+    advantages = torch.stack(reversed_advantages[::-1], dim=1) if reversed_advantages else torch.zeros_like(values)
+    return advantages, advantages + values
+
+
+def _require_unbroken(mask: Tensor) -> None:
+    starts = mask[:, 1:] & ~mask[:, :-1]
+    runs = starts.sum(1) + mask[:, :1].sum(1)
+    broken = (runs > 1).nonzero().flatten().tolist()
+    if broken:
+        raise ShapeError(f"gae: the real tokens of row {broken[0]} have a gap; expected one unbroken run of True a row")
+
+
+def group_advantages(rewards: Tensor, group_size: int, *, normalize: bool = True, eps: float = 1e-4) -> Tensor:
+    """Each completion's reward against those of the other completions of its prompt.
+
+    A = (r - mean) / (std + eps) over its group, arXiv:2402.03300, section 4.1.2; without ``normalize`` A = r - mean,
+    arXiv:2503.20783, section 3.2.
+    rewards: [N] float32, the completions of one prompt side by side. Returns [N].
+    Denominator: the group's standard deviation with ddof 1, plus ``eps``.
+    Raises ShapeError if N is not a multiple of ``group_size``, ConfigError for groups of fewer than 2.
+    """
+    if group_size < 2:
+        raise ConfigError(f"group_advantages: group_size is {group_size}; a completion needs others to compare with")
+    if rewards.dim() != 1 or len(rewards) % group_size:
+        raise ShapeError(
+            f"group_advantages: rewards {list(rewards.shape)}; expected [N] with N a multiple of {group_size}"
+        )
+    rewards_PG = rewards.view(-1, group_size)
+    advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
+    if normalize:
+        advantages_PG = advantages_PG / (rewards_PG.std(1, correction=1, keepdim=True) + eps)
+    return advantages_PG.flatten()
+
+
+def masked_whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
+    """``x`` scaled to unit variance over its real entries, and shifted to mean 0 unless ``shift_mean`` is False.
+
+    (x - mean) / sqrt(var + 1e-8), plus mean without the shift; as PPO whitens advantages, arXiv:2005.12729, section 3.
+    x: any shape, float32; mask: the same shape, bool, True = real. Returns that shape, 0 outside the mask.
+    Denominator: number of real entries for the mean, one less for the variance (unbiased).
+    Raises ShapeError if the shapes differ.
+    """
+    if x.shape != mask.shape:
+        raise ShapeError(f"masked_whiten: x {list(x.shape)}, mask {list(mask.shape)}; expected one shape")
+    mask = mask.bool()
+    x = x.masked_fill(~mask, 0.0)
+    count = mask.sum()
+    mean = x.sum() / count.clamp(min=1)
+    centred = (x - mean).masked_fill(~mask, 0.0)
+    variance = (centred**2).sum() / (count - 1).clamp(min=1)
+    whitened = centred * torch.rsqrt(variance + WHITEN_EPS)
+    return whitened if shift_mean else (whitened + mean).masked_fill(~mask, 0.0)
