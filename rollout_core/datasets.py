@@ -1,0 +1,284 @@
+"""JSONL rows, read strictly: what is wrong with a file is said once, as ``path:line: reason``, before any work starts.
+
+A file is UTF-8 with one JSON object a line; blank lines are skipped but counted. `to_jsonl` writes the one canonical
+form of rows, so that a data set has a content id that ignores key order, spacing and how its files were split.
+"""
+
+from __future__ import annotations
+
+import codecs
+import difflib
+import glob
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from rollout_core.errors import ConfigError, DataError
+from rollout_core.ids import canonical_json
+
+MAX_VIOLATIONS = 20
+"""Problems of one data set that are shown together; reading stops there."""
+
+
+class ChatMessage(BaseModel):
+    """One turn of a conversation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str
+
+
+def _at_least_one(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
+    if not messages:
+        raise ValueError("expected at least one message")
+    return messages
+
+
+Conversation = Annotated[tuple[ChatMessage, ...], AfterValidator(_at_least_one)]
+
+
+class _Row(BaseModel):
+    """What rows share: the keys they know, and ``extras`` for all others, in the order of the file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    own_keys: ClassVar[frozenset[str]] = frozenset()
+    """Keys of a line that are fields; every other key is an extra."""
+    extras: dict[str, Any] = Field(default_factory=dict)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        cls.own_keys = frozenset(cls.model_fields) - {"extras"}
+
+    @field_validator("extras")
+    @classmethod
+    def _extras_hide_no_field(cls, extras: dict[str, Any]) -> dict[str, Any]:
+        if not cls.own_keys.isdisjoint(extras):
+            raise ValueError(f"{', '.join(sorted(cls.own_keys & extras.keys()))} would hide the row's own; rename it")
+        return extras
+
+    def document(self) -> dict[str, Any]:
+        """The row as one flat JSON object."""
+        return {**self.model_dump(mode="json", exclude={"extras"}, exclude_none=True), **self.extras}
+
+    def _missing(self, wanted: str, *keys: str) -> ValueError:
+        found = ", ".join(self.extras) or "none"
+        for key in keys:
+            for near in difflib.get_close_matches(key, self.extras, n=1):
+                return ValueError(f"{wanted}; did you mean {key!r} by {near!r}?")
+        return ValueError(f"{wanted}; other keys found: {found}")
+
+
+class PromptRow(_Row):
+    """A prompt to complete: a text or a conversation."""
+
+    prompt: str | None = None
+    messages: Conversation | None = None
+    id: str | None = None
+    """The caller's own name of the row; it comes back in outputs."""
+
+    @model_validator(mode="after")
+    def _exactly_one_form(self) -> PromptRow:
+        if self.prompt is None and self.messages is None:
+            raise self._missing("needs prompt or messages", "prompt", "messages")
+        if self.prompt is not None and self.messages is not None:
+            raise ValueError("has both prompt and messages; give one of them")
+        return self
+
+
+class SftRow(_Row):
+    """A demonstration to imitate: a prompt with its completion, or a conversation that ends with the assistant."""
+
+    prompt: str | None = None
+    completion: str | None = None
+    messages: Conversation | None = None
+
+    @model_validator(mode="after")
+    def _exactly_one_form(self) -> SftRow:
+        if self.messages is not None:
+            self._check_conversation(self.messages)
+        elif self.prompt is None and self.completion is None:
+            raise self._missing("needs prompt and completion, or messages", "prompt", "completion", "messages")
+        elif self.prompt is None:
+            raise self._missing("has completion but no prompt", "prompt")
+        elif self.completion is None:
+            raise self._missing("has prompt but no completion", "completion")
+        elif not self.completion:
+            raise ValueError("completion is empty; there is nothing to train")
+        return self
+
+    def _check_conversation(self, messages: tuple[ChatMessage, ...]) -> None:
+        if self.prompt is not None or self.completion is not None:
+            raise ValueError("has both messages and prompt or completion; give one form")
+        if messages[-1].role != "assistant":
+            raise ValueError(
+                f"the last message is the {messages[-1].role}'s; a demonstration ends with the assistant's"
+            )
+        if any(message.role == "assistant" and not message.content for message in messages):
+            raise ValueError("an assistant message is empty; there is nothing to train")
+
+
+RowT = TypeVar("RowT", bound=_Row)
+
+
+def read_prompts(pattern_or_path: str | Path, *, base: Path | None = None) -> list[PromptRow]:
+    """All rows of a JSONL file, or of the files that match a pattern with ``*`` or ``?``, sorted by path.
+
+    A relative path starts at ``base`` (default: the working directory); ``**`` matches folders at any depth.
+    Raises ConfigError when there is no row or a file cannot be read, DataError when rows are malformed.
+    """
+    return list(iter_prompts(pattern_or_path, base=base))
+
+
+def iter_prompts(pattern_or_path: str | Path, *, base: Path | None = None) -> Iterator[PromptRow]:
+    """`read_prompts` one row at a time, holding one line in memory. The error comes when the iteration reaches it."""
+    return _iter_files(pattern_or_path, base, PromptRow)
+
+
+def read_sft(pattern_or_path: str | Path, *, base: Path | None = None) -> list[SftRow]:
+    """All demonstrations of a file or pattern; paths and errors as `read_prompts`."""
+    return list(_iter_files(pattern_or_path, base, SftRow))
+
+
+def parse_prompts(data: bytes, name: str) -> list[PromptRow]:
+    """Rows of JSONL bytes, perhaps none. Raises DataError that calls the bytes ``name``."""
+    return list(_parse_lines(_numbered(name, data.split(b"\n")), PromptRow))
+
+
+def parse_sft(data: bytes, name: str) -> list[SftRow]:
+    """Rows of JSONL bytes, perhaps none. Raises DataError that calls the bytes ``name``."""
+    return list(_parse_lines(_numbered(name, data.split(b"\n")), SftRow))
+
+
+def to_jsonl(rows: Iterable[PromptRow | SftRow]) -> bytes:
+    """The canonical bytes of rows: `canonical_json` a line. Raises ConfigError for extras that are not JSON."""
+    return b"".join(canonical_json(row.document()) + b"\n" for row in rows)
+
+
+def _iter_files(pattern_or_path: str | Path, base: Path | None, model: type[RowT]) -> Iterator[RowT]:
+    paths = _matching_files(pattern_or_path, base)
+    row = None
+    for row in _parse_lines(_lines_of(paths), model):
+        yield row
+    if row is None:
+        reason = f"{len(paths)} files without a row" if paths else "no such file"
+        raise ConfigError(f"no input rows matched {str(pattern_or_path)!r}: {reason}")
+
+
+def _matching_files(pattern_or_path: str | Path, base: Path | None) -> list[Path]:
+    base, pattern = base or Path(), str(pattern_or_path)
+    if "*" in pattern or "?" in pattern:
+        only_those_are_special = pattern.replace("[", "[[]")
+        matches = (base / match for match in glob.glob(only_those_are_special, root_dir=base, recursive=True))
+        return sorted((path for path in matches if not path.is_dir()), key=str)
+    path = base / pattern
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; name a JSONL file, or a pattern such as {path / '*.jsonl'}")
+    return [path] if path.exists() else []
+
+
+def _lines_of(paths: Iterable[Path]) -> Iterator[tuple[str, int, bytes]]:
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                yield from _numbered(str(path), file)
+        except OSError as error:
+            raise ConfigError(f"{path}: not readable: {error.strerror or error}") from error
+
+
+def _numbered(name: str, lines: Iterable[bytes]) -> Iterator[tuple[str, int, bytes]]:
+    for number, line in enumerate(lines, start=1):
+        yield name, number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+
+
+def _parse_lines(lines: Iterable[tuple[str, int, bytes]], model: type[RowT]) -> Iterator[RowT]:
+    """Yields rows up to the first malformed one; from there on only collects what is wrong, then raises."""
+    violations: list[str] = []
+    for name, number, line in lines:
+        try:
+            row = _parse_line(line, model)
+            if row is not None and not violations:
+                yield row
+        except (ValueError, RecursionError) as error:
+            violations += [f"{name}:{number}: {reason}" for reason in _reasons(error)]
+        if len(violations) >= MAX_VIOLATIONS:
+            break
+    if violations:
+        shown = violations[:MAX_VIOLATIONS]
+        more = [f"stopped at {MAX_VIOLATIONS} problems; there may be more"] if len(violations) >= MAX_VIOLATIONS else []
+        raise DataError("\n".join([*shown, *more]), shown)
+
+
+def _parse_line(line: bytes, model: type[RowT]) -> RowT | None:
+    text = line.decode("utf-8").strip(" \t\r\n")
+    if not text:
+        return None
+    document = _DECODER.decode(text)
+    if not isinstance(document, dict):
+        raise ValueError(f"expected a JSON object, got {_shown(document)}")
+    if "\\u" in text:
+        canonical_json(document)  # refuses half a surrogate pair, which no UTF-8 file could hold
+    fields = {key: document.pop(key) for key in model.own_keys if key in document}
+    return model.model_validate({**fields, "extras": document})
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text} is out of range")
+    return number
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is not JSON; write null or leave the key out")
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse_constant)
+
+
+def _reasons(error: ValueError | RecursionError) -> Iterator[str]:
+    if isinstance(error, ValidationError):
+        for item in error.errors(include_url=False):
+            yield _field_reason(item)
+    elif isinstance(error, UnicodeDecodeError):
+        yield f"not valid UTF-8 at byte {error.start + 1}"
+    elif isinstance(error, json.JSONDecodeError):
+        yield f"not valid JSON: {error.msg} at column {error.colno}"
+    elif isinstance(error, RecursionError):
+        yield "nested too deeply"
+    else:
+        yield str(error)
+
+
+_EXPECTED = {
+    "string_type": "expected a string",
+    "tuple_type": "expected a list of messages",
+    "model_type": "expected an object with role and content",
+}
+
+
+def _field_reason(item: Any) -> str:
+    place = ".".join(str(part) for part in item["loc"])
+    reason = item["msg"].removeprefix("Value error, ")
+    if not place:
+        return reason
+    if item["type"] == "missing":
+        return f"{place}: required, but not given"
+    if item["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(item["loc"][-1]), ChatMessage.model_fields, n=1)
+        return f"{place}: unknown key" + (
+            f"; did you mean {near[0]!r}?" if near else "; a message has role and content"
+        )
+    if item["type"] == "literal_error":
+        reason = f"expected {item['ctx']['expected']}"
+    return f"{place}: {_EXPECTED.get(item['type'], reason)}, got {_shown(item['input'])}"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return text if len(text) <= 80 else text[:77] + "..."

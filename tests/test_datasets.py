@@ -1,0 +1,336 @@
+"""Rows are read strictly, errors name file and line, and equal rows have equal bytes."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from rollout_core.datasets import (
+    MAX_VIOLATIONS,
+    ChatMessage,
+    PromptRow,
+    SftRow,
+    iter_prompts,
+    parse_prompts,
+    parse_sft,
+    read_prompts,
+    read_sft,
+    to_jsonl,
+)
+from rollout_core.errors import ConfigError, DataError
+
+CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+
+
+def lines(*rows: Any) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def problem(data: bytes, parse=parse_prompts) -> str:
+    """The one violation of ``data``, without the name it was parsed under."""
+    with pytest.raises(DataError) as caught:
+        parse(data, "in.jsonl")
+    assert str(caught.value) == caught.value.violations[0] and len(caught.value.violations) == 1
+    return str(caught.value).removeprefix("in.jsonl:")
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+
+def test_prompt_rows_keep_id_and_other_keys_in_order():
+    (row,) = parse_prompts(b'{"zeta": 1, "prompt": "hi", "answer": {"b": 1, "a": null}, "id": "7"}', "x")
+    assert row == PromptRow(prompt="hi", id="7", extras={"zeta": 1, "answer": {"b": 1, "a": None}})
+    assert list(row.extras) == ["zeta", "answer"] and list(row.extras["answer"]) == ["b", "a"]
+
+
+def test_prompt_rows_hold_a_text_or_messages():
+    text, chat = parse_prompts(lines({"prompt": "hi"}, {"messages": CHAT[:1]}), "x")
+    assert text.prompt == "hi" and text.messages is None
+    assert chat.prompt is None and chat.messages == (ChatMessage(role="user", content="2 + 2?"),)
+
+
+def test_null_counts_as_absent():
+    (row,) = parse_prompts(lines({"prompt": None, "messages": CHAT[:1], "id": None}), "x")
+    assert row.messages is not None and row.id is None and row.extras == {}
+
+
+def test_blank_lines_are_skipped_but_counted():
+    data = b'\n{"prompt": "a"}\r\n   \n\t\n'
+    assert [row.prompt for row in parse_prompts(data, "x")] == ["a"]
+    assert problem(data + b'{"prompt": }').startswith("5: not valid JSON")
+
+
+def test_only_a_line_feed_ends_a_line():
+    assert [row.prompt for row in parse_prompts('{"prompt": "a\u2028b\u0085c"}\n'.encode(), "x")] == ["a\u2028b\u0085c"]
+
+
+def test_a_byte_order_mark_is_skipped():
+    assert parse_prompts(b"\xef\xbb\xbf" + lines({"prompt": "a"}), "x")[0].prompt == "a"
+
+
+def test_no_bytes_are_no_rows():
+    assert parse_prompts(b"", "x") == [] and parse_sft(b"\n\n", "x") == []
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (b'{"prompt": "a"', "1: not valid JSON: Expecting ',' delimiter at column 15"),
+        (b'{"prompt": "a"} {}', "1: not valid JSON: Extra data at column 17"),
+        (b'{"prompt": "\xff"}', "1: not valid UTF-8 at byte 13"),
+        (b'{"prompt": "a", "score": NaN}', "1: NaN is not JSON; write null or leave the key out"),
+        (b'{"prompt": "a", "score": -Infinity}', "1: -Infinity is not JSON; write null or leave the key out"),
+        (b'{"prompt": "a", "score": 1e999}', "1: the number 1e999 is out of range"),
+        (b'["prompt"]', '1: expected a JSON object, got ["prompt"]'),
+        (b"null", "1: expected a JSON object, got null"),
+        (b'{"prompt": 5}', "1: prompt: expected a string, got 5"),
+        (b'{"prompt": "a", "id": 7}', "1: id: expected a string, got 7"),
+        (
+            b'{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}',
+            "1: has both prompt and messages; give one of them",
+        ),
+        (b'{"promt": "a"}', "1: needs prompt or messages; did you mean 'prompt' by 'promt'?"),
+        (b'{"Messages": []}', "1: needs prompt or messages; did you mean 'messages' by 'Messages'?"),
+        (b'{"question": "a", "n": 1}', "1: needs prompt or messages; other keys found: question, n"),
+        (b"{}", "1: needs prompt or messages; other keys found: none"),
+        (b'{"messages": []}', "1: messages: expected at least one message, got []"),
+        (b'{"messages": "hi"}', '1: messages: expected a list of messages, got "hi"'),
+        (b'{"messages": ["hi"]}', '1: messages.0: expected an object with role and content, got "hi"'),
+        (b'{"messages": [{"role": "user"}]}', "1: messages.0.content: required, but not given"),
+        (
+            b'{"messages": [{"role": "asistant", "content": "a"}]}',
+            "1: messages.0.role: expected 'system', 'developer', 'user', 'assistant' or 'tool', got \"asistant\"",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": "a", "name": "b"}]}',
+            "1: messages.0.name: unknown key; a message has role and content",
+        ),
+    ],
+)
+def test_a_malformed_line_says_what_is_wrong(line: bytes, expected: str):
+    assert problem(line) == expected
+
+
+def test_a_misspelt_message_key_is_hinted_at():
+    with pytest.raises(DataError) as caught:
+        parse_prompts(b'{"messages": [{"role": "user", "contents": "a"}]}', "in.jsonl")
+    assert caught.value.violations == (
+        "in.jsonl:1: messages.0.content: required, but not given",
+        "in.jsonl:1: messages.0.contents: unknown key; did you mean 'content'?",
+    )
+
+
+def test_deep_nesting_and_half_a_surrogate_pair_are_refused():
+    assert problem(b'{"prompt": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}") == "1: nested too deeply"
+    assert "no canonical JSON form" in problem(rb'{"prompt": "\ud83d"}')
+    assert parse_prompts(rb'{"prompt": "\ud83d\ude00"}', "x")[0].prompt == "\U0001f600"
+
+
+def test_long_values_are_shortened_in_messages():
+    assert len(problem(lines({"prompt": list(range(1000))}))) < 200
+
+
+def test_all_problems_of_a_file_are_shown_together():
+    good, bad = {"prompt": "a"}, {"promt": "a"}
+    with pytest.raises(DataError) as caught:
+        parse_prompts(lines(good, bad, good, 5), "in.jsonl")
+    assert [line.split(" ")[0] for line in caught.value.violations] == ["in.jsonl:2:", "in.jsonl:4:"]
+    assert str(caught.value).splitlines() == list(caught.value.violations)
+    assert pickle.loads(pickle.dumps(caught.value)).violations == caught.value.violations  # noqa: S301
+
+
+def test_at_most_twenty_problems_are_collected():
+    with pytest.raises(DataError) as caught:
+        parse_prompts(lines(*[{"promt": "a"}] * 50), "in.jsonl")
+    assert len(caught.value.violations) == MAX_VIOLATIONS
+    assert str(caught.value).splitlines()[-1] == "stopped at 20 problems; there may be more"
+
+
+def test_rows_built_in_code_are_checked_too():
+    with pytest.raises(ValidationError, match="prompt would hide the row's own"):
+        PromptRow(messages=(ChatMessage(role="user", content="a"),), extras={"prompt": "b"})
+    with pytest.raises(ValidationError, match="frozen"):
+        PromptRow(prompt="a").prompt = "b"
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_pattern_reads_its_files_sorted_by_path(tmp_path: Path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "folder.jsonl").mkdir()
+    for name in ("b.jsonl", "a.jsonl", "sub/c.jsonl", "[x].jsonl", "notes.txt"):
+        (tmp_path / name).write_bytes(lines({"prompt": name}))
+
+    def read(pattern: str) -> list[str | None]:
+        return [row.prompt for row in read_prompts(pattern, base=tmp_path)]
+
+    assert read("*.jsonl") == ["[x].jsonl", "a.jsonl", "b.jsonl"]
+    assert read("?.jsonl") == ["a.jsonl", "b.jsonl"]
+    assert read("[x]*") == ["[x].jsonl"]
+    assert read("**/?.jsonl") == ["a.jsonl", "b.jsonl", "sub/c.jsonl"]
+    assert read("a.jsonl") == ["a.jsonl"]
+    assert [row.prompt for row in read_prompts(tmp_path / "*.txt", base=Path("elsewhere"))] == ["notes.txt"]
+
+
+def test_a_relative_path_starts_at_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "a.jsonl").write_bytes(lines({"prompt": "a"}))
+    monkeypatch.chdir(tmp_path)
+    assert len(read_prompts("a.jsonl")) == len(read_prompts("*.jsonl")) == 1
+
+
+def test_input_without_rows_is_an_error(tmp_path: Path):
+    (tmp_path / "empty.jsonl").write_bytes(b"\n\n")
+    with pytest.raises(ConfigError, match=r"no input rows matched '\*\.jsonl': 1 files without a row"):
+        read_prompts("*.jsonl", base=tmp_path)
+    with pytest.raises(ConfigError, match=r"no input rows matched 'x\*': no such file"):
+        read_prompts("x*", base=tmp_path)
+    with pytest.raises(ConfigError, match=r"no input rows matched 'x\.jsonl': no such file"):
+        read_sft("x.jsonl", base=tmp_path)
+
+
+def test_a_folder_or_an_unreadable_file_is_an_error(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"is a folder; name a JSONL file, or a pattern such as .*\*\.jsonl"):
+        read_prompts(tmp_path)
+    (tmp_path / "dangling.jsonl").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"dangling\.jsonl: not readable: No such file"):
+        read_prompts("*.jsonl", base=tmp_path)
+
+
+def test_rows_stream_up_to_the_first_problem_and_then_all_problems_are_raised(tmp_path: Path):
+    (tmp_path / "1.jsonl").write_bytes(lines({"prompt": "a"}, {"prompt": "b"}, 5, {"prompt": "c"}))
+    (tmp_path / "2.jsonl").write_bytes(lines({"prompt": "d"}, 6))
+    rows = iter_prompts("*.jsonl", base=tmp_path)
+    assert [next(rows).prompt, next(rows).prompt] == ["a", "b"]
+    with pytest.raises(DataError) as caught:
+        next(rows)
+    assert [line.split(": ")[0] for line in caught.value.violations] == [
+        f"{tmp_path}/1.jsonl:3",
+        f"{tmp_path}/2.jsonl:2",
+    ]
+
+
+# -- demonstrations ----------------------------------------------------------------------------------------------------
+
+
+def test_demonstrations_are_pairs_or_conversations(tmp_path: Path):
+    (tmp_path / "sft.jsonl").write_bytes(lines({"prompt": "a", "completion": "b", "source": "web"}, {"messages": CHAT}))
+    pair, chat = read_sft(tmp_path / "sft.jsonl")
+    assert (pair.prompt, pair.completion, pair.messages, pair.extras) == ("a", "b", None, {"source": "web"})
+    assert chat.messages is not None and [message.role for message in chat.messages] == ["user", "assistant"]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "a"}, "1: has prompt but no completion; other keys found: none"),
+        (
+            {"prompt": "a", "completions": "b"},
+            "1: has prompt but no completion; did you mean 'completion' by 'completions'?",
+        ),
+        ({"completion": "a", "pormpt": "b"}, "1: has completion but no prompt; did you mean 'prompt' by 'pormpt'?"),
+        ({"text": "a"}, "1: needs prompt and completion, or messages; other keys found: text"),
+        ({"prompt": "a", "completion": ""}, "1: completion is empty; there is nothing to train"),
+        ({"prompt": "a", "messages": CHAT}, "1: has both messages and prompt or completion; give one form"),
+        ({"messages": CHAT[:1]}, "1: the last message is the user's; a demonstration ends with the assistant's"),
+        (
+            {"messages": [{"role": "assistant", "content": ""}, *CHAT]},
+            "1: an assistant message is empty; there is nothing to train",
+        ),
+    ],
+)
+def test_a_malformed_demonstration_says_what_is_wrong(row: dict[str, Any], expected: str):
+    assert problem(lines(row), parse_sft) == expected
+
+
+# -- canonical bytes ---------------------------------------------------------------------------------------------------
+
+texts = st.text(st.characters(codec="utf-8"), max_size=8)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+extras = st.dictionaries(st.text(string.ascii_letters + "_ é", min_size=3, max_size=6), json_values, max_size=3)
+messages = st.lists(
+    st.builds(ChatMessage, role=st.sampled_from(["system", "user", "tool"]), content=texts), min_size=1, max_size=3
+).map(tuple)
+answer = st.builds(ChatMessage, role=st.just("assistant"), content=st.text(string.printable, min_size=1, max_size=5))
+
+
+def harmless(found: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in found.items() if key not in {"prompt", "messages", "completion", "id"}}
+
+
+prompt_rows = st.builds(PromptRow, prompt=texts, id=st.none() | texts, extras=extras.map(harmless)) | st.builds(
+    PromptRow, messages=messages, extras=extras.map(harmless)
+)
+sft_rows = st.builds(
+    SftRow, prompt=texts, completion=st.text(string.printable, min_size=1), extras=extras.map(harmless)
+) | st.builds(SftRow, messages=st.builds(lambda turns, last: (*turns, last), messages, answer))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(prompt_rows, max_size=4))
+def test_prompt_rows_survive_their_canonical_bytes(rows: list[PromptRow]):
+    data = to_jsonl(rows)
+    assert parse_prompts(data, "x") == rows
+    assert to_jsonl(parse_prompts(data, "x")) == data
+    assert data.count(b"\n") == len(rows)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(sft_rows, max_size=4))
+def test_demonstrations_survive_their_canonical_bytes(rows: list[SftRow]):
+    data = to_jsonl(rows)
+    assert parse_sft(data, "x") == rows
+    assert to_jsonl(parse_sft(data, "x")) == data
+
+
+@settings(max_examples=50, deadline=None)
+@given(prompt_rows, st.randoms(use_true_random=False))
+def test_canonical_bytes_ignore_key_order_and_spacing(row: PromptRow, shuffler: Any):
+    items = list(json.loads(to_jsonl([row])).items())
+    shuffler.shuffle(items)
+    respaced = json.dumps(dict(items), separators=(" , ", " : ")).encode()
+    assert to_jsonl(parse_prompts(b"\n" + respaced + b"\r\n\n", "x")) == to_jsonl([row])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.binary(max_size=60)
+    | st.text(max_size=40).map(lambda text: ('{"prompt": "a", ' + text).encode(errors="surrogatepass"))
+)
+def test_no_bytes_raise_anything_but_a_data_error(data: bytes):
+    for parse in (parse_prompts, parse_sft):
+        try:
+            parse(data, "x")
+        except DataError as error:
+            assert str(error).startswith("x:")
+
+
+def test_canonical_bytes_of_an_example_are_pinned():
+    """Changing these bytes changes the content id of every data set."""
+    rows = [
+        PromptRow(prompt="hé", id="1", extras={"b": 1.0, "a": None}),
+        PromptRow(messages=(ChatMessage(role="user", content="x"),)),
+        SftRow(prompt="p", completion="c"),
+    ]
+    assert to_jsonl(rows).decode() == (
+        '{"a":null,"b":1.0,"id":"1","prompt":"hé"}\n'
+        '{"messages":[{"content":"x","role":"user"}]}\n'
+        '{"completion":"c","prompt":"p"}\n'
+    )
+
+
+def test_extras_that_are_not_json_have_no_canonical_bytes():
+    with pytest.raises(ConfigError, match="no canonical JSON form"):
+        to_jsonl([PromptRow(prompt="a", extras={"x": float("nan")})])
