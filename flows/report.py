@@ -1,0 +1,120 @@
+"""The report of a nightly run: curves as PNG and one page with everything a person asks in the morning."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollout_core.ids import ContentId
+from rollout_core.inference.output import write_atomically
+from rollout_core.telemetry import draw_curve
+from tasks.journal import StageEntry
+
+REWARD_PNG = "reward.png"
+LOSS_PNG = "sft-loss.png"
+PAGE = "index.html"
+
+
+@dataclass(frozen=True)
+class SampleComparison:
+    """A held-out prompt and what each model made of it."""
+
+    prompt: str
+    completions: tuple[str, ...]
+    rewards: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a nightly run has to say."""
+
+    name: str
+    held_out: Mapping[str, float]
+    """Mean held-out reward by moment, in order."""
+    rewards: Sequence[float]
+    """Mean training reward of each PPO iteration."""
+    sft_losses: Sequence[float]
+    promotion: str
+    promoted: bool
+    model: ContentId
+    stages: Sequence[StageEntry]
+    samples: Sequence[SampleComparison]
+
+
+def write_report(report: Report, folder: Path) -> Path:
+    """Write page and curves into ``folder`` and return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw_curve(
+        folder / REWARD_PNG,
+        {"mean training reward": report.rewards},
+        title="Reward per PPO iteration",
+        x_label="iteration",
+        y_label="reward",
+        marks={f"held out {moment}: {value:.3f}": value for moment, value in report.held_out.items()},
+    )
+    draw_curve(
+        folder / LOSS_PNG, {"loss": report.sft_losses}, title="SFT loss", x_label="optimizer step", y_label="loss"
+    )
+    write_atomically(folder / PAGE, [_page(report).encode()])
+    return folder
+
+
+def _page(report: Report) -> str:
+    moments = "".join(
+        f'<div class="figure"><b>{value:.3f}</b><span>held-out reward {html.escape(moment)}</span></div>'
+        for moment, value in report.held_out.items()
+    )
+    verdict = "promoted" if report.promoted else "not promoted"
+    computed = sum(entry.computed for entry in report.stages)
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{html.escape(report.name)}</title><style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2rem auto; padding: 0 1rem; color: #1c2430; }}
+h1 {{ margin-bottom: 0; }} h2 {{ margin-top: 2.2rem; }} code {{ font-size: 13px; }}
+.figures {{ display: flex; gap: 1rem; flex-wrap: wrap; margin: 1rem 0; }}
+.figure {{ border: 1px solid #d5dbe3; border-radius: 8px; padding: .7rem 1.2rem; }}
+.figure b {{ display: block; font-size: 1.7rem; }} .figure span {{ color: #5a6675; }}
+.curves {{ display: grid; grid-template-columns: 1fr 1fr; gap: 1rem; }} img {{ width: 100%; }}
+table {{ border-collapse: collapse; width: 100%; font-size: 14px; }}
+th, td {{ text-align: left; padding: .3rem .6rem; border-bottom: 1px solid #e4e8ee; vertical-align: top; }}
+td.number {{ text-align: right; font-variant-numeric: tabular-nums; }}
+.right {{ color: #11713b; }} .wrong {{ color: #a3262c; }} .Cached {{ color: #5a6675; }} .Completed {{ color: #11713b; }}
+</style></head><body>
+<h1>{html.escape(report.name)}</h1>
+<p>Checkpoint <code>{report.model}</code>: <b>{verdict}</b> ({html.escape(report.promotion)}).</p>
+<div class="figures">{moments}</div>
+<div class="curves"><img src="{REWARD_PNG}" alt="reward per iteration"><img src="{LOSS_PNG}" alt="SFT loss"></div>
+<h2>Held-out prompts, before and after</h2>
+{_samples_table(report)}
+<h2>Stages</h2>
+<p>{computed} of {len(report.stages)} stages were computed, the others came from the cache.</p>
+{_stages_table(report.stages)}
+</body></html>
+"""
+
+
+def _samples_table(report: Report) -> str:
+    head = "".join(f"<th>{html.escape(moment)}</th>" for moment in report.held_out)
+    rows = ""
+    for sample in report.samples:
+        cells = "".join(
+            f'<td class="{"right" if reward > 0 else "wrong"}"><code>{html.escape(text) or "&nbsp;"}</code> '
+            f"({reward:g})</td>"
+            for text, reward in zip(sample.completions, sample.rewards, strict=True)
+        )
+        rows += f"<tr><td><code>{html.escape(sample.prompt)}</code></td>{cells}</tr>\n"
+    return f"<table><tr><th>prompt</th>{head}</tr>\n{rows}</table>"
+
+
+def _stages_table(stages: Sequence[StageEntry]) -> str:
+    rows = ""
+    for entry in stages:
+        row = entry.row()
+        rows += (
+            f"<tr><td>{entry.stage}</td><td>{html.escape(entry.label)}</td>"
+            f'<td class="{entry.state}">{row["state"]}</td><td class="number">{entry.seconds:.2f}</td>'
+            f"<td><code>{row['in']}</code></td><td><code>{row['out']}</code></td></tr>\n"
+        )
+    head = "<tr><th>stage</th><th></th><th>state</th><th>seconds</th><th>in</th><th>out</th></tr>"
+    return f"<table>{head}\n{rows}</table>"

@@ -1,0 +1,124 @@
+"""Training flows: `train_sft` and `train_ppo`, and the PPO iterations that the nightly flow shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flows.healing import run_body
+from prefect import flow
+from rollout_core.config import BackendConfig, PPOSettings, TrainPPOConfig, TrainSFTConfig
+from rollout_core.ids import ContentId
+from rollout_core.inference.engines import close_engine
+from rollout_core.plan import context_limit, plan_ppo, plan_sft
+from rollout_core.records import Checkpoint, Scores
+from rollout_core.rewards import RewardSpec, source_id
+from tasks.generate import batch_inference
+from tasks.journal import Journal
+from tasks.keep import import_model, import_prompts, import_sft, snapshot
+from tasks.learn import ppo_update, sft_update
+from tasks.places import working_folder
+from tasks.prompts import enqueue_prompts
+from tasks.score import score_rewards
+
+
+@dataclass(frozen=True)
+class PPOIteration:
+    """What one round of generate, score, update gave."""
+
+    scores: Scores
+    checkpoint: Checkpoint
+
+
+def ppo_iterations(
+    start: ContentId,
+    reference: ContentId,
+    prompts: ContentId,
+    settings: PPOSettings,
+    backend: BackendConfig,
+    reward: RewardSpec,
+    *,
+    seed: int,
+    num_threads: int | None,
+    run_name: str,
+) -> list[PPOIteration]:
+    """Rounds of enqueue, generate, score, update, snapshot; each on the policy of the round before."""
+    reward_source = source_id(reward, base=working_folder())
+    model, train_state = start, None
+    iterations = []
+    for number in range(settings.iterations):
+        label = f"iteration {number + 1}"
+        prompt_set = enqueue_prompts(
+            prompts,
+            model,
+            settings.sampling,
+            first=number * settings.prompts_per_iteration,
+            count=settings.prompts_per_iteration,
+            samples_per_prompt=settings.samples_per_prompt,
+            max_model_len=context_limit(backend),
+            label=label,
+        )
+        completions = batch_inference(prompt_set, settings.sampling, backend, label=label)
+        scores = score_rewards(completions, reward, reward_source, label=label)
+        checkpoint = ppo_update(
+            model,
+            train_state,
+            reference,
+            scores,
+            completions.samples,
+            settings,
+            seed=seed + number,
+            num_threads=num_threads,
+            label=label,
+        )
+        snapshot(checkpoint, f"{run_name}/ppo-{number + 1}", label=label)
+        iterations.append(PPOIteration(scores, checkpoint))
+        model, train_state = checkpoint.model, checkpoint.train_state
+    return iterations
+
+
+@flow(name="train-sft", flow_run_name="{config.run.name}", persist_result=False)
+def train_sft(config: TrainSFTConfig) -> dict[str, Any]:
+    """Supervised fine-tuning of one model on one data set; returns the checkpoint record."""
+    plan_sft(config, working_folder())
+
+    def body(journal: Journal) -> dict[str, Any]:
+        settings = config.algorithm
+        model = import_model(settings.base_model)
+        dataset = import_sft(settings.dataset.path)
+        checkpoint = sft_update(
+            model.model, dataset.data, settings, seed=config.seed, num_threads=config.num_threads
+        )
+        snapshot(checkpoint, f"{config.run.name}/sft")
+        return checkpoint.model_dump(mode="json")
+
+    return run_body(body, refresh=config.run.refresh)
+
+
+@flow(name="train-ppo", flow_run_name="{config.run.name}", persist_result=False)
+def train_ppo(config: TrainPPOConfig) -> dict[str, Any]:
+    """PPO of one model on its own completions; returns the last checkpoint record and the reward of each iteration."""
+    plan_ppo(config, working_folder())
+
+    def body(journal: Journal) -> dict[str, Any]:
+        settings = config.algorithm
+        model = import_model(settings.base_model).model
+        prompts = import_prompts(settings.prompts.path)
+        iterations = ppo_iterations(
+            model,
+            model,
+            prompts.data,
+            settings,
+            config.backend,
+            settings.reward,
+            seed=config.seed,
+            num_threads=config.num_threads,
+            run_name=config.run.name,
+        )
+        last = iterations[-1].checkpoint.model_dump(mode="json")
+        return {**last, "rewards": [iteration.scores.mean for iteration in iterations]}
+
+    try:
+        return run_body(body, refresh=config.run.refresh)
+    finally:
+        close_engine()

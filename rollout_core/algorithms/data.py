@@ -1,0 +1,167 @@
+"""Token-level training data: rows become token ids with a mask of what is trained; order is a pure function of a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout_core.algorithms.losses import IGNORED_LABEL
+from rollout_core.config import LossOn
+from rollout_core.datasets import SftRow
+from rollout_core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Example:
+    """One sequence; ``trained[t]`` is True where token t is a target of the loss."""
+
+    token_ids: list[int]
+    trained: list[bool]
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What became of the rows of a data set."""
+
+    num_rows: int
+    num_examples: int
+    num_tokens: int
+    num_trained_tokens: int
+    num_truncated: int
+    """Rows cut at max_seq_len."""
+    num_without_target: int
+    """Rows left out because no token of theirs is trained."""
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Right-padded sequences. Causal attention makes padding at the right invisible, so no attention mask is needed."""
+
+    input_ids: Tensor
+    """[B,T] int64."""
+    labels: Tensor
+    """[B,T] int64, the token itself where trained, else -100."""
+    num_tokens: int
+    """Real tokens."""
+
+    @property
+    def num_trained(self) -> int:
+        """Targets of the next-token loss."""
+        return int((self.labels[:, 1:] != IGNORED_LABEL).sum())
+
+
+def tokenize_sft(
+    tokenizer: Any, rows: Sequence[SftRow], *, loss_on: LossOn, max_seq_len: int
+) -> tuple[list[Example], DataReport]:
+    """Tokenise rows, mark what is trained, cut at ``max_seq_len``, and leave out rows without a target.
+
+    ``assistant_only`` trains completions, or every assistant turn of a chat, with the token that ends it; ``full``
+    trains all tokens. Raises ConfigError when no row has a target, or a chat template cannot tell turns apart.
+    """
+    pairs = [row for row in rows if row.messages is None]
+    prompts = iter(tokenizer([row.prompt for row in pairs])["input_ids"] if pairs else [])
+    completions = iter(
+        tokenizer([row.completion for row in pairs], add_special_tokens=False)["input_ids"] if pairs else []
+    )
+    examples, truncated, without_target = [], 0, 0
+    for number, row in enumerate(rows, start=1):
+        if row.messages is None:
+            example = _pair_example(tokenizer, next(prompts), next(completions))
+        else:
+            example = _chat_example(tokenizer, [message.model_dump() for message in row.messages], number)
+        if loss_on.kind == "full":
+            example = Example(example.token_ids, [True] * len(example.token_ids))
+        truncated += len(example.token_ids) > max_seq_len
+        example = Example(example.token_ids[:max_seq_len], example.trained[:max_seq_len])
+        if any(example.trained[1:]):
+            examples.append(example)
+        else:
+            without_target += 1
+    report = DataReport(
+        num_rows=len(rows),
+        num_examples=len(examples),
+        num_tokens=sum(len(example.token_ids) for example in examples),
+        num_trained_tokens=sum(sum(example.trained[1:]) for example in examples),
+        num_truncated=truncated,
+        num_without_target=without_target,
+    )
+    if not examples:
+        raise ConfigError(
+            f"none of {len(rows)} rows has a token to train within packing.max_seq_len {max_seq_len}; "
+            "raise it or check the rows"
+        )
+    return examples, report
+
+
+def _pair_example(tokenizer: Any, prompt_ids: list[int], completion_ids: list[int]) -> Example:
+    completion_ids = [*completion_ids, tokenizer.eos_token_id]
+    return Example(prompt_ids + completion_ids, [False] * len(prompt_ids) + [True] * len(completion_ids))
+
+
+def _chat_example(tokenizer: Any, messages: list[dict[str, str]], number: int) -> Example:
+    """Masks assistant turns exactly: a turn is what the template adds to the rendering of the turns before it."""
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"row {number} holds chat messages, but the tokenizer has no chat template; "
+            "give prompt and completion, or a tokenizer with a template"
+        )
+    whole = _render(tokenizer, messages, generation_prompt=False)
+    trained = [False] * len(whole)
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = _render(tokenizer, messages[:turn], generation_prompt=True)
+        after = _render(tokenizer, messages[: turn + 1], generation_prompt=False)
+        if after[: len(before)] != before or whole[: len(after)] != after:
+            raise ConfigError(
+                f"row {number}: the chat template renders turn {turn + 1} differently with and without what follows, "
+                "so the assistant's tokens cannot be told apart; use loss_on.kind = 'full' or another template"
+            )
+        trained[len(before) : len(after)] = [True] * (len(after) - len(before))
+    return Example(whole, trained)
+
+
+def _render(tokenizer: Any, messages: list[dict[str, str]], *, generation_prompt: bool) -> list[int]:
+    if not messages:
+        return []
+    rendered = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=generation_prompt, tokenize=True, return_dict=True
+    )
+    return list(rendered["input_ids"])
+
+
+def collate(examples: Sequence[Example], *, pad_token_id: int) -> TokenBatch:
+    """Pad examples at the right to the longest of them."""
+    longest = max(len(example.token_ids) for example in examples)
+    input_ids = torch.full((len(examples), longest), pad_token_id, dtype=torch.int64)
+    labels = torch.full((len(examples), longest), IGNORED_LABEL, dtype=torch.int64)
+    for row, example in enumerate(examples):
+        tokens = torch.tensor(example.token_ids)
+        input_ids[row, : len(tokens)] = tokens
+        labels[row, : len(tokens)] = tokens.masked_fill(~torch.tensor(example.trained), IGNORED_LABEL)
+    return TokenBatch(input_ids, labels, sum(len(example.token_ids) for example in examples))
+
+
+def epoch_order(num_items: int, *, seed: int, epoch: int) -> list[int]:
+    """The order of one pass over ``num_items``: a pure function of seed and epoch."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    return torch.randperm(num_items, generator=generator).tolist()
+
+
+def positions_at(step: int, *, num_items: int, per_step: int, seed: int) -> list[int]:
+    """Items of optimizer step ``step`` (from 0): passes over the data follow each other without a gap.
+
+    This is the whole data cursor: a resumed run needs nothing but its step.
+    """
+    positions = []
+    orders: dict[int, list[int]] = {}
+    for item in range(step * per_step, (step + 1) * per_step):
+        epoch, offset = divmod(item, num_items)
+        if epoch not in orders:
+            orders[epoch] = epoch_order(num_items, seed=seed, epoch=epoch)
+        positions.append(orders[epoch][offset])
+    return positions

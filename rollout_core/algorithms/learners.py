@@ -1,0 +1,278 @@
+"""Updates from content ids to content ids: fetch, restore, train, snapshot, file the checkpoint.
+
+An interrupted update goes on from its own last snapshot, which is found under the update's key; everything else it needs
+is a pure function of its inputs, so the outcome is the same bytes as without the interruption.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rollout_core.algorithms import ppo as ppo_module
+from rollout_core.algorithms import sft as sft_module
+from rollout_core.algorithms.data import DataReport, tokenize_sft
+from rollout_core.algorithms.loop import LoopHooks, build_accelerator, build_optimizer, train
+from rollout_core.algorithms.ppo import KLController, Trajectory, assign_credit, build_batch
+from rollout_core.algorithms.state import METRICS_FILE, MODEL_FOLDER, TrainState, load_policy, load_state, save_state
+from rollout_core.config import LearnerSettings, PPOSettings, SFTSettings
+from rollout_core.datasets import parse_sft
+from rollout_core.errors import ConfigError, CorruptObject, NotFound
+from rollout_core.ids import ContentId
+from rollout_core.inference.samples import decode_completions_blob, decode_samples
+from rollout_core.models import load_tokenizer
+from rollout_core.objects import ObjectStore
+from rollout_core.records import Checkpoint, Scores
+from rollout_core.seeding import seed_everything
+from rollout_core.snapshots import SnapshotStore
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """Where an update works and under which key it can be resumed."""
+
+    objects: ObjectStore
+    cache: Path
+    """Local folder for fetched models."""
+    key: ContentId
+    """Identity of this update: equal inputs, equal key."""
+    run_id: str
+    seed: int
+    num_threads: int | None = None
+    on_step: Callable[[dict[str, float]], None] = field(default=lambda row: None)
+    on_start: Callable[[int, int], None] = field(default=lambda first_step, last_step: None)
+    """Called with the step training starts at and the one it ends at."""
+
+    def model(self, content_id: ContentId) -> Path:
+        """Local folder of a model."""
+        return self.objects.local_tree(content_id, self.cache)
+
+
+class _Resumption:
+    """The snapshots of one update in progress."""
+
+    def __init__(self, workshop: Workshop, algorithm: str, settings: LearnerSettings, tokenizer_from: Path) -> None:
+        self._workshop = workshop
+        self._algorithm = algorithm
+        self._settings = settings
+        self._tokenizer_from = tokenizer_from
+        self._snapshots = SnapshotStore(workshop.objects)
+        self._ref = f"progress/{workshop.key}"
+
+    def restore(self, state: TrainState) -> None:
+        """Bring ``state`` to the last snapshot of this update, if there is one that can be read."""
+        snapshot_id = self._workshop.objects.get_ref(self._ref)
+        if snapshot_id is None:
+            return
+        with tempfile.TemporaryDirectory(prefix="rollout-restore-") as scratch:
+            folder = Path(scratch) / "state"
+            try:
+                self._snapshots.restore(snapshot_id, folder)
+            except (CorruptObject, NotFound) as error:
+                log.warning("%s update starts over: its last snapshot cannot be read (%s)", self._algorithm, error)
+                return
+            load_state(state, folder)
+        log.info("%s update resumes at step %d from snapshot %s", self._algorithm, state.step, snapshot_id.short)
+
+    def save(self, state: TrainState) -> None:
+        """Make the current step resumable; when this returns, a kill loses nothing before it."""
+        with _saved(state, self._tokenizer_from) as folder:
+            snapshot = self._snapshots.save(
+                folder, run_id=self._workshop.run_id, step=state.step, algorithm=self._algorithm
+            )
+        self._workshop.objects.set_ref(self._ref, snapshot.id)
+        self._snapshots.prune(self._workshop.run_id, keep_last=self._settings.snapshots.keep_last)
+
+    def finish(self, state: TrainState) -> Checkpoint:
+        """File the outcome: the model by itself, and the state training can go on from."""
+        objects = self._workshop.objects
+        with _saved(state, self._tokenizer_from) as folder:
+            model = objects.put_tree(folder / MODEL_FOLDER)
+            metrics = objects.put_file(folder / METRICS_FILE)
+            snapshot = self._snapshots.save(
+                folder, run_id=self._workshop.run_id, step=state.step, algorithm=self._algorithm
+            )
+        # Until the caller has filed this outcome, a retry finds the finished state here and need not train again.
+        objects.set_ref(self._ref, snapshot.id)
+        last = state.metrics[-1] if state.metrics else {}
+        return Checkpoint(
+            model=model,
+            train_state=snapshot.id,
+            metrics=metrics,
+            algorithm=self._algorithm,
+            step=state.step,
+            summary={name: value for name, value in last.items() if name != "step"},
+        )
+
+
+class _saved:
+    """A temporary folder holding a saved state."""
+
+    def __init__(self, state: TrainState, tokenizer_from: Path) -> None:
+        self._state = state
+        self._tokenizer_from = tokenizer_from
+
+    def __enter__(self) -> Path:
+        self._scratch = tempfile.mkdtemp(prefix="rollout-state-")
+        folder = Path(self._scratch) / "state"
+        save_state(self._state, folder, tokenizer_from=self._tokenizer_from)
+        return folder
+
+    def __exit__(self, *exc_info: object) -> None:
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def sft_update(
+    model: ContentId, dataset: ContentId, settings: SFTSettings, workshop: Workshop
+) -> tuple[Checkpoint, DataReport]:
+    """Fine-tune ``model`` on the rows of ``dataset``. Raises ConfigError when rows and tokenizer do not fit."""
+    folder = workshop.model(model)
+    tokenizer = load_tokenizer(folder)
+    rows = parse_sft(workshop.objects.get_bytes(dataset), name=f"dataset {dataset.short}")
+    examples, report = tokenize_sft(
+        tokenizer, rows, loss_on=settings.loss_on, max_seq_len=settings.packing.max_seq_len
+    )
+    seed_everything(workshop.seed, num_threads=workshop.num_threads)
+    accelerator = build_accelerator(settings.precision)
+    policy = load_policy(folder).to(accelerator.device).train()
+    _check_sequence_length(policy, max(len(example.token_ids) for example in examples))
+    state = TrainState(policy, build_optimizer(settings.optimizer, list(policy.parameters())))
+    algorithm = sft_module.SFT(
+        policy,
+        examples,
+        settings,
+        pad_token_id=_pad_token(tokenizer),
+        seed=workshop.seed,
+        device=accelerator.device,
+    )
+    resumption = _Resumption(workshop, "sft", settings, folder)
+    resumption.restore(state)
+    workshop.on_start(state.step, algorithm.num_steps)
+    train(
+        algorithm,
+        state,
+        settings,
+        accelerator,
+        hooks=LoopHooks(on_step=workshop.on_step, on_snapshot=resumption.save),
+    )
+    return resumption.finish(state), report
+
+
+def ppo_update(
+    model: ContentId,
+    train_state: ContentId | None,
+    reference: ContentId,
+    scores: Scores,
+    samples: ContentId,
+    settings: PPOSettings,
+    workshop: Workshop,
+) -> Checkpoint:
+    """One PPO iteration on scored completions of ``model``.
+
+    ``train_state`` is the previous iteration's (optimizer, value head, KL coefficient); None for the first iteration.
+    """
+    folder = workshop.model(model)
+    tokenizer = load_tokenizer(folder)
+    trajectories = load_trajectories(workshop.objects, samples, scores)
+    seed_everything(workshop.seed, num_threads=workshop.num_threads)
+    accelerator = build_accelerator(settings.precision)
+    device = accelerator.device
+    policy = load_policy(folder).to(device).train()
+    value_head = _value_head(policy).to(device)
+    modules = nn.ModuleDict({ppo_module.VALUE_HEAD: value_head})
+    state = TrainState(
+        policy, build_optimizer(settings.optimizer, [*policy.parameters(), *modules.parameters()]), modules
+    )
+    if train_state is not None:
+        _continue_from(state, train_state, workshop.objects)
+    state.metrics = []
+    controller = KLController(settings.kl, state.extras.get("kl_coef"))
+
+    batch = build_batch(
+        trajectories, pad_token_id=_pad_token(tokenizer), missing_eos_penalty=settings.missing_eos_penalty
+    )
+    reference_policy = load_policy(workshop.model(reference)).to(device).eval()
+    credit = assign_credit(
+        policy, value_head, reference_policy, batch, settings, kl_coef=controller.coef, device=device
+    )
+    del reference_policy
+    controller.update(credit.mean_kl, len(trajectories))
+    state.extras = {"kl_coef": controller.coef}
+
+    algorithm = ppo_module.PPO(
+        policy, value_head, batch, credit, settings, first_step=state.step, seed=workshop.seed, device=device
+    )
+    first_step = state.step
+    resumption = _Resumption(workshop, "ppo", settings, folder)
+    resumption.restore(state)
+    workshop.on_start(state.step - first_step, algorithm.num_steps - first_step)
+    train(
+        algorithm,
+        state,
+        settings,
+        accelerator,
+        total_steps=settings.iterations * ppo_module.steps_per_iteration(settings),
+        hooks=LoopHooks(
+            on_step=lambda row: workshop.on_step({**row, "step": row["step"] - first_step}),
+            on_snapshot=resumption.save,
+        ),
+    )
+    for row in state.metrics:
+        row.update(credit.figures)
+    return resumption.finish(state)
+
+
+def load_trajectories(objects: ObjectStore, samples: ContentId, scores: Scores) -> list[Trajectory]:
+    """Prompts, completions and scores of an iteration, token ids as the engine gave them."""
+    prompts = decode_samples(objects.get_bytes(samples))
+    completions = decode_completions_blob(objects.get_bytes(scores.completions))
+    values: Sequence[float] = json.loads(objects.get_bytes(scores.scores))
+    return [
+        Trajectory(
+            prompt_token_ids=sample.prompt_token_ids,
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            score=value,
+            truncated=completion.finish_reason == "length",
+        )
+        for sample, completion, value in zip(prompts, completions, values, strict=True)
+    ]
+
+
+def _continue_from(state: TrainState, snapshot_id: ContentId, objects: ObjectStore) -> None:
+    with tempfile.TemporaryDirectory(prefix="rollout-restore-") as scratch:
+        folder = Path(scratch) / "state"
+        SnapshotStore(objects).restore(snapshot_id, folder)
+        load_state(state, folder)
+
+
+def _value_head(policy: Any) -> nn.Linear:
+    """Starts at zero, so that the first advantages are plain returns."""
+    head = nn.Linear(policy.config.get_text_config().hidden_size, 1)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
+
+
+def _pad_token(tokenizer: Any) -> int:
+    # Padding is never attended to nor trained, so any token will do.
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+
+
+def _check_sequence_length(policy: Any, longest: int) -> None:
+    limit = getattr(policy.config, "max_position_embeddings", None)
+    if limit is not None and longest > limit:
+        raise ConfigError(
+            f"the longest row has {longest} tokens, the model has {limit} positions; "
+            f"set packing.max_seq_len to at most {limit}"
+        )

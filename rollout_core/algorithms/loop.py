@@ -1,0 +1,173 @@
+"""The one training loop: accumulate, clip, step, log, snapshot.
+
+An algorithm supplies the minibatches of a step, as a pure function of the step's number, and the loss of one of them.
+So a run is resumed by its step alone, and what a minibatch contains never depends on what was trained before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from rollout_core.algorithms.state import TrainState
+from rollout_core.config import LearnerSettings, OptimizerConfig
+from rollout_core.errors import Fatal
+
+BatchT = TypeVar("BatchT")
+
+
+@dataclass(frozen=True)
+class MinibatchLoss:
+    """Loss of one minibatch and the figures it adds to the step's."""
+
+    loss: Tensor
+    """Scalar; the sum over the minibatches of a step is the loss of the step."""
+    metrics: dict[str, tuple[Any, float]]
+    """Name -> (mean over the minibatch, weight). A step logs the weighted mean."""
+
+
+class Algorithm(Protocol, Generic[BatchT]):
+    """What the loop needs of an algorithm."""
+
+    name: str
+    num_steps: int
+    """Optimizer steps of the whole run; training ends at this step."""
+
+    def minibatches(self, step: int) -> Sequence[BatchT]:
+        """Minibatches of optimizer step ``step`` (from 0). Must depend on nothing but ``step``."""
+        ...
+
+    def loss(self, batch: BatchT, step_batches: Sequence[BatchT]) -> MinibatchLoss:
+        """Forward pass of one minibatch; ``step_batches`` are all of its step, for the denominator."""
+        ...
+
+    def num_tokens(self, batch: BatchT) -> int:
+        """Real tokens of a minibatch."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoopHooks:
+    """What surrounds training. All are optional."""
+
+    on_step: Callable[[dict[str, float]], None] = lambda row: None
+    """After each optimizer step, with its row of figures."""
+    on_snapshot: Callable[[TrainState], None] = lambda state: None
+    """Every ``snapshots.every_steps`` steps, not after the last one."""
+
+
+def build_accelerator(precision: str) -> Accelerator:
+    """One accelerator a process; ``auto`` means bfloat16 where a GPU has it, else float32."""
+    if precision == "auto":
+        precision = "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "float32"
+    return Accelerator(mixed_precision="bf16" if precision == "bfloat16" else "no")
+
+
+def build_optimizer(config: OptimizerConfig, state_parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer ``config`` names, over parameters in the given order."""
+    if config.kind == "sgd":
+        return torch.optim.SGD(state_parameters, lr=config.lr, weight_decay=config.weight_decay)
+    kind = torch.optim.AdamW if config.kind == "adamw" else torch.optim.Adam
+    return kind(
+        state_parameters,
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
+    """Rate of optimizer step ``step`` (from 0): linear warm-up, then constant, linear or cosine decay to 0."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    progress = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
+    if config.schedule == "linear":
+        return config.lr * (1.0 - progress)
+    return config.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def train(
+    algorithm: Algorithm[BatchT],
+    state: TrainState,
+    settings: LearnerSettings,
+    accelerator: Accelerator,
+    *,
+    total_steps: int | None = None,
+    hooks: LoopHooks | None = None,
+) -> None:
+    """Run ``algorithm`` from ``state.step`` to its last step, changing ``state``.
+
+    ``total_steps`` is what the learning-rate schedule spans; default: the algorithm's own number of steps.
+    Raises Fatal when a loss or gradient is not finite; the state is then still that of the last good step.
+    """
+    hooks = hooks or LoopHooks()
+    total_steps = total_steps or algorithm.num_steps
+    parameters = [parameter for _, parameter in state.trained_parameters()]
+    while state.step < algorithm.num_steps:
+        step = state.step
+        rate = learning_rate(settings.optimizer, step, total_steps)
+        for group in state.optimizer.param_groups:
+            group["lr"] = rate
+
+        batches = algorithm.minibatches(step)
+        figures = _Figures()
+        for batch in batches:
+            with accelerator.autocast():
+                result = algorithm.loss(batch, batches)
+            accelerator.backward(result.loss)
+            figures.add(result)
+
+        grad_norm = accelerator.clip_grad_norm_(parameters, settings.optimizer.max_grad_norm)
+        row = figures.row(grad_norm=float(grad_norm if grad_norm is not None else math.nan))  # pyright: ignore[reportArgumentType]
+        if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
+            state.optimizer.zero_grad(set_to_none=True)
+            raise Fatal(
+                f"{algorithm.name} step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}; both must be "
+                "finite. The last snapshot is from before this step; lower optimizer.lr or look at the step's data"
+            )
+        state.optimizer.step()
+        state.optimizer.zero_grad(set_to_none=True)
+        state.step += 1
+
+        row |= {
+            "step": state.step,
+            "learning_rate": rate,
+            "num_tokens": sum(algorithm.num_tokens(batch) for batch in batches),
+        }
+        state.metrics.append(row)
+        hooks.on_step(row)
+        if state.step % settings.snapshots.every_steps == 0 and state.step < algorithm.num_steps:
+            hooks.on_snapshot(state)
+
+
+class _Figures:
+    """Sums a step's figures on the device and reads them once."""
+
+    def __init__(self) -> None:
+        self._loss: Any = 0.0
+        self._sums: dict[str, Any] = {}
+        self._weights: dict[str, float] = {}
+
+    def add(self, result: MinibatchLoss) -> None:
+        self._loss = self._loss + result.loss.detach()
+        for name, (value, weight) in result.metrics.items():
+            value = value.detach() if isinstance(value, Tensor) else value
+            self._sums[name] = self._sums.get(name, 0.0) + value * weight
+            self._weights[name] = self._weights.get(name, 0.0) + weight
+
+    def row(self, *, grad_norm: float) -> dict[str, float]:
+        means = {
+            name: float(total) / self._weights[name] if self._weights[name] else 0.0
+            for name, total in self._sums.items()
+        }
+        return {"loss": float(self._loss), "grad_norm": grad_norm, **means}

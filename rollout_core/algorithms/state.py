@@ -1,0 +1,139 @@
+"""The whole state of a training run, to disk and back, bit for bit and without pickle.
+
+A state folder holds ``model/`` (a Hugging Face folder, usable as it is), ``modules.safetensors`` (modules beside the
+model, such as a value head), ``optimizer.safetensors``, ``metrics.jsonl`` and ``state.json`` (step, RNG of every
+library, the algorithm's own figures).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from rollout_core.errors import ConfigError
+from rollout_core.ids import canonical_json
+from rollout_core.models import copy_tokenizer
+from rollout_core.seeding import RngState, capture_rng, restore_rng
+
+STATE_VERSION = 1
+MODEL_FOLDER = "model"
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass
+class TrainState:
+    """What training changes. ``extras`` holds the algorithm's own JSON values (a KL coefficient, running figures)."""
+
+    model: nn.Module
+    """A transformers causal language model."""
+    optimizer: torch.optim.Optimizer
+    modules: nn.ModuleDict = field(default_factory=nn.ModuleDict)
+    """Trained modules beside the model."""
+    step: int = 0
+    """Optimizer steps done."""
+    extras: dict[str, Any] = field(default_factory=dict)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    """One row an optimizer step."""
+
+    def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Names and parameters in the optimizer's order."""
+        return [
+            (name, parameter)
+            for prefix, module in (("model", self.model), ("modules", self.modules))
+            for name, parameter in module.named_parameters(prefix=prefix)
+            if parameter.requires_grad
+        ]
+
+
+def save_state(state: TrainState, folder: Path, *, tokenizer_from: Path) -> None:
+    """Write ``state`` into the empty ``folder``. Equal states give equal files, byte for byte."""
+    model_folder = folder / MODEL_FOLDER
+    model_folder.mkdir(parents=True)
+    state.model.save_pretrained(model_folder)  # pyright: ignore[reportCallIssue]
+    copy_tokenizer(tokenizer_from, model_folder)
+    if len(state.modules):
+        save_file({name: _plain(tensor) for name, tensor in state.modules.state_dict().items()},
+                  folder / "modules.safetensors")
+    tensors, scalars = _flatten_optimizer(state)
+    save_file(tensors, folder / "optimizer.safetensors")
+    rows = b"".join(canonical_json(row) + b"\n" for row in state.metrics)
+    (folder / METRICS_FILE).write_bytes(rows)
+    document = {
+        "version": STATE_VERSION,
+        "step": state.step,
+        "extras": state.extras,
+        "optimizer": scalars,
+        "rng": capture_rng().to_json(),
+    }
+    (folder / "state.json").write_bytes(canonical_json(document))
+
+
+def load_state(state: TrainState, folder: Path) -> None:
+    """Bring ``state`` (built for the same model and optimizer) and the RNGs to what `save_state` wrote.
+
+    Raises ConfigError for a state of another version, model or optimizer.
+    """
+    document = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    if document["version"] != STATE_VERSION:
+        raise ConfigError(f"train state has version {document['version']}; this software reads {STATE_VERSION}")
+    _load_model_weights(state.model, folder / MODEL_FOLDER)
+    if len(state.modules):
+        state.modules.load_state_dict(load_file(folder / "modules.safetensors"))
+    _unflatten_optimizer(state, load_file(folder / "optimizer.safetensors"), document["optimizer"])
+    state.step = document["step"]
+    state.extras = document["extras"]
+    state.metrics = [json.loads(line) for line in (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
+    restore_rng(RngState.from_json(document["rng"]))
+
+
+def load_policy(folder: Path) -> Any:
+    """The causal language model of a Hugging Face folder, float32, ready to train.
+
+    Raises ConfigError when its weights do not fit its configuration.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"model in {folder} cannot be loaded: {error}") from error
+
+
+def _load_model_weights(model: nn.Module, folder: Path) -> None:
+    saved = load_policy(folder).state_dict()
+    model.load_state_dict(saved)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous()
+
+
+def _flatten_optimizer(state: TrainState) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors by ``parameter name|quantity``; everything else as JSON."""
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, Any] = {}
+    for name, parameter in state.trained_parameters():
+        for quantity, value in sorted(state.optimizer.state.get(parameter, {}).items()):
+            if isinstance(value, Tensor):
+                tensors[f"{name}|{quantity}"] = _plain(value)
+            else:
+                scalars[f"{name}|{quantity}"] = value
+    return tensors, scalars
+
+
+def _unflatten_optimizer(state: TrainState, tensors: dict[str, Tensor], scalars: dict[str, Any]) -> None:
+    parameters = dict(state.trained_parameters())
+    for key, value in {**tensors, **scalars}.items():
+        name, quantity = key.split("|")
+        if name not in parameters:
+            raise ConfigError(f"train state holds optimizer values for {name!r}, which this model does not train")
+        parameter = parameters[name]
+        # Adam's step counter stays on the CPU; moments live beside their parameter.
+        on_device = isinstance(value, Tensor) and value.dim() > 0
+        state.optimizer.state[parameter][quantity] = value.to(parameter.device) if on_device else value

@@ -1,0 +1,97 @@
+"""What every inference backend is: requests in, completions out as they finish, weights swapped in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+from rollout_core.config import SamplingParams
+from rollout_core.ids import ContentId
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion to generate."""
+
+    key: str
+    """Names the request among those in flight; the sample id."""
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    seed: int
+    """Seed of this request alone, in [0, 2**31): the same request draws the same tokens in any batch."""
+    prompt_text: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished generation."""
+
+    key: str
+    token_ids: Sequence[int]
+    """Includes the end-of-sequence token when one ended the completion."""
+    logprobs: Sequence[float]
+    """Log-probability of each token under the distribution it was drawn from (after temperature), nats."""
+    text: str
+    """Decoded completion without special tokens or the stop string."""
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class ModelRef:
+    """A model's content id and a local folder that holds it."""
+
+    content_id: ContentId
+    folder: Path
+
+
+class InferenceBackend(Protocol):
+    """Generates completions with one model at a time.
+
+    ``stream`` is the primary form; it may be used by one caller at a time. ``generate`` is its gathered form.
+    """
+
+    @property
+    def model_id(self) -> ContentId:
+        """Content of the weights in use."""
+        ...
+
+    @property
+    def batch_invariant(self) -> bool:
+        """True where a request's tokens and logprobs are bitwise the same whatever else is in its batch."""
+        ...
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Longest prompt plus completion, in tokens; None where the backend knows no limit."""
+        ...
+
+    def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """Yield completions as they finish, in any order. Requests are drawn from the iterable as there is room."""
+        ...
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Completions of ``requests``, in their order."""
+        ...
+
+    def update_weights(self, model: ModelRef) -> None:
+        """Use another model of the same architecture from now on. Raises Fatal when the parity check fails."""
+        ...
+
+    def close(self) -> None:
+        """Free the engine. The backend is not used afterwards."""
+        ...
+
+
+class GathersStream:
+    """`generate` in terms of `stream`."""
+
+    def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        raise NotImplementedError("a backend implements stream")
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        finished = {completion.key: completion for completion in self.stream(requests)}
+        return [finished[request.key] for request in requests]

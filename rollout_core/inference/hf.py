@@ -1,0 +1,112 @@
+"""Plain transformers as a backend: one sequence at a time, sampled by hand from the model's own logits.
+
+Slow and simple; it needs nothing beyond the training stack and is the reference other backends are checked against.
+Each request is generated alone, so its tokens cannot depend on a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from rollout_core.config import SamplingParams, TransformersBackend
+from rollout_core.ids import ContentId
+from rollout_core.inference.base import Completion, FinishReason, GathersStream, ModelRef, Request
+from rollout_core.inference.text import decode_completions
+from rollout_core.models import load_tokenizer
+
+
+class TransformersEngine(GathersStream):
+    """An `InferenceBackend` over ``AutoModelForCausalLM``."""
+
+    batch_invariant = True
+
+    def __init__(self, config: TransformersBackend, model: ModelRef) -> None:
+        self._config = config
+        self._load(model)
+
+    def _load(self, model: ModelRef) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        policy: Any = AutoModelForCausalLM.from_pretrained(model.folder, dtype=getattr(torch, self._config.dtype))
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._policy = policy.to(device).eval()
+        self._tokenizer = load_tokenizer(model.folder)
+        self._model = model
+
+    @property
+    def model_id(self) -> ContentId:
+        return self._model.content_id
+
+    @property
+    def max_model_len(self) -> int | None:
+        return self._config.max_model_len or getattr(self._policy.config, "max_position_embeddings", None)
+
+    def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        for request in requests:
+            yield self._generate_one(request)
+
+    def _generate_one(self, request: Request) -> Completion:
+        import torch
+
+        generator = torch.Generator(device=self._policy.device).manual_seed(request.seed)
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        inputs = torch.tensor([list(request.prompt_token_ids)], device=self._policy.device)
+        cache: Any = None
+        finish: FinishReason = "length"
+        with torch.no_grad():
+            for _ in range(request.params.max_tokens):
+                output = self._policy(inputs, past_key_values=cache, use_cache=True)
+                cache = output.past_key_values
+                distribution_V = _distribution(output.logits[0, -1].float(), request.params)
+                token = _draw(distribution_V, request.params, generator)
+                token_ids.append(token)
+                logprobs.append(float(distribution_V[token]))
+                if token == self._tokenizer.eos_token_id or self._stopped(request, token_ids):
+                    finish = "stop"
+                    break
+                inputs = torch.tensor([[token]], device=self._policy.device)
+        text = self._text(request, token_ids)
+        for stop in request.params.stop:
+            text = text.split(stop, 1)[0]
+        return Completion(request.key, token_ids, logprobs, text, finish)
+
+    def _text(self, request: Request, token_ids: list[int]) -> str:
+        return decode_completions(self._tokenizer, [request.prompt_token_ids], [token_ids])[0]
+
+    def _stopped(self, request: Request, token_ids: list[int]) -> bool:
+        return bool(request.params.stop) and any(
+            stop in self._text(request, token_ids) for stop in request.params.stop
+        )
+
+    def update_weights(self, model: ModelRef) -> None:
+        if model.content_id != self._model.content_id:
+            self._load(model)
+
+    def close(self) -> None:
+        del self._policy
+
+
+def _distribution(logits_V: Any, params: SamplingParams) -> Any:
+    """Log-probabilities after temperature, top-k and top-p; greedy decoding keeps temperature 1."""
+    import torch
+
+    scaled_V = logits_V / params.temperature if params.temperature > 0 else logits_V
+    if params.top_k > 0:
+        threshold = torch.topk(scaled_V, min(params.top_k, scaled_V.numel())).values[-1]
+        scaled_V = scaled_V.masked_fill(scaled_V < threshold, -torch.inf)
+    if params.top_p < 1.0:
+        ordered_V, order_V = scaled_V.sort(descending=True)
+        before_V = ordered_V.softmax(-1).cumsum(-1) - ordered_V.softmax(-1)
+        scaled_V = scaled_V.index_fill(0, order_V[before_V >= params.top_p], -torch.inf)
+    return torch.log_softmax(scaled_V, -1)
+
+
+def _draw(distribution_V: Any, params: SamplingParams, generator: Any) -> int:
+    import torch
+
+    if params.temperature == 0:
+        return int(distribution_V.argmax())
+    return int(torch.multinomial(distribution_V.exp(), 1, generator=generator))

@@ -1,0 +1,150 @@
+"""The per-sample ledger: which samples are done, whose turn it is for the others, and commits that cannot be lost.
+
+A sample is a rollout of the store (``rollout_id`` = sample id). Its completion is a row of a blob in object storage,
+named by a span of the attempt that made it. A completion counts once three things happened in this order: the blob is
+on disk, the span is committed, and the attempt's fenced update to ``succeeded`` went through. A worker whose attempt was
+superseded in the meantime is refused there, so exactly one attempt of a sample wins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rollout_core.errors import Conflict, CorruptObject, MissingObject
+from rollout_core.ids import ContentId
+from rollout_core.inference.samples import Sample
+from rollout_core.objects import ObjectStore
+from rollout_core.store import AttemptedRollout, AttemptUpdate, EnqueueRolloutRequest, LightningStore, Span
+from rollout_core.store.types import RolloutMode
+
+COMPLETION_SPAN = "rollout.completion"
+BLOB_ATTRIBUTE = "rollout.completion.blob"
+ROW_ATTRIBUTE = "rollout.completion.row"
+CHUNK = 5_000
+
+
+@dataclass
+class Standing:
+    """Where each of the asked samples stands."""
+
+    done: dict[ContentId, bytes] = field(default_factory=dict)
+    """Completion line of every finished sample."""
+    free: list[ContentId] = field(default_factory=list)
+    """Samples anyone may claim."""
+    busy: list[ContentId] = field(default_factory=list)
+    """Samples whose attempt belongs to a worker that still seems alive."""
+
+
+class SampleLedger:
+    """Samples of one batch over the store and the object store."""
+
+    def __init__(self, store: LightningStore, objects: ObjectStore, *, worker_id: str, stale_after_seconds: float):
+        self._store = store
+        self._objects = objects
+        self._worker_id = worker_id
+        self._stale_after_seconds = stale_after_seconds
+
+    async def enqueue(self, samples: Sequence[Sample], *, mode: RolloutMode, source: ContentId) -> None:
+        """Make every sample a rollout; those already known stay as they are. ``source`` is the samples' blob."""
+        for start in range(0, len(samples), CHUNK):
+            await self._store.enqueue_many_rollouts(
+                [
+                    EnqueueRolloutRequest(
+                        rollout_id=sample.id,
+                        input={"prompt": sample.prompt, "index": sample.index},
+                        mode=mode,
+                        metadata={"samples": source, "kind": "sample"},
+                    )
+                    for sample in samples[start : start + CHUNK]
+                ]
+            )
+
+    async def standing(self, sample_ids: Sequence[ContentId], *, exclusive: bool) -> Standing:
+        """Look every sample up. With ``exclusive`` no one else works on them, so unfinished ones are free at once."""
+        standing = Standing()
+        succeeded: list[ContentId] = []
+        stale_before = time.time() - self._stale_after_seconds
+        for start in range(0, len(sample_ids), CHUNK):
+            chunk = sample_ids[start : start + CHUNK]
+            for rollout in await self._store.query_rollouts(rollout_id_in=chunk):
+                sample = ContentId(rollout.rollout_id)
+                if rollout.status == "succeeded":
+                    succeeded.append(sample)
+                elif rollout.status in ("preparing", "running") and not exclusive and _alive(rollout, stale_before):
+                    standing.busy.append(sample)
+                else:
+                    standing.free.append(sample)
+        standing.done = await self._lines(succeeded)
+        # A finished sample whose completion cannot be read any more is generated again.
+        standing.free += [sample for sample in succeeded if sample not in standing.done]
+        return standing
+
+    async def _lines(self, sample_ids: Sequence[ContentId]) -> dict[ContentId, bytes]:
+        lines: dict[ContentId, bytes] = {}
+        blobs: dict[str, list[bytes]] = {}
+        for start in range(0, len(sample_ids), CHUNK):
+            spans = await self._store.query_many_spans(sample_ids[start : start + CHUNK], name=COMPLETION_SPAN)
+            for span in spans:
+                blob, row = str(span.attributes[BLOB_ATTRIBUTE]), int(span.attributes[ROW_ATTRIBUTE])  # pyright: ignore[reportArgumentType]
+                if blob not in blobs:
+                    blobs[blob] = self._read_blob(blob)
+                if row < len(blobs[blob]):
+                    lines[ContentId(span.rollout_id)] = blobs[blob][row]
+        return lines
+
+    def _read_blob(self, blob: str) -> list[bytes]:
+        try:
+            return self._objects.get_bytes(ContentId(blob)).splitlines(keepends=True)
+        except (CorruptObject, MissingObject):
+            return []
+
+    async def claim(self, sample_ids: Sequence[ContentId]) -> dict[ContentId, AttemptedRollout]:
+        """Start a new attempt of each sample for this worker, superseding older ones."""
+        claimed: dict[ContentId, AttemptedRollout] = {}
+        for start in range(0, len(sample_ids), CHUNK):
+            chunk = sample_ids[start : start + CHUNK]
+            for rollout in await self._store.start_many_attempts(chunk, worker_id=self._worker_id):
+                claimed[ContentId(rollout.rollout_id)] = rollout
+        return claimed
+
+    async def commit(self, group: Sequence[tuple[AttemptedRollout, bytes]]) -> list[bool]:
+        """Make completion lines durable and their attempts succeed. False marks a sample another attempt took over."""
+        blob = await asyncio.to_thread(self._objects.put_bytes, b"".join(line for _, line in group))
+        spans = [
+            Span.from_attributes(
+                rollout_id=rollout.rollout_id,
+                attempt_id=rollout.attempt.attempt_id,
+                sequence_id=1,
+                name=COMPLETION_SPAN,
+                attributes={BLOB_ATTRIBUTE: blob, ROW_ATTRIBUTE: row},
+            )
+            for row, (rollout, _) in enumerate(group)
+        ]
+        updates = [
+            AttemptUpdate(rollout_id=rollout.rollout_id, attempt_id=rollout.attempt.attempt_id, status="succeeded")
+            for rollout, _ in group
+        ]
+        # The store works in order of arrival, so both may share one commit to disk.
+        _, outcomes = await asyncio.gather(
+            self._store.add_many_spans(spans), self._store.update_many_attempts(updates, fenced=True)
+        )
+        return [not isinstance(outcome, Conflict) for outcome in outcomes]
+
+    async def release(self, rollouts: Iterable[AttemptedRollout]) -> None:
+        """Give claimed, unfinished samples back after a failure, so that others need not wait for them to go stale."""
+        updates = [
+            AttemptUpdate(rollout_id=rollout.rollout_id, attempt_id=rollout.attempt.attempt_id, status="failed")
+            for rollout in rollouts
+        ]
+        for start in range(0, len(updates), CHUNK):
+            await self._store.update_many_attempts(updates[start : start + CHUNK], fenced=True)
+
+
+def _alive(rollout: object, stale_before: float) -> bool:
+    if not isinstance(rollout, AttemptedRollout):
+        return False
+    attempt = rollout.attempt
+    return (attempt.last_heartbeat_time or attempt.start_time) >= stale_before

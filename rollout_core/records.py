@@ -1,0 +1,119 @@
+"""Results of stages: small frozen records that carry content ids and counts, stored as JSON.
+
+A record holds no wall-clock time, host name or run id: equal inputs give equal records, so that a record's own content
+id can stand for the stage's outcome. Fields typed `BlobId` or `TreeId` name what the record needs in object storage; a
+cached record counts only while all of that is still there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from rollout_core.ids import ContentId
+
+BlobId = Annotated[ContentId, "blob"]
+TreeId = Annotated[ContentId, "tree"]
+SnapshotId = Annotated[ContentId, "snapshot"]
+
+
+class Record(BaseModel):
+    """Base of every stage result."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def references(self) -> Iterator[tuple[Literal["blob", "tree", "snapshot"], ContentId]]:
+        """What of the object store this record stands on."""
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            for kind in ("blob", "tree", "snapshot"):
+                if kind in field.metadata and value is not None:
+                    yield kind, value
+
+    def outputs(self) -> tuple[ContentId, ...]:
+        """Content ids whose origin this record explains."""
+        return tuple(content_id for _, content_id in self.references())
+
+
+class Model(Record):
+    """A model folder in Hugging Face format, in the object store."""
+
+    model: TreeId
+    num_parameters: int | None = None
+
+
+class Dataset(Record):
+    """A JSONL file in the object store, in canonical form."""
+
+    data: BlobId
+    num_rows: int
+
+
+class PromptSet(Record):
+    """Samples to generate, tokenised, and enqueued in the store as rollouts of the same ids."""
+
+    samples: BlobId
+    """JSONL, a row a sample: id, prompt or messages, prompt_token_ids, index, extras."""
+    model: ContentId
+    num_samples: int
+    num_prompt_tokens: int
+
+
+class Completions(Record):
+    """What the engine generated for a `PromptSet`, in its order."""
+
+    completions: BlobId
+    """JSONL, a row a sample: id, token_ids, logprobs, text, finish_reason."""
+    samples: BlobId
+    model: ContentId
+    num_samples: int
+    num_tokens: int
+    finish_reasons: dict[str, int]
+
+
+class Scores(Record):
+    """A reward for each completion, in order."""
+
+    scores: BlobId
+    """JSON list of floats."""
+    completions: BlobId
+    num_samples: int
+    mean: float
+    std: float
+
+
+class Checkpoint(Record):
+    """A trained model and the state from which its training goes on."""
+
+    model: TreeId
+    train_state: SnapshotId
+    metrics: BlobId
+    """JSONL, a row an optimizer step."""
+    algorithm: str
+    step: int
+    summary: dict[str, float]
+    """The last figures, by the names practitioners know."""
+
+
+class SnapshotRecord(Record):
+    """A train state, verified and labelled for people."""
+
+    snapshot: SnapshotId
+    model: TreeId
+    label: str
+    step: int
+    size_bytes: int
+
+
+class EvalReport(Record):
+    """Held-out reward of a model."""
+
+    model: ContentId
+    completions: BlobId
+    samples: BlobId
+    scores: BlobId
+    num_samples: int
+    mean_reward: float
+    num_tokens: int

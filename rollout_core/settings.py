@@ -1,0 +1,34 @@
+"""Where this process keeps its objects and its database: settings from the environment.
+
+``ROLLOUT_STORAGE`` is the object store's URL (default ``file://./data/objects``), ``ROLLOUT_DATABASE`` the store's
+(default ``sqlite:///./data/rollout.db``), ``ROLLOUT_CACHE`` a local folder for checkpoints fetched from the object
+store (default ``./data/cache``). They say where, never what: no setting enters a cache key.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT_STORAGE = "file://./data/objects"
+DEFAULT_DATABASE = "sqlite:///./data/rollout.db"
+DEFAULT_CACHE = "./data/cache"
+
+
+@dataclass(frozen=True)
+class Locations:
+    """Addresses of the shared parts and the local cache of this machine."""
+
+    storage: str
+    database: str
+    cache: Path
+
+
+def locations() -> Locations:
+    """Read the environment now, so that a worker's own settings count, not those of the machine that deployed."""
+    return Locations(
+        storage=os.environ.get("ROLLOUT_STORAGE", DEFAULT_STORAGE),
+        database=os.environ.get("ROLLOUT_DATABASE", DEFAULT_DATABASE),
+        cache=Path(os.environ.get("ROLLOUT_CACHE", DEFAULT_CACHE)),
+    )

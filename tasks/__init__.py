@@ -1,0 +1,1 @@
+"""Stages: retryable, cached Prefect tasks over `rollout_core` functions."""

@@ -1,0 +1,112 @@
+"""What a person looks at in the Prefect UI: tables, curves, links and progress of stages.
+
+An artifact never decides over a stage: when the server does not take it, that is logged and the stage goes on.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from prefect.artifacts import (
+    create_image_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TaskID
+from rollout_core.ids import ContentId
+from rollout_core.telemetry import draw_curve
+from tasks.stage import stage_logger
+
+PROGRESS_INTERVAL_SECONDS = 2.0
+
+
+def table(key: str, rows: Sequence[Mapping[str, Any]], description: str) -> None:
+    """A table of figures. ``key`` is lower-case letters, digits and dashes."""
+    _tolerate(lambda: create_table_artifact(key=key, table=[dict(row) for row in rows], description=description))
+
+
+def curve(key: str, values: Sequence[float], *, title: str, x_label: str, y_label: str) -> None:
+    """A PNG curve of ``values`` over 1, 2, 3, ..."""
+    if len(values) < 2:
+        return
+    image = io.BytesIO()
+    draw_curve(image, {y_label: values}, title=title, x_label=x_label, y_label=y_label)
+    url = "data:image/png;base64," + base64.b64encode(image.getvalue()).decode()
+    _tolerate(lambda: create_image_artifact(image_url=url, key=key, description=title))
+
+
+def origin(key: str, title: str, outputs: Mapping[str, ContentId], made_from: Mapping[str, ContentId | None]) -> None:
+    """A page that leads from what a stage made to what it was made from."""
+    lines = [f"### {title}", "", "| what | content id |", "|---|---|"]
+    lines += [f"| {name} | `{content_id}` |" for name, content_id in outputs.items()]
+    lines += ["", "Made from:", "", "| what | content id |", "|---|---|"]
+    lines += [f"| {name} | `{content_id}` |" for name, content_id in made_from.items() if content_id]
+    lines += ["", f"Whole history: `rollout lineage {next(iter(outputs.values()))}`"]
+    _tolerate(lambda: create_markdown_artifact("\n".join(lines), key=key, description=title))
+
+
+class ProgressBar:
+    """Progress of long work: an artifact in the UI, refreshed at most every two seconds, and a bar in a terminal.
+
+    Use it as a context manager. Work that ends sooner shows nothing.
+    """
+
+    def __init__(self, key: str, description: str) -> None:
+        self._key = key
+        self._description = description
+        self._artifact: Any = None
+        self._bar: Progress | None = None
+        self._bar_task: TaskID | None = None
+        self._next = time.monotonic() + PROGRESS_INTERVAL_SECONDS
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, done: int, total: int) -> None:
+        """Show ``done`` of ``total``."""
+        now = time.monotonic()
+        if now < self._next or not total:
+            return
+        self._next = now + PROGRESS_INTERVAL_SECONDS
+        self._show_in_terminal(done, total)
+        _tolerate(lambda: self._show_artifact(100.0 * done / total))
+
+    def _show_in_terminal(self, done: int, total: int) -> None:
+        if not sys.stderr.isatty():
+            return
+        if self._bar is None:
+            self._bar = Progress(
+                *Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True), transient=True
+            )
+            self._bar_task = self._bar.add_task(self._description, total=total)
+            self._bar.start()
+        assert self._bar_task is not None
+        self._bar.update(self._bar_task, completed=done, total=total)
+
+    def _show_artifact(self, percent: float) -> None:
+        # _sync: the caller may be on a thread that runs an event loop, where these would only return a coroutine.
+        if self._artifact is None:
+            self._artifact = create_progress_artifact(
+                percent, key=self._key, description=self._description, _sync=True
+            )
+        else:
+            update_progress_artifact(self._artifact, progress=percent, _sync=True)
+
+
+def _tolerate(create: Callable[[], Any]) -> None:
+    try:
+        create()
+    except Exception as error:  # noqa: BLE001 - whatever the client raises, a picture is not worth a stage
+        stage_logger().warning("an artifact could not be shown: %s", error)

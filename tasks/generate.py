@@ -1,0 +1,87 @@
+"""The stage that generates: samples through this process's engine, committed as they finish."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+
+from rollout_core.config import BackendConfig, SamplingParams
+from rollout_core.inference.base import ModelRef
+from rollout_core.inference.batch import BatchOptions, Progress, complete_batch
+from rollout_core.inference.engines import engine
+from rollout_core.objects import ObjectStore
+from rollout_core.records import Completions, PromptSet
+from rollout_core.store.types import RolloutMode
+from tasks import artifacts, places
+from tasks.stage import current_stage, stage, stage_logger
+
+
+@stage(version=1, concurrency="engine")
+def batch_inference(
+    prompts: PromptSet,
+    sampling: SamplingParams,
+    backend: BackendConfig,
+    *,
+    mode: RolloutMode = "train",
+    deterministic: bool = True,
+    label: str = "",
+) -> Completions:
+    """Complete every sample of a prompt set exactly once; an interrupted run goes on with what is missing."""
+    completions, seconds, fresh = generate(
+        current_stage().objects, prompts, sampling, backend, mode=mode, deterministic=deterministic
+    )
+    rows = {
+        "samples": completions.num_samples,
+        "tokens": completions.num_tokens,
+        "generated now (tokens)": fresh,
+        "seconds": round(seconds, 2),
+        "tokens/s": round(fresh / seconds) if seconds else 0,
+        **{f"finish: {reason}": count for reason, count in completions.finish_reasons.items()},
+    }
+    artifacts.table("inference", [{"figure": key, "value": value} for key, value in rows.items()], f"Inference {label}")
+    return completions
+
+
+def generate(
+    objects: ObjectStore,
+    prompts: PromptSet,
+    sampling: SamplingParams,
+    backend: BackendConfig,
+    *,
+    mode: RolloutMode,
+    deterministic: bool,
+) -> tuple[Completions, float, int]:
+    """Completions of ``prompts``, the seconds it took with the engine running, and the tokens generated now."""
+    model = ModelRef(prompts.model, objects.local_tree(prompts.model, places.cache_folder()))
+    latest = Progress(0, prompts.num_samples, 0)
+
+    def on_progress(progress: Progress) -> None:
+        nonlocal latest
+        latest = progress
+        bar.show(progress.done, progress.total)
+
+    async def complete() -> Completions:
+        async with places.open_store() as store:
+            return await complete_batch(
+                store,
+                objects,
+                running,
+                prompts.samples,
+                sampling,
+                worker_id=f"{socket.gethostname()}-{os.getpid()}",
+                options=BatchOptions(
+                    mode=mode, deterministic=deterministic, exclusive=places.storage_is_local()
+                ),
+                on_progress=on_progress,
+            )
+
+    with engine(backend, model) as running, artifacts.ProgressBar("inference-progress", "Batch inference") as bar:
+        started = time.monotonic()
+        completions = asyncio.run(complete())
+        seconds = time.monotonic() - started
+    stage_logger().info(
+        "%d samples complete, %d tokens generated now in %.1f s", completions.num_samples, latest.tokens, seconds
+    )
+    return completions, seconds, latest.tokens

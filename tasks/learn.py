@@ -1,0 +1,104 @@
+"""The stages that train: supervised fine-tuning and one PPO iteration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rollout_core.algorithms import learners
+from rollout_core.algorithms.learners import Workshop
+from rollout_core.config import PPOSettings, SFTSettings
+from rollout_core.ids import ContentId
+from rollout_core.records import Checkpoint, Scores
+from tasks import artifacts, places
+from tasks.stage import StageRun, current_stage, stage, stage_logger
+
+
+@stage(version=1, concurrency="learner")
+def sft_update(
+    model: ContentId,
+    dataset: ContentId,
+    settings: SFTSettings,
+    *,
+    seed: int,
+    num_threads: int | None = None,
+    label: str = "",
+) -> Checkpoint:
+    """Fine-tune a model on prompt/completion or chat rows; resumes from its last snapshot."""
+    run = current_stage()
+    with _workshop(run, seed, num_threads, "SFT") as workshop:
+        checkpoint, report = learners.sft_update(model, dataset, settings, workshop)
+    rows = [{"figure": name.replace("_", " "), "value": value} for name, value in vars(report).items()]
+    artifacts.table("sft-data", rows, "What became of the training rows")
+    losses = [row["loss"] for row in _metrics(run, checkpoint)]
+    artifacts.curve("sft-loss", losses, title=f"SFT loss {label}".strip(), x_label="step", y_label="loss")
+    _show(checkpoint, {"model": model, "dataset": dataset}, f"SFT checkpoint {label}".strip())
+    return checkpoint
+
+
+@stage(version=1, concurrency="learner")
+def ppo_update(
+    model: ContentId,
+    train_state: ContentId | None,
+    reference: ContentId,
+    scores: Scores,
+    samples: ContentId,
+    settings: PPOSettings,
+    *,
+    seed: int,
+    num_threads: int | None = None,
+    label: str = "",
+) -> Checkpoint:
+    """One PPO iteration over scored completions of ``model``; resumes from its last snapshot."""
+    run = current_stage()
+    with _workshop(run, seed, num_threads, f"PPO {label}".strip()) as workshop:
+        checkpoint = learners.ppo_update(model, train_state, reference, scores, samples, settings, workshop)
+    rows = [{"figure": name, "value": value} for name, value in checkpoint.summary.items()]
+    artifacts.table("ppo", rows, f"PPO {label}".strip())
+    _show(
+        checkpoint,
+        {"model": model, "train state": train_state, "reference": reference, "scores": scores.scores},
+        f"PPO checkpoint {label}".strip(),
+    )
+    return checkpoint
+
+
+@contextmanager
+def _workshop(run: StageRun, seed: int, num_threads: int | None, title: str) -> Iterator[Workshop]:
+    last_step = 0
+
+    def on_start(first: int, last: int) -> None:
+        nonlocal last_step
+        last_step = last
+        if first:
+            stage_logger().info("%s resumes at step %d of %d", title, first, last)
+
+    def on_step(row: dict[str, float]) -> None:
+        bar.show(int(row["step"]), last_step)
+
+    with artifacts.ProgressBar(f"{run.name.replace('_', '-')}-progress", title) as bar:
+        yield Workshop(
+            objects=run.objects,
+            cache=places.cache_folder(),
+            key=run.key,
+            run_id=run.run_id,
+            seed=seed,
+            num_threads=num_threads,
+            on_step=on_step,
+            on_start=on_start,
+        )
+
+
+def _metrics(run: StageRun, checkpoint: Checkpoint) -> list[dict[str, float]]:
+    return [json.loads(line) for line in run.objects.get_bytes(checkpoint.metrics).splitlines()]
+
+
+def _show(checkpoint: Checkpoint, made_from: dict[str, ContentId | None], title: str) -> None:
+    artifacts.origin(
+        "checkpoint", title, {"model": checkpoint.model, "train state": checkpoint.train_state}, made_from
+    )
+    summary = checkpoint.summary
+    stage_logger().info(
+        "%s: step %d, loss %.4f, model %s", title, checkpoint.step, summary.get("loss", 0.0), checkpoint.model.short
+    )

@@ -1,0 +1,73 @@
+"""The shared parts as this process's settings name them: object storage, database, local cache.
+
+A setting is an address, or ``block:SLUG/NAME`` for a block saved on the Prefect server. It is looked up when a stage
+runs, on the machine it runs on.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from blocks import ContentAddressedStorage, RolloutDatabase
+from prefect.blocks.core import Block
+from rollout_core.errors import ConfigError
+from rollout_core.objects import ObjectStore
+from rollout_core.settings import locations
+from rollout_core.store import SqlLightningStore
+
+_BLOCK = "block:"
+
+
+def result_storage() -> ContentAddressedStorage:
+    """The block that ``ROLLOUT_STORAGE`` names; also where Prefect keeps stage results."""
+    address = locations().storage
+    if address.startswith(_BLOCK):
+        return _load(address, ContentAddressedStorage)
+    return ContentAddressedStorage(url=address)
+
+
+def objects() -> ObjectStore:
+    """The object store of this process's settings."""
+    return result_storage().objects()
+
+
+def open_store() -> SqlLightningStore:
+    """The LightningStore of this process's settings; use it as an async context manager."""
+    address = locations().database
+    if address.startswith(_BLOCK):
+        return _load(address, RolloutDatabase).store()
+    return SqlLightningStore.from_url(address)
+
+
+def cache_folder() -> Path:
+    """Local folder for models fetched from the object store."""
+    return locations().cache
+
+
+def lock_folder() -> Path:
+    """Where processes of this machine that share the object storage meet to spare double work."""
+    url = locations().storage
+    if "://" not in url or url.startswith("file://"):
+        return Path(url.removeprefix("file://")) / "locks"
+    return cache_folder() / "locks"
+
+
+def storage_is_local() -> bool:
+    """Whether every user of the storage is on this machine, so that its file locks bind all of them."""
+    url = result_storage().url
+    return "://" not in url or url.startswith(("file://", "memory://"))
+
+
+def _load(address: str, kind: type) -> Block:
+    slug = address.removeprefix(_BLOCK)
+    try:
+        block = kind.load(slug.partition("/")[2] or slug)
+    except ValueError as error:
+        raise ConfigError(f"setting {address!r} names no block of the Prefect server: {error}") from error
+    return block
+
+
+def working_folder() -> Path:
+    """Where relative paths of a configuration start."""
+    return Path(os.getcwd())

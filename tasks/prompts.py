@@ -1,0 +1,66 @@
+"""Stages that bring prompts in: as samples with identities, and as rollouts of the store."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rollout_core.config import SamplingParams
+from rollout_core.datasets import parse_prompts
+from rollout_core.ids import ContentId
+from rollout_core.inference.ledger import SampleLedger
+from rollout_core.inference.samples import encode_samples, make_samples
+from rollout_core.models import inspect_model, load_tokenizer
+from rollout_core.records import PromptSet
+from rollout_core.store.types import RolloutMode
+from tasks import artifacts, places
+from tasks.stage import current_stage, stage, stage_logger
+
+
+@stage(version=1)
+def enqueue_prompts(
+    prompts: ContentId,
+    model: ContentId,
+    sampling: SamplingParams,
+    *,
+    first: int = 0,
+    count: int | None = None,
+    samples_per_prompt: int = 1,
+    max_model_len: int | None = None,
+    mode: RolloutMode = "train",
+    label: str = "",
+) -> PromptSet:
+    """Turn prompt rows into samples of a model and enqueue them in the store.
+
+    ``first`` and ``count`` choose rows, going around the end of the file. Enqueueing a sample twice is one rollout.
+    """
+    objects = current_stage().objects
+    rows = parse_prompts(objects.get_bytes(prompts), name=f"prompts {prompts.short}")
+    last = len(rows) if count is None else first + count
+    chosen = [rows[position % len(rows)] for position in range(first, last)]
+    folder = objects.local_tree(model, places.cache_folder())
+    limit = max_model_len or inspect_model(folder).max_positions
+    samples = make_samples(
+        load_tokenizer(folder),
+        chosen,
+        model=model,
+        params=sampling,
+        samples_per_prompt=samples_per_prompt,
+        max_model_len=limit,
+        earlier=[rows[position % len(rows)] for position in range(first)],
+    )
+    blob = objects.put_bytes(encode_samples(samples))
+
+    async def enqueue() -> None:
+        async with places.open_store() as store:
+            ledger = SampleLedger(store, objects, worker_id="enqueue", stale_after_seconds=0.0)
+            await ledger.enqueue(samples, mode=mode, source=blob)
+
+    asyncio.run(enqueue())
+    stage_logger().info("%d samples enqueued for model %s", len(samples), model.short)
+    artifacts.origin("prompts", f"Prompts {label}".strip(), {"samples": blob}, {"prompt file": prompts, "model": model})
+    return PromptSet(
+        samples=blob,
+        model=model,
+        num_samples=len(samples),
+        num_prompt_tokens=sum(len(sample.prompt_token_ids) for sample in samples),
+    )

@@ -1,0 +1,116 @@
+"""The stages that judge: rewards of completions, and held-out evaluation of a model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+
+from rollout_core.config import BackendConfig, SamplingParams
+from rollout_core.ids import ContentId, canonical_json
+from rollout_core.inference.samples import decode_completions_blob, decode_samples
+from rollout_core.objects import ObjectStore
+from rollout_core.records import Completions, EvalReport, PromptSet, Scores
+from rollout_core.rewards import RewardInput, RewardSpec, load_reward, score
+from rollout_core.store import Span
+from tasks import artifacts, places
+from tasks.generate import generate
+from tasks.stage import current_stage, stage, stage_logger
+
+REWARD_SPAN = "agentlightning.annotation"
+REWARD_NAME_ATTRIBUTE = "agentlightning.reward.0.name"
+REWARD_VALUE_ATTRIBUTE = "agentlightning.reward.0.value"
+
+
+@stage(version=1)
+def score_rewards(completions: Completions, reward: RewardSpec, reward_source: ContentId, *, label: str = "") -> Scores:
+    """Score every completion. ``reward_source`` is the content of the reward's code, so that editing it counts."""
+    objects = current_stage().objects
+    scores = compute_scores(objects, completions, reward)
+    values: list[float] = json.loads(objects.get_bytes(scores.scores))
+    asyncio.run(_record_rewards(objects, completions, values))
+    rows = [{"figure": "mean reward", "value": scores.mean}, {"figure": "std", "value": scores.std}]
+    artifacts.table("rewards", rows, f"Rewards {label}".strip())
+    return scores
+
+
+@stage(version=1, concurrency="engine")
+def evaluate(
+    prompts: PromptSet,
+    sampling: SamplingParams,
+    backend: BackendConfig,
+    reward: RewardSpec,
+    reward_source: ContentId,
+    *,
+    label: str = "",
+) -> EvalReport:
+    """Mean reward of a model on held-out prompts."""
+    objects = current_stage().objects
+    completions, _, _ = generate(objects, prompts, sampling, backend, mode="test", deterministic=True)
+    scores = compute_scores(objects, completions, reward)
+    stage_logger().info("held-out reward of model %s: %.4f", prompts.model.short, scores.mean)
+    artifacts.table(
+        "evaluation",
+        [{"model": prompts.model.short, "prompts": scores.num_samples, "mean reward": round(scores.mean, 4)}],
+        f"Held-out evaluation {label}".strip(),
+    )
+    return EvalReport(
+        model=prompts.model,
+        completions=completions.completions,
+        samples=completions.samples,
+        scores=scores.scores,
+        num_samples=scores.num_samples,
+        mean_reward=scores.mean,
+        num_tokens=completions.num_tokens,
+    )
+
+
+def compute_scores(objects: ObjectStore, completions: Completions, reward: RewardSpec) -> Scores:
+    """Rewards of ``completions`` in order, filed as a JSON list."""
+    samples = decode_samples(objects.get_bytes(completions.samples))
+    generated = decode_completions_blob(objects.get_bytes(completions.completions))
+    inputs = [
+        RewardInput(
+            prompt=sample.prompt,
+            completion=completion.text,
+            extras=sample.extras,
+            finish_reason=completion.finish_reason,
+            num_tokens=len(completion.token_ids),
+            id=sample.row_id or sample.id,
+        )
+        for sample, completion in zip(samples, generated, strict=True)
+    ]
+    values = score(load_reward(reward, base=places.working_folder()), inputs)
+    return Scores(
+        scores=objects.put_bytes(canonical_json(values)),
+        completions=completions.completions,
+        num_samples=len(values),
+        mean=statistics.fmean(values),
+        std=statistics.pstdev(values),
+    )
+
+
+async def _record_rewards(objects: ObjectStore, completions: Completions, values: list[float]) -> None:
+    """Each reward as a span of its sample's winning attempt, where agents' adapters look for it."""
+    samples = decode_samples(objects.get_bytes(completions.samples))
+    rewards = {sample.id: value for sample, value in zip(samples, values, strict=True)}
+    async with places.open_store() as store:
+        ids = list(rewards)
+        for start in range(0, len(ids), 5_000):
+            rollouts = await store.query_rollouts(rollout_id_in=ids[start : start + 5_000])
+            await store.add_many_spans(
+                [
+                    Span.from_attributes(
+                        rollout_id=rollout.rollout_id,
+                        attempt_id=rollout.attempt.attempt_id,
+                        sequence_id=2,
+                        name=REWARD_SPAN,
+                        attributes={
+                            REWARD_NAME_ATTRIBUTE: "primary",
+                            REWARD_VALUE_ATTRIBUTE: rewards[ContentId(rollout.rollout_id)],
+                        },
+                    )
+                    for rollout in rollouts
+                    if getattr(rollout, "attempt", None) is not None
+                ]
+            )

@@ -1,0 +1,285 @@
+"""The one decorator of all stages: a Prefect task that is retried by the kind of its error and cached by content.
+
+The cache key of a call is the content id of the stage's name, its version and its inputs. The key leads to the result
+record, a small JSON document in object storage, and the record to everything the stage made. A stage ends *Completed*
+only after its record was written and read back; a cached record counts only while all it names is still there.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
+
+from blocks import ContentAddressedStorage
+from prefect import Task, task
+from prefect.cache_policies import CacheKeyFnPolicy
+from prefect.context import TaskRunContext
+from prefect.exceptions import MissingContextError
+from prefect.logging import get_run_logger
+from prefect.results import get_result_store
+from rollout_core.config import identity
+from rollout_core.errors import CorruptObject, NotFound, Recoverable, RolloutError
+from rollout_core.ids import CONTENT_ID_PATTERN, ContentId, content_id
+from rollout_core.lineage import Lineage, record_lineage, software_versions
+from rollout_core.locks import exclusive
+from rollout_core.objects import ObjectStore
+from rollout_core.records import Record
+from rollout_core.snapshots import SnapshotStore
+from tasks import places
+from tasks.journal import StageEntry, current_journal
+
+P = ParamSpec("P")
+R = TypeVar("R", bound=Record)
+
+RETRIES = 3
+RETRY_DELAYS_SECONDS = [1.0, 4.0, 16.0]
+LABEL = "label"
+
+_refresh: ContextVar[bool] = ContextVar("rollout_refresh", default=False)
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """What a stage's function may know of its own run."""
+
+    name: str
+    key: ContentId
+    storage: ContentAddressedStorage
+    run_id: str
+    """Flow run that the stage belongs to."""
+
+    @property
+    def objects(self) -> ObjectStore:
+        """The object store of this run."""
+        return self.storage.objects()
+
+
+_current_run: ContextVar[StageRun] = ContextVar("rollout_stage_run")
+
+
+def current_stage() -> StageRun:
+    """The running stage; only inside a stage's function."""
+    return _current_run.get()
+
+
+@contextmanager
+def refreshing(refresh: bool) -> Iterator[None]:
+    """Stages called inside the block are computed even when cached, if ``refresh`` is true."""
+    token = _refresh.set(refresh)
+    try:
+        yield
+    finally:
+        _refresh.reset(token)
+
+
+def stage_logger() -> logging.Logger | logging.LoggerAdapter[Any]:
+    """The run's logger, whose lines appear in the Prefect UI; a plain one outside a run."""
+    try:
+        return get_run_logger()
+    except MissingContextError:
+        return logging.getLogger("rollout")
+
+
+def stage(
+    *,
+    version: int,
+    cached: bool = True,
+    retries: int = RETRIES,
+    timeout_seconds: float | None = None,
+    concurrency: str | None = None,
+) -> Callable[[Callable[P, R]], Stage[P, R]]:
+    """Make a function from ids and small settings to a `Record` a stage.
+
+    ``version`` is raised by hand when the meaning of the stage changes; old results then no longer count. Stages with an
+    effect outside the object store are not ``cached``. ``concurrency`` names a tag whose runs the Prefect server can
+    limit (``prefect concurrency-limit create rollout:NAME N``). A parameter named ``label`` is for people only and
+    stays out of the cache key.
+    """
+
+    def decorate(function: Callable[P, R]) -> Stage[P, R]:
+        return Stage(function, version, cached, retries, timeout_seconds, concurrency)
+
+    return decorate
+
+
+class Stage(Generic[P, R]):
+    """A function that runs as a cached, retried Prefect task. Call it like the function."""
+
+    def __init__(
+        self,
+        function: Callable[P, R],
+        version: int,
+        cached: bool,
+        retries: int,
+        timeout_seconds: float | None,
+        concurrency: str | None,
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self.name = function.__name__
+        self.version = version
+        self.cached = cached
+        self._function = function
+        self._signature = inspect.signature(function)
+        self._record: type[R] = get_type_hints(function)["return"]
+        tags = {"rollout", f"stage:{self.name}"} | ({f"rollout:{concurrency}"} if concurrency else set())
+        self._task: Task[..., dict[str, Any]] = task(
+            self._as_task_function(),
+            name=self.name,
+            description=inspect.getdoc(function),
+            tags=tags,
+            retries=retries,
+            retry_delay_seconds=RETRY_DELAYS_SECONDS,
+            retry_condition_fn=should_retry,
+            timeout_seconds=timeout_seconds,
+            persist_result=cached,
+            result_serializer="json",
+            cache_result_in_memory=False,
+            cache_policy=CacheKeyFnPolicy(cache_key_fn=self._prefect_key) if cached else None,  # pyright: ignore[reportArgumentType]
+        )
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        inputs = self._bind(args, kwargs)
+        storage = places.result_storage()
+        if self.cached:
+            self._forget_if_broken(storage, self.key(inputs))
+        started = time.monotonic()
+        state = self._task.with_options(result_storage=storage, refresh_cache=_refresh.get() or None)(
+            **inputs, return_state=True
+        )
+        seconds = time.monotonic() - started
+        if state.is_completed():
+            record = self._record.model_validate(state.result())
+            self._note(inputs, state.name or "", seconds, record.outputs())
+            return record
+        self._note(inputs, state.name or "Failed", seconds, ())
+        state.result(raise_on_failure=True)
+        raise RolloutError(f"stage {self.name} ended {state.name}")
+
+    def key(self, inputs: dict[str, Any]) -> ContentId:
+        """Identity of a call: same key, same result."""
+        counted = {name: value for name, value in inputs.items() if name != LABEL}
+        return content_id(f"stage/{self.name}/{self.version}", identity(counted))
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def _prefect_key(self, context: TaskRunContext, inputs: dict[str, Any]) -> str:
+        return self.key(inputs)
+
+    def _as_task_function(self) -> Callable[..., dict[str, Any]]:
+        @functools.wraps(self._function)
+        def run(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            inputs = self._bind(args, kwargs)
+            return self._run(inputs).model_dump(mode="json")
+
+        run.__annotations__ = {**self._function.__annotations__, "return": dict}
+        return run
+
+    def _run(self, inputs: dict[str, Any]) -> R:
+        context = TaskRunContext.get()
+        assert context is not None, "a stage's function runs inside its Prefect task"
+        storage = places.result_storage()
+        run = StageRun(self.name, self.key(inputs), storage, str(context.task_run.flow_run_id or context.task_run.id))
+        token = _current_run.set(run)
+        try:
+            if not self.cached:
+                return self._function(**inputs)  # pyright: ignore[reportCallIssue]
+            first_try_of_refresh = bool(context.task.refresh_cache) and context.task_run.run_count <= 1
+            if first_try_of_refresh:
+                run.objects.delete_ref(progress_ref(run.key))
+            return self._compute_once(run, inputs, refresh=bool(context.task.refresh_cache))
+        finally:
+            _current_run.reset(token)
+
+    def _compute_once(self, run: StageRun, inputs: dict[str, Any], *, refresh: bool) -> R:
+        def on_wait() -> None:
+            stage_logger().info("another process is computing %s on the same inputs; waiting for its result", self.name)
+
+        with exclusive(places.lock_folder() / f"{run.key}.lock", on_wait=on_wait):
+            record = None if refresh else self._stored(run.storage, run.key)
+            if record is None:
+                record = self._function(**inputs)  # pyright: ignore[reportCallIssue]
+                self._store(run, inputs, record)
+            run.objects.delete_ref(progress_ref(run.key))
+            return record
+
+    def _store(self, run: StageRun, inputs: dict[str, Any], record: R) -> None:
+        """Make the record durable before Prefect learns of it: a failed write of Prefect's own is only logged there."""
+        lineage = Lineage(
+            stage=self.name,
+            version=self.version,
+            key=run.key,
+            inputs=identity(inputs),
+            outputs=record.outputs(),
+            created_at=datetime.now(UTC),
+            software=software_versions(),
+        )
+        record_lineage(run.objects, lineage)
+        document = get_result_store().create_result_record(record.model_dump(mode="json"), key=run.key).serialize()
+        run.storage.write_path(run.key, document)
+        if self._stored(run.storage, run.key) != record:
+            raise Recoverable(f"the result of stage {self.name} could not be read back from {run.storage.url}")
+
+    def _stored(self, storage: ContentAddressedStorage, key: ContentId) -> R | None:
+        try:
+            document = json.loads(storage.read_path(key))
+        except (NotFound, CorruptObject):
+            return None
+        return self._record.model_validate(json.loads(document["result"]))
+
+    def _forget_if_broken(self, storage: ContentAddressedStorage, key: ContentId) -> None:
+        record = self._stored(storage, key)
+        if record is not None and not is_whole(record, storage.objects()):
+            stage_logger().warning(
+                "the cached result of %s names objects that are no longer in storage; it is computed again", self.name
+            )
+            storage.forget(key)
+
+    def _note(self, inputs: dict[str, Any], state: str, seconds: float, outputs: tuple[ContentId, ...]) -> None:
+        journal = current_journal()
+        if journal is not None:
+            ids = tuple(ContentId(value) for value in inputs.values() if is_content_id(value))
+            records = (item for value in inputs.values() if isinstance(value, Record) for item in value.outputs())
+            journal.add(StageEntry(self.name, str(inputs.get(LABEL, "")), state, seconds, (*ids, *records), outputs))
+
+
+def is_content_id(value: Any) -> bool:
+    """Whether ``value`` has the form of a content id."""
+    return isinstance(value, str) and re.fullmatch(CONTENT_ID_PATTERN, value) is not None
+
+
+def progress_ref(key: ContentId) -> str:
+    """Ref of the last snapshot of an unfinished stage."""
+    return f"progress/{key}"
+
+
+def is_whole(record: Record, objects: ObjectStore) -> bool:
+    """Whether object storage still holds everything ``record`` names (sizes are compared, content is not read)."""
+    checks: dict[str, Callable[[ContentId], bool]] = {
+        "blob": objects.exists,
+        "tree": objects.tree_is_present,
+        "snapshot": SnapshotStore(objects).is_present,
+    }
+    return all(checks[kind](reference) for kind, reference in record.references())
+
+
+def should_retry(task: Task[..., Any], task_run: Any, state: Any) -> bool:
+    """Retry passing faults only, after the delay their hint asks for."""
+    error = state.result(raise_on_failure=False)
+    if isinstance(error, Recoverable):
+        # The task object belongs to this call alone (with_options), so its delay may follow the error's hint.
+        task.retry_delay_seconds = error.hint.delay_for_try(max(0, task_run.run_count - 1))
+        return True
+    return isinstance(error, OSError) and not isinstance(error, RolloutError)
