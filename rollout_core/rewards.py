@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
@@ -136,27 +136,26 @@ def score(reward: RewardFunction, inputs: Sequence[RewardInput]) -> list[float]:
     """
     if not reward.batched:
         return [
-            _number(reward, _call(reward, sample, _sample(inputs, index)), _sample(inputs, index))
-            for index, sample in enumerate(inputs)
+            _number(reward, _call(reward, sample, place), place)
+            for sample, place in zip(inputs, _places(inputs), strict=True)
         ]
     values = _call(reward, list(inputs), f"the batch of {len(inputs)} samples")
-    try:
-        values = list(values)
-    except TypeError:
-        raise Fatal(f"reward {reward.name} returned {_shown(values)}; expected a list of numbers") from None
+    if not isinstance(values, list):
+        raise Fatal(f"reward {reward.name} returned {_shown(values)}; expected a list of numbers")
     if len(values) != len(inputs):
         raise Fatal(f"reward {reward.name} returned {len(values)} numbers for {len(inputs)} samples")
-    return [_number(reward, value, _sample(inputs, index)) for index, value in enumerate(values)]
+    return [_number(reward, value, place) for value, place in zip(values, _places(inputs), strict=True)]
 
 
-def _sample(inputs: Sequence[RewardInput], index: int) -> str:
-    sample_id = inputs[index].id
-    return f"sample {index}" + (f" ({sample_id})" if sample_id is not None else "")
+def _places(inputs: Sequence[RewardInput]) -> Iterator[str]:
+    for index, sample in enumerate(inputs):
+        yield f"sample {index}" + (f" ({sample.id})" if sample.id is not None else "")
 
 
 def _call(reward: RewardFunction, argument: Any, place: str) -> Any:
     try:
-        return reward.function(argument)
+        value = reward.function(argument)
+        return list(value) if reward.batched and isinstance(value, Iterable) else value
     except Recoverable:
         raise
     except Exception as error:
@@ -164,6 +163,8 @@ def _call(reward: RewardFunction, argument: Any, place: str) -> Any:
 
 
 def _number(reward: RewardFunction, value: Any, place: str) -> float:
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()  # a scalar of numpy or torch
     try:
         number = float(value) if isinstance(value, Real) else math.nan
     except OverflowError:
@@ -194,23 +195,25 @@ def _file(source: str, base: Path | None) -> Path:
 
 
 def _load_file(source: str, base: Path | None) -> ModuleType:
-    path = _file(source, base)
+    path = _file(source, base).resolve()
+    code = path.read_bytes()
     # Named by its content, so that an edited file is a new module also in a process that has loaded the old one.
-    name = f"_rollout_reward_{hash_bytes(path.read_bytes())}"
+    name = f"_rollout_reward_{hash_bytes(str(path).encode() + code)}"
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None, path
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # dataclasses and pickling look their module up
+        module = ModuleType(name)
+        module.__file__ = str(path)
+        sys.modules[name] = module  # where dataclasses look their module up
         try:
-            spec.loader.exec_module(module)
-        except Exception as error:
+            with _importable(path.parent):
+                exec(compile(code, path, "exec"), module.__dict__)
+        except (Exception, SystemExit) as error:
             del sys.modules[name]
             raise ConfigError(f"reward file {path} fails on import: {type(error).__name__}: {error}") from error
     return sys.modules[name]
 
 
 _loaded_sources: dict[str, ContentId] = {}
+"""Source of each reward module at its import: one that has been edited since is imported anew."""
 
 
 def _load_module(name: str, base: Path | None) -> ModuleType:
@@ -221,7 +224,7 @@ def _load_module(name: str, base: Path | None) -> ModuleType:
             module = importlib.import_module(name)
             if _loaded_sources.get(name, source) != source:
                 module = importlib.reload(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"reward module {name} fails on import: {type(error).__name__}: {error}") from error
     if source is not None:
         _loaded_sources[name] = source
@@ -267,7 +270,7 @@ def _attribute(module: ModuleType, attribute: str, name: str) -> Any:
 
 def _check_callable(function: Any, spec: FunctionReward, batched: bool) -> None:
     if not callable(function) or inspect.isclass(function) or inspect.iscoroutinefunction(function):
-        kind = "an async function" if inspect.iscoroutinefunction(function) else f"a {type(function).__name__}"
+        kind = "an async function" if inspect.iscoroutinefunction(function) else f"of type {type(function).__name__}"
         raise ConfigError(f"reward {spec.callable} is {kind}; expected a function that returns a number")
     try:
         signature = inspect.signature(function)

@@ -1,0 +1,329 @@
+"""Rewards are loaded and checked before anything is generated, and every score is a finite float or a named failure."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import textwrap
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from rollout_core.errors import ConfigError, Fatal, Recoverable
+from rollout_core.rewards import (
+    ExactMatchReward,
+    FunctionReward,
+    RewardFunction,
+    RewardInput,
+    RewardSpec,
+    batch_reward,
+    load_reward,
+    score,
+    source_id,
+)
+
+SAMPLES = [RewardInput("2+2?", "4", {"answer": "4"}, "stop", 1, "s-0"), RewardInput("3+3?", "7", {"answer": "6"})]
+
+
+def write(path: Path, code: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(code), encoding="utf-8")
+    return path
+
+
+def exact(completion: str, answer: Any, **options: Any) -> float:
+    reward = load_reward(ExactMatchReward(**options))
+    return score(reward, [RewardInput("?", completion, {"answer": answer})])[0]
+
+
+# -- exact match -------------------------------------------------------------------------------------------------------
+
+
+def test_exact_match_scores_one_or_zero():
+    assert score(load_reward(ExactMatchReward()), SAMPLES) == [1.0, 0.0]
+
+
+def test_exact_match_strips_and_ignores_case_by_option():
+    assert exact(" Paris\n", "Paris") == 1.0
+    assert exact(" Paris\n", "Paris", strip=False) == 0.0
+    assert exact("paris", "Paris") == 0.0
+    assert exact("STRASSE", "straße", ignore_case=True) == 1.0
+
+
+def test_exact_match_compares_other_answers_by_their_json_text():
+    assert (
+        exact("42", 42) == exact("4.5", 4.5) == exact("true", True) == exact("null", None) == exact("[1]", [1]) == 1.0
+    )
+    assert exact("True", True) == 0.0
+
+
+def test_a_row_without_the_answer_is_named():
+    reward = load_reward(ExactMatchReward(answer_key="answer"))
+    with pytest.raises(Fatal, match=r"exact_match\(answer\) failed on sample 0 \(x\): .*did you mean 'anwser'\?"):
+        score(reward, [RewardInput("?", "4", {"anwser": "4"}, id="x")])
+
+
+# -- specs -------------------------------------------------------------------------------------------------------------
+
+
+def test_specs_are_told_apart_by_their_kind():
+    parse = TypeAdapter(RewardSpec).validate_python
+    assert parse({"kind": "exact_match"}) == ExactMatchReward()
+    assert parse({"kind": "function", "callable": "a.b:c.d"}) == FunctionReward(callable="a.b:c.d")
+    with pytest.raises(ValidationError, match="extra_forbidden"):
+        parse({"kind": "exact_match", "answerkey": "x"})
+
+
+@pytest.mark.parametrize("name", ["", "score", "module.score", "module:", ":score", "file.py:2x", "file.py:a b"])
+def test_a_callable_names_its_source_and_its_function(name: str):
+    with pytest.raises(ValidationError, match=r"expected module:function or path/to/file\.py:function"):
+        FunctionReward(callable=name)
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_function_of_a_file_is_called_with_sample_and_kwargs(tmp_path: Path):
+    write(tmp_path / "r/mine.py", "def length(sample, *, scale=1):\n    return len(sample.completion) * scale\n")
+    reward = load_reward(FunctionReward(callable="r/mine.py:length", kwargs={"scale": 3}), base=tmp_path)
+    assert score(reward, SAMPLES) == [3.0, 3.0] and reward.name == "r/mine.py:length"
+
+
+def test_a_file_may_define_dataclasses_and_import_its_neighbours(tmp_path: Path):
+    write(tmp_path / "neighbour_of_reward.py", "BONUS = 2.0\n")
+    write(
+        tmp_path / "mine.py",
+        """
+        from __future__ import annotations
+        from dataclasses import dataclass
+        from neighbour_of_reward import BONUS
+
+        @dataclass
+        class Judge:
+            strict: bool = True
+
+            @staticmethod
+            def score(sample):
+                return BONUS
+        """,
+    )
+    path_before = list(sys.path)
+    assert score(load_reward(FunctionReward(callable=f"{tmp_path}/mine.py:Judge.score")), SAMPLES) == [2.0, 2.0]
+    assert sys.path == path_before
+
+
+def test_a_function_of_a_module_beside_the_config_is_found(tmp_path: Path):
+    write(tmp_path / "reward_pack/rules.py", "def zero(sample):\n    return 0\n")
+    assert score(load_reward(FunctionReward(callable="reward_pack.rules:zero"), base=tmp_path), SAMPLES) == [0.0, 0.0]
+
+
+def test_an_edited_reward_is_loaded_anew_in_the_same_process(tmp_path: Path):
+    for name, callable_ in (("edited_file.py", "edited_file.py:r"), ("edited_module.py", "edited_module:r")):
+        spec = FunctionReward(callable=callable_)
+        got = []
+        for value in ("1", "2.5"):
+            write(tmp_path / name, f"def r(sample):\n    return {value}\n")
+            got += score(load_reward(spec, base=tmp_path), SAMPLES[:1])
+        assert got == [1.0, 2.5], name
+
+
+def test_a_batch_reward_takes_the_whole_list(tmp_path: Path):
+    write(
+        tmp_path / "mine.py",
+        """
+        from rollout_core.rewards import batch_reward
+
+        @batch_reward
+        def rank(samples, *, top=1.0):
+            return (top - i for i, _ in enumerate(samples))
+
+        def plain(samples):
+            return [0] * len(samples)
+
+        plain.batch_reward = True
+        """,
+    )
+    rank = load_reward(FunctionReward(callable="mine.py:rank", kwargs={"top": 5}), base=tmp_path)
+    assert rank.batched and score(rank, SAMPLES) == [5.0, 4.0] and score(rank, []) == []
+    assert score(load_reward(FunctionReward(callable="mine.py:plain"), base=tmp_path), SAMPLES) == [0.0, 0.0]
+
+
+BROKEN = """
+class Judge: ...
+weight = 3
+async def later(sample): ...
+def nothing(): ...
+def scored(sample, threshold): ...
+def _hidden(sample): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("callable_", "expected"),
+    [
+        ("mine.py:score", "reward mine.py:score: there is no 'score'; did you mean 'scored'?"),
+        ("mine.py:zzz", "reward mine.py:zzz: there is no 'zzz'; found: Judge, later, nothing, scored"),
+        ("mine.py:Judge.x", "reward mine.py:Judge.x: there is no 'x'; found: nothing"),
+        ("mine.py:weight", "reward mine.py:weight is of type int; expected a function that returns a number"),
+        ("mine.py:Judge", "reward mine.py:Judge is of type type; expected a function that returns a number"),
+        ("mine.py:later", "reward mine.py:later is an async function; expected a function that returns a number"),
+        (
+            "mine.py:nothing",
+            "reward mine.py:nothing has the signature (), but is called with (sample): too many positional arguments",
+        ),
+        (
+            "mine.py:scored",
+            "reward mine.py:scored has the signature (sample, threshold), but is called with (sample): "
+            "missing a required argument: 'threshold'",
+        ),
+        ("nime.py:r", "reward file {base}/nime.py does not exist; did you mean 'mine.py'?"),
+        ("nowhere/mine.py:r", "reward file {base}/nowhere/mine.py does not exist; found: nothing"),
+        ("no_such_module_xyz:r", "reward module no_such_module_xyz cannot be found; install it, run from the folder"),
+        ("no_such_package_xyz.m:r", "reward module no_such_package_xyz.m cannot be found: No module named"),
+        ("raises.py:r", "reward file {base}/raises.py fails on import: ZeroDivisionError: division by zero"),
+        ("raises:r", "reward module raises fails on import: ZeroDivisionError: division by zero"),
+        ("syntax.py:r", "reward file {base}/syntax.py fails on import: SyntaxError:"),
+        ("exits.py:r", "reward file {base}/exits.py fails on import: SystemExit: 3"),
+    ],
+)
+def test_a_reward_that_cannot_work_is_refused_when_loaded(tmp_path: Path, callable_: str, expected: str):
+    write(tmp_path / "mine.py", BROKEN)
+    write(tmp_path / "raises.py", "1 / 0\n")
+    write(tmp_path / "syntax.py", "def r(:\n")
+    write(tmp_path / "exits.py", "raise SystemExit(3)\n")
+    with pytest.raises(ConfigError) as caught:
+        load_reward(FunctionReward(callable=callable_), base=tmp_path)
+    assert str(caught.value).startswith(expected.replace("{base}", str(tmp_path)))
+
+
+def test_kwargs_the_function_does_not_take_are_refused(tmp_path: Path):
+    write(tmp_path / "mine.py", "def r(sample, *, scale=1): ...\n")
+    with pytest.raises(
+        ConfigError, match=r"called with \(sample, scael=2\): got an unexpected keyword argument 'scael'"
+    ):
+        load_reward(FunctionReward(callable="mine.py:r", kwargs={"scael": 2}), base=tmp_path)
+
+
+def test_a_file_that_fails_is_imported_again_once_it_is_mended(tmp_path: Path):
+    spec = FunctionReward(callable="mine.py:r")
+    write(tmp_path / "mine.py", "import no_such_module_abc\n")
+    with pytest.raises(ConfigError, match="no_such_module_abc"):
+        load_reward(spec, base=tmp_path)
+    write(tmp_path / "no_such_module_abc.py", "")
+    write(tmp_path / "mine.py", "import no_such_module_abc\ndef r(sample): return 1\n")
+    assert score(load_reward(spec, base=tmp_path), SAMPLES[:1]) == [1.0]
+
+
+# -- identity ----------------------------------------------------------------------------------------------------------
+
+
+def test_source_id_follows_settings_and_source_but_not_the_place(tmp_path: Path):
+    one = write(tmp_path / "one/mine.py", "def r(sample): return 1\n")
+    write(tmp_path / "two/other.py", "def r(sample): return 1\n")
+
+    def identity(callable_: str, base: str = "one", **kwargs: Any) -> str:
+        return source_id(FunctionReward(callable=callable_, kwargs=kwargs), tmp_path / base)
+
+    first = identity("mine.py:r")
+    assert identity("other.py:r", "two") == identity(f"{one}:r") == first
+    assert identity("mine.py:s") != first and identity("mine.py:r", scale=2) != first
+    module = identity("mine:r")
+    write(one, "def r(sample): return 2\n")
+    assert identity("mine.py:r") != first and identity("mine:r") != module
+
+
+def test_source_id_of_a_rule_follows_its_settings():
+    assert source_id(ExactMatchReward()) == source_id(ExactMatchReward())
+    assert source_id(ExactMatchReward()) != source_id(ExactMatchReward(strip=False))
+
+
+def test_source_id_does_not_run_the_file(tmp_path: Path):
+    write(tmp_path / "mine.py", "raise RuntimeError\n")
+    source_id(FunctionReward(callable="mine.py:r"), tmp_path)
+    source_id(FunctionReward(callable="mine:r"), tmp_path)
+
+
+def test_source_id_without_a_source_file():
+    assert source_id(FunctionReward(callable="time:time")) != source_id(FunctionReward(callable="sys:exit"))
+    with pytest.raises(ConfigError, match=r"nothing\.py does not exist"):
+        source_id(FunctionReward(callable="nothing.py:r"))
+
+
+def test_source_ids_are_pinned(tmp_path: Path):
+    """Changing them computes every reward again."""
+    mine = write(tmp_path / "mine.py", "def r(sample): return 1\n")
+    assert source_id(ExactMatchReward()).short == "70268328af88"
+    assert source_id(FunctionReward(callable=f"{mine}:r", kwargs={"scale": 0.5})).short == "f712b84af382"
+
+
+# -- scoring -----------------------------------------------------------------------------------------------------------
+
+
+def constant(value: Any, batched: bool = False) -> RewardFunction:
+    return RewardFunction("mine", lambda given: value, batched)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1, True, 0.5, Fraction(1, 2), np.float32(0.5), np.int64(3), np.bool_(True), np.array(2.0), torch.tensor(1.5)],
+)
+def test_numbers_of_every_kind_become_floats(value: Any):
+    (got,) = score(constant(value), SAMPLES[:1])
+    assert type(got) is float and got == float(value)
+
+
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, None, "1", 1j, [1.0], 10**400, np.float32("nan"), torch.zeros(2), {}]
+)
+def test_anything_but_a_finite_number_is_fatal(value: Any):
+    with pytest.raises(Fatal, match=r"reward mine returned .* for sample 0 \(s-0\); expected a finite number"):
+        score(constant(value), SAMPLES)
+    with pytest.raises(Fatal, match=r"reward mine returned .* for sample 1; expected a finite number"):
+        score(constant([0, value], batched=True), SAMPLES)
+
+
+def test_a_raising_reward_is_fatal_and_names_the_sample():
+    def picky(sample: RewardInput) -> float:
+        return 1 / (sample.completion != "7")
+
+    with pytest.raises(Fatal, match="reward picky failed on sample 1: ZeroDivisionError: ") as caught:
+        score(RewardFunction("picky", picky), SAMPLES)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_a_recoverable_fault_of_a_reward_passes_through():
+    def throttled(sample: RewardInput) -> float:
+        raise Recoverable("judge is overloaded")
+
+    for batched in (False, True):
+        with pytest.raises(Recoverable, match="judge is overloaded"):
+            score(RewardFunction("judge", throttled, batched), SAMPLES)
+
+
+def test_a_batch_reward_returns_one_number_for_each_sample():
+    with pytest.raises(Fatal, match="reward mine returned 1 numbers for 2 samples"):
+        score(constant([1.0], batched=True), SAMPLES)
+    with pytest.raises(Fatal, match=r"reward mine returned 1\.0; expected a list of numbers"):
+        score(constant(1.0, batched=True), SAMPLES)
+    assert score(constant(np.array([1.0, 2.0]), batched=True), SAMPLES) == [1.0, 2.0]
+
+
+def test_a_batch_reward_that_raises_while_it_yields_is_fatal_too():
+    def broken(samples: list[RewardInput]):
+        yield 1.0
+        raise KeyError("x")
+
+    with pytest.raises(Fatal, match="failed on the batch of 2 samples: KeyError: 'x'"):
+        score(RewardFunction("mine", batch_reward(broken), batched=True), SAMPLES)
+
+
+def test_rewards_load_without_torch():
+    """Planning reads reward specs; it must stay quick."""
+    code = "import rollout_core.rewards, rollout_core.datasets, sys; sys.exit('torch' in sys.modules)"
+    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
