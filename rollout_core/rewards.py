@@ -237,7 +237,7 @@ def _module_file(name: str, base: Path | None) -> Path | None:
         importlib.invalidate_caches()
         try:
             spec = importlib.util.find_spec(name)
-        except (ImportError, ValueError) as error:
+        except (Exception, SystemExit) as error:  # finding a dotted name imports the packages before the last dot
             raise ConfigError(f"reward module {name} cannot be found: {error}; {_REMEDY}") from error
     if spec is None:
         raise ConfigError(f"reward module {name} cannot be found; {_REMEDY}")
@@ -262,7 +262,7 @@ def _attribute(module: ModuleType, attribute: str, name: str) -> Any:
     value: Any = module
     for part in attribute.split("."):
         if not hasattr(value, part):
-            found = [key for key, item in vars(value).items() if callable(item) and not key.startswith("_")]
+            found = [key for key in dir(value) if not key.startswith("_") and callable(getattr(value, key, None))]
             raise ConfigError(f"reward {name}: there is no {part!r}; {_near(part, found)}")
         value = getattr(value, part)
     return value

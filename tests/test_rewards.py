@@ -186,6 +186,8 @@ def _hidden(sample): ...
         ("nowhere/mine.py:r", "reward file {base}/nowhere/mine.py does not exist; found: nothing"),
         ("no_such_module_xyz:r", "reward module no_such_module_xyz cannot be found; install it, run from the folder"),
         ("no_such_package_xyz.m:r", "reward module no_such_package_xyz.m cannot be found: No module named"),
+        ("raising_pack.m:r", "reward module raising_pack.m cannot be found: division by zero; install it"),
+        ("mine.py:weight.x", "reward mine.py:weight.x: there is no 'x'; found: as_integer_ratio, bit_count"),
         ("raises.py:r", "reward file {base}/raises.py fails on import: ZeroDivisionError: division by zero"),
         ("raises:r", "reward module raises fails on import: ZeroDivisionError: division by zero"),
         ("syntax.py:r", "reward file {base}/syntax.py fails on import: SyntaxError:"),
@@ -195,6 +197,7 @@ def _hidden(sample): ...
 def test_a_reward_that_cannot_work_is_refused_when_loaded(tmp_path: Path, callable_: str, expected: str):
     write(tmp_path / "mine.py", BROKEN)
     write(tmp_path / "raises.py", "1 / 0\n")
+    write(tmp_path / "raising_pack/__init__.py", "1 / 0\n")
     write(tmp_path / "syntax.py", "def r(:\n")
     write(tmp_path / "exits.py", "raise SystemExit(3)\n")
     with pytest.raises(ConfigError) as caught:
