@@ -1,0 +1,84 @@
+"""JSON as the store writes it: exactly JSON, or a clear error.
+
+What goes in comes out equal. So everything that JSON would silently change is refused: NaN and infinities, keys that
+are not strings, bytes, sets, dates and other objects. (Tuples come back as lists, enum members and UUIDs as their
+values.)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import orjson
+from pydantic_core import from_json
+
+from rollout_core.errors import ConfigError
+
+# orjson would write these on its own; a reader would get a string or a dict back.
+_OPTIONS = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS
+
+
+def encode(value: Any, what: str, default: Callable[[Any], Any] | None = None) -> str:
+    """JSON text of ``value``. ``what`` names it in errors; ``default`` turns our own objects into dicts.
+
+    Raises ConfigError that names the place and the value that JSON cannot hold.
+    """
+    try:
+        data = orjson.dumps(value, default, _OPTIONS)
+    except TypeError as error:
+        return _encode_slowly(value, what, default, error)
+    # orjson writes NaN and infinities as null, so only texts with a null need the search for them.
+    if b"null" in data:
+        _refuse(value, what, default)
+    return data.decode()
+
+
+def decode(text: str | bytes) -> Any:
+    """The value of JSON text that ``encode`` wrote."""
+    return from_json(text)  # not orjson, which turns integers beyond 64 bits into floats
+
+
+def _encode_slowly(value: Any, what: str, default: Callable[[Any], Any] | None, cause: TypeError) -> str:
+    """Second chance for what JSON holds and orjson does not: big integers and subclasses of float."""
+    _refuse(value, what, default)
+    try:
+        return json.dumps(value, default=default, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{what} cannot be stored as JSON: {error}") from cause
+
+
+def _refuse(value: Any, path: str, default: Callable[[Any], Any] | None, depth: int = 0) -> None:
+    """Raise ConfigError for the first place in ``value`` that is not JSON."""
+    if depth > 200:
+        raise ConfigError(f"{path[:80]}... is nested more than 200 deep or contains itself; JSON to store must not be")
+    if value is None or isinstance(value, (bool, int)):
+        return
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{path} is not valid Unicode: {error.reason}; remove the lone surrogate") from error
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise ConfigError(f"{path} is {value}; JSON has no NaN or infinities, leave it out or write None")
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            if not isinstance(key, str):
+                raise ConfigError(f"{path} has the key {key!r} ({type(key).__name__}); JSON keys are strings")
+            _refuse(key, f"a key of {path}", default, depth + 1)
+            _refuse(entry, f"{path}[{key!r}]", default, depth + 1)
+    elif isinstance(value, (list, tuple)):
+        for index, entry in enumerate(value):
+            _refuse(entry, f"{path}[{index}]", default, depth + 1)
+    else:
+        if default is not None:
+            try:
+                inner = default(value)
+            except TypeError:
+                pass
+            else:
+                return _refuse(inner, path, default, depth + 1)
+        raise ConfigError(f"{path} is of type {type(value).__name__}; only JSON values can be stored")

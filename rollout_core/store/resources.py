@@ -1,0 +1,106 @@
+"""Resources an algorithm publishes and agents use: model endpoints and prompt templates, in versioned snapshots."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from rollout_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rollout_core.store.types import AttemptedRollout
+
+logger = logging.getLogger(__name__)
+
+
+class Resource(BaseModel):
+    """Base of all resources. ``resource_type`` tells the kinds apart when they are read back."""
+
+    resource_type: Any
+
+
+class LLM(Resource):
+    """A model behind an OpenAI-compatible endpoint."""
+
+    resource_type: Literal["llm"] = "llm"
+    endpoint: str
+    """URL of the API."""
+    model: str
+    """Name of the model, as the endpoint knows it."""
+    api_key: str | None = None
+    sampling_parameters: dict[str, Any] = Field(default_factory=dict)
+    """Sampling settings such as temperature and top_p."""
+
+    def get_base_url(self, *args: Any, **kwargs: Any) -> str:
+        """URL for an OpenAI client. Arguments are ignored here; a ProxyLLM uses them."""
+        return self.endpoint
+
+
+class ProxyLLM(LLM):
+    """A model behind the proxy, which files each request under the rollout and attempt named in its URL."""
+
+    resource_type: Literal["proxy_llm"] = "proxy_llm"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "endpoint":
+            logger.warning("ProxyLLM.endpoint names no rollout; use get_base_url(rollout_id, attempt_id) instead")
+        return super().__getattribute__(name)
+
+    def get_base_url(self, rollout_id: str | None = None, attempt_id: str | None = None) -> str:
+        """URL whose requests are recorded for this attempt; the bare endpoint when neither id is given.
+
+        A trailing ``/v1`` of the endpoint moves behind the ids. Raises ConfigError when only one id is given.
+        """
+        endpoint: str = self.__dict__["endpoint"]
+        if rollout_id is None and attempt_id is None:
+            return endpoint
+        if not isinstance(rollout_id, str) or not isinstance(attempt_id, str):
+            raise ConfigError(
+                f"got rollout_id={rollout_id!r}, attempt_id={attempt_id!r}; give both as strings, or none"
+            )
+        prefix = endpoint.removesuffix("/")
+        root = prefix.removesuffix("/v1")
+        version = "/v1" if root != prefix else ""
+        return f"{root}/rollout/{rollout_id}/attempt/{attempt_id}{version}"
+
+    def with_attempted_rollout(self, rollout: AttemptedRollout) -> LLM:
+        """The same model as a plain LLM whose endpoint names this rollout and attempt."""
+        return LLM(
+            endpoint=self.get_base_url(rollout.rollout_id, rollout.attempt.attempt_id),
+            model=self.model,
+            api_key=self.api_key,
+            sampling_parameters=self.sampling_parameters,
+        )
+
+
+class PromptTemplate(Resource):
+    """A prompt with places to fill in."""
+
+    resource_type: Literal["prompt_template"] = "prompt_template"
+    template: str
+    engine: Literal["jinja", "f-string", "poml"]
+    """Syntax of the template."""
+
+    def format(self, **values: Any) -> str:
+        """The template with ``values`` filled in. Only the ``f-string`` engine is rendered here."""
+        if self.engine != "f-string":
+            raise NotImplementedError(f"engine is {self.engine}; format() renders f-string only, use the engine itself")
+        return self.template.format(**values)
+
+
+ResourceUnion = Annotated[LLM | ProxyLLM | PromptTemplate, Field(discriminator="resource_type")]
+NamedResources = dict[str, ResourceUnion]
+"""Resources by the name agents know them by."""
+
+
+class ResourcesUpdate(BaseModel):
+    """One stored snapshot of named resources."""
+
+    resources_id: str
+    create_time: float
+    update_time: float
+    version: int
+    """1 for a new snapshot; raised by each update."""
+    resources: NamedResources

@@ -1,0 +1,149 @@
+"""Operations of the SQL store that drive the status machine: updates of attempts and rollouts, and the watchdog."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollout_core.errors import Conflict, NotFound
+from rollout_core.store import lifecycle
+from rollout_core.store.sql_columns import NUM_ROLLOUT
+from rollout_core.store.sql_dialect import Transaction
+from rollout_core.store.sql_rows import (
+    ROLLOUTS_WITH_ATTEMPT,
+    RolloutState,
+    attempt_model,
+    config_json,
+    find_attempt,
+    load_attempts,
+    load_rollouts,
+    rollout_model,
+    save_attempts,
+    save_rollouts,
+)
+from rollout_core.store.sql_workers import note_attempts
+from rollout_core.store.types import Attempt, AttemptStatus, AttemptUpdate, Rollout, Unset
+
+
+def update_attempts(tx: Transaction, updates: Sequence[AttemptUpdate], fenced: bool) -> list[Attempt | Conflict]:
+    """Apply updates in order. A refused one yields a Conflict in its place; the others are applied all the same."""
+    states = load_rollouts(tx, [update.rollout_id for update in updates])
+    latest = load_attempts(tx, states.values())
+    older: dict[tuple[str, str], Attempt] = {}
+    results: list[Attempt | Conflict] = []
+    changed: dict[tuple[int, int], Attempt] = {}
+    with_workers: list[Attempt] = []
+    for update in updates:
+        state = states[update.rollout_id]
+        newest = latest.get((state.key, state.attempt_count))
+        if newest is None:
+            raise NotFound(f"rollout {state.rollout_id} has no attempts yet; dequeue or start it first")
+        if update.attempt_id in ("latest", newest.attempt_id):
+            attempt = newest
+        else:
+            key = (update.rollout_id, update.attempt_id)
+            attempt = older[key] if key in older else older.setdefault(key, find_attempt(tx, state, update.attempt_id))
+        if fenced:
+            if attempt is newest and attempt.status in lifecycle.ENDED and attempt.status == update.status:
+                results.append(attempt)  # the caller repeats what it could not know had arrived
+                continue
+            reason = lifecycle.fence(attempt.attempt_id, newest.attempt_id, attempt.status, state.status)
+            if reason is not None:
+                results.append(Conflict(f"rollout {state.rollout_id}: {reason}; nothing was changed"))
+                continue
+        _apply(tx, update, attempt, state, is_latest=attempt is newest)
+        changed[state.key, attempt.sequence_id] = attempt
+        if attempt.worker_id and not (isinstance(update.status, Unset) and isinstance(update.worker_id, Unset)):
+            with_workers.append(attempt)
+        results.append(attempt)
+    save_attempts(tx, [(key, attempt) for (key, _), attempt in changed.items()])
+    save_rollouts(tx, [states[attempt.rollout_id] for ids, attempt in changed.items() if ids in latest])
+    note_attempts(tx, with_workers)
+    return results
+
+
+def _apply(tx: Transaction, update: AttemptUpdate, attempt: Attempt, state: RolloutState, *, is_latest: bool) -> None:
+    if not isinstance(update.worker_id, Unset):
+        attempt.worker_id = update.worker_id
+    if not isinstance(update.last_heartbeat_time, Unset):
+        attempt.last_heartbeat_time = update.last_heartbeat_time
+    if not isinstance(update.metadata, Unset):
+        attempt.metadata = update.metadata
+    if not isinstance(update.status, Unset):
+        _set_attempt_status(tx, attempt, update.status, state, is_latest=is_latest)
+    if is_latest:
+        state.watch(attempt)
+
+
+def _set_attempt_status(
+    tx: Transaction, attempt: Attempt, status: AttemptStatus, state: RolloutState, *, is_latest: bool
+) -> None:
+    """Change an attempt's status, and the rollout's with it if this is the latest attempt."""
+    attempt.end_time = lifecycle.attempt_end_time(status, attempt.end_time, tx.now)
+    attempt.status = status
+    if is_latest:
+        rollout_status = lifecycle.rollout_status_after(state.status, status, attempt.sequence_id, state.config)
+        if rollout_status != state.status:
+            state.set_status(rollout_status, tx)
+
+
+def update_rollout(tx: Transaction, rollout_id: str, changes: Mapping[str, Any]) -> Rollout:
+    """Set the given fields of a rollout; a status is taken as it is, with end time and queue in line with it."""
+    state = load_rollouts(tx, [rollout_id])[rollout_id]
+    if changes.keys() & {"mode", "resources_id", "config"}:
+        state.mode = changes.get("mode", state.mode)
+        state.resources_id = changes.get("resources_id", state.resources_id)
+        if "config" in changes:
+            state.config_json = config_json(changes["config"])
+        tx.run(
+            "UPDATE rollouts SET mode = ?, resources_id = ?, config = ? WHERE key = ?",
+            state.mode,
+            state.resources_id,
+            state.config_json,
+            state.key,
+        )
+    if "input" in changes:
+        tx.run("UPDATE rollout_payloads SET input = ? WHERE key = ?", changes["input"], state.key)
+    if "metadata" in changes:
+        tx.run("UPDATE rollout_payloads SET metadata = ? WHERE key = ?", changes["metadata"], state.key)
+    if "status" in changes:
+        state.set_status(changes["status"], tx)
+    if changes.keys() & {"status", "config"}:
+        state.watch(load_attempts(tx, [state]).get((state.key, state.attempt_count)))
+        save_rollouts(tx, [state])
+    [row] = tx.rows(ROLLOUTS_WITH_ATTEMPT + " WHERE r.key = ?", state.key)
+    return rollout_model(row)
+
+
+def find_lost_attempts(tx: Transaction, limit: int) -> int:
+    """The watchdog: mark attempts that are overdue, at most ``limit``. How many it looked at.
+
+    Only rollouts whose alarm has gone off are read. An alarm that heartbeats have outrun is set again.
+    """
+    found = tx.rows(
+        "SELECT {rollout}, {attempt} FROM rollouts r"
+        " JOIN attempts a ON a.rollout_key = r.key AND a.sequence_id = r.attempt_count"
+        " WHERE r.due_time IS NOT NULL AND r.due_time < ? ORDER BY r.due_time LIMIT ? {lock_free}",
+        tx.now,
+        limit,
+    )
+    found.sort()  # by key: those that are queued again keep the order they were first queued in
+    states: list[RolloutState] = []
+    lost: list[tuple[int, Attempt]] = []
+    for row in found:
+        state = RolloutState(*row[:NUM_ROLLOUT])
+        attempt = attempt_model(state.rollout_id, row[NUM_ROLLOUT:])
+        status = lifecycle.lost_status(state.config, attempt.start_time, attempt.last_heartbeat_time, tx.now)
+        if status is not None:
+            _set_attempt_status(tx, attempt, status, state, is_latest=True)
+            lost.append((state.key, attempt))
+        state.watch(attempt)
+        if state.due_time is not None:
+            # Rounding can put the sum before now and the difference within the limit; without this it would spin.
+            state.due_time = max(state.due_time, math.nextafter(tx.now, math.inf))
+        states.append(state)
+    save_attempts(tx, lost)
+    save_rollouts(tx, states)
+    note_attempts(tx, [attempt for _, attempt in lost])
+    return len(found)

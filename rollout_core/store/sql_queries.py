@@ -1,0 +1,384 @@
+"""Reads of the SQL store: filters, sorting and pages.
+
+A query is put together from the fixed pieces below; what a caller gives is only ever a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from rollout_core.errors import ConfigError
+from rollout_core.store.lifecycle import FINISHED
+from rollout_core.store.resources import ResourcesUpdate
+from rollout_core.store.spans import Span
+from rollout_core.store.sql_dialect import Transaction
+from rollout_core.store.sql_rows import (
+    ROLLOUTS_WITH_ATTEMPT,
+    attempt_model,
+    resources_model,
+    rollout_model,
+    span_model,
+    worker_model,
+)
+from rollout_core.store.types import (
+    Attempt,
+    FilterLogic,
+    LightningStoreStatistics,
+    PaginatedResult,
+    Rollout,
+    SortOrder,
+    Worker,
+)
+
+Model = TypeVar("Model")
+
+# Where a value is missing, a time counts as infinitely late, a text as "" and a number as 0.
+ROLLOUT_SORT = {
+    "rollout_id": "r.rollout_id",
+    "status": "r.status",
+    "mode": "COALESCE(r.mode, '')",
+    "resources_id": "COALESCE(r.resources_id, '')",
+    "start_time": "r.start_time",
+    "end_time": "COALESCE(r.end_time, {infinity})",
+}
+ATTEMPT_SORT = {
+    "rollout_id": "a.rollout_key",
+    "attempt_id": "a.attempt_id",
+    "sequence_id": "a.sequence_id",
+    "status": "a.status",
+    "worker_id": "COALESCE(a.worker_id, '')",
+    "start_time": "a.start_time",
+    "end_time": "COALESCE(a.end_time, {infinity})",
+    "last_heartbeat_time": "COALESCE(a.last_heartbeat_time, {infinity})",
+}
+SPAN_SORT = {
+    "rollout_id": "s.rollout_key",
+    "attempt_id": "s.attempt_id",
+    "sequence_id": "s.sequence_id",
+    "trace_id": "s.trace_id",
+    "span_id": "s.span_id",
+    "parent_id": "COALESCE(s.parent_id, '')",
+    "name": "s.name",
+    "start_time": "COALESCE(s.start_time, {infinity})",
+    "end_time": "COALESCE(s.end_time, {infinity})",
+}
+RESOURCES_SORT = {name: name for name in ("resources_id", "create_time", "update_time", "version")}
+WORKER_SORT = {
+    "worker_id": "worker_id",
+    "status": "status",
+    "last_heartbeat_time": "COALESCE(last_heartbeat_time, {infinity})",
+    "last_dequeue_time": "COALESCE(last_dequeue_time, {infinity})",
+    "last_busy_time": "COALESCE(last_busy_time, {infinity})",
+    "last_idle_time": "COALESCE(last_idle_time, {infinity})",
+    "current_rollout_id": "COALESCE(current_rollout_id, '')",
+    "current_attempt_id": "COALESCE(current_attempt_id, '')",
+}
+
+
+SELECT, COUNT = "SELECT ", "SELECT COUNT(*)"  # apart, because linters take a SELECT in an f-string for an injection
+SPANS_OF_LATEST_ATTEMPT = (
+    "SELECT r.rollout_id, {span} FROM rollouts r"
+    " JOIN attempts a ON a.rollout_key = r.key AND a.sequence_id = r.attempt_count"
+    " JOIN spans s ON s.rollout_key = r.key AND s.attempt_id = a.attempt_id"
+)
+
+
+class Filter:
+    """Conditions on the rows of one table: some always hold, the others are joined by ``logic``."""
+
+    def __init__(self, tx: Transaction, logic: FilterLogic = "and") -> None:
+        if logic not in ("and", "or"):
+            raise ConfigError(f"filter_logic is {logic!r}; expected 'and' or 'or'")
+        self._tx = tx
+        self._logic = f" {logic.upper()} "
+        self._always: list[str] = []
+        self._always_parameters: list[Any] = []
+        self._joined: list[str] = []
+        self._joined_parameters: list[Any] = []
+
+    def always(self, condition: str, *parameters: Any) -> Filter:
+        """Require ``condition`` whatever the logic."""
+        self._always.append(condition)
+        self._always_parameters.extend(parameters)
+        return self
+
+    def equals(self, column: str, value: str | None) -> Filter:
+        """Match one value; None: no condition."""
+        return self._join(f"{column} = ?", value)
+
+    def within(self, column: str, values: Sequence[str] | None) -> Filter:
+        """Match any of these values; None: no condition; an empty list: no row."""
+        if values is None:
+            return self
+        if isinstance(values, list) and len(values) == 1 and isinstance(values[0], str):
+            return self.equals(column, values[0])  # lets an index give the order as well
+        return self._join(f"{column} IN ({{texts}})", self._tx.texts(values))
+
+    def contains(self, column: str, part: str | None) -> Filter:
+        """Match values with this substring, case and all; None: no condition."""
+        return self._join(self._tx.dialect.contains.format(column=column), part)
+
+    def _join(self, condition: str, parameter: Any) -> Filter:
+        if parameter is not None:
+            self._joined.append(condition)
+            self._joined_parameters.append(parameter)
+        return self
+
+    @property
+    def where(self) -> str:
+        """The WHERE clause, or nothing."""
+        conditions = [*self._always, *([f"({self._logic.join(self._joined)})"] if self._joined else [])]
+        return f" WHERE {' AND '.join(conditions)}" if conditions else ""
+
+    @property
+    def parameters(self) -> list[Any]:
+        """The parameters of ``where``."""
+        return [*self._always_parameters, *self._joined_parameters]
+
+
+def order_by(columns: Mapping[str, str], sort_by: str | None, sort_order: SortOrder, *ties: str) -> str:
+    """The ORDER BY clause for a field, ties broken by ``ties``; without a field, by ``ties`` alone."""
+    if sort_order not in ("asc", "desc"):
+        raise ConfigError(f"sort_order is {sort_order!r}; expected 'asc' or 'desc'")
+    if sort_by is None:
+        return f" ORDER BY {', '.join(ties)}"
+    if sort_by not in columns:
+        raise ConfigError(f"cannot sort by {sort_by!r}; expected one of {', '.join(columns)}")
+    return f" ORDER BY {columns[sort_by]} {sort_order.upper()}, {', '.join(ties)}"
+
+
+def check_page(limit: int, offset: int) -> None:
+    """Raise ConfigError for a limit or offset that means nothing."""
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < -1:
+        raise ConfigError(f"limit is {limit!r}; expected a number of items, or -1 for no limit")
+    if isinstance(offset, bool) or not isinstance(offset, int) or offset < 0:
+        raise ConfigError(f"offset is {offset!r}; expected a number of items to skip, from 0")
+
+
+def _page(
+    tx: Transaction,
+    select: str,
+    source: str,
+    filter: Filter,
+    order: str,
+    limit: int,
+    offset: int,
+    model: Callable[[tuple[Any, ...]], Model],
+    key: str | None = None,
+) -> PaginatedResult[Model]:
+    """One page of ``select``, whose filtered table is ``source``.
+
+    With the name of its ``key``, only the keys of ``source`` are sorted, and rows are read for the page alone.
+    """
+    check_page(limit, offset)
+    where, parameters = filter.where, filter.parameters
+    if limit == -1 and offset == 0:
+        items = [model(row) for row in tx.rows(f"{select}{where}{order}", *parameters)]
+        return PaginatedResult(items=items, limit=limit, offset=offset, total=len(items))
+    total = tx.number(f"{COUNT}{source}{where}", *parameters)
+    rows: list[tuple[Any, ...]] = []
+    if limit != 0:
+        part = f"{where}{order} LIMIT ? OFFSET ?"
+        if key is not None:
+            part = f" WHERE {key} IN ({SELECT}{key}{source}{part}){order}"
+        rows = tx.rows(f"{select}{part}", *parameters, tx.dialect.no_limit if limit == -1 else limit, offset)
+    return PaginatedResult(items=[model(row) for row in rows], limit=limit, offset=offset, total=total)
+
+
+def find_rollouts(
+    tx: Transaction,
+    *,
+    status_in: Sequence[str] | None,
+    rollout_id_in: Sequence[str] | None,
+    rollout_id_contains: str | None,
+    filter_logic: FilterLogic,
+    sort_by: str | None,
+    sort_order: SortOrder,
+    limit: int,
+    offset: int,
+) -> PaginatedResult[Rollout]:
+    """See ``LightningStore.query_rollouts``."""
+    filter = (
+        Filter(tx, filter_logic)
+        .within("r.status", status_in)
+        .within("r.rollout_id", rollout_id_in)
+        .contains("r.rollout_id", rollout_id_contains)
+    )
+    order = order_by(ROLLOUT_SORT, sort_by, sort_order, "r.key")
+    return _page(
+        tx, ROLLOUTS_WITH_ATTEMPT, " FROM rollouts r", filter, order, limit, offset, rollout_model, key="r.key"
+    )
+
+
+def find_rollout(tx: Transaction, rollout_id: str) -> Rollout | None:
+    """One rollout, with its latest attempt if it has one."""
+    row = tx.row(ROLLOUTS_WITH_ATTEMPT + " WHERE r.rollout_id = ?", rollout_id)
+    return None if row is None else rollout_model(row)
+
+
+def find_finished(tx: Transaction, rollout_ids: Sequence[str]) -> list[Rollout]:
+    """Those of these rollouts that are in a terminal status."""
+    found = tx.rows(
+        ROLLOUTS_WITH_ATTEMPT + " WHERE r.rollout_id IN ({texts}) AND r.status IN ({texts})",
+        tx.texts(rollout_ids),
+        tx.texts(sorted(FINISHED)),
+    )
+    return [rollout_model(row) for row in found]
+
+
+def known_ids(tx: Transaction, rollout_ids: Sequence[str]) -> set[str]:
+    """Those of these ids that are rollouts of this store."""
+    found = tx.rows("SELECT rollout_id FROM rollouts WHERE rollout_id IN ({texts})", tx.texts(rollout_ids))
+    return {rollout_id for (rollout_id,) in found}
+
+
+def any_due(tx: Transaction) -> bool:
+    """Whether the watchdog has something to look at."""
+    return bool(tx.rows("SELECT 1 FROM rollouts WHERE due_time IS NOT NULL AND due_time < ? LIMIT 1", tx.now))
+
+
+def find_attempts(
+    tx: Transaction, rollout_id: str, *, sort_by: str | None, sort_order: SortOrder, limit: int, offset: int
+) -> PaginatedResult[Attempt]:
+    """See ``LightningStore.query_attempts``."""
+    filter = Filter(tx).always("a.rollout_key = (SELECT key FROM rollouts WHERE rollout_id = ?)", rollout_id)
+    return _page(
+        tx,
+        "SELECT {attempt} FROM attempts a",
+        " FROM attempts a",
+        filter,
+        order_by(ATTEMPT_SORT, sort_by, sort_order, "a.sequence_id"),
+        limit,
+        offset,
+        lambda row: attempt_model(rollout_id, row),
+    )
+
+
+def find_latest_attempt(tx: Transaction, rollout_id: str) -> Attempt | None:
+    """The attempt with the highest number, if there is one."""
+    row = tx.row(
+        "SELECT {attempt} FROM rollouts r JOIN attempts a"
+        " ON a.rollout_key = r.key AND a.sequence_id = r.attempt_count WHERE r.rollout_id = ?",
+        rollout_id,
+    )
+    return None if row is None else attempt_model(rollout_id, row)
+
+
+def find_spans(
+    tx: Transaction,
+    rollout_id: str,
+    attempt_id: str | None,
+    *,
+    exact: Mapping[str, str | None],
+    parts: Mapping[str, str | None],
+    filter_logic: FilterLogic,
+    sort_by: str | None,
+    sort_order: SortOrder,
+    limit: int,
+    offset: int,
+) -> PaginatedResult[Span]:
+    """See ``LightningStore.query_spans``. ``exact`` and ``parts`` are the filters by field."""
+    filter = Filter(tx, filter_logic)
+    filter.always("s.rollout_key = (SELECT key FROM rollouts WHERE rollout_id = ?)", rollout_id)
+    if attempt_id == "latest":
+        latest = find_latest_attempt(tx, rollout_id)
+        filter.always("s.attempt_id = ?", "" if latest is None else latest.attempt_id)
+    elif attempt_id is not None:
+        filter.always("s.attempt_id = ?", attempt_id)
+    for field in ("trace_id", "span_id", "parent_id", "name"):
+        filter.equals(f"s.{field}", exact.get(field)).contains(f"s.{field}", parts.get(field))
+    # Spans that share a sequence id are ordered by their times.
+    ties = (SPAN_SORT["start_time"], SPAN_SORT["end_time"], "s.key") if sort_by == "sequence_id" else ("s.key",)
+    return _page(
+        tx,
+        "SELECT {span} FROM spans s",
+        " FROM spans s",
+        filter,
+        order_by(SPAN_SORT, sort_by, sort_order, *ties),
+        limit,
+        offset,
+        lambda row: span_model(rollout_id, row),
+    )
+
+
+def find_many_spans(tx: Transaction, rollout_ids: Sequence[str], name: str | None) -> list[Span]:
+    """Spans of the latest attempt of each of these rollouts: by rollout as asked for, then in order."""
+    filter = Filter(tx).within("r.rollout_id", rollout_ids).equals("s.name", name)
+    order = order_by(SPAN_SORT, "sequence_id", "asc", SPAN_SORT["start_time"], SPAN_SORT["end_time"], "s.key")
+    found = tx.rows(f"{SPANS_OF_LATEST_ATTEMPT}{filter.where}{order}", *filter.parameters)
+    place = {rollout_id: index for index, rollout_id in enumerate(dict.fromkeys(rollout_ids))}
+    found.sort(key=lambda row: place[row[0]])
+    return [span_model(row[0], row[1:]) for row in found]
+
+
+def find_resources(
+    tx: Transaction,
+    *,
+    resources_id: str | None,
+    resources_id_contains: str | None,
+    sort_by: str | None,
+    sort_order: SortOrder,
+    limit: int,
+    offset: int,
+) -> PaginatedResult[ResourcesUpdate]:
+    """See ``LightningStore.query_resources``."""
+    filter = Filter(tx).equals("resources_id", resources_id).contains("resources_id", resources_id_contains)
+    return _page(
+        tx,
+        "SELECT {resources} FROM resources",
+        " FROM resources",
+        filter,
+        order_by(RESOURCES_SORT, sort_by, sort_order, "key"),
+        limit,
+        offset,
+        resources_model,
+    )
+
+
+def find_latest_resources(tx: Transaction) -> ResourcesUpdate | None:
+    """The snapshot that was added or updated last."""
+    row = tx.row("SELECT {resources} FROM resources ORDER BY change_number DESC LIMIT 1")
+    return None if row is None else resources_model(row)
+
+
+def find_workers(
+    tx: Transaction,
+    *,
+    status_in: Sequence[str] | None,
+    worker_id_contains: str | None,
+    filter_logic: FilterLogic,
+    sort_by: str | None,
+    sort_order: SortOrder,
+    limit: int,
+    offset: int,
+) -> PaginatedResult[Worker]:
+    """See ``LightningStore.query_workers``."""
+    filter = Filter(tx, filter_logic).within("status", status_in).contains("worker_id", worker_id_contains)
+    return _page(
+        tx,
+        "SELECT {worker} FROM workers",
+        " FROM workers",
+        filter,
+        order_by(WORKER_SORT, sort_by, sort_order, "key"),
+        limit,
+        offset,
+        worker_model,
+    )
+
+
+def find_worker(tx: Transaction, worker_id: str) -> Worker | None:
+    """One worker, if it is known."""
+    row = tx.row("SELECT {worker} FROM workers WHERE worker_id = ?", worker_id)
+    return None if row is None else worker_model(row)
+
+
+def count_all(tx: Transaction) -> LightningStoreStatistics:
+    """How many rows of each kind there are."""
+    return LightningStoreStatistics(
+        total_rollouts=tx.number("SELECT COUNT(*) FROM rollouts"),
+        total_attempts=tx.number("SELECT COUNT(*) FROM attempts"),
+        total_spans=tx.number("SELECT COUNT(*) FROM spans"),
+        total_resources=tx.number("SELECT COUNT(*) FROM resources"),
+        total_workers=tx.number("SELECT COUNT(*) FROM workers"),
+    )

@@ -1,0 +1,254 @@
+"""Operations of the SQL store on its queue: enqueue, claim, start, and give back what nobody received."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rollout_core.errors import Conflict
+from rollout_core.ids import canonical_json
+from rollout_core.store.codec import decode, encode
+from rollout_core.store.sql_columns import NUM_ROLLOUT
+from rollout_core.store.sql_dialect import Transaction
+from rollout_core.store.sql_rows import (
+    ROLLOUTS_WITH_ATTEMPT,
+    RolloutState,
+    config_json,
+    load_rollouts,
+    next_queue_position,
+    refuse_missing,
+    rollout_model,
+    rollout_of,
+    save_rollouts,
+)
+from rollout_core.store.sql_workers import note_attempts, note_empty_dequeue, note_idle
+from rollout_core.store.types import Attempt, AttemptedRollout, EnqueueRolloutRequest, Rollout, RolloutStatus
+
+
+class NewRollout(NamedTuple):
+    """A request in the form it is stored."""
+
+    rollout_id: str
+    given_id: bool
+    input_json: str
+    metadata_json: str
+    mode: str | None
+    resources_id: str | None
+    config_json: str | None
+
+
+class Claim(NamedTuple):
+    """A claimed rollout, and where it stood in the queue."""
+
+    rollout: AttemptedRollout
+    status_before: RolloutStatus
+    queue_position_before: int | None
+
+
+def new_rollout(request: EnqueueRolloutRequest) -> NewRollout:
+    """Check and encode a request, outside of the transaction. Raises ConfigError if its input is not JSON."""
+    return NewRollout(
+        rollout_id=request.rollout_id or f"ro-{secrets.token_hex(10)}",
+        given_id=request.rollout_id is not None,
+        input_json=encode(request.input, "input"),
+        metadata_json=encode(request.metadata or {}, "metadata"),
+        mode=request.mode,
+        resources_id=request.resources_id,
+        config_json=config_json(request.config),
+    )
+
+
+def enqueue(tx: Transaction, requests: Sequence[NewRollout]) -> list[Rollout]:
+    """Queue these rollouts at the tail, in order; a rollout whose given id is known already is returned as it is.
+
+    Raises Conflict, and queues none, if a known id comes with another input.
+    """
+    known = _find_known(tx, [request.rollout_id for request in requests if request.given_id])
+    fresh: dict[str, NewRollout] = {}
+    for request in requests:
+        if request.rollout_id in known:
+            stored_json = known[request.rollout_id].input_json
+        else:
+            stored_json = fresh.setdefault(request.rollout_id, request).input_json
+        if request.input_json != stored_json and not _same_json(request.input_json, stored_json):
+            raise Conflict(
+                f"rollout {request.rollout_id} exists with another input; one id stands for one input, use a new id"
+            )
+    rollouts = {rollout_id: stored.rollout for rollout_id, stored in known.items()}
+    for state, request in zip(_insert(tx, list(fresh.values()), "queuing"), fresh.values(), strict=True):
+        rollouts[state.rollout_id] = rollout_of(state, request.input_json, request.metadata_json)
+    return [rollouts[request.rollout_id] for request in requests]
+
+
+def claim(tx: Transaction, limit: int, worker_id: str | None) -> list[Claim]:
+    """Start an attempt of up to ``limit`` queued rollouts, first in, first out."""
+    found = tx.rows(
+        "SELECT {rollout}, {payload} FROM rollouts r JOIN rollout_payloads p ON p.key = r.key"
+        " WHERE r.queue_position IS NOT NULL ORDER BY r.queue_position LIMIT ? {lock_free}",
+        limit,
+    )
+    if not found and worker_id is not None:
+        note_empty_dequeue(tx, worker_id)
+    rows = [(RolloutState(*row[:-2]), row[-2], row[-1]) for row in found]
+    before: list[tuple[RolloutStatus, int | None]] = [(state.status, state.queue_position) for state, _, _ in rows]
+    attempts = _begin_attempts(tx, [state for state, _, _ in rows], worker_id)
+    if worker_id is not None and attempts:
+        note_attempts(tx, attempts[-1:], dequeued=True)
+    return [
+        Claim(_attempted(state, input_json, metadata_json, attempt), status, position)
+        for (state, input_json, metadata_json), attempt, (status, position) in zip(rows, attempts, before, strict=True)
+    ]
+
+
+def unclaim(tx: Transaction, claims: Sequence[Claim]) -> None:
+    """Undo claims that their caller never received, as if they had not been made.
+
+    A claim that somebody has touched since (a newer attempt, a status set by hand) is left alone.
+    """
+    states = load_rollouts(tx, [claim.rollout.rollout_id for claim in claims])
+    undone: list[tuple[RolloutState, Claim]] = []
+    for claim in claims:
+        state = states[claim.rollout.rollout_id]
+        if state.attempt_count == claim.rollout.attempt.sequence_id and state.status == "preparing":
+            state.status = claim.status_before
+            state.queue_position = claim.queue_position_before
+            state.attempt_count -= 1
+            state.due_time = None
+            undone.append((state, claim))
+    tx.run_many(
+        "DELETE FROM attempts WHERE rollout_key = ? AND sequence_id = ?",
+        [(state.key, claim.rollout.attempt.sequence_id) for state, claim in undone],
+    )
+    save_rollouts(tx, [state for state, _ in undone])
+    note_idle(tx, [claim.rollout.attempt for _, claim in undone])
+
+
+def start(tx: Transaction, rollout_ids: Sequence[str], worker_id: str | None) -> list[AttemptedRollout]:
+    """Start a new attempt of each of these rollouts, whatever their status and number of attempts."""
+    found = tx.rows(
+        "SELECT {rollout}, {payload} FROM rollouts r JOIN rollout_payloads p ON p.key = r.key"
+        " WHERE r.rollout_id IN ({texts}) {lock}",
+        tx.texts(rollout_ids),
+    )
+    rows = {row[1]: (RolloutState(*row[:-2]), row[-2], row[-1]) for row in found}
+    refuse_missing(rollout_ids, rows)
+    ordered = [rows[rollout_id] for rollout_id in dict.fromkeys(rollout_ids)]
+    attempts = _begin_attempts(tx, [state for state, _, _ in ordered], worker_id)
+    if worker_id is not None:
+        note_attempts(tx, attempts[-1:])
+    started = {
+        state.rollout_id: _attempted(state, input_json, metadata_json, attempt)
+        for (state, input_json, metadata_json), attempt in zip(ordered, attempts, strict=True)
+    }
+    return [started[rollout_id] for rollout_id in rollout_ids]
+
+
+def start_new(tx: Transaction, request: NewRollout, worker_id: str | None) -> AttemptedRollout:
+    """Store a rollout that never was in the queue, together with its first attempt."""
+    [state] = _insert(tx, [request], "preparing")
+    attempts = _begin_attempts(tx, [state], worker_id)
+    if worker_id is not None:
+        note_attempts(tx, attempts)
+    return _attempted(state, request.input_json, request.metadata_json, attempts[0])
+
+
+class _Known(NamedTuple):
+    rollout: Rollout
+    input_json: str
+
+
+def _find_known(tx: Transaction, rollout_ids: list[str]) -> dict[str, _Known]:
+    if not rollout_ids:
+        return {}
+    found = tx.rows(ROLLOUTS_WITH_ATTEMPT + " WHERE r.rollout_id IN ({texts})", tx.texts(rollout_ids))
+    return {row[1]: _Known(rollout_model(row), row[NUM_ROLLOUT]) for row in found}
+
+
+def _same_json(left: str, right: str) -> bool:
+    """Whether two texts are the same value but for the order of keys; 1, 1.0 and true are three values."""
+    return canonical_json(decode(left)) == canonical_json(decode(right))
+
+
+def _insert(tx: Transaction, requests: Sequence[NewRollout], status: RolloutStatus) -> list[RolloutState]:
+    """Write new rollouts; queued ones at the tail."""
+    if not requests:
+        return []
+    first_key = 1 + tx.number("SELECT COALESCE(MAX(key), 0) FROM rollouts")
+    first_position = next_queue_position(tx)
+    latest_resources = tx.row("SELECT resources_id FROM resources ORDER BY change_number DESC LIMIT 1")
+    states = [
+        RolloutState(
+            key=first_key + index,
+            rollout_id=request.rollout_id,
+            status=status,
+            mode=request.mode,
+            resources_id=request.resources_id or (latest_resources[0] if latest_resources else None),
+            start_time=tx.now,
+            end_time=None,
+            config_json=request.config_json,
+            attempt_count=0,
+            last_sequence_id=0,
+            queue_position=first_position + index if status == "queuing" else None,
+            due_time=None,
+        )
+        for index, request in enumerate(requests)
+    ]
+    tx.run_many(
+        "INSERT INTO rollouts (key, rollout_id, status, mode, resources_id, start_time, config, attempt_count,"
+        " last_sequence_id, queue_position) VALUES (?, ?, ?, ?, ?, ?, ?, 0, 0, ?)",
+        [
+            (
+                state.key,
+                state.rollout_id,
+                state.status,
+                state.mode,
+                state.resources_id,
+                state.start_time,
+                state.config_json,
+                state.queue_position,
+            )
+            for state in states
+        ],
+    )
+    tx.run_many(
+        "INSERT INTO rollout_payloads (key, input, metadata) VALUES (?, ?, ?)",
+        [
+            (state.key, request.input_json, request.metadata_json)
+            for state, request in zip(states, requests, strict=True)
+        ],
+    )
+    return states
+
+
+def _begin_attempts(tx: Transaction, states: Sequence[RolloutState], worker_id: str | None) -> list[Attempt]:
+    """Give each rollout its next attempt, in preparing."""
+    attempts: list[Attempt] = []
+    for state in states:
+        state.attempt_count += 1
+        attempt = Attempt(
+            rollout_id=state.rollout_id,
+            attempt_id=f"at-{secrets.token_hex(6)}",
+            sequence_id=state.attempt_count,
+            start_time=tx.now,
+            worker_id=worker_id,
+        )
+        state.set_status("preparing", tx)
+        state.watch(attempt)
+        attempts.append(attempt)
+    tx.run_many(
+        "INSERT INTO attempts (rollout_key, sequence_id, attempt_id, status, start_time, worker_id)"
+        " VALUES (?, ?, ?, ?, ?, ?)",
+        [
+            (state.key, attempt.sequence_id, attempt.attempt_id, attempt.status, attempt.start_time, worker_id)
+            for state, attempt in zip(states, attempts, strict=True)
+        ],
+    )
+    save_rollouts(tx, states)
+    return attempts
+
+
+def _attempted(state: RolloutState, input_json: str, metadata_json: str | None, attempt: Attempt) -> AttemptedRollout:
+    rollout = rollout_of(state, input_json, metadata_json, attempt)
+    assert isinstance(rollout, AttemptedRollout)
+    return rollout

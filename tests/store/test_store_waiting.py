@@ -1,0 +1,99 @@
+"""The contract of waiting for rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from rollout_core.store import AttemptUpdate, EnqueueRolloutRequest
+
+pytestmark = pytest.mark.asyncio
+
+
+async def test_waiting_returns_as_soon_as_all_are_finished(store, make):
+    rollouts = [await store.start_rollout(n) for n in range(3)]
+    ids = [rollout.rollout_id for rollout in rollouts]
+    waiting = asyncio.create_task(store.wait_for_rollouts(rollout_ids=ids))
+    for rollout, status in zip(rollouts, ("succeeded", "failed", "failed"), strict=True):
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        await store.update_attempt(rollout.rollout_id, "latest", status=status)
+    started = time.monotonic()
+    finished = await asyncio.wait_for(waiting, 5)
+    assert time.monotonic() - started < 0.5
+    assert [(rollout.rollout_id, rollout.status) for rollout in finished] == list(
+        zip(ids, ("succeeded", "failed", "failed"), strict=True)
+    )
+
+
+async def test_a_timeout_returns_what_is_finished(store):
+    done, open_ = [await store.start_rollout(n) for n in range(2)]
+    await store.update_rollout(done.rollout_id, status="cancelled")
+    ids = [done.rollout_id, open_.rollout_id]
+    for timeout in (0, -1, 0.05):
+        finished = await store.wait_for_rollouts(rollout_ids=ids, timeout=timeout)
+        assert [rollout.rollout_id for rollout in finished] == [done.rollout_id]
+
+
+async def test_unknown_ids_are_not_waited_for(store):
+    assert await asyncio.wait_for(store.wait_for_rollouts(rollout_ids=["nope"]), 5) == []
+    assert await store.wait_for_rollouts(rollout_ids=[]) == []
+    done = await store.start_rollout(1)
+    await store.update_rollout(done.rollout_id, status="succeeded")
+    finished = await asyncio.wait_for(store.wait_for_rollouts(rollout_ids=["nope", done.rollout_id]), 5)
+    assert [rollout.rollout_id for rollout in finished] == [done.rollout_id]
+
+
+async def test_a_retry_does_not_end_the_wait(store, make):
+    rollout = await make.claimed(store, max_attempts=2, retry_condition=["failed"])
+    waiting = asyncio.create_task(store.wait_for_rollouts(rollout_ids=[rollout.rollout_id]))
+    await store.update_attempt(rollout.rollout_id, "latest", status="failed")
+    again = await store.dequeue_rollout()
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await store.update_attempt(again.rollout_id, again.attempt.attempt_id, status="succeeded")
+    [finished] = await asyncio.wait_for(waiting, 5)
+    assert finished.attempt.sequence_id == 2
+
+
+async def test_many_wait_at_once_and_a_cancelled_one_disturbs_nobody(store):
+    rollout = await store.start_rollout(1)
+    ids = [rollout.rollout_id]
+    waiting = [asyncio.create_task(store.wait_for_rollouts(rollout_ids=ids)) for _ in range(10)]
+    await asyncio.sleep(0.05)
+    waiting[0].cancel()
+    await store.update_attempt(rollout.rollout_id, "latest", status="succeeded")
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert isinstance(results[0], asyncio.CancelledError)
+    assert all(len(result) == 1 for result in results[1:])
+
+
+async def test_waiting_notices_an_attempt_that_nobody_else_watches(store, make, clock):
+    rollout = await make.claimed(store, timeout_seconds=10)
+    waiting = asyncio.create_task(store.wait_for_rollouts(rollout_ids=[rollout.rollout_id]))
+    await asyncio.sleep(0.05)
+    clock.advance(11)
+    [finished] = await asyncio.wait_for(waiting, 5)
+    assert (finished.status, finished.attempt.status) == ("failed", "timeout")
+
+
+async def test_thousands_can_be_waited_for_in_one_call(store):
+    ids = [f"r{n}" for n in range(5000)]
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=0, rollout_id=id) for id in ids])
+    waiting = asyncio.create_task(store.wait_for_rollouts(rollout_ids=ids))
+    await store.start_many_attempts(ids)
+    updates = [AttemptUpdate(rollout_id=id, attempt_id="latest", status="succeeded") for id in ids]
+    for start in range(0, 5000, 500):
+        await store.update_many_attempts(updates[start : start + 500])
+    assert len(await asyncio.wait_for(waiting, 10)) == 5000
+
+
+async def test_another_store_object_on_the_same_data_wakes_the_waiter(make_store):
+    mine, other = make_store(), make_store()
+    rollout = await mine.start_rollout(1)
+    waiting = asyncio.create_task(mine.wait_for_rollouts(rollout_ids=[rollout.rollout_id]))
+    await asyncio.sleep(0.1)
+    await other.update_attempt(rollout.rollout_id, "latest", status="succeeded")
+    assert len(await asyncio.wait_for(waiting, 3)) == 1
