@@ -40,9 +40,7 @@ def make_data(folder: Path) -> None:
     held_out, training = problems[:NUM_HELD_OUT], problems[NUM_HELD_OUT:]
     _write(folder / "held-out.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in held_out])
     _write(folder / "prompts.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in training])
-    _write(
-        folder / "sft.jsonl", [{"prompt": prompt, "completion": answer} for prompt, answer in training[:NUM_SFT]]
-    )
+    _write(folder / "sft.jsonl", [{"prompt": prompt, "completion": answer} for prompt, answer in training[:NUM_SFT]])
 
 
 def _write(path: Path, rows: list[dict[str, str]]) -> None:
@@ -65,12 +63,12 @@ def make_model(folder: Path, *, hidden_size: int = 256, num_layers: int = 4, see
         corpus,
         trainers.BpeTrainer(
             vocab_size=VOCABULARY,
-            special_tokens=["<pad>", "<eos>"],
+            special_tokens=["<pad>", "<|endoftext|>"],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         ),
     )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", pad_token="<pad>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>", pad_token="<pad>")
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(tokenizer),

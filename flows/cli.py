@@ -18,7 +18,12 @@ import typer
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="LLM post-training that cannot lose work.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="LLM post-training that cannot lose work.",
+)
 train_app = typer.Typer(no_args_is_help=True, help="Train a model.")
 infer_app = typer.Typer(no_args_is_help=True, help="Generate completions.")
 snapshot_app = typer.Typer(no_args_is_help=True, help="Look at train-state snapshots.")
@@ -73,13 +78,17 @@ def _run_flow(start: Callable[[], Any]) -> Any:
     from flows.local_server import prefect_server
 
     with prefect_server(Path("data/prefect")):
-        return start()
+        try:
+            return start()
+        finally:
+            from prefect.logging.handlers import APILogHandler
+
+            # The last lines are sent in the background; a server of our own is gone a moment later.
+            APILogHandler.flush()
 
 
 @train_app.command("sft")
-def train_sft(
-    config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, debug: Debug = False
-) -> None:
+def train_sft(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, debug: Debug = False) -> None:
     """Supervised fine-tuning."""
     with _one_line_errors(debug):
         from rollout_core.config import TrainSFTConfig, load_config
@@ -89,8 +98,9 @@ def train_sft(
         facts = plan_sft(parsed, Path.cwd())
         if dry_run:
             settings = parsed.algorithm
-            _print_plan({"algorithm": "sft", **facts, "minibatch": settings.minibatch_size,
-                         "dataset": settings.dataset.path})
+            _print_plan(
+                {"algorithm": "sft", **facts, "minibatch": settings.minibatch_size, "dataset": settings.dataset.path}
+            )
             return
 
         def start() -> Any:
@@ -102,9 +112,7 @@ def train_sft(
 
 
 @train_app.command("ppo")
-def train_ppo(
-    config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, debug: Debug = False
-) -> None:
+def train_ppo(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, debug: Debug = False) -> None:
     """PPO on the model's own completions."""
     with _one_line_errors(debug):
         from rollout_core.config import TrainPPOConfig, load_config
@@ -114,8 +122,9 @@ def train_ppo(
         facts = plan_ppo(parsed, Path.cwd())
         if dry_run:
             settings = parsed.algorithm
-            _print_plan({"algorithm": "ppo", **facts, "minibatch": settings.minibatch_size,
-                         "dataset": settings.prompts.path})
+            _print_plan(
+                {"algorithm": "ppo", **facts, "minibatch": settings.minibatch_size, "dataset": settings.prompts.path}
+            )
             return
 
         def start() -> Any:
@@ -188,18 +197,26 @@ def _print_nightly(result: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="Stages")
+    table = Table(title="Stages", box=None, pad_edge=False)
     for column in ("stage", "label", "state", "seconds", "in", "out"):
-        table.add_column(column, justify="right" if column == "seconds" else "left", overflow="fold")
+        table.add_column(column, justify="right" if column == "seconds" else "left", no_wrap=column != "label")
     for row in result["stages"]:
-        style = "dim" if row["state"] == "cached" else None
-        table.add_row(*(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()), style=style)
-    console = Console()
+        cells = (row["stage"], row["label"], row["state"], f"{row['seconds']:.2f}", _ids(row["in"]), _ids(row["out"]))
+        table.add_row(*cells, style="dim" if row["state"] == "cached" else None)
+    console = Console(width=max(Console().width, 110))
     console.print(table)
+    computed = [row for row in result["stages"] if row["state"] != "cached"]
+    console.print(f"{len(computed)} of {len(result['stages'])} stages computed, the others cached")
     for moment, value in result["held_out"].items():
         console.print(f"held-out reward {moment}: {value:.3f}")
     console.print(f"model {result['model']}: {'promoted' if result['promoted'] else 'not promoted'}")
     console.print(f"report: {Path(result['report']) / 'index.html'}", soft_wrap=True)
+
+
+def _ids(text: str) -> str:
+    """Content ids short enough for a line: eight digits each, three at most."""
+    ids = text.split()
+    return " ".join(content_id[:8] for content_id in ids[:3]) + (f" +{len(ids) - 3}" if len(ids) > 3 else "")
 
 
 StoragePath = Annotated[

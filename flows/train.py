@@ -86,9 +86,7 @@ def train_sft(config: TrainSFTConfig) -> dict[str, Any]:
         settings = config.algorithm
         model = import_model(settings.base_model)
         dataset = import_sft(settings.dataset.path)
-        checkpoint = sft_update(
-            model.model, dataset.data, settings, seed=config.seed, num_threads=config.num_threads
-        )
+        checkpoint = sft_update(model.model, dataset.data, settings, seed=config.seed, num_threads=config.num_threads)
         snapshot(checkpoint, f"{config.run.name}/sft")
         return checkpoint.model_dump(mode="json")
 

@@ -461,7 +461,9 @@ def _plain_location(location: tuple[int | str, ...], data: Any) -> list[int | st
     plain: list[int | str] = []
     for position, part in enumerate(location):
         last = position == len(location) - 1
-        if (isinstance(data, Mapping) and part in data) or (isinstance(data, list | tuple) and isinstance(part, int) and part < len(data)):
+        if (isinstance(data, Mapping) and part in data) or (
+            isinstance(data, list | tuple) and isinstance(part, int) and part < len(data)
+        ):
             data = data[part]
             plain.append(part)
         elif last:

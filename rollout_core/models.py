@@ -83,8 +83,8 @@ def _download(uri: str, revision: str | None, what: str) -> Path:
     try:
         return Path(snapshot_download(uri, revision=revision, allow_patterns=list(MODEL_FILES)))
     except RepositoryNotFoundError as error:
-        raise ConfigError(f"{what} {uri!r} is neither a folder here nor a repository of the hub you may read") from error
-    except (LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(f"{what} {uri!r} is neither a folder here nor a hub repository you may read") from error
+    except LocalEntryNotFoundError as error:
         raise ConfigError(
             f"{what} {uri!r} is not a folder here, and the hub could not be reached to look for it there: {error}"
         ) from error

@@ -94,7 +94,9 @@ class Plan:
             )
         uses_chat = any(row.messages is not None for row in rows or ())
         if uses_chat and self._model_facts and not self._model_facts.has_chat_template:
-            self.violations.append(f"{what}.dataset.path: rows hold chat messages, but the tokenizer has no chat template")
+            self.violations.append(
+                f"{what}.dataset.path: rows hold chat messages, but the tokenizer has no chat template"
+            )
 
     def ppo(self, what: str, settings: PPOSettings, backend: BackendConfig) -> Sequence[PromptRow] | None:
         """Training prompts."""

@@ -98,11 +98,9 @@ class ProgressBar:
     def _show_artifact(self, percent: float) -> None:
         # _sync: the caller may be on a thread that runs an event loop, where these would only return a coroutine.
         if self._artifact is None:
-            self._artifact = create_progress_artifact(
-                percent, key=self._key, description=self._description, _sync=True
-            )
+            self._artifact = create_progress_artifact(percent, key=self._key, description=self._description, _sync=True)  # pyright: ignore[reportCallIssue]
         else:
-            update_progress_artifact(self._artifact, progress=percent, _sync=True)
+            update_progress_artifact(self._artifact, progress=percent, _sync=True)  # pyright: ignore[reportCallIssue]
 
 
 def _tolerate(create: Callable[[], Any]) -> None:

@@ -71,9 +71,7 @@ def generate(
                 prompts.samples,
                 sampling,
                 worker_id=f"{socket.gethostname()}-{os.getpid()}",
-                options=BatchOptions(
-                    mode=mode, deterministic=deterministic, exclusive=places.storage_is_local()
-                ),
+                options=BatchOptions(mode=mode, deterministic=deterministic, exclusive=places.storage_is_local()),
                 on_progress=on_progress,
             )
 

@@ -95,9 +95,7 @@ def _metrics(run: StageRun, checkpoint: Checkpoint) -> list[dict[str, float]]:
 
 
 def _show(checkpoint: Checkpoint, made_from: dict[str, ContentId | None], title: str) -> None:
-    artifacts.origin(
-        "checkpoint", title, {"model": checkpoint.model, "train state": checkpoint.train_state}, made_from
-    )
+    artifacts.origin("checkpoint", title, {"model": checkpoint.model, "train state": checkpoint.train_state}, made_from)
     summary = checkpoint.summary
     stage_logger().info(
         "%s: step %d, loss %.4f, model %s", title, checkpoint.step, summary.get("loss", 0.0), checkpoint.model.short

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TypeVar, cast
 
 from blocks import ContentAddressedStorage, RolloutDatabase
 from prefect.blocks.core import Block
@@ -17,6 +18,7 @@ from rollout_core.settings import locations
 from rollout_core.store import SqlLightningStore
 
 _BLOCK = "block:"
+BlockT = TypeVar("BlockT", bound=Block)
 
 
 def result_storage() -> ContentAddressedStorage:
@@ -59,13 +61,12 @@ def storage_is_local() -> bool:
     return "://" not in url or url.startswith(("file://", "memory://"))
 
 
-def _load(address: str, kind: type) -> Block:
+def _load(address: str, kind: type[BlockT]) -> BlockT:
     slug = address.removeprefix(_BLOCK)
     try:
-        block = kind.load(slug.partition("/")[2] or slug)
+        return cast(BlockT, kind.load(slug.partition("/")[2] or slug))
     except ValueError as error:
         raise ConfigError(f"setting {address!r} names no block of the Prefect server: {error}") from error
-    return block
 
 
 def working_folder() -> Path:

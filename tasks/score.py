@@ -12,7 +12,7 @@ from rollout_core.inference.samples import decode_completions_blob, decode_sampl
 from rollout_core.objects import ObjectStore
 from rollout_core.records import Completions, EvalReport, PromptSet, Scores
 from rollout_core.rewards import RewardInput, RewardSpec, load_reward, score
-from rollout_core.store import Span
+from rollout_core.store import AttemptedRollout, Span
 from tasks import artifacts, places
 from tasks.generate import generate
 from tasks.stage import current_stage, stage, stage_logger
@@ -111,6 +111,6 @@ async def _record_rewards(objects: ObjectStore, completions: Completions, values
                         },
                     )
                     for rollout in rollouts
-                    if getattr(rollout, "attempt", None) is not None
+                    if isinstance(rollout, AttemptedRollout)
                 ]
             )

@@ -18,11 +18,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
+from typing import Any, Generic, ParamSpec, TypeVar, cast, get_type_hints
 
 from blocks import ContentAddressedStorage
-from prefect import Task, task
+from prefect import Task
 from prefect.cache_policies import CacheKeyFnPolicy
+from prefect.client.schemas.objects import State
 from prefect.context import TaskRunContext
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
@@ -100,8 +101,8 @@ def stage(
 ) -> Callable[[Callable[P, R]], Stage[P, R]]:
     """Make a function from ids and small settings to a `Record` a stage.
 
-    ``version`` is raised by hand when the meaning of the stage changes; old results then no longer count. Stages with an
-    effect outside the object store are not ``cached``. ``concurrency`` names a tag whose runs the Prefect server can
+    ``version`` is raised by hand when the meaning of the stage changes; old results then no longer count. Stages with
+    an effect outside the object store are not ``cached``. ``concurrency`` names a tag whose runs the Prefect server can
     limit (``prefect concurrency-limit create rollout:NAME N``). A parameter named ``label`` is for people only and
     stays out of the cache key.
     """
@@ -132,7 +133,7 @@ class Stage(Generic[P, R]):
         self._signature = inspect.signature(function)
         self._record: type[R] = get_type_hints(function)["return"]
         tags = {"rollout", f"stage:{self.name}"} | ({f"rollout:{concurrency}"} if concurrency else set())
-        self._task: Task[..., dict[str, Any]] = task(
+        self._task: Task[..., dict[str, Any]] = Task(
             self._as_task_function(),
             name=self.name,
             description=inspect.getdoc(function),
@@ -153,9 +154,10 @@ class Stage(Generic[P, R]):
         if self.cached:
             self._forget_if_broken(storage, self.key(inputs))
         started = time.monotonic()
-        state = self._task.with_options(result_storage=storage, refresh_cache=_refresh.get() or None)(
-            **inputs, return_state=True
-        )
+        prepared = self._task.with_options(refresh_cache=_refresh.get())
+        # Set here, not by with_options, which takes saved blocks only; this one is built from this process's settings.
+        prepared.result_storage = storage
+        state = cast(State[dict[str, Any]], prepared(**inputs, return_state=True))
         seconds = time.monotonic() - started
         if state.is_completed():
             record = self._record.model_validate(state.result())

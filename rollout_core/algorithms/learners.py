@@ -139,9 +139,7 @@ def sft_update(
     folder = workshop.model(model)
     tokenizer = load_tokenizer(folder)
     rows = parse_sft(workshop.objects.get_bytes(dataset), name=f"dataset {dataset.short}")
-    examples, report = tokenize_sft(
-        tokenizer, rows, loss_on=settings.loss_on, max_seq_len=settings.packing.max_seq_len
-    )
+    examples, report = tokenize_sft(tokenizer, rows, loss_on=settings.loss_on, max_seq_len=settings.packing.max_seq_len)
     seed_everything(workshop.seed, num_threads=workshop.num_threads)
     accelerator = build_accelerator(settings.precision)
     policy = load_policy(folder).to(accelerator.device).train()

@@ -58,8 +58,10 @@ def save_state(state: TrainState, folder: Path, *, tokenizer_from: Path) -> None
     state.model.save_pretrained(model_folder)  # pyright: ignore[reportCallIssue]
     copy_tokenizer(tokenizer_from, model_folder)
     if len(state.modules):
-        save_file({name: _plain(tensor) for name, tensor in state.modules.state_dict().items()},
-                  folder / "modules.safetensors")
+        save_file(
+            {name: _plain(tensor) for name, tensor in state.modules.state_dict().items()},
+            folder / "modules.safetensors",
+        )
     tensors, scalars = _flatten_optimizer(state)
     save_file(tensors, folder / "optimizer.safetensors")
     rows = b"".join(canonical_json(row) + b"\n" for row in state.metrics)
@@ -98,7 +100,9 @@ def load_policy(folder: Path) -> Any:
     Raises ConfigError when its weights do not fit its configuration.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     try:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     except (OSError, ValueError, RuntimeError) as error:

@@ -160,7 +160,7 @@ class _BatchRun:
         for sample_id in claimed:
             sample = self._samples[sample_id]
             yield Request(
-                key=sample_id,
+                key=str(sample_id),
                 prompt_token_ids=sample.prompt_token_ids,
                 params=self._params,
                 seed=seed_of(sample_id),

@@ -77,9 +77,7 @@ class TransformersEngine(GathersStream):
         return decode_completions(self._tokenizer, [request.prompt_token_ids], [token_ids])[0]
 
     def _stopped(self, request: Request, token_ids: list[int]) -> bool:
-        return bool(request.params.stop) and any(
-            stop in self._text(request, token_ids) for stop in request.params.stop
-        )
+        return bool(request.params.stop) and any(stop in self._text(request, token_ids) for stop in request.params.stop)
 
     def update_weights(self, model: ModelRef) -> None:
         if model.content_id != self._model.content_id:

@@ -39,7 +39,9 @@ def _chat_ids(tokenizer: Any, row: PromptRow, number: int) -> list[int]:
         )
     messages = [message.model_dump() for message in row.messages or ()]
     return list(
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)[
+            "input_ids"
+        ]
     )
 
 

@@ -79,6 +79,7 @@ class VLLMEngine(GathersStream):
                 # The behaviour policy's own distribution (after temperature), which is what a learner compares with.
                 logprobs_mode="processed_logprobs",
                 disable_log_stats=True,
+                use_tqdm_on_load=False,
                 **options,
             )
         except (ValueError, RuntimeError, OSError) as error:
@@ -204,11 +205,11 @@ class VLLMEngine(GathersStream):
 def trainer_logprobs(model: ModelRef, prompt: Sequence[int], token_ids: Sequence[int]) -> list[float]:
     """Log-probabilities of ``token_ids`` after ``prompt`` by the transformers model in ``model.folder``, nats."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     from rollout_core.algorithms.losses import selected_logprobs
+    from rollout_core.algorithms.state import load_policy
 
-    policy = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32)
+    policy = load_policy(model.folder)
     ids = torch.tensor([[*prompt, *token_ids]])
     with torch.no_grad():
         logits_TV = policy(ids).logits[0, len(prompt) - 1 : -1]
@@ -217,11 +218,12 @@ def trainer_logprobs(model: ModelRef, prompt: Sequence[int], token_ids: Sequence
 
 def _prepare_environment(config: VLLMBackend, device: str) -> None:
     """vLLM reads these when it is imported or when its worker starts; a user's own settings win."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("TQDM_DISABLE", "1")
+    # Its warnings on a CPU are about choices made here on purpose.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
     token = os.environ.get("ROLLOUT_SECRET_HF_TOKEN")
     if token:
         os.environ.setdefault("HF_TOKEN", token)
     if device == "cpu":
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(config.kv_cache_gib))))
-

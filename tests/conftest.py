@@ -1,0 +1,136 @@
+"""What all tests share: tiny models made here, one Prefect server, one vLLM engine, and clean settings for each test."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Before prefect or torch is imported anywhere.
+os.environ.update(
+    {
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TQDM_DISABLE": "1",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "PYTHONHASHSEED": "0",
+    }
+)
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(PROJECT / "examples"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen2 of about 0.1 million random parameters with a tokenizer, in Hugging Face format."""
+    from make_tiny import make_model
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_model(folder, hidden_size=64, num_layers=2, seed=1)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def other_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same architecture with other weights."""
+    from make_tiny import make_model
+
+    folder = tmp_path_factory.mktemp("models") / "other"
+    make_model(folder, hidden_size=64, num_layers=2, seed=2)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def clean_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test has its own storage, database and cache."""
+    monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{tmp_path / 'objects'}")
+    monkeypatch.setenv("ROLLOUT_DATABASE", f"sqlite:///{tmp_path / 'rollout.db'}")
+    monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="session")
+def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of one real Prefect server for the whole session."""
+    from flows.local_server import prefect_server as running_server
+
+    home = tmp_path_factory.mktemp("prefect")
+    before = {name: os.environ.get(name) for name in ("PREFECT_HOME", "PREFECT_API_URL")}
+    os.environ.pop("PREFECT_API_URL", None)
+    with running_server(home) as address:
+        from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
+
+        with temporary_settings({PREFECT_API_URL: address, PREFECT_HOME: home}):
+            yield address
+    for name, value in before.items():
+        if value is not None:
+            os.environ[name] = value
+
+
+@dataclass(frozen=True)
+class SortingTask:
+    """A few rows of the example's task."""
+
+    folder: Path
+    sft: Path
+    prompts: Path
+    held_out: Path
+
+
+@pytest.fixture(scope="session")
+def sorting_task(tmp_path_factory: pytest.TempPathFactory) -> SortingTask:
+    """Data files of a small sorting task."""
+    import json
+
+    from make_tiny import make_problems
+
+    folder = tmp_path_factory.mktemp("data")
+    problems = make_problems(96, random.Random(3))
+
+    def write(name: str, rows: list[dict[str, str]]) -> Path:
+        path = folder / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return path
+
+    return SortingTask(
+        folder,
+        write("sft.jsonl", [{"prompt": prompt, "completion": answer} for prompt, answer in problems[:64]]),
+        write("prompts.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in problems[:64]]),
+        write("held-out.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in problems[64:]]),
+    )
+
+
+@pytest.fixture
+def start_process(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start Python processes in the test's environment; all are killed at the end, with what they started."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str, **options) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdout=options.pop("stdout", subprocess.PIPE),
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=options.pop("cwd", PROJECT),
+            env={**os.environ, **options.pop("env", {})},
+            start_new_session=True,
+            **options,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()

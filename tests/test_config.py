@@ -1,0 +1,121 @@
+"""Configuration: strict, with the nearest key; what enters cache keys and what does not; examples that load."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from rollout_core.config import (
+    CONFIG_KINDS,
+    InferBatchConfig,
+    NightlyConfig,
+    PPOSettings,
+    SnapshotPolicy,
+    TrainPPOConfig,
+    TrainSFTConfig,
+    VLLMBackend,
+    apply_overrides,
+    identity,
+    json_schema,
+    load_config,
+    parse_config,
+)
+from rollout_core.errors import ConfigError
+
+PROJECT = Path(__file__).resolve().parent.parent
+EXAMPLES = {
+    "nightly-tiny.toml": NightlyConfig,
+    "sft-tiny.toml": TrainSFTConfig,
+    "ppo-tiny.toml": TrainPPOConfig,
+    "batch-tiny.toml": InferBatchConfig,
+}
+
+
+def nightly_document() -> dict:
+    return tomllib.loads((PROJECT / "examples" / "nightly-tiny.toml").read_text())
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (PROJECT / "examples").glob("*.toml")))
+def test_every_shipped_example_loads(name):
+    load_config(PROJECT / "examples" / name, EXAMPLES[name])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sft.optimzer": {}}, r"sft\.optimzer: unknown key; did you mean 'optimizer'\?"),
+        ({"ppo.kl.targett": 1}, r"ppo\.kl\.targett: unknown key; did you mean 'target'\?"),
+        ({"backend.max_num_seq": 1}, r"backend\.max_num_seq: unknown key; did you mean 'max_num_seqs'\?"),
+        ({"sft.optimizer.lr": 0}, r"sft\.optimizer\.lr: .*greater than 0; got 0"),
+        ({"sft.optimizer.lr": float("nan")}, r"sft\.optimizer\.lr: "),
+        ({"sft.minibatch_size": "many"}, r"sft\.minibatch_size: .*integer.*got 'many'"),
+        ({"ppo.sampling.top_p": 0.5}, r"ppo: PPO needs samples of the policy itself"),
+        ({"reward": {"kind": "exact"}}, r"reward\.kind: .*got 'exact'"),
+        ({"run.name": "a/b"}, r"run\.name: "),
+        ({"schema_version": 2}, r"schema_version: .*got 2"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_key(change, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config(nightly_document(), NightlyConfig, overrides=change)
+
+
+def test_a_missing_table_is_named():
+    document = nightly_document()
+    del document["sft"]["optimizer"]
+    with pytest.raises(ConfigError, match=r"sft\.optimizer: required, but not given"):
+        parse_config(document, NightlyConfig)
+
+
+def test_all_violations_are_reported_together():
+    with pytest.raises(ConfigError) as caught:
+        parse_config(nightly_document(), NightlyConfig, overrides={"sft.x": 1, "ppo.y": 2, "seed": -1})
+    assert len(caught.value.violations) == 3
+
+
+def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="no such config file"):
+        load_config(tmp_path / "none.toml", NightlyConfig)
+    broken = tmp_path / "broken.toml"
+    broken.write_text("a = = 1")
+    with pytest.raises(ConfigError, match=r"broken\.toml: not readable as TOML"):
+        load_config(broken, NightlyConfig)
+
+
+def test_overrides_change_one_value_and_leave_the_document_alone():
+    document = nightly_document()
+    config = parse_config(document, NightlyConfig, overrides={"ppo.iterations": 3})
+    assert config.ppo.iterations == 3 and document == nightly_document()
+    with pytest.raises(ConfigError, match="plain value"):
+        apply_overrides(document, {"seed.x": 1})
+
+
+def test_what_changes_speed_only_stays_out_of_the_identity():
+    document = nightly_document()
+    one = parse_config(document, NightlyConfig)
+    other = parse_config(
+        document, NightlyConfig, overrides={"backend.max_num_seqs": 8, "ppo.snapshots.every_steps": 1}
+    )
+    assert identity(one.ppo) == identity(other.ppo) and identity(one.backend) == identity(other.backend)
+    assert identity(VLLMBackend(dtype="bfloat16")) != identity(VLLMBackend())
+    assert identity(SnapshotPolicy(every_steps=1)) is None
+
+
+def test_what_changes_results_is_in_the_identity():
+    settings = parse_config(nightly_document(), NightlyConfig).ppo
+    for change in ({"clip": 0.3}, {"epochs": 3}, {"minibatch_size": 3}, {"lam": 0.9}):
+        assert identity(settings.model_copy(update=change)) != identity(settings)
+    assert isinstance(settings, PPOSettings)
+
+
+def test_identity_refuses_what_is_no_small_value():
+    with pytest.raises(ConfigError, match="has no identity"):
+        identity({"path": Path("x")})
+
+
+def test_the_schema_covers_every_kind_of_run_with_descriptions():
+    schema = json_schema()
+    assert set(schema) == set(CONFIG_KINDS)
+    assert schema["nightly"]["$defs"]["PPOSettings"]["properties"]["clip"]["description"]
+    # Plain unions: the run form of the Prefect UI shows them as tabs.
+    assert "anyOf" in schema["nightly"]["properties"]["backend"]
