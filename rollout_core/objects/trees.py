@@ -1,0 +1,63 @@
+"""A folder as a manifest: sorted relative paths, sizes and content ids. Two folders that share files share blobs.
+
+Modes, times and empty folders are not kept: a tree is what its files say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from rollout_core.ids import ContentId
+
+
+def _safe_path(path: str) -> str:
+    if not path or "\x00" in path or any(part in ("", ".", "..") for part in path.split("/")):
+        raise ValueError(f"unsafe path {path!r}; expected a relative path without '..', '.' or empty parts")
+    return path
+
+
+class TreeFile(BaseModel):
+    """One file of a tree. ``path`` is relative, with forward slashes; ``size`` is in bytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: Annotated[str, AfterValidator(_safe_path)]
+    size: Annotated[int, Field(ge=0)]
+    content_id: ContentId
+
+
+def _canonical(files: tuple[TreeFile, ...]) -> tuple[TreeFile, ...]:
+    for before, after in pairwise(files):
+        if before.path >= after.path:
+            raise ValueError(f"path {after.path!r} follows {before.path!r}; expected sorted paths, each once")
+    names = {file.path for file in files}
+    for name in names:
+        for folder in parent_folders(name):
+            if folder in names:
+                raise ValueError(f"path {folder!r} is both a file and a folder")
+    return files
+
+
+class TreeManifest(BaseModel):
+    """What a folder holds. Its canonical JSON is the blob whose id stands for the folder."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["tree/1"] = "tree/1"
+    files: Annotated[tuple[TreeFile, ...], AfterValidator(_canonical)]
+
+    @property
+    def size_bytes(self) -> int:
+        """Sum of the sizes of all files."""
+        return sum(file.size for file in self.files)
+
+
+def parent_folders(path: str) -> Iterator[str]:
+    """Folders that lead to ``path``, outermost first: ``a`` and ``a/b`` for ``a/b/c``."""
+    parts = path.split("/")
+    for depth in range(1, len(parts)):
+        yield "/".join(parts[:depth])
