@@ -23,7 +23,7 @@ from rollout_core.errors import ConfigError, Conflict, CorruptObject, MissingObj
 from rollout_core.ids import ContentId, hash_bytes
 from rollout_core.lineage import Lineage, lineage_of, record_lineage
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.gc import named_ids
+from rollout_core.objects.gc import GcReport, named_ids
 from rollout_core.objects.store import blob_key
 from rollout_core.snapshots import Snapshot, SnapshotStore
 from rollout_core.tar import tar_stream
@@ -365,10 +365,9 @@ def test_an_age_protects_the_young_and_condemns_nobody(
 
 # Garbage collection
 
-ANY_AGE = timedelta(0)
 
-
-def collect(snapshots: SnapshotStore, **options):
+def collect(snapshots: SnapshotStore, **options) -> GcReport:
+    """A collection that holds even what was written this instant for old."""
     return snapshots.gc(min_age=-timedelta(seconds=5), **options)
 
 
@@ -397,6 +396,14 @@ def test_collection_spares_the_young(snapshots: SnapshotStore, objects: ObjectSt
     os.utime(objects.files.where(blob_key(orphan)), (1, 1))
     assert snapshots.gc().deleted_blobs == 1
     assert not objects.exists(orphan)
+
+
+def test_what_is_young_spares_what_it_names(snapshots: SnapshotStore, objects: ObjectStore) -> None:
+    old = objects.put_bytes(b"from a stage of yesterday")
+    os.utime(objects.files.where(blob_key(old)), (1, 1))
+    objects.put_json({"record that is about to get its ref": old})
+    assert (snapshots.gc().young_blobs, snapshots.gc().deleted_blobs) == (2, 0)
+    assert objects.exists(old)
 
 
 def test_collection_follows_json_json_lines_and_json_within_json(

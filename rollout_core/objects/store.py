@@ -53,7 +53,9 @@ class ObjectStore:
 
     def __init__(self, url: str, files: Files, storage_options: Mapping[str, Any]) -> None:
         self.url = url
+        """Normalised: a local folder is absolute, so that it means the same in another process."""
         self.files = files
+        """Where the bytes are; for this package's own use."""
         self._storage_options = dict(storage_options)
 
     @classmethod
@@ -391,6 +393,7 @@ def _rebuild(url: str, storage_options: Mapping[str, Any]) -> ObjectStore:
 
 
 def blob_key(content_id: ContentId) -> str:
+    """Where a blob lies below the store's root."""
     return f"cas/{content_id[:2]}/{content_id[2:4]}/{content_id}"
 
 
