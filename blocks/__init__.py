@@ -1,4 +1,7 @@
-"""Prefect blocks: saved, typed settings that build a `rollout_core` object. Register with `prefect block register -m blocks`."""
+"""Prefect blocks: saved, typed settings that build a `rollout_core` object.
+
+Register them with ``prefect block register -m blocks``.
+"""
 
 from blocks.database import RolloutDatabase
 from blocks.storage import ContentAddressedStorage

@@ -5,10 +5,11 @@ Run: python -m deployments.pools   (against the configured Prefect API)
 
 from __future__ import annotations
 
-from blocks import ContentAddressedStorage, RolloutDatabase
 from prefect import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.exceptions import ObjectAlreadyExists
+
+from blocks import ContentAddressedStorage, RolloutDatabase
 
 POOLS = {
     "cpu": "Flows that need no GPU, and everything on a machine without one.",

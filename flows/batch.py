@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from flows.healing import run_body
 from prefect import flow
+
+from flows.healing import run_body
 from rollout_core.config import InferBatchConfig
 from rollout_core.inference.engines import close_engine
 from rollout_core.inference.output import resolve_run_id

@@ -84,7 +84,7 @@ def _run_flow(start: Callable[[], Any]) -> Any:
             from prefect.logging.handlers import APILogHandler
 
             # The last lines are sent in the background; a server of our own is gone a moment later.
-            APILogHandler.flush()
+            APILogHandler().flush()
 
 
 @train_app.command("sft")

@@ -19,10 +19,13 @@ from pathlib import Path
 from rollout_core.errors import RolloutError
 
 START_TIMEOUT_SECONDS = 120.0
-QUIET = {
+SERVER_SETTINGS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
     "PREFECT_LOGGING_SERVER_LEVEL": "WARNING",
+    # Prefect's client keeps idle connections for 25 s, its server closes them after 5; a call in between meets a dead
+    # connection and is tried again 2 s later.
+    "PREFECT_SERVER_API_KEEPALIVE_TIMEOUT": "60",
 }
 
 
@@ -38,7 +41,7 @@ def prefect_server(home: Path) -> Iterator[str]:
         yield configured
         return
     home.mkdir(parents=True, exist_ok=True)
-    for name, value in QUIET.items():
+    for name, value in SERVER_SETTINGS.items():
         os.environ.setdefault(name, value)
     os.environ["PREFECT_HOME"] = str(home.resolve())
     port = _free_port()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from prefect import flow
+
 from flows.healing import run_body
 from flows.report import Report, SampleComparison, write_report
 from flows.train import ppo_iterations
-from prefect import flow
 from rollout_core.config import NightlyConfig, apply_overrides, parse_config
 from rollout_core.inference.engines import close_engine
 from rollout_core.inference.samples import decode_completions_blob, decode_samples

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from flows.healing import run_body
 from prefect import flow
+
+from flows.healing import run_body
 from rollout_core.config import BackendConfig, PPOSettings, TrainPPOConfig, TrainSFTConfig
 from rollout_core.ids import ContentId
 from rollout_core.inference.engines import close_engine

@@ -1,8 +1,8 @@
 """Every error a user can meet, as one picklable hierarchy.
 
-Each kind is also the standard-library kind a caller would expect (``ConfigError`` is a ``ValueError`` and so on), so code
-that has never heard of this package still handles it. The orchestrator retries by kind: ``Recoverable`` is retried and its
-hint is honoured; everything else is final.
+Each kind is also the standard-library kind a caller would expect (``ConfigError`` is a ``ValueError`` and so on), so
+code that has never heard of this package still handles it. The orchestrator retries by kind: ``Recoverable`` is retried
+and its hint is honoured; everything else is final.
 """
 
 from __future__ import annotations

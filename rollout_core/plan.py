@@ -1,7 +1,7 @@
 """What can be known before any work: configuration, files, model, tokenizer and reward held against each other.
 
-A plan reads every input line and tokenises every prompt, but never loads weights and never builds an engine. All that is
-wrong is reported together.
+A plan reads every input line and tokenises every prompt, but never loads weights and never builds an engine. All that
+is wrong is reported together.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 ``ROLLOUT_STORAGE`` is the object store's URL (default ``file://./data/objects``), ``ROLLOUT_DATABASE`` the store's
 (default ``sqlite:///./data/rollout.db``), ``ROLLOUT_CACHE`` a local folder for checkpoints fetched from the object
-store (default ``./data/cache``). They say where, never what: no setting enters a cache key.
+store (default ``./data/cache``). ``ROLLOUT_LIMITS`` lists the concurrency limits that stages ask the Prefect server for
+(``engine``, ``learner``; default none). They say where, never what: no setting enters a cache key.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class Locations:
     storage: str
     database: str
     cache: Path
+    limits: frozenset[str]
 
 
 def locations() -> Locations:
@@ -31,4 +33,5 @@ def locations() -> Locations:
         storage=os.environ.get("ROLLOUT_STORAGE", DEFAULT_STORAGE),
         database=os.environ.get("ROLLOUT_DATABASE", DEFAULT_DATABASE),
         cache=Path(os.environ.get("ROLLOUT_CACHE", DEFAULT_CACHE)),
+        limits=frozenset(filter(None, os.environ.get("ROLLOUT_LIMITS", "").replace(" ", "").split(","))),
     )

@@ -21,6 +21,7 @@ from prefect.artifacts import (
 )
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TaskID
+
 from rollout_core.ids import ContentId
 from rollout_core.telemetry import draw_curve
 from tasks.stage import stage_logger

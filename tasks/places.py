@@ -10,8 +10,9 @@ import os
 from pathlib import Path
 from typing import TypeVar, cast
 
-from blocks import ContentAddressedStorage, RolloutDatabase
 from prefect.blocks.core import Block
+
+from blocks import ContentAddressedStorage, RolloutDatabase
 from rollout_core.errors import ConfigError
 from rollout_core.objects import ObjectStore
 from rollout_core.settings import locations
@@ -49,16 +50,20 @@ def cache_folder() -> Path:
 
 def lock_folder() -> Path:
     """Where processes of this machine that share the object storage meet to spare double work."""
-    url = locations().storage
-    if "://" not in url or url.startswith("file://"):
-        return Path(url.removeprefix("file://")) / "locks"
-    return cache_folder() / "locks"
+    folder = _local_folder()
+    return (folder or cache_folder()) / "locks"
 
 
 def storage_is_local() -> bool:
     """Whether every user of the storage is on this machine, so that its file locks bind all of them."""
+    return _local_folder() is not None
+
+
+def _local_folder() -> Path | None:
     url = result_storage().url
-    return "://" not in url or url.startswith(("file://", "memory://"))
+    if "://" in url and not url.startswith("file://"):
+        return None
+    return Path(url.removeprefix("file://"))
 
 
 def _load(address: str, kind: type[BlockT]) -> BlockT:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Generic, ParamSpec, TypeVar, cast, get_type_hints
 
-from blocks import ContentAddressedStorage
 from prefect import Task
 from prefect.cache_policies import CacheKeyFnPolicy
 from prefect.client.schemas.objects import State
@@ -28,6 +27,8 @@ from prefect.context import TaskRunContext
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 from prefect.results import get_result_store
+
+from blocks import ContentAddressedStorage
 from rollout_core.config import identity
 from rollout_core.errors import CorruptObject, NotFound, Recoverable, RolloutError
 from rollout_core.ids import CONTENT_ID_PATTERN, ContentId, content_id
@@ -35,6 +36,7 @@ from rollout_core.lineage import Lineage, record_lineage, software_versions
 from rollout_core.locks import exclusive
 from rollout_core.objects import ObjectStore
 from rollout_core.records import Record
+from rollout_core.settings import locations
 from rollout_core.snapshots import SnapshotStore
 from tasks import places
 from tasks.journal import StageEntry, current_journal
@@ -102,9 +104,9 @@ def stage(
     """Make a function from ids and small settings to a `Record` a stage.
 
     ``version`` is raised by hand when the meaning of the stage changes; old results then no longer count. Stages with
-    an effect outside the object store are not ``cached``. ``concurrency`` names a tag whose runs the Prefect server can
-    limit (``prefect concurrency-limit create rollout:NAME N``). A parameter named ``label`` is for people only and
-    stays out of the cache key.
+    an effect outside the object store are not ``cached``. ``concurrency`` names a limit: where ``ROLLOUT_LIMITS`` lists
+    it, the Prefect server holds runs to ``prefect concurrency-limit create rollout:NAME N``. A parameter named
+    ``label`` is for people only and stays out of the cache key.
     """
 
     def decorate(function: Callable[P, R]) -> Stage[P, R]:
@@ -132,12 +134,11 @@ class Stage(Generic[P, R]):
         self._function = function
         self._signature = inspect.signature(function)
         self._record: type[R] = get_type_hints(function)["return"]
-        tags = {"rollout", f"stage:{self.name}"} | ({f"rollout:{concurrency}"} if concurrency else set())
+        self._concurrency = concurrency
         self._task: Task[..., dict[str, Any]] = Task(
             self._as_task_function(),
             name=self.name,
             description=inspect.getdoc(function),
-            tags=tags,
             retries=retries,
             retry_delay_seconds=RETRY_DELAYS_SECONDS,
             retry_condition_fn=should_retry,
@@ -154,7 +155,12 @@ class Stage(Generic[P, R]):
         if self.cached:
             self._forget_if_broken(storage, self.key(inputs))
         started = time.monotonic()
-        prepared = self._task.with_options(refresh_cache=_refresh.get())
+        # A tag costs a call to the server for each task run (and, where that keeps its data in SQLite, now and then a
+        # refusal and a pause of 2 s), so there is one only where a limit is wanted.
+        limited = self._concurrency in locations().limits
+        prepared = self._task.with_options(
+            refresh_cache=_refresh.get(), tags=[f"rollout:{self._concurrency}"] if limited else []
+        )
         # Set here, not by with_options, which takes saved blocks only; this one is built from this process's settings.
         prepared.result_storage = storage
         state = cast(State[dict[str, Any]], prepared(**inputs, return_state=True))

@@ -1,0 +1,273 @@
+"""The stage contract, on a real Prefect server: caching by content, retries by kind of error, results that count."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rollout_core.config import SnapshotPolicy
+from rollout_core.errors import ConfigError, CorruptObject, Fatal, Recoverable, RetryHint
+from rollout_core.ids import ContentId, hash_bytes
+from rollout_core.lineage import lineage_of, trace_lineage
+from rollout_core.objects import ObjectStore
+from rollout_core.records import BlobId, Record
+
+pytestmark = pytest.mark.server
+
+CALLS: list[tuple] = []
+
+
+class Made(Record):
+    """A blob that a stage made."""
+
+    blob: BlobId
+    number: int
+
+
+@pytest.fixture(autouse=True)
+def fresh_calls():
+    CALLS.clear()
+
+
+@pytest.fixture(scope="module")
+def stages(prefect_server):
+    """Stages defined once the server's address is known."""
+    from tasks.stage import current_stage, stage
+
+    @stage(version=1)
+    def make(number: int, settings: SnapshotPolicy | None = None, *, label: str = "") -> Made:
+        """Store a number."""
+        CALLS.append(("make", number))
+        return Made(blob=current_stage().objects.put_bytes(str(number).encode()), number=number)
+
+    @stage(version=1)
+    def double(made: Made) -> Made:
+        """Read what `make` stored and store its double."""
+        CALLS.append(("double", made.number))
+        value = 2 * int(current_stage().objects.get_bytes(made.blob))
+        return Made(blob=current_stage().objects.put_bytes(str(value).encode()), number=value)
+
+    @stage(version=1)
+    def stumble(kind: str, times: int) -> Made:
+        """Fail ``times`` times, then work."""
+        CALLS.append(("stumble", kind))
+        if sum(call == ("stumble", kind) for call in CALLS) <= times:
+            raise {
+                "recoverable": Recoverable("busy", RetryHint(0.01, 0.01)),
+                "os": ConnectionResetError("reset"),
+                "fatal": Fatal("no"),
+                "config": ConfigError("wrong"),
+                "value": ValueError("bug"),
+            }[kind]
+        return Made(blob=current_stage().objects.put_bytes(b"done"), number=times)
+
+    @stage(version=1, cached=False)
+    def effect(number: int) -> Made:
+        """Something outside."""
+        CALLS.append(("effect", number))
+        return Made(blob=hash_bytes(b"outside"), number=number)
+
+    return {"make": make, "double": double, "stumble": stumble, "effect": effect}
+
+
+@pytest.fixture
+def run(prefect_server, monkeypatch):
+    """Run a body as a flow, with a journal; returns (result, states of its stages)."""
+    from flows.healing import run_body
+    from prefect import flow
+
+    monkeypatch.setattr("rollout_core.errors.RetryHint.delay_for_try", lambda self, retry: 0.0)
+
+    def start(body, *, refresh=False):
+        kept = []
+
+        def journaled(journal):
+            kept.append(journal)
+            return body()
+
+        @flow(name="test", persist_result=False)
+        def test_flow():
+            return run_body(journaled, refresh=refresh)
+
+        result = test_flow()
+        return result, [entry.state for entry in kept[-1].entries]
+
+    return start
+
+
+@pytest.fixture
+def objects():
+    return ObjectStore.from_url(os.environ["ROLLOUT_STORAGE"])
+
+
+def blob_path(content_id: ContentId) -> Path:
+    root = Path(os.environ["ROLLOUT_STORAGE"].removeprefix("file://"))
+    return root / "cas" / content_id[:2] / content_id[2:4] / content_id
+
+
+def test_the_same_inputs_are_cached_in_any_run(stages, run):
+    first, states = run(lambda: stages["make"](1))
+    again, states_again = run(lambda: stages["make"](1))
+    assert first == again and states == ["Completed"] and states_again == ["Cached"]
+    assert CALLS == [("make", 1)]
+
+
+def test_other_inputs_are_computed(stages, run):
+    run(lambda: [stages["make"](1), stages["make"](2)])
+    assert CALLS == [("make", 1), ("make", 2)]
+
+
+def test_labels_and_settings_of_speed_do_not_enter_the_key(stages, run):
+    run(lambda: stages["make"](1, SnapshotPolicy(every_steps=1), label="a"))
+    _, states = run(lambda: stages["make"](1, SnapshotPolicy(every_steps=9), label="b"))
+    assert states == ["Cached"]
+
+
+def test_refresh_computes_again(stages, run):
+    run(lambda: stages["make"](1))
+    _, states = run(lambda: stages["make"](1), refresh=True)
+    assert states == ["Completed"] and CALLS == [("make", 1)] * 2
+
+
+def test_a_stage_with_an_effect_outside_is_never_cached(stages, run):
+    run(lambda: stages["effect"](1))
+    _, states = run(lambda: stages["effect"](1))
+    assert states == ["Completed"] and len(CALLS) == 2
+
+
+def test_passing_faults_are_retried_and_others_are_not(stages, run):
+    made, _ = run(lambda: stages["stumble"]("recoverable", 2))
+    assert made.number == 2 and len(CALLS) == 3
+    CALLS.clear()
+    run(lambda: stages["stumble"]("os", 1))
+    assert len(CALLS) == 2
+    for kind, error in (("fatal", Fatal), ("config", ConfigError), ("value", ValueError)):
+        CALLS.clear()
+        with pytest.raises(error):
+            run(lambda kind=kind: stages["stumble"](kind, 1))
+        assert len(CALLS) == 1
+
+
+def test_retries_end_after_the_third(stages, run):
+    with pytest.raises(Recoverable, match="busy"):
+        run(lambda: stages["stumble"]("recoverable", 9))
+    assert len(CALLS) == 4
+
+
+def test_a_result_that_cannot_be_written_never_leaves_the_stage_completed(stages, run, objects, monkeypatch):
+    def broken(self, name, content_id):
+        raise Recoverable("no space left on device", RetryHint(0.0, 0.0))
+
+    monkeypatch.setattr(ObjectStore, "set_ref", broken)
+    with pytest.raises(Recoverable, match="no space left"):
+        run(lambda: stages["make"](5))
+    monkeypatch.undo()
+    os.environ["ROLLOUT_STORAGE"] = objects.url if "://" in objects.url else f"file://{objects.url}"
+    _, states = run(lambda: stages["make"](5))
+    assert states == ["Completed"], "nothing was cached by the failed run"
+
+
+def test_a_result_that_reads_back_differently_fails_the_stage(stages, run, monkeypatch):
+    from blocks import ContentAddressedStorage
+
+    monkeypatch.setattr(ContentAddressedStorage, "write_path", lambda self, path, content, _sync=True: None)
+    with pytest.raises(Recoverable, match="could not be read back"):
+        run(lambda: stages["make"](6))
+
+
+def test_storage_that_is_gone_fails_the_stage_with_its_name(stages, run, tmp_path, monkeypatch):
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{blocked}/objects")
+    with pytest.raises((Recoverable, ConfigError), match="file"):
+        run(lambda: stages["make"](7))
+
+
+def test_a_flipped_bit_is_found_named_and_recomputed_in_the_same_run(stages, run, caplog):
+    made, _ = run(lambda: stages["make"](21))
+    path = blob_path(made.blob)
+    path.chmod(0o644)
+    path.write_bytes(b"2\x00")
+    doubled, states = run(lambda: stages["double"](stages["make"](21)))
+    assert doubled.number == 42 and blob_path(made.blob).read_bytes() == b"21"
+    assert states == ["Completed", "Completed"], "the stage that made the damaged blob ran again"
+    assert made.blob in caplog.text and "corrupt" in caplog.text
+
+
+def test_a_damaged_record_is_computed_again(stages, run, objects):
+    run(lambda: stages["make"](3))
+    [(_, record)] = list(objects.list_refs("results"))
+    path = blob_path(record)
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes().replace(b"3", b"4"))
+    made, states = run(lambda: stages["make"](3))
+    assert made.number == 3 and states == ["Completed"]
+
+
+def test_a_record_whose_blob_was_deleted_is_computed_again(stages, run, objects):
+    made, _ = run(lambda: stages["make"](4))
+    objects.delete(made.blob)
+    _, states = run(lambda: stages["make"](4))
+    assert states == ["Completed"] and objects.exists(made.blob)
+
+
+def test_damage_that_comes_back_ends_in_one_clear_error(stages, run, monkeypatch):
+    def always_corrupt(self, content_id):
+        raise CorruptObject(content_id, f"object {content_id} is corrupt")
+
+    made, _ = run(lambda: stages["make"](8))
+    from tasks import stage as stage_module
+
+    real = ObjectStore.get_bytes
+    monkeypatch.setattr(
+        ObjectStore, "get_bytes", lambda self, i: always_corrupt(self, i) if i == made.blob else real(self, i)
+    )
+    with pytest.raises(CorruptObject, match="is corrupt"):
+        run(lambda: stages["double"](stages["make"](8)))
+    assert stage_module is not None
+
+
+def test_records_are_plain_json_in_storage(stages, run, objects):
+    made, _ = run(lambda: stages["make"](9))
+    [(_, record)] = list(objects.list_refs("results"))
+    document = json.loads(objects.get_bytes(record))
+    assert json.loads(document["result"]) == {"blob": made.blob, "number": 9}
+
+
+def test_lineage_leads_from_a_result_to_its_inputs(stages, run, objects):
+    doubled, _ = run(lambda: stages["double"](stages["make"](10)))
+    made_by = lineage_of(objects, doubled.blob)
+    assert made_by is not None and made_by.stage == "double"
+    assert [item.stage for item in trace_lineage(objects, doubled.blob)] == ["double", "make"]
+
+
+def test_the_cache_moves_with_the_object_storage(stages, run, tmp_path, monkeypatch):
+    run(lambda: stages["make"](11))
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(os.environ["ROLLOUT_STORAGE"].removeprefix("file://"), elsewhere)
+    monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{elsewhere}")
+    _, states = run(lambda: stages["make"](11))
+    assert states == ["Cached"]
+
+
+def test_results_can_live_in_memory_or_on_any_url(stages, run, monkeypatch):
+    monkeypatch.setenv("ROLLOUT_STORAGE", "memory://stages")
+    run(lambda: stages["make"](12))
+    _, states = run(lambda: stages["make"](12))
+    assert states == ["Cached"]
+
+
+def test_a_storage_block_of_the_server_can_be_named_in_the_settings(stages, run, tmp_path, monkeypatch):
+    from blocks import ContentAddressedStorage
+
+    ContentAddressedStorage(url=f"file://{tmp_path / 'from-block'}").save("test-storage", overwrite=True)
+    monkeypatch.setenv("ROLLOUT_STORAGE", "block:content-addressed-storage/test-storage")
+    run(lambda: stages["make"](13))
+    assert list((tmp_path / "from-block").rglob("results/*"))
+    monkeypatch.setenv("ROLLOUT_STORAGE", "block:content-addressed-storage/no-such")
+    with pytest.raises(ConfigError, match="names no block"):
+        run(lambda: stages["make"](14))
