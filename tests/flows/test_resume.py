@@ -1,0 +1,162 @@
+"""Nothing is lost: real processes killed in every kind of stage, then run again, end in the bytes of an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.flows.conftest import finished_samples, objects, snapshots_of, wait_for, write_toml
+
+pytestmark = pytest.mark.server
+
+SAMPLES = 640
+ROLLOUT = ("-c", "from flows.cli import main; main()")
+STAGES = ("import_", "enqueue_prompts", "sft_update", "snapshot", "evaluate", "batch_inference", "score_rewards", "ppo_")
+
+
+def nightly(start_process, config: Path, prefect_server: str) -> subprocess.Popen[str]:
+    return start_process(
+        *ROLLOUT, "nightly", "--config", str(config), env={"PREFECT_API_URL": prefect_server, "COLUMNS": "200"}
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[str, list[tuple[str, str, str]]]:
+    """Final model id and (stage, label, state) of every stage."""
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output[-4000:]
+    model = re.search(r"^model ([0-9a-f]{64}):", output, re.MULTILINE)
+    assert model, output[-4000:]
+    rows = []
+    for line in output.splitlines():
+        parts = re.match(r"(\w+)\s+(.*?)\s*(cached|completed)\s+[\d.]+", line)
+        if parts and parts[1].startswith(STAGES):
+            rows.append((parts[1], parts[2], parts[3]))
+    return model[1], rows
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    assert process.poll() is None, "it ended before it could be killed:\n" + (process.communicate()[0] or "")[-3000:]
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, str]:
+    """Final model id by configuration, computed once for the module."""
+    return {}
+
+
+def undisturbed_model(cache, config, start_process, prefect_server, tmp_path, monkeypatch) -> str:
+    if "model" not in cache:
+        with monkeypatch.context() as patch:
+            for name, value in (
+                ("ROLLOUT_STORAGE", f"file://{tmp_path / 'quiet' / 'objects'}"),
+                ("ROLLOUT_DATABASE", f"sqlite:///{tmp_path / 'quiet' / 'rollout.db'}"),
+                ("ROLLOUT_CACHE", str(tmp_path / "quiet" / "cache")),
+            ):
+                patch.setenv(name, value)
+            cache["model"], _ = finish(nightly(start_process, config, prefect_server))
+    return cache["model"]
+
+
+def test_killed_in_sft_in_generation_and_in_a_ppo_update_the_next_run_ends_in_the_same_bytes(
+    small_nightly, tmp_path, start_process, prefect_server, undisturbed, monkeypatch
+):
+    config = write_toml(tmp_path / "nightly.toml", small_nightly)
+    expected = undisturbed_model(undisturbed, config, start_process, prefect_server, tmp_path, monkeypatch)
+
+    first = nightly(start_process, config, prefect_server)
+    wait_for(lambda: snapshots_of("sft"), "an SFT snapshot")
+    kill(first)
+    sft_step = snapshots_of("sft")[0].step
+    assert 0 < sft_step < 24, "killed within SFT"
+
+    second = nightly(start_process, config, prefect_server)
+    evaluated = 2 * 32
+    wait_for(lambda: evaluated < finished_samples() < evaluated + SAMPLES, "part of an iteration's samples")
+    kill(second)
+    done_before = finished_samples()
+    assert evaluated < done_before < evaluated + SAMPLES, "killed within generation"
+
+    third = nightly(start_process, config, prefect_server)
+    wait_for(lambda: snapshots_of("ppo"), "a PPO snapshot")
+    kill(third)
+    assert snapshots_of("ppo")[0].step < 24, "killed within the first PPO update"
+
+    model, stages = finish(nightly(start_process, config, prefect_server))
+    assert model == expected
+    states = {(stage, label): state for stage, label, state in stages}
+    assert states["sft_update", "nightly"] == "cached"
+    assert states["evaluate", "before"] == "cached" and states["evaluate", "after SFT"] == "cached"
+    assert states["batch_inference", "iteration 1"] == "cached"
+    assert states["ppo_update", "iteration 1"] == "completed"
+
+    again, stages = finish(nightly(start_process, config, prefect_server))
+    assert again == expected
+    computed = {stage for stage, _, state in stages if state != "cached"}
+    assert computed <= {"import_model", "import_sft", "import_prompts"}, "a second run finds every stage cached"
+
+
+def test_two_runs_of_one_config_at_once_give_one_result(
+    small_nightly, tmp_path, start_process, prefect_server, undisturbed, monkeypatch
+):
+    config = write_toml(tmp_path / "nightly.toml", small_nightly)
+    expected = undisturbed_model(undisturbed, config, start_process, prefect_server, tmp_path, monkeypatch)
+    runs = [nightly(start_process, config, prefect_server) for _ in range(2)]
+    assert {finish(run)[0] for run in runs} == {expected}
+    # Each update was computed by one of the two: every train state stands in the index once.
+    assert len(snapshots_of("ppo")) == len({snapshot.id for snapshot in snapshots_of("ppo")})
+
+
+def test_a_flipped_bit_in_the_final_checkpoint_is_found_and_recomputed(
+    small_nightly, tmp_path, start_process, prefect_server
+):
+    small_nightly["ppo"]["iterations"] = 1
+    config = write_toml(tmp_path / "nightly.toml", small_nightly)
+    model, _ = finish(nightly(start_process, config, prefect_server))
+    weights = next(file for file in objects().manifest(model).files if file.path == "model.safetensors")
+    root = Path(os.environ["ROLLOUT_STORAGE"].removeprefix("file://"))
+    blob = root / "cas" / weights.content_id[:2] / weights.content_id[2:4] / weights.content_id
+    data = bytearray(blob.read_bytes())
+    data[len(data) // 2] ^= 1
+    blob.chmod(0o644)
+    blob.write_bytes(bytes(data))
+    shutil.rmtree(os.environ["ROLLOUT_CACHE"])
+    # Evaluation of the final model is the stage that reads it.
+    small_nightly["evaluation"]["sampling"]["max_tokens"] = 13
+    run = nightly(start_process, write_toml(config, small_nightly), prefect_server)
+    output, _ = run.communicate(timeout=240)
+    assert run.returncode == 0, output[-3000:]
+    assert weights.content_id in output and "corrupt" in output
+    assert f"model {model}:" in output, "recomputed to the same bytes"
+
+
+def test_a_full_disk_ends_in_one_clear_failure_and_the_next_run_goes_on(
+    small_nightly, tmp_path, start_process, prefect_server, undisturbed, monkeypatch
+):
+    config = write_toml(tmp_path / "nightly.toml", small_nightly)
+    expected = undisturbed_model(undisturbed, config, start_process, prefect_server, tmp_path, monkeypatch)
+    limited = start_process(
+        "-c",
+        # No file of this process may grow past 300 KB: checkpoints do not fit, as on a disk that is full.
+        "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.RLIM_INFINITY));"
+        "import rollout_core.errors as e; e.RetryHint.delay_for_try = lambda self, retry: 0.0;"
+        "from flows.cli import main; main()",
+        "nightly",
+        "--config",
+        str(config),
+        env={"PREFECT_API_URL": prefect_server},
+    )
+    output, _ = limited.communicate(timeout=240)
+    assert limited.returncode == 1, output[-3000:]
+    assert "File too large" in output.splitlines()[-1] or "File too large" in output
+    assert not list(objects().list_refs("results")) or "sft_update" not in output.split("Cached")[0]
+    model, _ = finish(nightly(start_process, config, prefect_server))
+    assert model == expected
