@@ -122,9 +122,11 @@ class TransformersBackend(Settings):
     kind: Literal["transformers"] = "transformers"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     max_model_len: int | None = Field(default=None, ge=2)
+    num_threads: int = Field(default=1, ge=1)
+    """CPU threads of generation, whatever the trainer uses: last bits of a logprob depend on their number."""
 
     def cache_identity(self) -> Any:
-        return {"kind": self.kind, "dtype": self.dtype}
+        return {"kind": self.kind, "dtype": self.dtype, "num_threads": self.num_threads}
 
 
 class ScriptedBackend(Settings):

@@ -7,19 +7,19 @@ import json
 import statistics
 
 from rollout_core.config import BackendConfig, SamplingParams
-from rollout_core.ids import ContentId, canonical_json
+from rollout_core.ids import ContentId, canonical_json, content_id
 from rollout_core.inference.samples import decode_completions_blob, decode_samples
 from rollout_core.objects import ObjectStore
 from rollout_core.records import Completions, EvalReport, PromptSet, Scores
 from rollout_core.rewards import RewardInput, RewardSpec, load_reward, score
 from rollout_core.store import AttemptedRollout, Span
+from rollout_core.store.semconv import AGL_ANNOTATION, AGL_REWARD
 from tasks import artifacts, places
 from tasks.generate import generate
 from tasks.stage import current_stage, stage, stage_logger
 
-REWARD_SPAN = "agentlightning.annotation"
-REWARD_NAME_ATTRIBUTE = "agentlightning.reward.0.name"
-REWARD_VALUE_ATTRIBUTE = "agentlightning.reward.0.value"
+REWARD_NAME_ATTRIBUTE = f"{AGL_REWARD}.0.name"
+REWARD_VALUE_ATTRIBUTE = f"{AGL_REWARD}.0.value"
 
 
 @stage(version=1)
@@ -28,7 +28,7 @@ def score_rewards(completions: Completions, reward: RewardSpec, reward_source: C
     objects = current_stage().objects
     scores = compute_scores(objects, completions, reward)
     values: list[float] = json.loads(objects.get_bytes(scores.scores))
-    asyncio.run(_record_rewards(objects, completions, values))
+    asyncio.run(_record_rewards(objects, completions, values, reward_source))
     rows = [{"figure": "mean reward", "value": scores.mean}, {"figure": "std", "value": scores.std}]
     artifacts.table("rewards", rows, f"Rewards {label}".strip())
     return scores
@@ -90,8 +90,13 @@ def compute_scores(objects: ObjectStore, completions: Completions, reward: Rewar
     )
 
 
-async def _record_rewards(objects: ObjectStore, completions: Completions, values: list[float]) -> None:
-    """Each reward as a span of its sample's winning attempt, where agents' adapters look for it."""
+async def _record_rewards(
+    objects: ObjectStore, completions: Completions, values: list[float], reward_source: ContentId
+) -> None:
+    """Each reward as a span of its sample's winning attempt, where agents' adapters look for it.
+
+    The span's id follows from attempt and reward, so a retry adds none twice.
+    """
     samples = decode_samples(objects.get_bytes(completions.samples))
     rewards = {sample.id: value for sample, value in zip(samples, values, strict=True)}
     async with places.open_store() as store:
@@ -104,7 +109,8 @@ async def _record_rewards(objects: ObjectStore, completions: Completions, values
                         rollout_id=rollout.rollout_id,
                         attempt_id=rollout.attempt.attempt_id,
                         sequence_id=2,
-                        name=REWARD_SPAN,
+                        name=AGL_ANNOTATION,
+                        span_id=content_id("reward-span/1", [rollout.attempt.attempt_id, reward_source])[:16],
                         attributes={
                             REWARD_NAME_ATTRIBUTE: "primary",
                             REWARD_VALUE_ATTRIBUTE: rewards[ContentId(rollout.rollout_id)],

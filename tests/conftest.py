@@ -1,7 +1,8 @@
-"""What all tests share: tiny models made here, one Prefect server, one vLLM engine, and clean settings for each test."""
+"""What all tests share: tiny models made here, one Prefect server, and clean settings for each test."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -129,8 +130,6 @@ def start_process(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str
 
     yield start
     for process in started:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()

@@ -93,9 +93,7 @@ def test_overrides_change_one_value_and_leave_the_document_alone():
 def test_what_changes_speed_only_stays_out_of_the_identity():
     document = nightly_document()
     one = parse_config(document, NightlyConfig)
-    other = parse_config(
-        document, NightlyConfig, overrides={"backend.max_num_seqs": 8, "ppo.snapshots.every_steps": 1}
-    )
+    other = parse_config(document, NightlyConfig, overrides={"backend.max_num_seqs": 8, "ppo.snapshots.every_steps": 1})
     assert identity(one.ppo) == identity(other.ppo) and identity(one.backend) == identity(other.backend)
     assert identity(VLLMBackend(dtype="bfloat16")) != identity(VLLMBackend())
     assert identity(SnapshotPolicy(every_steps=1)) is None

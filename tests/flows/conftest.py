@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -66,13 +67,21 @@ def write_toml(path: Path, document: dict[str, Any]) -> Path:
     return path
 
 
-def wait_for(condition: Callable[[], Any], what: str, *, seconds: float = 120.0) -> Any:
-    """The first true value of ``condition``."""
+def wait_for(
+    condition: Callable[[], Any],
+    what: str,
+    *,
+    process: subprocess.Popen[str] | None = None,
+    seconds: float = 120.0,
+) -> Any:
+    """The first true value of ``condition``, while ``process`` runs."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         value = condition()
         if value:
             return value
+        if process is not None and process.poll() is not None:
+            raise AssertionError(f"the process ended before {what}:\n{process.communicate()[0][-4000:]}")
         time.sleep(0.02)
     raise AssertionError(f"{what} did not happen within {seconds} s")
 

@@ -1,4 +1,4 @@
-"""Nothing is lost: real processes killed in every kind of stage, then run again, end in the bytes of an undisturbed run."""
+"""Nothing is lost: real processes killed in any stage, then run again, end in the bytes of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,16 @@ pytestmark = pytest.mark.server
 
 SAMPLES = 640
 ROLLOUT = ("-c", "from flows.cli import main; main()")
-STAGES = ("import_", "enqueue_prompts", "sft_update", "snapshot", "evaluate", "batch_inference", "score_rewards", "ppo_")
+STAGES = (
+    "import_",
+    "enqueue_prompts",
+    "sft_update",
+    "snapshot",
+    "evaluate",
+    "batch_inference",
+    "score_rewards",
+    "ppo_",
+)
 
 
 def nightly(start_process, config: Path, prefect_server: str) -> subprocess.Popen[str]:
@@ -72,20 +81,22 @@ def test_killed_in_sft_in_generation_and_in_a_ppo_update_the_next_run_ends_in_th
     expected = undisturbed_model(undisturbed, config, start_process, prefect_server, tmp_path, monkeypatch)
 
     first = nightly(start_process, config, prefect_server)
-    wait_for(lambda: snapshots_of("sft"), "an SFT snapshot")
+    wait_for(lambda: snapshots_of("sft"), "an SFT snapshot", process=first)
     kill(first)
     sft_step = snapshots_of("sft")[0].step
     assert 0 < sft_step < 24, "killed within SFT"
 
     second = nightly(start_process, config, prefect_server)
     evaluated = 2 * 32
-    wait_for(lambda: evaluated < finished_samples() < evaluated + SAMPLES, "part of an iteration's samples")
+    wait_for(
+        lambda: evaluated < finished_samples() < evaluated + SAMPLES, "part of an iteration's samples", process=second
+    )
     kill(second)
     done_before = finished_samples()
     assert evaluated < done_before < evaluated + SAMPLES, "killed within generation"
 
     third = nightly(start_process, config, prefect_server)
-    wait_for(lambda: snapshots_of("ppo"), "a PPO snapshot")
+    wait_for(lambda: snapshots_of("ppo"), "a PPO snapshot", process=third)
     kill(third)
     assert snapshots_of("ppo")[0].step < 24, "killed within the first PPO update"
 
