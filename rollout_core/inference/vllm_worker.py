@@ -8,12 +8,36 @@ import signal
 import threading
 from typing import Any
 
+import torch
 import vllm._custom_ops
+import vllm.model_executor.layers.utils as layer_utils
 from vllm.v1.engine.core import EngineCoreProc
 
 # On a CPU, linear layers keep pre-packed oneDNN copies of their weights, which a reload in place does not refresh: the
 # engine would go on with the old weights, silently. Without oneDNN they use the weights themselves.
 vllm._custom_ops._supports_onednn = False
+
+MIN_ROWS = 16
+_gemm = layer_utils.cpu_unquantized_gemm
+
+
+def batch_invariant_gemm(
+    layer: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A linear layer whose rows do not depend on how many there are.
+
+    For a few rows the CPU library takes other kernels, which add up in another order: a sequence that ends alone would
+    get other last bits than one that ends among others. So a small batch is filled up with zeros.
+    """
+    rows = x.numel() // x.shape[-1]
+    if rows >= MIN_ROWS:
+        return _gemm(layer, x, weight, bias)
+    filled = x.new_zeros(MIN_ROWS, x.shape[-1])
+    filled[:rows] = x.reshape(rows, -1)
+    return _gemm(layer, filled, weight, bias)[:rows].reshape(*x.shape[:-1], -1)
+
+
+layer_utils.cpu_unquantized_gemm = batch_invariant_gemm
 
 _run_engine_core = EngineCoreProc.run_engine_core
 

@@ -88,7 +88,7 @@ def test_deployed_killed_and_retried_through_the_server_it_resumes(
 def deepest_python(pid: int) -> int:
     """The process a worker started to run a flow."""
     children = psutil.Process(pid).children(recursive=True)
-    running = [child for child in children if any("prefect.flow_engine" in part for part in child.cmdline())]
+    running = [child for child in children if "prefect.engine" in child.cmdline()]
     assert running, [child.cmdline() for child in children]
     return running[-1].pid
 

@@ -77,8 +77,9 @@ def stages(prefect_server):
 @pytest.fixture
 def run(prefect_server, monkeypatch):
     """Run a body as a flow, with a journal; returns (result, states of its stages)."""
-    from flows.healing import run_body
     from prefect import flow
+
+    from flows.healing import run_body
 
     monkeypatch.setattr("rollout_core.errors.RetryHint.delay_for_try", lambda self, retry: 0.0)
 
