@@ -191,8 +191,16 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of a model folder that make its tokenizer, sorted by name."""
+    return [
+        file
+        for file in sorted(folder.iterdir())
+        if file.is_file() and any(fnmatch(file.name, pattern) for pattern in _TOKENIZER_FILES)
+    ]
+
+
 def copy_tokenizer(source: Path, target: Path) -> None:
     """Copy the tokenizer's files of one model folder into another, byte for byte."""
-    for file in sorted(source.iterdir()):
-        if file.is_file() and any(fnmatch(file.name, pattern) for pattern in _TOKENIZER_FILES):
-            shutil.copyfile(file, target / file.name)
+    for file in tokenizer_files(source):
+        shutil.copyfile(file, target / file.name)

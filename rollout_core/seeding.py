@@ -126,13 +126,20 @@ class RngState:
             raise ConfigError(f"not an RNG state: {type(error).__name__}: {error}") from error
 
 
-def capture_rng() -> RngState:
-    """The state of all generators now."""
+def capture_rng(*, host_seed: int | None = None) -> RngState:
+    """The state of all generators now.
+
+    The generators of random and numpy are the whole process's: other threads (an orchestrator's client that jitters its
+    retries) draw from them too. With ``host_seed`` these two start anew from it, so that the state, and what follows
+    from it, is the same in every run; call `restore_rng` with the result to go on from there.
+    """
     import numpy
     import torch
 
-    version, words, gaussian = random.getstate()
-    _, keys, position, has_gaussian, left_gaussian = numpy.random.get_state()
+    host = random if host_seed is None else random.Random(host_seed)
+    host_arrays = numpy.random if host_seed is None else numpy.random.RandomState(host_seed % 2**32)
+    version, words, gaussian = host.getstate()
+    _, keys, position, has_gaussian, left_gaussian = host_arrays.get_state()
     return RngState(
         python=(version, numpy.asarray(words, dtype="<u4").tobytes(), gaussian),
         numpy=(numpy.asarray(keys, dtype="<u4").tobytes(), int(position), int(has_gaussian), float(left_gaussian)),

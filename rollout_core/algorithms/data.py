@@ -1,4 +1,4 @@
-"""Token-level training data: rows become token ids with a mask of what is trained; order is a pure function of a seed."""
+"""Token-level training data: rows become token ids and a mask of what is trained; order follows from a seed alone."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Updates from content ids to content ids: fetch, restore, train, snapshot, file the checkpoint.
 
-An interrupted update goes on from its own last snapshot, which is found under the update's key; everything else it needs
-is a pure function of its inputs, so the outcome is the same bytes as without the interruption.
+An interrupted update goes on from its own last snapshot, which is found under the update's key; everything else it
+needs is a pure function of its inputs, so the outcome is the same bytes as without the interruption.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def sft_update(
     accelerator = build_accelerator(settings.precision)
     policy = load_policy(folder).to(accelerator.device).train()
     _check_sequence_length(policy, max(len(example.token_ids) for example in examples))
-    state = TrainState(policy, build_optimizer(settings.optimizer, list(policy.parameters())))
+    state = TrainState(policy, build_optimizer(settings.optimizer, list(policy.parameters())), seed=workshop.seed)
     algorithm = sft_module.SFT(
         policy,
         examples,
@@ -189,7 +189,10 @@ def ppo_update(
     value_head = _value_head(policy).to(device)
     modules = nn.ModuleDict({ppo_module.VALUE_HEAD: value_head})
     state = TrainState(
-        policy, build_optimizer(settings.optimizer, [*policy.parameters(), *modules.parameters()]), modules
+        policy,
+        build_optimizer(settings.optimizer, [*policy.parameters(), *modules.parameters()]),
+        modules,
+        seed=workshop.seed,
     )
     if train_state is not None:
         _continue_from(state, train_state, workshop.objects)

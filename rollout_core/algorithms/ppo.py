@@ -97,7 +97,7 @@ def build_batch(trajectories: Sequence[Trajectory], *, pad_token_id: int, missin
 
 
 class KLController:
-    """Adaptive KL coefficient (arXiv:1909.08593, section 2.2): ``coef *= 1 + clip(KL / target - 1, -0.2, 0.2) n / horizon``."""
+    """Adaptive KL coefficient: ``coef *= 1 + clip(KL / target - 1, -0.2, 0.2) n / horizon`` (arXiv:1909.08593, 2.2)."""
 
     def __init__(self, config: AdaptiveKL, coef: float | None = None) -> None:
         self._config = config

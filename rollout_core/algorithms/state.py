@@ -37,6 +37,8 @@ class TrainState:
     """Trained modules beside the model."""
     step: int = 0
     """Optimizer steps done."""
+    seed: int = 0
+    """Of the run; with the step it seeds the generators of random and numpy that a saved state carries."""
     extras: dict[str, Any] = field(default_factory=dict)
     metrics: list[dict[str, float]] = field(default_factory=list)
     """One row an optimizer step."""
@@ -64,6 +66,8 @@ def save_state(state: TrainState, folder: Path, *, tokenizer_from: Path) -> None
         )
     tensors, scalars = _flatten_optimizer(state)
     save_file(tensors, folder / "optimizer.safetensors")
+    rng = capture_rng(host_seed=state.seed * 1_000_003 + state.step)
+    restore_rng(rng)
     rows = b"".join(canonical_json(row) + b"\n" for row in state.metrics)
     (folder / METRICS_FILE).write_bytes(rows)
     document = {
@@ -71,7 +75,7 @@ def save_state(state: TrainState, folder: Path, *, tokenizer_from: Path) -> None
         "step": state.step,
         "extras": state.extras,
         "optimizer": scalars,
-        "rng": capture_rng().to_json(),
+        "rng": rng.to_json(),
     }
     (folder / "state.json").write_bytes(canonical_json(document))
 

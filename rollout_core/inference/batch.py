@@ -1,24 +1,28 @@
 """Batch inference: every sample of a set gets exactly one completion, whatever is killed on the way.
 
 Samples stream through the engine and are committed in groups as they finish; a second run generates only what is
-missing. Where the engine's output depends on what else is in a batch and ``deterministic`` is asked for, the whole set is
-the unit instead: generated in fixed order, committed at once, generated again if interrupted.
+missing. Where the engine's output depends on what else is in a batch and ``deterministic`` is asked for, the whole set
+is the unit instead: generated in fixed order, committed at once, generated again if interrupted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import time
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 import orjson
 
 from rollout_core.config import SamplingParams
+from rollout_core.errors import Recoverable, RolloutError
 from rollout_core.ids import ContentId, seed_of
 from rollout_core.inference.base import Completion, InferenceBackend, Request
-from rollout_core.inference.ledger import SampleLedger
+from rollout_core.inference.ledger import SampleLedger, Standing
 from rollout_core.inference.samples import Sample, decode_samples, encode_completion
 from rollout_core.objects import ObjectStore
 from rollout_core.records import Completions
@@ -26,7 +30,9 @@ from rollout_core.store import AttemptedRollout, LightningStore
 from rollout_core.store.types import RolloutMode
 
 STALE_AFTER_SECONDS = 300.0
-"""An attempt silent for longer may be taken over by another worker."""
+"""The attempts of a worker silent for longer may be taken over by another."""
+COMMITS_AT_ONCE = 2
+"""Commits under way while the engine goes on; more samples then wait in memory."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,8 @@ class BatchOptions:
     exclusive: bool = True
     """No other process works on these samples (the caller holds their lock)."""
     commit_size: int = 256
-    """Samples made durable together."""
+    """Samples made durable together; fewer when ``commit_seconds`` pass first."""
+    commit_seconds: float = 1.0
     stale_after_seconds: float = STALE_AFTER_SECONDS
     wait_seconds: float = 1.0
     """Time between looks at samples that another worker is generating."""
@@ -113,15 +120,19 @@ class _BatchRun:
         """Completion line of every sample."""
         exclusive = self._options.exclusive
         while True:
-            open_ids = [sample for sample in self._samples if sample not in self._lines]
-            standing = await self._ledger.standing(open_ids, exclusive=exclusive)
+            if self._whole:
+                self._lines.clear()
+            standing = await self._ledger.standing(
+                [sample for sample in self._samples if sample not in self._lines], exclusive=exclusive
+            )
             self._lines.update(standing.done)
             self._report()
-            if self._whole and standing.free and not standing.busy:
+            wanted = standing.free
+            if self._whole and wanted:
                 self._lines.clear()
-                standing.free = list(self._samples)
-            if standing.free:
-                await self._generate(standing.free)
+                wanted = [] if standing.busy else list(self._samples)
+            if wanted:
+                await self._generate(wanted, standing)
             elif standing.busy:
                 await asyncio.sleep(self._options.wait_seconds)
             if len(self._lines) == len(self._samples):
@@ -129,32 +140,51 @@ class _BatchRun:
             # Someone else superseded our attempts, so we were not alone: from now on their claims are respected.
             exclusive = False
 
-    async def _generate(self, sample_ids: Sequence[ContentId]) -> None:
+    async def _generate(self, sample_ids: Sequence[ContentId], standing: Standing) -> None:
         order = {sample: position for position, sample in enumerate(self._samples)}
-        claimed = await self._ledger.claim(sorted(sample_ids, key=order.__getitem__))
-        group: list[tuple[AttemptedRollout, bytes]] = []
-        commit_size = len(claimed) if self._whole else self._options.commit_size
-        commits: set[asyncio.Task[None]] = set()
+        claimed = await self._ledger.claim(sorted(sample_ids, key=order.__getitem__), standing)
+        beating = asyncio.create_task(self._beat())
         try:
-            async for completion in _in_thread(self._backend.stream, self._requests(claimed)):
-                self._tokens += len(completion.token_ids)
-                group.append((claimed[ContentId(completion.key)], encode_completion(completion)))
-                if len(group) >= commit_size:
-                    if len(commits) >= 2:
-                        finished, commits = await asyncio.wait(commits, return_when=asyncio.FIRST_COMPLETED)
-                        for task in finished:
-                            task.result()
-                    commits.add(asyncio.create_task(self._commit(group)))
-                    group = []
-            if group:
-                commits.add(asyncio.create_task(self._commit(group)))
-            for task in list(commits):
-                await task
-        except BaseException:
-            await asyncio.gather(*commits, return_exceptions=True)
+            # A part of a whole set is never generated; others finished the rest, so look again.
+            if not self._whole or len(claimed) == len(self._samples):
+                await self._stream_and_commit(claimed)
+        finally:
+            beating.cancel()
             unfinished = [rollout for sample, rollout in claimed.items() if sample not in self._lines]
-            await self._ledger.release(unfinished)
-            raise
+            if unfinished:
+                # Those that nobody took over; and why they are unfinished is more telling than a failure to say so.
+                with suppress(RolloutError):
+                    await self._ledger.release(unfinished)
+
+    async def _stream_and_commit(self, claimed: dict[ContentId, AttemptedRollout]) -> None:
+        commit_size = len(claimed) if self._whole else self._options.commit_size
+        commit_seconds = math.inf if self._whole else self._options.commit_seconds
+        group: list[tuple[AttemptedRollout, bytes]] = []
+        group_began = time.monotonic()
+        commits: deque[asyncio.Task[None]] = deque()
+        try:
+            async with aclosing(_in_thread(self._backend.stream, self._requests(claimed))) as completions:
+                async for completion in completions:
+                    self._tokens += len(completion.token_ids)
+                    group.append((claimed[ContentId(completion.key)], encode_completion(completion)))
+                    if len(group) == commit_size or time.monotonic() - group_began > commit_seconds:
+                        if len(commits) == COMMITS_AT_ONCE:
+                            await commits.popleft()
+                        commits.append(asyncio.create_task(self._commit(group)))
+                        group, group_began = [], time.monotonic()
+                if group:
+                    commits.append(asyncio.create_task(self._commit(group)))
+            while commits:
+                await commits.popleft()
+        finally:
+            await asyncio.gather(*commits, return_exceptions=True)
+
+    async def _beat(self) -> None:
+        """Tell other workers, while generating, that the claims of this one stand."""
+        while True:
+            await asyncio.sleep(self._options.stale_after_seconds / 5)
+            with suppress(Recoverable):
+                await self._ledger.heartbeat()
 
     def _requests(self, claimed: dict[ContentId, AttemptedRollout]) -> Iterator[Request]:
         for sample_id in claimed:
@@ -180,7 +210,7 @@ class _BatchRun:
 
 async def _in_thread(
     stream: Callable[[Iterator[Request]], Iterator[Completion]], requests: Iterator[Request], *, ahead: int = 4096
-) -> AsyncIterator[Completion]:
+) -> AsyncGenerator[Completion, None]:
     """Run a blocking generator in a thread, at most ``ahead`` items in front of its consumer."""
     loop = asyncio.get_running_loop()
     items: asyncio.Queue[Completion | BaseException | None] = asyncio.Queue()

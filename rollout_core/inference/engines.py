@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rollout_core.config import BackendConfig, ScriptedBackend, TransformersBackend
+from rollout_core.ids import hash_bytes
 from rollout_core.inference.base import InferenceBackend, ModelRef
+from rollout_core.models import tokenizer_files
 
 
 @dataclass
@@ -74,8 +76,11 @@ def _drop() -> None:
 
 
 def _architecture(model: ModelRef) -> str:
-    """What two models must share for one's weights to fit the other's engine."""
+    """What two models must share for one's weights to fit the other's engine, which also decodes and knows its ends."""
     config = json.loads((model.folder / "config.json").read_text(encoding="utf-8"))
     for unimportant in ("_name_or_path", "transformers_version"):
         config.pop(unimportant, None)
-    return json.dumps(config, sort_keys=True)
+    generation = model.folder / "generation_config.json"
+    ends = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id") if generation.is_file() else None
+    tokenizer = {file.name: hash_bytes(file.read_bytes()) for file in tokenizer_files(model.folder)}
+    return json.dumps([config, ends, tokenizer], sort_keys=True)

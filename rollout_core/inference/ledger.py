@@ -2,8 +2,8 @@
 
 A sample is a rollout of the store (``rollout_id`` = sample id). Its completion is a row of a blob in object storage,
 named by a span of the attempt that made it. A completion counts once three things happened in this order: the blob is
-on disk, the span is committed, and the attempt's fenced update to ``succeeded`` went through. A worker whose attempt was
-superseded in the meantime is refused there, so exactly one attempt of a sample wins.
+on disk, the span is committed, and the attempt's fenced update to ``succeeded`` went through. A worker whose attempt
+was superseded in the meantime is refused there, so exactly one attempt of a sample wins.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rollout_core.errors import Conflict, CorruptObject, MissingObject
 from rollout_core.ids import ContentId
 from rollout_core.inference.samples import Sample
 from rollout_core.objects import ObjectStore
-from rollout_core.store import AttemptedRollout, AttemptUpdate, EnqueueRolloutRequest, LightningStore, Span
+from rollout_core.store import Attempt, AttemptedRollout, AttemptUpdate, EnqueueRolloutRequest, LightningStore, Span
 from rollout_core.store.types import RolloutMode
 
 COMPLETION_SPAN = "rollout.completion"
@@ -36,6 +37,8 @@ class Standing:
     """Samples anyone may claim."""
     busy: list[ContentId] = field(default_factory=list)
     """Samples whose attempt belongs to a worker that still seems alive."""
+    attempts: dict[ContentId, int] = field(default_factory=dict)
+    """Attempts of every sample so far."""
 
 
 class SampleLedger:
@@ -66,21 +69,40 @@ class SampleLedger:
         """Look every sample up. With ``exclusive`` no one else works on them, so unfinished ones are free at once."""
         standing = Standing()
         succeeded: list[ContentId] = []
-        stale_before = time.time() - self._stale_after_seconds
+        underway: list[AttemptedRollout] = []
         for start in range(0, len(sample_ids), CHUNK):
-            chunk = sample_ids[start : start + CHUNK]
-            for rollout in await self._store.query_rollouts(rollout_id_in=chunk):
+            for rollout in await self._store.query_rollouts(rollout_id_in=sample_ids[start : start + CHUNK]):
                 sample = ContentId(rollout.rollout_id)
+                attempted = isinstance(rollout, AttemptedRollout)
+                standing.attempts[sample] = rollout.attempt.sequence_id if attempted else 0
                 if rollout.status == "succeeded":
                     succeeded.append(sample)
-                elif rollout.status in ("preparing", "running") and not exclusive and _alive(rollout, stale_before):
-                    standing.busy.append(sample)
+                elif rollout.status in ("preparing", "running") and attempted and not exclusive:
+                    underway.append(rollout)
                 else:
                     standing.free.append(sample)
+        signs = await self._signs_of_life(rollout.attempt for rollout in underway)
+        stale_before = time.time() - self._stale_after_seconds
+        for rollout in underway:
+            alive = max(rollout.attempt.start_time, signs.get(rollout.attempt.worker_id, 0.0)) >= stale_before
+            (standing.busy if alive else standing.free).append(ContentId(rollout.rollout_id))
         standing.done = await self._lines(succeeded)
         # A finished sample whose completion cannot be read any more is generated again.
         standing.free += [sample for sample in succeeded if sample not in standing.done]
         return standing
+
+    async def _signs_of_life(self, attempts: Iterable[Attempt]) -> dict[str | None, float]:
+        """When the workers of these attempts last said that they live."""
+        signs: dict[str | None, float] = {}
+        for worker_id in {attempt.worker_id for attempt in attempts if attempt.worker_id is not None}:
+            worker = await self._store.get_worker_by_id(worker_id)
+            if worker is not None and worker.last_heartbeat_time is not None:
+                signs[worker_id] = worker.last_heartbeat_time
+        return signs
+
+    async def heartbeat(self) -> None:
+        """Say that this worker lives: what it has claimed stays busy."""
+        await self._store.update_worker(self._worker_id)
 
     async def _lines(self, sample_ids: Sequence[ContentId]) -> dict[ContentId, bytes]:
         lines: dict[ContentId, bytes] = {}
@@ -101,18 +123,43 @@ class SampleLedger:
         except (CorruptObject, MissingObject):
             return []
 
-    async def claim(self, sample_ids: Sequence[ContentId]) -> dict[ContentId, AttemptedRollout]:
-        """Start a new attempt of each sample for this worker, superseding older ones."""
+    async def claim(self, sample_ids: Sequence[ContentId], standing: Standing) -> dict[ContentId, AttemptedRollout]:
+        """Start a new attempt of each sample for this worker, superseding older ones.
+
+        ``standing`` is where they stood when they were looked at. A sample that another worker finished since then
+        keeps its completion and is left out.
+        """
         claimed: dict[ContentId, AttemptedRollout] = {}
         for start in range(0, len(sample_ids), CHUNK):
             chunk = sample_ids[start : start + CHUNK]
             for rollout in await self._store.start_many_attempts(chunk, worker_id=self._worker_id):
-                claimed[ContentId(rollout.rollout_id)] = rollout
+                sample = ContentId(rollout.rollout_id)
+                seen = standing.attempts[sample]
+                if rollout.attempt.sequence_id == seen + 1 or not await self._restore(rollout, seen):
+                    claimed[sample] = rollout
         return claimed
+
+    async def _restore(self, rollout: AttemptedRollout, seen: int) -> bool:
+        """Finish ``rollout`` with the completion of an attempt after number ``seen``, if one succeeded."""
+        attempts = await self._store.query_attempts(rollout.rollout_id)
+        finished = {item.attempt_id for item in attempts if item.sequence_id > seen and item.status == "succeeded"}
+        spans = await self._store.query_spans(rollout.rollout_id, name=COMPLETION_SPAN)
+        places = [
+            (str(span.attributes[BLOB_ATTRIBUTE]), span.attributes[ROW_ATTRIBUTE])
+            for span in spans
+            if span.attempt_id in finished
+        ]
+        if places:
+            await self._record([(rollout, *places[-1])])
+        return bool(places)
 
     async def commit(self, group: Sequence[tuple[AttemptedRollout, bytes]]) -> list[bool]:
         """Make completion lines durable and their attempts succeed. False marks a sample another attempt took over."""
         blob = await asyncio.to_thread(self._objects.put_bytes, b"".join(line for _, line in group))
+        return await self._record([(rollout, blob, row) for row, (rollout, _) in enumerate(group)])
+
+    async def _record(self, completions: Sequence[tuple[AttemptedRollout, str, Any]]) -> list[bool]:
+        """Name the blob and row of each completion in a span, and let its attempt succeed."""
         spans = [
             Span.from_attributes(
                 rollout_id=rollout.rollout_id,
@@ -121,11 +168,11 @@ class SampleLedger:
                 name=COMPLETION_SPAN,
                 attributes={BLOB_ATTRIBUTE: blob, ROW_ATTRIBUTE: row},
             )
-            for row, (rollout, _) in enumerate(group)
+            for rollout, blob, row in completions
         ]
         updates = [
             AttemptUpdate(rollout_id=rollout.rollout_id, attempt_id=rollout.attempt.attempt_id, status="succeeded")
-            for rollout, _ in group
+            for rollout, _, _ in completions
         ]
         # The store works in order of arrival, so both may share one commit to disk.
         _, outcomes = await asyncio.gather(
@@ -141,10 +188,3 @@ class SampleLedger:
         ]
         for start in range(0, len(updates), CHUNK):
             await self._store.update_many_attempts(updates[start : start + CHUNK], fenced=True)
-
-
-def _alive(rollout: object, stale_before: float) -> bool:
-    if not isinstance(rollout, AttemptedRollout):
-        return False
-    attempt = rollout.attempt
-    return (attempt.last_heartbeat_time or attempt.start_time) >= stale_before

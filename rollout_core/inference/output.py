@@ -14,7 +14,7 @@ import orjson
 from rollout_core.config import SamplingParams
 from rollout_core.errors import ConfigError
 from rollout_core.ids import ContentId, new_run_id
-from rollout_core.inference.samples import SampledCompletion, Sample
+from rollout_core.inference.samples import Sample, SampledCompletion
 
 COMPLETIONS_FILE = "completions.jsonl"
 RUN_ID_FILE = "run-id"

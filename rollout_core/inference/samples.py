@@ -16,7 +16,7 @@ import orjson
 
 from rollout_core.config import SamplingParams
 from rollout_core.datasets import PromptRow
-from rollout_core.errors import ConfigError
+from rollout_core.errors import ConfigError, Fatal
 from rollout_core.ids import ContentId, sample_id
 from rollout_core.inference.base import Completion
 from rollout_core.inference.text import tokenize_prompts
@@ -113,11 +113,17 @@ def decode_samples(data: bytes) -> list[Sample]:
 
 
 def encode_completion(completion: Completion) -> bytes:
-    """One line; the key becomes ``id``."""
+    """One line; the key becomes ``id``. Raises Fatal for a log-probability that is not finite: JSON has none such."""
+    logprobs = np.asarray(completion.logprobs, dtype=np.float32)
+    if not np.isfinite(logprobs).all():
+        raise Fatal(
+            f"sample {completion.key[:12]} has log-probabilities that are not finite; the model's weights are broken, "
+            "or dtype overflows: look at the training that made them, or choose another backend.dtype"
+        )
     row = {
         "id": completion.key,
         "token_ids": completion.token_ids,
-        "logprobs": np.asarray(completion.logprobs, dtype=np.float32),
+        "logprobs": logprobs,
         "text": completion.text,
         "finish_reason": completion.finish_reason,
     }

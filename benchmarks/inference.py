@@ -1,0 +1,220 @@
+"""Overhead of batch inference over plain `vllm.LLM.generate`: same engine, prompts, seeds and run.
+
+Ours is the whole `batch-inference` flow: run and task runs on a Prefect server, the model and the prompts filed in
+object storage, samples enqueued in SQLite, generated, committed in groups, and written as ``completions.jsonl``. The
+baselines reach into the engine that the flow keeps resident, so that no side counts its start:
+
+- plain: `LLM.generate` on the prompts' text, as one would write it, with a seed per request and ``logprobs=0``;
+- lean: the same with what the flow spares itself too: token ids given, no text made, flat logprobs.
+
+All sides draw the same tokens (checked in every round), in alternating order; each round has a new sampling seed, so
+nothing of it is cached. Plain and lean do no tokenising of their own accord in the timed part beyond what they need.
+
+Run: python benchmarks/inference.py [--quick]
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from harness import Figures, no_collection, own_place, own_server, quick_asked
+
+MAX_TOKENS = 64
+MAX_MODEL_LEN = 128
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured."""
+
+    num_prompts: int
+    rounds: int
+
+
+@dataclass
+class Side:
+    """What one side of the comparison showed, a value a round."""
+
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    def tokens_per_second(self) -> list[float]:
+        """Completion tokens per second of each round."""
+        return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
+
+
+def make_inputs(folder: Path, num_prompts: int) -> None:
+    """A model that seldom ends its completions, and ``num_prompts`` different prompts."""
+    import random
+
+    from examples.make_tiny import SEED, make_model, make_problems
+
+    make_model(folder / "model")
+    problems = make_problems(num_prompts, random.Random(SEED))
+    lines = (json.dumps({"prompt": prompt}) + "\n" for prompt, _ in problems)
+    (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+class Benchmark:
+    """The flow and the baselines over one resident engine."""
+
+    def __init__(self) -> None:
+        from rollout_core.config import ModelSource, VLLMBackend
+        from rollout_core.datasets import read_prompts
+        from rollout_core.inference.base import ModelRef
+        from rollout_core.models import import_model, load_tokenizer
+        from tasks import places
+
+        self._backend = VLLMBackend(max_model_len=MAX_MODEL_LEN)
+        self._source = ModelSource(uri="model")
+        objects = places.objects()
+        model = import_model(self._source, objects, Path.cwd())
+        self._model = ModelRef(model, objects.local_tree(model, places.cache_folder()))
+        self._tokenizer = load_tokenizer(self._model.folder)
+        self._rows = read_prompts("prompts.jsonl", base=Path.cwd())
+
+    def flow(self, seed: int) -> tuple[float, list[list[int]], dict[str, float]]:
+        """Seconds of the whole flow, the tokens it drew and the seconds of its stages."""
+        from flows import batch
+        from rollout_core.config import InferBatchConfig, InputGlob, OutputDir
+
+        config = InferBatchConfig(
+            model=self._source,
+            sampling=self._sampling(seed),
+            input=InputGlob(glob="prompts.jsonl"),
+            output=OutputDir(dir=f"completions-{seed}"),
+            backend=self._backend,
+        )
+        with kept_engine(batch) as journals, no_collection():
+            started = time.perf_counter()
+            written = batch.batch_inference(config)
+            seconds = time.perf_counter() - started
+        stages = {entry.stage: entry.seconds for entry in journals[-1].entries}
+        return seconds, self._tokens_in(Path(written["path"])), stages
+
+    def _tokens_in(self, path: Path) -> list[list[int]]:
+        from rollout_core.inference.samples import decode_completions_blob
+        from tasks import places
+
+        with path.open(encoding="utf-8") as file:
+            blob = json.loads(file.readline())["completion_blob_id"]
+        return [list(row.token_ids) for row in decode_completions_blob(places.objects().get_bytes(blob))]
+
+    def generate(self, seed: int, *, lean: bool) -> tuple[float, list[list[int]]]:
+        """Seconds of `LLM.generate` and the tokens it drew."""
+        import vllm
+
+        from rollout_core.ids import seed_of
+        from rollout_core.inference.engines import engine
+        from rollout_core.inference.samples import make_samples
+
+        sampling = self._sampling(seed)
+        samples = make_samples(self._tokenizer, self._rows, model=self._model.content_id, params=sampling)
+        options: dict[str, Any] = {"detokenize": False, "flat_logprobs": True} if lean else {}
+        params = [
+            vllm.SamplingParams(
+                temperature=1.0, max_tokens=MAX_TOKENS, seed=seed_of(sample.id), logprobs=0, **options
+            )
+            for sample in samples
+        ]
+        prompts: list[Any] = (
+            [vllm.TokensPrompt(prompt_token_ids=sample.prompt_token_ids) for sample in samples]
+            if lean
+            else [sample.prompt for sample in samples]
+        )
+        with engine(self._backend, self._model) as backend, no_collection():
+            started = time.perf_counter()
+            outputs = backend._llm.generate(prompts, params, use_tqdm=False)  # pyright: ignore[reportAttributeAccessIssue]
+            seconds = time.perf_counter() - started
+        return seconds, [list(output.outputs[0].token_ids) for output in outputs]
+
+    @staticmethod
+    def _sampling(seed: int) -> Any:
+        from rollout_core.config import SamplingParams
+
+        return SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, seed=seed)
+
+
+@contextmanager
+def kept_engine(batch: Any) -> Iterator[list[Any]]:
+    """Inside the block the batch flow leaves its engine running; gives the journals of its runs."""
+    journals: list[Any] = []
+    run_body = batch.run_body
+
+    def run_and_keep_journal(body: Callable[[Any], Any], *, refresh: bool) -> Any:
+        def keep(journal: Any) -> Any:
+            journals.append(journal)
+            return body(journal)
+
+        return run_body(keep, refresh=refresh)
+
+    with patch.object(batch, "close_engine", lambda: None), patch.object(batch, "run_body", run_and_keep_journal):
+        yield journals
+
+
+def measure(size: Size) -> Figures:
+    """All rounds. Raises RuntimeError when two sides drew different tokens."""
+    benchmark = Benchmark()
+    ours, plain, lean = Side(), Side(), Side()
+    stages: dict[str, list[float]] = {}
+
+    def run_flow(seed: int) -> list[list[int]]:
+        seconds, tokens, of_stages = benchmark.flow(seed)
+        note(ours, seconds, tokens)
+        for name, stage_seconds in of_stages.items():
+            stages.setdefault(name, []).append(stage_seconds)
+        return tokens
+
+    def run_generate(side: Side, seed: int) -> list[list[int]]:
+        seconds, tokens = benchmark.generate(seed, lean=side is lean)
+        note(side, seconds, tokens)
+        return tokens
+
+    def note(side: Side, seconds: float, tokens: Sequence[Sequence[int]]) -> None:
+        side.seconds.append(seconds)
+        side.tokens.append(sum(map(len, tokens)))
+
+    sides = [run_flow, lambda seed: run_generate(plain, seed), lambda seed: run_generate(lean, seed)]
+    # The first round starts the engine and warms every side; it does not count.
+    for seed in range(size.rounds + 1):
+        turn = seed % len(sides)
+        drawn = [run(seed) for run in sides[turn:] + sides[:turn]]
+        if any(tokens != drawn[0] for tokens in drawn):
+            raise RuntimeError(f"round {seed}: the sides drew different tokens, so their times do not compare")
+    for values in (*(part for side in (ours, plain, lean) for part in (side.seconds, side.tokens)), *stages.values()):
+        del values[0]
+
+    figures = Figures(f"Batch inference over LLM.generate: {size.num_prompts} prompts, at most {MAX_TOKENS} tokens")
+    tokens = (f"{sum(side.tokens) / len(side.tokens) / size.num_prompts:.1f}" for side in (ours, plain))
+    figures.add("tokens a completion", *tokens, rounds=size.rounds)
+    rates = [[size.num_prompts / seconds for seconds in side.seconds] for side in (ours, plain)]
+    figures.compare("whole flow / plain, samples/s", *rates)
+    figures.compare("whole flow / plain, tokens/s", ours.tokens_per_second(), plain.tokens_per_second())
+    figures.compare("whole flow / lean, tokens/s", ours.tokens_per_second(), lean.tokens_per_second())
+    for name, seconds in stages.items():
+        figures.compare(f"  stage {name}, share of flow's seconds", seconds, ours.seconds, form="{:.2f} s")
+    return figures
+
+
+def main() -> None:
+    size = Size(num_prompts=200, rounds=1) if quick_asked(__doc__) else Size(num_prompts=2_000, rounds=4)
+    with own_place() as folder, own_server(folder):
+        make_inputs(folder, size.num_prompts)
+        from rollout_core.inference.engines import close_engine
+
+        try:
+            figures = measure(size)
+        finally:
+            close_engine()
+    figures.show()
+
+
+if __name__ == "__main__":
+    main()

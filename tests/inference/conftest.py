@@ -1,0 +1,73 @@
+"""What the tests of generation share: a place for samples, a scripted engine that can be watched, one vLLM engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from batches import Batch, WatchedEngine, make_batch, ref
+
+from rollout_core.config import VLLMBackend
+from rollout_core.inference.base import ModelRef
+from rollout_core.models import load_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_model: Path) -> ModelRef:
+    return ref(tiny_model)
+
+
+@pytest.fixture(scope="session")
+def other_tiny(other_tiny_model: Path) -> ModelRef:
+    return ref(other_tiny_model)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_model: Path) -> Any:
+    return load_tokenizer(tiny_model)
+
+
+@pytest.fixture
+def batch(tmp_path: Path, tiny: ModelRef) -> Batch:
+    """Ten samples."""
+    return make_batch(tmp_path, tiny, [f"sort {number} =" for number in range(10)])
+
+
+@pytest.fixture
+def watched(tiny: ModelRef) -> WatchedEngine:
+    return WatchedEngine(tiny)
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> ModelRef:
+    """The tiny model with heads of 32: vLLM has no CPU kernels for smaller ones."""
+    return _made(tmp_path_factory, seed=1)
+
+
+@pytest.fixture(scope="session")
+def other_small(tmp_path_factory: pytest.TempPathFactory) -> ModelRef:
+    """The same architecture with other weights."""
+    return _made(tmp_path_factory, seed=2)
+
+
+def _made(tmp_path_factory: pytest.TempPathFactory, seed: int) -> ModelRef:
+    from make_tiny import make_model
+
+    folder = tmp_path_factory.mktemp("models") / "small"
+    make_model(folder, hidden_size=128, num_layers=2, seed=seed)
+    return ref(folder)
+
+
+@pytest.fixture(scope="session")
+def vllm_engine(small: ModelRef) -> Iterator[Any]:
+    """One vLLM engine for the whole session; nothing of it is left at the end."""
+    from rollout_core.inference.vllm_backend import VLLMEngine
+
+    engine = VLLMEngine(VLLMBackend(max_model_len=96, max_num_seqs=16), small)
+    processes = [child for child in psutil.Process().children(recursive=True) if child.name().startswith("VLLM")]
+    yield engine
+    engine.close()
+    assert len(processes) == 2 and psutil.wait_procs(processes, timeout=10)[1] == []
