@@ -80,8 +80,8 @@ def make_model(folder: Path, *, hidden_size: int = 256, num_layers: int = 4, see
         max_position_embeddings=256,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),  # pyright: ignore[reportArgumentType]
+        pad_token_id=tokenizer.convert_tokens_to_ids("<pad>"),  # pyright: ignore[reportArgumentType]
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -466,7 +466,7 @@ def _plain_location(location: tuple[int | str, ...], data: Any) -> list[int | st
         if (isinstance(data, Mapping) and part in data) or (
             isinstance(data, list | tuple) and isinstance(part, int) and part < len(data)
         ):
-            data = data[part]
+            data = data[part]  # pyright: ignore[reportCallIssue, reportArgumentType]
             plain.append(part)
         elif last:
             plain.append(part)

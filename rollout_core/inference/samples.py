@@ -91,12 +91,12 @@ def _prompt_key(row: PromptRow) -> str | bytes:
 
 
 def _refuse_long_prompts(token_ids: Sequence[Sequence[int]], max_tokens: int, max_model_len: int) -> None:
-    violations = tuple(
+    violations = [
         f"prompt {number}: {len(ids)} tokens + sampling.max_tokens {max_tokens} exceed the model's context of "
         f"{max_model_len} tokens"
         for number, ids in enumerate(token_ids, start=1)
         if len(ids) + max_tokens > max_model_len
-    )
+    ]
     if violations:
         more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
         raise ConfigError(f"{violations[0]}{more}; shorten the prompt or lower sampling.max_tokens", violations)

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import gc
 import math
+import multiprocessing.connection
 import os
+import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import InvalidStateError
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from rollout_core.config import SamplingParams, VLLMBackend
@@ -74,9 +77,9 @@ class VLLMEngine(GathersStream):
         else:
             options["worker_extension_cls"] = _WORKER_EXTENSION
         try:
-            return LLM(
+            llm = LLM(
                 str(model.folder),
-                dtype=self._dtype,
+                dtype=self._dtype,  # pyright: ignore[reportArgumentType]
                 max_model_len=config.max_model_len,
                 max_num_seqs=config.max_num_seqs,
                 tensor_parallel_size=config.tensor_parallel_size,
@@ -90,6 +93,8 @@ class VLLMEngine(GathersStream):
             )
         except (ValueError, RuntimeError, OSError) as error:
             raise ConfigError(f"vLLM could not start with model {model.folder}: {error}") from error
+        threading.Thread(target=_wake_at_death, args=[llm.llm_engine.engine_core], daemon=True).start()
+        return llm
 
     def _try_out(self) -> None:
         # Some models load, and end the engine at their first token (a head size that no CPU kernel knows, say).
@@ -150,23 +155,26 @@ class VLLMEngine(GathersStream):
         from vllm.sampling_params import RequestOutputKind
 
         params = request.params
-        self._llm.llm_engine.add_request(
-            request.key,
-            vllm.TokensPrompt(prompt_token_ids=list(request.prompt_token_ids)),
-            vllm.SamplingParams(
-                temperature=params.temperature,
-                top_p=params.top_p,
-                top_k=params.top_k if params.top_k > 0 else 0,
-                max_tokens=params.max_tokens,
-                seed=request.seed if params.temperature > 0 else None,
-                stop=list(params.stop) or None,
-                logprobs=0,
-                flat_logprobs=True,
-                # Only stop strings need text while generating.
-                detokenize=bool(params.stop),
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            ),
-        )
+        try:
+            self._llm.llm_engine.add_request(
+                request.key,
+                vllm.TokensPrompt(prompt_token_ids=list(request.prompt_token_ids)),
+                vllm.SamplingParams(
+                    temperature=params.temperature,
+                    top_p=params.top_p,
+                    top_k=params.top_k if params.top_k > 0 else 0,
+                    max_tokens=params.max_tokens,
+                    seed=request.seed if params.temperature > 0 else None,
+                    stop=list(params.stop) or None,
+                    logprobs=0,
+                    flat_logprobs=True,
+                    # Only stop strings need text while generating.
+                    detokenize=bool(params.stop),
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                ),
+            )
+        except ValueError as error:
+            raise ConfigError(f"vLLM refuses sample {request.key[:12]}: {error}") from error
 
     def _completions(self, outputs: Sequence[RequestOutput], requests: Sequence[Request]) -> Iterator[Completion]:
         texts = decode_completions(
@@ -235,6 +243,18 @@ def _death_is_recoverable() -> Iterator[None]:
         yield
     except EngineDeadError as error:
         raise Recoverable("vLLM's engine process died; it is started anew when the stage is tried again") from error
+
+
+def _wake_at_death(engine_core: Any) -> None:
+    """Wait for the engine's end, and then wake who waits for its answer: vLLM would let them wait for ever."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    multiprocessing.connection.wait([process.sentinel for process in engine_core.resources.engine_manager.processes])
+    engine_core.resources.engine_dead = True
+    engine_core.outputs_queue.put_nowait(EngineDeadError())
+    for answer in list(engine_core.utility_results.values()):
+        with suppress(InvalidStateError):
+            answer.set_exception(EngineDeadError())
 
 
 def trainer_logprobs(model: ModelRef, prompt: Sequence[int], token_ids: Sequence[int]) -> list[float]:

@@ -114,7 +114,7 @@ def test_tokens_and_logprobs_are_bitwise_equal_in_any_batch(vllm_engine, tokeniz
 
 def test_a_completion_ends_at_its_end_token_or_at_its_length(vllm_engine, tokenizer):
     ends = {"stop": 0, "length": 0}
-    params = SamplingParams(temperature=5.0, max_tokens=60)
+    params = SamplingParams(temperature=2.0, max_tokens=60)
     for completion in vllm_engine.generate(requests(tokenizer, params, prompts=PROMPTS * 8)):
         ends[completion.finish_reason] += 1
         if completion.finish_reason == "stop":
@@ -180,8 +180,13 @@ def test_requests_that_fail_leave_the_engine_idle_and_usable(vllm_engine, tokeni
     with pytest.raises(ValueError, match="no more"):
         list(vllm_engine.stream(source()))
     too_long = Request("long", [5] * 200, GREEDY, 0)
-    with pytest.raises(ValueError, match="96"):
-        vllm_engine.generate([asked[0], too_long])
+    too_hot = Request("hot", [5], SamplingParams(temperature=2.1), 0)
+    for refused, reason in (
+        (too_long, "sample long: .* 96 tokens"),
+        (too_hot, r"sample hot: .*temperature .*\[0, 2\]"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            vllm_engine.generate([asked[0], refused])
     assert len(vllm_engine.generate(asked)) == len(asked)
 
 

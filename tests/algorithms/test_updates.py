@@ -1,0 +1,257 @@
+"""Learners on a real tiny model: losses agree with transformers' own, padding is invisible, updates resume exactly."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rollout_core.algorithms import learners
+from rollout_core.algorithms.data import Example, collate, epoch_order, positions_at, tokenize_sft
+from rollout_core.algorithms.learners import Workshop, sft_update
+from rollout_core.algorithms.loop import learning_rate
+from rollout_core.algorithms.ppo import KLController, Trajectory, assign_credit, build_batch, policy_forward
+from rollout_core.algorithms.sft import SFT
+from rollout_core.algorithms.state import load_policy
+from rollout_core.config import (
+    AdaptiveKL,
+    BudgetConfig,
+    JsonlDataset,
+    LossOn,
+    OptimizerConfig,
+    PPOSettings,
+    SamplingParams,
+    SFTSettings,
+    SnapshotPolicy,
+)
+from rollout_core.datasets import parse_sft, to_jsonl
+from rollout_core.ids import hash_bytes
+from rollout_core.models import load_tokenizer
+from rollout_core.objects import ObjectStore
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def policy(tiny_model):
+    torch.manual_seed(0)
+    return load_policy(tiny_model)
+
+
+def sft_settings(**changes) -> SFTSettings:
+    return SFTSettings(
+        dataset=JsonlDataset(path="x"),
+        optimizer=OptimizerConfig(lr=1e-3),
+        minibatch_size=8,
+        budget=BudgetConfig(max_steps=6),
+        snapshots=SnapshotPolicy(every_steps=2),
+    ).model_copy(update=changes)
+
+
+def ragged_examples() -> list[Example]:
+    draw = random.Random(0)
+    lengths = [5, 9, 3, 12, 7, 7, 4, 10]
+    return [
+        Example([draw.randrange(2, 250) for _ in range(length)], [position >= 2 for position in range(length)])
+        for length in lengths
+    ]
+
+
+def test_sft_loss_and_gradient_equal_transformers_own_on_each_row(policy):
+    examples = ragged_examples()
+    learner = SFT(policy, examples, sft_settings(), pad_token_id=0, seed=0, device=CPU)
+    batch = collate(examples, pad_token_id=0)
+    loss = learner.loss(batch, [batch]).loss
+    loss.backward()
+    ours = {name: p.grad.clone() for name, p in policy.named_parameters()}
+    policy.zero_grad()
+    total, count = 0.0, 0
+    for example in examples:
+        row = collate([example], pad_token_id=0)
+        trained = row.num_trained
+        total = total + policy(input_ids=row.input_ids, labels=row.labels).loss * trained
+        count += trained
+    (total / count).backward()
+    assert torch.allclose(loss, total / count, atol=1e-5)
+    for name, parameter in policy.named_parameters():
+        assert torch.allclose(ours[name], parameter.grad, atol=1e-5), name
+
+
+def test_accumulated_minibatches_give_the_gradient_of_the_whole(policy):
+    examples = ragged_examples()
+    learner = SFT(policy, examples, sft_settings(), pad_token_id=0, seed=0, device=CPU)
+    whole = collate(examples, pad_token_id=0)
+    learner.loss(whole, [whole]).loss.backward()
+    expected = {name: p.grad.clone() for name, p in policy.named_parameters()}
+    policy.zero_grad()
+    parts = [collate(examples[start : start + 3], pad_token_id=0) for start in (0, 3, 6)]
+    for part in parts:
+        learner.loss(part, parts).loss.backward()
+    for name, parameter in policy.named_parameters():
+        assert torch.allclose(expected[name], parameter.grad, atol=1e-6), name
+
+
+def test_completions_are_trained_with_the_token_that_ends_them(tiny_model):
+    tokenizer = load_tokenizer(tiny_model)
+    rows = parse_sft(b'{"prompt": "sort 2 1 =", "completion": "1 2"}\n', "x")
+    [example], report = tokenize_sft(tokenizer, rows, loss_on=LossOn(), max_seq_len=64)
+    trained = [token for token, is_trained in zip(example.token_ids, example.trained, strict=True) if is_trained]
+    assert tokenizer.decode(trained) == "1 2<|endoftext|>" and report.num_trained_tokens == len(trained)
+    [whole], _ = tokenize_sft(tokenizer, rows, loss_on=LossOn(kind="full"), max_seq_len=64)
+    assert all(whole.trained) and whole.token_ids == example.token_ids
+
+
+def test_every_item_comes_once_an_epoch_and_the_step_is_the_whole_cursor():
+    steps = [positions_at(step, num_items=10, per_step=4, seed=3) for step in range(5)]
+    flat = [item for step in steps for item in step]
+    assert sorted(flat[:10]) == sorted(flat[10:20]) == list(range(10))
+    assert flat[:10] == epoch_order(10, seed=3, epoch=0)
+    assert positions_at(3, num_items=10, per_step=4, seed=3) == steps[3]
+
+
+def test_schedules_by_hand():
+    cosine = OptimizerConfig(lr=1.0, warmup_steps=2, schedule="cosine")
+    assert [learning_rate(cosine, step, 6) for step in (0, 1, 2, 4)] == pytest.approx([0.5, 1.0, 1.0, 0.5])
+    linear = OptimizerConfig(lr=1.0, schedule="linear")
+    assert [learning_rate(linear, step, 4) for step in range(4)] == pytest.approx([1.0, 0.75, 0.5, 0.25])
+
+
+def trajectories() -> list[Trajectory]:
+    draw = random.Random(1)
+    return [
+        Trajectory(
+            [draw.randrange(2, 250) for _ in range(prompt)],
+            [draw.randrange(2, 250) for _ in range(length)],
+            [-draw.random() for _ in range(length)],
+            score,
+            truncated,
+        )
+        for prompt, length, score, truncated in ((3, 4, 1.0, False), (6, 2, 0.0, True), (2, 5, 0.5, False))
+    ]
+
+
+def test_policy_forward_equals_a_plain_pass_over_each_sequence(policy):
+    items = trajectories()
+    batch = build_batch(items, pad_token_id=0, missing_eos_penalty=0.0)
+    head = torch.nn.Linear(policy.config.hidden_size, 1)
+    output = policy_forward(policy, head, batch, temperature=0.7, device=CPU)
+    for row, item in enumerate(items):
+        ids = torch.tensor([[*item.prompt_token_ids, *item.token_ids]])
+        plain = policy(ids, output_hidden_states=True)
+        start, count = len(item.prompt_token_ids) - 1, len(item.token_ids)
+        logprobs = torch.log_softmax(plain.logits[0, start:-1] / 0.7, -1)
+        chosen = logprobs.gather(1, ids[0, start + 1 :, None]).squeeze(1)
+        assert torch.allclose(output.logprobs[row, :count], chosen, atol=1e-5)
+        values = head(plain.hidden_states[-1][0, start:-1]).squeeze(-1)
+        assert torch.allclose(output.values[row, :count], values, atol=1e-5)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        assert torch.allclose(output.entropy[row, :count], entropy, atol=1e-5)
+
+
+def test_credit_equals_an_independent_reference(policy, other_tiny_model):
+    items = trajectories()
+    settings = PPOSettings(
+        prompts=JsonlDataset(path="x"),
+        optimizer=OptimizerConfig(lr=1e-4),
+        minibatch_size=2,
+        gamma=0.9,
+        lam=0.8,
+        missing_eos_penalty=0.25,
+        sampling=SamplingParams(temperature=1.0),
+    )
+    batch = build_batch(items, pad_token_id=0, missing_eos_penalty=settings.missing_eos_penalty)
+    head = torch.nn.Linear(policy.config.hidden_size, 1)
+    reference = load_policy(other_tiny_model)
+    credit = assign_credit(policy, head, reference, batch, settings, kl_coef=0.1, device=CPU)
+    advantages, returns = [], []
+    with torch.no_grad():
+        own = policy_forward(policy, head, batch, temperature=1.0, device=CPU)
+        ref = policy_forward(reference, None, batch, temperature=1.0, device=CPU)
+    for row, item in enumerate(items):
+        count = len(item.token_ids)
+        ratio = np.array(item.logprobs, float) - ref.logprobs[row, :count].double().numpy()
+        rewards = -0.1 * ratio
+        rewards[-1] += item.score - 0.25 * item.truncated
+        values = np.append(own.values[row, :count].double().numpy(), 0.0)
+        running, row_advantages = 0.0, []
+        for t in reversed(range(count)):
+            running = rewards[t] + 0.9 * values[t + 1] - values[t] + 0.9 * 0.8 * running
+            row_advantages.insert(0, running)
+        advantages.append(np.array(row_advantages))
+        returns.append(np.array(row_advantages) + values[:-1])
+    flat = np.concatenate(advantages)
+    for row, item in enumerate(items):
+        count = len(item.token_ids)
+        white = (advantages[row] - flat.mean()) / np.sqrt(flat.var(ddof=1) + 1e-8)
+        assert np.allclose(credit.advantages[row, :count].numpy(), white, atol=1e-4)
+        assert np.allclose(credit.returns[row, :count].numpy(), returns[row], atol=1e-5)
+
+
+def test_the_kl_controller_by_hand():
+    controller = KLController(AdaptiveKL(init_coef=0.1, target=2.0, horizon=100))
+    controller.update(mean_kl=10.0, num_sequences=50)
+    assert controller.coef == pytest.approx(0.1 * (1 + 0.2 * 0.5))
+    controller.update(mean_kl=1.9, num_sequences=50)
+    assert controller.coef == pytest.approx(0.11 * (1 - 0.05 * 0.5))
+    fixed = KLController(AdaptiveKL(init_coef=0.1, adaptive=False))
+    fixed.update(100.0, 100)
+    assert fixed.coef == 0.1
+
+
+def workshop(folder: Path, **changes) -> Workshop:
+    objects = ObjectStore.from_url(str(folder / "objects"))
+    fields = {"key": hash_bytes(b"key"), "run_id": "run", "seed": 1, "num_threads": 1, **changes}
+    return Workshop(objects=objects, cache=folder / "cache", **fields)
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 3, 5])
+def test_an_interrupted_sft_update_ends_in_the_same_record(tiny_model, sorting_task, tmp_path, stop_after):
+    rows = parse_sft(sorting_task.sft.read_bytes(), "sft")
+
+    def update(place: Workshop):
+        model = place.objects.put_tree(tiny_model)
+        dataset = place.objects.put_bytes(to_jsonl(rows))
+        return sft_update(model, dataset, sft_settings(), place)[0]
+
+    expected = update(workshop(tmp_path / "quiet"))
+
+    def stop(row):
+        # What other threads of a process do to the global generators must not matter.
+        random.random()
+        np.random.rand()
+        if row["step"] == stop_after:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        update(workshop(tmp_path / "disturbed", on_step=stop))
+    started: list[int] = []
+    resumed = update(workshop(tmp_path / "disturbed", on_start=lambda first, last: started.append(first)))
+    assert resumed == expected
+    assert started == [stop_after - stop_after % 2 if stop_after % 2 else max(0, stop_after - 2)]
+
+
+def test_the_checkpoint_is_a_usable_model_and_nothing_in_a_state_is_pickled(tiny_model, sorting_task, tmp_path):
+    place = workshop(tmp_path)
+    model = place.objects.put_tree(tiny_model)
+    dataset = place.objects.put_bytes(to_jsonl(parse_sft(sorting_task.sft.read_bytes(), "sft")))
+    checkpoint, _ = sft_update(model, dataset, sft_settings(), place)
+    folder = place.model(checkpoint.model)
+    assert load_tokenizer(folder).eos_token_id is not None
+    losses = [
+        row["loss"] for row in map(__import__("json").loads, place.objects.get_bytes(checkpoint.metrics).splitlines())
+    ]
+    assert losses[-1] < losses[0]
+    names = {
+        file.path
+        for file in place.objects.manifest(
+            learners.SnapshotStore(place.objects).get(checkpoint.train_state).files
+        ).files
+    }
+    assert {Path(name).suffix for name in names} <= {".safetensors", ".json", ".jsonl", ".jinja"}
