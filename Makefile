@@ -51,8 +51,6 @@ serve: setup
 
 bench: setup
 	$(BIN)/python benchmarks/inference.py
-	$(BIN)/python benchmarks/training.py
-	$(BIN)/python benchmarks/stages.py
 
 clean:
 	rm -rf data .pytest_cache .ruff_cache .hypothesis

@@ -119,9 +119,7 @@ class Benchmark:
         samples = make_samples(self._tokenizer, self._rows, model=self._model.content_id, params=sampling)
         options: dict[str, Any] = {"detokenize": False, "flat_logprobs": True} if lean else {}
         params = [
-            vllm.SamplingParams(
-                temperature=1.0, max_tokens=MAX_TOKENS, seed=seed_of(sample.id), logprobs=0, **options
-            )
+            vllm.SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, seed=seed_of(sample.id), logprobs=0, **options)
             for sample in samples
         ]
         prompts: list[Any] = (
@@ -193,7 +191,7 @@ def measure(size: Size) -> Figures:
 
     figures = Figures(f"Batch inference over LLM.generate: {size.num_prompts} prompts, at most {MAX_TOKENS} tokens")
     tokens = (f"{sum(side.tokens) / len(side.tokens) / size.num_prompts:.1f}" for side in (ours, plain))
-    figures.add("tokens a completion", *tokens, rounds=size.rounds)
+    figures.add("tokens a completion", *tokens, rounds=size.rounds)  # pyright: ignore[reportArgumentType]
     rates = [[size.num_prompts / seconds for seconds in side.seconds] for side in (ours, plain)]
     figures.compare("whole flow / plain, samples/s", *rates)
     figures.compare("whole flow / plain, tokens/s", ours.tokens_per_second(), plain.tokens_per_second())

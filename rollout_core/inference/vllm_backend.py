@@ -152,6 +152,7 @@ class VLLMEngine(GathersStream):
 
     def _add(self, request: Request) -> None:
         import vllm
+        from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import RequestOutputKind
 
         params = request.params
@@ -173,7 +174,7 @@ class VLLMEngine(GathersStream):
                     output_kind=RequestOutputKind.FINAL_ONLY,
                 ),
             )
-        except ValueError as error:
+        except (VLLMValidationError, ValueError) as error:
             raise ConfigError(f"vLLM refuses sample {request.key[:12]}: {error}") from error
 
     def _completions(self, outputs: Sequence[RequestOutput], requests: Sequence[Request]) -> Iterator[Completion]:
