@@ -34,4 +34,6 @@ def exclusive(path: Path, *, on_wait: Callable[[], None] = lambda: None) -> Iter
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
+        # Closing would not do: a process that was forked meanwhile, such as an engine, shares the open file.
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
