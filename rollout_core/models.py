@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -18,23 +19,22 @@ from typing import Any
 from rollout_core.config import ModelSource
 from rollout_core.errors import ConfigError, Recoverable
 from rollout_core.ids import CONTENT_ID_PATTERN, ContentId
-from rollout_core.objects import ObjectStore
+from rollout_core.objects import ObjectStore, TreeFile, TreeManifest
+from rollout_core.objects.folders import hash_file
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+_VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model")
 _TOKENIZER_FILES = (
-    "tokenizer.json",
+    *_VOCABULARY_FILES,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
     "merges.txt",
-    "*.model",
     "chat_template.jinja",
     "chat_template.json",
 )
 _OTHER_FILES = ("config.json", "generation_config.json")
-MODEL_FILES = _WEIGHT_FILES + _TOKENIZER_FILES + _OTHER_FILES
+MODEL_FILES: tuple[str, ...] = _WEIGHT_FILES + _TOKENIZER_FILES + _OTHER_FILES
 """What belongs to a model folder. Pickled weights (``*.bin``, ``*.pt``) are left behind on purpose."""
 
 
@@ -60,7 +60,7 @@ def looks_like_hub_id(uri: str) -> bool:
 
 
 def locate_model(source: ModelSource, base: Path, *, download: bool = True) -> Path | None:
-    """Local folder of ``source``; None for a content id, or for a hub id while ``download`` is False.
+    """Local folder of ``source``; None for a content id, or for a hub id that is yet to be downloaded.
 
     ``base`` is the folder relative paths start from. Raises ConfigError when there is nothing at that address.
     """
@@ -73,20 +73,32 @@ def _locate(uri: str, revision: str | None, base: Path, what: str, download: boo
         return folder
     if not looks_like_hub_id(uri) or uri.startswith((".", "/")):
         raise ConfigError(f"{what} folder {uri!r} does not exist (looked at {folder}); give a folder or a hub id")
-    return _download(uri, revision, what) if download else None
+    return _from_hub(uri, revision, what, download)
 
 
-def _download(uri: str, revision: str | None, what: str) -> Path:
+def _from_hub(uri: str, revision: str | None, what: str, download: bool) -> Path | None:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.constants import is_offline_mode
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
+    patterns = list(MODEL_FILES)
     try:
-        return Path(snapshot_download(uri, revision=revision, allow_patterns=list(MODEL_FILES)))
-    except RepositoryNotFoundError as error:
+        return Path(snapshot_download(uri, revision=revision, allow_patterns=patterns, local_files_only=not download))
+    except (RepositoryNotFoundError, HFValidationError) as error:
         raise ConfigError(f"{what} {uri!r} is neither a folder here nor a hub repository you may read") from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(f"{what} {uri!r} has no revision {revision!r} on the hub") from error
     except LocalEntryNotFoundError as error:
+        if not download and not is_offline_mode():
+            return None
         raise ConfigError(
-            f"{what} {uri!r} is not a folder here, and the hub could not be reached to look for it there: {error}"
+            f"{what} {uri!r} is not a folder here, and the hub could not be reached to look for it there"
         ) from error
     except HfHubHTTPError as error:
         raise Recoverable(f"{what} {uri!r}: the hub answered with an error: {error}") from error
@@ -99,18 +111,17 @@ def inspect_model(folder: Path) -> ModelFacts:
     """
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model folder {folder} has no config.json; expected a model saved with save_pretrained")
-    if not any(folder.glob("*.safetensors")):
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
         raise ConfigError(f"model folder {folder} has no *.safetensors weights (pickled weights are not read)")
-    try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{folder / 'config.json'}: not JSON: {error}") from error
-    text_config = config.get("text_config", config)
-    vocab_size = text_config.get("vocab_size")
-    if not isinstance(vocab_size, int):
-        raise ConfigError(f"{folder / 'config.json'}: no vocab_size; is this a causal language model?")
+    for file in weights:
+        _check_weights(file)
+    config = _read_config(folder)
     tokenizer = load_tokenizer(folder)
     highest = max(tokenizer.get_vocab().values(), default=-1)
+    vocab_size = getattr(config, "vocab_size", None)
+    if not isinstance(vocab_size, int):
+        raise ConfigError(f"{folder / 'config.json'}: no vocab_size; is this a causal language model?")
     if highest >= vocab_size:
         raise ConfigError(
             f"tokenizer and model in {folder} do not fit: the tokenizer has ids up to {highest}, "
@@ -120,20 +131,70 @@ def inspect_model(folder: Path) -> ModelFacts:
         raise ConfigError(f"tokenizer in {folder} has no end-of-sequence token, so completions could never end")
     return ModelFacts(
         vocab_size=vocab_size,
-        max_positions=text_config.get("max_position_embeddings"),
+        max_positions=getattr(config, "max_position_embeddings", None),
         tokenizer_size=len(tokenizer),
         has_chat_template=bool(tokenizer.chat_template),
     )
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """The fast tokenizer of a model folder. Raises ConfigError when there is none."""
-    from transformers import AutoTokenizer
+def _check_weights(file: Path) -> None:
+    from safetensors import SafetensorError, safe_open
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"no usable tokenizer in {folder}: {error}") from error
+        with safe_open(file, framework="numpy"):  # reads the header, and compares it with the file's size
+            pass
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(
+            f"{file} is no whole safetensors file ({error}); was it downloaded to the end, not as a pointer of Git LFS?"
+        ) from error
+
+
+def _read_config(folder: Path) -> Any:
+    """Configuration of the text model in ``folder``."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    file = folder / "config.json"
+    try:
+        if not isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
+            raise ValueError("expected an object")
+    except ValueError as error:
+        raise ConfigError(f"{file}: not JSON: {error}") from error
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{file}: not a model that transformers knows: {_one_line(error)}") from error
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(f"{file}: a {config.model_type!r} is not a causal language model")
+    return config.get_text_config()
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The fast tokenizer of a model folder. Raises ConfigError when there is none."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    # Without one, transformers would make up a tokenizer that knows no words.
+    if not any(fnmatch(file.name, pattern) for file in tokenizer_files(folder) for pattern in _VOCABULARY_FILES):
+        raise ConfigError(f"no tokenizer in {folder}; expected one of {', '.join(_VOCABULARY_FILES)}")
+    try:
+        # For some types of models transformers has a tokenizer of its own, which it takes even where the folder says
+        # that tokenizer.json is all there is; its words would be split in other places.
+        kind = PreTrainedTokenizerFast if _is_generic_tokenizer(folder) else AutoTokenizer
+        return kind.from_pretrained(folder)
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise ConfigError(f"no usable tokenizer in {folder}: {_one_line(error)}") from error
+
+
+def _is_generic_tokenizer(folder: Path) -> bool:
+    settings = folder / "tokenizer_config.json"
+    if not (folder / "tokenizer.json").is_file() or not settings.is_file():
+        return False
+    named = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class")
+    return named in ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def check_model(source: ModelSource, base: Path) -> ModelFacts | None:
@@ -144,10 +205,7 @@ def check_model(source: ModelSource, base: Path) -> ModelFacts | None:
     if source.tokenizer is None:
         return inspect_model(folder)
     tokenizer = _locate(source.tokenizer, None, base, "tokenizer", download=False)
-    if tokenizer is None:
-        return None
-    with tempfile.TemporaryDirectory(prefix="rollout-model-") as scratch:
-        return inspect_model(_compose(folder, tokenizer, Path(scratch) / "model"))
+    return None if tokenizer is None else _inspect_files(_files(folder, tokenizer))
 
 
 def import_model(source: ModelSource, objects: ObjectStore, base: Path) -> ContentId:
@@ -161,34 +219,34 @@ def import_model(source: ModelSource, objects: ObjectStore, base: Path) -> Conte
         if not objects.tree_is_present(content_id):
             raise ConfigError(f"model {source.uri} is not in the object store {objects.url}")
         return content_id
+    tokenizer = folder
+    if source.tokenizer is not None:
+        tokenizer = _locate(source.tokenizer, None, base, "tokenizer", download=True)
+        assert tokenizer is not None, "a downloaded tokenizer has a folder"
+    files = _files(folder, tokenizer)
+    _inspect_files(files)
+    hashes = objects.in_parallel(hash_file, files.values())
+    manifest = TreeManifest(
+        files=tuple(
+            TreeFile(path=name, size=size, content_id=content_id)
+            for name, (size, content_id) in zip(files, hashes, strict=True)
+        )
+    )
+    return objects.put_files(manifest, files)
+
+
+def _files(model: Path, tokenizer: Path) -> dict[str, Path]:
+    """Name to path of what makes a whole model: the model's files, with the tokenizer's in place of its own."""
+    patterns = _WEIGHT_FILES + _OTHER_FILES
+    own = [file for file in model.iterdir() if file.is_file() and any(fnmatch(file.name, item) for item in patterns)]
+    return dict(sorted((file.name, file) for file in [*own, *tokenizer_files(tokenizer)]))
+
+
+def _inspect_files(files: Mapping[str, Path]) -> ModelFacts:
     with tempfile.TemporaryDirectory(prefix="rollout-model-") as scratch:
-        tokenizer = folder
-        if source.tokenizer is not None:
-            tokenizer = _locate(source.tokenizer, None, base, "tokenizer", download=True)
-            assert tokenizer is not None, "a downloaded tokenizer has a folder"
-        whole = _compose(folder, tokenizer, Path(scratch) / "model")
-        inspect_model(whole)
-        return objects.put_tree(whole)
-
-
-def _compose(model: Path, tokenizer: Path, target: Path) -> Path:
-    """A folder of hard or symbolic links: the model's files, and the tokenizer's in place of its own."""
-    target.mkdir(parents=True)
-    for file in sorted(model.iterdir()):
-        patterns = MODEL_FILES if tokenizer == model else _WEIGHT_FILES + _OTHER_FILES
-        if file.is_file() and any(fnmatch(file.name, pattern) for pattern in patterns):
-            _link(file, target / file.name)
-    if tokenizer != model:
-        copy_tokenizer(tokenizer, target)
-    return target
-
-
-def _link(source: Path, target: Path) -> None:
-    # Hub caches hold links into a blob folder; the object store refuses links that leave the folder.
-    try:
-        target.hardlink_to(source.resolve())
-    except OSError:
-        shutil.copyfile(source, target)
+        for name, file in files.items():
+            (Path(scratch) / name).symlink_to(file.resolve())
+        return inspect_model(Path(scratch))
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

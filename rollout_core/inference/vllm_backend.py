@@ -167,6 +167,8 @@ class VLLMEngine(GathersStream):
                     max_tokens=params.max_tokens,
                     seed=request.seed if params.temperature > 0 else None,
                     stop=list(params.stop) or None,
+                    # Beside the ends that vLLM knows of itself; its own reading of the tokenizer may differ from ours.
+                    stop_token_ids=[self._tokenizer.eos_token_id],
                     logprobs=0,
                     flat_logprobs=True,
                     # Only stop strings need text while generating.

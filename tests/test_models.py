@@ -1,0 +1,320 @@
+"""Model folders: what is refused and in which words, what is filed, and that the user's own files stay as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from rollout_core.config import ModelSource
+from rollout_core.errors import ConfigError
+from rollout_core.ids import hash_bytes
+from rollout_core.models import (
+    check_model,
+    copy_tokenizer,
+    import_model,
+    inspect_model,
+    is_content_id,
+    load_tokenizer,
+    locate_model,
+)
+from rollout_core.objects import ObjectStore
+
+
+@pytest.fixture
+def objects(tmp_path) -> ObjectStore:
+    return ObjectStore.from_url(f"file://{tmp_path / 'objects'}")
+
+
+@pytest.fixture
+def model(tiny_model, tmp_path) -> Path:
+    """A copy to be damaged."""
+    return Path(shutil.copytree(tiny_model, tmp_path / "work" / "model"))
+
+
+@pytest.fixture
+def word_tokenizer(tmp_path) -> Path:
+    """Folder with nothing but another tokenizer: one token a word."""
+    return make_word_tokenizer(tmp_path / "words", ["<unk>", "</s>", "sort", "=", *"0123456789"])
+
+
+def make_word_tokenizer(folder: Path, words: list[str], **special: str) -> Path:
+    inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", **(special or {"eos_token": "</s>"}))
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def source(folder: Path | str, tokenizer: Path | str | None = None) -> ModelSource:
+    return ModelSource(uri=str(folder), tokenizer=None if tokenizer is None else str(tokenizer))
+
+
+def edit(path: Path, **changes) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def state_of(folder: Path) -> dict[str, tuple[bytes, int, int, int]]:
+    """Everything about the files of a folder that importing it must not change."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        stat = path.stat()
+        found[path.name] = (path.read_bytes(), stat.st_mtime_ns, stat.st_ino, stat.st_nlink)
+    return found
+
+
+# What is refused
+
+
+def without(*patterns: str) -> Callable[[Path], object]:
+    return lambda model: [path.unlink() for pattern in patterns for path in model.glob(pattern)]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without("config.json"), r"has no config\.json; expected a model saved with save_pretrained"),
+        (without("*.safetensors"), r"has no \*\.safetensors weights \(pickled weights are not read\)"),
+        (lambda model: (model / "config.json").write_text("{"), r"config\.json: not JSON"),
+        (lambda model: (model / "config.json").write_bytes(b"\xff\xfe"), r"config\.json: not JSON"),
+        (lambda model: (model / "config.json").write_text("[1]"), r"config\.json: not JSON: expected an object"),
+        (lambda model: edit(model / "config.json", model_type="no-such"), r"not a model that transformers knows"),
+        (lambda model: (model / "config.json").write_text("{}"), r"not a model that transformers knows"),
+        (lambda model: edit(model / "config.json", model_type="t5"), r"a 't5' is not a causal language model"),
+        (
+            lambda model: edit(model / "config.json", vocab_size=100),
+            r"do not fit: .* ids up to 261, the model embeds 100",
+        ),
+        (without("token*", "vocab*", "merges*"), r"no tokenizer in .*; expected one of tokenizer\.json"),
+        (without("tokenizer.json", "vocab*", "merges*"), r"no tokenizer in .*; expected one of tokenizer\.json"),
+        (lambda model: (model / "tokenizer.json").write_text("{}"), r"no usable tokenizer in "),
+        (
+            lambda model: (model / "tokenizer.json").write_text('{"model": 3, "added_tokens": []}'),
+            r"no usable tokenizer",
+        ),
+        (lambda model: edit(model / "tokenizer_config.json", eos_token=None), r"no end-of-sequence token"),
+        (lambda model: os.truncate(model / "model.safetensors", 4000), r"is no whole safetensors file"),
+        (
+            lambda model: (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n"),
+            r"is no whole safetensors file .*; was it downloaded to the end, not as a pointer of Git LFS\?",
+        ),
+    ],
+)
+def test_a_folder_that_is_no_model_is_refused_in_one_line(model, objects, damage, message):
+    damage(model)
+    with pytest.raises(ConfigError, match=message) as caught:
+        inspect_model(model)
+    assert "\n" not in str(caught.value)
+    for look in (lambda: check_model(source(model), Path()), lambda: import_model(source(model), objects, Path())):
+        with pytest.raises(ConfigError):
+            look()
+    assert list(objects.list_blobs()) == []
+
+
+@pytest.mark.parametrize("uri", ["./none", "/no/such/folder", "a/b/c", "data/example/model", "-x"])
+def test_a_folder_that_does_not_exist_is_refused_with_where_it_was_looked_for(tmp_path, uri):
+    for download in (False, True):
+        with pytest.raises(ConfigError, match=rf"model folder '{uri}' does not exist \(looked at .*{Path(uri).name}\)"):
+            locate_model(source(uri), tmp_path, download=download)
+
+
+@pytest.mark.parametrize("uri", ["nobody/no-such-model", "no-such-model"])
+def test_a_hub_id_that_is_not_cached_is_refused_when_offline(tmp_path, objects, uri):
+    for look in (lambda: check_model(source(uri), tmp_path), lambda: import_model(source(uri), objects, tmp_path)):
+        with pytest.raises(ConfigError, match=rf"model '{uri}' is not a folder here, and the hub could not be reached"):
+            look()
+
+
+def test_a_hub_id_that_cannot_be_one_is_refused(tmp_path, objects):
+    with pytest.raises(ConfigError, match="neither a folder here nor a hub repository"):
+        import_model(source("a--b/c..d"), objects, tmp_path)
+
+
+def test_a_cached_hub_id_is_checked_and_imported_without_the_hub(tiny_model, tmp_path, objects, monkeypatch):
+    """A hub cache holds links into a folder of blobs."""
+    cache = tmp_path / "hub" / "models--somebody--tiny"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("abc123")
+    snapshot = cache / "snapshots" / "abc123"
+    snapshot.mkdir(parents=True)
+    for file in tiny_model.iterdir():
+        blob = cache / "blobs" / hash_bytes(file.name.encode())
+        blob.parent.mkdir(exist_ok=True)
+        shutil.copy(file, blob)
+        (snapshot / file.name).symlink_to(blob)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    facts = check_model(source("somebody/tiny"), tmp_path)
+    assert facts is not None and facts.vocab_size == 262
+    assert import_model(source("somebody/tiny"), objects, tmp_path) == import_model(
+        source(tiny_model), objects, tmp_path
+    )
+
+
+# What is known of one
+
+
+def test_a_good_folder_is_described_without_its_weights(tiny_model, monkeypatch):
+    monkeypatch.setattr(torch, "load", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: 1 / 0)
+    facts = inspect_model(tiny_model)
+    assert (facts.vocab_size, facts.max_positions, facts.tokenizer_size) == (262, 256, 262)
+    assert facts.has_chat_template is False
+
+
+def test_a_chat_template_is_noticed(model):
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    assert inspect_model(model).has_chat_template is True
+
+
+def test_a_tokenizer_smaller_than_the_model_is_fine(model):
+    """Many models pad their embeddings."""
+    edit(model / "config.json", vocab_size=512)
+    assert inspect_model(model).vocab_size == 512
+
+
+# Import
+
+
+def test_a_folder_is_filed_under_the_id_of_its_content(tiny_model, model, objects, tmp_path):
+    first = import_model(source(tiny_model), objects, Path())
+    assert is_content_id(first) and objects.tree_is_present(first)
+    assert import_model(source(model), objects, Path()) == first, "wherever it lies"
+    assert import_model(source("work/model"), objects, tmp_path) == first, "relative to the given folder"
+    assert objects.put_tree(tiny_model) == first, "the id of the folder itself, as trained checkpoints have it"
+
+
+def test_the_filed_model_is_usable_as_it_is(tiny_model, objects, tmp_path):
+    folder = objects.local_tree(import_model(source(tiny_model), objects, Path()), tmp_path / "cache")
+    loaded, original = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (folder, tiny_model))
+    assert all(torch.equal(loaded[name], original[name]) for name in original)
+    assert load_tokenizer(folder)("sort 1 =") == load_tokenizer(tiny_model)("sort 1 =")
+
+
+def test_other_files_stay_behind_pickled_weights_above_all(model, objects):
+    plain = import_model(source(model), objects, Path())
+    for name in ("pytorch_model.bin", "model.pt", "training_args.bin", "README.md", "optimizer.pt", ".gitattributes"):
+        (model / name).write_bytes(b"anything")
+    (model / "runs").mkdir()
+    assert import_model(source(model), objects, Path()) == plain
+    assert {file.path for file in objects.manifest(plain).files} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+
+
+def test_a_content_id_is_an_address_like_any_other(tiny_model, objects, tmp_path):
+    content_id = import_model(source(tiny_model), objects, Path())
+    assert import_model(source(content_id), objects, tmp_path) == content_id
+    assert check_model(source(content_id), tmp_path) is None
+    assert locate_model(source(content_id), tmp_path) is None
+    unknown = hash_bytes(b"unknown")
+    with pytest.raises(ConfigError, match=f"model {unknown} is not in the object store"):
+        import_model(source(unknown), objects, tmp_path)
+
+
+def test_a_model_part_of_which_is_gone_from_the_store_is_refused_by_its_id(tiny_model, objects, tmp_path):
+    content_id = import_model(source(tiny_model), objects, Path())
+    objects.delete(objects.manifest(content_id).files[-1].content_id)
+    with pytest.raises(ConfigError, match=f"model {content_id} is not in the object store"):
+        import_model(source(content_id), objects, tmp_path)
+
+
+def test_another_tokenizer_takes_the_place_of_the_models_own(tiny_model, word_tokenizer, objects, tmp_path):
+    content_id = import_model(source(tiny_model, word_tokenizer), objects, Path())
+    assert content_id != import_model(source(tiny_model), objects, Path())
+    folder = objects.local_tree(content_id, tmp_path / "cache")
+    assert load_tokenizer(folder)("sort 3 =")["input_ids"] == [2, 7, 3]
+    assert (folder / "model.safetensors").read_bytes() == (tiny_model / "model.safetensors").read_bytes()
+    facts = check_model(source(tiny_model, word_tokenizer), Path())
+    assert facts is not None and facts.tokenizer_size == 14
+
+
+def test_a_tokenizer_is_what_its_file_says_whatever_the_models_type(tiny_model, word_tokenizer, tmp_path):
+    """transformers knows better for some types of models, Qwen2 among them, and would split words in its own way."""
+    shutil.copytree(tiny_model, tmp_path / "model")
+    for path in word_tokenizer.iterdir():
+        shutil.copy(path, tmp_path / "model")
+    tokenizer = load_tokenizer(tmp_path / "model")
+    alone = load_tokenizer(word_tokenizer)
+    text = "sort 3 1 2 = unheard of"
+    assert tokenizer(text)["input_ids"] == alone(text)["input_ids"] == [2, 7, 5, 6, 3, 0, 0]
+    assert tokenizer.eos_token_id == 1 and len(tokenizer) == 14
+
+
+def test_nothing_of_the_models_own_tokenizer_is_left_beside_another(model, word_tokenizer, objects):
+    for name in ("chat_template.jinja", "merges.txt", "vocab.json", "added_tokens.json"):
+        (model / name).write_text("{}")
+    manifest = objects.manifest(import_model(source(model, word_tokenizer), objects, Path()))
+    assert {file.path for file in manifest.files} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        *(path.name for path in word_tokenizer.iterdir()),
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "special", "message"),
+    [
+        (["<unk>", "</s>", *(f"w{number}" for number in range(300))], {}, "ids up to 301, the model embeds 262"),
+        (["<unk>", "a"], {"bos_token": "a"}, "no end-of-sequence token"),
+    ],
+)
+def test_another_tokenizer_that_does_not_fit_is_refused(tiny_model, objects, tmp_path, words, special, message):
+    folder = make_word_tokenizer(tmp_path / "words", words, **special)
+    for look in (
+        lambda: check_model(source(tiny_model, folder), Path()),
+        lambda: import_model(source(tiny_model, folder), objects, Path()),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            look()
+
+
+def test_another_tokenizer_that_is_not_there_is_refused(tiny_model, objects, tmp_path):
+    with pytest.raises(ConfigError, match=r"tokenizer folder '\./none' does not exist"):
+        import_model(source(tiny_model, "./none"), objects, tmp_path)
+    with pytest.raises(ConfigError, match="tokenizer 'no/such' is not a folder here"):
+        check_model(source(tiny_model, "no/such"), tmp_path)
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_the_users_files_stay_as_they_are(model, word_tokenizer, objects, foreign):
+    before = state_of(model), state_of(word_tokenizer)
+    import_model(source(model, word_tokenizer if foreign else None), objects, Path())
+    check_model(source(model, word_tokenizer if foreign else None), Path())
+    assert (state_of(model), state_of(word_tokenizer)) == before
+
+
+def test_weights_are_not_copied_on_the_way(model, objects, monkeypatch):
+    """They may be larger than the disk of temporary files."""
+    monkeypatch.setattr(shutil, "copyfile", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(os, "link", lambda *arguments, **options: 1 / 0)
+    import_model(source(model), objects, Path())
+
+
+def test_a_second_import_writes_no_blob(tiny_model, objects, monkeypatch):
+    content_id = import_model(source(tiny_model), objects, Path())
+    written: list[str] = []
+    write = objects.files.write
+    monkeypatch.setattr(objects.files, "write", lambda key, data: (written.append(key), write(key, data)))
+    monkeypatch.setattr(objects.files, "upload", lambda: 1 / 0)
+    assert import_model(source(tiny_model), objects, Path()) == content_id
+    assert written == []
+
+
+def test_a_tokenizer_is_copied_byte_for_byte_and_alone(tiny_model, tmp_path):
+    (tmp_path / "target").mkdir()
+    copy_tokenizer(tiny_model, tmp_path / "target")
+    names = {path.name for path in (tmp_path / "target").iterdir()}
+    assert names == {"tokenizer.json", "tokenizer_config.json"}
+    assert all((tmp_path / "target" / name).read_bytes() == (tiny_model / name).read_bytes() for name in names)
