@@ -36,8 +36,10 @@ def _environment() -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--pool", default="cpu", help="work pool whose runs this machine takes")
-    pool = parser.parse_args().pool
-    with prefect_server(Path("data/prefect")) as address:
+    parser.add_argument("--port", type=int, default=4200, help="of the server, when this starts one")
+    arguments = parser.parse_args()
+    pool = arguments.pool
+    with prefect_server(Path("data/prefect"), port=arguments.port) as address:
         deploy_all()
         sys.stdout.write(
             f"\nPrefect UI: {address.removesuffix('/api')}\n"

@@ -30,8 +30,8 @@ SERVER_SETTINGS = {
 
 
 @contextmanager
-def prefect_server(home: Path) -> Iterator[str]:
-    """Address of the configured Prefect API, or of a server started here and stopped at the end.
+def prefect_server(home: Path, *, port: int | None = None) -> Iterator[str]:
+    """Address of the configured Prefect API, or of a server started here, on ``port`` or a free one, until the end.
 
     The server's database lives in ``home``, so its runs can be looked at later (``PREFECT_HOME=... prefect server
     start``). Raises RolloutError when the server does not answer within two minutes.
@@ -44,7 +44,7 @@ def prefect_server(home: Path) -> Iterator[str]:
     for name, value in SERVER_SETTINGS.items():
         os.environ.setdefault(name, value)
     os.environ["PREFECT_HOME"] = str(home.resolve())
-    port = _free_port()
+    port = _free_port() if port is None else port
     address = f"http://127.0.0.1:{port}/api"
     log = home / "server.log"
     with log.open("ab") as output:
@@ -53,6 +53,8 @@ def prefect_server(home: Path) -> Iterator[str]:
             stdout=output,
             stderr=output,
             stdin=subprocess.DEVNULL,
+            # Pages in the browser ask the API at this address; by default it would be that of another port.
+            env={**os.environ, "PREFECT_SERVER_UI_API_URL": address},
             # Its own session: Ctrl-C in the terminal reaches the flow first, which then still has its server.
             start_new_session=True,
             preexec_fn=_end_with_parent if sys.platform == "linux" else None,
