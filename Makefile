@@ -48,6 +48,8 @@ serve: setup
 	$(BIN)/python -m deployments.serve
 
 bench: setup
+	$(BIN)/python benchmarks/stages.py
+	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/inference.py
 
 clean:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -104,7 +104,7 @@ def _refuse_long_prompts(token_ids: Sequence[Sequence[int]], max_tokens: int, ma
 
 def encode_samples(samples: Iterable[Sample]) -> bytes:
     """One line a sample."""
-    return b"".join(orjson.dumps(asdict(sample), option=_DUMP) for sample in samples)
+    return b"".join(orjson.dumps(vars(sample), option=_DUMP) for sample in samples)
 
 
 def decode_samples(data: bytes) -> list[Sample]:
