@@ -87,12 +87,13 @@ def settings(steps: int) -> Any:
 def run_ours(policy: Any, examples: Sequence[Any], steps: int) -> tuple[float, list[float]]:
     """Seconds and losses of ``steps`` steps of our loop."""
     from rollout_core.algorithms.loop import build_accelerator, build_optimizer, train
+    from rollout_core.algorithms.policy import Policy
     from rollout_core.algorithms.sft import SFT
     from rollout_core.algorithms.state import TrainState
 
     config = settings(steps)
     accelerator = build_accelerator("float32")
-    algorithm = SFT(policy, examples, config, pad_token_id=0, seed=0, device=accelerator.device)
+    algorithm = SFT(Policy(policy), examples, config, seed=0, device=accelerator.device)
     state = TrainState(policy, build_optimizer(config.optimizer, list(policy.parameters())))
     with no_collection():
         started = time.perf_counter()
@@ -106,17 +107,18 @@ def run_bare(policy: Any, examples: Sequence[Any], steps: int) -> tuple[float, l
     import torch
     import torch.nn.functional as F
 
-    from rollout_core.algorithms.data import collate, positions_at
+    from rollout_core.algorithms.data import positions_at
 
     orders = [positions_at(step, num_items=len(examples), per_step=BATCH, seed=0) for step in range(steps)]
-    batches = [collate([examples[position] for position in order], pad_token_id=0) for order in orders]
+    ids = torch.tensor([example.token_ids for example in examples])
+    labels = ids.masked_fill(~torch.tensor([example.trained for example in examples]), -100)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
     losses = []
     with no_collection():
         started = time.perf_counter()
-        for batch in batches:
-            logits = policy(input_ids=batch.input_ids, use_cache=False).logits
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=-100)
+        for order in orders:
+            logits = policy(input_ids=ids[order], use_cache=False).logits
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[order, 1:].flatten(), ignore_index=-100)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()

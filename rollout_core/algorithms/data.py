@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from rollout_core.algorithms.losses import IGNORED_LABEL
 from rollout_core.config import LossOn
 from rollout_core.datasets import SftRow
 from rollout_core.errors import ConfigError
@@ -35,23 +33,6 @@ class DataReport:
     """Rows cut at max_seq_len."""
     num_without_target: int
     """Rows left out because no token of theirs is trained."""
-
-
-@dataclass(frozen=True)
-class TokenBatch:
-    """Right-padded sequences. Causal attention makes padding at the right invisible, so no attention mask is needed."""
-
-    input_ids: Tensor
-    """[B,T] int64."""
-    labels: Tensor
-    """[B,T] int64, the token itself where trained, else -100."""
-    num_tokens: int
-    """Real tokens."""
-
-    @property
-    def num_trained(self) -> int:
-        """Targets of the next-token loss."""
-        return int((self.labels[:, 1:] != IGNORED_LABEL).sum())
 
 
 def tokenize_sft(
@@ -132,18 +113,6 @@ def _render(tokenizer: Any, messages: list[dict[str, str]], *, generation_prompt
         messages, add_generation_prompt=generation_prompt, tokenize=True, return_dict=True
     )
     return list(rendered["input_ids"])
-
-
-def collate(examples: Sequence[Example], *, pad_token_id: int) -> TokenBatch:
-    """Pad examples at the right to the longest of them."""
-    longest = max(len(example.token_ids) for example in examples)
-    input_ids = torch.full((len(examples), longest), pad_token_id, dtype=torch.int64)
-    labels = torch.full((len(examples), longest), IGNORED_LABEL, dtype=torch.int64)
-    for row, example in enumerate(examples):
-        tokens = torch.tensor(example.token_ids)
-        input_ids[row, : len(tokens)] = tokens
-        labels[row, : len(tokens)] = tokens.masked_fill(~torch.tensor(example.trained), IGNORED_LABEL)
-    return TokenBatch(input_ids, labels, sum(len(example.token_ids) for example in examples))
 
 
 def epoch_order(num_items: int, *, seed: int, epoch: int) -> list[int]:

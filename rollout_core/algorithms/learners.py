@@ -21,6 +21,7 @@ from rollout_core.algorithms import ppo as ppo_module
 from rollout_core.algorithms import sft as sft_module
 from rollout_core.algorithms.data import DataReport, tokenize_sft
 from rollout_core.algorithms.loop import LoopHooks, build_accelerator, build_optimizer, train
+from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.ppo import KLController, Trajectory, assign_credit, build_batch
 from rollout_core.algorithms.state import METRICS_FILE, MODEL_FOLDER, TrainState, load_policy, load_state, save_state
 from rollout_core.config import LearnerSettings, PPOSettings, SFTSettings
@@ -142,17 +143,10 @@ def sft_update(
     examples, report = tokenize_sft(tokenizer, rows, loss_on=settings.loss_on, max_seq_len=settings.packing.max_seq_len)
     seed_everything(workshop.seed, num_threads=workshop.num_threads)
     accelerator = build_accelerator(settings.precision)
-    policy = load_policy(folder).to(accelerator.device).train()
-    _check_sequence_length(policy, max(len(example.token_ids) for example in examples))
-    state = TrainState(policy, build_optimizer(settings.optimizer, list(policy.parameters())), seed=workshop.seed)
-    algorithm = sft_module.SFT(
-        policy,
-        examples,
-        settings,
-        pad_token_id=_pad_token(tokenizer),
-        seed=workshop.seed,
-        device=accelerator.device,
-    )
+    trained = load_policy(folder).to(accelerator.device).train()
+    _check_sequence_length(trained, max(len(example.token_ids) for example in examples))
+    state = TrainState(trained, build_optimizer(settings.optimizer, list(trained.parameters())), seed=workshop.seed)
+    algorithm = sft_module.SFT(Policy(trained), examples, settings, seed=workshop.seed, device=accelerator.device)
     resumption = _Resumption(workshop, "sft", settings, folder)
     resumption.restore(state)
     workshop.on_start(state.step, algorithm.num_steps)
@@ -180,38 +174,34 @@ def ppo_update(
     ``train_state`` is the previous iteration's (optimizer, value head, KL coefficient); None for the first iteration.
     """
     folder = workshop.model(model)
-    tokenizer = load_tokenizer(folder)
     trajectories = load_trajectories(workshop.objects, samples, scores)
     seed_everything(workshop.seed, num_threads=workshop.num_threads)
     accelerator = build_accelerator(settings.precision)
     device = accelerator.device
-    policy = load_policy(folder).to(device).train()
-    value_head = _value_head(policy).to(device)
+    trained = load_policy(folder).to(device).train()
+    value_head = _value_head(trained).to(device)
     modules = nn.ModuleDict({ppo_module.VALUE_HEAD: value_head})
     state = TrainState(
-        policy,
-        build_optimizer(settings.optimizer, [*policy.parameters(), *modules.parameters()]),
+        trained,
+        build_optimizer(settings.optimizer, [*trained.parameters(), *modules.parameters()]),
         modules,
         seed=workshop.seed,
     )
+    policy = Policy(trained, value_head)
     if train_state is not None:
         _continue_from(state, train_state, workshop.objects)
     state.metrics = []
     controller = KLController(settings.kl, state.extras.get("kl_coef"))
 
-    batch = build_batch(
-        trajectories, pad_token_id=_pad_token(tokenizer), missing_eos_penalty=settings.missing_eos_penalty
-    )
-    reference_policy = load_policy(workshop.model(reference)).to(device).eval()
-    credit = assign_credit(
-        policy, value_head, reference_policy, batch, settings, kl_coef=controller.coef, device=device
-    )
+    batch = build_batch(trajectories, missing_eos_penalty=settings.missing_eos_penalty)
+    reference_policy = Policy(load_policy(workshop.model(reference)).to(device).eval())
+    credit = assign_credit(policy, reference_policy, batch, settings, kl_coef=controller.coef, device=device)
     del reference_policy
     controller.update(credit.mean_kl, len(trajectories))
     state.extras = {"kl_coef": controller.coef}
 
     algorithm = ppo_module.PPO(
-        policy, value_head, batch, credit, settings, first_step=state.step, seed=workshop.seed, device=device
+        policy, batch, credit, settings, first_step=state.step, seed=workshop.seed, device=device
     )
     first_step = state.step
     resumption = _Resumption(workshop, "ppo", settings, folder)
@@ -263,11 +253,6 @@ def _value_head(policy: Any) -> nn.Linear:
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
     return head
-
-
-def _pad_token(tokenizer: Any) -> int:
-    # Padding is never attended to nor trained, so any token will do.
-    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
 
 
 def _check_sequence_length(policy: Any, longest: int) -> None:

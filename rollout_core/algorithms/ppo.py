@@ -10,15 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rollout_core.algorithms.advantages import gae, masked_whiten
 from rollout_core.algorithms.data import epoch_order
 from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.losses import ppo_policy_loss, ppo_value_loss
+from rollout_core.algorithms.packing import pack_completions
+from rollout_core.algorithms.policy import Policy
 from rollout_core.config import AdaptiveKL, PPOSettings
 from rollout_core.errors import Fatal
 
@@ -40,14 +41,10 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class PolicyBatch:
-    """Trajectories as tensors: N sequences of T tokens, of which the last up to C are the completion."""
+    """N trajectories; tensors are right-padded to C, the longest completion."""
 
-    input_ids: Tensor
-    """[N,T] int64, right-padded."""
-    first: Tensor
-    """[N] int64: position of the first completion token."""
-    actions: Tensor
-    """[N,C] int64: completion tokens, right-padded."""
+    prompts: tuple[Sequence[int], ...]
+    completions: tuple[Sequence[int], ...]
     mask: Tensor
     """[N,C] bool, True = real completion token."""
     old_logprobs: Tensor
@@ -59,12 +56,10 @@ class PolicyBatch:
         """The given trajectories, without the padding they do not need."""
         chosen = torch.as_tensor(index)
         mask = self.mask[chosen]
-        width = max(1, int(mask.sum(1).max()))
-        length = int((self.first[chosen] + mask.sum(1)).max())
+        width = int(mask.sum(1).max())
         return PolicyBatch(
-            self.input_ids[chosen, :length],
-            self.first[chosen],
-            self.actions[chosen, :width],
+            tuple(self.prompts[row] for row in index),
+            tuple(self.completions[row] for row in index),
             mask[:, :width],
             self.old_logprobs[chosen, :width],
             self.scores[chosen],
@@ -73,27 +68,23 @@ class PolicyBatch:
     @property
     def num_tokens(self) -> int:
         """Real tokens, prompts included."""
-        return int((self.first + self.mask.sum(1)).sum())
+        return sum(map(len, self.prompts)) + sum(map(len, self.completions))
 
 
-def build_batch(trajectories: Sequence[Trajectory], *, pad_token_id: int, missing_eos_penalty: float) -> PolicyBatch:
-    """Pad trajectories into tensors."""
-    longest = max(len(item.prompt_token_ids) + len(item.token_ids) for item in trajectories)
-    width = max(len(item.token_ids) for item in trajectories)
-    input_ids = torch.full((len(trajectories), longest), pad_token_id, dtype=torch.int64)
-    actions = torch.full((len(trajectories), width), pad_token_id, dtype=torch.int64)
-    mask = torch.zeros((len(trajectories), width), dtype=torch.bool)
-    old_logprobs = torch.zeros((len(trajectories), width))
+def build_batch(trajectories: Sequence[Trajectory], *, missing_eos_penalty: float) -> PolicyBatch:
+    """Trajectories as tensors."""
+    lengths = torch.tensor([len(item.token_ids) for item in trajectories])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    old_logprobs = torch.zeros(mask.shape)
     for row, item in enumerate(trajectories):
-        whole = torch.tensor([*item.prompt_token_ids, *item.token_ids])
-        count = len(item.token_ids)
-        input_ids[row, : len(whole)] = whole
-        actions[row, :count] = whole[len(item.prompt_token_ids) :]
-        mask[row, :count] = True
-        old_logprobs[row, :count] = torch.tensor(item.logprobs, dtype=torch.float32)
-    scores = torch.tensor([item.score - missing_eos_penalty * item.truncated for item in trajectories])
-    first = torch.tensor([len(item.prompt_token_ids) for item in trajectories])
-    return PolicyBatch(input_ids, first, actions, mask, old_logprobs, scores.float())
+        old_logprobs[row, : len(item.token_ids)] = torch.tensor(item.logprobs, dtype=torch.float32)
+    return PolicyBatch(
+        tuple(item.prompt_token_ids for item in trajectories),
+        tuple(item.token_ids for item in trajectories),
+        mask,
+        old_logprobs,
+        torch.tensor([item.score - missing_eos_penalty * item.truncated for item in trajectories]).float(),
+    )
 
 
 class KLController:
@@ -111,42 +102,22 @@ class KLController:
 
 
 @dataclass(frozen=True)
-class PolicyOutput:
-    """What one forward pass says of a batch's completion tokens; all [N,C] float32."""
+class CompletionOutput:
+    """What one forward pass says of a batch's completion tokens; all [N,C] float32, 0 where no token stands."""
 
     logprobs: Tensor
     values: Tensor | None
     entropy: Tensor
 
 
-def policy_forward(
-    model: Any, value_head: nn.Module | None, batch: PolicyBatch, *, temperature: float, device: torch.device
-) -> PolicyOutput:
-    """Log-probabilities and entropies (after temperature, nats) and state values of every completion token.
-
-    The token at position p is predicted from position p - 1, and so is the value of the state it is drawn in.
-    Entries where ``batch.mask`` is False are meaningless.
-    """
-    batch_size, width = batch.actions.shape
-    before_NC = (batch.first[:, None] - 1 + torch.arange(width)).clamp(max=batch.input_ids.shape[1] - 1)
-    columns = torch.unique(before_NC)
-    output = model(
-        input_ids=batch.input_ids.to(device),
-        logits_to_keep=columns.to(device),
-        output_hidden_states=value_head is not None,
-        use_cache=False,
-    )
-    rows = torch.arange(batch_size, device=device)[:, None]
-    kept_NC = torch.searchsorted(columns, before_NC).to(device)
-    logits_NCV = output.logits[rows, kept_NC].float() / temperature
-    logprobs_NCV = torch.log_softmax(logits_NCV, dim=-1)
-    logprobs = logprobs_NCV.gather(-1, batch.actions.to(device)[..., None]).squeeze(-1)
-    entropy = -(logprobs_NCV.exp() * logprobs_NCV).sum(-1)
-    values = None
-    if value_head is not None:
-        trunk_NCH = output.hidden_states[-1][rows, before_NC.to(device)]
-        values = value_head(trunk_NCH.float()).squeeze(-1)
-    return PolicyOutput(logprobs, values, entropy)
+def completion_forward(
+    policy: Policy, batch: PolicyBatch, *, temperature: float, device: torch.device
+) -> CompletionOutput:
+    """Log-probabilities and entropies (after temperature, nats) and state values of every completion token."""
+    tokens = pack_completions(batch.prompts, batch.completions).to(device)
+    found = policy(tokens, temperature=temperature, entropy=True)
+    values = None if found.values is None else tokens.padded(found.values)
+    return CompletionOutput(tokens.padded(found.logprobs), values, tokens.padded(found.entropy))
 
 
 @dataclass(frozen=True)
@@ -163,9 +134,8 @@ class Credit:
 
 
 def assign_credit(
-    model: Any,
-    value_head: nn.Module,
-    reference: Any,
+    policy: Policy,
+    reference: Policy,
     batch: PolicyBatch,
     settings: PPOSettings,
     *,
@@ -174,14 +144,14 @@ def assign_credit(
 ) -> Credit:
     """Score, penalise and discount: from completions and scores to advantages and returns. No gradient."""
     temperature = settings.sampling.temperature
-    ref_logprobs, policy_logprobs, old_values, entropy = (torch.zeros(batch.actions.shape) for _ in range(4))
+    ref_logprobs, policy_logprobs, old_values, entropy = (torch.zeros(batch.mask.shape) for _ in range(4))
     with torch.no_grad():
-        for start in range(0, len(batch.actions), settings.minibatch_size):
-            rows = list(range(start, min(start + settings.minibatch_size, len(batch.actions))))
+        for start in range(0, len(batch.mask), settings.minibatch_size):
+            rows = list(range(start, min(start + settings.minibatch_size, len(batch.mask))))
             part = batch.rows(rows)
-            own = policy_forward(model, value_head, part, temperature=temperature, device=device)
-            other = policy_forward(reference, None, part, temperature=temperature, device=device)
-            span = slice(start, start + len(rows)), slice(0, part.actions.shape[1])
+            own = completion_forward(policy, part, temperature=temperature, device=device)
+            other = completion_forward(reference, part, temperature=temperature, device=device)
+            span = slice(start, start + len(rows)), slice(0, part.mask.shape[1])
             ref_logprobs[span], policy_logprobs[span] = other.logprobs.cpu(), own.logprobs.cpu()
             old_values[span], entropy[span] = own.values.cpu(), own.entropy.cpu()  # pyright: ignore[reportOptionalMemberAccess]
     mask = batch.mask
@@ -229,8 +199,7 @@ class PPO:
 
     def __init__(
         self,
-        model: Any,
-        value_head: nn.Module,
+        policy: Policy,
         batch: PolicyBatch,
         credit: Credit,
         settings: PPOSettings,
@@ -239,27 +208,26 @@ class PPO:
         seed: int,
         device: torch.device,
     ) -> None:
-        self._model = model
-        self._value_head = value_head
+        self._policy = policy
         self._batch = batch
         self._credit = credit
         self._settings = settings
         self._first_step = first_step
         self._seed = seed
         self._device = device
-        self._steps_per_epoch = steps_per_epoch(settings, len(batch.actions))
+        self._steps_per_epoch = steps_per_epoch(settings, len(batch.mask))
         self.num_steps = first_step + settings.epochs * self._steps_per_epoch
 
     def minibatches(self, step: int) -> list[PPOMinibatch]:
         epoch, offset = divmod(step - self._first_step, self._steps_per_epoch)
-        order = epoch_order(len(self._batch.actions), seed=self._seed, epoch=self._first_step + epoch)
+        order = epoch_order(len(self._batch.mask), seed=self._seed, epoch=self._first_step + epoch)
         size, count = self._settings.minibatch_size, self._settings.gradient_accumulation
         chosen = order[offset * size * count : (offset + 1) * size * count]
         return [self._minibatch(chosen[start : start + size]) for start in range(0, len(chosen), size)]
 
     def _minibatch(self, rows: list[int]) -> PPOMinibatch:
         part = self._batch.rows(rows)
-        width = part.actions.shape[1]
+        width = part.mask.shape[1]
         credit = self._credit
         return PPOMinibatch(
             part, credit.advantages[rows, :width], credit.returns[rows, :width], credit.old_values[rows, :width]
@@ -267,9 +235,7 @@ class PPO:
 
     def loss(self, batch: PPOMinibatch, step_batches: Sequence[PPOMinibatch]) -> MinibatchLoss:
         settings, part = self._settings, batch.batch
-        output = policy_forward(
-            self._model, self._value_head, part, temperature=settings.sampling.temperature, device=self._device
-        )
+        output = completion_forward(self._policy, part, temperature=settings.sampling.temperature, device=self._device)
         assert output.values is not None
         mask = part.mask.to(self._device)
         policy = ppo_policy_loss(

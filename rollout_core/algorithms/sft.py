@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from rollout_core.algorithms.data import Example, TokenBatch, collate, positions_at
+from rollout_core.algorithms.data import Example, positions_at
 from rollout_core.algorithms.loop import MinibatchLoss
-from rollout_core.algorithms.losses import IGNORED_LABEL, selected_logprobs
+from rollout_core.algorithms.packing import Document, PackedTokens, pack
+from rollout_core.algorithms.policy import Policy
 from rollout_core.config import SFTSettings
 
 
@@ -24,48 +24,32 @@ class SFT:
     name = "sft"
 
     def __init__(
-        self,
-        model: Any,
-        examples: Sequence[Example],
-        settings: SFTSettings,
-        *,
-        pad_token_id: int,
-        seed: int,
-        device: torch.device,
+        self, policy: Policy, examples: Sequence[Example], settings: SFTSettings, *, seed: int, device: torch.device
     ) -> None:
-        self._model = model
+        self._policy = policy
         self._examples = examples
         self._settings = settings
-        self._pad_token_id = pad_token_id
         self._seed = seed
         self._device = device
         self.num_steps = num_steps(settings, len(examples))
 
-    def minibatches(self, step: int) -> list[TokenBatch]:
+    def minibatches(self, step: int) -> list[PackedTokens]:
         size, count = self._settings.minibatch_size, self._settings.gradient_accumulation
         positions = positions_at(step, num_items=len(self._examples), per_step=size * count, seed=self._seed)
-        chosen = [self._examples[position] for position in positions]
-        return [
-            collate(chosen[start : start + size], pad_token_id=self._pad_token_id)
-            for start in range(0, len(chosen), size)
+        documents = [
+            Document(self._examples[position].token_ids, trained=self._examples[position].trained)
+            for position in positions
         ]
+        return [pack(documents[start : start + size]) for start in range(0, len(documents), size)]
 
-    def loss(self, batch: TokenBatch, step_batches: Sequence[TokenBatch]) -> MinibatchLoss:
-        num_items = sum(other.num_trained for other in step_batches)
-        # Only columns in which some row has a target get logits.
-        targets_BT = batch.labels[:, 1:]
-        columns = (targets_BT != IGNORED_LABEL).any(dim=0).nonzero().squeeze(1)
-        targets = targets_BT[:, columns].flatten().to(self._device)
-        logits_BKV = self._model(
-            input_ids=batch.input_ids.to(self._device), logits_to_keep=columns.to(self._device), use_cache=False
-        ).logits
-        logits = logits_BKV.flatten(0, 1)
-        loss = -selected_logprobs(logits, targets).sum() / num_items
-        with torch.no_grad():
-            correct = (logits.argmax(-1) == targets).sum()
-        return MinibatchLoss(loss, {"mean_token_accuracy": (correct / batch.num_trained, batch.num_trained)})
+    def loss(self, batch: PackedTokens, step_batches: Sequence[PackedTokens]) -> MinibatchLoss:
+        num_items = sum(other.num_targets for other in step_batches)
+        weights = torch.full((batch.num_targets,), 1.0 / num_items, device=self._device)
+        found = self._policy(batch.to(self._device), nll_weights=weights)
+        accuracy = found.is_best.float().mean()
+        return MinibatchLoss(found.loss, {"mean_token_accuracy": (accuracy, batch.num_targets)})
 
-    def num_tokens(self, batch: TokenBatch) -> int:
+    def num_tokens(self, batch: PackedTokens) -> int:
         return batch.num_tokens
 
 

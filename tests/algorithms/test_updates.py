@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from rollout_core.algorithms import learners
-from rollout_core.algorithms.data import Example, collate, epoch_order, positions_at, tokenize_sft
+from rollout_core.algorithms.data import Example, epoch_order, positions_at, tokenize_sft
 from rollout_core.algorithms.learners import Workshop, sft_update
 from rollout_core.algorithms.loop import learning_rate
-from rollout_core.algorithms.ppo import KLController, Trajectory, assign_credit, build_batch, policy_forward
+from rollout_core.algorithms.packing import Document, pack
+from rollout_core.algorithms.policy import Policy
+from rollout_core.algorithms.ppo import KLController, Trajectory, assign_credit, build_batch, completion_forward
 from rollout_core.algorithms.sft import SFT
 from rollout_core.algorithms.state import load_policy
 from rollout_core.config import (
@@ -60,34 +62,36 @@ def ragged_examples() -> list[Example]:
     ]
 
 
-def test_sft_loss_and_gradient_equal_transformers_own_on_each_row(policy):
+def test_sft_loss_and_gradient_equal_transformers_own_on_each_row(policy, tiny_model):
     examples = ragged_examples()
-    learner = SFT(policy, examples, sft_settings(), pad_token_id=0, seed=0, device=CPU)
-    batch = collate(examples, pad_token_id=0)
+    learner = SFT(Policy(policy), examples, sft_settings(), seed=0, device=CPU)
+    [batch] = learner.minibatches(0)
     loss = learner.loss(batch, [batch]).loss
     loss.backward()
-    ours = {name: p.grad.clone() for name, p in policy.named_parameters()}
-    policy.zero_grad()
+    plain = load_policy(tiny_model)
     total, count = 0.0, 0
     for example in examples:
-        row = collate([example], pad_token_id=0)
-        trained = row.num_trained
-        total = total + policy(input_ids=row.input_ids, labels=row.labels).loss * trained
+        ids = torch.tensor([example.token_ids])
+        labels = ids.masked_fill(~torch.tensor([example.trained]), -100)
+        trained = sum(example.trained[1:])
+        total = total + plain(input_ids=ids, labels=labels).loss * trained
         count += trained
     (total / count).backward()
     assert torch.allclose(loss, total / count, atol=1e-5)
+    expected = dict(plain.named_parameters())
     for name, parameter in policy.named_parameters():
-        assert torch.allclose(ours[name], parameter.grad, atol=1e-5), name
+        assert torch.allclose(expected[name].grad, parameter.grad, atol=1e-5), name
 
 
 def test_accumulated_minibatches_give_the_gradient_of_the_whole(policy):
     examples = ragged_examples()
-    learner = SFT(policy, examples, sft_settings(), pad_token_id=0, seed=0, device=CPU)
-    whole = collate(examples, pad_token_id=0)
+    learner = SFT(Policy(policy), examples, sft_settings(), seed=0, device=CPU)
+    documents = [Document(example.token_ids, trained=example.trained) for example in examples]
+    whole = pack(documents)
     learner.loss(whole, [whole]).loss.backward()
     expected = {name: p.grad.clone() for name, p in policy.named_parameters()}
     policy.zero_grad()
-    parts = [collate(examples[start : start + 3], pad_token_id=0) for start in (0, 3, 6)]
+    parts = [pack(documents[start : start + 3]) for start in (0, 3, 6)]
     for part in parts:
         learner.loss(part, parts).loss.backward()
     for name, parameter in policy.named_parameters():
@@ -133,14 +137,15 @@ def trajectories() -> list[Trajectory]:
     ]
 
 
-def test_policy_forward_equals_a_plain_pass_over_each_sequence(policy):
+def test_completion_forward_equals_a_plain_pass_over_each_sequence(policy, tiny_model):
     items = trajectories()
-    batch = build_batch(items, pad_token_id=0, missing_eos_penalty=0.0)
+    batch = build_batch(items, missing_eos_penalty=0.0)
     head = torch.nn.Linear(policy.config.hidden_size, 1)
-    output = policy_forward(policy, head, batch, temperature=0.7, device=CPU)
+    output = completion_forward(Policy(policy, head), batch, temperature=0.7, device=CPU)
+    model = load_policy(tiny_model)
     for row, item in enumerate(items):
         ids = torch.tensor([[*item.prompt_token_ids, *item.token_ids]])
-        plain = policy(ids, output_hidden_states=True)
+        plain = model(ids, output_hidden_states=True)
         start, count = len(item.prompt_token_ids) - 1, len(item.token_ids)
         logprobs = torch.log_softmax(plain.logits[0, start:-1] / 0.7, -1)
         chosen = logprobs.gather(1, ids[0, start + 1 :, None]).squeeze(1)
@@ -162,14 +167,14 @@ def test_credit_equals_an_independent_reference(policy, other_tiny_model):
         missing_eos_penalty=0.25,
         sampling=SamplingParams(temperature=1.0),
     )
-    batch = build_batch(items, pad_token_id=0, missing_eos_penalty=settings.missing_eos_penalty)
+    batch = build_batch(items, missing_eos_penalty=settings.missing_eos_penalty)
     head = torch.nn.Linear(policy.config.hidden_size, 1)
-    reference = load_policy(other_tiny_model)
-    credit = assign_credit(policy, head, reference, batch, settings, kl_coef=0.1, device=CPU)
+    learned, reference = Policy(policy, head), Policy(load_policy(other_tiny_model))
+    credit = assign_credit(learned, reference, batch, settings, kl_coef=0.1, device=CPU)
     advantages, returns = [], []
     with torch.no_grad():
-        own = policy_forward(policy, head, batch, temperature=1.0, device=CPU)
-        ref = policy_forward(reference, None, batch, temperature=1.0, device=CPU)
+        own = completion_forward(learned, batch, temperature=1.0, device=CPU)
+        ref = completion_forward(reference, batch, temperature=1.0, device=CPU)
     for row, item in enumerate(items):
         count = len(item.token_ids)
         ratio = np.array(item.logprobs, float) - ref.logprobs[row, :count].double().numpy()

@@ -1,0 +1,133 @@
+"""A language model as a trainer uses it: packed tokens in, log-probabilities of the targets and values out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollout_core.algorithms.attention import PACKED_ATTENTION
+from rollout_core.algorithms.heads import target_logprobs, weighted_nll
+from rollout_core.algorithms.packing import Document, PackedTokens, pack, unpacked_rows
+from rollout_core.errors import ConfigError
+
+_PROBE_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class PolicyOutput:
+    """What one forward pass says of the M targets of its batch."""
+
+    logprobs: Tensor
+    """[M] float32, nats."""
+    entropy: Tensor
+    """[M] float32, nats; zeros unless asked for."""
+    is_best: Tensor
+    """[M] bool, True = no token has a higher logit."""
+    values: Tensor | None = None
+    """[M] float32: the value head's estimate for the state each target is drawn in."""
+
+
+@dataclass(frozen=True)
+class NLLOutput:
+    """Weighted negative log-likelihood of a batch."""
+
+    loss: Tensor
+    """Scalar."""
+    is_best: Tensor
+    """[M] bool, True = no token has a higher logit."""
+
+
+class Policy(nn.Module):
+    """A transformers causal language model over `PackedTokens`, with an optional linear ``head`` on its trunk.
+
+    Models of plain causal attention run packed: no padding, no mask, shared prefixes once. Others (or all, with
+    ``packed=False``) run over padded rows; the results are the same to rounding.
+    """
+
+    def __init__(self, model: Any, head: nn.Module | None = None, *, packed: bool = True) -> None:
+        super().__init__()
+        self.model = model
+        self.head = head
+        self.packed = packed and can_pack(model)
+        self._check_output_layer()
+
+    def forward(
+        self,
+        batch: PackedTokens,
+        *,
+        nll_weights: Tensor | None = None,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> PolicyOutput | NLLOutput:
+        """Log-probabilities of the targets; with ``nll_weights`` [M] instead the loss ``-sum(weights * logprobs)``."""
+        hidden = self.trunk(batch)
+        predictors = hidden[batch.predictors]
+        layer = self.model.get_output_embeddings()
+        if nll_weights is not None:
+            loss, is_best = weighted_nll(predictors, layer.weight, layer.bias, batch.targets, nll_weights)
+            return NLLOutput(loss, is_best)
+        found = target_logprobs(
+            predictors, layer.weight, layer.bias, batch.targets, temperature=temperature, entropy=entropy
+        )
+        values = None if self.head is None else self.head(predictors.float()).squeeze(-1)
+        return PolicyOutput(found.logprobs, found.entropy, found.is_best, values)
+
+    def trunk(self, batch: PackedTokens) -> Tensor:
+        """[N,H] hidden states after the last norm, of every packed token."""
+        trunk = self.model.base_model
+        if not self.packed:
+            return self._padded_trunk(trunk, batch)
+        return trunk(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.position_ids[None],
+            use_cache=False,
+            layout=batch.layout,
+        ).last_hidden_state[0]
+
+    def _padded_trunk(self, trunk: Any, batch: PackedTokens) -> Tensor:
+        rows = unpacked_rows(batch.layout)
+        longest = max(len(row) for row in rows)
+        device = batch.input_ids.device
+        index = torch.tensor([row + row[-1:] * (longest - len(row)) for row in rows], device=device)
+        # Padding at the right is invisible to causal attention, and its outputs are never looked at.
+        hidden = trunk(input_ids=batch.input_ids[index], use_cache=False).last_hidden_state
+        row_of = torch.zeros(len(batch.input_ids), dtype=torch.int64)
+        for number in reversed(range(len(rows))):
+            row_of[rows[number]] = number
+        return hidden[row_of.to(device), batch.position_ids]
+
+    @torch.no_grad()
+    def _check_output_layer(self) -> None:
+        """Logits must be the output layer's own product: some models scale or cap them afterwards."""
+        probe = pack([Document(list(range(1, 9)))]).to(self.model.device)
+        was_training = self.model.training
+        self.model.eval()
+        layer = self.model.get_output_embeddings()
+        expected = self.model(input_ids=probe.input_ids[None], use_cache=False, **self._probe_options(probe)).logits[0]
+        got = layer(self.trunk(probe))
+        self.model.train(was_training)
+        worst = float((got - expected).abs().max())
+        if getattr(self.model.config.get_text_config(), "final_logit_softcapping", None) or not (
+            worst <= _PROBE_TOLERANCE * max(1.0, float(expected.abs().max()))
+        ):
+            raise ConfigError(
+                f"{type(self.model).__name__} changes its logits after the output layer (by up to {worst:.1e}), "
+                "which the trainer cannot do; choose another model"
+            )
+
+    def _probe_options(self, probe: PackedTokens) -> dict[str, Any]:
+        return {"layout": probe.layout} if self.packed else {}
+
+
+def can_pack(model: Any) -> bool:
+    """Whether the model's attention can be told about documents, and if so, tell it to ask."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    plain = kinds <= {"full_attention", "sliding_attention"} and not getattr(config, "attn_logit_softcapping", None)
+    if not plain or not getattr(model, "_supports_attention_backend", False) or model.config.is_encoder_decoder:
+        return False
+    model.config._attn_implementation = PACKED_ATTENTION
+    return True

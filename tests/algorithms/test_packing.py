@@ -1,0 +1,232 @@
+"""Packed forward passes: what a plain pass over each sequence gives, whatever stands beside it."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from rollout_core.algorithms.heads import target_logprobs, weighted_nll
+from rollout_core.algorithms.packing import Document, pack, pack_completions, unpacked_rows
+from rollout_core.algorithms.policy import Policy
+from rollout_core.errors import ConfigError
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 50}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+CONFIGS = {
+    "qwen2": Qwen2Config(**SIZES, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES, **HEADS),
+    "llama": LlamaConfig(**SIZES, **HEADS),
+    "mistral, window of 6": MistralConfig(**SIZES, **HEADS, sliding_window=6),
+    "gpt2": GPT2Config(
+        vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    ),
+}
+
+
+def make_model(kind: str):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind], attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def draw(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(50) for _ in range(count)]
+
+
+def documents(seed: int = 0) -> list[Document]:
+    rng = random.Random(seed)
+    return [
+        Document(draw(rng, 9)),
+        Document(draw(rng, 9)),
+        Document(draw(rng, 7), [draw(rng, 5), draw(rng, 9), draw(rng, 9)]),
+        Document(draw(rng, 4), trained=[True, False, True, True]),
+        Document(draw(rng, 1), [draw(rng, 3)]),
+        Document(draw(rng, 1), [draw(rng, 1), draw(rng, 2)]),
+    ]
+
+
+def plain_logprobs(model, items: list[Document]) -> list[torch.Tensor]:
+    """One tensor a row: log-probabilities of its targets, each row alone through the model as transformers has it."""
+    rows = []
+    for item in items:
+        for branch in item.branches or [None]:
+            ids = torch.tensor([[*item.prefix, *(branch or ())]])
+            logprobs = torch.log_softmax(model(input_ids=ids).logits[0], -1)
+            if branch is None:
+                chosen = [t for t in range(1, ids.shape[1]) if item.trained is None or item.trained[t]]
+            else:
+                chosen = list(range(len(item.prefix), ids.shape[1]))
+            rows.append(torch.stack([logprobs[t - 1, ids[0, t]] for t in chosen]))
+    return rows
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_logprobs_and_gradients_equal_a_plain_pass_over_each_row(kind, packed):
+    plain = make_model(kind)
+    policy = Policy(copy.deepcopy(plain), packed=packed)
+    assert policy.packed is packed
+    batch = pack(documents())
+    expected = plain_logprobs(plain, documents())
+    found = policy(batch).logprobs
+    assert torch.allclose(found, torch.cat(expected), atol=1e-5)
+    padded = batch.padded(found)
+    for row, values in enumerate(expected):
+        assert torch.allclose(padded[row, : len(values)], values, atol=1e-5)
+        assert batch.mask[row].sum() == len(values) and (padded[row, len(values) :] == 0).all()
+    assert torch.allclose(batch.row_sums(found), torch.stack([row.sum() for row in expected]), atol=1e-4)
+    weights = torch.rand(batch.num_targets)
+    (weights * found).sum().backward()
+    (weights * torch.cat(expected)).sum().backward()
+    for (name, ours), theirs in zip(policy.model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, atol=1e-5, rtol=1e-4), name
+
+
+def test_a_model_that_caps_its_attention_runs_padded_and_one_that_caps_its_logits_is_refused():
+    config = Gemma2Config(**SIZES, **HEADS, final_logit_softcapping=None)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    policy = Policy(copy.deepcopy(model))
+    assert not policy.packed
+    batch = pack(documents())
+    assert torch.allclose(policy(batch).logprobs, torch.cat(plain_logprobs(model, documents())), atol=1e-5)
+    capped = AutoModelForCausalLM.from_config(Gemma2Config(**SIZES, **HEADS)).eval()
+    with pytest.raises(ConfigError, match="changes its logits after the output layer"):
+        Policy(capped)
+
+
+def test_the_model_is_saved_as_it_came(tmp_path, tiny_model):
+    from rollout_core.algorithms.state import load_policy
+
+    load_policy(tiny_model).save_pretrained(tmp_path / "plain")
+    model = load_policy(tiny_model)
+    assert Policy(model).packed
+    model.save_pretrained(tmp_path / "packed")
+    for path in (tmp_path / "plain").iterdir():
+        assert path.read_bytes() == (tmp_path / "packed" / path.name).read_bytes()
+
+
+@given(order=st.permutations(range(6)))
+@settings(max_examples=10, deadline=None)
+def test_neighbours_and_order_never_change_a_row(order):
+    policy = Policy(make_model("qwen2"))
+    items = documents()
+    alone = [pack([item]) for item in items]
+    with torch.no_grad():
+        expected = [policy(batch).logprobs for batch in alone]
+        found = policy(pack([items[number] for number in order])).logprobs
+    assert torch.allclose(found, torch.cat([expected[number] for number in order]), atol=1e-5)
+
+
+def test_gradient_checkpointing_changes_nothing():
+    plain = make_model("qwen2").train()
+    checkpointed = copy.deepcopy(plain)
+    checkpointed.gradient_checkpointing_enable()
+    grads = []
+    for model in (plain, checkpointed):
+        Policy(model)(pack(documents())).logprobs.sum().backward()
+        grads.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(*grads, strict=True))
+
+
+def test_the_layout_by_hand():
+    batch = pack([Document([1, 2, 3], [[4, 5], [6]]), Document([7, 8], trained=[True, True])])
+    assert batch.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 3, 0, 1]
+    assert batch.targets.tolist() == [4, 5, 6, 8]
+    assert batch.predictors.tolist() == [2, 3, 2, 6]
+    assert batch.rows.tolist() == [0, 0, 1, 2]
+    assert batch.ends.tolist() == [4, 5, 7]
+    assert batch.padded(torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist() == [[1, 2], [3, 0], [4, 0]]
+    assert unpacked_rows(batch.layout) == [[0, 1, 2, 3, 4], [0, 1, 2, 5], [6, 7]]
+    assert (batch.num_tokens, batch.num_targets, batch.num_rows, batch.width) == (8, 4, 3, 2)
+
+
+def test_neighbours_with_one_prompt_share_it():
+    shared = pack_completions([[1, 2], [1, 2], [3], [1, 2]], [[4], [5, 6], [7], [8]])
+    assert shared.input_ids.tolist() == [1, 2, 4, 5, 6, 3, 7, 1, 2, 8]
+    assert shared.num_rows == 4
+
+
+@pytest.mark.parametrize("document", [Document([]), Document([1], [[2], []])])
+def test_an_empty_sequence_is_refused(document):
+    with pytest.raises(ConfigError, match="document 0 of a batch has an empty prompt or completion"):
+        pack([document])
+
+
+# The output layer
+
+
+@pytest.fixture(params=["whole", "in chunks, kept", "in chunks, made anew"])
+def chunked(request, monkeypatch):
+    from rollout_core.algorithms import heads
+
+    if request.param != "whole":
+        monkeypatch.setattr(heads, "CHUNK_ELEMENTS", 21)
+    if request.param == "in chunks, made anew":
+        monkeypatch.setattr(heads, "KEPT_ELEMENTS", 0)
+
+
+def head_inputs(bias: bool) -> tuple:
+    torch.manual_seed(1)
+    options = {"dtype": torch.float64, "requires_grad": True}
+    hidden, weight = torch.randn(7, 3, **options), torch.randn(5, 3, **options)
+    return hidden, weight, torch.randn(5, **options) if bias else None, torch.randint(0, 5, (7,))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_target_logprobs_and_entropy_against_torch_and_by_gradcheck(chunked, bias, temperature):
+    hidden, weight, offset, targets = head_inputs(bias)
+    found = target_logprobs(hidden, weight, offset, targets, temperature=temperature, entropy=True)
+    logits = torch.nn.functional.linear(hidden, weight, offset) / temperature
+    expected = torch.distributions.Categorical(logits=logits)
+    assert torch.allclose(found.logprobs, expected.log_prob(targets), atol=1e-12)
+    assert torch.allclose(found.entropy, expected.entropy(), atol=1e-12)
+    assert found.is_best.tolist() == (logits.argmax(-1) == targets).tolist()
+    inputs = [item for item in (hidden, weight, offset) if item is not None]
+
+    def both(*given):
+        out = target_logprobs(
+            given[0], given[1], given[2] if bias else None, targets, temperature=temperature, entropy=True
+        )
+        return out.logprobs, out.entropy
+
+    assert torch.autograd.gradcheck(both, inputs)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_weighted_nll_is_minus_the_weighted_logprobs(chunked, bias):
+    hidden, weight, offset, targets = head_inputs(bias)
+    weights = torch.rand(7, dtype=torch.float64)
+    loss, is_best = weighted_nll(hidden, weight, offset, targets, weights)
+    found = target_logprobs(hidden, weight, offset, targets)
+    assert torch.allclose(loss, -(weights * found.logprobs).sum(), atol=1e-12)
+    assert is_best.tolist() == found.is_best.tolist()
+    inputs = [item for item in (hidden, weight, offset) if item is not None]
+    assert torch.autograd.gradcheck(
+        lambda *given: weighted_nll(given[0], given[1], given[2] if bias else None, targets, weights)[0], inputs
+    )
+
+
+def test_large_logits_keep_their_last_digits():
+    hidden = torch.tensor([[1000.0]])
+    weight = torch.tensor([[1.0], [1.001], [0.5]])
+    found = target_logprobs(hidden, weight, None, torch.tensor([0]))
+    expected = torch.log_softmax((hidden.double() @ weight.double().T), -1)[0, 0]
+    assert float(found.logprobs) == pytest.approx(float(expected), abs=1e-4)
