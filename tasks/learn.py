@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rollout_core.algorithms import learners
-from rollout_core.algorithms.learners import Workshop
+from rollout_core.algorithms.workshop import Workshop
 from rollout_core.config import PPOSettings, SFTSettings
 from rollout_core.ids import ContentId
 from rollout_core.records import Checkpoint, Scores

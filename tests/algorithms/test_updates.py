@@ -11,13 +11,14 @@ import torch
 
 from rollout_core.algorithms import learners
 from rollout_core.algorithms.data import Example, epoch_order, positions_at, tokenize_sft
-from rollout_core.algorithms.learners import Workshop, sft_update
+from rollout_core.algorithms.learners import sft_update
 from rollout_core.algorithms.loop import learning_rate
 from rollout_core.algorithms.packing import Document, pack
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.ppo import KLController, Trajectory, assign_credit, build_batch, completion_forward
 from rollout_core.algorithms.sft import SFT
 from rollout_core.algorithms.state import load_policy
+from rollout_core.algorithms.workshop import Workshop
 from rollout_core.config import (
     AdaptiveKL,
     BudgetConfig,

@@ -1,0 +1,83 @@
+"""What all configuration shares: strict models, their identity in cache keys, and the parts every run has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rollout_core.errors import ConfigError
+
+SCHEMA_VERSION = 1
+
+
+class Settings(BaseModel):
+    """Base of every configuration model: unknown keys are errors, values never change after parsing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    def cache_identity(self) -> Any:
+        """What of this model enters a stage's cache key: by default the identities of all its fields."""
+        return {name: identity(getattr(self, name)) for name in type(self).model_fields}
+
+
+def identity(value: Any) -> Any:
+    """What of a stage input enters its cache key, as JSON. Raises ConfigError for what is no id or small value."""
+    if isinstance(value, Settings):
+        return value.cache_identity()
+    if isinstance(value, BaseModel):
+        return {name: identity(getattr(value, name)) for name in type(value).model_fields}
+    if isinstance(value, Mapping):
+        return {str(key): identity(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [identity(item) for item in value]
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    raise ConfigError(
+        f"a stage input of type {type(value).__name__} has no identity; give content ids and small typed values"
+    )
+
+
+class RunInfo(Settings):
+    """How people call this run."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
+    """Label of the run's snapshots and resources; letters, digits, dots, dashes."""
+    tags: tuple[str, ...] = ()
+    """Free labels shown beside the run."""
+    refresh: bool = False
+    """Compute every stage again, cached or not. Samples already in the store's ledger are still not generated twice."""
+
+    def cache_identity(self) -> Any:
+        return None
+
+
+class ModelSource(Settings):
+    """Where a model comes from. Its content, not this address, enters cache keys."""
+
+    uri: str = Field(min_length=1)
+    """A folder in Hugging Face format, a hub id such as ``Qwen/Qwen2.5-0.5B-Instruct``, or the content id of a
+    checkpoint in the object store."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    tokenizer: str | None = None
+    """Folder or hub id of another tokenizer than the model's own."""
+
+
+class SamplingParams(Settings):
+    """How tokens are drawn. Every field enters the sample id."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    """0 is greedy decoding."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, ge=-1)
+    """-1 switches it off."""
+    max_tokens: int = Field(default=16, ge=1)
+    """Longest completion, in tokens."""
+    seed: int | None = None
+    """Mixed into every sample's own seed; another seed gives other completions."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion; they are not part of its text."""
+    stream: Literal[False] = False
+    """Only false: batch inference does not stream."""

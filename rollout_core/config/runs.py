@@ -1,0 +1,134 @@
+"""Whole runs: the content of a TOML file, the parameters of a flow."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from rollout_core.config.backends import BackendConfig, VLLMBackend
+from rollout_core.config.base import SCHEMA_VERSION, ModelSource, RunInfo, SamplingParams, Settings
+from rollout_core.config.learning import JsonlDataset, PPOSettings, SFTSettings
+from rollout_core.rewards import ExactMatchReward, RewardSpec
+
+
+class SFTAlgorithm(SFTSettings):
+    """`[algorithm] kind = "sft"`."""
+
+    kind: Literal["sft"] = "sft"
+    base_model: ModelSource
+
+
+class PPOAlgorithm(PPOSettings):
+    """`[algorithm] kind = "ppo"`."""
+
+    kind: Literal["ppo"] = "ppo"
+    base_model: ModelSource
+    reward: RewardSpec = ExactMatchReward()
+
+
+class TrainSFTConfig(Settings):
+    """`rollout train sft`."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    run: RunInfo = RunInfo(name="sft")
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    num_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of the trainer; fixed threads make CPU training repeatable bit for bit."""
+    algorithm: SFTAlgorithm
+
+
+class TrainPPOConfig(Settings):
+    """`rollout train ppo`."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    run: RunInfo = RunInfo(name="ppo")
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    num_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of the trainer; fixed threads make CPU training repeatable bit for bit."""
+    algorithm: PPOAlgorithm
+    backend: BackendConfig = VLLMBackend()
+
+
+class InputGlob(Settings):
+    """Prompts to complete."""
+
+    glob: str = Field(min_length=1)
+    """A JSONL file, or a pattern with ``*`` or ``?``; lines hold ``prompt`` or ``messages``, optional ``id``, more."""
+
+
+class OutputDir(Settings):
+    """Where results go; the run id lives there too."""
+
+    dir: str = Field(min_length=1)
+
+
+class WorkersConfig(Settings):
+    """Fan-out on this machine. Changes speed only."""
+
+    count: int = Field(default=1, ge=1)
+    """Shards of the input; each is one retryable task."""
+
+
+class InferBatchConfig(Settings):
+    """`rollout infer batch`."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    model: ModelSource
+    sampling: SamplingParams
+    input: InputGlob
+    output: OutputDir
+    workers: WorkersConfig = WorkersConfig()
+    backend: BackendConfig = VLLMBackend()
+
+
+class EvaluationConfig(Settings):
+    """Held-out prompts that decide whether a checkpoint is better."""
+
+    prompts: JsonlDataset
+    sampling: SamplingParams = SamplingParams(temperature=0.0)
+
+
+class PromotionConfig(Settings):
+    """When the new checkpoint becomes the ``latest`` resources of the store."""
+
+    enabled: bool = True
+    resource: str = Field(default="policy", pattern=r"^[A-Za-z0-9._-]+$")
+    """Name of the model among the resources."""
+    tolerance: float = Field(default=0.0, ge=0)
+    """The held-out reward may fall by this much and still be promoted."""
+
+
+class NightlyConfig(Settings):
+    """SFT, then PPO iterations, evaluation before and after, promotion, report."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    run: RunInfo = RunInfo(name="nightly")
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    num_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of the trainer; fixed threads make CPU training repeatable bit for bit."""
+    model: ModelSource
+    reward: RewardSpec = ExactMatchReward()
+    backend: BackendConfig = VLLMBackend()
+    sft: SFTSettings
+    ppo: PPOSettings
+    evaluation: EvaluationConfig
+    promotion: PromotionConfig = PromotionConfig()
+    report_dir: str = "data/report"
+    """Folder of the report: an HTML page and the curves as PNG."""
+
+
+RunConfig = NightlyConfig | TrainSFTConfig | TrainPPOConfig | InferBatchConfig
+
+
+CONFIG_KINDS: dict[str, type[Settings]] = {
+    "nightly": NightlyConfig,
+    "train-sft": TrainSFTConfig,
+    "train-ppo": TrainPPOConfig,
+    "infer-batch": InferBatchConfig,
+}
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of every run configuration, by kind."""
+    return {name: model.model_json_schema() for name, model in CONFIG_KINDS.items()}
