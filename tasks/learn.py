@@ -15,7 +15,7 @@ from tasks import artifacts, places
 from tasks.stage import StageRun, current_stage, stage, stage_logger
 
 
-@stage(version=1, concurrency="learner")
+@stage(version=2, concurrency="learner")
 def sft_update(
     model: ContentId,
     dataset: ContentId,
@@ -37,7 +37,7 @@ def sft_update(
     return checkpoint
 
 
-@stage(version=1, concurrency="learner")
+@stage(version=2, concurrency="learner")
 def ppo_update(
     model: ContentId,
     train_state: ContentId | None,
