@@ -115,26 +115,41 @@ def train_sft(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = Non
 def train_ppo(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, debug: Debug = False) -> None:
     """PPO on the model's own completions."""
     with _one_line_errors(debug):
-        from rollout_core.config import TrainPPOConfig, load_config
-        from rollout_core.plan import plan_ppo
+        from rollout_core.config import TrainPPOConfig
 
-        parsed = load_config(config, TrainPPOConfig, _parse_overrides(set_))
-        facts = plan_ppo(parsed, Path.cwd())
-        if dry_run:
-            settings = parsed.algorithm
-            _print_plan(
-                {"algorithm": "ppo", **facts, "minibatch": settings.minibatch_size, "dataset": settings.prompts.path}
-            )
-            return
+        _train_on_policy("ppo", config, TrainPPOConfig, dry_run, set_)
 
-        def start() -> Any:
-            from flows.train import train_ppo as flow
 
-            return flow(parsed)
+@train_app.command("grpo")
+def train_grpo(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, debug: Debug = False) -> None:
+    """GRPO on groups of the model's own completions."""
+    with _one_line_errors(debug):
+        from rollout_core.config import TrainGRPOConfig
 
-        result = _run_flow(start)
-        typer.echo("reward: " + " ".join(f"{reward:.3f}" for reward in result["rewards"]))
-        _print_checkpoint(result)
+        _train_on_policy("grpo", config, TrainGRPOConfig, dry_run, set_)
+
+
+def _train_on_policy(kind: str, config: Path, model: Any, dry_run: bool, set_: list[str] | None) -> None:
+    from rollout_core.config import load_config
+    from rollout_core.plan import plan_on_policy
+
+    parsed = load_config(config, model, _parse_overrides(set_))
+    facts = plan_on_policy(parsed, Path.cwd())
+    if dry_run:
+        settings = parsed.algorithm
+        _print_plan(
+            {"algorithm": kind, **facts, "minibatch": settings.minibatch_size, "dataset": settings.prompts.path}
+        )
+        return
+
+    def start() -> Any:
+        from flows import train
+
+        return {"ppo": train.train_ppo, "grpo": train.train_grpo}[kind](parsed)
+
+    result = _run_flow(start)
+    typer.echo("reward: " + " ".join(f"{reward:.3f}" for reward in result["rewards"]))
+    _print_checkpoint(result)
 
 
 def _print_checkpoint(result: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The nightly flow: fine-tune, improve by PPO, evaluate before and after, promote what did not get worse, report."""
+"""The nightly flow: fine-tune, PPO or GRPO, evaluate before and after, promote what did not get worse, report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prefect import flow
 
 from flows.healing import run_body
 from flows.report import Report, SampleComparison, write_report
-from flows.train import ppo_iterations
+from flows.train import policy_iterations
 from rollout_core.config import NightlyConfig, apply_overrides, parse_config
 from rollout_core.inference.engines import close_engine
 from rollout_core.inference.samples import decode_completions_blob, decode_samples
@@ -30,7 +30,7 @@ SHOWN_SAMPLES = 8
 
 @flow(name="nightly", flow_run_name="{config.run.name}", persist_result=False)
 def nightly(config: NightlyConfig, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Fine-tune, run PPO iterations, evaluate on held-out prompts before and after, promote, and write a report.
+    """Fine-tune, run PPO or GRPO iterations, evaluate held-out prompts before and after, promote, write a report.
 
     ``overrides`` maps dotted keys of the configuration to values, such as ``{"ppo.iterations": 3}``.
     """
@@ -45,9 +45,11 @@ def nightly(config: NightlyConfig, overrides: dict[str, Any] | None = None) -> d
 
 
 def _nightly(config: NightlyConfig, journal: Journal) -> dict[str, Any]:
+    name = "PPO" if config.ppo is not None else "GRPO"
+    after_policy = f"after {name}"
     model = import_model(config.model).model
     rows = import_sft(config.sft.dataset.path)
-    prompts = import_prompts(config.ppo.prompts.path)
+    prompts = import_prompts(config.policy.prompts.path)
     held_out = import_prompts(config.evaluation.prompts.path)
     reward_source = source_id(config.reward, base=working_folder())
 
@@ -70,11 +72,11 @@ def _nightly(config: NightlyConfig, journal: Journal) -> dict[str, Any]:
     snapshot(tuned, f"{config.run.name}/sft", label="after SFT")
     after_sft = held_out_reward(tuned.model, "after SFT")
 
-    iterations = ppo_iterations(
+    iterations = policy_iterations(
         tuned.model,
         tuned.model,
         prompts.data,
-        config.ppo,
+        config.policy,
         config.backend,
         config.reward,
         seed=config.seed,
@@ -82,7 +84,7 @@ def _nightly(config: NightlyConfig, journal: Journal) -> dict[str, Any]:
         run_name=config.run.name,
     )
     final = iterations[-1].checkpoint
-    after = held_out_reward(final.model, "after PPO")
+    after = held_out_reward(final.model, after_policy)
     promotion = promote(before, after, config.promotion)
 
     rewards = [iteration.scores.mean for iteration in iterations]
@@ -92,7 +94,7 @@ def _nightly(config: NightlyConfig, journal: Journal) -> dict[str, Any]:
         held_out={
             "before": before.mean_reward,
             "after SFT": after_sft.mean_reward,
-            "after PPO": after.mean_reward,
+            after_policy: after.mean_reward,
         },
         rewards=rewards,
         sft_losses=_losses(objects, tuned),
@@ -104,7 +106,11 @@ def _nightly(config: NightlyConfig, journal: Journal) -> dict[str, Any]:
     )
     folder = write_report(report, working_folder() / config.report_dir)
     artifacts.curve(
-        "reward", rewards, title=f"{config.run.name}: training reward", x_label="PPO iteration", y_label="mean reward"
+        "reward",
+        rewards,
+        title=f"{config.run.name}: training reward",
+        x_label=f"{name} iteration",
+        y_label="mean reward",
     )
     artifacts.table(
         "stages",

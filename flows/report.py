@@ -34,7 +34,7 @@ class Report:
     held_out: Mapping[str, float]
     """Mean held-out reward by moment, in order."""
     rewards: Sequence[float]
-    """Mean training reward of each PPO iteration."""
+    """Mean training reward of each iteration."""
     sft_losses: Sequence[float]
     promotion: str
     promoted: bool
@@ -49,7 +49,7 @@ def write_report(report: Report, folder: Path) -> Path:
     draw_curve(
         folder / REWARD_PNG,
         {"mean training reward": report.rewards},
-        title="Reward per PPO iteration",
+        title="Reward per iteration",
         x_label="iteration",
         y_label="reward",
         marks={f"held out {moment}: {value:.3f}": value for moment, value in report.held_out.items()},

@@ -1,4 +1,4 @@
-"""Training flows: `train_sft` and `train_ppo`, and the PPO iterations that the nightly flow shares."""
+"""Training flows: one per algorithm, and the on-policy iterations that the nightly flow shares."""
 
 from __future__ import annotations
 
@@ -8,41 +8,48 @@ from typing import Any
 from prefect import flow
 
 from flows.healing import run_body
-from rollout_core.config import BackendConfig, PPOSettings, TrainPPOConfig, TrainSFTConfig
+from rollout_core.config import (
+    BackendConfig,
+    GRPOSettings,
+    PPOSettings,
+    TrainGRPOConfig,
+    TrainPPOConfig,
+    TrainSFTConfig,
+)
 from rollout_core.ids import ContentId
 from rollout_core.inference.engines import close_engine
-from rollout_core.plan import context_limit, plan_ppo, plan_sft
+from rollout_core.plan import context_limit, plan_on_policy, plan_sft
 from rollout_core.records import Checkpoint, Scores
 from rollout_core.rewards import RewardSpec, source_id
 from tasks.generate import batch_inference
 from tasks.journal import Journal
 from tasks.keep import import_model, import_prompts, import_sft, snapshot
-from tasks.learn import ppo_update, sft_update
+from tasks.learn import grpo_update, ppo_update, sft_update
 from tasks.places import working_folder
 from tasks.prompts import enqueue_prompts
 from tasks.score import score_rewards
 
 
 @dataclass(frozen=True)
-class PPOIteration:
+class Iteration:
     """What one round of generate, score, update gave."""
 
     scores: Scores
     checkpoint: Checkpoint
 
 
-def ppo_iterations(
+def policy_iterations(
     start: ContentId,
     reference: ContentId,
     prompts: ContentId,
-    settings: PPOSettings,
+    settings: PPOSettings | GRPOSettings,
     backend: BackendConfig,
     reward: RewardSpec,
     *,
     seed: int,
     num_threads: int | None,
     run_name: str,
-) -> list[PPOIteration]:
+) -> list[Iteration]:
     """Rounds of enqueue, generate, score, update, snapshot; each on the policy of the round before."""
     reward_source = source_id(reward, base=working_folder())
     model, train_state = start, None
@@ -61,19 +68,15 @@ def ppo_iterations(
         )
         completions = batch_inference(prompt_set, settings.sampling, backend, label=label)
         scores = score_rewards(completions, reward, reward_source, label=label)
-        checkpoint = ppo_update(
-            model,
-            train_state,
-            reference,
-            scores,
-            completions.samples,
-            settings,
-            seed=seed + number,
-            num_threads=num_threads,
-            label=label,
-        )
-        snapshot(checkpoint, f"{run_name}/ppo-{number + 1}", label=label)
-        iterations.append(PPOIteration(scores, checkpoint))
+        inputs = model, train_state, reference, scores, completions.samples
+        options = {"seed": seed + number, "num_threads": num_threads, "label": label}
+        if isinstance(settings, GRPOSettings):
+            checkpoint = grpo_update(*inputs, settings, **options)
+        else:
+            checkpoint = ppo_update(*inputs, settings, **options)
+        kind = "grpo" if isinstance(settings, GRPOSettings) else "ppo"
+        snapshot(checkpoint, f"{run_name}/{kind}-{number + 1}", label=label)
+        iterations.append(Iteration(scores, checkpoint))
         model, train_state = checkpoint.model, checkpoint.train_state
     return iterations
 
@@ -97,13 +100,23 @@ def train_sft(config: TrainSFTConfig) -> dict[str, Any]:
 @flow(name="train-ppo", flow_run_name="{config.run.name}", persist_result=False)
 def train_ppo(config: TrainPPOConfig) -> dict[str, Any]:
     """PPO of one model on its own completions; returns the last checkpoint record and the reward of each iteration."""
-    plan_ppo(config, working_folder())
+    plan_on_policy(config, working_folder())
+    return _train_on_policy(config)
 
+
+@flow(name="train-grpo", flow_run_name="{config.run.name}", persist_result=False)
+def train_grpo(config: TrainGRPOConfig) -> dict[str, Any]:
+    """GRPO of one model on groups of its completions; returns the last checkpoint and the reward of each iteration."""
+    plan_on_policy(config, working_folder())
+    return _train_on_policy(config)
+
+
+def _train_on_policy(config: TrainPPOConfig | TrainGRPOConfig) -> dict[str, Any]:
     def body(journal: Journal) -> dict[str, Any]:
         settings = config.algorithm
         model = import_model(settings.base_model).model
         prompts = import_prompts(settings.prompts.path)
-        iterations = ppo_iterations(
+        iterations = policy_iterations(
             model,
             model,
             prompts.data,

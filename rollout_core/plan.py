@@ -17,9 +17,10 @@ from rollout_core.config import (
     JsonlDataset,
     ModelSource,
     NightlyConfig,
-    PPOSettings,
+    OnPolicySettings,
     SamplingParams,
     SFTSettings,
+    TrainGRPOConfig,
     TrainPPOConfig,
     TrainSFTConfig,
     VLLMBackend,
@@ -98,7 +99,7 @@ class Plan:
                 f"{what}.dataset.path: rows hold chat messages, but the tokenizer has no chat template"
             )
 
-    def ppo(self, what: str, settings: PPOSettings, backend: BackendConfig) -> Sequence[PromptRow] | None:
+    def on_policy(self, what: str, settings: OnPolicySettings, backend: BackendConfig) -> Sequence[PromptRow] | None:
         """Training prompts."""
         rows = self.prompt_file(f"{what}.prompts.path", settings.prompts)
         self.facts["training prompts"] = len(rows or ())
@@ -160,12 +161,12 @@ def plan_sft(config: TrainSFTConfig, base: Path) -> dict[str, Any]:
     return plan.done()
 
 
-def plan_ppo(config: TrainPPOConfig, base: Path) -> dict[str, Any]:
-    """Check a PPO run. Raises ConfigError naming all that is wrong."""
+def plan_on_policy(config: TrainPPOConfig | TrainGRPOConfig, base: Path) -> dict[str, Any]:
+    """Check a PPO or GRPO run. Raises ConfigError naming all that is wrong."""
     plan = Plan(base)
     plan.model("algorithm.base_model", config.algorithm.base_model)
     plan.backend("backend", config.backend)
-    rows = plan.ppo("algorithm", config.algorithm, config.backend)
+    rows = plan.on_policy("algorithm", config.algorithm, config.backend)
     plan.reward("algorithm.reward", config.algorithm.reward)
     plan.answers("algorithm.prompts.path", rows, config.algorithm.reward)
     return plan.done()
@@ -187,11 +188,12 @@ def plan_nightly(config: NightlyConfig, base: Path) -> dict[str, Any]:
     plan.model("model", config.model)
     plan.backend("backend", config.backend)
     plan.sft("sft", config.sft)
-    rows = plan.ppo("ppo", config.ppo, config.backend)
+    policy = "ppo" if config.ppo is not None else "grpo"
+    rows = plan.on_policy(policy, config.policy, config.backend)
     held_out = plan.prompt_file("evaluation.prompts.path", config.evaluation.prompts)
     plan.prompts("evaluation.prompts.path", held_out, context_limit(config.backend), config.evaluation.sampling)
     plan.reward("reward", config.reward)
-    plan.answers("ppo.prompts.path", rows, config.reward)
+    plan.answers(f"{policy}.prompts.path", rows, config.reward)
     plan.answers("evaluation.prompts.path", held_out, config.reward)
     plan.facts["held-out prompts"] = len(held_out or ())
     return plan.done()

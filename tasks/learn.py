@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from rollout_core.algorithms import learners
 from rollout_core.algorithms.workshop import Workshop
-from rollout_core.config import PPOSettings, SFTSettings
+from rollout_core.config import GRPOSettings, PPOSettings, SFTSettings
 from rollout_core.ids import ContentId
 from rollout_core.records import Checkpoint, Scores
 from tasks import artifacts, places
@@ -54,14 +54,47 @@ def ppo_update(
     run = current_stage()
     with _workshop(run, seed, num_threads, f"PPO {label}".strip()) as workshop:
         checkpoint = learners.ppo_update(model, train_state, reference, scores, samples, settings, workshop)
-    rows = [{"figure": name, "value": value} for name, value in checkpoint.summary.items()]
-    artifacts.table("ppo", rows, f"PPO {label}".strip())
+    _show_iteration("PPO", checkpoint, model, train_state, reference, scores, label)
+    return checkpoint
+
+
+@stage(version=1, concurrency="learner")
+def grpo_update(
+    model: ContentId,
+    train_state: ContentId | None,
+    reference: ContentId,
+    scores: Scores,
+    samples: ContentId,
+    settings: GRPOSettings,
+    *,
+    seed: int,
+    num_threads: int | None = None,
+    label: str = "",
+) -> Checkpoint:
+    """One GRPO iteration over scored groups of completions of ``model``; resumes from its last snapshot."""
+    run = current_stage()
+    with _workshop(run, seed, num_threads, f"GRPO {label}".strip()) as workshop:
+        checkpoint = learners.grpo_update(model, train_state, reference, scores, samples, settings, workshop)
+    _show_iteration("GRPO", checkpoint, model, train_state, reference, scores, label)
+    return checkpoint
+
+
+def _show_iteration(
+    name: str,
+    checkpoint: Checkpoint,
+    model: ContentId,
+    train_state: ContentId | None,
+    reference: ContentId,
+    scores: Scores,
+    label: str,
+) -> None:
+    rows = [{"figure": figure, "value": value} for figure, value in checkpoint.summary.items()]
+    artifacts.table(name.lower(), rows, f"{name} {label}".strip())
     _show(
         checkpoint,
         {"model": model, "train state": train_state, "reference": reference, "scores": scores.scores},
-        f"PPO checkpoint {label}".strip(),
+        f"{name} checkpoint {label}".strip(),
     )
-    return checkpoint
 
 
 @contextmanager

@@ -49,7 +49,7 @@ def test_every_shipped_example_loads(name):
         ({"sft.optimizer.lr": 0}, r"sft\.optimizer\.lr: .*greater than 0; got 0"),
         ({"sft.optimizer.lr": float("nan")}, r"sft\.optimizer\.lr: "),
         ({"sft.minibatch_size": "many"}, r"sft\.minibatch_size: .*integer.*got 'many'"),
-        ({"ppo.sampling.top_p": 0.5}, r"ppo: PPO needs samples of the policy itself"),
+        ({"ppo.sampling.top_p": 0.5}, r"ppo: on-policy training needs samples of the policy itself"),
         ({"reward": {"kind": "exact"}}, r"reward\.kind: .*got 'exact'"),
         ({"run.name": "a/b"}, r"run\.name: "),
         ({"schema_version": 2}, r"schema_version: .*got 2"),

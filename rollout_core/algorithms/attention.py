@@ -1,14 +1,15 @@
 """Causal attention within packed documents, registered with transformers under the name ``rollout_packed``.
 
 Everything else in a decoder works token by token; only attention has to know where documents begin and end. Each
-document is attended to by itself with torch's own fused kernels, so neither padding nor a dense mask over the whole row
-is ever computed: on a CPU by one call for each run of equally long documents, on a GPU in half precision by one
-variable-length call (arXiv:2205.14135) over all of them.
+document is attended to by itself with torch's own fused kernels, never under a dense mask over the whole row: on a GPU
+in half precision by one variable-length call (arXiv:2205.14135) over all of them, else by one call for each bucket of
+documents of similar length.
 """
 
 from __future__ import annotations
 
-from itertools import groupby
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from rollout_core.algorithms.packing import Layout
 from rollout_core.errors import ConfigError
 
 PACKED_ATTENTION = "rollout_packed"
+PADDING_WORTH_A_CALL = 2**15
+"""Pairs of query and key that may be computed in vain to spare a call."""
 
 
 def packed_attention(
@@ -47,111 +50,174 @@ def packed_attention(
             "set packing.enabled = false for this model"
         )
     groups = query.shape[1] // key.shape[1]
-    varlen = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout and not sliding_window
-    if varlen:
-        return _attend_varlen(query, key, value, layout, scaling, groups), None
+    # [N,H,D], which is how the projections laid them out
+    q, k, v = (item[0].transpose(0, 1) for item in (query, key, value))
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout and not sliding_window:
+        return _attend_varlen(q, k, v, layout, scaling, groups)[None], None
     if groups > 1:
-        key, value = (item.repeat_interleave(groups, dim=1) for item in (key, value))
-    return _attend_by_document(query, key, value, layout, scaling, dropout, sliding_window), None
-
-
-def _attend_by_document(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: Layout,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-) -> Tensor:
-    # split, because its backward is one concatenation; that of a slice fills a whole row with zeros.
-    parts: list[Tensor] = []
-    runs = [(document, len(list(same))) for document, same in groupby(layout.documents)]
-    lengths = [length for (prefix, branches), count in runs for length in _run_lengths(prefix, branches, count)]
-    pieces = list(zip(*(item.split(lengths, dim=2) for item in (query, key, value)), strict=True))
-    pieces.reverse()
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        earlier, own = k.shape[2] - q.shape[2], q.shape[2]
-        mask = None
-        if earlier or (window is not None and own > window):
-            mask = layout.branch_mask(earlier, own, q.device)
-            if window is not None and earlier + own > window:
-                mask = mask & mask.new_ones(mask.shape).triu(diagonal=earlier - window + 1)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, dropout_p=dropout
+        k, v = (item.repeat_interleave(groups, dim=1) for item in (k, v))
+    plan = layout.cached(
+        ("buckets", q.device, sliding_window), lambda: BucketPlan.of(layout, q.device, window=sliding_window)
+    )
+    parts = [
+        F.scaled_dot_product_attention(
+            _batched(q, bucket.queries, bucket.count),
+            _batched(k, bucket.keys, bucket.count),
+            _batched(v, bucket.keys, bucket.count),
+            attn_mask=bucket.mask,
+            is_causal=bucket.mask is None,
+            scale=scaling,
+            dropout_p=dropout,
         )
-        return out.transpose(1, 2).reshape(1, -1, *out.shape[1::2])
-
-    for (_, branches), count in runs:
-        if not branches:
-            parts.append(attend(*(_stack(item, count) for item in pieces.pop())))
-            continue
-        for _ in range(count):
-            q, prefix_k, prefix_v = pieces.pop()
-            parts.append(attend(q, prefix_k, prefix_v))
-            for _ in branches:
-                q, k, v = pieces.pop()
-                parts.append(attend(q, torch.cat((prefix_k, k), dim=2), torch.cat((prefix_v, v), dim=2)))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        .transpose(1, 2)
+        .reshape(-1, *q.shape[1:])
+        for bucket in plan.buckets
+    ]
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if plan.order is not None:
+        whole = whole.index_select(0, plan.order)
+    return whole[None], None
 
 
-def _run_lengths(prefix: int, branches: tuple[int, ...], count: int) -> list[int]:
-    """How a run of ``count`` equal documents is cut: plain ones stay together as one batch."""
-    return [prefix * count] if not branches else [prefix, *branches] * count
+def _batched(tokens: Tensor, index: Tensor | None, count: int) -> Tensor:
+    """[N,H,D] to [count,H,T,D]: chosen tokens, or all of them without a copy."""
+    chosen = tokens if index is None else tokens.index_select(0, index)
+    return chosen.view(count, -1, *tokens.shape[1:]).transpose(1, 2)
 
 
-def _stack(tokens: Tensor, count: int) -> Tensor:
-    """[1,H,count*T,D] to [count,H,T,D] without a copy."""
-    return tokens.view(tokens.shape[1], count, -1, tokens.shape[3]).transpose(0, 1)
+@dataclass(frozen=True)
+class _Bucket:
+    """Segments of similar length that are attended to in one call."""
+
+    count: int
+    queries: Tensor | None
+    """[count * T] int64: their tokens, padded at the right; None for all tokens of the batch."""
+    keys: Tensor | None
+    """[count * (P + T)] int64: the prefix before each, padded at the left, and its own tokens."""
+    mask: Tensor | None
+    """[count,1,T,P+T] or [T,P+T] bool, True = may attend; None for plain causality."""
 
 
-def _attend_varlen(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float | None, groups: int
-) -> Tensor:
+@dataclass(frozen=True)
+class BucketPlan:
+    """Which segments are batched with which, so that little padding is attended to in few calls."""
+
+    buckets: tuple[_Bucket, ...]
+    order: Tensor | None
+    """[N] int64: where each packed token's output lies among those of all buckets; None if it is in place."""
+
+    @classmethod
+    def of(cls, layout: Layout, device: torch.device, *, window: int | None) -> BucketPlan:
+        """The plan of a batch. A segment is a prefix by itself, or a branch after its prefix."""
+        segments = sorted(_segments(layout), key=lambda item: (item.earlier, item.length, item.start))
+        if len({(item.earlier, item.length) for item in segments}) == 1 and not segments[0].earlier:
+            length = segments[0].length
+            mask = None if window is None or length <= window else _mask([0], 0, length, window, device)[0, 0]
+            return cls((_Bucket(len(segments), None, None, mask),), None)
+        buckets, order, offset = [], torch.empty(sum(item.length for item in segments), dtype=torch.int64), 0
+        for chosen in _similar(segments):
+            width, earlier = max(item.length for item in chosen), max(item.earlier for item in chosen)
+            queries = torch.stack([_padded(item.start, item.length, width) for item in chosen])
+            own_and_earlier = [torch.stack([_padded_left(item, earlier) for item in chosen]), queries]
+            plain = not earlier and (window is None or width <= window)
+            mask = None if plain else _mask([item.earlier for item in chosen], earlier, width, window, device)
+            keys = torch.cat(own_and_earlier, dim=1).flatten().to(device)
+            buckets.append(_Bucket(len(chosen), queries.flatten().to(device), keys, mask))
+            for number, item in enumerate(chosen):
+                first = offset + number * width
+                order[item.start : item.start + item.length] = torch.arange(first, first + item.length)
+            offset += len(chosen) * width
+        return cls(tuple(buckets), order.to(device))
+
+
+@dataclass(frozen=True)
+class _Segment:
+    start: int
+    length: int
+    earlier: int
+    """Length of the prefix it continues; 0 for a prefix itself."""
+    prefix_start: int
+
+
+def _segments(layout: Layout) -> Iterator[_Segment]:
+    start = 0
+    for prefix, branches in layout.documents:
+        prefix_start = start
+        yield _Segment(start, prefix, 0, start)
+        start += prefix
+        for length in branches:
+            yield _Segment(start, length, prefix, prefix_start)
+            start += length
+
+
+def _similar(segments: Sequence[_Segment]) -> list[list[_Segment]]:
+    """Cut sorted segments where padding would cost more than another call."""
+    runs: list[list[_Segment]] = []
+    for item in segments:
+        if runs and bool(item.earlier) == bool(runs[-1][0].earlier):
+            longest = max(item.length, *(other.length for other in runs[-1]))
+            widest = max(item.earlier, *(other.earlier for other in runs[-1]))
+            area = longest * (longest + widest)
+            cells = sum(other.length * (other.length + other.earlier) for other in (*runs[-1], item))
+            if area * (len(runs[-1]) + 1) <= cells + PADDING_WORTH_A_CALL:
+                runs[-1].append(item)
+                continue
+        runs.append([item])
+    return runs
+
+
+def _padded(start: int, length: int, width: int) -> Tensor:
+    """Tokens of a segment and repetitions of its last one, whose outputs nobody reads."""
+    return torch.arange(start, start + width).clamp(max=start + length - 1)
+
+
+def _padded_left(item: _Segment, width: int) -> Tensor:
+    return torch.arange(item.earlier - width, item.earlier).clamp(min=0) + item.prefix_start
+
+
+def _mask(lengths: Sequence[int], earlier: int, width: int, window: int | None, device: torch.device) -> Tensor:
+    """[B,1,width,earlier + width] bool: the last ``lengths[b]`` places of the prefix, and the own past."""
+    seen = torch.ones(width, earlier + width, dtype=torch.bool, device=device).tril(diagonal=earlier)
+    if window is not None:
+        seen = seen.triu(diagonal=earlier - window + 1)
+    first = earlier - torch.tensor(lengths, device=device)
+    return (seen & (torch.arange(earlier + width, device=device) >= first[:, None, None]))[:, None]
+
+
+def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float | None, groups: int) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    q_ends, k_ends, k_index, longest_q, longest_k = _varlen_index(layout, query.device)
-    q, k, v = (item[0].transpose(0, 1) for item in (query, key, value))
+    q_ends, k_ends, k_index, longest_q, longest_k = layout.cached(
+        ("varlen", q.device), lambda: _varlen_index(layout, q.device)
+    )
     if k_index is not None:
         k, v = k[k_index], v[k_index]
     # Queries are aligned with the last keys, and a window of (-1, 0) is causality.
     out = varlen_attn(
-        q,
-        k,
-        v,
-        q_ends,
-        k_ends,
-        longest_q,
-        longest_k,
-        scale=scaling,
-        window_size=(-1, 0),
-        enable_gqa=groups > 1,
+        q, k, v, q_ends, k_ends, longest_q, longest_k, scale=scaling, window_size=(-1, 0), enable_gqa=groups > 1
     )
     assert isinstance(out, Tensor)
-    return out[None]
+    return out
 
 
 def _varlen_index(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None, int, int]:
     """Ends of queries and of keys of every segment, and the keys' places where a branch needs its prefix's too."""
-    q_lengths, k_lengths, places, start, branched = [], [], [], 0, False
-    for prefix, branches in layout.documents:
-        prefix_places = range(start, start + prefix)
-        q_lengths.append(prefix)
-        k_lengths.append(prefix)
-        places.extend(prefix_places)
-        start += prefix
-        for length in branches:
-            branched = True
-            q_lengths.append(length)
-            k_lengths.append(prefix + length)
-            places.extend([*prefix_places, *range(start, start + length)])
-            start += length
+    segments = list(_segments(layout))
+    q_lengths = [item.length for item in segments]
+    k_lengths = [item.earlier + item.length for item in segments]
+    index = None
+    if any(item.earlier for item in segments):
+        places = [
+            place
+            for item in segments
+            for part in ((item.prefix_start, item.earlier), (item.start, item.length))
+            for place in range(part[0], part[0] + part[1])
+        ]
+        index = torch.tensor(places, device=device)
 
     def ends(lengths: list[int]) -> Tensor:
         return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(device=device, dtype=torch.int32)
 
-    index = torch.tensor(places, device=device) if branched else None
     return ends(q_lengths), ends(k_lengths), index, max(q_lengths), max(k_lengths)
 
 

@@ -109,14 +109,17 @@ class _TargetLogprobs(torch.autograd.Function):
                     torch.div(weights, sums[:, None], out=kept[chunk])
                 else:
                     logsums[chunk] = log_sums + maxima.squeeze(1)
-        ctx.temperature, ctx.want_entropy = temperature, want_entropy
+        ctx.temperature = temperature
         ctx.save_for_backward(hidden, weight, bias, targets, logsums, entropy, kept)
         ctx.mark_non_differentiable(is_best)
+        ctx.set_materialize_grads(False)  # an entropy that is only looked at costs no backward pass
         return logprobs, entropy, is_best
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, _: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: Any) -> tuple[Any, ...]:
+        if grad_logprobs is None and grad_entropy is None:
+            return (None,) * 6
         hidden, weight, bias, targets, logsums, entropy, kept = ctx.saved_tensors
         cast = weight.to(hidden.dtype)
         cast_bias = None if bias is None else bias.to(hidden.dtype)
@@ -127,13 +130,14 @@ class _TargetLogprobs(torch.autograd.Function):
             else:
                 logits = _logits(hidden[chunk], cast, cast_bias) / ctx.temperature
                 probabilities = logits.sub_(logsums[chunk, None]).exp_()
-            upstream = grad_logprobs[chunk]
-            grad = probabilities * -upstream[:, None]
-            if ctx.want_entropy:
+            grad = torch.zeros_like(probabilities)
+            if grad_logprobs is not None:
+                grad = probabilities * -grad_logprobs[chunk, None]
+                grad[torch.arange(len(grad), device=grad.device), targets[chunk]] += grad_logprobs[chunk]
+            if grad_entropy is not None:
                 # d entropy / d logit = -p (log p + entropy)
                 surprise = torch.xlogy(probabilities, probabilities) + probabilities * entropy[chunk, None]
                 grad -= surprise.mul_(grad_entropy[chunk, None])
-            grad[torch.arange(len(grad), device=grad.device), targets[chunk]] += upstream
             if ctx.temperature != 1.0:
                 grad /= ctx.temperature
             grads.add(chunk, grad, cast)

@@ -6,23 +6,26 @@ needs is a pure function of its inputs, so the outcome is the same bytes as with
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
 from torch import nn
 
-from rollout_core.algorithms import ppo as ppo_module
-from rollout_core.algorithms import sft as sft_module
 from rollout_core.algorithms.data import DataReport, tokenize_sft
+from rollout_core.algorithms.experience import Trajectory, build_batch, steps_per_iteration
+from rollout_core.algorithms.grpo import GRPO, compare_groups
 from rollout_core.algorithms.loop import LoopHooks, build_accelerator, build_optimizer, train
-from rollout_core.algorithms.policy import Policy
-from rollout_core.algorithms.ppo import KLController, Trajectory, assign_credit, build_batch
+from rollout_core.algorithms.policy import Policy, ValueModel, zero_head
+from rollout_core.algorithms.ppo import PPO, KLController, assign_credit
+from rollout_core.algorithms.sft import SFT
 from rollout_core.algorithms.state import TrainState, load_policy, load_state
 from rollout_core.algorithms.workshop import Resumption, Workshop
-from rollout_core.config import PPOSettings, SFTSettings
+from rollout_core.config import GRPOSettings, OnPolicySettings, PPOSettings, SFTSettings
 from rollout_core.datasets import parse_sft
 from rollout_core.errors import ConfigError
 from rollout_core.ids import ContentId
@@ -32,6 +35,8 @@ from rollout_core.objects import ObjectStore
 from rollout_core.records import Checkpoint, Scores
 from rollout_core.seeding import seed_everything
 from rollout_core.snapshots import SnapshotStore
+
+VALUES = "value_function"  # "values" is a method of ModuleDict
 
 
 def sft_update(
@@ -47,7 +52,7 @@ def sft_update(
     trained = load_policy(folder).to(accelerator.device).train()
     _check_sequence_length(trained, max(len(example.token_ids) for example in examples))
     state = TrainState(trained, build_optimizer(settings.optimizer, list(trained.parameters())), seed=workshop.seed)
-    algorithm = sft_module.SFT(Policy(trained), examples, settings, seed=workshop.seed, device=accelerator.device)
+    algorithm = SFT(Policy(trained), examples, settings, seed=workshop.seed, device=accelerator.device)
     resumption = Resumption(workshop, "sft", settings, folder)
     resumption.restore(state)
     workshop.on_start(state.step, algorithm.num_steps)
@@ -72,40 +77,94 @@ def ppo_update(
 ) -> Checkpoint:
     """One PPO iteration on scored completions of ``model``.
 
-    ``train_state`` is the previous iteration's (optimizer, value head, KL coefficient); None for the first iteration.
+    ``train_state`` is the previous iteration's (optimizer, values, KL coefficient); None for the first iteration.
     """
-    folder = workshop.model(model)
     trajectories = load_trajectories(workshop.objects, samples, scores)
     seed_everything(workshop.seed, num_threads=workshop.num_threads)
     accelerator = build_accelerator(settings.precision)
     device = accelerator.device
-    trained = load_policy(folder).to(device).train()
-    value_head = _value_head(trained).to(device)
-    modules = nn.ModuleDict({ppo_module.VALUE_HEAD: value_head})
-    state = TrainState(
-        trained,
-        build_optimizer(settings.optimizer, [*trained.parameters(), *modules.parameters()]),
-        modules,
-        seed=workshop.seed,
-    )
-    policy = Policy(trained, value_head)
-    if train_state is not None:
-        _continue_from(state, train_state, workshop.objects)
-    state.metrics = []
+    trained = load_policy(workshop.model(model)).to(device).train()
+    values = ValueModel(copy.deepcopy(trained.base_model)) if settings.values == "model" else zero_head(trained)
+    state = _on_policy_state(trained, {VALUES: values.to(device)}, train_state, settings, workshop)
+    policy = Policy(trained, values)
     controller = KLController(settings.kl, state.extras.get("kl_coef"))
-
-    batch = build_batch(trajectories, missing_eos_penalty=settings.missing_eos_penalty)
     reference_policy = Policy(load_policy(workshop.model(reference)).to(device).eval())
-    credit = assign_credit(policy, reference_policy, batch, settings, kl_coef=controller.coef, device=device)
-    del reference_policy
-    controller.update(credit.mean_kl, len(trajectories))
-    state.extras = {"kl_coef": controller.coef}
-
-    algorithm = ppo_module.PPO(
-        policy, batch, credit, settings, first_step=state.step, seed=workshop.seed, device=device
+    batch, figures, mean_kl = assign_credit(
+        policy,
+        reference_policy,
+        build_batch(trajectories, missing_eos_penalty=settings.missing_eos_penalty),
+        settings,
+        kl_coef=controller.coef,
+        device=device,
     )
+    del reference_policy
+    controller.update(mean_kl, len(trajectories))
+    state.extras = {"kl_coef": controller.coef}
+    algorithm = PPO(policy, batch, settings, first_step=state.step, seed=workshop.seed, device=device)
+    return _train_iteration(algorithm, state, settings, accelerator, workshop, workshop.model(model), figures)
+
+
+def grpo_update(
+    model: ContentId,
+    train_state: ContentId | None,
+    reference: ContentId,
+    scores: Scores,
+    samples: ContentId,
+    settings: GRPOSettings,
+    workshop: Workshop,
+) -> Checkpoint:
+    """One GRPO iteration on scored groups of completions of ``model``; ``reference`` counts only where kl_coef is set.
+
+    ``train_state`` is the previous iteration's optimizer; None for the first iteration.
+    """
+    trajectories = load_trajectories(workshop.objects, samples, scores)
+    seed_everything(workshop.seed, num_threads=workshop.num_threads)
+    accelerator = build_accelerator(settings.precision)
+    device = accelerator.device
+    trained = load_policy(workshop.model(model)).to(device).train()
+    state = _on_policy_state(trained, {}, train_state, settings, workshop)
+    policy = Policy(trained)
+    reference_policy = None
+    if settings.kl_coef:
+        reference_policy = Policy(load_policy(workshop.model(reference)).to(device).eval())
+    batch = build_batch(trajectories, missing_eos_penalty=settings.missing_eos_penalty)
+    batch, figures = compare_groups(policy, reference_policy, batch, settings, device=device)
+    del reference_policy
+    algorithm = GRPO(policy, batch, settings, first_step=state.step, seed=workshop.seed, device=device)
+    return _train_iteration(algorithm, state, settings, accelerator, workshop, workshop.model(model), figures)
+
+
+def _on_policy_state(
+    trained: Any,
+    modules: Mapping[str, nn.Module],
+    train_state: ContentId | None,
+    settings: OnPolicySettings,
+    workshop: Workshop,
+) -> TrainState:
+    """The state an iteration starts from: that of the iteration before, without its rows of figures."""
+    extra = nn.ModuleDict(modules)
+    optimizer = build_optimizer(settings.optimizer, [*trained.parameters(), *extra.parameters()])
+    state = TrainState(trained, optimizer, extra, seed=workshop.seed)
+    if train_state is not None:
+        with tempfile.TemporaryDirectory(prefix="rollout-restore-") as scratch:
+            folder = Path(scratch) / "state"
+            SnapshotStore(workshop.objects).restore(train_state, folder)
+            load_state(state, folder)
+    state.metrics = []
+    return state
+
+
+def _train_iteration(
+    algorithm: PPO | GRPO,
+    state: TrainState,
+    settings: OnPolicySettings,
+    accelerator: Accelerator,
+    workshop: Workshop,
+    tokenizer_from: Path,
+    figures: Mapping[str, float],
+) -> Checkpoint:
     first_step = state.step
-    resumption = Resumption(workshop, "ppo", settings, folder)
+    resumption = Resumption(workshop, algorithm.name, settings, tokenizer_from)
     resumption.restore(state)
     workshop.on_start(state.step - first_step, algorithm.num_steps - first_step)
     train(
@@ -113,14 +172,14 @@ def ppo_update(
         state,
         settings,
         accelerator,
-        total_steps=settings.iterations * ppo_module.steps_per_iteration(settings),
+        total_steps=settings.iterations * steps_per_iteration(settings),
         hooks=LoopHooks(
             on_step=lambda row: workshop.on_step({**row, "step": row["step"] - first_step}),
             on_snapshot=resumption.save,
         ),
     )
     for row in state.metrics:
-        row.update(credit.figures)
+        row.update(figures)
     return resumption.finish(state)
 
 
@@ -139,21 +198,6 @@ def load_trajectories(objects: ObjectStore, samples: ContentId, scores: Scores) 
         )
         for sample, completion, value in zip(prompts, completions, values, strict=True)
     ]
-
-
-def _continue_from(state: TrainState, snapshot_id: ContentId, objects: ObjectStore) -> None:
-    with tempfile.TemporaryDirectory(prefix="rollout-restore-") as scratch:
-        folder = Path(scratch) / "state"
-        SnapshotStore(objects).restore(snapshot_id, folder)
-        load_state(state, folder)
-
-
-def _value_head(policy: Any) -> nn.Linear:
-    """Starts at zero, so that the first advantages are plain returns."""
-    head = nn.Linear(policy.config.get_text_config().hidden_size, 1)
-    nn.init.zeros_(head.weight)
-    nn.init.zeros_(head.bias)
-    return head
 
 
 def _check_sequence_length(policy: Any, longest: int) -> None:

@@ -7,8 +7,9 @@ then branch after branch; positions count from 0 in each document, and every bra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,20 +34,13 @@ class Layout:
 
     documents: tuple[tuple[int, tuple[int, ...]], ...]
     """Length of the prefix and lengths of the branches of each document, in order."""
-    _masks: dict[tuple[int, int, torch.device], Tensor] = field(default_factory=dict, compare=False, repr=False)
+    _cache: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
-    @property
-    def segments(self) -> list[int]:
-        """Lengths of all prefixes and branches in the order of memory."""
-        return [length for prefix, branches in self.documents for length in (prefix, *branches)]
-
-    def branch_mask(self, prefix: int, length: int, device: torch.device) -> Tensor:
-        """[length, prefix + length] bool, True = may attend: a branch sees the whole prefix and its own past."""
-        key = (prefix, length, device)
-        if key not in self._masks:
-            ones = torch.ones(length, prefix + length, dtype=torch.bool, device=device)
-            self._masks[key] = ones.tril(diagonal=prefix)
-        return self._masks[key]
+    def cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What follows from the layout and is the same for every layer of a model."""
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
 
 
 @dataclass(frozen=True)

@@ -40,40 +40,17 @@ class NLLOutput:
     """[M] bool, True = no token has a higher logit."""
 
 
-class Policy(nn.Module):
-    """A transformers causal language model over `PackedTokens`, with an optional linear ``head`` on its trunk.
+class PackedModel(nn.Module):
+    """A transformers model whose trunk runs over `PackedTokens`.
 
     Models of plain causal attention run packed: no padding, no mask, shared prefixes once. Others (or all, with
     ``packed=False``) run over padded rows; the results are the same to rounding.
     """
 
-    def __init__(self, model: Any, head: nn.Module | None = None, *, packed: bool = True) -> None:
+    def __init__(self, model: Any, *, packed: bool = True) -> None:
         super().__init__()
         self.model = model
-        self.head = head
         self.packed = packed and can_pack(model)
-        self._check_output_layer()
-
-    def forward(
-        self,
-        batch: PackedTokens,
-        *,
-        nll_weights: Tensor | None = None,
-        temperature: float = 1.0,
-        entropy: bool = False,
-    ) -> PolicyOutput | NLLOutput:
-        """Log-probabilities of the targets; with ``nll_weights`` [M] instead the loss ``-sum(weights * logprobs)``."""
-        hidden = self.trunk(batch)
-        predictors = hidden[batch.predictors]
-        layer = self.model.get_output_embeddings()
-        if nll_weights is not None:
-            loss, is_best = weighted_nll(predictors, layer.weight, layer.bias, batch.targets, nll_weights)
-            return NLLOutput(loss, is_best)
-        found = target_logprobs(
-            predictors, layer.weight, layer.bias, batch.targets, temperature=temperature, entropy=entropy
-        )
-        values = None if self.head is None else self.head(predictors.float()).squeeze(-1)
-        return PolicyOutput(found.logprobs, found.entropy, found.is_best, values)
 
     def trunk(self, batch: PackedTokens) -> Tensor:
         """[N,H] hidden states after the last norm, of every packed token."""
@@ -99,6 +76,54 @@ class Policy(nn.Module):
             row_of[rows[number]] = number
         return hidden[row_of.to(device), batch.position_ids]
 
+
+class ValueModel(PackedModel):
+    """A trunk of its own with a linear head: the value of the state each target is drawn in."""
+
+    def __init__(self, model: Any, *, packed: bool = True) -> None:
+        super().__init__(model, packed=packed)
+        self.head = zero_head(model)
+
+    def forward(self, batch: PackedTokens) -> Tensor:
+        """[M] float32."""
+        return self.head(self.trunk(batch)[batch.predictors].float()).squeeze(-1)
+
+
+class Policy(PackedModel):
+    """A causal language model over `PackedTokens`, with values from a linear head on its trunk or a `ValueModel`."""
+
+    def __init__(self, model: Any, values: nn.Module | None = None, *, packed: bool = True) -> None:
+        super().__init__(model, packed=packed)
+        self.values = values
+        self._check_output_layer()
+
+    def forward(
+        self,
+        batch: PackedTokens,
+        *,
+        nll_weights: Tensor | None = None,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> PolicyOutput | NLLOutput:
+        """Log-probabilities of the targets; with ``nll_weights`` [M] instead the loss ``-sum(weights * logprobs)``."""
+        hidden = self.trunk(batch)
+        predictors = hidden[batch.predictors]
+        layer = self.model.get_output_embeddings()
+        if nll_weights is not None:
+            loss, is_best = weighted_nll(predictors, layer.weight, layer.bias, batch.targets, nll_weights)
+            return NLLOutput(loss, is_best)
+        found = target_logprobs(
+            predictors, layer.weight, layer.bias, batch.targets, temperature=temperature, entropy=entropy
+        )
+        return PolicyOutput(found.logprobs, found.entropy, found.is_best, self._values(batch, predictors))
+
+    def _values(self, batch: PackedTokens, predictors: Tensor) -> Tensor | None:
+        if self.values is None:
+            return None
+        if isinstance(self.values, ValueModel):
+            return self.values(batch)
+        return self.values(predictors.float()).squeeze(-1)
+
     @torch.no_grad()
     def _check_output_layer(self) -> None:
         """Logits must be the output layer's own product: some models scale or cap them afterwards."""
@@ -120,6 +145,14 @@ class Policy(nn.Module):
 
     def _probe_options(self, probe: PackedTokens) -> dict[str, Any]:
         return {"layout": probe.layout} if self.packed else {}
+
+
+def zero_head(model: Any) -> nn.Linear:
+    """A linear head of one output on a model's trunk, zero at first: the first advantages are then plain returns."""
+    head = nn.Linear(model.config.get_text_config().hidden_size, 1)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
 
 
 def can_pack(model: Any) -> bool:

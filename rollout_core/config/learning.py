@@ -106,8 +106,18 @@ class AdaptiveKL(Settings):
     """False keeps the coefficient at init_coef."""
 
 
-class PPOSettings(LearnerSettings):
-    """Proximal policy optimization (arXiv:1707.06347) with a value head, GAE and a KL penalty to a reference policy."""
+class ImportanceCorrection(Settings):
+    """Truncated importance sampling for the difference between the engine's distribution and the trainer's."""
+
+    level: Literal["token", "sequence"] = "token"
+    """Whose probability ratio weighs a token: its own, or that of its whole completion."""
+    mode: Literal["truncate", "mask"] = "truncate"
+    """Ratios above the cap are lowered to it, or their tokens left out."""
+    cap: float = Field(default=2.0, ge=1)
+
+
+class OnPolicySettings(LearnerSettings):
+    """What learners share that train on completions of the policy itself."""
 
     prompts: JsonlDataset
     """Training prompts: ``{prompt}`` or ``{messages}`` a line; other keys reach the reward."""
@@ -118,6 +128,27 @@ class PPOSettings(LearnerSettings):
     sampling: SamplingParams = SamplingParams()
     epochs: int = Field(default=2, ge=1)
     """Passes over each iteration's samples."""
+    missing_eos_penalty: float = Field(default=0.0, ge=0)
+    """Taken off the reward of a completion cut at max_tokens."""
+    correction: ImportanceCorrection | None = None
+    """Old log-probabilities are then the trainer's own, and tokens weighed by how likely the engine drew them."""
+
+    @model_validator(mode="after")
+    def _samples_from_the_policy_itself(self) -> OnPolicySettings:
+        if self.sampling.temperature == 0 or self.sampling.top_p != 1.0 or self.sampling.top_k != -1:
+            raise ValueError(
+                "on-policy training needs samples of the policy itself: sampling.temperature above 0, top_p 1 and "
+                f"top_k -1; got temperature {self.sampling.temperature}, top_p {self.sampling.top_p}, "
+                f"top_k {self.sampling.top_k}"
+            )
+        return self
+
+
+class PPOSettings(OnPolicySettings):
+    """Proximal policy optimization (arXiv:1707.06347) with learnt values, GAE and a KL penalty to a reference."""
+
+    values: Literal["head", "model"] = "head"
+    """A linear head on the policy's trunk, or a model of its own that starts as a copy of the policy."""
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount per token."""
     lam: float = Field(default=0.95, ge=0, le=1)
@@ -129,14 +160,24 @@ class PPOSettings(LearnerSettings):
     entropy_coef: float = Field(default=0.0, ge=0)
     kl: AdaptiveKL = AdaptiveKL()
     whiten_advantages: bool = True
-    missing_eos_penalty: float = Field(default=0.0, ge=0)
-    """Taken off the reward of a completion cut at max_tokens."""
 
-    @model_validator(mode="after")
-    def _samples_from_the_policy_itself(self) -> PPOSettings:
-        if self.sampling.temperature == 0 or self.sampling.top_p != 1.0 or self.sampling.top_k != -1:
-            raise ValueError(
-                "PPO needs samples of the policy itself: sampling.temperature above 0, top_p 1 and top_k -1; got "
-                f"temperature {self.sampling.temperature}, top_p {self.sampling.top_p}, top_k {self.sampling.top_k}"
-            )
-        return self
+
+class GRPOSettings(OnPolicySettings):
+    """Group relative policy optimization (arXiv:2402.03300) and its kin."""
+
+    samples_per_prompt: int = Field(default=8, ge=2)
+    """Size of a group: completions of one prompt, compared with each other."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over each iteration's samples."""
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "grpo"
+    """What the loss of a step is divided by: sequence by sequence, the minibatch's tokens, a constant, all tokens."""
+    advantage_scaling: Literal["group", "batch", "none"] = "group"
+    """Whose standard deviation divides a completion's advantage."""
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """The ratio counts down to 1 - clip_low."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """The ratio counts up to 1 + clip_high; above clip_low it is clip-higher of arXiv:2503.14476."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL to the starting policy in the loss; 0 loads no reference."""
+    mask_truncated: bool = False
+    """Completions cut at max_tokens count in their group's mean, but are not trained on."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rollout_core.config.backends import BackendConfig, VLLMBackend
 from rollout_core.config.base import SCHEMA_VERSION, ModelSource, RunInfo, SamplingParams, Settings
-from rollout_core.config.learning import JsonlDataset, PPOSettings, SFTSettings
+from rollout_core.config.learning import GRPOSettings, JsonlDataset, PPOSettings, SFTSettings
 from rollout_core.rewards import ExactMatchReward, RewardSpec
 
 
@@ -23,6 +23,14 @@ class PPOAlgorithm(PPOSettings):
     """`[algorithm] kind = "ppo"`."""
 
     kind: Literal["ppo"] = "ppo"
+    base_model: ModelSource
+    reward: RewardSpec = ExactMatchReward()
+
+
+class GRPOAlgorithm(GRPOSettings):
+    """`[algorithm] kind = "grpo"`."""
+
+    kind: Literal["grpo"] = "grpo"
     base_model: ModelSource
     reward: RewardSpec = ExactMatchReward()
 
@@ -47,6 +55,18 @@ class TrainPPOConfig(Settings):
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of the trainer; fixed threads make CPU training repeatable bit for bit."""
     algorithm: PPOAlgorithm
+    backend: BackendConfig = VLLMBackend()
+
+
+class TrainGRPOConfig(Settings):
+    """`rollout train grpo`."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    run: RunInfo = RunInfo(name="grpo")
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    num_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of the trainer; fixed threads make CPU training repeatable bit for bit."""
+    algorithm: GRPOAlgorithm
     backend: BackendConfig = VLLMBackend()
 
 
@@ -100,7 +120,7 @@ class PromotionConfig(Settings):
 
 
 class NightlyConfig(Settings):
-    """SFT, then PPO iterations, evaluation before and after, promotion, report."""
+    """SFT, then PPO or GRPO iterations, evaluation before and after, promotion, report."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
     run: RunInfo = RunInfo(name="nightly")
@@ -111,20 +131,37 @@ class NightlyConfig(Settings):
     reward: RewardSpec = ExactMatchReward()
     backend: BackendConfig = VLLMBackend()
     sft: SFTSettings
-    ppo: PPOSettings
+    ppo: PPOSettings | None = None
+    grpo: GRPOSettings | None = None
+    """Give one of ppo and grpo."""
     evaluation: EvaluationConfig
     promotion: PromotionConfig = PromotionConfig()
     report_dir: str = "data/report"
     """Folder of the report: an HTML page and the curves as PNG."""
 
+    @model_validator(mode="after")
+    def _one_policy_algorithm(self) -> NightlyConfig:
+        given = [name for name in ("ppo", "grpo") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of the tables ppo and grpo; got {' and '.join(given) or 'neither'}")
+        return self
 
-RunConfig = NightlyConfig | TrainSFTConfig | TrainPPOConfig | InferBatchConfig
+    @property
+    def policy(self) -> PPOSettings | GRPOSettings:
+        """Settings of the on-policy part."""
+        settings = self.ppo or self.grpo
+        assert settings is not None, "validated"
+        return settings
+
+
+RunConfig = NightlyConfig | TrainSFTConfig | TrainPPOConfig | TrainGRPOConfig | InferBatchConfig
 
 
 CONFIG_KINDS: dict[str, type[Settings]] = {
     "nightly": NightlyConfig,
     "train-sft": TrainSFTConfig,
     "train-ppo": TrainPPOConfig,
+    "train-grpo": TrainGRPOConfig,
     "infer-batch": InferBatchConfig,
 }
 

@@ -253,9 +253,7 @@ def test_kto_loss_by_hand():
 def test_pair_losses_agree_with_the_reference(seed: int, beta: float, smoothing: float):
     pc, pr, rc, rr = inputs = [random(seed + i, 5, scale=3.0) for i in range(4)]
     margins = [(float(a) - float(c)) - (float(b) - float(d)) for a, b, c, d in zip(pc, pr, rc, rr, strict=True)]
-    dpo = [
-        -(1 - smoothing) * math.log(sigmoid(beta * h)) - smoothing * math.log(1 - sigmoid(beta * h)) for h in margins
-    ]
+    dpo = [-(1 - smoothing) * math.log(sigmoid(beta * h)) - smoothing * math.log(sigmoid(-beta * h)) for h in margins]
     assert dpo_loss(*inputs, beta=beta, label_smoothing=smoothing).item() == pytest.approx(sum(dpo) / 5)
     ipo = [(h - 0.5 / beta) ** 2 for h in margins]
     assert ipo_loss(*inputs, beta=beta).item() == pytest.approx(sum(ipo) / 5)

@@ -11,11 +11,12 @@ import torch
 
 from rollout_core.algorithms import learners
 from rollout_core.algorithms.data import Example, epoch_order, positions_at, tokenize_sft
+from rollout_core.algorithms.experience import Trajectory, build_batch, completion_forward
 from rollout_core.algorithms.learners import sft_update
 from rollout_core.algorithms.loop import learning_rate
 from rollout_core.algorithms.packing import Document, pack
 from rollout_core.algorithms.policy import Policy
-from rollout_core.algorithms.ppo import KLController, Trajectory, assign_credit, build_batch, completion_forward
+from rollout_core.algorithms.ppo import KLController, assign_credit
 from rollout_core.algorithms.sft import SFT
 from rollout_core.algorithms.state import load_policy
 from rollout_core.algorithms.workshop import Workshop
@@ -171,7 +172,7 @@ def test_credit_equals_an_independent_reference(policy, other_tiny_model):
     batch = build_batch(items, missing_eos_penalty=settings.missing_eos_penalty)
     head = torch.nn.Linear(policy.config.hidden_size, 1)
     learned, reference = Policy(policy, head), Policy(load_policy(other_tiny_model))
-    credit = assign_credit(learned, reference, batch, settings, kl_coef=0.1, device=CPU)
+    credit, _, _ = assign_credit(learned, reference, batch, settings, kl_coef=0.1, device=CPU)
     advantages, returns = [], []
     with torch.no_grad():
         own = completion_forward(learned, batch, temperature=1.0, device=CPU)
@@ -192,8 +193,8 @@ def test_credit_equals_an_independent_reference(policy, other_tiny_model):
     for row, item in enumerate(items):
         count = len(item.token_ids)
         white = (advantages[row] - flat.mean()) / np.sqrt(flat.var(ddof=1) + 1e-8)
-        assert np.allclose(credit.advantages[row, :count].numpy(), white, atol=1e-4)
-        assert np.allclose(credit.returns[row, :count].numpy(), returns[row], atol=1e-5)
+        assert np.allclose(credit.columns["advantages"][row, :count].numpy(), white, atol=1e-4)
+        assert np.allclose(credit.columns["returns"][row, :count].numpy(), returns[row], atol=1e-5)
 
 
 def test_the_kl_controller_by_hand():

@@ -36,8 +36,8 @@ def test_every_flow_is_deployed_on_both_pools():
     by_entrypoint: dict[str, set[str]] = {}
     for item in prefect_yaml()["deployments"]:
         by_entrypoint.setdefault(item["entrypoint"], set()).add(item["work_pool"]["name"])
-    flows = {"flows/nightly.py:nightly", "flows/train.py:train_sft", "flows/train.py:train_ppo",
-             "flows/batch.py:batch_inference"}  # fmt: skip
+    training = {f"flows/train.py:train_{kind}" for kind in ("sft", "ppo", "grpo")}
+    flows = {"flows/nightly.py:nightly", "flows/batch.py:batch_inference", *training}
     assert by_entrypoint == {flow: {"cpu", "gpu"} for flow in flows}
 
 

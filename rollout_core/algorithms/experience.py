@@ -1,0 +1,234 @@
+"""What on-policy learners learn from: prompts, the engine's completions with its log-probabilities, and scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from rollout_core.algorithms.data import epoch_order
+from rollout_core.algorithms.packing import pack_completions
+from rollout_core.algorithms.policy import Policy
+from rollout_core.config import ImportanceCorrection, OnPolicySettings
+from rollout_core.errors import Fatal
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A prompt, what the engine made of it, and its score."""
+
+    prompt_token_ids: Sequence[int]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    """Of each generated token under the distribution it was drawn from, nats."""
+    score: float
+    truncated: bool
+    """Cut at the length limit instead of ended by the policy."""
+
+
+@dataclass(frozen=True)
+class PolicyBatch:
+    """N trajectories; tensors are right-padded to C, the longest completion."""
+
+    prompts: tuple[Sequence[int], ...]
+    completions: tuple[Sequence[int], ...]
+    mask: Tensor
+    """[N,C] bool, True = real completion token."""
+    scores: Tensor
+    """[N] float32: what the policy is rewarded for the whole completion."""
+    truncated: Tensor
+    """[N] bool, True = cut at the length limit."""
+    columns: dict[str, Tensor] = field(default_factory=dict)
+    """[N,C] float32 by name, 0 outside the mask: ``old_logprobs`` and what a learner adds."""
+
+    def rows(self, index: Sequence[int]) -> PolicyBatch:
+        """The given trajectories, without the padding they do not need."""
+        chosen = torch.as_tensor(index)
+        width = int(self.mask[chosen].sum(1).max())
+        return PolicyBatch(
+            tuple(self.prompts[row] for row in index),
+            tuple(self.completions[row] for row in index),
+            self.mask[chosen, :width],
+            self.scores[chosen],
+            self.truncated[chosen],
+            {name: column[chosen, :width] for name, column in self.columns.items()},
+        )
+
+    def with_columns(self, **columns: Tensor) -> PolicyBatch:
+        """The same with further columns, [N,C] each."""
+        return replace(self, columns={**self.columns, **columns})
+
+    def column(self, name: str, device: torch.device) -> Tensor:
+        """One column, where it is computed with."""
+        return self.columns[name].to(device)
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens, prompts included."""
+        return sum(map(len, self.prompts)) + sum(map(len, self.completions))
+
+    @property
+    def num_actions(self) -> int:
+        """Real completion tokens."""
+        return int(self.mask.sum())
+
+    def figures(self) -> dict[str, float]:
+        """Means over the batch by the usual names."""
+        lengths = self.mask.sum(1).float()
+        return {
+            "reward": float(self.scores.mean()),
+            "reward_std": float(self.scores.std()) if len(self.scores) > 1 else 0.0,
+            "completions/mean_length": float(lengths.mean()),
+            "completions/min_length": float(lengths.min()),
+            "completions/max_length": float(lengths.max()),
+            "completions/clipped_ratio": float(self.truncated.float().mean()),
+        }
+
+
+def build_batch(trajectories: Sequence[Trajectory], *, missing_eos_penalty: float = 0.0) -> PolicyBatch:
+    """Trajectories as tensors; a truncated one's score is lowered by ``missing_eos_penalty``."""
+    lengths = torch.tensor([len(item.token_ids) for item in trajectories])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    old_logprobs = torch.zeros(mask.shape)
+    for row, item in enumerate(trajectories):
+        old_logprobs[row, : len(item.token_ids)] = torch.tensor(item.logprobs, dtype=torch.float32)
+    return PolicyBatch(
+        tuple(item.prompt_token_ids for item in trajectories),
+        tuple(item.token_ids for item in trajectories),
+        mask,
+        torch.tensor([item.score - missing_eos_penalty * item.truncated for item in trajectories]).float(),
+        torch.tensor([item.truncated for item in trajectories]),
+        {"old_logprobs": old_logprobs},
+    )
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """What one forward pass says of a batch's completion tokens; all [N,C] float32, 0 where no token stands."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    values: Tensor | None = None
+
+
+def completion_forward(
+    policy: Policy, batch: PolicyBatch, *, temperature: float, device: torch.device, entropy: bool = True
+) -> CompletionOutput:
+    """Log-probabilities and entropies (after temperature, nats) and state values of every completion token."""
+    tokens = pack_completions(batch.prompts, batch.completions).to(device)
+    found = policy(tokens, temperature=temperature, entropy=entropy)
+    values = None if found.values is None else tokens.padded(found.values)
+    return CompletionOutput(tokens.padded(found.logprobs), tokens.padded(found.entropy), values)
+
+
+@torch.no_grad()
+def score_completions(
+    policy: Policy,
+    batch: PolicyBatch,
+    *,
+    temperature: float,
+    minibatch_size: int,
+    device: torch.device,
+    entropy: bool = False,
+) -> CompletionOutput:
+    """`completion_forward` over a whole batch in minibatches, without gradient, on the CPU."""
+    parts: dict[str, Tensor] = {}
+    for start in range(0, len(batch.mask), minibatch_size):
+        rows = range(start, min(start + minibatch_size, len(batch.mask)))
+        part = batch.rows(rows)
+        found = completion_forward(policy, part, temperature=temperature, device=device, entropy=entropy)
+        for name, values in (("logprobs", found.logprobs), ("entropy", found.entropy), ("values", found.values)):
+            if values is not None:
+                whole = parts.setdefault(name, torch.zeros(batch.mask.shape))
+                whole[start : start + len(rows), : values.shape[1]] = values.float().cpu()
+    return CompletionOutput(**parts)
+
+
+def logprob_differences(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
+    """How far the trainer's log-probabilities of the same weights lie from the engine's, nats; all [N,C]."""
+    drift = (logprobs - old_logprobs).abs().masked_fill(~mask, 0.0)
+    worst = float(drift.max())
+    if not math.isfinite(worst):
+        raise Fatal("log-probabilities of the engine or the trainer are not finite; nothing can be learnt from them")
+    return {
+        "sampling/logprob_difference_mean": float(drift.sum() / mask.sum()),
+        "sampling/logprob_difference_max": worst,
+    }
+
+
+def importance_weights(
+    trainer_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor, correction: ImportanceCorrection
+) -> Tensor:
+    """Weights that make up for an engine whose distribution is not quite the trainer's; all [N,C] float32.
+
+    w = pi_trainer / pi_engine of each token, or of the whole sequence; ``truncate``: min(w, cap); ``mask``: 0 where w
+    exceeds cap. Truncated importance sampling as in arXiv:1802.01561, section 4.1, for rollout engines.
+    """
+    log_ratio = (trainer_logprobs - engine_logprobs).masked_fill(~mask, 0.0)
+    if correction.level == "sequence":
+        log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
+    weights = log_ratio.clamp(-20.0, 20.0).exp()
+    if correction.mode == "truncate":
+        weights = weights.clamp(max=correction.cap)
+    else:
+        weights = weights.masked_fill(weights > correction.cap, 0.0)
+    return weights.masked_fill(~mask, 0.0)
+
+
+class OnPolicyUpdate:
+    """The part of `Algorithm` that PPO and GRPO share: ``epochs`` passes over one iteration's trajectories.
+
+    Rows of a minibatch that have one prompt stand side by side, so that it is computed once. ``group_size`` rows that
+    follow each other are never torn apart by the shuffling.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        batch: PolicyBatch,
+        settings: OnPolicySettings,
+        *,
+        first_step: int,
+        seed: int,
+        device: torch.device,
+        group_size: int = 1,
+    ) -> None:
+        self._policy = policy
+        self._batch = batch
+        self._first_step = first_step
+        self._seed = seed
+        self._device = device
+        self._group_size = group_size
+        self._rows_per_minibatch = settings.minibatch_size
+        self._rows_per_step = settings.minibatch_size * settings.gradient_accumulation
+        self._steps_per_epoch = steps_per_epoch(settings, len(batch.mask))
+        self.num_steps = first_step + settings.epochs * self._steps_per_epoch
+
+    def minibatches(self, step: int) -> list[PolicyBatch]:
+        epoch, offset = divmod(step - self._first_step, self._steps_per_epoch)
+        size = self._group_size
+        groups = epoch_order(len(self._batch.mask) // size, seed=self._seed, epoch=self._first_step + epoch)
+        order = [group * size + member for group in groups for member in range(size)]
+        chosen = order[offset * self._rows_per_step : (offset + 1) * self._rows_per_step]
+        parts = [
+            chosen[start : start + self._rows_per_minibatch]
+            for start in range(0, len(chosen), self._rows_per_minibatch)
+        ]
+        return [self._batch.rows(sorted(part)) for part in parts]
+
+    def num_tokens(self, batch: PolicyBatch) -> int:
+        return batch.num_tokens
+
+
+def steps_per_epoch(settings: OnPolicySettings, num_trajectories: int) -> int:
+    """Optimizer steps of one pass over an iteration's trajectories."""
+    return math.ceil(num_trajectories / (settings.minibatch_size * settings.gradient_accumulation))
+
+
+def steps_per_iteration(settings: OnPolicySettings) -> int:
+    """Optimizer steps of one iteration."""
+    trajectories = settings.prompts_per_iteration * settings.samples_per_prompt
+    return settings.epochs * steps_per_epoch(settings, trajectories)

@@ -1,0 +1,139 @@
+"""Group relative policy optimization (arXiv:2402.03300), dr_grpo (arXiv:2503.20783) and dapo (arXiv:2503.14476).
+
+Several completions of one prompt are each other's baseline, so there are no values to learn. Old log-probabilities are
+the engine's own, unless a correction for the difference between engine and trainer is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rollout_core.algorithms.advantages import group_advantages
+from rollout_core.algorithms.experience import (
+    OnPolicyUpdate,
+    PolicyBatch,
+    completion_forward,
+    importance_weights,
+    logprob_differences,
+    score_completions,
+)
+from rollout_core.algorithms.loop import MinibatchLoss
+from rollout_core.algorithms.losses import grpo_loss
+from rollout_core.algorithms.policy import Policy
+from rollout_core.config import GRPOSettings
+
+_EPS = 1e-4
+
+
+def scaled_advantages(scores: Tensor, settings: GRPOSettings) -> Tensor:
+    """[N] to [N]: each score less its group's mean, over the deviation (ddof 1) of the group, the batch or none."""
+    scaling = settings.advantage_scaling
+    advantages = group_advantages(scores, settings.samples_per_prompt, normalize=scaling == "group", eps=_EPS)
+    return advantages / (scores.std(correction=1) + _EPS) if scaling == "batch" else advantages
+
+
+def compare_groups(
+    policy: Policy,
+    reference: Policy | None,
+    batch: PolicyBatch,
+    settings: GRPOSettings,
+    *,
+    device: torch.device,
+) -> tuple[PolicyBatch, dict[str, float]]:
+    """``batch`` with the columns GRPO needs, and its figures by the usual names. No gradient.
+
+    The policy itself is run only for the importance correction, the reference only for a KL term.
+    """
+    options = {
+        "temperature": settings.sampling.temperature,
+        "minibatch_size": settings.minibatch_size,
+        "device": device,
+    }
+    mask, engine_logprobs = batch.mask, batch.columns["old_logprobs"]
+    advantages = scaled_advantages(batch.scores, settings)[:, None].expand(mask.shape).masked_fill(~mask, 0.0)
+    figures = batch.figures()
+    columns = {}
+    if settings.correction is not None:
+        own = score_completions(policy, batch, **options).logprobs
+        weights = importance_weights(own, engine_logprobs, mask, settings.correction)
+        advantages = advantages * weights
+        columns["old_logprobs"] = own
+        figures |= logprob_differences(own, engine_logprobs, mask)
+        figures["sampling/importance_weight_mean"] = float(weights.sum() / mask.sum())
+    if reference is not None:
+        columns["ref_logprobs"] = score_completions(reference, batch, **options).logprobs
+    deviations = batch.scores.view(-1, settings.samples_per_prompt).std(1, correction=1)
+    figures["reward_std"] = float(deviations.mean())
+    figures["frac_reward_zero_std"] = float((deviations == 0).float().mean())
+    return batch.with_columns(advantages=advantages, **columns), figures
+
+
+class GRPO(OnPolicyUpdate):
+    """`Algorithm` of one update, over a batch that `compare_groups` has completed."""
+
+    name = "grpo"
+
+    def __init__(
+        self,
+        policy: Policy,
+        batch: PolicyBatch,
+        settings: GRPOSettings,
+        *,
+        first_step: int,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        group_size = settings.samples_per_prompt
+        super().__init__(
+            policy, batch, settings, first_step=first_step, seed=seed, device=device, group_size=group_size
+        )
+        self._settings = settings
+
+    def loss(self, batch: PolicyBatch, step_batches: Sequence[PolicyBatch]) -> MinibatchLoss:
+        settings, device = self._settings, self._device
+        output = completion_forward(self._policy, batch, temperature=settings.sampling.temperature, device=device)
+        mask = self._trained(batch).to(device)
+        old_logprobs = batch.column("old_logprobs", device)
+        found = grpo_loss(
+            output.logprobs,
+            old_logprobs,
+            batch.column("advantages", device),
+            mask,
+            ref_logprobs=batch.column("ref_logprobs", device) if settings.kl_coef else None,
+            beta=settings.kl_coef,
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+            loss_type=settings.loss_type,
+            max_completion_length=settings.sampling.max_tokens,
+        )
+        tokens = int(mask.sum())
+        differences = (output.logprobs.detach() - old_logprobs).abs().masked_fill(~mask, 0.0)
+        return MinibatchLoss(
+            self._share(batch, step_batches) * found.loss,
+            {
+                "clip_ratio/low_mean": (found.clip_fraction_low, tokens),
+                "clip_ratio/high_mean": (found.clip_fraction_high, tokens),
+                "clip_ratio/region_mean": (found.clip_fraction, tokens),
+                "kl": (found.kl, tokens),
+                "approx_kl": (found.approx_kl, tokens),
+                "entropy": (output.entropy.sum() / batch.num_actions, batch.num_actions),
+                # On a batch's first step the weights are the engine's, so there this is what the two disagree by.
+                "sampling/logprob_difference": (differences.sum() / max(1, tokens), tokens),
+            },
+        )
+
+    def _trained(self, batch: PolicyBatch) -> Tensor:
+        """[N,C] bool: completion tokens that count."""
+        return batch.mask & ~batch.truncated[:, None] if self._settings.mask_truncated else batch.mask
+
+    def _share(self, batch: PolicyBatch, step_batches: Sequence[PolicyBatch]) -> float:
+        """Weight of a minibatch's own mean, so that the sum over a step is the loss of the whole (bnpo: the mean)."""
+        if self._settings.loss_type == "bnpo":
+            return 1.0 / len(step_batches)
+        if self._settings.loss_type == "dapo":
+            total = sum(int(self._trained(other).sum()) for other in step_batches)
+            return int(self._trained(batch).sum()) / max(1, total)
+        return len(batch.mask) / sum(len(other.mask) for other in step_batches)

@@ -1,0 +1,340 @@
+"""GRPO on a real tiny model: an independent reference of loss and gradient, exact resume, and reward that rises."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+import torch
+
+from rollout_core.algorithms import learners
+from rollout_core.algorithms.experience import Trajectory, build_batch, importance_weights
+from rollout_core.algorithms.grpo import GRPO, compare_groups, scaled_advantages
+from rollout_core.algorithms.policy import Policy, ValueModel
+from rollout_core.algorithms.ppo import PPO, assign_credit
+from rollout_core.algorithms.state import load_policy
+from rollout_core.algorithms.workshop import Workshop
+from rollout_core.config import (
+    GRPOSettings,
+    ImportanceCorrection,
+    JsonlDataset,
+    OptimizerConfig,
+    PPOSettings,
+    SamplingParams,
+    SnapshotPolicy,
+)
+from rollout_core.errors import Fatal
+from rollout_core.ids import canonical_json, hash_bytes
+from rollout_core.inference.samples import Completion, Sample, encode_completion, encode_samples
+from rollout_core.objects import ObjectStore
+from rollout_core.records import Scores
+
+CPU = torch.device("cpu")
+GROUP = 3
+
+
+def grpo_settings(**changes) -> GRPOSettings:
+    fields = {
+        "prompts": JsonlDataset(path="x"),
+        "optimizer": OptimizerConfig(lr=1e-3),
+        "samples_per_prompt": GROUP,
+        "prompts_per_iteration": 2,
+        "minibatch_size": 6,
+        "sampling": SamplingParams(temperature=0.8, max_tokens=6),
+        "snapshots": SnapshotPolicy(every_steps=1),
+    }
+    return GRPOSettings.model_validate({**fields, **changes})
+
+
+def trajectories(model, temperature: float = 0.8, drift: float = 0.0) -> list[Trajectory]:
+    """Two groups of three, with the model's own log-probabilities moved by up to ``drift``."""
+    draw = random.Random(3)
+    items = []
+    for prompt_length in (4, 7):
+        prompt = [draw.randrange(2, 250) for _ in range(prompt_length)]
+        for length in (2, 6, 4):
+            completion = [draw.randrange(2, 250) for _ in range(length)]
+            logprobs = plain_logprobs(model, prompt, completion, temperature).detach()
+            moved = [value + draw.uniform(-drift, drift) for value in logprobs.tolist()]
+            items.append(Trajectory(prompt, completion, moved, draw.random(), truncated=length == 6))
+    return items
+
+
+def plain_logprobs(model, prompt: list[int], completion: list[int], temperature: float) -> torch.Tensor:
+    ids = torch.tensor([[*prompt, *completion]])
+    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
+    return torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+
+
+def reference_loss(model, reference, items: list[Trajectory], settings: GRPOSettings) -> torch.Tensor:
+    """The loss written out row by row, from the papers."""
+    scores = [item.score for item in items]
+    total, count, rows = torch.zeros(()), 0, []
+    for number, item in enumerate(items):
+        group = scores[number // GROUP * GROUP :][:GROUP]
+        mean = sum(group) / GROUP
+        deviation = math.sqrt(sum((value - mean) ** 2 for value in group) / (GROUP - 1))
+        advantage = (item.score - mean) / (deviation + 1e-4)
+        now = plain_logprobs(model, item.prompt_token_ids, item.token_ids, 0.8)
+        ratio = torch.exp(now - torch.tensor(item.logprobs))
+        clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+        tokens = -torch.minimum(ratio * advantage, clipped * advantage)
+        if settings.kl_coef:
+            log_r = plain_logprobs(reference, item.prompt_token_ids, item.token_ids, 0.8).detach() - now
+            tokens = tokens + settings.kl_coef * (torch.exp(log_r) - 1 - log_r)
+        if settings.mask_truncated and item.truncated:
+            tokens = tokens * 0
+            length = 0
+        else:
+            length = len(item.token_ids)
+        rows.append(tokens.sum() / max(1, length))
+        total, count = total + tokens.sum(), count + length
+    if settings.loss_type == "grpo":
+        return sum(rows) / len(rows)
+    return total / (len(items) * settings.sampling.max_tokens if settings.loss_type == "dr_grpo" else count)
+
+
+@pytest.mark.parametrize("minibatch_size", [6, 2, 3])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"loss_type": "dapo", "clip_high": 0.3},
+        {"loss_type": "dr_grpo", "kl_coef": 0.1},
+        {"kl_coef": 0.05, "mask_truncated": True},
+        {"loss_type": "dapo", "mask_truncated": True},
+    ],
+)
+def test_loss_and_gradient_equal_an_independent_reference_however_the_step_is_cut(
+    tiny_model, other_tiny_model, changes, minibatch_size
+):
+    settings = grpo_settings(**changes, minibatch_size=minibatch_size, gradient_accumulation=6 // minibatch_size)
+    plain, other = load_policy(tiny_model), load_policy(other_tiny_model)
+    items = trajectories(plain, drift=0.4)
+    expected = reference_loss(plain, other, items, settings)
+    expected.backward()
+
+    model = load_policy(tiny_model)
+    policy, reference = Policy(model), Policy(load_policy(other_tiny_model)) if settings.kl_coef else None
+    batch, _ = compare_groups(policy, reference, build_batch(items), settings, device=CPU)
+    learner = GRPO(policy, batch, settings, first_step=0, seed=1, device=CPU)
+    parts = learner.minibatches(0)
+    losses = [learner.loss(part, parts).loss for part in parts]
+    for loss in losses:
+        loss.backward()
+    assert sum(losses).item() == pytest.approx(expected.item(), abs=1e-5)
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, atol=1e-5), name
+
+
+def test_groups_stay_together_and_share_their_prompt(tiny_model):
+    settings = grpo_settings(minibatch_size=3)
+    items = trajectories(load_policy(tiny_model))
+    policy = Policy(load_policy(tiny_model))
+    batch, _ = compare_groups(policy, None, build_batch(items), settings, device=CPU)
+    learner = GRPO(policy, batch, settings, first_step=0, seed=1, device=CPU)
+    assert learner.num_steps == 2
+    for step in range(2):
+        [part] = learner.minibatches(step)
+        assert len(part.mask) == 3 and len(set(map(tuple, part.prompts))) == 1
+
+
+def test_advantages_by_hand():
+    scores = torch.tensor([1.0, 0.0, 0.0, 2.0, 2.0, 2.0])
+    none = scaled_advantages(scores, grpo_settings(advantage_scaling="none"))
+    assert none.tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0, 0, 0])
+    group = scaled_advantages(scores, grpo_settings())
+    assert group.tolist() == pytest.approx([x / (math.sqrt(1 / 3) + 1e-4) for x in (2 / 3, -1 / 3, -1 / 3, 0, 0, 0)])
+    deviation = math.sqrt(sum((x - 7 / 6) ** 2 for x in scores.tolist()) / 5)
+    batch = scaled_advantages(scores, grpo_settings(advantage_scaling="batch"))
+    assert batch.tolist() == pytest.approx([x / (deviation + 1e-4) for x in none.tolist()])
+
+
+def test_figures_name_groups_without_signal(tiny_model):
+    items = trajectories(load_policy(tiny_model))
+    items[3:] = [
+        Trajectory(item.prompt_token_ids, item.token_ids, item.logprobs, 1.0, item.truncated) for item in items[3:]
+    ]
+    policy = Policy(load_policy(tiny_model))
+    _, figures = compare_groups(policy, None, build_batch(items), grpo_settings(), device=CPU)
+    assert figures["frac_reward_zero_std"] == 0.5
+    assert figures["completions/clipped_ratio"] == pytest.approx(1 / 3)
+    assert (figures["completions/min_length"], figures["completions/max_length"]) == (2, 6)
+
+
+def test_importance_weights_by_hand():
+    trainer = torch.tensor([[0.0, math.log(3.0), 5.0], [math.log(0.5), 0.0, 0.0]])
+    engine, mask = torch.zeros(2, 3), torch.tensor([[True, True, False], [True, True, True]])
+
+    def weights(**fields) -> list[list[float]]:
+        return importance_weights(trainer, engine, mask, ImportanceCorrection(**fields)).tolist()
+
+    assert weights(cap=2.0) == [pytest.approx([1, 2, 0]), pytest.approx([0.5, 1, 1])]
+    assert weights(cap=2.0, mode="mask") == [pytest.approx([1, 0, 0]), pytest.approx([0.5, 1, 1])]
+    assert weights(cap=2.0, level="sequence") == [pytest.approx([2, 2, 0]), pytest.approx([0.5, 0.5, 0.5])]
+    assert weights(cap=2.0, level="sequence", mode="mask") == [[0, 0, 0], pytest.approx([0.5, 0.5, 0.5])]
+
+
+def test_the_correction_takes_the_trainers_own_logprobs_as_old(tiny_model):
+    items = trajectories(load_policy(tiny_model), drift=0.3)
+    settings = grpo_settings(correction=ImportanceCorrection(cap=1.1))
+    policy = Policy(load_policy(tiny_model))
+    batch, figures = compare_groups(policy, None, build_batch(items), settings, device=CPU)
+    exact = build_batch(trajectories(load_policy(tiny_model))).columns["old_logprobs"]
+    assert torch.allclose(batch.columns["old_logprobs"], exact, atol=1e-5)
+    assert 0.1 < figures["sampling/logprob_difference_max"] < 0.31
+    plain, _ = compare_groups(
+        policy, None, build_batch(items), settings.model_copy(update={"correction": None}), device=CPU
+    )
+    engine = build_batch(items).columns["old_logprobs"]
+    expected = (exact - engine).exp().clamp(max=1.1) * plain.columns["advantages"]
+    assert torch.allclose(batch.columns["advantages"], expected.masked_fill(~batch.mask, 0.0), atol=1e-5)
+
+
+def test_logprobs_that_are_not_finite_are_refused(tiny_model):
+    items = trajectories(load_policy(tiny_model))
+    items[0] = Trajectory(items[0].prompt_token_ids, items[0].token_ids, [float("nan")] * 2, 0.0, False)
+    with pytest.raises(Fatal, match="not finite"):
+        compare_groups(
+            Policy(load_policy(tiny_model)),
+            None,
+            build_batch(items),
+            grpo_settings(correction=ImportanceCorrection()),
+            device=CPU,
+        )
+
+
+def test_values_from_a_model_of_their_own_leave_the_policys_trunk_alone(tiny_model):
+    settings = PPOSettings(
+        prompts=JsonlDataset(path="x"), optimizer=OptimizerConfig(lr=1e-3), minibatch_size=6, values="model"
+    )
+    items = trajectories(load_policy(tiny_model), temperature=1.0)
+    grads = []
+    for value_coef in (0.0, 1.0):
+        model = load_policy(tiny_model)
+        values = ValueModel(load_policy(tiny_model).base_model)
+        torch.nn.init.ones_(values.head.weight)
+        policy = Policy(model, values)
+        changed = settings.model_copy(update={"value_coef": value_coef})
+        batch, _, _ = assign_credit(policy, policy, build_batch(items), changed, kl_coef=0.1, device=CPU)
+        learner = PPO(policy, batch, changed, first_step=0, seed=0, device=CPU)
+        [part] = learner.minibatches(0)
+        learner.loss(part, [part]).loss.backward()
+        grads.append([parameter.grad.clone() for parameter in model.parameters()])
+        assert (values.head.weight.grad.abs().sum() > 0) == (value_coef > 0)
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+
+
+# Whole updates
+
+
+class Interrupted(Exception):
+    pass
+
+
+def workshop(folder, **changes) -> Workshop:
+    objects = ObjectStore.from_url(str(folder / "objects"))
+    fields = {"key": hash_bytes(b"key"), "run_id": "run", "seed": 1, "num_threads": 1, **changes}
+    return Workshop(objects=objects, cache=folder / "cache", **fields)
+
+
+def file_scores(objects: ObjectStore, items: list[Trajectory]) -> tuple[Scores, str]:
+    samples = [
+        Sample(hash_bytes(b"%d" % number), "p", list(item.prompt_token_ids), number, None, {})
+        for number, item in enumerate(items)
+    ]
+    lines = [
+        encode_completion(
+            Completion(sample.id, item.token_ids, item.logprobs, "", "length" if item.truncated else "stop")
+        )
+        for sample, item in zip(samples, items, strict=True)
+    ]
+    values = [item.score for item in items]
+    scores = Scores(
+        scores=objects.put_bytes(canonical_json(values)),
+        completions=objects.put_bytes(b"".join(lines)),
+        num_samples=len(items),
+        mean=0.0,
+        std=0.0,
+    )
+    return scores, objects.put_bytes(encode_samples(samples))
+
+
+@pytest.mark.parametrize("stop_after", [1, 3])
+@pytest.mark.parametrize("kind", ["grpo", "ppo", "ppo with a value model"])
+def test_an_interrupted_update_ends_in_the_same_record(tiny_model, tmp_path, kind, stop_after):
+    """Stopped inside several passes over one batch too."""
+    fields = {"minibatch_size": 3, "epochs": 2, "kl_coef": 0.1}
+    settings = grpo_settings(**fields)
+    update = learners.grpo_update
+    if kind != "grpo":
+        update = learners.ppo_update
+        settings = PPOSettings(
+            prompts=JsonlDataset(path="x"),
+            optimizer=OptimizerConfig(lr=1e-3),
+            prompts_per_iteration=6,
+            minibatch_size=3,
+            snapshots=SnapshotPolicy(every_steps=1),
+            values="model" if "model" in kind else "head",
+            sampling=SamplingParams(temperature=0.8, max_tokens=6),
+        )
+    items = trajectories(load_policy(tiny_model))
+
+    def run(place: Workshop):
+        model = place.objects.put_tree(tiny_model)
+        scores, samples = file_scores(place.objects, items)
+        return update(model, None, model, scores, samples, settings, place)
+
+    expected = run(workshop(tmp_path / "quiet"))
+    assert expected.step == 4
+
+    def stop(row):
+        if row["step"] == stop_after:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        run(workshop(tmp_path / "stormy", on_step=stop))
+    started = []
+    resumed = run(workshop(tmp_path / "stormy", on_start=lambda first, last: started.append(first)))
+    assert started == [stop_after - 1]
+    assert resumed == expected
+
+
+def test_reward_rises(tiny_model, tmp_path):
+    """Six rounds of sampling by hand, reward for odd tokens."""
+    settings = grpo_settings(
+        samples_per_prompt=8,
+        prompts_per_iteration=4,
+        minibatch_size=32,
+        sampling=SamplingParams(temperature=1.0, max_tokens=3),
+        optimizer=OptimizerConfig(lr=1e-2),
+        epochs=4,
+    )
+    place = workshop(tmp_path)
+    model_id, state = place.objects.put_tree(tiny_model), None
+    generator = torch.Generator().manual_seed(0)
+    means = []
+    for round_ in range(6):
+        model = load_policy(place.model(model_id))
+        items = []
+        for start in range(4):
+            prompt = [10 + start, 20, 30]
+            for _ in range(8):
+                ids, logprobs = list(prompt), []
+                for _ in range(3):
+                    found = torch.log_softmax(model(torch.tensor([ids])).logits[0, -1], -1).detach()
+                    token = int(torch.multinomial(found.exp(), 1, generator=generator))
+                    ids.append(token)
+                    logprobs.append(float(found[token]))
+                reward = sum(token % 2 for token in ids[3:]) / 3
+                items.append(Trajectory(prompt, ids[3:], logprobs, reward, False))
+        means.append(sum(item.score for item in items) / len(items))
+        scores, samples = file_scores(place.objects, items)
+        here = workshop(tmp_path, key=hash_bytes(b"%d" % round_))
+        checkpoint = learners.grpo_update(model_id, state, model_id, scores, samples, settings, here)
+        rows = [json.loads(line) for line in place.objects.get_bytes(checkpoint.metrics).splitlines()]
+        assert rows[0]["sampling/logprob_difference"] < 1e-4, "engine and trainer agree on the first step"
+        model_id, state = checkpoint.model, checkpoint.train_state
+    assert means[-1] > means[0] + 0.25, means
