@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from rollout_core.store import AttemptedRollout, LightningStore, RolloutConfig, Span, SqlLightningStore
+from rollout_core.store import (
+    AttemptedRollout,
+    CollectionBasedLightningStore,
+    InMemoryLightningCollections,
+    InMemoryLightningStore,
+    LightningStore,
+    LightningStoreThreaded,
+    RolloutConfig,
+    Span,
+    SqlLightningStore,
+)
 
 
 class Clock:
@@ -40,7 +50,20 @@ async def open_sqlite(place: Place, **settings: Any) -> LightningStore:
     return SqlLightningStore.from_url(f"sqlite:///{place.folder}/store.db", clock=place.clock, **settings)
 
 
-STORES: dict[str, Callable[..., Awaitable[LightningStore]]] = {"sqlite": open_sqlite}
+async def open_memory(place: Place, **settings: Any) -> LightningStore:
+    return InMemoryLightningStore(clock=place.clock, **settings)
+
+
+async def open_threaded(place: Place, **settings: Any) -> LightningStore:
+    collections = InMemoryLightningCollections()
+    return LightningStoreThreaded(CollectionBasedLightningStore(collections, clock=place.clock, **settings))
+
+
+STORES: dict[str, Callable[..., Awaitable[LightningStore]]] = {
+    "memory": open_memory,
+    "sqlite": open_sqlite,
+    "threaded": open_threaded,
+}
 """For each kind of store a function that opens one in a ``Place``; settings are those of ``SqlLightningStore``."""
 SHARED = [name for name in STORES if name not in ("memory", "threaded")]
 """Those whose data outlives the store object: opened twice in one place, both see the same."""
