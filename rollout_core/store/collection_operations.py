@@ -250,7 +250,7 @@ async def add_spans(work: Work, spans: Sequence[Span]) -> list[bool]:
     for span in spans:
         wanted.setdefault((span.rollout_id, span.attempt_id), []).append(span.span_id)
     attempts = {key: await work.attempt(states[key[0]], key[1]) for key in wanted}
-    seen: set[tuple[str, str, str]] = set()
+    stored: set[tuple[str, str, str]] = set()
     for (rollout_id, attempt_id), span_ids in wanted.items():
         found = await work.collections.spans.query(
             {
@@ -259,14 +259,15 @@ async def add_spans(work: Work, spans: Sequence[Span]) -> list[bool]:
                 "span_id": {"within": span_ids},
             }
         )
-        seen.update((rollout_id, attempt_id, span.span_id) for span in found.items)
+        stored.update((rollout_id, attempt_id, span.span_id) for span in found.items)
     is_new: list[bool] = []
     last: dict[str, int] = {}
     for span in spans:
         key = (span.rollout_id, span.attempt_id, span.span_id)
-        is_new.append(key not in seen)
-        seen.add(key)
-        last[span.rollout_id] = max(span.sequence_id, last.get(span.rollout_id, 0))
+        is_new.append(key not in stored)
+        stored.add(key)
+        if span.sequence_id > last.get(span.rollout_id, 0):
+            last[span.rollout_id] = span.sequence_id
 
     new = [span for span, fresh in zip(spans, is_new, strict=True) if fresh]
     await work.collections.spans.insert(new)

@@ -6,18 +6,23 @@ What goes out is copied field by field. These run for every record of every call
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
 from rollout_core.store.codec import decode, encode
-from rollout_core.store.spans import Span
+from rollout_core.store.spans import Event, Link, OtelResource, Span, SpanContext, StatusCode, TraceStatus
 from rollout_core.store.types import Attempt, AttemptedRollout, Rollout, RolloutConfig, Worker
 
 Model = TypeVar("Model", bound=BaseModel)
 
-_set = object.__setattr__
+# The four slots of a model, written as pydantic's own copying does, without its looks at each name.
+_SET_FIELDS, _SET_FIELDS_SET, _SET_EXTRA, _SET_PRIVATE = [
+    vars(BaseModel)[slot].__set__
+    for slot in ("__dict__", "__pydantic_fields_set__", "__pydantic_extra__", "__pydantic_private__")
+]
 
 
 def json_copy(value: Any) -> Any:
@@ -31,12 +36,16 @@ def json_copy(value: Any) -> Any:
 
 
 def with_fields(model: type[Model], source: BaseModel, fields: dict[str, Any]) -> Model:
-    """A ``model`` with these fields, which are not checked, and the further fields of ``source``."""
+    """A ``model`` with these fields, which are not checked, and the further fields of ``source``.
+
+    Both share the set of fields that were set, which only grows.
+    """
     made = object.__new__(model)
-    _set(made, "__dict__", fields)
-    _set(made, "__pydantic_fields_set__", set(fields))
-    _set(made, "__pydantic_extra__", source.__pydantic_extra__ and json_copy(source.__pydantic_extra__))
-    _set(made, "__pydantic_private__", None)
+    extra = source.__pydantic_extra__
+    _SET_FIELDS(made, fields)
+    _SET_FIELDS_SET(made, source.__pydantic_fields_set__)
+    _SET_EXTRA(made, json_copy(extra) if extra else extra if extra is None else {})
+    _SET_PRIVATE(made, None)
     return made
 
 
@@ -54,7 +63,9 @@ def shown_rollout(rollout: Rollout, attempt: Attempt | None) -> Rollout:
     if attempt is None:
         return with_fields(Rollout, rollout, fields)
     fields["attempt"] = shown_attempt(attempt)
-    return with_fields(AttemptedRollout, rollout, fields)
+    shown = with_fields(AttemptedRollout, rollout, fields)
+    _SET_FIELDS_SET(shown, {*rollout.__pydantic_fields_set__, "attempt"})
+    return shown
 
 
 def shown_attempt(attempt: Attempt) -> Attempt:
@@ -68,9 +79,10 @@ def shown_worker(worker: Worker) -> Worker:
 
 
 def shown_span(span: Span) -> Span:
-    """A span as callers get it. Values within its attributes, and its events and links, are shared with the store."""
+    """A span as callers get it. What is within its attributes and its parts is shared with the store."""
     fields = span.__dict__.copy()
     fields["attributes"] = span.attributes.copy()
+    fields["events"], fields["links"] = span.events.copy(), span.links.copy()
     return with_fields(Span, span, fields)
 
 
@@ -91,27 +103,65 @@ def kept_json(value: Any, what: str) -> Any:
 
 def kept_span(span: Span) -> Span:
     """A span as the store keeps it. Raises ConfigError if JSON cannot hold it."""
-    text = encode(_plain(span), f"span {span.name}")
-    fields = decode(text)
-    for name in _NULLABLE:
-        fields.setdefault(name, None)
-    return Span.model_validate(fields)
+    # Only what may hold anything goes through JSON; and no missing values, for the encoder is quicker without nulls.
+    fields = span.__dict__.copy()
+    loose = {"name": span.name, "attributes": span.attributes}
+    if span.__pydantic_extra__:
+        loose["extra"] = span.__pydantic_extra__
+    status, resource = span.status, span.resource
+    if status.__pydantic_extra__:
+        loose["status"] = _plain(status)
+    else:
+        fields["status"] = _status(status.status_code, status.description)
+    if resource.__pydantic_extra__ or resource.attributes:
+        loose["resource"] = _plain(resource)
+    else:
+        fields["resource"] = _empty_resource(resource.schema_url)
+    for name in ("context", "parent"):
+        context = fields[name]
+        if context is not None and context.__pydantic_extra__:
+            loose[name] = _plain(context)
+        elif context is not None:
+            fields[name] = changed(context, trace_state=context.trace_state.copy())
+    for name in ("events", "links"):
+        if fields[name]:
+            loose[name] = [_plain(part) for part in fields[name]]
+        else:
+            fields[name] = []
+    kept = decode(encode(loose, f"span {span.name}"))
+    fields["attributes"] = kept["attributes"]
+    for name in loose.keys() & _PARTS.keys():
+        fields[name] = _PARTS[name](kept[name])
+    made = with_fields(Span, span, fields)
+    _SET_EXTRA(made, kept.get("extra", {}))
+    return made
 
 
-_NULLABLE = ("parent_id", "start_time", "end_time", "context", "parent")
+# Parts that nearly all spans have in common are kept once.
 
 
-def _plain(value: Any) -> Any:
-    """A part of a span as plain values. Missing fields are left out: the encoder is quicker without nulls."""
-    if isinstance(value, BaseModel):
-        fields: Mapping[str, Any] = {**value.__dict__, **(value.__pydantic_extra__ or {})}
-        return {name: _plain_field(name, field) for name, field in fields.items() if field is not None}
-    return value
+@lru_cache(maxsize=1024)
+def _status(status_code: StatusCode, description: str | None) -> TraceStatus:
+    return TraceStatus(status_code=status_code, description=description)
 
 
-def _plain_field(name: str, field: Any) -> Any:
-    if isinstance(field, BaseModel):
-        return _plain(field)
-    if name in ("events", "links"):
-        return [_plain(entry) for entry in field]
-    return field
+@lru_cache(maxsize=1024)
+def _empty_resource(schema_url: str) -> OtelResource:
+    return OtelResource(attributes={}, schema_url=schema_url)
+
+
+_PARTS: Mapping[str, Callable[[Any], Any]] = {
+    "status": TraceStatus.model_validate,
+    "context": SpanContext.model_validate,
+    "parent": SpanContext.model_validate,
+    "resource": OtelResource.model_validate,
+    "events": lambda parts: [Event.model_validate(part) for part in parts],
+    "links": lambda parts: [Link.model_validate(part) for part in parts],
+}
+
+
+def _plain(part: Any) -> Any:
+    """A part of a span as plain values."""
+    if isinstance(part, BaseModel):
+        return {name: _plain(value) for name, value in {**part.__dict__, **(part.__pydantic_extra__ or {})}.items()}
+    return part

@@ -324,17 +324,19 @@ class ListBasedCollection(Collection[Record]):
     def _sorted(self, entries: list[_Entry], sort: SortOptions) -> list[_Entry]:
         key = self._sort_key(sort["name"])
         then = sort.get("then", ())
-        if then and len({key(entry) for entry in entries}) < len(entries):
+        if then and len(set(map(key, entries))) < len(entries):
             ties = [self._sort_key(name) for name in then]
             entries.sort(key=lambda entry: tuple([tie(entry) for tie in ties]))
         entries.sort(key=key, reverse=sort["order"] == "desc")  # stable, also in reverse
         return entries
 
     def _sort_key(self, name: str) -> Callable[[_Entry], Any]:
-        missing, value_of = self._missing[name], attrgetter(name)
+        value_of, missing = attrgetter(f"item.{name}"), self._missing[name]
+        if missing is None:
+            return value_of
 
         def key(entry: _Entry) -> Any:
-            value = value_of(entry.item)
+            value = value_of(entry)
             return missing if value is None else value
 
         return key
@@ -367,21 +369,21 @@ def _leaves(nodes: Iterable[Any], levels: int) -> Iterator[_Entry]:
 
 
 def _sortable_fields(model: type[BaseModel]) -> dict[str, Any]:
-    """Fields that hold one plain value, and what a missing one counts as."""
+    """Fields that hold one plain value, and what counts where it is missing; None if it never is."""
     fields: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         kinds = _plain_kinds(field.annotation)
         if kinds:
-            text = "" if str in kinds else 0
-            fields[name] = math.inf if name.endswith("_time") else text
+            missing = math.inf if name.endswith("_time") else "" if str in kinds else 0
+            fields[name] = missing if NoneType in kinds else None
     return fields
 
 
 def _plain_kinds(annotation: Any) -> set[type]:
-    """The types of a field's values but for None; empty if one is not a plain value."""
+    """The types of a field's values; empty if one is not a plain value."""
     if get_origin(annotation) in (Union, UnionType):
-        parts = [_plain_kinds(part) for part in get_args(annotation) if part is not NoneType]
+        parts = [_plain_kinds(part) for part in get_args(annotation)]
         return set().union(*parts) if all(parts) else set()
     if get_origin(annotation) is Literal:
         return {type(value) for value in get_args(annotation)}
-    return {annotation} if annotation in (str, int, float, bool) else set()
+    return {annotation} if annotation in (str, int, float, bool, NoneType) else set()

@@ -26,6 +26,8 @@ from rollout_core.store.types import (
 
 SPAN_BYTES = 4_000
 """What a span without attributes takes."""
+PART_BYTES = 200
+"""What the name of an attribute takes, or an event or link."""
 
 
 class InMemoryLightningStore(CollectionBasedLightningStore[InMemoryLightningCollections]):
@@ -134,15 +136,17 @@ class InMemoryLightningStore(CollectionBasedLightningStore[InMemoryLightningColl
 
 def estimate_span_size(span: Span) -> int:
     """About how many bytes of memory a span takes; long lists are taken to hold values of one size."""
-    return SPAN_BYTES + _size_of(span.attributes) + 1_000 * (len(span.events) + len(span.links))
+    parts = len(span.attributes) + len(span.events) + len(span.links)
+    return SPAN_BYTES + PART_BYTES * parts + _size_of(span.attributes)
 
 
 def _size_of(value: Any) -> int:
     size = sys.getsizeof(value)
-    if isinstance(value, dict):
-        return size + sum(_size_of(key) + _size_of(entry) for key, entry in value.items())
-    if isinstance(value, list) and value:
-        return size + len(value) * _size_of(value[0])
+    if type(value) is dict:
+        for entry in value.values():
+            size += _size_of(entry)
+    elif type(value) is list and value:
+        size += len(value) * _size_of(value[0])
     return size
 
 
