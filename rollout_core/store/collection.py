@@ -3,9 +3,8 @@
 ``CollectionBasedLightningStore`` needs nothing else, so a new backend is an implementation of these four interfaces.
 Items are values: one that has been handed over, or given out, is never changed in place, only replaced by ``update``.
 
-A filter maps field names to conditions, such as ``{"status": {"within": ["queuing"]}}``; all conditions of one field
-hold together. ``_aggregate`` (``"and"`` or ``"or"``) joins the fields, and a mapping of the same form under ``_must``
-always holds, whatever the others are joined by.
+A filter maps field names to conditions, such as ``{"status": {"within": ["queuing"]}}``. ``_aggregate`` (``"and"`` or
+``"or"``) joins them all, but for those in a mapping of the same form under ``_must``, which always hold.
 """
 
 from __future__ import annotations

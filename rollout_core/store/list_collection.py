@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import merge
 from itertools import chain, islice
 from operator import attrgetter
-from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 from sortedcontainers import SortedDict
@@ -16,6 +14,7 @@ from sortedcontainers import SortedDict
 from rollout_core.errors import ConfigError, Conflict, NotFound
 from rollout_core.store.checks import check_page
 from rollout_core.store.collection import Collection, FilterOptions, SortOptions
+from rollout_core.store.conditions import Condition, conditions_of, sortable_fields
 from rollout_core.store.types import PaginatedResult
 
 Record = TypeVar("Record", bound=BaseModel)
@@ -32,33 +31,6 @@ class _Entry:
         self.number = number
         self.item = item
         self.indexed = indexed
-
-
-class _Condition(NamedTuple):
-    field: str
-    operator: Literal["exact", "within", "contains"]
-    operand: Any
-
-    @property
-    def keys(self) -> list[Any] | None:
-        """The values of the field that match, if they can be looked up; else None."""
-        keys = None
-        if self.operator == "exact":
-            keys = [self.operand]
-        elif self.operator == "within":
-            keys = list(self.operand)
-        try:
-            return None if keys is None else list(dict.fromkeys(keys))
-        except TypeError:  # not hashable
-            return None
-
-    def holds(self, item: Any) -> bool:
-        value = getattr(item, self.field)
-        if self.operator == "exact":
-            return value == self.operand
-        if self.operator == "within":
-            return value in self.operand
-        return value is not None and self.operand in value
 
 
 class _Found(NamedTuple):
@@ -82,7 +54,7 @@ class ListBasedCollection(Collection[Record]):
             raise ConfigError(f"a collection of {item_type.__name__} needs at least one primary key")
         self._item_type = item_type
         self._primary_keys = tuple(primary_keys)
-        self._missing = _sortable_fields(item_type)
+        self._missing = sortable_fields(item_type)
         self._index_fields = tuple(indexed)
         # For each field: value -> number of the entry -> entry, sorted by both.
         self._indices = {field: SortedDict() for field in indexed}
@@ -237,10 +209,13 @@ class ListBasedCollection(Collection[Record]):
     ) -> tuple[list[Record], int]:
         if sort is not None:
             self._check_sort(sort)
-        if not filter and sort is not None and sort["name"] in self._indices:
+        filter = filter or {}
+        if filter.get("_aggregate", "and") not in ("and", "or"):
+            raise ConfigError(f"filter_logic is {filter['_aggregate']!r}; expected 'and' or 'or'")
+        if sort is not None and sort["name"] in self._indices and not filter.keys() - {"_aggregate"}:
             found = _Found(self._walk_index(sort), self._size)
         else:
-            found = self._match(filter or {})
+            found = self._match(filter)
             if sort is not None:
                 entries = self._sorted(list(found.entries), sort)
                 found = _Found(entries, len(entries))
@@ -253,12 +228,9 @@ class ListBasedCollection(Collection[Record]):
 
     def _match(self, filter: FilterOptions) -> _Found:
         """The entries that match, by the best way there is to them."""
-        joined = _conditions({name: field for name, field in filter.items() if name not in ("_aggregate", "_must")})
-        needed = _conditions(filter.get("_must") or {})
-        aggregate = filter.get("_aggregate", "and")
-        if aggregate not in ("and", "or"):
-            raise ConfigError(f"filter_logic is {aggregate!r}; expected 'and' or 'or'")
-        if aggregate == "and" or len(joined) == 1:
+        joined = conditions_of({name: field for name, field in filter.items() if name not in ("_aggregate", "_must")})
+        needed = conditions_of(filter.get("_must") or {})
+        if filter.get("_aggregate", "and") == "and" or len(joined) == 1:
             needed, joined = [*needed, *joined], []
         for condition in (*needed, *joined):
             if condition.field not in self._item_type.model_fields:
@@ -270,7 +242,7 @@ class ListBasedCollection(Collection[Record]):
         either = [condition.holds for condition in joined]
         return _Found(_checked(found.entries, holds, either), None)
 
-    def _by_prefix(self, needed: list[_Condition]) -> _Found | None:
+    def _by_prefix(self, needed: list[Condition]) -> _Found | None:
         """The entries below the primary keys that are asked for; their conditions are taken off ``needed``."""
         nodes: list[Any] = [self._root]
         depth = 0
@@ -278,7 +250,7 @@ class ListBasedCollection(Collection[Record]):
             condition = next((one for one in needed if one.field == key and one.keys is not None), None)
             if condition is None:
                 break
-            keys = condition.keys or []
+            keys = condition.keys or ()
             nodes = [child for node in nodes for child in map(node.get, keys) if child is not None]
             needed.remove(condition)
             depth += 1
@@ -290,7 +262,7 @@ class ListBasedCollection(Collection[Record]):
             entries.sort(key=_number)
         return _Found(entries, len(entries))
 
-    def _by_index(self, needed: list[_Condition]) -> _Found | None:
+    def _by_index(self, needed: list[Condition]) -> _Found | None:
         """The entries of the buckets that are asked for; the condition is taken off ``needed``."""
         for condition in needed:
             if condition.field in self._indices and condition.keys is not None:
@@ -342,16 +314,6 @@ class ListBasedCollection(Collection[Record]):
         return key
 
 
-def _conditions(fields: Mapping[str, Any]) -> list[_Condition]:
-    conditions: list[_Condition] = []
-    for name, field in fields.items():
-        for operator, operand in field.items():
-            if operator not in ("exact", "within", "contains"):
-                raise ConfigError(f"{name} is filtered by {operator!r}; expected 'exact', 'within' or 'contains'")
-            conditions.append(_Condition(name, operator, operand))
-    return conditions
-
-
 def _checked(
     entries: Iterable[_Entry], holds: Sequence[Callable[[Any], bool]], either: Sequence[Callable[[Any], bool]]
 ) -> Iterator[_Entry]:
@@ -366,24 +328,3 @@ def _leaves(nodes: Iterable[Any], levels: int) -> Iterator[_Entry]:
     for _ in range(levels):
         nodes = chain.from_iterable([node.values() for node in nodes])
     return iter(nodes)
-
-
-def _sortable_fields(model: type[BaseModel]) -> dict[str, Any]:
-    """Fields that hold one plain value, and what counts where it is missing; None if it never is."""
-    fields: dict[str, Any] = {}
-    for name, field in model.model_fields.items():
-        kinds = _plain_kinds(field.annotation)
-        if kinds:
-            missing = math.inf if name.endswith("_time") else "" if str in kinds else 0
-            fields[name] = missing if NoneType in kinds else None
-    return fields
-
-
-def _plain_kinds(annotation: Any) -> set[type]:
-    """The types of a field's values; empty if one is not a plain value."""
-    if get_origin(annotation) in (Union, UnionType):
-        parts = [_plain_kinds(part) for part in get_args(annotation)]
-        return set().union(*parts) if all(parts) else set()
-    if get_origin(annotation) is Literal:
-        return {type(value) for value in get_args(annotation)}
-    return {annotation} if annotation in (str, int, float, bool, NoneType) else set()
