@@ -62,7 +62,7 @@ class ListBasedCollection(Collection[Record]):
         self._size = 0
         self._next_number = 0
         for item in items:
-            self._insert(item)
+            self._insert(item, self._keys(item))
 
     def item_type(self) -> type[Record]:
         return self._item_type
@@ -76,14 +76,15 @@ class ListBasedCollection(Collection[Record]):
     # Changes
 
     async def insert(self, items: Sequence[Record]) -> None:
-        seen: set[tuple[Any, ...]] = set()
+        new: dict[tuple[Any, ...], Record] = {}
         for item in items:
+            self._check_type(item)
             keys = self._keys(item)
-            if keys in seen or self._find(keys) is not None:
+            if keys in new or self._find(keys) is not None:
                 raise Conflict(f"{self._name(keys)} exists already; update it, or use other keys")
-            seen.add(keys)
-        for item in items:
-            self._insert(item)
+            new[keys] = item
+        for keys, item in new.items():
+            self._insert(item, keys)
 
     async def update(self, items: Sequence[Record]) -> None:
         for entry, item in zip(self._entries(items), items, strict=True):
@@ -93,9 +94,10 @@ class ListBasedCollection(Collection[Record]):
         for item in items:
             self._check_type(item)
         for item in items:
-            entry = self._find(self._keys(item))
+            keys = self._keys(item)
+            entry = self._find(keys)
             if entry is None:
-                self._insert(item)
+                self._insert(item, keys)
             else:
                 self._replace(entry, item)
 
@@ -148,10 +150,9 @@ class ListBasedCollection(Collection[Record]):
     def _name(self, keys: tuple[Any, ...]) -> str:
         return f"{self._item_type.__name__} with {dict(zip(self._primary_keys, keys, strict=True))}"
 
-    def _insert(self, item: Record) -> None:
-        self._check_type(item)
+    def _insert(self, item: Record, keys: tuple[Any, ...]) -> None:
         entry = _Entry(self._next_number, item, tuple([getattr(item, field) for field in self._index_fields]))
-        *outer, last = self._keys(item)
+        *outer, last = keys
         node = self._root
         for key in outer:
             child = node.get(key)
