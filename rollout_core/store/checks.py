@@ -30,6 +30,25 @@ def check_statuses(statuses: Sequence[str] | None, kind: Any) -> None:
             raise ConfigError(f"status is {status!r}; expected any of {', '.join(get_args(kind))}")
 
 
+def check_ids(*ids: Any) -> None:
+    """Raise ConfigError for an id that is not text; None, which names nothing, is let pass."""
+    for value in ids:
+        if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                raise ConfigError(f"id {value!r:.80} is not valid Unicode: remove the lone surrogate") from error
+        elif value is not None:
+            raise ConfigError(f"got the id {value!r:.80} ({type(value).__name__}); expected text")
+
+
+def check_id_list(ids: Iterable[Any]) -> None:
+    """Raise ConfigError for what is not a list of ids."""
+    if isinstance(ids, str) or not isinstance(ids, Iterable):
+        raise ConfigError(f"got {ids!r:.80} ({type(ids).__name__}); expected a list of ids")
+    check_ids(*ids)
+
+
 def refuse_missing(wanted: Iterable[str], found: Container[str]) -> None:
     """Raise NotFound if a wanted rollout was not found."""
     missing = [rollout_id for rollout_id in wanted if rollout_id not in found]

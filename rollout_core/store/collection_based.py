@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from rollout_core.errors import ConfigError
 from rollout_core.store import collection_operations as operations
 from rollout_core.store.base import LightningStore
-from rollout_core.store.checks import check_statuses, resources_json
+from rollout_core.store.checks import check_id_list, check_ids, check_statuses, resources_json
 from rollout_core.store.codec import decode
 from rollout_core.store.collection import LightningCollections, SortOptions
 from rollout_core.store.collection_work import RolloutState, Work, latest_attempts
@@ -20,7 +20,7 @@ from rollout_core.store.copies import (
     kept_span,
     shown_attempt,
     shown_rollout,
-    shown_span,
+    shown_spans,
     shown_worker,
 )
 from rollout_core.store.lifecycle import FINISHED, RUNNING, lost_status
@@ -279,9 +279,12 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         status: Sequence[RolloutStatus] | None = None,
         rollout_ids: Sequence[str] | None = None,
     ) -> PaginatedResult[Rollout]:
+        check_ids(rollout_id_contains)
         statuses = status if status_in is None else status_in
         check_statuses(statuses, RolloutStatus)
         ids = rollout_ids if rollout_id_in is None else rollout_id_in
+        if ids is not None:
+            check_id_list(ids)
         filter = _filter(
             filter_logic, status={"within": statuses}, rollout_id={"within": ids, "contains": rollout_id_contains}
         )
@@ -304,6 +307,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         limit: int = -1,
         offset: int = 0,
     ) -> PaginatedResult[Attempt]:
+        check_ids(rollout_id)
         await self._watch()
         async with self.collections.atomic() as collections:
             page = await collections.attempts.query(
@@ -312,6 +316,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         return _page(page, shown_attempt)
 
     async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
+        check_ids(rollout_id)
         await self._watch()
         async with self.collections.atomic() as collections:
             attempt = (await latest_attempts(collections, [rollout_id])).get(rollout_id)
@@ -336,6 +341,8 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         sort_by: str | None = "sequence_id",
         sort_order: SortOrder = "asc",
     ) -> PaginatedResult[Span]:
+        check_ids(rollout_id, attempt_id, trace_id, span_id, parent_id, name)
+        check_ids(trace_id_contains, span_id_contains, parent_id_contains, name_contains)
         await self._watch()
         async with self.collections.atomic() as collections:
             await self.check_spans_kept([rollout_id])
@@ -355,9 +362,12 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
             page = await collections.spans.query(
                 {**filter, "_must": scope}, _span_sort(sort_by, sort_order), limit, offset
             )
-        return _page(page, shown_span)
+        page.items = shown_spans(page.items)
+        return page
 
     async def query_many_spans(self, rollout_ids: Sequence[str], *, name: str | None = None) -> Sequence[Span]:
+        check_id_list(rollout_ids)
+        check_ids(name)
         await self._watch()
         spans: list[Span] = []
         async with self.collections.atomic() as collections:
@@ -372,7 +382,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
                         name={"exact": name},
                     )
                     spans += (await collections.spans.query(filter, _span_sort("sequence_id", "asc"))).items
-        return [shown_span(span) for span in spans]
+        return shown_spans(spans)
 
     async def wait_for_rollout(self, rollout_id: str, timeout: float | None = None) -> Rollout | None:
         """Wait for one rollout, see ``wait_for_rollouts``; None if it is not finished in time."""
@@ -402,6 +412,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         return await self.update_resources(f"rs-{secrets.token_hex(6)}", resources)
 
     async def update_resources(self, resources_id: str, resources: NamedResources) -> ResourcesUpdate:
+        check_ids(resources_id)
         kept = decode(resources_json(resources))
         update = await self._do(lambda work: operations.put_resources(work, resources_id, kept))
         return update.model_copy(deep=True)
@@ -416,6 +427,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         limit: int = -1,
         offset: int = 0,
     ) -> PaginatedResult[ResourcesUpdate]:
+        check_ids(resources_id, resources_id_contains)
         filter = _filter("and", resources_id={"exact": resources_id, "contains": resources_id_contains})
         async with self.collections.atomic() as collections:
             page = await collections.resources.query(filter, _sort(sort_by, sort_order), limit, offset)
@@ -461,6 +473,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         offset: int = 0,
     ) -> PaginatedResult[Worker]:
         check_statuses(status_in, WorkerStatus)
+        check_ids(worker_id_contains)
         filter = _filter(filter_logic, status={"within": status_in}, worker_id={"contains": worker_id_contains})
         await self._watch()
         async with self.collections.atomic() as collections:
@@ -468,6 +481,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         return _page(page, shown_worker)
 
     async def get_worker_by_id(self, worker_id: str) -> Worker | None:
+        check_ids(worker_id)
         await self._watch()
         async with self.collections.atomic() as collections:
             found = await collections.workers.get({"worker_id": {"exact": worker_id}})

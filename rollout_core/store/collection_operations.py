@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from rollout_core.errors import Conflict, NotFound
 from rollout_core.store import lifecycle
-from rollout_core.store.checks import same_json
+from rollout_core.store.checks import check_id_list, check_ids, same_json
 from rollout_core.store.codec import decode, encode
 from rollout_core.store.collection_work import RolloutState, Work
 from rollout_core.store.copies import kept_config, kept_json, shown_attempt, shown_rollout
@@ -94,6 +94,7 @@ async def _load_known(work: Work, rollout_ids: Sequence[str]) -> dict[str, Rollo
 
 async def claim(work: Work, limit: int, worker_id: str | None) -> list[AttemptedRollout]:
     """Start an attempt of up to ``limit`` queued rollouts, first in, first out."""
+    check_ids(worker_id)  # before anything is taken from the queue
     states: list[RolloutState] = []
     while len(states) < limit:
         rollout_ids = await work.collections.rollout_queue.dequeue(limit - len(states))
@@ -116,6 +117,7 @@ async def claim(work: Work, limit: int, worker_id: str | None) -> list[Attempted
 
 def begin_attempt(work: Work, state: RolloutState, worker_id: str | None) -> AttemptedRollout:
     """Give a rollout its next attempt, in preparing."""
+    check_ids(worker_id)
     attempt = Attempt(
         rollout_id=state.rollout.rollout_id,
         attempt_id=f"at-{secrets.token_hex(6)}",
@@ -228,6 +230,7 @@ def is_watched(rollout: Rollout, attempt: Attempt | None) -> bool:
 
 async def number_spans(work: Work, rollout_ids: Sequence[str]) -> list[int]:
     """The next span sequence id for each request, in the order of requests. One counter a rollout."""
+    check_id_list(rollout_ids)
     counters = work.collections.span_sequence_ids
     unknown = [rollout_id for rollout_id in dict.fromkeys(rollout_ids) if not await counters.has(rollout_id)]
     if unknown:

@@ -6,7 +6,7 @@ What goes out is copied field by field. These run for every record of every call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from rollout_core.store.types import Attempt, AttemptedRollout, Rollout, Rollout
 
 Model = TypeVar("Model", bound=BaseModel)
 
+_NEW = object.__new__
 # The four slots of a model, written as pydantic's own copying does, without its looks at each name.
 _SET_FIELDS, _SET_FIELDS_SET, _SET_EXTRA, _SET_PRIVATE = [
     vars(BaseModel)[slot].__set__
@@ -40,7 +41,7 @@ def with_fields(model: type[Model], source: BaseModel, fields: dict[str, Any]) -
 
     Both share the set of fields that were set, which only grows.
     """
-    made = object.__new__(model)
+    made = _NEW(model)
     extra = source.__pydantic_extra__
     _SET_FIELDS(made, fields)
     _SET_FIELDS_SET(made, source.__pydantic_fields_set__)
@@ -78,12 +79,22 @@ def shown_worker(worker: Worker) -> Worker:
     return changed(worker, heartbeat_stats=json_copy(worker.heartbeat_stats))
 
 
-def shown_span(span: Span) -> Span:
-    """A span as callers get it. What is within its attributes and its parts is shared with the store."""
-    fields = span.__dict__.copy()
-    fields["attributes"] = span.attributes.copy()
-    fields["events"], fields["links"] = span.events.copy(), span.links.copy()
-    return with_fields(Span, span, fields)
+def shown_spans(spans: Sequence[Span]) -> list[Span]:
+    """Spans as callers get them. What is within their attributes and their parts is shared with the store."""
+    shown: list[Span] = []
+    for span in spans:  # ``with_fields`` written out: pages of hundreds of spans are the largest answers there are
+        fields = span.__dict__.copy()
+        fields["attributes"] = fields["attributes"].copy()
+        fields["events"] = fields["events"].copy()
+        fields["links"] = fields["links"].copy()
+        extra = span.__pydantic_extra__
+        made = _NEW(Span)
+        _SET_FIELDS(made, fields)
+        _SET_FIELDS_SET(made, span.__pydantic_fields_set__)
+        _SET_EXTRA(made, json_copy(extra) if extra else {})
+        _SET_PRIVATE(made, None)
+        shown.append(made)
+    return shown
 
 
 def kept_config(config: RolloutConfig | None) -> RolloutConfig:

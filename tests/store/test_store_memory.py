@@ -63,6 +63,36 @@ async def test_nothing_a_caller_does_to_its_objects_reaches_the_store(make):
     assert await store.get_latest_resources() == expected
 
 
+async def test_ids_that_are_not_text_are_refused_and_change_nothing():
+    store = InMemoryLightningStore()
+    await store.enqueue_rollout(1)
+    for bad in ("\ud800", ["a"], object(), 7):
+        for call in (
+            store.get_rollout_by_id,
+            store.get_latest_attempt,
+            store.get_worker_by_id,
+            store.update_worker,
+            store.query_attempts,
+            store.query_spans,
+            store.get_resources_by_id,
+            store.dequeue_rollout,
+            store.start_attempt,
+        ):
+            with pytest.raises(ConfigError, match="expected text|lone surrogate"):
+                await call(bad)
+        for batch in (store.start_many_attempts, store.query_many_spans):
+            with pytest.raises(ConfigError):
+                await batch([bad])
+            with pytest.raises(ConfigError):
+                await batch("text")
+        with pytest.raises(ConfigError):
+            await store.get_next_span_sequence_id(bad, "at")
+        with pytest.raises(ConfigError):
+            await store.query_rollouts(rollout_id_in=[bad])
+    assert len(await store.query_workers()) == 0
+    assert (await store.dequeue_rollout("w")).input == 1
+
+
 async def test_snapshots_added_at_one_moment_still_have_a_latest(clock):
     store = InMemoryLightningStore(clock=clock)
     for n in range(3):
