@@ -78,7 +78,7 @@ async def test_ids_that_are_not_text_are_refused_and_change_nothing():
             store.dequeue_rollout,
             store.start_attempt,
         ):
-            with pytest.raises(ConfigError, match="expected text|lone surrogate"):
+            with pytest.raises(ConfigError, match=r"expected text|lone surrogate"):
                 await call(bad)
         for batch in (store.start_many_attempts, store.query_many_spans):
             with pytest.raises(ConfigError):
