@@ -51,6 +51,7 @@ bench: setup
 	$(BIN)/python benchmarks/stages.py
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/inference.py
+	$(BIN)/python benchmarks/store.py
 
 clean:
 	rm -rf data .pytest_cache .ruff_cache .hypothesis

@@ -11,7 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollout_core.store.base import LightningStore
+    from rollout_core.store.collection import (
+        Collection,
+        FilterField,
+        FilterOptions,
+        KeyValue,
+        LightningCollections,
+        Queue,
+        SortOptions,
+    )
+    from rollout_core.store.collection_based import CollectionBasedLightningStore
     from rollout_core.store.lifecycle import is_finished, is_queuing, is_running
+    from rollout_core.store.list_collection import ListBasedCollection
+    from rollout_core.store.memory import InMemoryLightningStore
+    from rollout_core.store.memory_collections import DequeBasedQueue, DictBasedKeyValue, InMemoryLightningCollections
     from rollout_core.store.resources import (
         LLM,
         NamedResources,
@@ -35,6 +48,7 @@ if TYPE_CHECKING:
         TraceStatus,
     )
     from rollout_core.store.sql import SqlLightningStore
+    from rollout_core.store.threaded import LightningStoreThreaded
     from rollout_core.store.types import (
         UNSET,
         Attempt,
@@ -59,13 +73,19 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "base": "LightningStore",
+    "collection": "Collection FilterField FilterOptions KeyValue LightningCollections Queue SortOptions",
+    "collection_based": "CollectionBasedLightningStore",
     "lifecycle": "is_finished is_queuing is_running",
+    "list_collection": "ListBasedCollection",
+    "memory": "InMemoryLightningStore",
+    "memory_collections": "DequeBasedQueue DictBasedKeyValue InMemoryLightningCollections",
     "resources": "LLM NamedResources PromptTemplate ProxyLLM Resource ResourcesUpdate ResourceUnion",
     "spans": (
         "Attributes AttributeValue Event Link OtelResource Span SpanContext SpanCoreFields StatusCode TraceState"
         " TraceStatus"
     ),
     "sql": "SqlLightningStore",
+    "threaded": "LightningStoreThreaded",
     "types": (
         "UNSET Attempt AttemptedRollout AttemptStatus AttemptUpdate EnqueueRolloutRequest FilterLogic"
         " LightningStoreCapabilities LightningStoreStatistics PaginatedResult Rollout RolloutConfig RolloutMode"
@@ -83,18 +103,31 @@ __all__ = [
     "AttemptedRollout",
     "AttributeValue",
     "Attributes",
+    "Collection",
+    "CollectionBasedLightningStore",
+    "DequeBasedQueue",
+    "DictBasedKeyValue",
     "EnqueueRolloutRequest",
     "Event",
+    "FilterField",
     "FilterLogic",
+    "FilterOptions",
+    "InMemoryLightningCollections",
+    "InMemoryLightningStore",
+    "KeyValue",
+    "LightningCollections",
     "LightningStore",
     "LightningStoreCapabilities",
     "LightningStoreStatistics",
+    "LightningStoreThreaded",
     "Link",
+    "ListBasedCollection",
     "NamedResources",
     "OtelResource",
     "PaginatedResult",
     "PromptTemplate",
     "ProxyLLM",
+    "Queue",
     "Resource",
     "ResourceUnion",
     "ResourcesUpdate",
@@ -102,6 +135,7 @@ __all__ = [
     "RolloutConfig",
     "RolloutMode",
     "RolloutStatus",
+    "SortOptions",
     "SortOrder",
     "Span",
     "SpanContext",

@@ -1,15 +1,27 @@
-"""Stores for the contract suite: every test that takes ``store`` or ``make_store`` runs once for each factory."""
+"""Stores for the contract suite: every test that takes ``store`` or ``make_store`` runs once for each of ``STORES``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from rollout_core.store import AttemptedRollout, LightningStore, RolloutConfig, Span, SqlLightningStore
+from rollout_core.store import (
+    AttemptedRollout,
+    CollectionBasedLightningStore,
+    InMemoryLightningCollections,
+    InMemoryLightningStore,
+    LightningStore,
+    LightningStoreThreaded,
+    RolloutConfig,
+    Span,
+    SqlLightningStore,
+)
 
 
 class Clock:
@@ -25,11 +37,36 @@ class Clock:
         self.now += seconds
 
 
-def _sqlite(folder: Path, clock: Callable[[], float], **settings: Any) -> LightningStore:
-    return SqlLightningStore.from_url(f"sqlite:///{folder}/store.db", clock=clock, **settings)
+@dataclass
+class Place:
+    """Where a test's stores live. What a store needs beside itself, such as a server, is entered into ``needs``."""
+
+    folder: Path
+    clock: Clock
+    needs: AsyncExitStack = field(default_factory=AsyncExitStack)
 
 
-FACTORIES = {"sqlite": _sqlite}
+async def open_sqlite(place: Place, **settings: Any) -> LightningStore:
+    return SqlLightningStore.from_url(f"sqlite:///{place.folder}/store.db", clock=place.clock, **settings)
+
+
+async def open_memory(place: Place, **settings: Any) -> LightningStore:
+    return InMemoryLightningStore(clock=place.clock, **settings)
+
+
+async def open_threaded(place: Place, **settings: Any) -> LightningStore:
+    collections = InMemoryLightningCollections()
+    return LightningStoreThreaded(CollectionBasedLightningStore(collections, clock=place.clock, **settings))
+
+
+STORES: dict[str, Callable[..., Awaitable[LightningStore]]] = {
+    "memory": open_memory,
+    "sqlite": open_sqlite,
+    "threaded": open_threaded,
+}
+"""For each kind of store a function that opens one in a ``Place``; settings are those of ``SqlLightningStore``."""
+SHARED = [name for name in STORES if name not in ("memory", "threaded")]
+"""Those whose data outlives the store object: opened twice in one place, both see the same."""
 
 
 @pytest.fixture
@@ -37,24 +74,23 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest_asyncio.fixture(params=FACTORIES)
+@pytest_asyncio.fixture(params=STORES)
 async def make_store(request, tmp_path, clock):
-    """Opens stores on the same data; the watchdog looks at every call unless told otherwise."""
-    opened: list[LightningStore] = []
+    """Opens stores in one place; their watchdog looks at every call unless told otherwise."""
+    place = Place(tmp_path, clock)
 
-    def make(**settings: Any) -> LightningStore:
-        store = FACTORIES[request.param](tmp_path, clock, **{"scan_debounce_seconds": 0, **settings})
-        opened.append(store)
+    async def make(**settings: Any) -> LightningStore:
+        store = await STORES[request.param](place, **{"scan_debounce_seconds": 0, **settings})
+        place.needs.push_async_callback(store.close)
         return store
 
-    yield make
-    for store in opened:
-        await store.close()
+    async with place.needs:
+        yield make
 
 
 @pytest_asyncio.fixture
 async def store(make_store) -> LightningStore:
-    return make_store()
+    return await make_store()
 
 
 @pytest.fixture

@@ -304,7 +304,7 @@ async def test_spans_sequence_ids_and_resources_do_not_wake_the_watchdog(store, 
 
 
 async def test_the_watchdog_runs_at_once_and_then_once_per_debounce(make_store, make, clock):
-    store = make_store(scan_debounce_seconds=10)
+    store = await make_store(scan_debounce_seconds=10)
     first = await make.claimed(store, timeout_seconds=1)
     clock.advance(5)
     assert await make.status(store, first.rollout_id) == "preparing", "looked 5 s ago, at the first call"

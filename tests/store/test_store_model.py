@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from rollout_core.errors import Conflict
-from rollout_core.store import AttemptedRollout, RolloutConfig, Span, SqlLightningStore
+from rollout_core.store import (
+    AttemptedRollout,
+    InMemoryLightningStore,
+    LightningStore,
+    RolloutConfig,
+    Span,
+    SqlLightningStore,
+)
 
 LOST = ("failed", "timeout", "unresponsive")
 CONFIGS = [
@@ -111,6 +118,10 @@ class Model:
 
 
 class StoreAgainstModel(RuleBasedStateMachine):
+    """Rules for every store; subclasses open one."""
+
+    store: LightningStore
+
     @initialize()
     def open(self) -> None:
         self.folder = tempfile.mkdtemp()
@@ -119,9 +130,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
         self.open_store()
 
     def open_store(self) -> None:
-        self.store = SqlLightningStore.from_url(
-            f"sqlite:///{self.folder}/store.db", clock=lambda: self.model.now, scan_debounce_seconds=0
-        )
+        raise NotImplementedError
 
     def do(self, call):
         return self.loop.run_until_complete(call)
@@ -225,11 +234,6 @@ class StoreAgainstModel(RuleBasedStateMachine):
         self.model.now += seconds
 
     @rule()
-    def reopen(self):
-        self.do(self.store.close())
-        self.open_store()
-
-    @rule()
     def compare(self):
         self.model.watchdog()
         stored = self.do(self.store.query_rollouts())
@@ -250,5 +254,24 @@ class StoreAgainstModel(RuleBasedStateMachine):
         assert {rollout.rollout_id for rollout in waited} == finished
 
 
-StoreAgainstModel.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
-TestStoreAgainstModel = StoreAgainstModel.TestCase
+class MemoryAgainstModel(StoreAgainstModel):
+    def open_store(self) -> None:
+        self.store = InMemoryLightningStore(clock=lambda: self.model.now, scan_debounce_seconds=0)
+
+
+class SqliteAgainstModel(StoreAgainstModel):
+    def open_store(self) -> None:
+        self.store = SqlLightningStore.from_url(
+            f"sqlite:///{self.folder}/store.db", clock=lambda: self.model.now, scan_debounce_seconds=0
+        )
+
+    @rule()
+    def reopen(self):
+        self.do(self.store.close())
+        self.open_store()
+
+
+settings_of_models = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestMemoryAgainstModel = MemoryAgainstModel.TestCase
+TestSqliteAgainstModel = SqliteAgainstModel.TestCase
+TestMemoryAgainstModel.settings = TestSqliteAgainstModel.settings = settings_of_models

@@ -172,12 +172,15 @@ async def test_statistics_count_everything(store, make, clock):
     await store.add_resources({})
     clock.advance(5)
     statistics = await store.statistics()
-    assert statistics.pop("name") == type(store).__name__
-    assert statistics == {
-        "total_rollouts": 1,
-        "total_attempts": 1,
-        "total_spans": 1,
-        "total_resources": 1,
-        "total_workers": 1,
-        "uptime": 5,
-    }
+    assert isinstance(statistics.pop("name"), str)
+    assert (
+        statistics.items()
+        >= {
+            "total_rollouts": 1,
+            "total_attempts": 1,
+            "total_spans": 1,
+            "total_resources": 1,
+            "total_workers": 1,
+            "uptime": 5,
+        }.items()
+    )

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from rollout_core.store import AttemptUpdate, EnqueueRolloutRequest
+from tests.store.conftest import SHARED
 
 pytestmark = pytest.mark.asyncio
 
@@ -90,8 +91,9 @@ async def test_thousands_can_be_waited_for_in_one_call(store):
     assert len(await asyncio.wait_for(waiting, 10)) == 5000
 
 
+@pytest.mark.parametrize("make_store", SHARED, indirect=True)
 async def test_another_store_object_on_the_same_data_wakes_the_waiter(make_store):
-    mine, other = make_store(), make_store()
+    mine, other = await make_store(), await make_store()
     rollout = await mine.start_rollout(1)
     waiting = asyncio.create_task(mine.wait_for_rollouts(rollout_ids=[rollout.rollout_id]))
     await asyncio.sleep(0.1)

@@ -1,0 +1,179 @@
+"""Copies of records at the border of a store in memory, so that nothing a caller does to its objects reaches it.
+
+What comes in is taken through JSON, which checks and copies it at once and leaves exactly what a database would keep.
+What goes out is copied field by field. These run for every record of every call, so they skip pydantic's own copying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from rollout_core.store.codec import decode, encode
+from rollout_core.store.spans import Event, Link, OtelResource, Span, SpanContext, StatusCode, TraceStatus
+from rollout_core.store.types import Attempt, AttemptedRollout, Rollout, RolloutConfig, Worker
+
+Model = TypeVar("Model", bound=BaseModel)
+
+_NEW = object.__new__
+# The four slots of a model, written as pydantic's own copying does, without its looks at each name.
+_SET_FIELDS, _SET_FIELDS_SET, _SET_EXTRA, _SET_PRIVATE = [
+    vars(BaseModel)[slot].__set__
+    for slot in ("__dict__", "__pydantic_fields_set__", "__pydantic_extra__", "__pydantic_private__")
+]
+
+
+def json_copy(value: Any) -> Any:
+    """A copy of a JSON value."""
+    kind = type(value)
+    if kind is dict:
+        return {key: json_copy(entry) for key, entry in value.items()}
+    if kind is list:
+        return [entry if type(entry) not in (dict, list) else json_copy(entry) for entry in value]
+    return value
+
+
+def with_fields(model: type[Model], source: BaseModel, fields: dict[str, Any]) -> Model:
+    """A ``model`` with these fields, which are not checked, and the further fields of ``source``.
+
+    Both share the set of fields that were set, which only grows.
+    """
+    made = _NEW(model)
+    extra = source.__pydantic_extra__
+    _SET_FIELDS(made, fields)
+    _SET_FIELDS_SET(made, source.__pydantic_fields_set__)
+    _SET_EXTRA(made, json_copy(extra) if extra else extra if extra is None else {})
+    _SET_PRIVATE(made, None)
+    return made
+
+
+def changed(record: Model, **changes: Any) -> Model:
+    """A copy of a record with other values of some fields."""
+    return with_fields(type(record), record, {**record.__dict__, **changes})
+
+
+def shown_rollout(rollout: Rollout, attempt: Attempt | None) -> Rollout:
+    """A rollout as callers get it: an AttemptedRollout exactly if ``attempt`` is given."""
+    fields = rollout.__dict__.copy()
+    fields["input"] = json_copy(rollout.input)
+    fields["metadata"] = json_copy(rollout.metadata)
+    fields["config"] = changed(rollout.config, retry_condition=list(rollout.config.retry_condition))
+    if attempt is None:
+        return with_fields(Rollout, rollout, fields)
+    fields["attempt"] = shown_attempt(attempt)
+    shown = with_fields(AttemptedRollout, rollout, fields)
+    _SET_FIELDS_SET(shown, {*rollout.__pydantic_fields_set__, "attempt"})
+    return shown
+
+
+def shown_attempt(attempt: Attempt) -> Attempt:
+    """An attempt as callers get it."""
+    return changed(attempt, metadata=json_copy(attempt.metadata))
+
+
+def shown_worker(worker: Worker) -> Worker:
+    """A worker as callers get it."""
+    return changed(worker, heartbeat_stats=json_copy(worker.heartbeat_stats))
+
+
+def shown_spans(spans: Sequence[Span]) -> list[Span]:
+    """Spans as callers get them. What is within their attributes and their parts is shared with the store."""
+    shown: list[Span] = []
+    for span in spans:  # ``with_fields`` written out: pages of hundreds of spans are the largest answers there are
+        fields = span.__dict__.copy()
+        fields["attributes"] = fields["attributes"].copy()
+        fields["events"] = fields["events"].copy()
+        fields["links"] = fields["links"].copy()
+        extra = span.__pydantic_extra__
+        made = _NEW(Span)
+        _SET_FIELDS(made, fields)
+        _SET_FIELDS_SET(made, span.__pydantic_fields_set__)
+        _SET_EXTRA(made, json_copy(extra) if extra else {})
+        _SET_PRIVATE(made, None)
+        shown.append(made)
+    return shown
+
+
+def kept_config(config: RolloutConfig | None) -> RolloutConfig:
+    """A config as the store keeps it."""
+    if config is None:
+        return _DEFAULT_CONFIG
+    return changed(config, retry_condition=list(config.retry_condition))
+
+
+_DEFAULT_CONFIG = RolloutConfig()
+
+
+def kept_json(value: Any, what: str) -> Any:
+    """A JSON value as the store keeps it. Raises ConfigError, which names it by ``what``, if it is no JSON."""
+    return decode(encode(value, what))
+
+
+def kept_span(span: Span) -> Span:
+    """A span as the store keeps it. Raises ConfigError if JSON cannot hold it."""
+    # Only what may hold anything goes through JSON; and no missing values, for the encoder is quicker without nulls.
+    fields = span.__dict__.copy()
+    loose = {"name": span.name, "attributes": span.attributes}
+    if span.__pydantic_extra__:
+        loose["extra"] = span.__pydantic_extra__
+    status, resource = span.status, span.resource
+    if status.__pydantic_extra__:
+        loose["status"] = _plain(status)
+    else:
+        fields["status"] = _status(status.status_code, status.description)
+    if resource.__pydantic_extra__ or resource.attributes:
+        loose["resource"] = _plain(resource)
+    else:
+        fields["resource"] = _empty_resource(resource.schema_url)
+    for name in ("context", "parent"):
+        context = fields[name]
+        if context is not None and context.__pydantic_extra__:
+            loose[name] = _plain(context)
+        elif context is not None:
+            fields[name] = changed(context, trace_state=context.trace_state.copy())
+    for name in ("events", "links"):
+        if fields[name]:
+            loose[name] = [_plain(part) for part in fields[name]]
+        else:
+            fields[name] = _EMPTY
+    kept = decode(encode(loose, f"span {span.name}"))
+    fields["attributes"] = kept["attributes"]
+    for name in loose.keys() & _PARTS.keys():
+        fields[name] = _PARTS[name](kept[name])
+    made = with_fields(Span, span, fields)
+    _SET_EXTRA(made, kept.get("extra", {}))
+    return made
+
+
+# Parts that nearly all spans have in common are kept once: each object less is less for Python's collector to visit.
+_EMPTY: list[Any] = []
+
+
+@lru_cache(maxsize=1024)
+def _status(status_code: StatusCode, description: str | None) -> TraceStatus:
+    return TraceStatus(status_code=status_code, description=description)
+
+
+@lru_cache(maxsize=1024)
+def _empty_resource(schema_url: str) -> OtelResource:
+    return OtelResource(attributes={}, schema_url=schema_url)
+
+
+_PARTS: Mapping[str, Callable[[Any], Any]] = {
+    "status": TraceStatus.model_validate,
+    "context": SpanContext.model_validate,
+    "parent": SpanContext.model_validate,
+    "resource": OtelResource.model_validate,
+    "events": lambda parts: [Event.model_validate(part) for part in parts],
+    "links": lambda parts: [Link.model_validate(part) for part in parts],
+}
+
+
+def _plain(part: Any) -> Any:
+    """A part of a span as plain values."""
+    if isinstance(part, BaseModel):
+        return {name: _plain(value) for name, value in {**part.__dict__, **(part.__pydantic_extra__ or {})}.items()}
+    return part
