@@ -222,7 +222,7 @@ def test_the_command_is_a_program(work: Path, start_process: Callable[..., subpr
 
     def finish(*arguments: str) -> tuple[int, str]:
         process = start_process(*ROLLOUT, *arguments, cwd=work, env={"PYTHONPATH": str(Path(__file__).parents[1])})
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=180)
         return process.returncode, output
 
     code, output = finish("train", "sft", "--config", "train-sft.toml", "--set", "algorithm.dataset.path=none.jsonl")

@@ -90,7 +90,7 @@ def test_killed_and_taken_up_by_another_process_it_ends_in_the_same_record(
     process = start_process(
         str(Path(__file__).with_name("updates.py")), str(tmp_path), str(tiny_model), name, str(stop_after)
     )
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=180)
     assert process.returncode == -signal.SIGKILL, output
     assert started(tmp_path, tiny_model, name) == (undisturbed[name], resumed_at)
 
