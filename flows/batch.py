@@ -25,7 +25,7 @@ def batch_inference(config: InferBatchConfig, run_id: str | None = None) -> dict
 
     ``run_id`` names an earlier run to go on with; without it the output folder's own run is taken up.
     """
-    plan_batch(config, working_folder())
+    plan_batch(config, working_folder(), run_id)
     run_id = resolve_run_id(working_folder() / config.output.dir, run_id)
 
     def body(journal: Journal) -> dict[str, Any]:

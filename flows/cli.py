@@ -41,7 +41,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.
 
 @contextmanager
 def _one_line_errors(debug: bool) -> Iterator[None]:
-    """Turns our errors into one line on stderr and an exit code."""
+    """Turns our errors into an exit code and lines on stderr, one for each thing that is wrong."""
     from rollout_core.errors import ConfigError, NotFound, RolloutError
 
     try:
@@ -49,7 +49,7 @@ def _one_line_errors(debug: bool) -> Iterator[None]:
     except RolloutError as error:
         if debug:
             traceback.print_exc()
-        sys.stderr.write(f"rollout: {error}\n")
+        sys.stderr.writelines(f"rollout: {line}\n" for line in str(error).splitlines())
         bad_input = isinstance(error, ConfigError | NotFound)
         raise typer.Exit(EXIT_BAD_INPUT if bad_input else EXIT_FAILED) from None
 
@@ -60,7 +60,7 @@ def _parse_overrides(settings: list[str] | None) -> dict[str, Any]:
     overrides = {}
     for setting in settings or ():
         key, separator, text = setting.partition("=")
-        if not separator:
+        if not separator or not all(key.split(".")):
             raise ConfigError(f"--set {setting!r}: expected KEY=VALUE, such as ppo.iterations=3")
         try:
             overrides[key] = json.loads(text)
@@ -173,7 +173,7 @@ def infer_batch(
 
         overrides = _parse_overrides(set_) | ({} if workers is None else {"workers.count": workers})
         parsed = load_config(config, InferBatchConfig, overrides)
-        facts = plan_batch(parsed, Path.cwd())
+        facts = plan_batch(parsed, Path.cwd(), resume)
         if dry_run:
             _print_plan(facts)
             return

@@ -64,7 +64,20 @@ def locate_model(source: ModelSource, base: Path, *, download: bool = True) -> P
 
     ``base`` is the folder relative paths start from. Raises ConfigError when there is nothing at that address.
     """
-    return None if is_content_id(source.uri) else _locate(source.uri, source.revision, base, "model", download)
+    if is_content_id(source.uri):
+        if source.tokenizer is not None:
+            raise ConfigError(
+                f"model {source.uri} is a checkpoint with its own tokenizer; leave out tokenizer {source.tokenizer!r}"
+            )
+        return None
+    return _locate(source.uri, source.revision, base, "model", download)
+
+
+def locate_tokenizer(source: ModelSource, base: Path, *, download: bool = True) -> Path | None:
+    """Local folder of the tokenizer that ``source`` names, else of the model; None and errors as `locate_model`."""
+    if source.tokenizer is None:
+        return locate_model(source, base, download=download)
+    return _locate(source.tokenizer, None, base, "tokenizer", download)
 
 
 def _locate(uri: str, revision: str | None, base: Path, what: str, download: bool) -> Path | None:
@@ -204,7 +217,7 @@ def check_model(source: ModelSource, base: Path) -> ModelFacts | None:
         return None
     if source.tokenizer is None:
         return inspect_model(folder)
-    tokenizer = _locate(source.tokenizer, None, base, "tokenizer", download=False)
+    tokenizer = locate_tokenizer(source, base, download=False)
     return None if tokenizer is None else _inspect_files(_files(folder, tokenizer))
 
 
@@ -219,10 +232,8 @@ def import_model(source: ModelSource, objects: ObjectStore, base: Path) -> Conte
         if not objects.tree_is_present(content_id):
             raise ConfigError(f"model {source.uri} is not in the object store {objects.url}")
         return content_id
-    tokenizer = folder
-    if source.tokenizer is not None:
-        tokenizer = _locate(source.tokenizer, None, base, "tokenizer", download=True)
-        assert tokenizer is not None, "a downloaded tokenizer has a folder"
+    tokenizer = locate_tokenizer(source, base)
+    assert tokenizer is not None, "what was downloaded has a folder"
     files = _files(folder, tokenizer)
     _inspect_files(files)
     hashes = objects.in_parallel(hash_file, files.values())

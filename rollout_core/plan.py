@@ -1,11 +1,12 @@
 """What can be known before any work: configuration, files, model, tokenizer and reward held against each other.
 
-A plan reads every input line and tokenises every prompt, but never loads weights and never builds an engine. All that
+A plan reads and tokenises every row, but never loads weights and never builds an engine. All that
 is wrong is reported together.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,10 +26,12 @@ from rollout_core.config import (
     TrainSFTConfig,
     VLLMBackend,
 )
-from rollout_core.datasets import PromptRow, parse_prompts, parse_sft, read_prompts
+from rollout_core.datasets import PromptRow, SftRow, parse_prompts, parse_sft, read_prompts
 from rollout_core.errors import ConfigError
+from rollout_core.inference.output import earlier_run_id
+from rollout_core.inference.samples import refuse_long_prompts
 from rollout_core.inference.text import tokenize_prompts
-from rollout_core.models import ModelFacts, check_model, load_tokenizer, locate_model
+from rollout_core.models import ModelFacts, check_model, load_tokenizer, locate_tokenizer
 from rollout_core.rewards import RewardSpec, load_reward
 
 T = TypeVar("T")
@@ -63,7 +66,7 @@ class Plan:
         self.facts["model"] = source.uri
         self._model_facts = self.check(what, lambda: check_model(source, self.base))
         if self._model_facts is not None:
-            folder = locate_model(ModelSource(uri=source.tokenizer or source.uri), self.base, download=False)
+            folder = locate_tokenizer(source, self.base, download=False)
             self._tokenizer = load_tokenizer(folder) if folder is not None else None
 
     def prompts(self, what: str, rows: Sequence[PromptRow] | None, limit: int | None, sampling: SamplingParams) -> None:
@@ -72,19 +75,15 @@ class Plan:
         if rows is None or self._tokenizer is None:
             return
         token_ids = self.check(what, lambda: tokenize_prompts(self._tokenizer, rows))
-        for number, ids in enumerate(token_ids or (), start=1):
-            if limit is not None and len(ids) + sampling.max_tokens > limit:
-                self.violations.append(
-                    f"{what}: prompt {number} has {len(ids)} tokens; with sampling.max_tokens {sampling.max_tokens} "
-                    f"it exceeds the model's context of {limit} tokens"
-                )
+        if token_ids is not None and limit is not None:
+            self.check(what, lambda: refuse_long_prompts(token_ids, sampling.max_tokens, limit))
 
     def prompt_file(self, what: str, dataset: JsonlDataset) -> Sequence[PromptRow] | None:
         """Rows of a prompt file."""
         return self._rows(what, dataset, parse_prompts)
 
     def sft(self, what: str, settings: SFTSettings) -> None:
-        """Rows of the SFT file, and sequences no longer than the model."""
+        """Rows of the SFT file, what of them is trained, and sequences no longer than the model."""
         rows = self._rows(f"{what}.dataset.path", settings.dataset, parse_sft)
         self.facts["sft rows"] = len(rows or ())
         positions = self._model_facts.max_positions if self._model_facts else None
@@ -93,11 +92,17 @@ class Plan:
                 f"{what}.packing.max_seq_len: {settings.packing.max_seq_len} tokens, "
                 f"but the model has {positions} positions"
             )
-        uses_chat = any(row.messages is not None for row in rows or ())
-        if uses_chat and self._model_facts and not self._model_facts.has_chat_template:
-            self.violations.append(
-                f"{what}.dataset.path: rows hold chat messages, but the tokenizer has no chat template"
-            )
+        if rows is not None and self._tokenizer is not None:
+            self.check(f"{what}.dataset.path", lambda: self._sft_targets(rows, settings))
+
+    def _sft_targets(self, rows: Sequence[SftRow], settings: SFTSettings) -> None:
+        from rollout_core.algorithms.data import tokenize_sft
+
+        _, report = tokenize_sft(
+            self._tokenizer, rows, loss_on=settings.loss_on, max_seq_len=settings.packing.max_seq_len
+        )
+        self.facts["trained tokens"] = report.num_trained_tokens
+        self.facts["truncated rows"] = report.num_truncated
 
     def on_policy(self, what: str, settings: OnPolicySettings, backend: BackendConfig) -> Sequence[PromptRow] | None:
         """Training prompts."""
@@ -133,6 +138,16 @@ class Plan:
         positions = self._model_facts.max_positions if self._model_facts else None
         if limit and positions and limit > positions:
             self.violations.append(f"{what}.max_model_len: {limit} tokens, but the model has {positions} positions")
+
+    def output_folder(self, what: str, path: str) -> Path:
+        """What is written there at the end can be written."""
+        folder = self.base / path
+        nearest = next(place for place in (folder, *folder.parents) if place.exists())
+        if not nearest.is_dir():
+            self.violations.append(f"{what}: {nearest} is a file; expected a folder, or one that can be made")
+        elif not os.access(nearest, os.W_OK):
+            self.violations.append(f"{what}: no permission to write in {nearest}")
+        return folder
 
     def _rows(self, what: str, dataset: JsonlDataset, parse: Callable[[bytes, str], T]) -> T | None:
         def read() -> T:
@@ -172,13 +187,15 @@ def plan_on_policy(config: TrainPPOConfig | TrainGRPOConfig, base: Path) -> dict
     return plan.done()
 
 
-def plan_batch(config: InferBatchConfig, base: Path) -> dict[str, Any]:
-    """Check a batch inference run. Raises ConfigError naming all that is wrong."""
+def plan_batch(config: InferBatchConfig, base: Path, run_id: str | None = None) -> dict[str, Any]:
+    """Check a batch inference run, perhaps one to go on with. Raises ConfigError naming all that is wrong."""
     plan = Plan(base)
     plan.model("model", config.model)
     plan.backend("backend", config.backend)
     rows = plan.check("input.glob", lambda: read_prompts(config.input.glob, base=base))
     plan.prompts("input.glob", rows, context_limit(config.backend), config.sampling)
+    folder = plan.output_folder("output.dir", config.output.dir)
+    plan.check("output.dir", lambda: earlier_run_id(folder, run_id))
     return {**plan.done(), "inputs": len(rows or ()), "workers": config.workers.count}
 
 
@@ -196,4 +213,5 @@ def plan_nightly(config: NightlyConfig, base: Path) -> dict[str, Any]:
     plan.answers(f"{policy}.prompts.path", rows, config.reward)
     plan.answers("evaluation.prompts.path", held_out, config.reward)
     plan.facts["held-out prompts"] = len(held_out or ())
+    plan.output_folder("report_dir", config.report_dir)
     return plan.done()

@@ -74,10 +74,7 @@ class SnapshotStore:
         Saving the same bytes again in the same run replaces the record, except that a label stays unless a new one is
         given. Raises ConfigError for what a tree cannot hold, Conflict when the folder changes meanwhile.
         """
-        if kind not in get_args(SnapshotKind):
-            raise ConfigError(
-                f"unknown kind of snapshot: {kind!r}; expected one of {', '.join(get_args(SnapshotKind))}"
-            )
+        _check_kind(kind)
         canonical_json(meta)  # pydantic would quietly turn NaN into null
         paths = files_of(folder)
         snapshot_id, manifest = _identify(paths)
@@ -146,7 +143,12 @@ class SnapshotStore:
         label_contains: str | None = None,
         limit: int | None = None,
     ) -> list[Snapshot]:
-        """Snapshots that match all that is given, newest first. Unlabelled ones match no ``label_contains``."""
+        """Snapshots that match all that is given, newest first. Unlabelled ones match no ``label_contains``.
+
+        Raises ConfigError for an unknown kind.
+        """
+        if kind is not None:
+            _check_kind(kind)
         found = [
             snapshot
             for snapshot in self._records("snapshots", run_id)
@@ -216,6 +218,11 @@ class SnapshotStore:
             return None if content_id is None else Snapshot.model_validate_json(self._objects.get_bytes(content_id))
         except (MissingObject, CorruptObject, ValidationError):
             return None
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in get_args(SnapshotKind):
+        raise ConfigError(f"unknown kind of snapshot: {kind!r}; expected one of {', '.join(get_args(SnapshotKind))}")
 
 
 def _identify(paths: dict[str, Path]) -> tuple[ContentId, TreeManifest]:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from rollout_core.config import LossOn
-from rollout_core.datasets import SftRow
+from rollout_core.datasets import ChatMessage, SftRow
 from rollout_core.errors import ConfigError
+from rollout_core.inference.text import render_chat
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ def tokenize_sft(
     """Tokenise rows, mark what is trained, cut at ``max_seq_len``, and leave out rows without a target.
 
     ``assistant_only`` trains completions, or every assistant turn of a chat, with the token that ends it; ``full``
-    trains all tokens. Raises ConfigError when no row has a target, or a chat template cannot tell turns apart.
+    trains all tokens. Raises ConfigError when no row has a target, or a conversation does not go through the
+    tokenizer's chat template, or the template cannot tell its turns apart.
     """
     pairs = [row for row in rows if row.messages is None]
     prompts = iter(tokenizer([row.prompt for row in pairs])["input_ids"] if pairs else [])
@@ -53,7 +55,7 @@ def tokenize_sft(
         if row.messages is None:
             example = _pair_example(tokenizer, next(prompts), next(completions))
         else:
-            example = _chat_example(tokenizer, [message.model_dump() for message in row.messages], number)
+            example = _chat_example(tokenizer, row.messages, f"row {number}", loss_on)
         if loss_on.kind == "full":
             example = Example(example.token_ids, [True] * len(example.token_ids))
         truncated += len(example.token_ids) > max_seq_len
@@ -83,36 +85,39 @@ def _pair_example(tokenizer: Any, prompt_ids: list[int], completion_ids: list[in
     return Example(prompt_ids + completion_ids, [False] * len(prompt_ids) + [True] * len(completion_ids))
 
 
-def _chat_example(tokenizer: Any, messages: list[dict[str, str]], number: int) -> Example:
+def _chat_example(tokenizer: Any, messages: Sequence[ChatMessage], where: str, loss_on: LossOn) -> Example:
     """Masks assistant turns exactly: a turn is what the template adds to the rendering of the turns before it."""
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            f"row {number} holds chat messages, but the tokenizer has no chat template; "
-            "give prompt and completion, or a tokenizer with a template"
-        )
-    whole = _render(tokenizer, messages, generation_prompt=False)
-    trained = [False] * len(whole)
+    whole = render_chat(tokenizer, messages, where, generation_prompt=False)
+    texts = [whole]
     for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message.role != "assistant" or loss_on.kind == "full":
             continue
-        before = _render(tokenizer, messages[:turn], generation_prompt=True)
-        after = _render(tokenizer, messages[: turn + 1], generation_prompt=False)
-        if after[: len(before)] != before or whole[: len(after)] != after:
+        after = render_chat(tokenizer, messages[: turn + 1], where, generation_prompt=False)
+        if turn:
+            before = render_chat(tokenizer, messages[:turn], where, generation_prompt=True)
+        else:
+            # Templates need a message. The header of a first turn is the one they would give to another after it.
+            header = render_chat(tokenizer, messages[:1], where, generation_prompt=True)[len(after) :]
+            before = after[: after.find(header) + len(header)] if header in after else ""
+        if not (after.startswith(before) and whole.startswith(after)):
             raise ConfigError(
-                f"row {number}: the chat template renders turn {turn + 1} differently with and without what follows, "
+                f"{where}: the chat template renders turn {turn + 1} differently with and without what follows, "
                 "so the assistant's tokens cannot be told apart; use loss_on.kind = 'full' or another template"
             )
-        trained[len(before) : len(after)] = [True] * (len(after) - len(before))
-    return Example(whole, trained)
+        texts += [before, after]
+    token_ids, *edges = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    trained = [False] * len(token_ids)
+    for before_ids, after_ids in zip(edges[::2], edges[1::2], strict=True):
+        # A token may straddle the edge of a turn: the line break that ends the header, say, with one after it.
+        first, end = _num_common(before_ids, token_ids), _num_common(after_ids, token_ids)
+        trained[first:end] = [True] * (end - first)
+    return Example(token_ids, trained)
 
 
-def _render(tokenizer: Any, messages: list[dict[str, str]], *, generation_prompt: bool) -> list[int]:
-    if not messages:
-        return []
-    rendered = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=generation_prompt, tokenize=True, return_dict=True
-    )
-    return list(rendered["input_ids"])
+def _num_common(left: Sequence[int], right: Sequence[int]) -> int:
+    """Length of the longest common prefix."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(left), len(right)))
 
 
 def epoch_order(num_items: int, *, seed: int, epoch: int) -> list[int]:

@@ -85,7 +85,8 @@ def build_optimizer(config: OptimizerConfig, state_parameters: Sequence[torch.nn
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
-    """Rate of optimizer step ``step`` (from 0): linear warm-up, then constant, linear or cosine decay to 0."""
+    """Rate of optimizer step ``step`` (from 0): linear warm-up, then constant, or linear or cosine decay to 0 at
+    step ``num_steps``, which is never taken."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
@@ -132,7 +133,7 @@ def train(
         if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
             state.optimizer.zero_grad(set_to_none=True)
             raise Fatal(
-                f"{algorithm.name} step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}; both must be "
+                f"{algorithm.name} step {step + 1}: loss {row['loss']}, gradient norm {row['grad_norm']}; both must be "
                 "finite. The last snapshot is from before this step; lower optimizer.lr or look at the step's data"
             )
         state.optimizer.step()

@@ -8,6 +8,7 @@ library, the algorithm's own figures).
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ from rollout_core.ids import canonical_json
 from rollout_core.models import copy_tokenizer
 from rollout_core.seeding import RngState, capture_rng, restore_rng
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 MODEL_FOLDER = "model"
 METRICS_FILE = "metrics.jsonl"
+_REMEDY = "Go on with what made it, or train from the start: run.refresh = true"
 
 
 @dataclass
@@ -74,7 +76,7 @@ def save_state(state: TrainState, folder: Path, *, tokenizer_from: Path) -> None
         "version": STATE_VERSION,
         "step": state.step,
         "extras": state.extras,
-        "optimizer": scalars,
+        "optimizer": {"kind": type(state.optimizer).__name__, "scalars": scalars},
         "rng": rng.to_json(),
     }
     (folder / "state.json").write_bytes(canonical_json(document))
@@ -83,15 +85,26 @@ def save_state(state: TrainState, folder: Path, *, tokenizer_from: Path) -> None
 def load_state(state: TrainState, folder: Path) -> None:
     """Bring ``state`` (built for the same model and optimizer) and the RNGs to what `save_state` wrote.
 
-    Raises ConfigError for a state of another version, model or optimizer.
+    Raises ConfigError for a state of another version, model or optimizer; ``state`` is then as it was.
     """
     document = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     if document["version"] != STATE_VERSION:
-        raise ConfigError(f"train state has version {document['version']}; this software reads {STATE_VERSION}")
-    _load_model_weights(state.model, folder / MODEL_FOLDER)
-    if len(state.modules):
-        state.modules.load_state_dict(load_file(folder / "modules.safetensors"))
-    _unflatten_optimizer(state, load_file(folder / "optimizer.safetensors"), document["optimizer"])
+        raise ConfigError(
+            f"train state has version {document['version']}; this software reads {STATE_VERSION}. {_REMEDY}"
+        )
+    kind, wanted = document["optimizer"]["kind"], type(state.optimizer).__name__
+    if kind != wanted:
+        raise ConfigError(f"train state is of the optimizer {kind}, this run has {wanted}. {_REMEDY}")
+    weights = load_policy(folder / MODEL_FOLDER).state_dict()
+    modules_file = folder / "modules.safetensors"
+    modules = load_file(modules_file) if modules_file.exists() else {}
+    _check_tensors("model", weights, state.model)
+    _check_tensors("modules", modules, state.modules)
+    moments = {**load_file(folder / "optimizer.safetensors"), **document["optimizer"]["scalars"]}
+    _check_trained(state, moments)
+    state.model.load_state_dict(weights)
+    state.modules.load_state_dict(modules)
+    _unflatten_optimizer(state, moments)
     state.step = document["step"]
     state.extras = document["extras"]
     state.metrics = [json.loads(line) for line in (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
@@ -113,9 +126,18 @@ def load_policy(folder: Path) -> Any:
         raise ConfigError(f"model in {folder} cannot be loaded: {error}") from error
 
 
-def _load_model_weights(model: nn.Module, folder: Path) -> None:
-    saved = load_policy(folder).state_dict()
-    model.load_state_dict(saved)
+def _check_tensors(what: str, saved: Mapping[str, Tensor], module: nn.Module) -> None:
+    """Raises ConfigError naming the first tensor of another shape, or that only one side has."""
+    there, here = (
+        {name: f"of shape {list(tensor.shape)}" for name, tensor in tensors.items()}
+        for tensors in (saved, module.state_dict())
+    )
+    for name in sorted(there.keys() | here.keys()):
+        if there.get(name) != here.get(name):
+            raise ConfigError(
+                f"train state is of another run: {what} tensor {name} is {there.get(name, 'missing')} there, "
+                f"{here.get(name, 'missing')} here. {_REMEDY}"
+            )
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -135,12 +157,17 @@ def _flatten_optimizer(state: TrainState) -> tuple[dict[str, Tensor], dict[str, 
     return tensors, scalars
 
 
-def _unflatten_optimizer(state: TrainState, tensors: dict[str, Tensor], scalars: dict[str, Any]) -> None:
+def _check_trained(state: TrainState, moments: Mapping[str, Any]) -> None:
+    trained = {name for name, _ in state.trained_parameters()}
+    strange = sorted({key.split("|")[0] for key in moments} - trained)
+    if strange:
+        raise ConfigError(f"train state is of another run: {strange[0]} was trained there, not here. {_REMEDY}")
+
+
+def _unflatten_optimizer(state: TrainState, moments: Mapping[str, Any]) -> None:
     parameters = dict(state.trained_parameters())
-    for key, value in {**tensors, **scalars}.items():
+    for key, value in moments.items():
         name, quantity = key.split("|")
-        if name not in parameters:
-            raise ConfigError(f"train state holds optimizer values for {name!r}, which this model does not train")
         parameter = parameters[name]
         # Adam's step counter stays on the CPU; moments live beside their parameter.
         on_device = isinstance(value, Tensor) and value.dim() > 0

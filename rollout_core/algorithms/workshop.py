@@ -19,6 +19,9 @@ from rollout_core.snapshots import SnapshotStore
 
 log = logging.getLogger(__name__)
 
+FINISHED = "finished"
+"""Label of an update's last snapshot, unless people give it a better one."""
+
 
 @dataclass(frozen=True)
 class Workshop:
@@ -82,8 +85,9 @@ class Resumption:
         with _SavedState(state, self._tokenizer_from) as folder:
             model = objects.put_tree(folder / MODEL_FOLDER)
             metrics = objects.put_file(folder / METRICS_FILE)
+            # Labelled, or a later update of the same run would prune what its own training goes on from.
             snapshot = self._snapshots.save(
-                folder, run_id=self._workshop.run_id, step=state.step, algorithm=self._algorithm
+                folder, run_id=self._workshop.run_id, step=state.step, algorithm=self._algorithm, label=FINISHED
             )
         # Until the caller has filed this outcome, a retry finds the finished state here and need not train again.
         objects.set_ref(self._ref, snapshot.id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -77,7 +77,7 @@ class SamplingParams(Settings):
     """Longest completion, in tokens."""
     seed: int | None = None
     """Mixed into every sample's own seed; another seed gives other completions."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end a completion; they are not part of its text."""
     stream: Literal[False] = False
     """Only false: batch inference does not stream."""

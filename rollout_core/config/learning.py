@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from rollout_core.config.base import SamplingParams, Settings
+
+AveragingRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Settings):
@@ -16,12 +18,12 @@ class OptimizerConfig(Settings):
     lr: float = Field(gt=0)
     """Peak learning rate."""
     weight_decay: float = Field(default=0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[AveragingRate, AveragingRate] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0)
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After warm-up; linear and cosine fall to 0 at the last step."""
+    """After warm-up; linear and cosine fall towards 0, which the step after the last would have."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global L2 norm."""
 

@@ -24,17 +24,24 @@ _ULID = re.compile("[0-7][0-9A-HJKMNP-TV-Z]{25}")
 def resolve_run_id(folder: Path, asked: str | None) -> str:
     """Run id of an output folder: the one asked for, else the folder's own, else a new one that is written there.
 
+    Raises ConfigError as `earlier_run_id`.
+    """
+    run_id = earlier_run_id(folder, asked)
+    if run_id is None:
+        run_id = new_run_id()
+        write_atomically(folder / RUN_ID_FILE, [run_id.encode() + b"\n"])
+    return run_id
+
+
+def earlier_run_id(folder: Path, asked: str | None) -> str | None:
+    """The run to go on with: the one asked for, else the output folder's own; None where a new one will begin.
+
     Raises ConfigError for an id that is no ULID, or a ``run-id`` file that holds none.
     """
     if asked is not None:
         return _checked(asked, "run id")
     file = folder / RUN_ID_FILE
-    try:
-        return _checked(file.read_text(encoding="utf-8").strip(), str(file))
-    except FileNotFoundError:
-        run_id = new_run_id()
-        write_atomically(file, [run_id.encode() + b"\n"])
-        return run_id
+    return _checked(file.read_text(encoding="utf-8").strip(), str(file)) if file.exists() else None
 
 
 def _checked(run_id: str, where: str) -> str:

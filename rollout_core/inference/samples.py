@@ -68,7 +68,7 @@ def make_samples(
     """
     token_ids = tokenize_prompts(tokenizer, rows)
     if max_model_len is not None:
-        _refuse_long_prompts(token_ids, params.max_tokens, max_model_len)
+        refuse_long_prompts(token_ids, params.max_tokens, max_model_len)
     seen = Counter(_prompt_key(row) for row in earlier)
     samples = []
     for row, ids in zip(rows, token_ids, strict=True):
@@ -90,16 +90,16 @@ def _prompt_key(row: PromptRow) -> str | bytes:
     return row.prompt if row.prompt is not None else orjson.dumps(_prompt_value(row), option=orjson.OPT_SORT_KEYS)
 
 
-def _refuse_long_prompts(token_ids: Sequence[Sequence[int]], max_tokens: int, max_model_len: int) -> None:
-    violations = [
-        f"prompt {number}: {len(ids)} tokens + sampling.max_tokens {max_tokens} exceed the model's context of "
-        f"{max_model_len} tokens"
-        for number, ids in enumerate(token_ids, start=1)
-        if len(ids) + max_tokens > max_model_len
-    ]
-    if violations:
-        more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
-        raise ConfigError(f"{violations[0]}{more}; shorten the prompt or lower sampling.max_tokens", violations)
+def refuse_long_prompts(token_ids: Sequence[Sequence[int]], max_tokens: int, max_model_len: int) -> None:
+    """Raise ConfigError where a prompt leaves no room for ``max_tokens`` of completion, naming the first and the number
+    of the others."""
+    long = [number for number, ids in enumerate(token_ids, start=1) if len(ids) + max_tokens > max_model_len]
+    if long:
+        more = f" (and {len(long) - 1} more)" if len(long) > 1 else ""
+        raise ConfigError(
+            f"prompt {long[0]}: {len(token_ids[long[0] - 1])} tokens + sampling.max_tokens {max_tokens} exceed the "
+            f"model's context of {max_model_len} tokens{more}; shorten the prompt or lower sampling.max_tokens"
+        )
 
 
 def encode_samples(samples: Iterable[Sample]) -> bytes:

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rollout_core.datasets import PromptRow
+from jinja2 import TemplateError
+
+from rollout_core.datasets import ChatMessage, PromptRow
 from rollout_core.errors import ConfigError
 
 _CONTEXT_TOKENS = 8
@@ -17,32 +19,39 @@ _CONTEXT_TOKENS = 8
 def tokenize_prompts(tokenizer: Any, rows: Sequence[PromptRow]) -> list[list[int]]:
     """Token ids of each prompt: text as it is, messages through the chat template with the generation prompt.
 
-    Raises ConfigError when messages meet a tokenizer without a chat template, or a prompt has no tokens.
+    Raises ConfigError when messages do not go through the tokenizer's chat template, or a prompt has no tokens.
     """
     texts = [row.prompt for row in rows if row.prompt is not None]
-    encoded = iter(tokenizer(texts, add_special_tokens=True)["input_ids"] if texts else [])
-    ids = [
-        next(encoded) if row.prompt is not None else _chat_ids(tokenizer, row, number)
+    chats = [
+        render_chat(tokenizer, row.messages, f"prompt {number}", generation_prompt=True)
         for number, row in enumerate(rows, start=1)
+        if row.messages is not None
     ]
+    plain_ids = iter(tokenizer(texts, add_special_tokens=True)["input_ids"] if texts else [])
+    chat_ids = iter(tokenizer(chats, add_special_tokens=False)["input_ids"] if chats else [])
+    ids = [next(plain_ids if row.messages is None else chat_ids) for row in rows]
     for number, token_ids in enumerate(ids, start=1):
         if not token_ids:
             raise ConfigError(f"prompt {number} has no tokens; give at least one character")
     return ids
 
 
-def _chat_ids(tokenizer: Any, row: PromptRow, number: int) -> list[int]:
+def render_chat(tokenizer: Any, messages: Sequence[ChatMessage], where: str, *, generation_prompt: bool) -> str:
+    """A conversation as the tokenizer's chat template writes it, special tokens included; tokenise it without more.
+
+    Raises ConfigError naming ``where`` when there is no template, or it refuses these messages.
+    """
     if not tokenizer.chat_template:
         raise ConfigError(
-            f"prompt {number} holds chat messages, but the tokenizer has no chat template; "
-            "give `prompt` text, or a tokenizer with a template"
+            f"{where} holds chat messages, but the tokenizer has no chat template; "
+            "give plain text, or a tokenizer with a template"
         )
-    messages = [message.model_dump() for message in row.messages or ()]
-    return list(
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)[
-            "input_ids"
-        ]
-    )
+    try:
+        return tokenizer.apply_chat_template(
+            [message.model_dump() for message in messages], add_generation_prompt=generation_prompt, tokenize=False
+        )
+    except (TemplateError, TypeError) as error:
+        raise ConfigError(f"{where}: the chat template refuses these messages: {error}") from error
 
 
 def decode_completions(

@@ -8,33 +8,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from updates import sft_settings, workshop
 
 from rollout_core.algorithms import learners
 from rollout_core.algorithms.data import Example, epoch_order, positions_at, tokenize_sft
 from rollout_core.algorithms.experience import Trajectory, build_batch, completion_forward
 from rollout_core.algorithms.learners import sft_update
-from rollout_core.algorithms.loop import learning_rate
 from rollout_core.algorithms.packing import Document, pack
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.ppo import KLController, assign_credit
 from rollout_core.algorithms.sft import SFT
 from rollout_core.algorithms.state import load_policy
-from rollout_core.algorithms.workshop import Workshop
 from rollout_core.config import (
     AdaptiveKL,
-    BudgetConfig,
     JsonlDataset,
     LossOn,
     OptimizerConfig,
     PPOSettings,
     SamplingParams,
-    SFTSettings,
-    SnapshotPolicy,
 )
 from rollout_core.datasets import parse_sft, to_jsonl
-from rollout_core.ids import hash_bytes
 from rollout_core.models import load_tokenizer
-from rollout_core.objects import ObjectStore
 
 CPU = torch.device("cpu")
 
@@ -43,16 +37,6 @@ CPU = torch.device("cpu")
 def policy(tiny_model):
     torch.manual_seed(0)
     return load_policy(tiny_model)
-
-
-def sft_settings(**changes) -> SFTSettings:
-    return SFTSettings(
-        dataset=JsonlDataset(path="x"),
-        optimizer=OptimizerConfig(lr=1e-3),
-        minibatch_size=8,
-        budget=BudgetConfig(max_steps=6),
-        snapshots=SnapshotPolicy(every_steps=2),
-    ).model_copy(update=changes)
 
 
 def ragged_examples() -> list[Example]:
@@ -116,13 +100,6 @@ def test_every_item_comes_once_an_epoch_and_the_step_is_the_whole_cursor():
     assert sorted(flat[:10]) == sorted(flat[10:20]) == list(range(10))
     assert flat[:10] == epoch_order(10, seed=3, epoch=0)
     assert positions_at(3, num_items=10, per_step=4, seed=3) == steps[3]
-
-
-def test_schedules_by_hand():
-    cosine = OptimizerConfig(lr=1.0, warmup_steps=2, schedule="cosine")
-    assert [learning_rate(cosine, step, 6) for step in (0, 1, 2, 4)] == pytest.approx([0.5, 1.0, 1.0, 0.5])
-    linear = OptimizerConfig(lr=1.0, schedule="linear")
-    assert [learning_rate(linear, step, 4) for step in range(4)] == pytest.approx([1.0, 0.75, 0.5, 0.25])
 
 
 def trajectories() -> list[Trajectory]:
@@ -206,42 +183,6 @@ def test_the_kl_controller_by_hand():
     fixed = KLController(AdaptiveKL(init_coef=0.1, adaptive=False))
     fixed.update(100.0, 100)
     assert fixed.coef == 0.1
-
-
-def workshop(folder: Path, **changes) -> Workshop:
-    objects = ObjectStore.from_url(str(folder / "objects"))
-    fields = {"key": hash_bytes(b"key"), "run_id": "run", "seed": 1, "num_threads": 1, **changes}
-    return Workshop(objects=objects, cache=folder / "cache", **fields)
-
-
-class Interrupted(Exception):
-    pass
-
-
-@pytest.mark.parametrize("stop_after", [1, 2, 3, 5])
-def test_an_interrupted_sft_update_ends_in_the_same_record(tiny_model, sorting_task, tmp_path, stop_after):
-    rows = parse_sft(sorting_task.sft.read_bytes(), "sft")
-
-    def update(place: Workshop):
-        model = place.objects.put_tree(tiny_model)
-        dataset = place.objects.put_bytes(to_jsonl(rows))
-        return sft_update(model, dataset, sft_settings(), place)[0]
-
-    expected = update(workshop(tmp_path / "quiet"))
-
-    def stop(row):
-        # What other threads of a process do to the global generators must not matter.
-        random.random()
-        np.random.rand()
-        if row["step"] == stop_after:
-            raise Interrupted
-
-    with pytest.raises(Interrupted):
-        update(workshop(tmp_path / "disturbed", on_step=stop))
-    started: list[int] = []
-    resumed = update(workshop(tmp_path / "disturbed", on_start=lambda first, last: started.append(first)))
-    assert resumed == expected
-    assert started == [stop_after - stop_after % 2 if stop_after % 2 else max(0, stop_after - 2)]
 
 
 def test_the_checkpoint_is_a_usable_model_and_nothing_in_a_state_is_pickled(tiny_model, sorting_task, tmp_path):

@@ -1,0 +1,159 @@
+"""Which tokens of a conversation are trained, on a real tokenizer with a real chat template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rollout_core.algorithms.data import DataReport, Example, tokenize_sft
+from rollout_core.config import LossOn
+from rollout_core.datasets import ChatMessage, PromptRow, SftRow
+from rollout_core.errors import ConfigError
+from rollout_core.inference.text import tokenize_prompts
+from rollout_core.models import load_tokenizer
+
+START, END = "<|im_start|>", "<|im_end|>"
+CHATML = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>\n{% endgeneration %}"
+    "{% else %}{{ message.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As Qwen's, with its own system prompt, and with the marks by which transformers tells an assistant's tokens."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Any:
+    made = load_tokenizer(tiny_model)
+    made.add_special_tokens({"additional_special_tokens": [START, END]})
+    made.chat_template = CHATML
+    return made
+
+
+def chat(*turns: tuple[str, str]) -> SftRow:
+    return SftRow(messages=tuple(ChatMessage(role=role, content=content) for role, content in turns))  # pyright: ignore[reportArgumentType]
+
+
+def tokenize(tokenizer: Any, *rows: SftRow, kind: str = "assistant_only", limit: int = 512) -> list[Example]:
+    return report(tokenizer, *rows, kind=kind, limit=limit)[0]
+
+
+def report(
+    tokenizer: Any, *rows: SftRow, kind: str = "assistant_only", limit: int = 512
+) -> tuple[list[Example], DataReport]:
+    return tokenize_sft(tokenizer, rows, loss_on=LossOn.model_validate({"kind": kind}), max_seq_len=limit)
+
+
+def trained_parts(tokenizer: Any, example: Example) -> list[str]:
+    """Text of each unbroken run of trained tokens."""
+    parts: list[list[int]] = []
+    before = False
+    for token, trained in zip(example.token_ids, example.trained, strict=True):
+        if trained and not before:
+            parts.append([])
+        if trained:
+            parts[-1].append(token)
+        before = trained
+    return [tokenizer.decode(part, skip_special_tokens=False) for part in parts]
+
+
+TURNS = (
+    ("system", "Sort."),
+    ("user", "2 1"),
+    ("assistant", "1 2"),
+    ("tool", "9"),
+    ("user", "4 3"),
+    ("assistant", "3 4"),
+)
+
+
+def test_every_assistant_turn_is_trained_with_what_ends_it_and_nothing_else(tokenizer: Any):
+    [example] = tokenize(tokenizer, chat(*TURNS))
+    assert trained_parts(tokenizer, example) == [f"1 2{END}\n", f"3 4{END}\n"]
+    whole = "".join(f"{START}{role}\n{content}{END}\n" for role, content in TURNS)
+    assert tokenizer.decode(example.token_ids, skip_special_tokens=False) == whole
+
+
+def test_full_trains_every_token_of_the_same_sequence(tokenizer: Any):
+    [assistant], [full] = tokenize(tokenizer, chat(*TURNS)), tokenize(tokenizer, chat(*TURNS), kind="full")
+    assert full.token_ids == assistant.token_ids and all(full.trained) and not all(assistant.trained)
+
+
+def test_the_templates_own_system_prompt_is_not_trained(tokenizer: Any):
+    [example] = tokenize(tokenizer, chat(("user", "2 1"), ("assistant", "1 2")))
+    assert tokenizer.decode(example.token_ids, skip_special_tokens=False).startswith(f"{START}system\nBe brief.{END}")
+    assert trained_parts(tokenizer, example) == [f"1 2{END}\n"]
+
+
+def test_a_conversation_may_begin_with_the_assistant(tokenizer: Any):
+    row = chat(("assistant", "Numbers?"), ("user", "2 1"), ("assistant", "1 2"))
+    assert trained_parts(tokenizer, tokenize(tokenizer, row)[0]) == [f"Numbers?{END}\n", f"1 2{END}\n"]
+
+
+def test_turns_of_the_assistant_in_a_row_are_each_trained(tokenizer: Any):
+    row = chat(("user", "2 1"), ("assistant", "1"), ("assistant", "2"))
+    assert trained_parts(tokenizer, tokenize(tokenizer, row)[0]) == [f"1{END}\n", f"2{END}\n"]
+
+
+def test_chat_rows_and_pairs_keep_their_order(tokenizer: Any):
+    rows = (
+        SftRow(prompt="2 1 =", completion=" 1 2"),
+        chat(("user", "4 3"), ("assistant", "3 4")),
+        SftRow(prompt="6 5 =", completion=" 5 6"),
+    )
+    parts = [trained_parts(tokenizer, example) for example in tokenize(tokenizer, *rows)]
+    assert parts == [[" 1 2" + tokenizer.eos_token], [f"3 4{END}\n"], [" 5 6" + tokenizer.eos_token]]
+
+
+def test_rows_are_cut_at_the_right_and_those_left_without_a_target_are_counted(tokenizer: Any):
+    row = chat(*TURNS)
+    [whole] = tokenize(tokenizer, row)
+    first = whole.trained.index(True)
+    examples, told = report(tokenizer, row, chat(("user", "9 " * 100), ("assistant", "9")), limit=first + 2)
+    assert [example.token_ids for example in examples] == [whole.token_ids[: first + 2]]
+    assert examples[0].trained == [False] * first + [True] * 2
+    assert (told.num_rows, told.num_examples, told.num_truncated, told.num_without_target) == (2, 1, 2, 1)
+    assert (told.num_tokens, told.num_trained_tokens) == (first + 2, 2)
+    with pytest.raises(ConfigError, match=f"none of 1 rows has a token to train within packing.max_seq_len {first}"):
+        tokenize(tokenizer, row, limit=first)
+
+
+TEXT = st.text(st.sampled_from("1 2\n=ü€é<>|"), min_size=1, max_size=8)
+CONVERSATION = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant", "tool"]), TEXT), max_size=5)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(turns=CONVERSATION, answer=TEXT)
+def test_the_mask_equals_transformers_own(tokenizer: Any, turns: list[tuple[str, str]], answer: str):
+    """From the template's generation marks, an independent way to the same answer."""
+    row = chat(*turns, ("assistant", answer))
+    messages = [message.model_dump() for message in row.messages or ()]
+    theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    mask = [bool(on) for on in theirs["assistant_masks"]]
+    assert tokenize(tokenizer, row) == [Example(theirs["input_ids"], mask)]
+    [prompt] = tokenize_prompts(tokenizer, [PromptRow(messages=row.messages)])
+    assert prompt == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+def test_a_token_that_straddles_the_edge_of_a_turn_does_no_harm():
+    """Real tokenizers join line breaks: that of the header, and one that the answer begins with."""
+    words = ["<unk>", "</s>", "\n", "\n\n", "user", "assistant", "hi", "yo"]
+    inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(pattern="\n", behavior="contiguous")
+    inner.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", unk_token="<unk>")
+    made.chat_template = (
+        "{% for m in messages %}{{ m.role }}\n{{ m.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}assistant\n{% endif %}"
+    )
+    [example] = tokenize(made, chat(("user", "hi"), ("assistant", "\nyo")))
+    tokens = made.convert_ids_to_tokens(example.token_ids)
+    assert tokens == ["user", "\n", "hi", "</s>", "assistant", "\n\n", "yo", "</s>"]
+    assert example.trained == [False] * 5 + [True] * 3

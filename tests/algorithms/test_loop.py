@@ -1,0 +1,222 @@
+"""The training loop: schedules, accumulation and optimizers by hand, and nothing is lost when a step is not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rollout_core.algorithms.loop import (
+    LoopHooks,
+    MinibatchLoss,
+    build_accelerator,
+    build_optimizer,
+    learning_rate,
+    train,
+)
+from rollout_core.algorithms.state import TrainState
+from rollout_core.config import LearnerSettings, OptimizerConfig, SnapshotPolicy
+from rollout_core.errors import Fatal
+
+
+@dataclass
+class Regression:
+    """Fits y = 2x - 1 by least squares; rows of step n are the same however they are cut into minibatches."""
+
+    model: nn.Linear
+    minibatch_size: int = 4
+    num_steps: int = 5
+    name: str = "regression"
+    spoil: Callable[[int, torch.Tensor], torch.Tensor] = field(default=lambda step, loss: loss)
+
+    def minibatches(self, step: int) -> list[tuple[int, torch.Tensor]]:
+        rows = torch.randn(4, 1, generator=torch.Generator().manual_seed(step))
+        return [(step, part) for part in rows.split(self.minibatch_size)]
+
+    def loss(self, batch: tuple[int, torch.Tensor], step_batches: Sequence[Any]) -> MinibatchLoss:
+        step, x = batch
+        rows = sum(len(other) for _, other in step_batches)
+        error = ((self.model(x) - (2 * x - 1)) ** 2).sum()
+        return MinibatchLoss(self.spoil(step, error / rows), {"error": (error / len(x), len(x))})
+
+    def num_tokens(self, batch: tuple[int, torch.Tensor]) -> int:
+        return len(batch[1])
+
+
+def settings(**optimizer: Any) -> LearnerSettings:
+    return LearnerSettings(
+        optimizer=OptimizerConfig(**{"kind": "sgd", "lr": 0.1, "max_grad_norm": 1e9, **optimizer}),
+        snapshots=SnapshotPolicy(every_steps=2),
+    )
+
+
+def start(**changes: Any) -> tuple[Regression, TrainState]:
+    model = nn.Linear(1, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    return Regression(model, **changes), TrainState(model, torch.optim.SGD(model.parameters(), lr=0.0))
+
+
+def run(algorithm: Regression, state: TrainState, using: LearnerSettings, **options: Any) -> None:
+    train(algorithm, state, using, build_accelerator("float32"), **options)
+
+
+def weights(state: TrainState) -> list[float]:
+    return [float(parameter.detach()) for parameter in state.model.parameters()]
+
+
+# Schedules
+
+
+@pytest.mark.parametrize(
+    ("config", "num_steps", "expected"),
+    [
+        ({}, 3, [1.0, 1.0, 1.0]),
+        ({"warmup_steps": 4}, 6, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
+        ({"schedule": "linear"}, 4, [1.0, 0.75, 0.5, 0.25]),
+        ({"schedule": "linear", "warmup_steps": 2}, 6, [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ({"schedule": "cosine"}, 4, [1.0, 0.5 + math.sqrt(0.5) / 2, 0.5, 0.5 - math.sqrt(0.5) / 2]),
+        ({"schedule": "cosine", "warmup_steps": 2}, 5, [0.5, 1.0, 1.0, 0.75, 0.25]),
+        ({"schedule": "linear", "warmup_steps": 9}, 2, [1 / 9, 2 / 9]),
+    ],
+)
+def test_rates_by_hand(config: dict[str, Any], num_steps: int, expected: list[float]):
+    made = OptimizerConfig(lr=1.0, **config)
+    assert [learning_rate(made, step, num_steps) for step in range(num_steps)] == pytest.approx(expected)
+    assert learning_rate(made.model_copy(update={"lr": 3.0}), 1, num_steps) == pytest.approx(3 * expected[1])
+
+
+def test_the_rate_of_each_step_is_the_optimizers_and_is_logged():
+    algorithm, state = start(num_steps=4)
+    used: list[float] = []
+    hooks = LoopHooks(on_step=lambda row: used.append(state.optimizer.param_groups[0]["lr"]))
+    run(algorithm, state, settings(lr=0.4, schedule="linear"), hooks=hooks)
+    assert used == pytest.approx([0.4, 0.3, 0.2, 0.1])
+    assert [row["learning_rate"] for row in state.metrics] == used
+
+
+def test_a_schedule_may_span_more_steps_than_this_update():
+    """PPO's updates share one schedule."""
+    algorithm, state = start(num_steps=2)
+    run(algorithm, state, settings(lr=0.4, schedule="linear"), total_steps=4)
+    assert [row["learning_rate"] for row in state.metrics] == pytest.approx([0.4, 0.3])
+
+
+# Steps
+
+
+def test_sgd_by_hand():
+    """One row x, weight and bias 0: error 1 - 2x, gradients 2 (1 - 2x) x and 2 (1 - 2x)."""
+    algorithm, state = start(num_steps=1)
+    [(_, x)] = algorithm.minibatches(0)
+    run(algorithm, state, settings())
+    error = 1 - 2 * x
+    assert weights(state) == pytest.approx([float(-0.1 * 2 * (error * x).mean()), float(-0.1 * 2 * error.mean())])
+    [row] = state.metrics
+    assert row["loss"] == pytest.approx(float((error**2).mean())) == row["error"]
+    assert (row["step"], row["num_tokens"], state.step) == (1, 4, 1)
+
+
+def test_gradients_are_clipped_by_their_global_norm():
+    algorithm, state = start(num_steps=1)
+    run(algorithm, state, settings(lr=1.0, max_grad_norm=0.5))
+    assert math.hypot(*weights(state)) == pytest.approx(0.5, rel=1e-4), "a step of plain SGD is the clipped gradient"
+    assert state.metrics[0]["grad_norm"] > 0.5, "the norm before clipping is logged"
+
+
+@pytest.mark.parametrize("minibatch_size", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["sgd", "adam", "adamw"])
+def test_accumulated_minibatches_are_the_step_of_the_whole_batch(minibatch_size: int, kind: str):
+    def trained(size: int) -> TrainState:
+        algorithm, state = start(minibatch_size=size)
+        using = settings(kind=kind, weight_decay=0.1)
+        state.optimizer = build_optimizer(using.optimizer, list(algorithm.model.parameters()))
+        run(algorithm, state, using)
+        return state
+
+    whole, parts = trained(4), trained(minibatch_size)
+    assert weights(parts) == pytest.approx(weights(whole), rel=1e-5)
+    for ours, theirs in zip(parts.metrics, whole.metrics, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam", "adamw"])
+def test_every_optimizer_is_torchs_own_with_its_settings(kind: str):
+    model = nn.Linear(1, 1)
+    config = OptimizerConfig.model_validate({"kind": kind, "lr": 0.2, "weight_decay": 0.3, "betas": (0.5, 0.6)})
+    optimizer = build_optimizer(config, list(model.parameters()))
+    assert type(optimizer).__name__.lower() == kind
+    [group] = optimizer.param_groups
+    assert (group["lr"], group["weight_decay"]) == (0.2, 0.3)
+    assert group.get("betas", (0.5, 0.6)) == (0.5, 0.6) and group.get("momentum", 0) == 0
+
+
+# Snapshots and faults
+
+
+def test_snapshots_come_every_so_many_steps_but_not_after_the_last():
+    algorithm, state = start(num_steps=6)
+    taken: list[int] = []
+    run(algorithm, state, settings(), hooks=LoopHooks(on_snapshot=lambda at: taken.append(at.step)))
+    assert taken == [2, 4]
+
+
+def test_training_goes_on_from_the_states_step_and_ends_in_the_same_weights():
+    whole_algorithm, whole = start(num_steps=5)
+    run(whole_algorithm, whole, settings())
+    algorithm, state = start(num_steps=3)
+    run(algorithm, state, settings())
+    algorithm.num_steps = 5
+    run(algorithm, state, settings())
+    assert weights(state) == weights(whole) and state.metrics == whole.metrics
+
+
+def nan_loss(step: int, loss: torch.Tensor) -> torch.Tensor:
+    return loss * math.nan if step == 3 else loss
+
+
+def infinite_gradient(step: int, loss: torch.Tensor) -> torch.Tensor:
+    """A finite loss: the root of 0 is 0, its slope is not finite."""
+    return loss + torch.sqrt(loss - loss.detach()) if step == 3 else loss
+
+
+@pytest.mark.parametrize("minibatch_size", [4, 2])
+@pytest.mark.parametrize(
+    ("spoil", "reason"), [(nan_loss, "loss nan, gradient norm nan"), (infinite_gradient, "gradient norm (nan|inf)")]
+)
+def test_a_step_that_is_not_finite_is_fatal_and_leaves_the_last_good_state(
+    spoil: Callable[..., torch.Tensor], reason: str, minibatch_size: int
+):
+    good_algorithm, good = start(num_steps=3)
+    run(good_algorithm, good, settings())
+    algorithm, state = start(spoil=spoil, minibatch_size=minibatch_size)
+    taken, seen = [], []
+    hooks = LoopHooks(on_step=lambda row: seen.append(row["step"]), on_snapshot=lambda at: taken.append(at.step))
+    with pytest.raises(Fatal, match=rf"^regression step 4: .*{reason}; both must be finite"):
+        run(algorithm, state, settings(), hooks=hooks)
+    assert state.step == 3 and seen == [1, 2, 3] and taken == [2]
+    assert weights(state) == pytest.approx(weights(good)) and len(state.metrics) == 3
+    assert all(parameter.grad is None for parameter in algorithm.model.parameters())
+    algorithm.spoil = lambda step, loss: loss
+    run(algorithm, state, settings())
+    assert state.step == 5, "training can go on from there"
+
+
+def test_a_loss_that_is_not_finite_in_one_minibatch_spoils_the_step():
+    """Also where another minibatch's figures would hide it."""
+    algorithm, state = start(minibatch_size=1)
+    calls: list[int] = []
+
+    def spoil(step: int, loss: torch.Tensor) -> torch.Tensor:
+        calls.append(step)
+        return loss * math.inf if len(calls) == 6 else loss
+
+    algorithm.spoil = spoil
+    with pytest.raises(Fatal, match=r"step 2: loss (inf|nan)"):
+        run(algorithm, state, settings())
+    assert state.step == 1

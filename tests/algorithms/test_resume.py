@@ -1,0 +1,121 @@
+"""An update that was interrupted anywhere, also by kill -9, ends in the very bytes of an undisturbed one."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from updates import UPDATES, StepCounter, sft_settings, workshop
+
+from rollout_core.algorithms.learners import sft_update
+from rollout_core.algorithms.workshop import FINISHED
+from rollout_core.config import OptimizerConfig, SnapshotPolicy
+from rollout_core.errors import Fatal
+from rollout_core.records import Checkpoint
+from rollout_core.snapshots import SnapshotStore
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+    """The outcome of each update when nothing happens to it."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return {name: update(workshop(folder / name), tiny_model) for name, update in UPDATES.items()}
+
+
+def disturb() -> None:
+    """What other threads of a process do to the global generators must not matter."""
+    random.random()
+    np.random.rand()
+    torch.rand(1)
+
+
+def started(folder: Path, model: Path, name: str) -> tuple[Checkpoint, list[int]]:
+    """Outcome of an update, and the step each part of it starts at."""
+    steps: list[int] = []
+    place = workshop(folder, on_start=lambda first, last: steps.append(first))
+    return UPDATES[name](place, model), steps
+
+
+@pytest.mark.parametrize(
+    ("name", "stop_after", "resumed_at"),
+    [
+        ("sft", 1, [0]),
+        ("sft", 3, [2]),
+        ("sft", 6, [4]),
+        ("sgd", 3, [2]),
+        # PPO takes a snapshot every step; a step's own comes after its figures are reported.
+        ("ppo", 3, [2, 0]),
+        ("ppo", 7, [6, 0]),
+        ("ppo", 10, [6, 3]),
+    ],
+)
+def test_an_interrupted_update_ends_in_the_same_record(
+    undisturbed: dict[str, Checkpoint],
+    tiny_model: Path,
+    tmp_path: Path,
+    name: str,
+    stop_after: int,
+    resumed_at: list[int],
+):
+    def stop() -> None:
+        disturb()
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        UPDATES[name](workshop(tmp_path, on_step=StepCounter(stop_after, stop)), tiny_model)
+    disturb()
+    assert started(tmp_path, tiny_model, name) == (undisturbed[name], resumed_at)
+
+
+@pytest.mark.parametrize(("name", "stop_after", "resumed_at"), [("sft", 4, [2]), ("ppo", 9, [6, 2])])
+def test_killed_and_taken_up_by_another_process_it_ends_in_the_same_record(
+    undisturbed: dict[str, Checkpoint],
+    tiny_model: Path,
+    tmp_path: Path,
+    start_process: Callable,
+    name: str,
+    stop_after: int,
+    resumed_at: list[int],
+):
+    """PPO is killed in the second epoch of its second iteration. Equal records name equal snapshots, byte for byte."""
+    process = start_process(
+        str(Path(__file__).with_name("updates.py")), str(tmp_path), str(tiny_model), name, str(stop_after)
+    )
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode == -signal.SIGKILL, output
+    assert started(tmp_path, tiny_model, name) == (undisturbed[name], resumed_at)
+
+
+def test_a_finished_update_whose_record_was_lost_trains_no_step_again(
+    undisturbed: dict[str, Checkpoint], tiny_model: Path, tmp_path: Path
+):
+    started(tmp_path, tiny_model, "ppo")
+    assert started(tmp_path, tiny_model, "ppo") == (undisturbed["ppo"], [6, 6])
+    finished = [item for item in SnapshotStore(workshop(tmp_path).objects).list() if item.label == FINISHED]
+    assert [item.step for item in finished] == [12, 6], "the second iteration pruned only what led to the first"
+
+
+def test_a_loss_that_is_not_finite_is_fatal_and_the_last_good_state_stays(tiny_model: Path, tmp_path: Path):
+    """The rate is so large that the first step leaves finite weights, and they a gradient that is not."""
+    settings = sft_settings(
+        optimizer=OptimizerConfig(kind="sgd", lr=1e30, max_grad_norm=1e9), snapshots=SnapshotPolicy(every_steps=1)
+    )
+    steps: list[int] = []
+    place = workshop(tmp_path, on_start=lambda first, last: steps.append(first))
+    model = place.objects.put_tree(tiny_model)
+    dataset = place.objects.put_bytes(b'{"prompt":"sort 2 1 =","completion":" 1 2"}\n')
+    for _ in range(2):
+        with pytest.raises(Fatal, match=r"^sft step 2: loss .*, gradient norm nan; .*; lower optimizer\.lr or look at"):
+            sft_update(model, dataset, settings, place)
+    assert steps == [0, 1], "it is taken up at the last good step, and told again"
+    [last] = SnapshotStore(place.objects).list()
+    assert last.step == 1 and SnapshotStore(place.objects).restore(last.id, tmp_path / "state") == last

@@ -1,0 +1,140 @@
+"""Train states: the same bytes for the same state, back to the same state, and refused where they do not belong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from rollout_core.algorithms.loop import build_optimizer
+from rollout_core.algorithms.state import MODEL_FOLDER, STATE_VERSION, TrainState, load_policy, load_state, save_state
+from rollout_core.config import OptimizerConfig
+from rollout_core.errors import ConfigError
+
+
+def build(model: Path, *, kind: str = "adamw", head: int | None = 1, steps: int = 0) -> TrainState:
+    """A state of ``model`` after ``steps`` steps; ``head`` is the width of a module beside it."""
+    torch.manual_seed(3)
+    policy = load_policy(model)
+    modules = nn.ModuleDict({} if head is None else {"value_head": nn.Linear(policy.config.hidden_size, head)})
+    config = OptimizerConfig.model_validate({"kind": kind, "lr": 1e-2})
+    state = TrainState(policy, build_optimizer(config, [*policy.parameters(), *modules.parameters()]), modules, seed=7)
+    for _ in range(steps):
+        train_one(state)
+    return state
+
+
+def train_one(state: TrainState) -> None:
+    output = state.model(torch.randint(2, 250, (2, 6)), output_hidden_states=True)
+    loss = output.logits.square().mean()
+    for head in state.modules.values():
+        loss = loss + head(output.hidden_states[-1]).square().mean()
+    loss.backward()
+    state.optimizer.step()
+    state.optimizer.zero_grad(set_to_none=True)
+    state.step += 1
+    state.metrics.append({"loss": float(loss.detach()), "step": float(state.step)})
+    state.extras = {"kl_coef": 0.1 / state.step}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def tensors(state: TrainState) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor.clone() for module in (state.model, state.modules) for name, tensor in module.state_dict().items()
+    }
+
+
+@pytest.fixture(scope="module")
+def other_shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same architecture, narrower."""
+    from make_tiny import make_model
+
+    folder = tmp_path_factory.mktemp("models") / "narrow"
+    make_model(folder, hidden_size=32, num_layers=2, seed=1)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("head", [None, 1])
+def test_a_loaded_state_goes_on_bit_for_bit(tiny_model: Path, tmp_path: Path, kind: str, head: int | None):
+    """The next batch is drawn by torch's own generator, which is part of the state."""
+    state = build(tiny_model, kind=kind, head=head, steps=2)
+    save_state(state, tmp_path / "saved", tokenizer_from=tiny_model)
+    restored = build(tiny_model, kind=kind, head=head)
+    load_state(restored, tmp_path / "saved")
+    train_one(restored)
+    save_state(restored, tmp_path / "restored", tokenizer_from=tiny_model)
+    load_state(state, tmp_path / "saved")
+    train_one(state)
+    save_state(state, tmp_path / "whole", tokenizer_from=tiny_model)
+    assert contents(tmp_path / "restored") == contents(tmp_path / "whole")
+    assert (restored.step, len(restored.metrics), restored.extras) == (3, 3, {"kl_coef": 0.1 / 3})
+
+
+def test_saving_changes_nothing_and_equal_states_have_equal_files(tiny_model: Path, tmp_path: Path):
+    state = build(tiny_model, steps=1)
+    before = tensors(state)
+    for name in ("one", "two"):
+        save_state(state, tmp_path / name, tokenizer_from=tiny_model)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors(state).items())
+    assert set(contents(tmp_path / "one")) >= {"state.json", "metrics.jsonl", "optimizer.safetensors"}
+    assert load_policy(tmp_path / "one" / MODEL_FOLDER).config.hidden_size == 64, "its model is usable as it is"
+
+
+def refuse(state: TrainState, folder: Path) -> str:
+    """What ``state`` is refused with; it stays as it was."""
+    train_one(state)
+    before, step = tensors(state), state.step
+    with pytest.raises(ConfigError) as caught:
+        load_state(state, folder)
+    assert state.step == step and all(torch.equal(tensor, before[name]) for name, tensor in tensors(state).items())
+    message = str(caught.value)
+    assert message.endswith("Go on with what made it, or train from the start: run.refresh = true")
+    return message
+
+
+@pytest.fixture
+def saved(tiny_model: Path, tmp_path: Path) -> Path:
+    save_state(build(tiny_model, steps=2), tmp_path / "saved", tokenizer_from=tiny_model)
+    return tmp_path / "saved"
+
+
+@pytest.mark.parametrize("version", [STATE_VERSION - 1, STATE_VERSION + 1])
+def test_a_state_of_another_version_is_refused(tiny_model: Path, saved: Path, version: int):
+    file = saved / "state.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "version": version}))
+    message = refuse(build(tiny_model), saved)
+    assert message.startswith(f"train state has version {version}; this software reads {STATE_VERSION}")
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_a_state_of_another_optimizer_is_refused(tiny_model: Path, saved: Path, kind: str):
+    message = refuse(build(tiny_model, kind=kind), saved)
+    assert message.startswith(f"train state is of the optimizer AdamW, this run has {kind[0].upper()}")
+
+
+def test_a_state_of_another_model_is_refused(other_shape: Path, saved: Path):
+    message = refuse(build(other_shape), saved)
+    assert message.startswith("train state is of another run: model tensor lm_head.weight is of shape [262, 64] there")
+    assert "of shape [262, 32] here" in message
+
+
+def test_a_state_of_other_modules_is_refused(tiny_model: Path, saved: Path, tmp_path: Path):
+    message = refuse(build(tiny_model, head=None), saved)
+    assert "modules tensor value_head.bias is of shape [1] there, missing here" in message
+    assert "value_head.bias is of shape [1] there, of shape [2] here" in refuse(build(tiny_model, head=2), saved)
+    save_state(build(tiny_model, head=None, steps=1), tmp_path / "plain", tokenizer_from=tiny_model)
+    assert "value_head.bias is missing there, of shape [1] here" in refuse(build(tiny_model), tmp_path / "plain")
+
+
+def test_a_state_that_trained_what_is_frozen_here_is_refused(tiny_model: Path, saved: Path):
+    state = build(tiny_model)
+    state.modules["value_head"].bias.requires_grad_(False)
+    assert "modules.value_head.bias was trained there, not here" in refuse(state, saved)

@@ -1,0 +1,326 @@
+"""The `rollout` command: what it prints, its exit codes, and that a dry run or bad input builds and starts nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from flows.cli import app
+from rollout_core.config import CONFIG_KINDS
+from rollout_core.ids import hash_bytes
+from rollout_core.objects import ObjectStore
+from rollout_core.snapshots import Snapshot, SnapshotStore
+from tests.flows.conftest import write_toml
+
+COMMANDS = {
+    "train-sft": ["train", "sft"],
+    "train-ppo": ["train", "ppo"],
+    "infer-batch": ["infer", "batch"],
+    "nightly": ["nightly"],
+}
+ROLLOUT = ("-c", "from flows.cli import main; main()")
+
+
+@pytest.fixture
+def work(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with a configuration of each kind of run beside its data."""
+    rows = [f"sort {number} 1 =" for number in range(2, 6)]
+    (tmp_path / "sft.jsonl").write_text("".join(json.dumps({"prompt": r, "completion": " 1"}) + "\n" for r in rows))
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": r, "answer": "1"}) + "\n" for r in rows))
+    (tmp_path / "held-out.jsonl").write_text('{"prompt": "sort 9 8 =", "answer": "8 9"}\n')
+    (tmp_path / "mine.py").write_text("def reward(sample): return float(len(sample.completion))\n")
+    model, backend = {"uri": str(tiny_model)}, {"kind": "transformers"}
+    learner = {"minibatch_size": 2, "optimizer": {"lr": 1e-3}}
+    sft = {**learner, "dataset": {"path": "sft.jsonl"}, "packing": {"max_seq_len": 64}, "budget": {"max_steps": 3}}
+    ppo = {
+        **learner,
+        "prompts": {"path": "prompts.jsonl"},
+        "iterations": 1,
+        "prompts_per_iteration": 4,
+        "epochs": 1,
+        "sampling": {"max_tokens": 4},
+    }
+    reward = {"kind": "function", "callable": "mine.py:reward"}
+    sampling = {"max_tokens": 4}
+    documents: dict[str, dict[str, Any]] = {
+        "train-sft": {"num_threads": 1, "algorithm": {**sft, "base_model": model}},
+        "train-ppo": {
+            "num_threads": 1,
+            "backend": backend,
+            "algorithm": {**ppo, "base_model": model, "reward": reward},
+        },
+        "infer-batch": {
+            "model": model,
+            "backend": backend,
+            "sampling": sampling,
+            "input": {"glob": "prompts.jsonl"},
+            "output": {"dir": "out"},
+        },
+        "nightly": {
+            "model": model,
+            "backend": backend,
+            "reward": reward,
+            "sft": sft,
+            "ppo": ppo,
+            "evaluation": {"prompts": {"path": "held-out.jsonl"}, "sampling": sampling},
+        },
+    }
+    for kind, document in documents.items():
+        write_toml(tmp_path / f"{kind}.toml", document)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Server, engine and model weights: whoever tries to start or load one fails the test."""
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("this must start nothing")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    for place in (
+        "flows.local_server.prefect_server",
+        "rollout_core.inference.engines.build_backend",
+        "rollout_core.inference.hf.TransformersEngine.__init__",
+        "rollout_core.inference.vllm_backend.VLLMEngine.__init__",
+        "rollout_core.algorithms.state.load_policy",
+        "transformers.AutoModelForCausalLM.from_pretrained",
+    ):
+        monkeypatch.setattr(place, refuse)
+
+
+def rollout(*arguments: str, **environment: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), env=environment)
+
+
+def run(kind: str, *arguments: str, **environment: str) -> Result:
+    return rollout(*COMMANDS[kind], "--config", f"{kind}.toml", *arguments, **environment)
+
+
+def refused(result: Result, code: int = 2) -> str:
+    """The one line on stderr of a run that ended with ``code``."""
+    assert result.exit_code == code, (result.stdout, result.stderr, result.exception)
+    [line] = result.stderr.splitlines()
+    assert line.startswith("rollout: ") and result.stdout == ""
+    return line.removeprefix("rollout: ")
+
+
+# Dry runs
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("train-sft", "algorithm=sft model={model} sft_rows=4 trained_tokens=12 truncated_rows=0 minibatch=2"),
+        ("train-ppo", "algorithm=ppo model={model} training_prompts=4 minibatch=2 dataset=prompts.jsonl"),
+        ("infer-batch", "model={model} inputs=4 workers=1"),
+        ("nightly", "model={model} sft_rows=4 trained_tokens=12 truncated_rows=0 training_prompts=4"),
+    ],
+)
+def test_a_dry_run_says_what_it_found_and_starts_nothing(
+    work: Path, tiny_model: Path, nothing_starts: None, kind: str, expected: str
+):
+    before = set(work.rglob("*"))
+    result = run(kind, "--dry-run")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("dry-run OK: " + expected.format(model=tiny_model)) and result.stderr == ""
+    assert {path for path in set(work.rglob("*")) - before if "__pycache__" not in str(path)} == set()
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_without_dry_run_the_same_command_would_start_a_server(work: Path, nothing_starts: None, kind: str):
+    """So the test above does prove something."""
+    result = run(kind)
+    assert isinstance(result.exception, AssertionError) and "must start nothing" in str(result.exception)
+
+
+def test_overrides_change_the_plan(work: Path, nothing_starts: None):
+    result = run("train-sft", "--dry-run", "--set", "algorithm.minibatch_size=3", "--set", "run.name=other")
+    assert result.exit_code == 0 and "minibatch=3" in result.stdout
+    (work / "two.jsonl").write_text('{"prompt": "sort 1 ="}\n{"prompt": "sort 2 ="}\n')
+    result = run("infer-batch", "--dry-run", "--set", "input.glob=two.jsonl", "--workers", "2")
+    assert result.exit_code == 0 and result.stdout.endswith("inputs=2 workers=2\n")
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "expected"),
+    [
+        ("train-sft", "algorithm.dataset.path=none.jsonl", "algorithm.dataset.path: dataset 'none.jsonl' cannot be"),
+        ("train-sft", "algorithm.minibatch_size=many", "train-sft.toml: algorithm.minibatch_size: Input should be a"),
+        ("train-sft", "algorithm.optimzer.lr=1", "train-sft.toml: algorithm.optimzer: unknown key; did you mean"),
+        ("train-sft", "algorithm.base_model.uri=./none", "algorithm.base_model: model folder './none' does not exist"),
+        ("train-sft", "seed", "--set 'seed': expected KEY=VALUE, such as ppo.iterations=3"),
+        ("train-sft", "=3", "--set '=3': expected KEY=VALUE, such as ppo.iterations=3"),
+        ("train-sft", "run..name=x", "--set 'run..name=x': expected KEY=VALUE, such as ppo.iterations=3"),
+        ("train-sft", "num_threads.x=1", "override 'num_threads.x': 'num_threads' is a plain value, not a table"),
+        ("train-ppo", "algorithm.reward.callable=mine.py:none", "algorithm.reward: reward mine.py:none: there is no"),
+        ("train-ppo", "algorithm.sampling.max_tokens=999", "algorithm.prompts.path: prompt 1: "),
+        ("infer-batch", "input.glob=*.none", "input.glob: no input rows matched '*.none': no such file"),
+        ("infer-batch", "output.dir=mine.py", "output.dir: "),
+        ("nightly", "evaluation.prompts.path=sft.toml", "evaluation.prompts.path: dataset 'sft.toml' cannot be read"),
+    ],
+)
+@pytest.mark.parametrize("dry_run", [["--dry-run"], []])
+def test_bad_input_is_one_line_and_exit_code_2_before_anything_starts(
+    work: Path, nothing_starts: None, kind: str, setting: str, expected: str, dry_run: list[str]
+):
+    assert refused(run(kind, "--set", setting, *dry_run)).startswith(expected)
+
+
+def test_a_config_that_is_missing_or_no_toml_is_one_line(work: Path, nothing_starts: None):
+    assert refused(rollout("train", "sft", "--config", "none.toml")) == "none.toml: no such config file"
+    (work / "broken.toml").write_text("a = = 1")
+    assert refused(rollout("nightly", "--config", "broken.toml")).startswith("broken.toml: not readable as TOML")
+    assert refused(rollout("nightly", "--config", ".")).startswith(".: not readable as TOML")
+
+
+def test_each_thing_that_is_wrong_has_its_line(work: Path, nothing_starts: None):
+    (work / "sft.jsonl").write_text("{\n[]\n")
+    result = run("nightly", "--set", "evaluation.prompts.path=none.jsonl")
+    assert result.exit_code == 2
+    assert [line.split(": ")[:3] for line in result.stderr.splitlines()] == [
+        ["rollout", "sft.dataset.path", "sft.jsonl:1"],
+        ["rollout", "sft.dataset.path", "sft.jsonl:2"],
+        ["rollout", "evaluation.prompts.path", "dataset 'none.jsonl' cannot be read"],
+    ]
+
+
+def test_debug_shows_the_traceback(work: Path, nothing_starts: None):
+    result = run("train-sft", "--debug", "--set", "seed=-1")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr and result.stderr.splitlines()[-1].startswith("rollout: train-sft.toml: seed")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["train", "sft"], ["train", "dpx", "--config", "x"], ["nightly", "--confg", "x"], ["snapshot", "show"]],
+)
+def test_a_wrong_command_line_is_exit_code_2_with_the_usage(arguments: list[str]):
+    result = rollout(*arguments)
+    assert result.exit_code == 2 and "Usage: " in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_run_id_that_is_none_is_refused_before_anything_starts(work: Path, nothing_starts: None):
+    expected = "output.dir: run id: 'yesterday' is no run id; expected a ULID (26 characters)"
+    assert refused(run("infer-batch", "--resume", "yesterday")) == expected
+
+
+def test_the_command_is_a_program(work: Path, start_process: Callable[..., subprocess.Popen[str]]):
+    """A real process: exit code, one line, no traceback, nothing started or written, and quick help."""
+
+    def finish(*arguments: str) -> tuple[int, str]:
+        process = start_process(*ROLLOUT, *arguments, cwd=work, env={"PYTHONPATH": str(Path(__file__).parents[1])})
+        output, _ = process.communicate(timeout=180)
+        return process.returncode, output
+
+    code, output = finish("train", "sft", "--config", "train-sft.toml", "--set", "algorithm.dataset.path=none.jsonl")
+    assert (code, len(output.splitlines())) == (2, 1), output
+    assert output.startswith("rollout: algorithm.dataset.path: dataset 'none.jsonl' cannot be read")
+    code, output = finish("train", "ppo", "--config", "train-ppo.toml", "--dry-run")
+    assert code == 0 and output.startswith("dry-run OK: algorithm=ppo"), output
+    assert not (work / "data").exists() and not (work / "objects").exists() and not (work / "rollout.db").exists()
+    code, output = finish("--help")
+    assert code == 0 and all(name in output for name in ("train", "infer", "nightly", "snapshot", "schema"))
+
+
+# Snapshots, lineage, schema
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> list[Snapshot]:
+    """Three snapshots of two runs in the object store of the settings."""
+    store = SnapshotStore(ObjectStore.from_url(str(tmp_path / "objects")))
+    made = []
+    for step, run_id in ((1, "one"), (2, "one"), (3, "two")):
+        folder = tmp_path / f"state-{step}"
+        folder.mkdir()
+        (folder / "state.json").write_text(str(step))
+        made.append(store.save(folder, run_id=run_id, step=step, algorithm="sft", label=f"step {step}"))
+    return made
+
+
+def test_snapshots_are_listed_newest_first_as_json(saved: list[Snapshot]):
+    def steps(*arguments: str) -> list[int]:
+        result = rollout("snapshot", "list", *arguments)
+        assert result.exit_code == 0, result.stderr
+        return [row["step"] for row in json.loads(result.stdout)]
+
+    assert steps() == [3, 2, 1]
+    assert steps("--run-id", "one") == [2, 1] and steps("--limit", "1") == [3]
+    assert steps("--kind", "train_state") == [3, 2, 1] and steps("--kind", "buffer") == []
+    assert "unknown kind of snapshot: 'trainstate'" in refused(rollout("snapshot", "list", "--kind", "trainstate"))
+
+
+def test_a_snapshot_is_shown_as_json(saved: list[Snapshot], tmp_path: Path):
+    for arguments in ([], ["--storage", str(tmp_path / "objects")], ["--storage", f"file://{tmp_path}/objects"]):
+        result = rollout("snapshot", "show", saved[0].id, *arguments)
+        assert result.exit_code == 0 and Snapshot.model_validate_json(result.stdout) == saved[0]
+
+
+def test_what_is_not_there_is_exit_code_2_and_makes_no_folder(tmp_path: Path):
+    unknown = hash_bytes(b"unknown")
+    assert refused(rollout("snapshot", "show", unknown)) == f"snapshot not found: {unknown}"
+    assert refused(rollout("snapshot", "show", "abc")).startswith("not a content id: 'abc'; expected 64")
+    assert refused(rollout("snapshot", "show", unknown, "--storage", "ftp://x")).startswith("storage URL 'ftp://x'")
+    assert refused(rollout("lineage", unknown)) == f"no stage recorded that it made {unknown}"
+    result = rollout("snapshot", "list")
+    assert result.exit_code == 0 and json.loads(result.stdout) == []
+    assert not (tmp_path / "objects").exists()
+
+
+def test_the_schema_of_every_kind_of_run_is_printed_as_json():
+    result = rollout("schema")
+    assert result.exit_code == 0 and set(json.loads(result.stdout)) == set(CONFIG_KINDS)
+
+
+# Real runs
+
+
+@pytest.mark.server
+def test_runs_print_what_they_made_and_a_reward_that_fails_loses_nothing(
+    work: Path, prefect_server: str, monkeypatch: pytest.MonkeyPatch
+):
+    server = {"PREFECT_API_URL": prefect_server}
+    result = run("train-sft", **server)
+    assert result.exit_code == 0, result.stderr
+    assert [line.split(": ")[0] for line in result.stdout.splitlines()] == ["model", "train state"]
+    assert result.stdout.endswith("(step 3)\n")
+
+    (work / "mine.py").write_text(
+        "def reward(sample):\n    return float('nan') if sample.prompt == 'sort 4 1 =' else 1.0\n"
+    )
+    result = run("train-ppo", **server)
+    assert result.exit_code == 1 and result.stdout == ""
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("rollout: reward mine.py:reward returned nan for sample 2 (")
+
+    # The completions are kept: nothing is generated again once the reward is mended.
+    monkeypatch.setattr("rollout_core.inference.hf.TransformersEngine.__init__", lambda *arguments: 1 / 0)
+    (work / "mine.py").write_text("def reward(sample):\n    return 1.0\n")
+    result = run("train-ppo", **server)
+    assert result.exit_code == 0, result.stderr
+    assert [line.split(": ")[0] for line in result.stdout.splitlines()] == ["reward", "model", "train state"]
+    assert result.stdout.startswith("reward: 1.000\n")
+
+
+@pytest.mark.server
+def test_batch_inference_prints_its_run_and_goes_on_with_it(work: Path, prefect_server: str):
+    first, again = (run("infer-batch", PREFECT_API_URL=prefect_server) for _ in range(2))
+    assert first.exit_code == 0, first.stderr
+    run_id = (work / "out" / "run-id").read_text().strip()
+    path = work / "out" / "completions.jsonl"
+    assert first.stdout == again.stdout == f"run {run_id}: 4 completions in {path}\n"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == [f"sort {number} 1 =" for number in range(2, 6)]

@@ -1,0 +1,391 @@
+"""Bad input that can be known before work is one clear ConfigError of the plan, which builds and loads nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from rollout_core.algorithms import state
+from rollout_core.config import CONFIG_KINDS, apply_overrides, parse_config
+from rollout_core.errors import ConfigError
+from rollout_core.ids import hash_bytes
+from rollout_core.inference import engines
+from rollout_core.plan import plan_batch, plan_nightly, plan_ppo, plan_sft
+
+PLANS: dict[str, Callable[..., dict[str, Any]]] = {
+    "nightly": plan_nightly,
+    "train-sft": plan_sft,
+    "train-ppo": plan_ppo,
+    "infer-batch": plan_batch,
+}
+CHAT = {"messages": [{"role": "user", "content": "sort 2 1"}, {"role": "assistant", "content": "1 2"}]}
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+LONG = "sort " + "9 " * 300 + "="
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither an engine nor a model's weights: whoever tries fails the test."""
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("a plan must build no engine and load no weights")
+
+    for owner, name in (
+        (AutoModelForCausalLM, "from_pretrained"),
+        (engines, "build_backend"),
+        (state, "load_policy"),
+        (state, "load_file"),
+    ):
+        monkeypatch.setattr(owner, name, refuse)
+
+
+@pytest.fixture
+def work(tmp_path: Path, tiny_model: Path) -> Path:
+    """A folder with a model, data and a reward, to be damaged."""
+    shutil.copytree(tiny_model, tmp_path / "model")
+    jsonl(tmp_path / "sft.jsonl", {"prompt": "sort 2 1 =", "completion": " 1 2"})
+    jsonl(tmp_path / "prompts.jsonl", {"prompt": "sort 2 1 =", "answer": "1 2"}, {"prompt": "sort 3 =", "answer": "3"})
+    jsonl(tmp_path / "held-out.jsonl", {"prompt": "sort 5 4 =", "answer": "4 5"})
+    (tmp_path / "mine.py").write_text("def reward(sample): return 0.0\ndef two(sample, other): return 0.0\n")
+    return tmp_path
+
+
+def jsonl(path: Path, *rows: dict[str, Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def document(kind: str) -> dict[str, Any]:
+    """A sound configuration of each kind of run, in the files of `work`."""
+    sft = {"dataset": {"path": "sft.jsonl"}, "packing": {"max_seq_len": 64}, "optimizer": {"lr": 1e-3}}
+    ppo = {"prompts": {"path": "prompts.jsonl"}, "optimizer": {"lr": 1e-4}}
+    backend, model = {"kind": "transformers"}, {"uri": "model"}
+    return {
+        "nightly": {
+            "model": model,
+            "backend": backend,
+            "sft": sft,
+            "ppo": ppo,
+            "evaluation": {"prompts": {"path": "held-out.jsonl"}},
+            "report_dir": "report",
+        },
+        "train-sft": {"algorithm": {**sft, "base_model": model}},
+        "train-ppo": {"algorithm": {**ppo, "base_model": model}, "backend": backend},
+        "infer-batch": {
+            "model": model,
+            "backend": backend,
+            "sampling": {"max_tokens": 16},
+            "input": {"glob": "prompts.jsonl"},
+            "output": {"dir": "out"},
+        },
+    }[kind]
+
+
+def plan(kind: str, base: Path, **changes: Any) -> dict[str, Any]:
+    """Parse and plan, as the command and the flows do. ``changes`` has __ for the dots of a key."""
+    overrides = {key.replace("__", "."): value for key, value in changes.items()}
+    config = parse_config(apply_overrides(document(kind), overrides), CONFIG_KINDS[kind])
+    return PLANS[kind](config, base)
+
+
+def refusal(kind: str, base: Path, **changes: Any) -> str:
+    """The one line that a plan refuses with."""
+    with pytest.raises(ConfigError) as caught:
+        plan(kind, base, **changes)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1, message
+    return message
+
+
+def files(folder: Path) -> Iterator[tuple[str, bytes]]:
+    yield from sorted((str(path), path.read_bytes()) for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_a_sound_run_is_planned_and_nothing_is_written(work: Path, kind: str):
+    before = dict(files(work))
+    facts = plan(kind, work)
+    assert facts["model"] == "model"
+    assert {key: value for key, value in files(work) if "__pycache__" not in key} == before
+
+
+def test_a_plan_tells_what_it_found(work: Path):
+    assert plan("train-sft", work) == {"model": "model", "sft rows": 1, "trained tokens": 5, "truncated rows": 0}
+    assert plan("train-ppo", work)["training prompts"] == 2
+    assert plan("nightly", work)["held-out prompts"] == 1
+    assert plan("infer-batch", work, workers__count=2) == {"model": "model", "inputs": 2, "workers": 2}
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "expected"),
+    [
+        ("train-sft", "algorithm.loss", {}, "algorithm.loss: unknown key; did you mean 'loss_on'?"),
+        ("infer-batch", "inptu", {}, "inptu: unknown key; did you mean 'input'?"),
+        ("train-sft", "algorithm.minibatch_size", "eight", "algorithm.minibatch_size: Input should be a valid integer"),
+        ("train-sft", "algorithm.dataset.path", 3, "algorithm.dataset.path: Input should be a valid string"),
+        ("train-sft", "algorithm.dataset", "sft.jsonl", "algorithm.dataset: Input should be a valid dictionary"),
+        ("train-sft", "algorithm.optimizer.lr", -1e-3, "algorithm.optimizer.lr: Input should be greater than 0"),
+        ("train-sft", "algorithm.optimizer.lr", float("inf"), "algorithm.optimizer.lr: Input should be a finite"),
+        ("train-sft", "algorithm.optimizer.betas", [0.9, 1.0], "algorithm.optimizer.betas.1: Input should be less"),
+        ("train-sft", "algorithm.optimizer.kind", "lion", "algorithm.optimizer.kind: Input should be 'adamw'"),
+        ("train-sft", "algorithm.gradient_accumulation", 0, "algorithm.gradient_accumulation: Input should be greater"),
+        ("train-sft", "algorithm.budget.max_steps", 0, "algorithm.budget.max_steps: Input should be greater"),
+        ("train-sft", "algorithm.snapshots.every_steps", 0, "algorithm.snapshots.every_steps: Input should be greater"),
+        ("train-sft", "seed", 2**31, "seed: Input should be less than 2147483648"),
+        ("train-ppo", "algorithm.lam", 1.5, "algorithm.lam: Input should be less than or equal to 1"),
+        ("train-ppo", "algorithm.gamma", 0, "algorithm.gamma: Input should be greater than 0"),
+        ("train-ppo", "algorithm.clip", 0, "algorithm.clip: Input should be greater than 0"),
+        ("train-ppo", "algorithm.kl.target", 0, "algorithm.kl.target: Input should be greater than 0"),
+        ("train-ppo", "algorithm.sampling.temperature", 0, "algorithm: PPO needs samples of the policy itself"),
+        ("infer-batch", "sampling.max_tokens", 0, "sampling.max_tokens: Input should be greater than or equal to 1"),
+        ("infer-batch", "sampling.top_p", 1.5, "sampling.top_p: Input should be less than or equal to 1"),
+        ("infer-batch", "sampling.stop", [""], "sampling.stop.0: String should have at least 1 character"),
+        ("infer-batch", "workers.count", 0, "workers.count: Input should be greater than or equal to 1"),
+        ("nightly", "promotion.tolerance", -1, "promotion.tolerance: Input should be greater than or equal to 0"),
+    ],
+)
+def test_a_value_that_cannot_be_is_named_with_its_key(work: Path, kind: str, key: str, value: Any, expected: str):
+    assert refusal(kind, work, **{key: value}).startswith(f"config: {expected}")
+
+
+# Models
+
+
+def test_a_missing_model_folder_is_named_with_where_it_was_looked_for(work: Path):
+    shutil.rmtree(work / "model")
+    for kind in PLANS:
+        key = "algorithm.base_model.uri" if kind.startswith("train") else "model.uri"
+        message = refusal(kind, work, **{key: "./model"})
+        assert message.startswith(
+            f"{key.removesuffix('.uri')}: model folder './model' does not exist (looked at {work}"
+        )
+
+
+def test_a_tokenizer_that_does_not_fit_the_model_is_refused(work: Path):
+    config = work / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "vocab_size": 100}))
+    assert "do not fit: the tokenizer has ids up to 261, the model embeds 100" in refusal("train-sft", work)
+
+
+def make_word_tokenizer(folder: Path, num_words: int) -> Path:
+    words = ["<unk>", "</s>", *(f"w{number}" for number in range(num_words))]
+    inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token="</s>").save_pretrained(folder)
+    return folder
+
+
+def test_another_tokenizer_is_held_against_the_model_and_counts_the_prompts(work: Path):
+    make_word_tokenizer(work / "large", 300)
+    make_word_tokenizer(work / "small", 20)
+    message = refusal("infer-batch", work, model__tokenizer="large")
+    assert "the tokenizer has ids up to 301, the model embeds 262" in message
+    jsonl(work / "prompts.jsonl", {"prompt": "w1 " * 200})
+    assert "prompt 1: 600 tokens" in refusal("infer-batch", work), "in the model's own tokens it is too long"
+    assert plan("infer-batch", work, model__tokenizer="small")["inputs"] == 1
+
+
+def test_a_checkpoint_of_the_object_store_takes_no_other_tokenizer(work: Path):
+    message = refusal("infer-batch", work, model__uri=hash_bytes(b"x"), model__tokenizer="small")
+    assert "is a checkpoint with its own tokenizer; leave out tokenizer 'small'" in message
+
+
+def test_the_tokenizer_of_a_cached_revision_is_that_revisions(work: Path, monkeypatch: pytest.MonkeyPatch):
+    """No other revision is in the cache, so asking for any other would fail."""
+    cache = work / "hub" / "models--somebody--tiny"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "v2").write_text("abc123")
+    shutil.copytree(work / "model", cache / "snapshots" / "abc123")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(work / "hub"))
+    assert plan("infer-batch", work, model__uri="somebody/tiny", model__revision="v2")["inputs"] == 2
+    assert "could not be reached" in refusal("infer-batch", work, model__uri="somebody/tiny")
+
+
+# Rows
+
+FILES = [
+    ("train-sft", "sft.jsonl", "algorithm.dataset.path"),
+    ("train-ppo", "prompts.jsonl", "algorithm.prompts.path"),
+    ("infer-batch", "prompts.jsonl", "input.glob"),
+    ("nightly", "sft.jsonl", "sft.dataset.path"),
+    ("nightly", "prompts.jsonl", "ppo.prompts.path"),
+    ("nightly", "held-out.jsonl", "evaluation.prompts.path"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "key"), FILES)
+def test_a_file_that_is_missing_or_empty_is_named_with_its_key(work: Path, kind: str, name: str, key: str):
+    (work / name).write_text("\n  \n")
+    empty = refusal(kind, work)
+    (work / name).unlink()
+    missing = refusal(kind, work)
+    for message in (empty, missing):
+        assert message.startswith(f"{key}: ") and name in message
+    assert "no rows" in empty or "without a row" in empty
+    assert "cannot be read: No such file" in missing or "no such file" in missing
+
+
+@pytest.mark.parametrize(("kind", "name", "key"), FILES)
+def test_a_malformed_line_is_named_by_path_and_line(work: Path, kind: str, name: str, key: str):
+    good = (work / name).read_text()
+    (work / name).write_text(good + "\n{not json\n")
+    line = len(good.splitlines()) + 2
+    message = refusal(kind, work)
+    assert message.startswith(f"{key}: ") and f"{name}:{line}: not valid JSON" in message
+
+
+def test_every_malformed_line_is_told_at_once(work: Path):
+    (work / "prompts.jsonl").write_text('{"promt": "a"}\n{"prompt": 3}\n[]\n')
+    with pytest.raises(ConfigError) as caught:
+        plan("train-ppo", work)
+    assert [line.split(": ", 2)[1] for line in caught.value.violations] == [f"prompts.jsonl:{n}" for n in (1, 2, 3)]
+    assert "did you mean 'prompt' by 'promt'?" in caught.value.violations[0]
+
+
+@pytest.mark.parametrize(("kind", "name", "key"), [row for row in FILES if row[1] != "sft.jsonl"])
+def test_prompts_longer_than_the_context_are_one_line(work: Path, kind: str, name: str, key: str):
+    jsonl(work / name, {"prompt": "sort 1 =", "answer": "1"}, *[{"prompt": LONG, "answer": "9"}] * 3)
+    message = refusal(kind, work)
+    assert message.startswith(f"{key}: prompt 2: ")
+    assert "exceed the model's context of 256 tokens (and 2 more); shorten the prompt or lower" in message
+
+
+def test_room_for_the_completion_counts_and_so_does_the_backends_own_limit(work: Path):
+    assert "sampling.max_tokens 254 exceed" in refusal("infer-batch", work, sampling__max_tokens=254)
+    assert "context of 20 tokens" in refusal("infer-batch", work, backend__max_model_len=20)
+    message = refusal("infer-batch", work, backend__max_model_len=512)
+    assert message == "backend.max_model_len: 512 tokens, but the model has 256 positions"
+
+
+def test_a_prompt_without_tokens_is_refused(work: Path):
+    jsonl(work / "prompts.jsonl", {"prompt": "", "answer": "x"})
+    assert "prompt 1 has no tokens" in refusal("train-ppo", work)
+
+
+def test_rows_longer_than_max_seq_len_are_told_and_rows_without_a_target_are_refused(work: Path):
+    jsonl(work / "sft.jsonl", {"prompt": LONG, "completion": "9"}, {"prompt": "sort 1 =", "completion": " 1"})
+    assert plan("train-sft", work)["truncated rows"] == 1
+    jsonl(work / "sft.jsonl", {"prompt": LONG, "completion": "9"})
+    message = refusal("train-sft", work)
+    assert message.startswith("algorithm.dataset.path: none of 1 rows has a token to train within packing.max_seq_len")
+    message = refusal("train-sft", work, algorithm__packing__max_seq_len=1000)
+    assert message == "algorithm.packing.max_seq_len: 1000 tokens, but the model has 256 positions"
+
+
+# Chat rows
+
+
+@pytest.mark.parametrize(("kind", "name", "key"), FILES)
+def test_chat_rows_without_a_chat_template_are_refused(work: Path, kind: str, name: str, key: str):
+    jsonl(work / name, {**CHAT, **({} if name == "sft.jsonl" else {"answer": "1 2"})})
+    message = refusal(kind, work)
+    assert message.startswith(f"{key}: ") and "1 holds chat messages, but the tokenizer has no chat template" in message
+    (work / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    plan(kind, work)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "refuses these messages: roles must alternate"),
+        ("{% for m in messages %}", "refuses these messages: Unexpected end of template"),
+        ("{{ messages[0].content + 1 }}", "refuses these messages: can only concatenate str"),
+    ],
+)
+@pytest.mark.parametrize(("kind", "name"), [("train-sft", "sft.jsonl"), ("infer-batch", "prompts.jsonl")])
+def test_a_chat_template_that_fails_is_one_clear_error(work: Path, kind: str, name: str, template: str, reason: str):
+    jsonl(work / name, CHAT)
+    (work / "model" / "chat_template.jinja").write_text(template)
+    assert reason in refusal(kind, work)
+
+
+def test_a_template_that_cannot_tell_turns_apart_is_refused_unless_all_is_trained(work: Path):
+    """This one marks the last message, so a turn reads differently once another follows."""
+    turns = [*CHAT["messages"], {"role": "user", "content": "sort 4 3"}, {"role": "assistant", "content": "3 4"}]
+    jsonl(work / "sft.jsonl", {"messages": turns})
+    marking = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if loop.last %}!{% endif %}{% endfor %}"
+    (work / "model" / "chat_template.jinja").write_text(marking)
+    message = refusal("train-sft", work)
+    assert "row 1: the chat template renders turn 2 differently" in message and "loss_on.kind = 'full'" in message
+    assert plan("train-sft", work, algorithm__loss_on__kind="full")["sft rows"] == 1
+
+
+# Rewards
+
+
+@pytest.mark.parametrize(
+    ("callable_", "expected"),
+    [
+        ("mine.py:rewrad", "reward mine.py:rewrad: there is no 'rewrad'; did you mean 'reward'?"),
+        ("nothing.py:reward", "nothing.py does not exist; "),
+        ("no_such_module_abc:reward", "reward module no_such_module_abc cannot be found"),
+        ("mine.py:two", "has the signature (sample, other), but is called with (sample): missing a required argument"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["train-ppo", "nightly"])
+def test_a_reward_that_cannot_be_called_is_refused(work: Path, kind: str, callable_: str, expected: str):
+    key = "algorithm.reward" if kind == "train-ppo" else "reward"
+    message = refusal(kind, work, **{key: {"kind": "function", "callable": callable_}})
+    assert message.startswith(f"{key}: ") and expected in message
+
+
+def test_a_reward_of_the_users_own_is_loaded_but_never_called(work: Path):
+    (work / "mine.py").write_text("def reward(sample): raise AssertionError\n")
+    plan("train-ppo", work, algorithm__reward={"kind": "function", "callable": "mine.py:reward"})
+
+
+def test_rows_without_the_answer_are_counted_in_one_line(work: Path):
+    jsonl(work / "prompts.jsonl", *[{"prompt": "sort 1 =", "anwser": "1"}] * 3)
+    message = refusal("train-ppo", work)
+    assert message == (
+        "algorithm.prompts.path: row 1 has no 'answer', which the exact_match reward compares with (and 2 more rows)"
+    )
+
+
+# Places and software
+
+
+@pytest.mark.parametrize(("kind", "key"), [("nightly", "report_dir"), ("infer-batch", "output.dir")])
+def test_an_output_folder_that_cannot_be_made_is_refused_before_work_not_after(work: Path, kind: str, key: str):
+    for path in ("mine.py", "mine.py/below/it"):
+        assert refusal(kind, work, **{key: path}) == (
+            f"{key}: {work / 'mine.py'} is a file; expected a folder, or one that can be made"
+        )
+    plan(kind, work, **{key: "new/folder/of/folders"})
+    assert not (work / "new").exists()
+
+
+def test_a_run_id_that_is_none_is_refused(work: Path):
+    config = parse_config(document("infer-batch"), CONFIG_KINDS["infer-batch"])
+    with pytest.raises(ConfigError, match="run id: 'yesterday' is no run id; expected a ULID"):
+        plan_batch(config, work, "yesterday")  # pyright: ignore[reportArgumentType]
+    (work / "out").mkdir()
+    (work / "out" / "run-id").write_text("damaged\n")
+    assert "'damaged' is no run id" in refusal("infer-batch", work)
+
+
+def test_vllm_that_is_not_installed_is_told(work: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    message = refusal("infer-batch", work, backend={"kind": "vllm"})
+    assert message.startswith("backend: vLLM is not installed; install rollout[vllm]")
+
+
+def test_all_that_is_wrong_is_told_at_once(work: Path):
+    (work / "sft.jsonl").write_text("")
+    jsonl(work / "held-out.jsonl", {"prompt": "sort 1 ="})
+    with pytest.raises(ConfigError) as caught:
+        plan("nightly", work, reward__answer_key="answer", report_dir="mine.py")
+    assert [line.split(":")[0] for line in caught.value.violations] == [
+        "sft.dataset.path",
+        "evaluation.prompts.path",
+        "report_dir",
+    ]
