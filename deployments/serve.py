@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -51,9 +52,13 @@ def main() -> None:
             [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--name", f"{pool}-worker"],
             env=_environment(),
         )
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         try:
             worker.wait()
         except KeyboardInterrupt:
+            worker.wait()  # Ctrl-C reached it too
+        finally:
+            worker.terminate()
             worker.wait()
 
 

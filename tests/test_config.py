@@ -11,6 +11,7 @@ from rollout_core.config import (
     NightlyConfig,
     PPOSettings,
     SnapshotPolicy,
+    TrainGRPOConfig,
     TrainPPOConfig,
     TrainSFTConfig,
     VLLMBackend,
@@ -27,6 +28,7 @@ EXAMPLES = {
     "nightly-tiny.toml": NightlyConfig,
     "sft-tiny.toml": TrainSFTConfig,
     "ppo-tiny.toml": TrainPPOConfig,
+    "grpo-tiny.toml": TrainGRPOConfig,
     "batch-tiny.toml": InferBatchConfig,
 }
 

@@ -17,12 +17,12 @@ from rollout_core.config import CONFIG_KINDS, apply_overrides, parse_config
 from rollout_core.errors import ConfigError
 from rollout_core.ids import hash_bytes
 from rollout_core.inference import engines
-from rollout_core.plan import plan_batch, plan_nightly, plan_ppo, plan_sft
+from rollout_core.plan import plan_batch, plan_nightly, plan_on_policy, plan_sft
 
 PLANS: dict[str, Callable[..., dict[str, Any]]] = {
     "nightly": plan_nightly,
     "train-sft": plan_sft,
-    "train-ppo": plan_ppo,
+    "train-ppo": plan_on_policy,
     "infer-batch": plan_batch,
 }
 CHAT = {"messages": [{"role": "user", "content": "sort 2 1"}, {"role": "assistant", "content": "1 2"}]}
@@ -145,7 +145,12 @@ def test_a_plan_tells_what_it_found(work: Path):
         ("train-ppo", "algorithm.gamma", 0, "algorithm.gamma: Input should be greater than 0"),
         ("train-ppo", "algorithm.clip", 0, "algorithm.clip: Input should be greater than 0"),
         ("train-ppo", "algorithm.kl.target", 0, "algorithm.kl.target: Input should be greater than 0"),
-        ("train-ppo", "algorithm.sampling.temperature", 0, "algorithm: PPO needs samples of the policy itself"),
+        (
+            "train-ppo",
+            "algorithm.sampling.temperature",
+            0,
+            "algorithm: on-policy training needs samples of the policy itself",
+        ),
         ("infer-batch", "sampling.max_tokens", 0, "sampling.max_tokens: Input should be greater than or equal to 1"),
         ("infer-batch", "sampling.top_p", 1.5, "sampling.top_p: Input should be less than or equal to 1"),
         ("infer-batch", "sampling.stop", [""], "sampling.stop.0: String should have at least 1 character"),
