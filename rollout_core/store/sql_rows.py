@@ -12,7 +12,7 @@ from typing import Any
 
 from rollout_core.errors import NotFound
 from rollout_core.store import lifecycle
-from rollout_core.store.codec import decode, encode
+from rollout_core.store.codec import decode, encode, model_fields
 from rollout_core.store.resources import ResourcesUpdate
 from rollout_core.store.spans import Span
 from rollout_core.store.sql_columns import NUM_ROLLOUT
@@ -232,15 +232,8 @@ def span_columns(span: Span) -> tuple[Any, ...]:
         span.name,
         span.start_time,
         span.end_time,
-        encode(body, f"span {span.name}", _model_fields),
+        encode(body, f"span {span.name}", model_fields),
     )
-
-
-def _model_fields(value: Any) -> dict[str, Any]:
-    """The parts of a span (status, events, contexts) as dicts, for the encoder."""
-    if getattr(type(value), "__module__", None) == Span.__module__:
-        return {**value.__dict__, **(value.__pydantic_extra__ or {})}
-    raise TypeError(type(value).__name__)
 
 
 def span_model(rollout_id: str, columns: Sequence[Any]) -> Span:
