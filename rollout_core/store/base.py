@@ -117,6 +117,28 @@ class LightningStore(ABC):
         becomes busy with the last of them, or idle if there was none.
         """
 
+    async def claim_rollouts(
+        self, claim_id: str, *, limit: int = 1, worker_id: str | None = None, repeated: bool = False
+    ) -> Sequence[AttemptedRollout]:
+        """``dequeue_many_rollouts`` for callers that may lose the answer and ask again, such as HTTP clients.
+
+        ``repeated`` says that this ``claim_id`` was sent before. If that call did claim rollouts, those that are still
+        in ``preparing`` under it are returned, and no more are claimed. A store whose data end with its process need
+        not remember claims: the server in front of it remembers for as long.
+        """
+        return await self.dequeue_many_rollouts(limit=limit, worker_id=worker_id)
+
+    async def release_rollouts(self, claimed: Sequence[AttemptedRollout]) -> None:
+        """Give back claims that nobody took up, such as those of a cancelled dequeue.
+
+        A rollout that has moved on since is left alone. A store may take the attempt back as if it had not been, and
+        put the rollout at the head of the queue; by default the rollout is queued again at the tail.
+        """
+        for rollout in claimed:
+            latest = await self.get_rollout_by_id(rollout.rollout_id)
+            if isinstance(latest, AttemptedRollout) and latest == rollout:
+                await self.update_rollout(rollout.rollout_id, status="requeuing")
+
     async def dequeue_rollout(self, worker_id: str | None = None) -> AttemptedRollout | None:
         """Claim the oldest queued rollout, or None. See ``dequeue_many_rollouts``."""
         claimed = await self.dequeue_many_rollouts(limit=1, worker_id=worker_id)

@@ -78,7 +78,7 @@ class Event(BaseModel):
     @classmethod
     def from_opentelemetry(cls, src: Any) -> Event:
         """Convert an ``opentelemetry.sdk.trace.Event``."""
-        return cls(name=src.name, attributes=_attributes(src.attributes), timestamp=_seconds(src.timestamp))
+        return cls(name=src.name, attributes=otel_attributes(src.attributes), timestamp=_seconds(src.timestamp))
 
 
 class Link(BaseModel):
@@ -94,7 +94,7 @@ class Link(BaseModel):
         """Convert an ``opentelemetry.trace.Link``."""
         return cls(
             context=SpanContext.from_opentelemetry(src.context),
-            attributes=_attributes(src.attributes) if src.attributes else None,
+            attributes=otel_attributes(src.attributes) if src.attributes else None,
         )
 
 
@@ -109,7 +109,7 @@ class OtelResource(BaseModel):
     @classmethod
     def from_opentelemetry(cls, src: Any) -> OtelResource:
         """Convert an ``opentelemetry.sdk.resources.Resource``."""
-        return cls(attributes=_attributes(src.attributes), schema_url=src.schema_url or "")
+        return cls(attributes=otel_attributes(src.attributes), schema_url=src.schema_url or "")
 
 
 class SpanCoreFields(BaseModel):
@@ -167,7 +167,7 @@ class Span(BaseModel):
             parent_id=f"{src.parent.span_id:016x}" if src.parent else None,
             name=src.name,
             status=TraceStatus.from_opentelemetry(src.status),
-            attributes=_attributes(src.attributes),
+            attributes=otel_attributes(src.attributes),
             events=[Event.from_opentelemetry(event) for event in src.events],
             links=[Link.from_opentelemetry(link) for link in src.links],
             start_time=_seconds(src.start_time),
@@ -242,7 +242,8 @@ def _seconds(timestamp: float | None) -> float | None:
     return timestamp / 1e9 if timestamp > _NANOSECONDS_FROM else timestamp
 
 
-def _attributes(attributes: Mapping[str, Any] | None) -> Attributes:
+def otel_attributes(attributes: Mapping[str, Any] | None) -> Attributes:
+    """OpenTelemetry's attributes as JSON, whatever they hold."""
     return {str(key): _telemetry_value(value) for key, value in (attributes or {}).items()}
 
 
@@ -262,7 +263,7 @@ def _telemetry_value(value: Any) -> AttributeValue:
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, Mapping):
-        return _attributes(value)
+        return otel_attributes(value)
     if isinstance(value, Sequence):
         return [_telemetry_value(entry) for entry in value]
     return str(value)

@@ -143,10 +143,25 @@ class SqlLightningStore(LightningStore):
     async def dequeue_many_rollouts(
         self, *, limit: int = 1, worker_id: str | None = None
     ) -> Sequence[AttemptedRollout]:
+        return await self._claim(limit, worker_id)
+
+    async def claim_rollouts(
+        self, claim_id: str, *, limit: int = 1, worker_id: str | None = None, repeated: bool = False
+    ) -> Sequence[AttemptedRollout]:
+        if repeated:
+            found = await self._write(lambda tx: sql_queue.find_claimed(tx, claim_id, limit))
+            if found:
+                return found
+        return await self._claim(limit, worker_id, claim_id)
+
+    async def release_rollouts(self, claimed: Sequence[AttemptedRollout]) -> None:
+        await self._write(lambda tx: sql_queue.release(tx, claimed))
+
+    async def _claim(self, limit: int, worker_id: str | None, claim_id: str | None = None) -> list[AttemptedRollout]:
         if limit <= 0:
             return []
         claims = await self._database.write(
-            lambda tx: sql_queue.claim(tx, limit, worker_id), watched=True, undo=sql_queue.unclaim
+            lambda tx: sql_queue.claim(tx, limit, worker_id, claim_id), watched=True, undo=sql_queue.unclaim
         )
         return [claim.rollout for claim in claims]
 
