@@ -53,7 +53,10 @@ def model_fields(value: Any) -> dict[str, Any]:
 
 
 def _may_hold_nan(value: Any, default: Callable[[Any], Any] | None) -> bool:
-    """Whether the search for NaN is worth its while; a second encoder, which names them, is five times quicker."""
+    """Whether the search for NaN is worth its while; a second encoder, which names them, is five times quicker.
+
+    Models do so only with ``ser_json_inf_nan="constants"`` in their configuration.
+    """
     named = to_json(value, fallback=default, inf_nan_mode="constants")
     return b"NaN" in named or b"Infinity" in named
 

@@ -27,6 +27,8 @@ Attributes = dict[str, AttributeValue]
 TraceState = dict[str, str]
 StatusCode = Literal["UNSET", "OK", "ERROR"]
 
+# Attributes may hold NaN until they are stored; written as such, and not as null, it is found (see ``codec``).
+_KEEP_UNKNOWN = ConfigDict(extra="allow", ser_json_inf_nan="constants")
 _NANOSECONDS_FROM = 1e12
 """A time beyond this is in nanoseconds: as seconds it would be 30,000 years away."""
 
@@ -34,7 +36,7 @@ _NANOSECONDS_FROM = 1e12
 class SpanContext(BaseModel):
     """Identity of a span across systems."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = _KEEP_UNKNOWN
 
     trace_id: str
     span_id: str
@@ -55,7 +57,7 @@ class SpanContext(BaseModel):
 class TraceStatus(BaseModel):
     """How the traced operation ended."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = _KEEP_UNKNOWN
 
     status_code: StatusCode
     description: str | None = None
@@ -69,7 +71,7 @@ class TraceStatus(BaseModel):
 class Event(BaseModel):
     """A moment within a span."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = _KEEP_UNKNOWN
 
     name: str
     attributes: Attributes
@@ -84,7 +86,7 @@ class Event(BaseModel):
 class Link(BaseModel):
     """A pointer to another span."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = _KEEP_UNKNOWN
 
     context: SpanContext
     attributes: Attributes | None = None
@@ -101,7 +103,7 @@ class Link(BaseModel):
 class OtelResource(BaseModel):
     """What produced a span: OpenTelemetry's resource, not to be confused with the store's resources."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = _KEEP_UNKNOWN
 
     attributes: Attributes
     schema_url: str
@@ -125,7 +127,7 @@ class SpanCoreFields(BaseModel):
 class Span(BaseModel):
     """One traced operation of an attempt. Unknown fields are kept."""
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(**_KEEP_UNKNOWN, allow_inf_nan=False)
 
     rollout_id: str
     attempt_id: str

@@ -17,6 +17,7 @@ from rollout_core.store.http import wire
 from rollout_core.store.http.transport import Repeat, Transport, TransportSettings, path_part
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
 from rollout_core.store.spans import Span
+from rollout_core.store.sql_resources import resources_json
 from rollout_core.store.types import (
     UNSET,
     Attempt,
@@ -60,7 +61,6 @@ _ATTEMPT_OR_NONE = TypeAdapter[Attempt | None](Attempt | None)
 _SPANS = TypeAdapter(list[Span])
 _RESOURCES = TypeAdapter(ResourcesUpdate)
 _RESOURCES_OR_NONE = TypeAdapter[ResourcesUpdate | None](ResourcesUpdate | None)
-_NAMED_RESOURCES = TypeAdapter(NamedResources)
 _WORKER_OR_NONE = TypeAdapter[Worker | None](Worker | None)
 _STATISTICS = TypeAdapter(LightningStoreStatistics)
 _ROLLOUT_PAGE = TypeAdapter[PaginatedResult[Rollout]](wire.RolloutPage)
@@ -121,6 +121,14 @@ class LightningStoreClient(LightningStore):
     def otlp_traces_endpoint(self) -> str:
         """URL for an OTLP/HTTP exporter."""
         return self.server_address + wire.TRACES_PATH
+
+    async def is_healthy(self) -> bool:
+        """Whether the server answers now."""
+        try:
+            await self._transport.get(wire.PREFIX + "/health")
+        except Recoverable:
+            return False
+        return True
 
     async def close(self) -> None:
         """Close the connections. A later call opens new ones."""
@@ -346,11 +354,14 @@ class LightningStoreClient(LightningStore):
     # Resources
 
     async def add_resources(self, resources: NamedResources) -> ResourcesUpdate:
-        return _RESOURCES.validate_json(await self._post("/resources", resources, "resources", Repeat.MATTERS))
+        return await self._send_resources("/resources", resources)
 
     async def update_resources(self, resources_id: str, resources: NamedResources) -> ResourcesUpdate:
-        path = f"/resources/{path_part(resources_id, 'resources_id')}"
-        return _RESOURCES.validate_json(await self._post(path, resources, "resources", Repeat.MATTERS))
+        return await self._send_resources(f"/resources/{path_part(resources_id, 'resources_id')}", resources)
+
+    async def _send_resources(self, path: str, resources: NamedResources) -> ResourcesUpdate:
+        data = resources_json(resources).encode()
+        return _RESOURCES.validate_json(await self._transport.post(wire.PREFIX + path, data, Repeat.MATTERS))
 
     async def query_resources(
         self,

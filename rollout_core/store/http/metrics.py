@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rollout_core.store.base import LightningStore
 
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-_STATISTICS = ("total_rollouts", "total_attempts", "total_spans", "total_resources", "total_workers")
+_COUNTS = ("total_rollouts", "total_attempts", "total_spans", "total_resources", "total_workers")
 MULTIPROCESS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 """Environment variable by which prometheus-client adds up the worker processes of one server."""
 
@@ -63,10 +63,9 @@ class Metrics:
 
     async def show(self, store: LightningStore) -> Response:
         """The metrics page."""
-        statistics = await store.statistics()
-        for name in _STATISTICS:
-            if name in statistics:
-                self._held.labels(name.removeprefix("total_")).set(statistics[name])
+        for name, value in (await store.statistics()).items():
+            if name in _COUNTS and isinstance(value, int):
+                self._held.labels(name.removeprefix("total_")).set(value)
         registry = self._registry
         if os.environ.get(MULTIPROCESS_FOLDER):
             registry = CollectorRegistry()

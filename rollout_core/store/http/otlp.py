@@ -179,6 +179,10 @@ def _convert(source: ProtoSpan, resource: OtelResource, scope: Mapping[str, Any]
     number = _sequence_id(named.get(Keys.SPAN_SEQUENCE_ID.value))
     context = _context(source.trace_id, source.span_id, source.trace_state)
     parent_id = source.parent_span_id.hex() or None
+    further: dict[str, Any] = {
+        "kind": _KINDS[source.kind] if 0 <= source.kind < len(_KINDS) else "UNSPECIFIED",
+        "instrumentation_scope": dict(scope),
+    }
     span = Span(
         rollout_id=_text(named.get(Keys.ROLLOUT_ID.value)),
         attempt_id=_text(named.get(Keys.ATTEMPT_ID.value)),
@@ -208,8 +212,7 @@ def _convert(source: ProtoSpan, resource: OtelResource, scope: Mapping[str, Any]
         context=context,
         parent=_context(source.trace_id, source.parent_span_id, "") if parent_id else None,
         resource=resource,
-        kind=_KINDS[source.kind] if 0 <= source.kind < len(_KINDS) else "UNSPECIFIED",
-        instrumentation_scope=dict(scope),
+        **further,
     )
     return span, number is not None
 
