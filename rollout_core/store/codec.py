@@ -37,6 +37,14 @@ def encode(value: Any, what: str, default: Callable[[Any], Any] | None = None) -
     return data.decode()
 
 
+def encode_stored(value: Any) -> bytes:
+    """JSON of what a store returned: models, lists and dicts of values that were checked when they were stored."""
+    try:
+        return orjson.dumps(value, model_fields)
+    except TypeError:  # an integer beyond 64 bits
+        return json.dumps(value, default=model_fields, ensure_ascii=False, separators=(",", ":")).encode()
+
+
 def decode(text: str | bytes) -> Any:
     """The value of JSON text that ``encode`` wrote."""
     return from_json(text)  # not orjson, which turns integers beyond 64 bits into floats

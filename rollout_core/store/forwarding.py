@@ -54,6 +54,7 @@ class ForwardingLightningStore(LightningStore):
     query_attempts = _forwarded(LightningStore.query_attempts)
     get_latest_attempt = _forwarded(LightningStore.get_latest_attempt)
     query_spans = _forwarded(LightningStore.query_spans)
+    query_spans_json = _forwarded(LightningStore.query_spans_json)
     query_many_spans = _forwarded(LightningStore.query_many_spans)
     wait_for_rollouts = _forwarded(LightningStore.wait_for_rollouts)
     add_resources = _forwarded(LightningStore.add_resources)

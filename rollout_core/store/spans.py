@@ -127,7 +127,7 @@ class SpanCoreFields(BaseModel):
 class Span(BaseModel):
     """One traced operation of an attempt. Unknown fields are kept."""
 
-    model_config = ConfigDict(**_KEEP_UNKNOWN, allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", ser_json_inf_nan="constants", allow_inf_nan=False)
 
     rollout_id: str
     attempt_id: str

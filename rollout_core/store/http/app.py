@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout_core.errors import ConfigError, NotFound, Recoverable
 from rollout_core.store.base import LightningStore
+from rollout_core.store.codec import encode_stored
 from rollout_core.store.http import wire
 from rollout_core.store.http.bodies import BodyLimits, read_body
 from rollout_core.store.http.description import describe
@@ -127,7 +128,8 @@ def _endpoint(
 
 async def _answer(store: LightningStore, operation: Operation, call: Call) -> Response:
     result = await operation.handler(store, call)
-    return Response(wire.dump(result), operation.status, call.reply_headers, media_type=wire.JSON)
+    data = result if isinstance(result, bytes) else encode_stored(result)
+    return Response(data, operation.status, call.reply_headers, media_type=wire.JSON)
 
 
 async def _read_call(operation: Operation, request: Request, limits: BodyLimits) -> Call:

@@ -47,6 +47,7 @@ class Call(NamedTuple):
 
 
 Handler = Callable[[LightningStore, Call], Awaitable[Any]]
+"""Returns what is to be sent, or bytes if it is JSON already."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,7 +269,7 @@ async def _add_spans(store: LightningStore, call: Call) -> Any:
 @_query("/spans", takes=wire.SpansQuery, gives=PaginatedResult[Span])
 async def _query_spans(store: LightningStore, call: Call) -> Any:
     """Spans of a rollout, of one attempt or of all."""
-    return await store.query_spans(**_page(call.body))
+    return await store.query_spans_json(**_page(call.body))
 
 
 @_operation("POST", "/spans/latest", takes=wire.LatestSpansQuery, gives=list[Span], remembered=False)

@@ -1,15 +1,13 @@
 """What client and server say to each other: bodies of requests and replies, and errors.
 
 Paths and bodies are those of Agent-lightning's server, so that its clients are understood; batches, fences, claims and
-typed errors are ours. Bodies are JSON, written by ``dump`` and read by pydantic.
+typed errors are ours. Bodies are JSON, written by ``codec`` and read by pydantic.
 """
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, NamedTuple
 
-import orjson
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from rollout_core.errors import (
@@ -22,7 +20,7 @@ from rollout_core.errors import (
     Recoverable,
     RolloutError,
 )
-from rollout_core.store.codec import encode, model_fields
+from rollout_core.store.codec import encode, encode_stored, model_fields
 from rollout_core.store.spans import Span
 from rollout_core.store.types import (
     Attempt,
@@ -269,14 +267,6 @@ class RolloutPage(PaginatedResult[AnyRollout]):
     """One page of rollouts."""
 
 
-def dump(value: Any) -> bytes:
-    """JSON of what a store returned: models, lists and dicts of values that were checked when they were stored."""
-    try:
-        return orjson.dumps(value, model_fields)
-    except TypeError:  # an integer beyond 64 bits
-        return json.dumps(value, default=model_fields, ensure_ascii=False, separators=(",", ":")).encode()
-
-
 def dump_checked(value: Any, what: str) -> bytes:
     """JSON of what a caller gave us. Raises ConfigError, which names the place, for what JSON cannot hold."""
     return encode(value, what, model_fields).encode()
@@ -352,7 +342,7 @@ def status_of(error: Exception) -> int:
 def error_body(error: Exception) -> bytes:
     """The body that says ``error``. What nobody foresaw keeps its details to itself."""
     if status_of(error) == 500:
-        return dump(ErrorBody(detail="the server failed; its log says why", error="Fatal"))
+        return encode_stored(ErrorBody(detail="the server failed; its log says why", error="Fatal"))
     name = next(name for name, kind in _KINDS.items() if isinstance(error, kind.error))
     body = ErrorBody(
         detail=str(error),
@@ -360,7 +350,7 @@ def error_body(error: Exception) -> bytes:
         violations=list(getattr(error, "violations", ())),
         content_id=getattr(error, "content_id", None),
     )
-    return dump(body)
+    return encode_stored(body)
 
 
 _ERROR_BODY = TypeAdapter(ErrorBody)
