@@ -79,6 +79,20 @@ class Switch(ForwardingLightningStore):
         return self.store
 
 
+class FailingStore(Switch):
+    """A store all of whose calls raise the same error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def backend(self) -> LightningStore:
+        raise self.error
+
+    async def close(self) -> None:
+        pass
+
+
 SWITCH = Switch()
 SERVER = LightningStoreServer(SWITCH)
 

@@ -22,9 +22,9 @@ from rollout_core.store import (
     LightningStoreServer,
     SqlLightningStore,
 )
-from rollout_core.store.forwarding import ForwardingLightningStore
 from rollout_core.store.http import listening, wire
 from rollout_core.store.http.transport import path_part
+from tests.store.conftest import FailingStore
 
 pytestmark = pytest.mark.asyncio
 
@@ -138,16 +138,7 @@ async def test_bad_requests_are_refused_with_their_kind(web, method, path, body,
     ids=lambda error: type(error).__name__,
 )
 async def test_errors_of_the_store_are_raised_by_the_client(make_server, error):
-    class Failing(ForwardingLightningStore):
-        capabilities = {"thread_safe": True}
-
-        def backend(self):
-            raise error
-
-        async def close(self):
-            pass
-
-    server = await make_server(Failing())
+    server = await make_server(FailingStore(error))
     async with LightningStoreClient(server.endpoint, retry_delays=()) as client:
         with pytest.raises(type(error)) as raised:
             await client.query_rollouts()
@@ -157,16 +148,7 @@ async def test_errors_of_the_store_are_raised_by_the_client(make_server, error):
 
 
 async def test_what_nobody_foresaw_is_500_and_keeps_its_details(make_server, caplog):
-    class Buggy(ForwardingLightningStore):
-        capabilities = {"thread_safe": True}
-
-        def backend(self):
-            raise AttributeError("secret detail")
-
-        async def close(self):
-            pass
-
-    server = await make_server(Buggy())
+    server = await make_server(FailingStore(AttributeError("secret detail")))
     async with aiohttp.ClientSession(server.endpoint) as web:
         status, answer = await ask(web, "GET", f"{AGL}/rollouts")
     assert status == 500 and "secret" not in json.dumps(answer)
@@ -326,21 +308,6 @@ def _is_held(server_port: int, connection: socket.socket) -> bool:
 # Asking again
 
 
-class Losing(ForwardingLightningStore):
-    """A store whose calls are done while the answers of some get lost on the way."""
-
-    capabilities = {"thread_safe": True, "async_safe": True}
-
-    def __init__(self, store) -> None:
-        self.store = store
-
-    def backend(self):
-        return self.store
-
-    async def close(self):
-        await self.store.close()
-
-
 class Cutter:
     """A proxy that cuts the connection instead of passing on the first answers."""
 
@@ -419,8 +386,7 @@ async def test_writes_whose_answers_are_lost_are_done_once(cut, make):
     assert cutter.num_cut == 9
 
 
-async def test_a_claim_survives_the_server_that_made_it(cut, url):
-    client, cutter, server = cut
+async def test_a_claim_survives_the_server_that_made_it(server):
     await server.store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(3)])
     # What another server would see: the claim is in the database, and nobody remembers its answer.
     claimed = await server.store.claim_rollouts("key", limit=2, worker_id="w")
@@ -554,10 +520,6 @@ async def test_fenced_conflicts_keep_their_places_over_http(server):
     async with LightningStoreClient(server.endpoint) as client:
         rollout = await client.start_rollout(1)
         await client.start_attempt(rollout.rollout_id)
-        update = AttemptUpdate(
-            rollout_id=rollout.rollout_id, attempt_id=rollout.attempt.attempt_id, status="succeeded"
-        )
+        update = AttemptUpdate(rollout_id=rollout.rollout_id, attempt_id=rollout.attempt.attempt_id, status="succeeded")
         [outcome] = await client.update_many_attempts([update], fenced=True)
         assert isinstance(outcome, Conflict) and "superseded" in str(outcome)
-
-

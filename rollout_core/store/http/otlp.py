@@ -82,6 +82,8 @@ def parse_request(data: bytes, media_type: str) -> ExportTraceServiceRequest:
         if media_type == PROTOBUF:
             return ExportTraceServiceRequest.FromString(data)
         content = json.loads(data or b"{}")
+        if not isinstance(content, dict):
+            raise ValueError(f"it is a {type(content).__name__}, expected an object")
         _ids_as_base64(content)
         return json_format.ParseDict(
             content, ExportTraceServiceRequest(), ignore_unknown_fields=True, max_recursion_depth=_MAX_DEPTH
