@@ -8,15 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import aiohttp
 import pytest
+from typer.testing import CliRunner
 
+from flows.cli import app
 from rollout_core.store import AttemptedRollout, LightningStoreClient, SqlLightningStore
-
-pytestmark = pytest.mark.asyncio
 
 ROOT = Path(__file__).parents[2]
 CHILD = Path(__file__).with_name("http_child.py")
@@ -24,8 +25,20 @@ NUM_WORKERS = 8
 NUM_KILLS = 10
 
 
+STARTED: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def _leave_nothing_running():
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        process.kill()
+        process.wait()
+
+
 def start(*command: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, *command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -33,6 +46,8 @@ def start(*command: str, **environment: str) -> subprocess.Popen[str]:
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
     )
+    STARTED.append(process)
+    return process
 
 
 def serve(url: str, *options: str, **environment: str) -> tuple[subprocess.Popen[str], str]:
@@ -43,14 +58,6 @@ def serve(url: str, *options: str, **environment: str) -> tuple[subprocess.Popen
     line = process.stdout.readline()
     assert line.startswith("serving at http://"), process.communicate()[1]
     return process, line.split()[-1]
-
-
-def refused(*options: str) -> str:
-    """What a server says that does not start."""
-    process = start("-c", "from flows.cli import main; main()", "store", *options)
-    _, message = process.communicate(timeout=60)
-    assert process.returncode == 2, message
-    return message
 
 
 def free_port() -> int:
@@ -69,7 +76,10 @@ async def test_nothing_acknowledged_is_lost_when_servers_are_killed(database):
     port = str(free_port())
     server, address = serve(database, "--port", port)
     workers = [start(str(CHILD), address, f"w{n}") for n in range(NUM_WORKERS)]
-    outputs = [asyncio.create_task(asyncio.to_thread(_read_all, worker)) for worker in workers]
+    acknowledged: list[list[str]] = []
+    readers = [threading.Thread(target=_read_all, args=(worker, acknowledged), daemon=True) for worker in workers]
+    for reader in readers:
+        reader.start()
     async with LightningStoreClient(address, retry_delays=(0.05,) * 600, health_retry_delays=()) as client:
         num_done = 0
         for _ in range(NUM_KILLS):
@@ -85,8 +95,9 @@ async def test_nothing_acknowledged_is_lost_when_servers_are_killed(database):
             assert worker.stdin is not None
             worker.stdin.write("stop\n")
             worker.stdin.flush()
-        acknowledged = [line for lines in await asyncio.gather(*outputs) for line in lines]
-        assert [worker.wait(60) for worker in workers] == [0] * NUM_WORKERS
+        for worker, reader in zip(workers, readers, strict=True):
+            await asyncio.to_thread(reader.join, 60)
+            assert worker.wait(60) == 0
         # What is left is queued: nothing is held by nobody.
         stuck = await client.query_rollouts(status_in=["preparing", "running"])
         assert list(stuck) == []
@@ -97,9 +108,10 @@ async def test_nothing_acknowledged_is_lost_when_servers_are_killed(database):
     _check(acknowledged, stored, spans)
 
 
-def _read_all(process: subprocess.Popen[str]) -> list[list[str]]:
+def _read_all(process: subprocess.Popen[str], lines: list[list[str]]) -> None:
     assert process.stdout is not None
-    return [line.split() for line in process.stdout]
+    for line in process.stdout:
+        lines.append(line.split())
 
 
 async def _count_succeeded(database: str) -> int:
@@ -175,25 +187,21 @@ async def test_sigterm_lets_requests_finish(url):
     assert server.communicate()[1] == "", "nothing to complain about"
 
 
-async def test_bad_arguments_end_with_2_and_a_reason(url, tmp_path):
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--database", "mysql:///x"], "database URL is"),
+        (["--database", "sqlite:///{folder}/notes.txt"], "not a database"),
+        (["--database", "sqlite:///{folder}/s.db", "--host", "0.0.0.0"], "no API key"),
+        (["--database", "sqlite:///{folder}/s.db", "--host", "192.0.2.1", "--api-key-env", "PATH"], "cannot listen on"),
+        (["--database", "sqlite:///{folder}/s.db", "--api-key-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE is not set"),
+        (["--database", "sqlite:///{folder}/s.db", "--port", "70000"], "65535"),
+        (["--database", "sqlite:///{folder}/s.db", "--workers", "0"], "greater than or equal to 1"),
+        ([], "--database"),
+    ],
+)
+def test_bad_arguments_end_with_2_and_a_reason(tmp_path, options, reason):
     (tmp_path / "notes.txt").write_text("not a database, but long enough to be looked at " * 10)
-    messages = await asyncio.gather(
-        *[
-            asyncio.to_thread(refused, "serve", *options)
-            for options in (
-                ["--database", "mysql:///x"],
-                ["--database", f"sqlite:///{tmp_path}/notes.txt"],
-                ["--database", url, "--host", "0.0.0.0"],
-                ["--database", url, "--api-key-env", "NO_SUCH_VARIABLE"],
-                ["--database", url, "--port", "70000"],
-                ["--database", url, "--workers", "0"],
-                [],
-            )
-        ]
-    )
-    for message, reason in zip(
-        messages,
-        ("database URL is", "not a database", "no API key", "NO_SUCH_VARIABLE is not set", "70000", "0", "--database"),
-        strict=True,
-    ):
-        assert reason in message and "Traceback" not in message
+    given = [option.replace("{folder}", str(tmp_path)) for option in options]
+    result = CliRunner().invoke(app, ["store", "serve", *given], env={"COLUMNS": "200"})
+    assert (result.exit_code, reason in result.output) == (2, True), result.output

@@ -25,6 +25,8 @@ UNREAD_SECONDS = 60
 """Longest time that a client may leave its replies unread before the connection is cut."""
 IDLE_SECONDS = 75
 """How long an unused connection stays open; longer than clients keep theirs, so that it is they who close it."""
+BACKLOG = 2048
+"""Most connections that wait to be let in."""
 GRACE_SECONDS = 5
 """How long a server that is told to stop lets requests finish."""
 
@@ -52,7 +54,7 @@ def require_key(host: str, api_key: str | None) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 takes any free one. Raises ConfigError if it cannot be had."""
+    """A listening socket; port 0 takes any free one. Raises ConfigError if it cannot be had."""
     if not 0 <= port < 65536:
         raise ConfigError(f"port is {port}; expected 0 to 65535")
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -62,6 +64,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_SECONDS * 1000)
         listener.bind((host, port))
+        # From now on clients are let in, and wait until there is somebody to answer.
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise ConfigError(
@@ -121,6 +125,7 @@ def uvicorn_config(app: Any, *, factory: bool = False, workers: int = 1) -> uvic
         access_log=False,
         server_header=False,
         log_level="warning",
+        backlog=BACKLOG,
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=GRACE_SECONDS,
     )

@@ -22,6 +22,8 @@ from rollout_core.store.sql import SqlLightningStore
 
 SETTINGS_VARIABLE = "ROLLOUT_STORE_SERVE"
 """Environment variable by which worker processes learn what to serve. It names the key's variable, not the key."""
+PARENT_VARIABLE = "ROLLOUT_STORE_SERVE_PARENT"
+"""Environment variable with the process id of the parent, which may be gone before a worker can ask for it."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ def serve(settings: ServeSettings, announce: Callable[[str], None]) -> None:
     asyncio.run(store.close())  # each worker opens its own
     folder = tempfile.mkdtemp(prefix="rollout-store-metrics-")
     os.environ[MULTIPROCESS_FOLDER] = folder
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
     os.environ[SETTINGS_VARIABLE] = orjson.dumps(asdict(settings)).decode()
     try:
         config = uvicorn_config(f"{__name__}:create_worker_app", factory=True, workers=settings.workers)
@@ -78,4 +81,4 @@ def create_worker_app() -> FastAPI:
     """The application of one worker process, from the environment."""
     settings = ServeSettings(**orjson.loads(os.environ[SETTINGS_VARIABLE]))
     store = SqlLightningStore.from_url(settings.database)
-    return create_app(store, settings.app_settings(), lifespan=lambda _: serving(store, os.getppid()))
+    return create_app(store, settings.app_settings(), lifespan=lambda _: serving(store, int(os.environ[PARENT_VARIABLE])))
