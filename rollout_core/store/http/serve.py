@@ -81,4 +81,6 @@ def create_worker_app() -> FastAPI:
     """The application of one worker process, from the environment."""
     settings = ServeSettings(**orjson.loads(os.environ[SETTINGS_VARIABLE]))
     store = SqlLightningStore.from_url(settings.database)
-    return create_app(store, settings.app_settings(), lifespan=lambda _: serving(store, int(os.environ[PARENT_VARIABLE])))
+    return create_app(
+        store, settings.app_settings(), lifespan=lambda _: serving(store, int(os.environ[PARENT_VARIABLE]))
+    )
