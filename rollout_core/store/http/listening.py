@@ -9,6 +9,7 @@ import ipaddress
 import os
 import signal
 import socket
+import weakref
 from collections.abc import AsyncIterator, Generator
 from typing import Any
 
@@ -71,8 +72,21 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror or error}; another server may have it"
         ) from error
-    listener.set_inheritable(True)
+    _listeners.add(listener)
     return listener
+
+
+_listeners: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    # Held open by a child, the port could not be taken again when the server has stopped.
+    for listener in _listeners:
+        with contextlib.suppress(OSError):
+            os.close(listener.detach())
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def url_of(host: str, port: int) -> str:

@@ -84,7 +84,6 @@ class LightningStoreServer(ForwardingLightningStore):
         self._n_workers = n_workers
         self.store: LightningStore | None = store
         self.app: FastAPI | None = create_app(store, self._settings)
-        self._listener: socket.socket | None = None
         self._running: _Running | None = None
         self._owner_pid: int | None = os.getpid()
         self._client: LightningStoreClient | None = None
@@ -94,7 +93,7 @@ class LightningStoreServer(ForwardingLightningStore):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.host, self.port, self._settings = state["host"], state["port"], state["_settings"]
-        self.store = self.app = self._listener = self._running = self._owner_pid = self._client = None
+        self.store = self.app = self._running = self._owner_pid = self._client = None
 
     @property
     def endpoint(self) -> str:

@@ -107,7 +107,7 @@ class Transport:
         self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = (
             weakref.WeakKeyDictionary()
         )
-        self._pid = os.getpid()
+        _transports.add(self)
 
     async def get(self, path: str) -> bytes:
         """The answer to a query that is all in the path."""
@@ -177,10 +177,6 @@ class Transport:
         raise wire.error_from(status, body, f"{method} {path}")
 
     def _session(self) -> aiohttp.ClientSession:
-        if self._pid != os.getpid():
-            # A fork: the parent's connections are the parent's.
-            self._pid = os.getpid()
-            self._sessions = weakref.WeakKeyDictionary()
         loop = asyncio.get_running_loop()
         session = self._sessions.get(loop)
         if session is None or session.closed:
@@ -193,6 +189,11 @@ class Transport:
             )
             self._sessions[loop] = session
         return session
+
+    def leave_to_parent(self) -> None:
+        """Forget the connections, in a forked child: they are the parent's."""
+        _of_parents.extend(self._sessions.values())
+        self._sessions = weakref.WeakKeyDictionary()
 
     async def close(self) -> None:
         """Close the connections of every event loop."""
@@ -208,3 +209,16 @@ class Transport:
                 with contextlib.suppress(RuntimeError):
                     if session.connector is not None:
                         aiohttp.BaseConnector.close(session.connector)
+
+
+_transports: weakref.WeakSet[Transport] = weakref.WeakSet()
+_of_parents: list[aiohttp.ClientSession] = []
+"""Kept for ever: collected, they would take their sockets off the event loop's epoll, which parent and child share."""
+
+
+def _after_fork_in_child() -> None:
+    for transport in _transports:
+        transport.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
