@@ -18,6 +18,7 @@ from rollout_core.errors import ConfigError, Conflict, CorruptObject, Fatal, Mis
 from rollout_core.store import (
     AttemptUpdate,
     EnqueueRolloutRequest,
+    InMemoryLightningStore,
     LightningStoreClient,
     LightningStoreServer,
     SqlLightningStore,
@@ -500,6 +501,17 @@ async def test_other_launch_modes_serve_too(make_server, mode):
     await server.start()
     async with LightningStoreClient(server.endpoint) as client:
         assert (await client.query_rollouts()).total == 20
+
+
+async def test_a_store_in_memory_is_shared_by_the_servers_thread_and_this_one(make_server):
+    server = await make_server(InMemoryLightningStore())
+    async with LightningStoreClient(server.endpoint) as client:
+        await asyncio.gather(*[store.enqueue_rollout(n) for n in range(100) for store in (server, client)])
+        shares = await asyncio.gather(*[store.dequeue_many_rollouts(limit=40) for store in (server, client) * 3])
+        claimed = [rollout.rollout_id for share in shares for rollout in share]
+        assert len(claimed) == len(set(claimed)) == 200
+    with pytest.raises(ConfigError, match="cannot be shared by processes"):
+        LightningStoreServer(InMemoryLightningStore(), launch_mode="mp")
 
 
 async def test_a_port_that_is_taken_is_said(server, url):

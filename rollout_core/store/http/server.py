@@ -30,6 +30,7 @@ from rollout_core.store.http.listening import (
     url_of,
     uvicorn_config,
 )
+from rollout_core.store.threaded import LightningStoreThreaded
 from rollout_core.store.types import LightningStoreCapabilities
 
 LaunchMode = Literal["thread", "asyncio", "mp"]
@@ -75,9 +76,8 @@ class LightningStoreServer(ForwardingLightningStore):
         if launch_mode == "mp" and not capabilities.get("zero_copy"):
             raise ConfigError(f"{type(store).__name__} cannot be shared by processes; use launch mode thread")
         if launch_mode == "thread" and not capabilities.get("thread_safe"):
-            raise ConfigError(
-                f"{type(store).__name__} is not safe to use from the server's thread; wrap it in LightningStoreThreaded"
-            )
+            # The server's thread and the callers of this object share it.
+            store = LightningStoreThreaded(store)
         origins = [cors_allow_origins] if isinstance(cors_allow_origins, str) else list(cors_allow_origins or ())
         self._settings = AppSettings(api_key, tuple(origins), max_body_bytes, prometheus)
         self._launch_mode: LaunchMode = launch_mode
