@@ -27,9 +27,11 @@ app = typer.Typer(
 train_app = typer.Typer(no_args_is_help=True, help="Train a model.")
 infer_app = typer.Typer(no_args_is_help=True, help="Generate completions.")
 snapshot_app = typer.Typer(no_args_is_help=True, help="Look at train-state snapshots.")
+store_app = typer.Typer(no_args_is_help=True, help="Run the store of rollouts, attempts and spans.")
 app.add_typer(train_app, name="train")
 app.add_typer(infer_app, name="infer")
 app.add_typer(snapshot_app, name="snapshot")
+app.add_typer(store_app, name="store")
 
 ConfigPath = Annotated[Path, typer.Option("--config", help="TOML file of the run.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything reachable; build and run nothing.")]
@@ -284,6 +286,44 @@ def lineage(content_id: str, storage: StoragePath = None, debug: Debug = False) 
         if not found:
             raise NotFound(f"no stage recorded that it made {content_id}")
         typer.echo(json.dumps([item.model_dump(mode="json") for item in found], indent=2))
+
+
+DatabaseURL = Annotated[
+    str, typer.Option("--database", help="sqlite:///path/to/file.db, or postgresql://user@host/name.")
+]
+
+
+@store_app.command("serve")
+def store_serve(
+    database: DatabaseURL,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; beyond loopback only with a key.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 4747,
+    workers: Annotated[int, typer.Option("--workers", min=1, help="Server processes.")] = 1,
+    api_key_env: Annotated[
+        str | None, typer.Option("--api-key-env", help="Environment variable that holds the API key.")
+    ] = None,
+    cors_allow_origin: Annotated[
+        list[str] | None, typer.Option("--cors-allow-origin", help="Origin of web pages to let in; *: all. Repeatable.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Serve a store over HTTP until SIGTERM or Ctrl-C."""
+    with _one_line_errors(debug):
+        from rollout_core.store.http.serve import ServeSettings, serve
+
+        settings = ServeSettings(database, host, port, workers, api_key_env, tuple(cors_allow_origin or ()))
+        serve(settings, lambda address: typer.echo(f"serving at {address}"))
+
+
+@store_app.command("migrate")
+def store_migrate(database: DatabaseURL, debug: Debug = False) -> None:
+    """Bring a store's database to the schema of this version."""
+    with _one_line_errors(debug):
+        from rollout_core.store.migrate import migrate
+
+        typer.echo(migrate(database))
 
 
 @app.command("schema")

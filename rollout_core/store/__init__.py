@@ -21,6 +21,8 @@ if TYPE_CHECKING:
         SortOptions,
     )
     from rollout_core.store.collection_based import CollectionBasedLightningStore
+    from rollout_core.store.http.client import LightningStoreClient
+    from rollout_core.store.http.server import LightningStoreServer
     from rollout_core.store.lifecycle import is_finished, is_queuing, is_running
     from rollout_core.store.list_collection import ListBasedCollection
     from rollout_core.store.memory import InMemoryLightningStore
@@ -75,6 +77,8 @@ _MODULES = {
     "base": "LightningStore",
     "collection": "Collection FilterField FilterOptions KeyValue LightningCollections Queue SortOptions",
     "collection_based": "CollectionBasedLightningStore",
+    "http.client": "LightningStoreClient",
+    "http.server": "LightningStoreServer",
     "lifecycle": "is_finished is_queuing is_running",
     "list_collection": "ListBasedCollection",
     "memory": "InMemoryLightningStore",
@@ -118,6 +122,8 @@ __all__ = [
     "LightningCollections",
     "LightningStore",
     "LightningStoreCapabilities",
+    "LightningStoreClient",
+    "LightningStoreServer",
     "LightningStoreStatistics",
     "LightningStoreThreaded",
     "Link",

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollout_core.errors import Conflict
+from rollout_core.store.codec import encode_stored
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
 from rollout_core.store.spans import Span
 from rollout_core.store.types import (
@@ -116,6 +117,28 @@ class LightningStore(ABC):
         Does not wait: returns an empty list if nothing is queued or ``limit`` is not positive. A worker that is named
         becomes busy with the last of them, or idle if there was none.
         """
+
+    async def claim_rollouts(
+        self, claim_id: str, *, limit: int = 1, worker_id: str | None = None, repeated: bool = False
+    ) -> Sequence[AttemptedRollout]:
+        """``dequeue_many_rollouts`` for callers that may lose the answer and ask again, such as HTTP clients.
+
+        ``repeated`` says that this ``claim_id`` was sent before. If that call did claim rollouts, those that are still
+        in ``preparing`` under it are returned, and no more are claimed. A store whose data end with its process need
+        not remember claims: the server in front of it remembers for as long.
+        """
+        return await self.dequeue_many_rollouts(limit=limit, worker_id=worker_id)
+
+    async def release_rollouts(self, claimed: Sequence[AttemptedRollout]) -> None:
+        """Give back claims that nobody took up, such as those of a cancelled dequeue.
+
+        A rollout that has moved on since is left alone. A store may take the attempt back as if it had not been, and
+        put the rollout at the head of the queue; by default the rollout is queued again at the tail.
+        """
+        for rollout in claimed:
+            latest = await self.get_rollout_by_id(rollout.rollout_id)
+            if isinstance(latest, AttemptedRollout) and latest == rollout:
+                await self.update_rollout(rollout.rollout_id, status="requeuing")
 
     async def dequeue_rollout(self, worker_id: str | None = None) -> AttemptedRollout | None:
         """Claim the oldest queued rollout, or None. See ``dequeue_many_rollouts``."""
@@ -323,6 +346,13 @@ class LightningStore(ABC):
         ``filter_logic`` joins the filters, never the rollout and attempt. Spans that share a ``sequence_id`` are
         ordered by start and end time. A store that evicts spans raises RuntimeError for a rollout whose spans are gone.
         """
+
+    async def query_spans_json(self, rollout_id: str, attempt_id: str | None = None, **query: Any) -> bytes:
+        """The page of ``query_spans`` as JSON, for a server that only passes it on.
+
+        A store that keeps spans as JSON has it much quicker than by making them models.
+        """
+        return encode_stored(await self.query_spans(rollout_id, attempt_id, **query))
 
     @abstractmethod
     async def query_many_spans(self, rollout_ids: Sequence[str], *, name: str | None = None) -> Sequence[Span]:

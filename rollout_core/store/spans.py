@@ -27,6 +27,8 @@ Attributes = dict[str, AttributeValue]
 TraceState = dict[str, str]
 StatusCode = Literal["UNSET", "OK", "ERROR"]
 
+# Attributes may hold NaN until they are stored; written as such, and not as null, it is found (see ``codec``).
+_KEEP_UNKNOWN = ConfigDict(extra="allow", ser_json_inf_nan="constants")
 _NANOSECONDS_FROM = 1e12
 """A time beyond this is in nanoseconds: as seconds it would be 30,000 years away."""
 
@@ -34,7 +36,7 @@ _NANOSECONDS_FROM = 1e12
 class SpanContext(BaseModel):
     """Identity of a span across systems."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = _KEEP_UNKNOWN
 
     trace_id: str
     span_id: str
@@ -55,7 +57,7 @@ class SpanContext(BaseModel):
 class TraceStatus(BaseModel):
     """How the traced operation ended."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = _KEEP_UNKNOWN
 
     status_code: StatusCode
     description: str | None = None
@@ -69,7 +71,7 @@ class TraceStatus(BaseModel):
 class Event(BaseModel):
     """A moment within a span."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = _KEEP_UNKNOWN
 
     name: str
     attributes: Attributes
@@ -78,13 +80,13 @@ class Event(BaseModel):
     @classmethod
     def from_opentelemetry(cls, src: Any) -> Event:
         """Convert an ``opentelemetry.sdk.trace.Event``."""
-        return cls(name=src.name, attributes=_attributes(src.attributes), timestamp=_seconds(src.timestamp))
+        return cls(name=src.name, attributes=otel_attributes(src.attributes), timestamp=_seconds(src.timestamp))
 
 
 class Link(BaseModel):
     """A pointer to another span."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = _KEEP_UNKNOWN
 
     context: SpanContext
     attributes: Attributes | None = None
@@ -94,14 +96,14 @@ class Link(BaseModel):
         """Convert an ``opentelemetry.trace.Link``."""
         return cls(
             context=SpanContext.from_opentelemetry(src.context),
-            attributes=_attributes(src.attributes) if src.attributes else None,
+            attributes=otel_attributes(src.attributes) if src.attributes else None,
         )
 
 
 class OtelResource(BaseModel):
     """What produced a span: OpenTelemetry's resource, not to be confused with the store's resources."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = _KEEP_UNKNOWN
 
     attributes: Attributes
     schema_url: str
@@ -109,7 +111,7 @@ class OtelResource(BaseModel):
     @classmethod
     def from_opentelemetry(cls, src: Any) -> OtelResource:
         """Convert an ``opentelemetry.sdk.resources.Resource``."""
-        return cls(attributes=_attributes(src.attributes), schema_url=src.schema_url or "")
+        return cls(attributes=otel_attributes(src.attributes), schema_url=src.schema_url or "")
 
 
 class SpanCoreFields(BaseModel):
@@ -125,7 +127,7 @@ class SpanCoreFields(BaseModel):
 class Span(BaseModel):
     """One traced operation of an attempt. Unknown fields are kept."""
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", ser_json_inf_nan="constants", allow_inf_nan=False)
 
     rollout_id: str
     attempt_id: str
@@ -167,7 +169,7 @@ class Span(BaseModel):
             parent_id=f"{src.parent.span_id:016x}" if src.parent else None,
             name=src.name,
             status=TraceStatus.from_opentelemetry(src.status),
-            attributes=_attributes(src.attributes),
+            attributes=otel_attributes(src.attributes),
             events=[Event.from_opentelemetry(event) for event in src.events],
             links=[Link.from_opentelemetry(link) for link in src.links],
             start_time=_seconds(src.start_time),
@@ -242,7 +244,8 @@ def _seconds(timestamp: float | None) -> float | None:
     return timestamp / 1e9 if timestamp > _NANOSECONDS_FROM else timestamp
 
 
-def _attributes(attributes: Mapping[str, Any] | None) -> Attributes:
+def otel_attributes(attributes: Mapping[str, Any] | None) -> Attributes:
+    """OpenTelemetry's attributes as JSON, whatever they hold."""
     return {str(key): _telemetry_value(value) for key, value in (attributes or {}).items()}
 
 
@@ -262,7 +265,7 @@ def _telemetry_value(value: Any) -> AttributeValue:
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, Mapping):
-        return _attributes(value)
+        return otel_attributes(value)
     if isinstance(value, Sequence):
         return [_telemetry_value(entry) for entry in value]
     return str(value)

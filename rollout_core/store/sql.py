@@ -23,7 +23,7 @@ from rollout_core.store.sql_attempts import find_lost_attempts, update_attempts,
 from rollout_core.store.sql_database import Database
 from rollout_core.store.sql_dialect import Transaction
 from rollout_core.store.sql_resources import add_resources, resources_json, update_resources
-from rollout_core.store.sql_rows import span_columns
+from rollout_core.store.sql_rows import span_columns, span_model
 from rollout_core.store.sql_workers import record_heartbeat
 from rollout_core.store.sqlite_file import parse_url
 from rollout_core.store.types import (
@@ -143,10 +143,25 @@ class SqlLightningStore(LightningStore):
     async def dequeue_many_rollouts(
         self, *, limit: int = 1, worker_id: str | None = None
     ) -> Sequence[AttemptedRollout]:
+        return await self._claim(limit, worker_id)
+
+    async def claim_rollouts(
+        self, claim_id: str, *, limit: int = 1, worker_id: str | None = None, repeated: bool = False
+    ) -> Sequence[AttemptedRollout]:
+        if repeated:
+            found = await self._write(lambda tx: sql_queue.find_claimed(tx, claim_id, limit))
+            if found:
+                return found
+        return await self._claim(limit, worker_id, claim_id)
+
+    async def release_rollouts(self, claimed: Sequence[AttemptedRollout]) -> None:
+        await self._write(lambda tx: sql_queue.release(tx, claimed))
+
+    async def _claim(self, limit: int, worker_id: str | None, claim_id: str | None = None) -> list[AttemptedRollout]:
         if limit <= 0:
             return []
         claims = await self._database.write(
-            lambda tx: sql_queue.claim(tx, limit, worker_id), watched=True, undo=sql_queue.unclaim
+            lambda tx: sql_queue.claim(tx, limit, worker_id, claim_id), watched=True, undo=sql_queue.unclaim
         )
         return [claim.rollout for claim in claims]
 
@@ -298,27 +313,28 @@ class SqlLightningStore(LightningStore):
         sort_by: str | None = "sequence_id",
         sort_order: SortOrder = "asc",
     ) -> PaginatedResult[Span]:
-        exact = {"trace_id": trace_id, "span_id": span_id, "parent_id": parent_id, "name": name}
-        parts = {
-            "trace_id": trace_id_contains,
-            "span_id": span_id_contains,
-            "parent_id": parent_id_contains,
-            "name": name_contains,
-        }
-        return await self._watched_read(
-            partial(
-                queries.find_spans,
-                rollout_id=rollout_id,
-                attempt_id=attempt_id,
-                exact=exact,
-                parts=parts,
-                filter_logic=filter_logic,
-                sort_by=sort_by,
-                sort_order=sort_order,
-                limit=limit,
-                offset=offset,
-            )
+        query = _span_query(
+            trace_id=trace_id,
+            trace_id_contains=trace_id_contains,
+            span_id=span_id,
+            span_id_contains=span_id_contains,
+            parent_id=parent_id,
+            parent_id_contains=parent_id_contains,
+            name=name,
+            name_contains=name_contains,
+            filter_logic=filter_logic,
+            limit=limit,
+            offset=offset,
+            sort_by=sort_by,
+            sort_order=sort_order,
         )
+        return await self._watched_read(
+            lambda tx: queries.find_spans(tx, rollout_id, attempt_id, model=span_model, **query)
+        )
+
+    async def query_spans_json(self, rollout_id: str, attempt_id: str | None = None, **query: Any) -> bytes:
+        given = _span_query(**query)
+        return await self._watched_read(lambda tx: queries.span_page_json(tx, rollout_id, attempt_id, given))
 
     async def query_many_spans(self, rollout_ids: Sequence[str], *, name: str | None = None) -> Sequence[Span]:
         return await self._watched_read(lambda tx: queries.find_many_spans(tx, rollout_ids, name))
@@ -459,6 +475,28 @@ class SqlLightningStore(LightningStore):
 
     async def _write(self, operation: Callable[[Transaction], Result]) -> Result:
         return await self._database.write(operation, watched=True)
+
+
+def _span_query(
+    *,
+    filter_logic: FilterLogic = "and",
+    limit: int = -1,
+    offset: int = 0,
+    sort_by: str | None = "sequence_id",
+    sort_order: SortOrder = "asc",
+    **filters: str | None,
+) -> dict[str, Any]:
+    """A query of spans as ``queries.find_spans`` takes it: filters for equality and for parts by field."""
+    parts = {name.removesuffix("_contains"): text for name, text in filters.items() if name.endswith("_contains")}
+    return {
+        "exact": {name: text for name, text in filters.items() if not name.endswith("_contains")},
+        "parts": parts,
+        "filter_logic": filter_logic,
+        "limit": limit,
+        "offset": offset,
+        "sort_by": sort_by,
+        "sort_order": sort_order,
+    }
 
 
 def _check_statuses(statuses: Sequence[str] | None, kind: Any) -> None:

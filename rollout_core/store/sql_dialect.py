@@ -12,6 +12,7 @@ Further marks stand for lists of columns, see ``sql_columns``. No text of a call
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -50,6 +51,8 @@ class Dialect(NamedTuple):
     infinity: str
     no_limit: int | None
     """The parameter of LIMIT that means none."""
+    max_rows: int = 1
+    """Most rows that one INSERT takes. The interpreter's lock is let go and fought for once a statement."""
 
     def statement(self, sql: str) -> str:
         """``sql`` with its marks filled in."""
@@ -73,6 +76,7 @@ SQLITE = Dialect(
     contains="instr({column}, ?) > 0",
     infinity="9e999",
     no_limit=-1,
+    max_rows=64,
 )
 
 
@@ -83,6 +87,13 @@ def _statement(dialect: Dialect, sql: str) -> str:
     for mark, columns in BY_MARK.items():
         sql = sql.replace(f"{{{mark}}}", columns)
     return sql
+
+
+@lru_cache(1024)
+def _many_rows(sql: str, num_rows: int) -> str | None:
+    """An INSERT of one row as one of many; None for other statements."""
+    match = re.fullmatch(r"(INSERT .* VALUES )(\([^)]*\))(.*)", sql)
+    return match and f"{match[1]}{', '.join([match[2]] * num_rows)}{match[3]}"
 
 
 class Transaction:
@@ -116,7 +127,18 @@ class Transaction:
 
     def run_many(self, sql: str, rows: Sequence[Sequence[Any]]) -> int:
         """Run one statement for each row of parameters, prepared once. How many rows it changed in all."""
-        return self._connection.executemany(_statement(self.dialect, sql), rows).rowcount if rows else 0
+        statement, changed, start = _statement(self.dialect, sql), 0, 0
+        chunk = self.dialect.max_rows
+        # Chunks of 64, 16, 4 rows, so that there are few statements to prepare; what is left goes row by row.
+        while chunk > 1:
+            while len(rows) - start >= chunk and (insert := _many_rows(statement, chunk)):
+                part = rows[start : start + chunk]
+                changed += self._connection.execute(insert, [value for row in part for value in row]).rowcount
+                start += chunk
+            chunk //= 4
+        if start < len(rows):
+            changed += self._connection.executemany(statement, rows[start:]).rowcount
+        return changed
 
     def texts(self, values: Sequence[str]) -> Any:
         """The parameter for a ``{texts}`` mark."""

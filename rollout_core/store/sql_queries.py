@@ -18,6 +18,7 @@ from rollout_core.store.sql_rows import (
     attempt_model,
     resources_model,
     rollout_model,
+    span_json,
     span_model,
     worker_model,
 )
@@ -176,13 +177,20 @@ def _page(
     if limit == -1 and offset == 0:
         items = [model(row) for row in tx.rows(f"{select}{where}{order}", *parameters)]
         return PaginatedResult(items=items, limit=limit, offset=offset, total=len(items))
-    total = tx.number(f"{COUNT}{source}{where}", *parameters)
     rows: list[tuple[Any, ...]] = []
     if limit != 0:
+        # One more than wanted: often that shows that there are no more, which spares the count.
         part = f"{where}{order} LIMIT ? OFFSET ?"
         if key is not None:
             part = f" WHERE {key} IN ({SELECT}{key}{source}{part}){order}"
-        rows = tx.rows(f"{select}{part}", *parameters, tx.dialect.no_limit if limit == -1 else limit, offset)
+        most = tx.dialect.no_limit if limit == -1 else limit + 1
+        rows = tx.rows(f"{select}{part}", *parameters, most, offset)
+    is_last = limit == -1 or len(rows) <= limit
+    if limit != 0 and is_last and (rows or not offset):
+        total = offset + len(rows)
+    else:
+        total = tx.number(f"{COUNT}{source}{where}", *parameters)
+        rows = rows if limit == -1 else rows[:limit]
     return PaginatedResult(items=[model(row) for row in rows], limit=limit, offset=offset, total=total)
 
 
@@ -277,8 +285,12 @@ def find_spans(
     sort_order: SortOrder,
     limit: int,
     offset: int,
-) -> PaginatedResult[Span]:
-    """See ``LightningStore.query_spans``. ``exact`` and ``parts`` are the filters by field."""
+    model: Callable[[str, Sequence[Any]], Model],
+) -> PaginatedResult[Model]:
+    """See ``LightningStore.query_spans``. ``exact`` and ``parts`` are the filters by field.
+
+    ``model`` makes an item of the rollout's id and a row.
+    """
     filter = Filter(tx, filter_logic)
     filter.always("s.rollout_key = (SELECT key FROM rollouts WHERE rollout_id = ?)", rollout_id)
     if attempt_id == "latest":
@@ -298,8 +310,15 @@ def find_spans(
         order_by(SPAN_SORT, sort_by, sort_order, *ties),
         limit,
         offset,
-        lambda row: span_model(rollout_id, row),
+        lambda row: model(rollout_id, row),
     )
+
+
+def span_page_json(tx: Transaction, rollout_id: str, attempt_id: str | None, query: Mapping[str, Any]) -> bytes:
+    """See ``LightningStore.query_spans_json``."""
+    page = find_spans(tx, rollout_id, attempt_id, model=span_json, **query)
+    tail = f'"limit":{page.limit},"offset":{page.offset},"total":{page.total}'.encode()
+    return b'{"items":[%b],%b}' % (b",".join(page.items), tail)
 
 
 def find_many_spans(tx: Transaction, rollout_ids: Sequence[str], name: str | None) -> list[Span]:

@@ -6,6 +6,8 @@ import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from blake3 import blake3
+
 from rollout_core.errors import Conflict
 from rollout_core.ids import canonical_json
 from rollout_core.store.codec import decode, encode
@@ -15,6 +17,7 @@ from rollout_core.store.sql_rows import (
     ROLLOUTS_WITH_ATTEMPT,
     RolloutState,
     config_json,
+    load_attempts,
     load_rollouts,
     next_queue_position,
     refuse_missing,
@@ -24,6 +27,9 @@ from rollout_core.store.sql_rows import (
 )
 from rollout_core.store.sql_workers import note_attempts, note_empty_dequeue, note_idle
 from rollout_core.store.types import Attempt, AttemptedRollout, EnqueueRolloutRequest, Rollout, RolloutStatus
+
+MAX_REPEATED_CLAIM = 100_000
+"""Most rollouts of one claim that are looked for when it is repeated."""
 
 
 class NewRollout(NamedTuple):
@@ -81,8 +87,11 @@ def enqueue(tx: Transaction, requests: Sequence[NewRollout]) -> list[Rollout]:
     return [rollouts[request.rollout_id] for request in requests]
 
 
-def claim(tx: Transaction, limit: int, worker_id: str | None) -> list[Claim]:
-    """Start an attempt of up to ``limit`` queued rollouts, first in, first out."""
+def claim(tx: Transaction, limit: int, worker_id: str | None, claim_id: str | None = None) -> list[Claim]:
+    """Start an attempt of up to ``limit`` queued rollouts, first in, first out.
+
+    With a ``claim_id`` the attempts get ids that follow from it, by which ``find_claimed`` finds them again.
+    """
     found = tx.rows(
         "SELECT {rollout}, {payload} FROM rollouts r JOIN rollout_payloads p ON p.key = r.key"
         " WHERE r.queue_position IS NOT NULL ORDER BY r.queue_position LIMIT ? {lock_free}",
@@ -92,13 +101,42 @@ def claim(tx: Transaction, limit: int, worker_id: str | None) -> list[Claim]:
         note_empty_dequeue(tx, worker_id)
     rows = [(RolloutState(*row[:-2]), row[-2], row[-1]) for row in found]
     before: list[tuple[RolloutStatus, int | None]] = [(state.status, state.queue_position) for state, _, _ in rows]
-    attempts = _begin_attempts(tx, [state for state, _, _ in rows], worker_id)
+    attempt_ids = None if claim_id is None else _attempt_ids(claim_id, len(rows))
+    attempts = _begin_attempts(tx, [state for state, _, _ in rows], worker_id, attempt_ids)
     if worker_id is not None and attempts:
         note_attempts(tx, attempts[-1:], dequeued=True)
     return [
         Claim(_attempted(state, input_json, metadata_json, attempt), status, position)
         for (state, input_json, metadata_json), attempt, (status, position) in zip(rows, attempts, before, strict=True)
     ]
+
+
+def find_claimed(tx: Transaction, claim_id: str, limit: int) -> list[AttemptedRollout]:
+    """What an earlier ``claim`` of this id and limit claimed, as far as it is still in preparing, in that order.
+
+    Reads every rollout in preparing: few, and only callers that lost an answer ask.
+    """
+    attempt_ids = _attempt_ids(claim_id, min(limit, MAX_REPEATED_CLAIM))
+    found = tx.rows(
+        ROLLOUTS_WITH_ATTEMPT + " WHERE r.status = 'preparing' AND a.attempt_id IN ({texts})", tx.texts(attempt_ids)
+    )
+    rollouts = [rollout for row in found if isinstance(rollout := rollout_model(row), AttemptedRollout)]
+    places = {attempt_id: place for place, attempt_id in enumerate(attempt_ids)}
+    return sorted(rollouts, key=lambda rollout: places[rollout.attempt.attempt_id])
+
+
+def release(tx: Transaction, claimed: Sequence[AttemptedRollout]) -> None:
+    """Take back committed claims that nobody took up; their rollouts go to the head of the queue, in this order."""
+    states = load_rollouts(tx, [rollout.rollout_id for rollout in claimed])
+    latest = load_attempts(tx, states.values())
+    head = tx.number("SELECT COALESCE(MIN(queue_position), 1) FROM rollouts WHERE queue_position IS NOT NULL")
+    claims: list[Claim] = []
+    for rollout in reversed(claimed):
+        state = states[rollout.rollout_id]
+        if latest.get((state.key, state.attempt_count)) == rollout.attempt:
+            head -= 1
+            claims.append(Claim(rollout, "queuing" if state.attempt_count == 1 else "requeuing", head))
+    unclaim(tx, claims)
 
 
 def unclaim(tx: Transaction, claims: Sequence[Claim]) -> None:
@@ -221,14 +259,20 @@ def _insert(tx: Transaction, requests: Sequence[NewRollout], status: RolloutStat
     return states
 
 
-def _begin_attempts(tx: Transaction, states: Sequence[RolloutState], worker_id: str | None) -> list[Attempt]:
-    """Give each rollout its next attempt, in preparing."""
+def _attempt_ids(claim_id: str, count: int) -> list[str]:
+    return [f"at-{blake3(f'{claim_id} {place}'.encode()).hexdigest(length=6)}" for place in range(count)]
+
+
+def _begin_attempts(
+    tx: Transaction, states: Sequence[RolloutState], worker_id: str | None, attempt_ids: Sequence[str] | None = None
+) -> list[Attempt]:
+    """Give each rollout its next attempt, in preparing; under fresh ids unless these are given."""
     attempts: list[Attempt] = []
-    for state in states:
+    for place, state in enumerate(states):
         state.attempt_count += 1
         attempt = Attempt(
             rollout_id=state.rollout_id,
-            attempt_id=f"at-{secrets.token_hex(6)}",
+            attempt_id=attempt_ids[place] if attempt_ids else f"at-{secrets.token_hex(6)}",
             sequence_id=state.attempt_count,
             start_time=tx.now,
             worker_id=worker_id,

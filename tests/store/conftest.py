@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -17,11 +18,15 @@ from rollout_core.store import (
     InMemoryLightningCollections,
     InMemoryLightningStore,
     LightningStore,
+    LightningStoreCapabilities,
+    LightningStoreClient,
+    LightningStoreServer,
     LightningStoreThreaded,
     RolloutConfig,
     Span,
     SqlLightningStore,
 )
+from rollout_core.store.forwarding import ForwardingLightningStore
 
 
 class Clock:
@@ -59,10 +64,57 @@ async def open_threaded(place: Place, **settings: Any) -> LightningStore:
     return LightningStoreThreaded(CollectionBasedLightningStore(collections, clock=place.clock, **settings))
 
 
+class Switch(ForwardingLightningStore):
+    """The store that the present test has opened last, so that one server serves them all."""
+
+    def __init__(self) -> None:
+        self.store: LightningStore | None = None
+
+    @property
+    def capabilities(self) -> LightningStoreCapabilities:
+        return LightningStoreCapabilities(thread_safe=True, async_safe=True)
+
+    def backend(self) -> LightningStore:
+        assert self.store is not None
+        return self.store
+
+
+class FailingStore(Switch):
+    """A store all of whose calls raise the same error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def backend(self) -> LightningStore:
+        raise self.error
+
+    async def close(self) -> None:
+        pass
+
+
+SWITCH = Switch()
+SERVER = LightningStoreServer(SWITCH)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _stop_server():
+    yield
+    asyncio.run(SERVER.stop())
+
+
+async def open_http(place: Place, **settings: Any) -> LightningStore:
+    await SERVER.start()
+    SWITCH.store = await open_sqlite(place, **settings)
+    place.needs.push_async_callback(SWITCH.store.close)
+    return LightningStoreClient(SERVER.endpoint)
+
+
 STORES: dict[str, Callable[..., Awaitable[LightningStore]]] = {
     "memory": open_memory,
     "sqlite": open_sqlite,
     "threaded": open_threaded,
+    "http": open_http,
 }
 """For each kind of store a function that opens one in a ``Place``; settings are those of ``SqlLightningStore``."""
 SHARED = [name for name in STORES if name not in ("memory", "threaded")]

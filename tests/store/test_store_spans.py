@@ -251,4 +251,7 @@ async def test_attributes_that_json_cannot_hold_are_refused_by_place(store, make
     rollout = await make.claimed(store)
     with pytest.raises(ConfigError, match=message):
         await store.add_span(make.span(rollout, attributes={"fine": None, "x": value}))
+    with pytest.raises(ConfigError, match=message):
+        event = Event(name="e", attributes={"attributes": {"x": value}})
+        await store.add_span(make.span(rollout).model_copy(update={"events": [event]}))
     assert len(await store.query_spans(rollout.rollout_id)) == 0

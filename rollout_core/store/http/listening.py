@@ -1,0 +1,198 @@
+"""Running an application under uvicorn: where it listens, and how long it puts up with slow clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import ipaddress
+import os
+import signal
+import socket
+import weakref
+from collections.abc import AsyncIterator, Generator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from rollout_core.errors import ConfigError
+from rollout_core.store.base import LightningStore
+
+DEFAULT_HOST = "127.0.0.1"
+HEADER_SECONDS = 20.0
+"""Longest time from the first byte of a request, or from the connection, to the end of its header."""
+UNREAD_SECONDS = 60
+"""Longest time that a client may leave its replies unread before the connection is cut."""
+IDLE_SECONDS = 75
+"""How long an unused connection stays open; longer than clients keep theirs, so that it is they who close it."""
+BACKLOG = 2048
+"""Most connections that wait to be let in."""
+GRACE_SECONDS = 5
+"""How long a server that is told to stop lets requests finish."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def require_key(host: str, api_key: str | None) -> None:
+    """Raise ConfigError for a server that everybody could use, or a key that no client could send."""
+    if api_key is None:
+        if not is_loopback(host):
+            raise ConfigError(
+                f"host is {host}, which other machines can reach, and there is no API key; give one (--api-key-env), "
+                f"or listen on {DEFAULT_HOST}"
+            )
+    elif not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
+        raise ConfigError("the API key is empty, or holds spaces at its ends or characters that a header cannot hold")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes any free one. Raises ConfigError if it cannot be had."""
+    if not 0 <= port < 65536:
+        raise ConfigError(f"port is {port}; expected 0 to 65535")
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections inherit these: the kernel cuts those whose other end is dead or does not read.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_SECONDS * 1000)
+        listener.bind((host, port))
+        # From now on clients are let in, and wait until there is somebody to answer.
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; another server may have it"
+        ) from error
+    _listeners.add(listener)
+    return listener
+
+
+_listeners: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    # Held open by a child, the port could not be taken again when the server has stopped.
+    for listener in _listeners:
+        with contextlib.suppress(OSError):
+            os.close(listener.detach())
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def url_of(host: str, port: int) -> str:
+    """The address by which clients on this machine reach a server that listens there."""
+    reachable = {"0.0.0.0": DEFAULT_HOST, "::": "::1"}.get(host, host)
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+
+
+class _PatientProtocol(HttpToolsProtocol):
+    """uvicorn's, but a request's header has to arrive in time: half a request holds a connection only so long."""
+
+    _waiting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self._wait_for_header()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._wait_for_header()
+
+    def on_headers_complete(self) -> None:
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def _wait_for_header(self) -> None:
+        self._stop_waiting()
+        self._waiting = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+
+def uvicorn_config(app: Any, *, factory: bool = False, workers: int = 1) -> uvicorn.Config:
+    """uvicorn's settings for a store. The listening socket is made by ``listen``."""
+    return uvicorn.Config(
+        app,
+        factory=factory,
+        workers=workers,
+        http=_PatientProtocol,
+        ws="none",
+        loop="uvloop",
+        lifespan="on",
+        access_log=False,
+        server_header=False,
+        log_level="warning",
+        backlog=BACKLOG,
+        timeout_keep_alive=IDLE_SECONDS,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+    )
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which leaves signals to the program that it is a part of."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class MainServer(uvicorn.Server):
+    """uvicorn's server as a program of its own: SIGTERM and SIGINT stop it, and then it ends like any other."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def spare_collector() -> None:
+    """Keep the garbage collector from looking at what a server process never frees, and from looking all the time.
+
+    Requests make thousands of objects and leave no cycles; with the usual settings half of the time goes there.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 50, 100)
+
+
+@contextlib.asynccontextmanager
+async def serving(store: LightningStore, parent_pid: int | None = None) -> AsyncIterator[None]:
+    """The lifespan of an application that has a process to itself: in the end the store is closed.
+
+    A worker process ends when ``parent_pid`` is gone: left alone, it would keep the port from the next server.
+    """
+    spare_collector()
+    watch = None if parent_pid is None else asyncio.create_task(_end_with(parent_pid))
+    try:
+        yield
+    finally:
+        if watch is not None:
+            watch.cancel()
+        await store.close()
+
+
+async def _end_with(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
+        await asyncio.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)

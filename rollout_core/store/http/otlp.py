@@ -1,0 +1,288 @@
+"""OpenTelemetry's own protocol for traces, OTLP/HTTP: protobuf or JSON, packed by gzip or not.
+
+A span belongs to the rollout and attempt that its resource names, or that it names itself, which wins. The store
+numbers the spans that bring no sequence id. What cannot be filed is counted as rejected in the reply, as the protocol
+says; only a request that cannot be read, or a store that cannot write, is an error.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import gzip
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf import json_format
+from google.protobuf.message import DecodeError, Message
+from google.rpc.status_pb2 import Status
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import Span as ProtoSpan
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope
+
+from rollout_core.errors import ConfigError, NotFound, Recoverable
+from rollout_core.store.base import LightningStore
+from rollout_core.store.http import wire
+from rollout_core.store.http.bodies import BodyLimits, read_body
+from rollout_core.store.semconv import LightningResourceAttributes as Keys
+from rollout_core.store.spans import (
+    Attributes,
+    Event,
+    Link,
+    OtelResource,
+    Span,
+    SpanContext,
+    TraceState,
+    TraceStatus,
+    otel_attributes,
+)
+
+logger = logging.getLogger(__name__)
+
+PROTOBUF = "application/x-protobuf"
+_STATUS_CODES = ("UNSET", "OK", "ERROR")
+_KINDS = ("UNSPECIFIED", "INTERNAL", "SERVER", "CLIENT", "PRODUCER", "CONSUMER")
+_HEX_FIELDS = ("traceId", "spanId", "parentSpanId", "trace_id", "span_id", "parent_span_id")
+_MAX_DEPTH = 100
+
+
+async def receive_traces(store: LightningStore, scope: Scope, receive: Receive, limits: BodyLimits) -> Response:
+    """Store what one export request brings, and answer it."""
+    headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+    media_type = headers.get(b"content-type", "").partition(";")[0].strip().lower()
+    packed = "gzip" in headers.get(b"content-encoding", "") or "gzip" in headers.get(b"accept-encoding", "")
+    try:
+        if media_type not in (PROTOBUF, wire.JSON):
+            raise wire.WrongMediaType(f"content-type is {media_type!r:.100}; expected {PROTOBUF} or {wire.JSON}")
+        request = parse_request(await read_body(scope, receive, limits), media_type)
+        rejected = await store_spans(store, request)
+    except ClientDisconnect:
+        return Response(status_code=400)
+    except Exception as error:  # noqa: BLE001 - every error becomes a reply
+        return _refusal(error, media_type)
+    answer = ExportTraceServiceResponse()
+    if rejected.count:
+        answer.partial_success.rejected_spans = rejected.count
+        answer.partial_success.error_message = "; ".join(rejected.reasons)
+    return _reply(answer, media_type, 200, packed)
+
+
+def parse_request(data: bytes, media_type: str) -> ExportTraceServiceRequest:
+    """The message in ``data``. Raises ConfigError if it is none."""
+    try:
+        if media_type == PROTOBUF:
+            return ExportTraceServiceRequest.FromString(data)
+        content = json.loads(data or b"{}")
+        if not isinstance(content, dict):
+            raise ValueError(f"it is a {type(content).__name__}, expected an object")
+        _ids_as_base64(content)
+        return json_format.ParseDict(
+            content, ExportTraceServiceRequest(), ignore_unknown_fields=True, max_recursion_depth=_MAX_DEPTH
+        )
+    except (DecodeError, json_format.ParseError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"the body is not an OTLP export request for traces: {error}") from error
+
+
+def _ids_as_base64(content: Any, depth: int = 0) -> None:
+    """OTLP writes ids as hex, where protobuf's JSON form has base64."""
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"nested more than {_MAX_DEPTH} deep")
+    if isinstance(content, dict):
+        for name, value in content.items():
+            if name in _HEX_FIELDS and isinstance(value, str):
+                try:
+                    content[name] = base64.b64encode(binascii.unhexlify(value)).decode()
+                except binascii.Error as error:
+                    raise ValueError(f"{name} is {value!r:.80}; expected hex digits") from error
+            else:
+                _ids_as_base64(value, depth + 1)
+    elif isinstance(content, list):
+        for value in content:
+            _ids_as_base64(value, depth + 1)
+
+
+@dataclass
+class Rejected:
+    """Spans that were not stored, and why."""
+
+    count: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+    def add(self, count: int, reason: str) -> None:
+        """Count spans that were not stored for one reason."""
+        self.count += count
+        # The reply is for people; a few reasons are enough.
+        if count and len(self.reasons) < 5:
+            self.reasons.append(f"{count} spans: {reason}")
+
+
+async def store_spans(store: LightningStore, request: ExportTraceServiceRequest) -> Rejected:
+    """Number and store all spans of a request that name a rollout and an attempt."""
+    rejected = Rejected()
+    spans: list[Span] = []
+    unnumbered: list[Span] = []
+    num_nameless = 0
+    for span, is_numbered in _spans_of(request):
+        if not span.rollout_id or not span.attempt_id:
+            num_nameless += 1
+            continue
+        spans.append(span)
+        if not is_numbered:
+            unnumbered.append(span)
+    if num_nameless:
+        rejected.add(num_nameless, f"neither resource nor span names {Keys.ROLLOUT_ID.value} and an attempt")
+        logger.warning("dropped %d spans of an OTLP request that name no rollout and attempt", num_nameless)
+    try:
+        await _number_and_add(store, spans, unnumbered)
+    except (NotFound, ConfigError):
+        # One that cannot be filed must not take the others with it.
+        for ids in dict.fromkeys((span.rollout_id, span.attempt_id) for span in spans):
+            group = [span for span in spans if (span.rollout_id, span.attempt_id) == ids]
+            try:
+                await _number_and_add(store, group, [span for span in unnumbered if span in group])
+            except (NotFound, ConfigError) as error:
+                rejected.add(len(group), str(error))
+    return rejected
+
+
+async def _number_and_add(store: LightningStore, spans: Sequence[Span], unnumbered: Sequence[Span]) -> None:
+    if unnumbered:
+        ids = [(span.rollout_id, span.attempt_id) for span in unnumbered]
+        for span, number in zip(unnumbered, await store.get_many_span_sequence_ids(ids), strict=True):
+            span.sequence_id = number
+    if spans:
+        await store.add_many_spans(spans)
+
+
+def _spans_of(request: ExportTraceServiceRequest) -> Iterator[tuple[Span, bool]]:
+    """The spans of a request, in order, and whether each brought a sequence id."""
+    for of_resource in request.resource_spans:
+        resource = OtelResource(
+            attributes=_attributes(of_resource.resource.attributes), schema_url=of_resource.schema_url
+        )
+        for of_scope in of_resource.scope_spans:
+            scope = {"name": of_scope.scope.name, "version": of_scope.scope.version or None}
+            for source in of_scope.spans:
+                yield _convert(source, resource, scope)
+
+
+def _convert(source: ProtoSpan, resource: OtelResource, scope: Mapping[str, Any]) -> tuple[Span, bool]:
+    attributes = _attributes(source.attributes)
+    named = {**resource.attributes, **attributes}
+    number = _sequence_id(named.get(Keys.SPAN_SEQUENCE_ID.value))
+    context = _context(source.trace_id, source.span_id, source.trace_state)
+    parent_id = source.parent_span_id.hex() or None
+    further: dict[str, Any] = {
+        "kind": _KINDS[source.kind] if 0 <= source.kind < len(_KINDS) else "UNSPECIFIED",
+        "instrumentation_scope": dict(scope),
+    }
+    span = Span(
+        rollout_id=_text(named.get(Keys.ROLLOUT_ID.value)),
+        attempt_id=_text(named.get(Keys.ATTEMPT_ID.value)),
+        sequence_id=number or 0,
+        trace_id=context.trace_id,
+        span_id=context.span_id,
+        parent_id=parent_id,
+        name=source.name,
+        status=TraceStatus(
+            status_code=_STATUS_CODES[source.status.code] if 0 <= source.status.code < 3 else "UNSET",
+            description=source.status.message or None,
+        ),
+        attributes=attributes,
+        events=[
+            Event(name=event.name, attributes=_attributes(event.attributes), timestamp=_seconds(event.time_unix_nano))
+            for event in source.events
+        ],
+        links=[
+            Link(
+                context=_context(link.trace_id, link.span_id, link.trace_state),
+                attributes=_attributes(link.attributes) or None,
+            )
+            for link in source.links
+        ],
+        start_time=_seconds(source.start_time_unix_nano),
+        end_time=_seconds(source.end_time_unix_nano),
+        context=context,
+        parent=_context(source.trace_id, source.parent_span_id, "") if parent_id else None,
+        resource=resource,
+        **further,
+    )
+    return span, number is not None
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _sequence_id(value: Any) -> int | None:
+    """A sequence id as the instrumentation wrote it, number or text; None if it is neither."""
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        return None
+    return number if 0 <= number < 2**63 else None
+
+
+def _context(trace_id: bytes, span_id: bytes, trace_state: str) -> SpanContext:
+    return SpanContext(
+        trace_id=trace_id.hex(), span_id=span_id.hex(), is_remote=False, trace_state=_trace_state(trace_state)
+    )
+
+
+def _trace_state(header: str) -> TraceState:
+    """The members of a W3C tracestate header."""
+    members = (member.partition("=") for member in header.split(","))
+    return {key.strip(): value.strip() for key, separator, value in members if separator}
+
+
+def _seconds(nanoseconds: int) -> float | None:
+    return nanoseconds / 1e9 if nanoseconds else None
+
+
+def _attributes(pairs: Iterable[KeyValue]) -> Attributes:
+    return otel_attributes({pair.key: _value(pair.value) for pair in pairs})
+
+
+def _value(value: AnyValue) -> Any:
+    kind = value.WhichOneof("value")
+    if kind is None:
+        return None
+    if kind == "array_value":
+        return [_value(entry) for entry in value.array_value.values]
+    if kind == "kvlist_value":
+        return {pair.key: _value(pair.value) for pair in value.kvlist_value.values}
+    return getattr(value, kind)
+
+
+def _refusal(error: Exception, media_type: str) -> Response:
+    """An error as OTLP has it: a ``Status`` in the encoding of the request; 503 asks for another try."""
+    status = wire.status_of(error)
+    if status >= 500:
+        logger.error("an OTLP request failed: %s", error, exc_info=error if status == 500 else None)
+    # Exporters give up on what is final, and 422 is no status of the protocol.
+    status = 400 if status in (404, 409, 410, 422) else status
+    message = "the server failed; its log says why" if status == 500 else str(error)
+    reply = _reply(Status(message=message), media_type, status, packed=False)
+    if isinstance(error, Recoverable):
+        reply.headers["retry-after"] = str(max(1, round(error.hint.delay_seconds)))
+    return reply
+
+
+def _reply(message: Message, media_type: str, status: int, packed: bool) -> Response:
+    if media_type == wire.JSON:
+        data = json_format.MessageToJson(message, indent=None).encode()
+    else:
+        data, media_type = message.SerializeToString(), PROTOBUF
+    headers = {}
+    if packed and data:
+        data, headers = gzip.compress(data, 1), {"content-encoding": "gzip"}
+    return Response(data, status, headers, media_type=media_type)

@@ -1,0 +1,207 @@
+"""The server as a program: what survives its death, how it starts and stops, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+from typer.testing import CliRunner
+
+from flows.cli import app
+from rollout_core.store import AttemptedRollout, LightningStoreClient, SqlLightningStore
+
+ROOT = Path(__file__).parents[2]
+CHILD = Path(__file__).with_name("http_child.py")
+NUM_WORKERS = 8
+NUM_KILLS = 10
+
+
+STARTED: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def _leave_nothing_running():
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        process.kill()
+        process.wait()
+
+
+def start(*command: str, **environment: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )
+    STARTED.append(process)
+    return process
+
+
+def serve(url: str, *options: str, **environment: str) -> tuple[subprocess.Popen[str], str]:
+    """A server process and its address."""
+    command = ["-c", "from flows.cli import main; main()", "store", "serve", "--database", url, *options]
+    process = start(*command, **environment)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("serving at http://"), process.communicate()[1]
+    return process, line.split()[-1]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def database(url) -> str:
+    """What the servers of these tests serve."""
+    return url
+
+
+async def test_nothing_acknowledged_is_lost_when_servers_are_killed(database):
+    port = str(free_port())
+    server, address = serve(database, "--port", port)
+    workers = [start(str(CHILD), address, f"w{n}") for n in range(NUM_WORKERS)]
+    acknowledged: list[list[str]] = []
+    readers = [threading.Thread(target=_read_all, args=(worker, acknowledged), daemon=True) for worker in workers]
+    for reader in readers:
+        reader.start()
+    async with LightningStoreClient(address, retry_delays=(0.05,) * 600, health_retry_delays=()) as client:
+        num_done = 0
+        for _ in range(NUM_KILLS):
+            # Let some work be done between any two kills, then strike in the midst of it.
+            num_done += 20
+            while (await client.query_rollouts(status_in=["succeeded"], limit=1)).total < num_done:
+                await asyncio.sleep(0.02)
+            server.send_signal(signal.SIGKILL)
+            await asyncio.to_thread(server.communicate)
+            num_done = max(num_done, await _count_succeeded(database))
+            server, _ = await asyncio.to_thread(serve, database, "--port", port)
+        for worker in workers:
+            assert worker.stdin is not None
+            worker.stdin.write("stop\n")
+            worker.stdin.flush()
+        for worker, reader in zip(workers, readers, strict=True):
+            await asyncio.to_thread(reader.join, 60)
+            assert worker.wait(60) == 0
+        # What is left is queued: nothing is held by nobody.
+        stuck = await client.query_rollouts(status_in=["preparing", "running"])
+        assert list(stuck) == []
+        stored = {rollout.rollout_id: rollout for rollout in await client.query_rollouts()}
+        spans = {span.span_id for span in await client.query_many_spans(list(stored))}
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(20) == 0
+    _check(acknowledged, stored, spans)
+
+
+def _read_all(process: subprocess.Popen[str], lines: list[list[str]]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line.split())
+
+
+async def _count_succeeded(database: str) -> int:
+    async with SqlLightningStore.from_url(database) as store:
+        return (await store.query_rollouts(status_in=["succeeded"], limit=0)).total
+
+
+def _check(acknowledged, stored, spans) -> None:
+    counts = dict.fromkeys(("enqueued", "claimed", "span", "succeeded"), 0)
+    for kind, rollout_id, *details in acknowledged:
+        counts[kind] += 1
+        rollout = stored[rollout_id]
+        if kind == "claimed":
+            assert isinstance(rollout, AttemptedRollout)
+            assert (rollout.attempt.attempt_id, rollout.attempt.sequence_id) == (details[0], 1)
+        elif kind == "span":
+            assert details[0] in spans
+        elif kind == "succeeded":
+            assert rollout.status == "succeeded"
+    assert min(counts.values()) >= 20 * NUM_KILLS, counts
+    for kind in ("claimed", "enqueued"):
+        ids = [rollout_id for what, rollout_id, *_ in acknowledged if what == kind]
+        assert len(ids) == len(set(ids)), f"a rollout was {kind} twice"
+    assert len(stored) == counts["enqueued"], "nothing was enqueued twice"
+
+
+async def test_workers_share_a_database_and_add_up_their_metrics(url):
+    server, address = serve(url, "--port", "0", "--workers", "2", "--api-key-env", "KEY", KEY="k")
+    async with LightningStoreClient(address, api_key="k") as client:
+        await asyncio.gather(*[client.enqueue_rollout(n) for n in range(100)])
+        claims = await asyncio.gather(*[client.dequeue_many_rollouts(limit=3) for _ in range(50)])
+        claimed = [rollout.rollout_id for claim in claims for rollout in claim]
+        assert len(claimed) == len(set(claimed)) == 100
+    async with aiohttp.ClientSession(headers={"Authorization": "Bearer k"}) as web:
+        async with web.get(f"{address}/metrics") as reply:
+            text = await reply.text()
+    assert 'rollout_store_requests_total{operation="dequeue_rollouts",status="200"} 50.0' in text
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(20) == 0
+
+
+async def test_orphaned_workers_give_the_port_back(url):
+    port = str(free_port())
+    server, address = serve(url, "--port", port, "--workers", "2")
+    async with LightningStoreClient(address) as client:
+        await client.enqueue_rollout(1)
+    server.kill()
+    server.communicate()
+    deadline = time.monotonic() + 20
+    while True:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", int(port)))
+                break
+            except OSError:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.1)
+
+
+async def test_sigterm_lets_requests_finish(url):
+    server, address = serve(url, "--port", "0")
+    async with LightningStoreClient(address, retry_delays=()) as client:
+        rollout = await client.start_rollout(1)
+        waiting = asyncio.create_task(client.wait_for_rollouts(rollout_ids=[rollout.rollout_id]))
+        await asyncio.sleep(0.2)
+        server.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.2)
+        async with SqlLightningStore.from_url(url) as store:
+            await store.update_attempt(rollout.rollout_id, "latest", status="succeeded")
+        assert len(await waiting) == 1
+    assert server.wait(20) == 0
+    assert server.communicate()[1] == "", "nothing to complain about"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--database", "mysql:///x"], "database URL is"),
+        (["--database", "sqlite:///{folder}/notes.txt"], "not a database"),
+        (["--database", "sqlite:///{folder}/s.db", "--host", "0.0.0.0"], "no API key"),
+        (["--database", "sqlite:///{folder}/s.db", "--host", "192.0.2.1", "--api-key-env", "PATH"], "cannot listen on"),
+        (["--database", "sqlite:///{folder}/s.db", "--api-key-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE is not set"),
+        (["--database", "sqlite:///{folder}/s.db", "--port", "70000"], "65535"),
+        (["--database", "sqlite:///{folder}/s.db", "--workers", "0"], "greater than or equal to 1"),
+        ([], "--database"),
+    ],
+)
+def test_bad_arguments_end_with_2_and_a_reason(tmp_path, options, reason):
+    (tmp_path / "notes.txt").write_text("not a database, but long enough to be looked at " * 10)
+    given = [option.replace("{folder}", str(tmp_path)) for option in options]
+    result = CliRunner().invoke(app, ["store", "serve", *given], env={"COLUMNS": "200"})
+    assert (result.exit_code, reason in result.output) == (2, True), result.output

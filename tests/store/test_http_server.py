@@ -1,0 +1,537 @@
+"""The server by itself: errors, keys, limits, slow clients, and what its objects become in other processes."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import multiprocessing
+import pickle
+import socket
+import struct
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from rollout_core.errors import ConfigError, Conflict, CorruptObject, Fatal, MissingObject, NotFound, Recoverable
+from rollout_core.store import (
+    AttemptUpdate,
+    EnqueueRolloutRequest,
+    InMemoryLightningStore,
+    LightningStoreClient,
+    LightningStoreServer,
+    SqlLightningStore,
+)
+from rollout_core.store.http import listening, wire
+from rollout_core.store.http.transport import path_part
+from tests.store.conftest import FailingStore
+
+pytestmark = pytest.mark.asyncio
+
+AGL = "/v1/agl"
+
+
+@pytest_asyncio.fixture
+async def make_server(url):
+    servers: list[LightningStoreServer] = []
+
+    async def make(store=None, **settings) -> LightningStoreServer:
+        server = LightningStoreServer(store or SqlLightningStore.from_url(url), **settings)
+        servers.append(server)
+        await server.start()
+        return server
+
+    yield make
+    for server in servers:
+        await server.close()
+
+
+@pytest_asyncio.fixture
+async def server(make_server):
+    return await make_server(prometheus=True, cors_allow_origins="http://ui.example", max_body_bytes=100_000)
+
+
+@pytest_asyncio.fixture
+async def web(server):
+    async with aiohttp.ClientSession(server.endpoint) as session:
+        yield session
+
+
+async def ask(web, method: str, path: str, **request) -> tuple[int, dict]:
+    async with web.request(method, path, **request) as reply:
+        return reply.status, json.loads(await reply.read())
+
+
+# Requests as users of Agent-lightning send them
+
+
+async def test_requests_of_agent_lightning_are_understood(web):
+    rollouts = {"rollouts": [{"input": 1}, {"input": 2, "mode": "train"}]}
+    status, queued = await ask(web, "POST", f"{AGL}/queues/rollouts/enqueue", json=rollouts)
+    assert status == 201 and [rollout["input"] for rollout in queued] == [1, 2]
+    status, [claimed] = await ask(web, "POST", f"{AGL}/queues/rollouts/dequeue")
+    assert (status, claimed["input"], claimed["attempt"]["sequence_id"]) == (200, 1, 1)
+    assert await ask(web, "POST", f"{AGL}/queues/rollouts/dequeue", json={"limit": 0}) == (200, [])
+    rollout_id, attempt_id = claimed["rollout_id"], claimed["attempt"]["attempt_id"]
+    status, attempt = await ask(
+        web, "POST", f"{AGL}/rollouts/{rollout_id}/attempts/{attempt_id}", json={"status": "succeeded"}
+    )
+    assert (status, attempt["status"]) == (200, "succeeded")
+    by_get = await ask(web, "GET", f"{AGL}/rollouts?status_in=succeeded&status_in=failed&limit=5")
+    by_post = await ask(web, "POST", f"{AGL}/rollouts/search", json={"status_in": ["succeeded", "failed"], "limit": 5})
+    assert by_get == by_post
+    assert (by_get[1]["total"], by_get[1]["limit"], by_get[1]["items"][0]["rollout_id"]) == (1, 5, rollout_id)
+    assert await ask(web, "GET", f"{AGL}/rollouts/nope") == (200, None)
+    assert (await ask(web, "POST", f"{AGL}/rollouts", json={"input": None}))[0] == 201
+    assert (await ask(web, "POST", f"{AGL}/workers/w"))[1]["status"] == "unknown"
+    ids = {"rollout_id": rollout_id, "attempt_id": attempt_id}
+    assert await ask(web, "POST", f"{AGL}/spans/next", json=ids) == (200, {"sequence_id": 1})
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "error"),
+    [
+        ("POST", "/rollouts/nope", b'{"mode": null}', 404, "NotFound"),
+        ("POST", "/rollouts/nope/attempts", b"", 404, "NotFound"),
+        ("POST", "/rollouts/nope/attempts/latest", b'{"status": "running"}', 404, "NotFound"),
+        ("POST", "/spans/next", b'{"rollout_id": "nope", "attempt_id": "a"}', 404, "NotFound"),
+        ("POST", "/nothing", b"{}", 404, "NotFound"),
+        ("PUT", "/rollouts", b"{}", 405, "NotFound"),
+        ("POST", "/rollouts/search", b'{"limit": 0}', 400, "ConfigError"),
+        ("POST", "/rollouts/search", b'{"limit": -2}', 400, "ConfigError"),
+        ("POST", "/rollouts/search", b'{"offset": -1}', 400, "ConfigError"),
+        ("POST", "/rollouts/search", b'{"sort_by": "nope"}', 400, "ConfigError"),
+        ("POST", "/rollouts/search", b'{"limit": 99999999999999999999}', 400, "ConfigError"),
+        ("POST", "/rollouts/search", b'{"status_in": ["done"]}', 422, "ConfigError"),
+        ("GET", "/rollouts?limit=many", b"", 422, "ConfigError"),
+        ("GET", "/spans", b"", 422, "ConfigError"),
+        ("POST", "/queues/rollouts/enqueue", b"{}", 422, "ConfigError"),
+        ("POST", "/queues/rollouts/enqueue", b'{"rollouts": [{"input": NaN}]}', 400, "ConfigError"),
+        ("POST", "/queues/rollouts/enqueue", b'{"rollouts": [{"input": "\xff"}]}', 400, "ConfigError"),
+        ("POST", "/queues/rollouts/enqueue", b'{"rollouts": [{"input": "\\ud800"}]}', 400, "ConfigError"),
+        ("POST", "/queues/rollouts/enqueue", b"[" * 50_000, 400, "ConfigError"),
+        ("POST", "/queues/rollouts/enqueue", b"", 400, "ConfigError"),
+        ("POST", "/queues/rollouts/dequeue", b'{"limit": 9e99}', 422, "ConfigError"),
+        ("POST", "/waits/rollouts", b'{"rollout_ids": [], "timeout": NaN}', 422, "ConfigError"),
+        ("POST", "/rollouts/%ff", b'{"mode": null}', 400, "ConfigError"),
+        ("POST", "/workers/w", b'{"heartbeat_stats": null}', 400, "ConfigError"),
+    ],
+)
+async def test_bad_requests_are_refused_with_their_kind(web, method, path, body, status, error):
+    got, answer = await ask(web, method, AGL + path, data=body)
+    assert (got, answer["error"]) == (status, error)
+    assert answer["detail"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("bad", ["one", "two"]),
+        NotFound("no such thing"),
+        Conflict("changed"),
+        Recoverable("later"),
+        Fatal("broken"),
+        MissingObject("ab" * 32, "gone"),
+        CorruptObject("ab" * 32, "damaged"),
+        RuntimeError("evicted"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_errors_of_the_store_are_raised_by_the_client(make_server, error):
+    server = await make_server(FailingStore(error))
+    async with LightningStoreClient(server.endpoint, retry_delays=()) as client:
+        with pytest.raises(type(error)) as raised:
+            await client.query_rollouts()
+    assert type(raised.value) is type(error) and str(raised.value) == str(error)
+    assert getattr(raised.value, "violations", None) == getattr(error, "violations", None)
+    assert getattr(raised.value, "content_id", None) == getattr(error, "content_id", None)
+
+
+async def test_what_nobody_foresaw_is_500_and_keeps_its_details(make_server, caplog):
+    server = await make_server(FailingStore(AttributeError("secret detail")))
+    async with aiohttp.ClientSession(server.endpoint) as web:
+        status, answer = await ask(web, "GET", f"{AGL}/rollouts")
+    assert status == 500 and "secret" not in json.dumps(answer)
+    assert "secret detail" in caplog.text, "the log says what happened"
+
+
+@pytest.mark.parametrize("rollout_id", ["a/b", "search", "attempts", "..", "a b?c#d", "é%2F", "latest"])
+async def test_any_text_is_an_id(server, rollout_id):
+    async with LightningStoreClient(server.endpoint) as client:
+        await client.enqueue_rollout(1, rollout_id=rollout_id)
+        await client.update_rollout(rollout_id, metadata={"seen": True})
+        assert (await client.get_rollout_by_id(rollout_id)).metadata == {"seen": True}
+        await client.start_attempt(rollout_id)
+        assert (await client.get_latest_attempt(rollout_id)).sequence_id == 1
+        assert (await client.update_worker(rollout_id)).worker_id == rollout_id
+    with pytest.raises(ConfigError, match="not empty"):
+        path_part("", "rollout_id")
+
+
+# Keys and pages of others
+
+
+async def test_a_key_is_asked_for_compared_and_never_shown(make_server, caplog):
+    server = await make_server(api_key="s3cret-key")
+    assert "s3cret" not in repr(server.__getstate__())
+    async with LightningStoreClient(server.endpoint, api_key="s3cret-key") as client:
+        assert (await client.enqueue_rollout(1)).input == 1
+    for key in (None, "s3cret-kez", "s3cret-key-and-more", ""):
+        async with LightningStoreClient(server.endpoint, api_key=key) as client:
+            with pytest.raises(ConfigError, match="no valid API key"):
+                await client.enqueue_rollout(1)
+    async with aiohttp.ClientSession(server.endpoint) as web:
+        assert (await ask(web, "GET", f"{AGL}/health"))[0] == 200, "probes need no key"
+        assert (await ask(web, "GET", "/openapi.json"))[0] == 401
+        assert (await web.post("/v1/traces", data=b"")).status == 401
+    assert "s3cret" not in caplog.text
+
+
+async def test_beyond_loopback_a_key_is_required(url):
+    async with SqlLightningStore.from_url(url) as store:
+        for host in ("0.0.0.0", "::", "192.0.2.1", "example.org"):
+            with pytest.raises(ConfigError, match="no API key"):
+                LightningStoreServer(store, host=host)
+        LightningStoreServer(store, host="0.0.0.0", api_key="k")
+        for key in ("", " k", "k\n", "ké"):
+            with pytest.raises(ConfigError, match="API key is empty"):
+                LightningStoreServer(store, api_key=key)
+
+
+async def test_cors_lets_the_named_origins_in(web):
+    wanted = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    async with web.options(f"{AGL}/rollouts", headers={"Origin": "http://ui.example", **wanted}) as reply:
+        assert reply.status == 200 and reply.headers["Access-Control-Allow-Origin"] == "http://ui.example"
+    async with web.options(f"{AGL}/rollouts", headers={"Origin": "http://evil.example", **wanted}) as reply:
+        assert "Access-Control-Allow-Origin" not in reply.headers
+
+
+async def test_metrics_count_requests_by_operation(web):
+    await ask(web, "POST", f"{AGL}/queues/rollouts/enqueue", json={"rollouts": [{"input": 1}]})
+    await ask(web, "POST", f"{AGL}/rollouts/some-id", json={"mode": None})
+    async with web.get("/metrics") as reply:
+        text = await reply.text()
+    assert 'rollout_store_requests_total{operation="enqueue_rollouts",status="201"} 1.0' in text
+    assert 'rollout_store_requests_total{operation="update_rollout",status="404"} 1.0' in text
+    assert 'rollout_store_records{kind="rollouts"} 1.0' in text
+    assert "some-id" not in text
+
+
+# Limits
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_large_bodies_are_refused_packed_or_not(web, packed, chunked):
+    body = b'{"rollouts": [{"input": "%b"}]}' % (b"x" * 5_000_000)
+    data = gzip.compress(body) if packed else body
+
+    async def pieces():
+        for start in range(0, len(data), 65536):
+            yield data[start : start + 65536]
+
+    headers = {"Content-Encoding": "gzip"} if packed else {}
+    status, answer = await ask(
+        web, "POST", f"{AGL}/queues/rollouts/enqueue", data=pieces() if chunked else data, headers=headers
+    )
+    assert status == 413 and "larger than the 100000 bytes" in answer["detail"]
+    assert (await ask(web, "GET", f"{AGL}/rollouts"))[1]["total"] == 0
+
+
+async def test_a_client_is_told_that_its_batch_is_too_large(server):
+    async with LightningStoreClient(server.endpoint, retry_delays=()) as client:
+        with pytest.raises(ConfigError, match="larger than the 100000 bytes"):
+            await client.enqueue_rollout("x" * 100_000_000)
+        assert (await client.enqueue_rollout("small")).input == "small"
+
+
+@pytest.mark.parametrize("data", [b"not gzip", gzip.compress(b"{}" * 1000)[:-9], b"\x1f\x8b"])
+async def test_broken_gzip_is_a_bad_request(web, data):
+    headers = {"Content-Encoding": "gzip"}
+    status, answer = await ask(web, "POST", f"{AGL}/queues/rollouts/enqueue", data=data, headers=headers)
+    assert status == 400 and "gzip" in answer["detail"]
+    status, answer = await ask(web, "POST", f"{AGL}/rollouts", data=b"{}", headers={"Content-Encoding": "br"})
+    assert status == 415
+
+
+async def test_slow_clients_block_nobody_and_are_cut_off(make_server, monkeypatch):
+    monkeypatch.setattr(listening, "HEADER_SECONDS", 0.5)
+    monkeypatch.setattr(listening, "UNREAD_SECONDS", 1)
+    server = await make_server()
+    store = server.store
+    rollout = await store.enqueue_rollout("x" * 30_000_000, rollout_id="big")
+    address = (server.host, server.port)
+    request = f"GET {AGL}/rollouts/big HTTP/1.1\r\nHost: h\r\n\r\n".encode()
+    half = [socket.create_connection(address) for _ in range(50)]
+    unread = []
+    for connection in half:
+        connection.sendall(request[:20])
+    for _ in range(5):
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(address)
+        connection.sendall(request)
+        unread.append(connection)
+    async with LightningStoreClient(server.endpoint, request_timeout=5, retry_delays=()) as client:
+        for n in range(50):
+            await client.enqueue_rollout(n)
+        for connection in half:
+            connection.settimeout(10)
+            assert await asyncio.to_thread(connection.recv, 1) == b"", "half a request is not waited for"
+        states = [_tcp_state(connection) for connection in unread]
+        assert states == [1] * 5, "established"
+        # The kernel gives up on them; nothing else shows it to a client that does not read.
+        for _ in range(200):
+            await client.update_worker("w")
+            if not any(_is_held(server.port, connection) for connection in unread):
+                break
+            await asyncio.sleep(0.1)
+        else:
+            pytest.fail("connections of clients that do not read are held for ever")
+        assert (await client.get_rollout_by_id("big")).rollout_id == rollout.rollout_id
+    for connection in half + unread:
+        connection.close()
+
+
+def _tcp_state(connection: socket.socket) -> int:
+    return struct.unpack("B", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1))[0]
+
+
+def _is_held(server_port: int, connection: socket.socket) -> bool:
+    """Whether the server's end of a connection is still there, by the kernel's table."""
+    ours = f"{server_port:04X}", f"{connection.getsockname()[1]:04X}"
+    with open("/proc/net/tcp") as table:
+        rows = [line.split() for line in table]
+    return any((row[1].split(":")[-1], row[2].split(":")[-1]) == ours for row in rows[1:] if row[3] == "01")
+
+
+# Asking again
+
+
+class Cutter:
+    """A proxy that cuts the connection instead of passing on the first answers."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.num_to_cut = 0
+        self.num_cut = 0
+
+    async def start(self) -> str:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def stop(self) -> None:
+        self._server.close()
+
+    async def _serve(self, reader, writer) -> None:
+        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        is_probe = False
+
+        async def upward() -> None:
+            nonlocal is_probe
+            while data := await reader.read(65536):
+                is_probe = b"/health" in data
+                up_writer.write(data)
+            up_writer.close()
+
+        task = asyncio.create_task(upward())
+        while data := await up_reader.read(65536):
+            if self.num_to_cut and not is_probe:
+                self.num_to_cut -= 1
+                self.num_cut += 1
+                break
+            writer.write(data)
+        writer.close()
+        task.cancel()
+        up_writer.close()
+
+
+@pytest_asyncio.fixture
+async def cut(make_server):
+    """A client whose answers get lost, by ``cutter``; the server remembers."""
+    server = await make_server()
+    cutter = Cutter(server.port)
+    client = LightningStoreClient(await cutter.start(), retry_delays=(0.01,) * 5)
+    yield client, cutter, server
+    await client.close()
+    await cutter.stop()
+
+
+async def test_writes_whose_answers_are_lost_are_done_once(cut, make):
+    client, cutter, server = cut
+    store = server.store
+    cutter.num_to_cut = 2
+    queued = await client.enqueue_rollout({"n": 1})
+    assert [rollout.rollout_id for rollout in await store.query_rollouts()] == [queued.rollout_id]
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(5)])
+    cutter.num_to_cut = 2
+    claimed = await client.dequeue_many_rollouts(limit=2, worker_id="w")
+    assert len(claimed) == 2 and claimed[0].rollout_id == queued.rollout_id
+    assert len(await store.query_rollouts(status_in=["preparing"])) == 2
+    cutter.num_to_cut = 1
+    started = await client.start_attempt(queued.rollout_id)
+    assert started.attempt.sequence_id == 2
+    cutter.num_to_cut = 1
+    span = make.span(started)
+    assert await client.add_span(span) == span, "it was new when it was stored"
+    cutter.num_to_cut = 1
+    assert (await client.add_resources({})).version == 1
+    assert len(await store.query_resources()) == 1
+    cutter.num_to_cut = 1
+    updated = await client.update_attempt(queued.rollout_id, "latest", status="succeeded")
+    assert updated.attempt_id == started.attempt.attempt_id
+    cutter.num_to_cut = 1
+    assert (await client.start_rollout("x")).input == "x"
+    assert len(await store.query_rollouts()) == 7
+    assert cutter.num_cut == 9
+
+
+async def test_a_claim_survives_the_server_that_made_it(server):
+    await server.store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(3)])
+    # What another server would see: the claim is in the database, and nobody remembers its answer.
+    claimed = await server.store.claim_rollouts("key", limit=2, worker_id="w")
+    again = await server.store.claim_rollouts("key", limit=2, worker_id="w", repeated=True)
+    assert list(again) == list(claimed)
+    await server.store.update_attempt(claimed[0].rollout_id, "latest", status="succeeded")
+    [left] = await server.store.claim_rollouts("key", limit=2, repeated=True)
+    assert left == claimed[1]
+    assert len(await server.store.claim_rollouts("other", limit=2, repeated=True)) == 1
+
+
+async def test_a_write_that_must_not_be_repeated_is_refused_by_a_server_that_does_not_know(server, web):
+    headers = {wire.KEY_HEADER: "k", wire.REPEATED_HEADER: "final"}
+    status, answer = await ask(web, "POST", f"{AGL}/rollouts", json={"input": 1}, headers=headers)
+    assert (status, answer["error"]) == (503, "Recoverable") and "look before you repeat" in answer["detail"]
+    assert (await ask(web, "GET", f"{AGL}/rollouts"))[1]["total"] == 0
+
+
+async def test_without_a_server_calls_say_so_or_yield_nothing(caplog):
+    async with LightningStoreClient("http://127.0.0.1:9", retry_delays=(0.01,), health_retry_delays=()) as client:
+        with pytest.raises(Recoverable, match=r"no answer from http://127.0.0.1:9"):
+            await client.enqueue_rollout(1)
+        assert await client.dequeue_rollout() is None
+        assert await client.get_rollout_by_id("r") is None
+    assert "nothing could be claimed" in caplog.text
+    for address in ("127.0.0.1:9", "ftp://h", "http://", ""):
+        with pytest.raises(ConfigError, match="server address"):
+            LightningStoreClient(address)
+
+
+async def test_a_client_waits_a_tenth_of_a_second_or_as_long_as_it_takes(server, monkeypatch):
+    monkeypatch.setattr(wire, "LONGEST_WAIT_SECONDS", 0.05)
+    async with LightningStoreClient(server.endpoint) as client:
+        with pytest.raises(ValueError, match=r"at most 0.1 s"):
+            await client.wait_for_rollouts(rollout_ids=["a"], timeout=0.2)
+        rollouts = [await client.start_rollout(n) for n in range(2)]
+        ids = [rollout.rollout_id for rollout in rollouts]
+        waiting = asyncio.create_task(client.wait_for_rollouts(rollout_ids=ids))
+        await client.update_attempt(ids[1], "latest", status="succeeded")
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        await client.update_attempt(ids[0], "latest", status="failed")
+        assert [rollout.rollout_id for rollout in await asyncio.wait_for(waiting, 5)] == ids
+
+
+# Other processes, threads and loops
+
+
+async def _in_child(store) -> tuple:
+    rollout = await store.enqueue_rollout("child")
+    is_client = isinstance(store.backend(), LightningStoreClient) if isinstance(store, LightningStoreServer) else None
+    found = (rollout.rollout_id, is_client, getattr(store, "store", None) is None, store.capabilities["zero_copy"])
+    await store.close()
+    return found
+
+
+def _child(store, results) -> None:
+    results.put(asyncio.run(_in_child(store)))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("kind", ["server", "client"])
+async def test_children_use_the_one_store_over_http(make_server, method, kind):
+    server = await make_server(api_key="k")
+    held = server if kind == "server" else LightningStoreClient(server.endpoint, api_key="k")
+    await held.enqueue_rollout("parent")
+    context = multiprocessing.get_context(method)
+    results = context.Queue()
+    process = context.Process(target=_child, args=(held, results))
+    process.start()
+    rollout_id, is_client, has_no_store, zero_copy = await asyncio.to_thread(results.get, timeout=60)
+    await asyncio.to_thread(process.join)
+    assert process.exitcode == 0 and zero_copy
+    assert is_client is (True if kind == "server" else None)
+    assert has_no_store or method == "fork"
+    assert (await server.store.get_rollout_by_id(rollout_id)).input == "child"
+    await held.enqueue_rollout("parent still works")
+    if kind == "client":
+        await held.close()
+
+
+async def test_a_pickled_server_is_a_client_with_no_server_in_it(server):
+    copy = pickle.loads(pickle.dumps(server))  # noqa: S301 - our own
+    assert (copy.app, copy.store, copy.endpoint) == (None, None, server.endpoint)
+    assert copy.otlp_traces_endpoint() == f"{server.endpoint}/v1/traces"
+    assert (await copy.enqueue_rollout(1)).input == 1
+    for call in (copy.start, copy.stop):
+        with pytest.raises(Fatal, match="only the process that made a server"):
+            await call()
+    await copy.close()
+    assert (await server.enqueue_rollout(2)).input == 2
+
+
+def _in_a_loop_of_its_own(client) -> object:
+    return asyncio.run(client.enqueue_rollout("thread"))
+
+
+async def test_a_client_works_from_many_threads_and_loops(server):
+    async with LightningStoreClient(server.endpoint) as client:
+        await asyncio.gather(*[asyncio.to_thread(_in_a_loop_of_its_own, client) for _ in range(5)])
+        assert (await client.query_rollouts(limit=1)).total == 5
+
+
+@pytest.mark.parametrize("mode", ["asyncio", "mp"])
+async def test_other_launch_modes_serve_too(make_server, mode):
+    server = await make_server(launch_mode=mode, n_workers=2 if mode == "mp" else 1)
+    async with LightningStoreClient(server.endpoint) as client:
+        rollouts = await asyncio.gather(*[client.enqueue_rollout(n) for n in range(20)])
+        assert len({rollout.rollout_id for rollout in await server.query_rollouts()}) == len(rollouts)
+    await server.stop()
+    await server.start()
+    async with LightningStoreClient(server.endpoint) as client:
+        assert (await client.query_rollouts()).total == 20
+
+
+async def test_a_store_in_memory_is_shared_by_the_servers_thread_and_this_one(make_server):
+    server = await make_server(InMemoryLightningStore())
+    async with LightningStoreClient(server.endpoint) as client:
+        await asyncio.gather(*[store.enqueue_rollout(n) for n in range(100) for store in (server, client)])
+        shares = await asyncio.gather(*[store.dequeue_many_rollouts(limit=40) for store in (server, client) * 3])
+        claimed = [rollout.rollout_id for share in shares for rollout in share]
+        assert len(claimed) == len(set(claimed)) == 200
+    with pytest.raises(ConfigError, match="cannot be shared by processes"):
+        LightningStoreServer(InMemoryLightningStore(), launch_mode="mp")
+
+
+async def test_a_port_that_is_taken_is_said(server, url):
+    other = LightningStoreServer(SqlLightningStore.from_url(url), port=server.port)
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        await other.start()
+    await other.close()
+
+
+@pytest.mark.parametrize("settings", [{"launch_mode": "fork"}, {"n_workers": 2}, {"n_workers": 0}])
+async def test_settings_that_make_no_sense_are_refused(url, settings):
+    async with SqlLightningStore.from_url(url) as store:
+        with pytest.raises(ConfigError):
+            LightningStoreServer(store, **settings)
+
+
+async def test_fenced_conflicts_keep_their_places_over_http(server):
+    async with LightningStoreClient(server.endpoint) as client:
+        rollout = await client.start_rollout(1)
+        await client.start_attempt(rollout.rollout_id)
+        update = AttemptUpdate(rollout_id=rollout.rollout_id, attempt_id=rollout.attempt.attempt_id, status="succeeded")
+        [outcome] = await client.update_many_attempts([update], fenced=True)
+        assert isinstance(outcome, Conflict) and "superseded" in str(outcome)
