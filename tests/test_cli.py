@@ -22,6 +22,7 @@ from tests.flows.conftest import write_toml
 COMMANDS = {
     "train-sft": ["train", "sft"],
     "train-ppo": ["train", "ppo"],
+    "train-grpo": ["train", "grpo"],
     "infer-batch": ["infer", "batch"],
     "nightly": ["nightly"],
 }
@@ -56,6 +57,7 @@ def work(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> P
             "backend": backend,
             "algorithm": {**ppo, "base_model": model, "reward": reward},
         },
+        "train-grpo": {"backend": backend, "algorithm": {**ppo, "base_model": model, "samples_per_prompt": 2}},
         "infer-batch": {
             "model": model,
             "backend": backend,
@@ -122,6 +124,7 @@ def refused(result: Result, code: int = 2) -> str:
     [
         ("train-sft", "algorithm=sft model={model} sft_rows=4 trained_tokens=12 truncated_rows=0 minibatch=2"),
         ("train-ppo", "algorithm=ppo model={model} training_prompts=4 minibatch=2 dataset=prompts.jsonl"),
+        ("train-grpo", "algorithm=grpo model={model} training_prompts=4 minibatch=2 dataset=prompts.jsonl"),
         ("infer-batch", "model={model} inputs=4 workers=1"),
         ("nightly", "model={model} sft_rows=4 trained_tokens=12 truncated_rows=0 training_prompts=4"),
     ],

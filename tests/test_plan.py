@@ -23,6 +23,7 @@ PLANS: dict[str, Callable[..., dict[str, Any]]] = {
     "nightly": plan_nightly,
     "train-sft": plan_sft,
     "train-ppo": plan_on_policy,
+    "train-grpo": plan_on_policy,
     "infer-batch": plan_batch,
 }
 CHAT = {"messages": [{"role": "user", "content": "sort 2 1"}, {"role": "assistant", "content": "1 2"}]}
@@ -77,6 +78,7 @@ def document(kind: str) -> dict[str, Any]:
         },
         "train-sft": {"algorithm": {**sft, "base_model": model}},
         "train-ppo": {"algorithm": {**ppo, "base_model": model}, "backend": backend},
+        "train-grpo": {"algorithm": {**ppo, "base_model": model}, "backend": backend},
         "infer-batch": {
             "model": model,
             "backend": backend,
@@ -220,6 +222,7 @@ def test_the_tokenizer_of_a_cached_revision_is_that_revisions(work: Path, monkey
 FILES = [
     ("train-sft", "sft.jsonl", "algorithm.dataset.path"),
     ("train-ppo", "prompts.jsonl", "algorithm.prompts.path"),
+    ("train-grpo", "prompts.jsonl", "algorithm.prompts.path"),
     ("infer-batch", "prompts.jsonl", "input.glob"),
     ("nightly", "sft.jsonl", "sft.dataset.path"),
     ("nightly", "prompts.jsonl", "ppo.prompts.path"),
@@ -336,9 +339,9 @@ def test_a_template_that_cannot_tell_turns_apart_is_refused_unless_all_is_traine
         ("mine.py:two", "has the signature (sample, other), but is called with (sample): missing a required argument"),
     ],
 )
-@pytest.mark.parametrize("kind", ["train-ppo", "nightly"])
+@pytest.mark.parametrize("kind", ["train-ppo", "train-grpo", "nightly"])
 def test_a_reward_that_cannot_be_called_is_refused(work: Path, kind: str, callable_: str, expected: str):
-    key = "algorithm.reward" if kind == "train-ppo" else "reward"
+    key = "reward" if kind == "nightly" else "algorithm.reward"
     message = refusal(kind, work, **{key: {"kind": "function", "callable": callable_}})
     assert message.startswith(f"{key}: ") and expected in message
 
