@@ -83,7 +83,7 @@ def ppo_update(
     seed_everything(workshop.seed, num_threads=workshop.num_threads)
     accelerator = build_accelerator(settings.precision)
     device = accelerator.device
-    trained = load_policy(workshop.model(model)).to(device).train()
+    trained = load_on_policy(workshop.model(model)).to(device)
     values = ValueModel(copy.deepcopy(trained.base_model)) if settings.values == "model" else zero_head(trained)
     state = _on_policy_state(trained, {VALUES: values.to(device)}, train_state, settings, workshop)
     policy = Policy(trained, values)
@@ -121,7 +121,7 @@ def grpo_update(
     seed_everything(workshop.seed, num_threads=workshop.num_threads)
     accelerator = build_accelerator(settings.precision)
     device = accelerator.device
-    trained = load_policy(workshop.model(model)).to(device).train()
+    trained = load_on_policy(workshop.model(model)).to(device)
     state = _on_policy_state(trained, {}, train_state, settings, workshop)
     policy = Policy(trained)
     reference_policy = None
@@ -132,6 +132,12 @@ def grpo_update(
     del reference_policy
     algorithm = GRPO(policy, batch, settings, first_step=state.step, seed=workshop.seed, device=device)
     return _train_iteration(algorithm, state, settings, accelerator, workshop, workshop.model(model), figures)
+
+
+def load_on_policy(folder: Path) -> Any:
+    """The model that drew an iteration's completions, without dropout: the engine had none, and with it the ratio of
+    new to old probabilities would not start at 1."""
+    return load_policy(folder).eval()
 
 
 def _on_policy_state(

@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from rollout_core.algorithms import learners
 from rollout_core.algorithms.experience import Trajectory, build_batch, importance_weights
@@ -28,6 +29,7 @@ from rollout_core.config import (
 from rollout_core.errors import Fatal
 from rollout_core.ids import canonical_json, hash_bytes
 from rollout_core.inference.samples import Completion, Sample, encode_completion, encode_samples
+from rollout_core.models import copy_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.records import Scores
 
@@ -300,6 +302,26 @@ def test_an_interrupted_update_ends_in_the_same_record(tiny_model, tmp_path, kin
     resumed = run(workshop(tmp_path / "stormy", on_start=lambda first, last: started.append(first)))
     assert started == [stop_after - 1]
     assert resumed == expected
+
+
+@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+def test_a_model_with_dropout_starts_from_a_ratio_of_one(tiny_model, tmp_path, kind):
+    folder = tmp_path / "gpt2"
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(vocab_size=262, n_embd=32, n_layer=2, n_head=2, n_positions=64)).save_pretrained(folder)
+    copy_tokenizer(tiny_model, folder)
+    items = trajectories(load_policy(folder).eval())
+    place = workshop(tmp_path)
+    model = place.objects.put_tree(folder)
+    scores, samples = file_scores(place.objects, items)
+    settings = grpo_settings()
+    update = learners.grpo_update
+    if kind == "ppo":
+        shared = settings.model_dump(include={"prompts", "optimizer", "sampling", "minibatch_size"})
+        settings, update = PPOSettings.model_validate({**shared, "epochs": 1}), learners.ppo_update
+    checkpoint = update(model, None, model, scores, samples, settings, place)
+    [row] = [json.loads(line) for line in place.objects.get_bytes(checkpoint.metrics).splitlines()]
+    assert row["approx_kl"] == pytest.approx(0, abs=1e-9)
 
 
 def test_reward_rises(tiny_model, tmp_path):
