@@ -59,7 +59,7 @@ class LoopHooks:
     on_step: Callable[[dict[str, float]], None] = lambda row: None
     """After each optimizer step, with its row of figures."""
     on_snapshot: Callable[[TrainState], None] = lambda state: None
-    """Every ``snapshots.every_steps`` steps, not after the last one."""
+    """Every ``snapshots.every_steps`` steps, not after the last; and when a step fails, with the state before it."""
 
 
 def build_accelerator(precision: str) -> Accelerator:
@@ -132,6 +132,7 @@ def train(
         row = figures.row(grad_norm=float(grad_norm if grad_norm is not None else math.nan))  # pyright: ignore[reportArgumentType]
         if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
             state.optimizer.zero_grad(set_to_none=True)
+            hooks.on_snapshot(state)
             raise Fatal(
                 f"{algorithm.name} step {step + 1}: loss {row['loss']}, gradient norm {row['grad_norm']}; both must be "
                 "finite. The last snapshot is from before this step; lower optimizer.lr or look at the step's data"

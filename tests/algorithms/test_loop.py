@@ -199,7 +199,7 @@ def test_a_step_that_is_not_finite_is_fatal_and_leaves_the_last_good_state(
     hooks = LoopHooks(on_step=lambda row: seen.append(row["step"]), on_snapshot=lambda at: taken.append(at.step))
     with pytest.raises(Fatal, match=rf"^regression step 4: .*{reason}; both must be finite"):
         run(algorithm, state, settings(), hooks=hooks)
-    assert state.step == 3 and seen == [1, 2, 3] and taken == [2]
+    assert state.step == 3 and seen == [1, 2, 3] and taken == [2, 3]
     assert weights(state) == pytest.approx(weights(good)) and len(state.metrics) == 3
     assert all(parameter.grad is None for parameter in algorithm.model.parameters())
     algorithm.spoil = lambda step, loss: loss
