@@ -6,6 +6,7 @@ sequence is the head's output at the sequence's last token, which for an answer 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +116,8 @@ def load_reward_model(folder: Path, *, new_head: bool = False) -> Any:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    # A report that the head is new would be no news; what else is missing is said below.
+    logging.getLogger("transformers.utils.loading_report").setLevel(logging.ERROR)
     try:
         model, found = AutoModelForSequenceClassification.from_pretrained(
             folder, num_labels=1, dtype=torch.float32, output_loading_info=True
