@@ -20,7 +20,7 @@ MAX_LENGTH = 2_000
 
 Evaluate = Callable[[Mapping[str, float]], float]
 
-FUNCTIONS: Mapping[str, tuple[Callable[..., float], int, int | None]] = {
+FUNCTIONS: Mapping[str, tuple[Callable[..., Any], int, int | None]] = {
     "abs": (abs, 1, 1),
     "min": (min, 2, None),
     "max": (max, 2, None),
@@ -96,13 +96,13 @@ def _compile(node: ast.expr, names: Collection[str]) -> Evaluate:
             condition, yes, no = (_compile(part, names) for part in (test, body, orelse))
             return lambda values: yes(values) if condition(values) else no(values)
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
+            _require_known(name, FUNCTIONS, "function")
             return _call(name, [_compile(argument, names) for argument in arguments])
     raise ConfigError(f"{ast.unparse(node)!r} is no arithmetic; allowed are numbers, names, + - * / **, comparisons, "
                       f"and, or, not, if-else, and {', '.join(sorted(FUNCTIONS))}")  # fmt: skip
 
 
 def _call(name: str, arguments: list[Evaluate]) -> Evaluate:
-    _require_known(name, FUNCTIONS, "function")
     function, fewest, most = FUNCTIONS[name]
     if len(arguments) < fewest or (most is not None and len(arguments) > most):
         expected = str(fewest) if most == fewest else f"at least {fewest}"

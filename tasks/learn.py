@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from rollout_core.algorithms import learners, preference_learners
@@ -109,7 +109,7 @@ def _show_preferences(
     kind: str,
     checkpoint: Checkpoint,
     report: PreferenceReport,
-    made_from: dict[str, ContentId | None],
+    made_from: Mapping[str, ContentId | None],
     label: str,
 ) -> None:
     rows = [
@@ -213,7 +213,7 @@ def _metrics(run: StageRun, checkpoint: Checkpoint) -> list[dict[str, float]]:
     return [json.loads(line) for line in run.objects.get_bytes(checkpoint.metrics).splitlines()]
 
 
-def _show(checkpoint: Checkpoint, made_from: dict[str, ContentId | None], title: str) -> None:
+def _show(checkpoint: Checkpoint, made_from: Mapping[str, ContentId | None], title: str) -> None:
     artifacts.origin("checkpoint", title, {"model": checkpoint.model, "train state": checkpoint.train_state}, made_from)
     summary = checkpoint.summary
     stage_logger().info(

@@ -63,8 +63,8 @@ def tokenize_pairs(
     pairs, truncated, left_out = [], 0, 0
     for number, (row, prompt) in enumerate(zip(rows, encode.prompts(rows), strict=True), start=1):
         assert row.chosen is not None and row.rejected is not None
-        if not isinstance(row.chosen, str) or not isinstance(row.prompt, str | None):
-            prompt, chosen, rejected = encode.conversations(row.prompt, row.chosen, row.rejected, number)
+        if not (isinstance(row.chosen, str) and isinstance(row.rejected, str) and isinstance(row.prompt, str | None)):
+            prompt, chosen, rejected = encode.conversations(row.prompt, row.chosen, row.rejected, number=number)
         elif row.prompt is None:
             chosen, rejected = encode.whole(row.chosen), encode.whole(row.rejected)
         else:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rollout_core.algorithms.kto import KTO, judged_documents
 from rollout_core.algorithms.learners import check_sequence_length
-from rollout_core.algorithms.loop import LoopHooks, build_accelerator, build_optimizer, train
+from rollout_core.algorithms.loop import Algorithm, LoopHooks, build_accelerator, build_optimizer, train
 from rollout_core.algorithms.packing import Document
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.preference import DPO, pair_documents
@@ -119,7 +119,7 @@ def _reference_pass(
         documents,
         load,
         precision=f"{accelerator.mixed_precision}/{accelerator.device.type}",
-        autocast=accelerator.autocast,
+        autocast=lambda: accelerator.autocast(),
         device=accelerator.device,
     )
     # Loading the reference may or may not have drawn random numbers.
@@ -128,7 +128,7 @@ def _reference_pass(
 
 
 def _train_to_end(
-    algorithm: BradleyTerry | DPO | KTO,
+    algorithm: Algorithm[Any],
     trained: Any,
     settings: PreferenceSettings,
     accelerator: Accelerator,

@@ -116,14 +116,18 @@ def load_reward_model(folder: Path, *, new_head: bool = False) -> Any:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    # A report that the head is new would be no news; what else is missing is said below.
-    logging.getLogger("transformers.utils.loading_report").setLevel(logging.ERROR)
+    # transformers would report at length that the head is new; what else may be missing is said below.
+    noise = logging.getLogger("transformers.modeling_utils")
+    level = noise.level
+    noise.setLevel(logging.ERROR)
     try:
         model, found = AutoModelForSequenceClassification.from_pretrained(
             folder, num_labels=1, dtype=torch.float32, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"model in {folder} cannot be loaded as a reward model: {error}") from error
+    finally:
+        noise.setLevel(level)
     if not isinstance(getattr(model, "score", None), nn.Linear):
         raise ConfigError(f"{type(model).__name__} has no linear score head; choose a decoder model such as Qwen2")
     missing = {name for name in found["missing_keys"] if not (new_head and name.startswith("score."))}
