@@ -16,8 +16,8 @@ from torch import Tensor
 
 from rollout_core.errors import ConfigError
 
-SHARED_PREFIX_TOKENS = 16
-"""Below this encoding a prefix twice costs less than attention over it in a call of its own."""
+SHARED_PREFIX_TOKENS = 8
+"""From here on a prefix is quicker shared than encoded twice (2 % at 8 tokens of 128, 4 % at 16, a third at 64)."""
 
 
 @dataclass(frozen=True)
