@@ -14,6 +14,7 @@ import os
 import random
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 SEED = 20260
@@ -22,7 +23,8 @@ NUM_SFT = 4_000
 NUM_PROMPTS = 8_000
 NUM_HELD_OUT = 512
 VOCABULARY = 320
-FILES = ("sft.jsonl", "prompts.jsonl", "held-out.jsonl")
+NUM_PAIRS = 2_000
+FILES = ("sft.jsonl", "prompts.jsonl", "held-out.jsonl", "pairs.jsonl", "judged.jsonl")
 
 
 def make_problems(count: int, rng: random.Random) -> list[tuple[str, str]]:
@@ -34,16 +36,42 @@ def make_problems(count: int, rng: random.Random) -> list[tuple[str, str]]:
     return list(problems.items())
 
 
+def spoil(answer: str, rng: random.Random) -> str:
+    """A wrong answer of the same digits: two that differ change places."""
+    digits = answer.split()
+    unequal = [(i, j) for i in range(len(digits)) for j in range(i) if digits[i] != digits[j]]
+    if not unequal:
+        return " ".join(digits[:-1])
+    first, second = rng.choice(unequal)
+    digits[first], digits[second] = digits[second], digits[first]
+    return " ".join(digits)
+
+
+def make_pairs(problems: list[tuple[str, str]], rng: random.Random) -> list[dict[str, str]]:
+    """The right answer preferred to a wrong one."""
+    return [{"prompt": prompt, "chosen": answer, "rejected": spoil(answer, rng)} for prompt, answer in problems]
+
+
+def make_judged(problems: list[tuple[str, str]], rng: random.Random) -> list[dict[str, str | bool]]:
+    """Answers, half of them wrong, with a label that says so."""
+    return [
+        {"prompt": prompt, "completion": spoil(answer, rng) if number % 2 else answer, "label": number % 2 == 0}
+        for number, (prompt, answer) in enumerate(problems)
+    ]
+
+
 def make_data(folder: Path) -> None:
-    """Write SFT rows, training prompts and held-out prompts; the held-out ones appear nowhere else."""
+    """Write all rows; the held-out prompts appear nowhere else."""
     problems = make_problems(NUM_HELD_OUT + NUM_PROMPTS, random.Random(SEED))
     held_out, training = problems[:NUM_HELD_OUT], problems[NUM_HELD_OUT:]
     _write(folder / "held-out.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in held_out])
     _write(folder / "prompts.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in training])
     _write(folder / "sft.jsonl", [{"prompt": prompt, "completion": answer} for prompt, answer in training[:NUM_SFT]])
+    _write(folder / "pairs.jsonl", make_pairs(training[-NUM_PAIRS:], random.Random(SEED)))
+    _write(folder / "judged.jsonl", make_judged(training[-2 * NUM_PAIRS :], random.Random(SEED)))
 
 
-def _write(path: Path, rows: list[dict[str, str]]) -> None:
+def _write(path: Path, rows: Sequence[Mapping[str, str | bool]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
@@ -100,7 +128,10 @@ def main() -> None:
     make_model(scratch / "model")
     shutil.rmtree(folder, ignore_errors=True)
     scratch.rename(folder)
-    print(f"{folder}: model and {NUM_SFT} SFT rows, {NUM_PROMPTS} prompts, {NUM_HELD_OUT} held-out prompts")
+    print(
+        f"{folder}: model and {NUM_SFT} SFT rows, {NUM_PROMPTS} prompts, {NUM_HELD_OUT} held-out prompts, "
+        f"{NUM_PAIRS} pairs, {2 * NUM_PAIRS} judged answers"
+    )
 
 
 if __name__ == "__main__":

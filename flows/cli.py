@@ -154,6 +154,52 @@ def _train_on_policy(kind: str, config: Path, model: Any, dry_run: bool, set_: l
     _print_checkpoint(result)
 
 
+@train_app.command("rm")
+def train_rm(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, debug: Debug = False) -> None:
+    """A reward model from preference pairs."""
+    _train_on_preferences("rm", config, dry_run, set_, debug)
+
+
+@train_app.command("dpo")
+def train_dpo(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, debug: Debug = False) -> None:
+    """Direct preference optimization on pairs."""
+    _train_on_preferences("dpo", config, dry_run, set_, debug)
+
+
+@train_app.command("ipo")
+def train_ipo(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, debug: Debug = False) -> None:
+    """Identity preference optimization on pairs."""
+    _train_on_preferences("ipo", config, dry_run, set_, debug)
+
+
+@train_app.command("kto")
+def train_kto(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, debug: Debug = False) -> None:
+    """Kahneman-Tversky optimization on single judged answers."""
+    _train_on_preferences("kto", config, dry_run, set_, debug)
+
+
+def _train_on_preferences(kind: str, config: Path, dry_run: bool, set_: list[str] | None, debug: bool) -> None:
+    with _one_line_errors(debug):
+        from rollout_core.config import CONFIG_KINDS, load_config
+        from rollout_core.preference_plan import plan_kto, plan_pairs
+
+        parsed: Any = load_config(config, CONFIG_KINDS[f"train-{kind}"], _parse_overrides(set_))
+        facts = (plan_kto if kind == "kto" else plan_pairs)(parsed, Path.cwd())
+        if dry_run:
+            settings = parsed.algorithm
+            _print_plan(
+                {"algorithm": kind, **facts, "minibatch": settings.minibatch_size, "dataset": settings.dataset.path}
+            )
+            return
+
+        def start() -> Any:
+            from flows import preference
+
+            return getattr(preference, f"train_{kind}")(parsed)
+
+        _print_checkpoint(_run_flow(start))
+
+
 def _print_checkpoint(result: Mapping[str, Any]) -> None:
     typer.echo(f"model: {result['model']}")
     typer.echo(f"train state: {result['train_state']} (step {result['step']})")

@@ -19,7 +19,7 @@ from rollout_core.records import Checkpoint, EvalReport
 from rollout_core.rewards import source_id
 from tasks import artifacts, places
 from tasks.journal import Journal
-from tasks.keep import import_model, import_prompts, import_sft, promote, snapshot
+from tasks.keep import import_model, import_prompts, import_reward, import_sft, promote, snapshot
 from tasks.learn import sft_update
 from tasks.places import working_folder
 from tasks.prompts import enqueue_prompts
@@ -51,7 +51,8 @@ def _nightly(config: NightlyConfig, journal: Journal) -> dict[str, Any]:
     rows = import_sft(config.sft.dataset.path)
     prompts = import_prompts(config.policy.prompts.path)
     held_out = import_prompts(config.evaluation.prompts.path)
-    reward_source = source_id(config.reward, base=working_folder())
+    reward = import_reward(config.reward)
+    reward_source = source_id(reward, base=working_folder())
 
     def held_out_reward(of: Any, label: str) -> EvalReport:
         prompt_set = enqueue_prompts(
@@ -62,9 +63,7 @@ def _nightly(config: NightlyConfig, journal: Journal) -> dict[str, Any]:
             mode="test",
             label=label,
         )
-        return evaluate(
-            prompt_set, config.evaluation.sampling, config.backend, config.reward, reward_source, label=label
-        )
+        return evaluate(prompt_set, config.evaluation.sampling, config.backend, reward, reward_source, label=label)
 
     before = held_out_reward(model, "before")
 
@@ -78,7 +77,7 @@ def _nightly(config: NightlyConfig, journal: Journal) -> dict[str, Any]:
         prompts.data,
         config.policy,
         config.backend,
-        config.reward,
+        reward,
         seed=config.seed,
         num_threads=config.num_threads,
         run_name=config.run.name,

@@ -23,7 +23,7 @@ from rollout_core.records import Checkpoint, Scores
 from rollout_core.rewards import RewardSpec, source_id
 from tasks.generate import batch_inference
 from tasks.journal import Journal
-from tasks.keep import import_model, import_prompts, import_sft, snapshot
+from tasks.keep import import_model, import_prompts, import_reward, import_sft, snapshot
 from tasks.learn import grpo_update, ppo_update, sft_update
 from tasks.places import working_folder
 from tasks.prompts import enqueue_prompts
@@ -122,7 +122,7 @@ def _train_on_policy(config: TrainPPOConfig | TrainGRPOConfig) -> dict[str, Any]
             prompts.data,
             settings,
             config.backend,
-            settings.reward,
+            import_reward(settings.reward),
             seed=config.seed,
             num_threads=config.num_threads,
             run_name=config.run.name,

@@ -42,7 +42,7 @@ def _at_least_one(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
 Conversation = Annotated[tuple[ChatMessage, ...], AfterValidator(_at_least_one)]
 
 
-class _Row(BaseModel):
+class Row(BaseModel):
     """What rows share: the keys they know, and ``extras`` for all others, in the order of the file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -66,7 +66,8 @@ class _Row(BaseModel):
         """The row as one flat JSON object."""
         return {**self.model_dump(mode="json", exclude={"extras"}, exclude_none=True), **self.extras}
 
-    def _missing(self, wanted: str, *keys: str) -> ValueError:
+    def missing(self, wanted: str, *keys: str) -> ValueError:
+        """The error for a row that lacks what is ``wanted``, with the nearest of its other keys to ``keys``."""
         found = ", ".join(self.extras) or "none"
         for key in keys:
             for near in difflib.get_close_matches(key, self.extras, n=1):
@@ -74,7 +75,7 @@ class _Row(BaseModel):
         return ValueError(f"{wanted}; other keys found: {found}")
 
 
-class PromptRow(_Row):
+class PromptRow(Row):
     """A prompt to complete: a text or a conversation."""
 
     prompt: str | None = None
@@ -85,13 +86,13 @@ class PromptRow(_Row):
     @model_validator(mode="after")
     def _exactly_one_form(self) -> PromptRow:
         if self.prompt is None and self.messages is None:
-            raise self._missing("needs prompt or messages", "prompt", "messages")
+            raise self.missing("needs prompt or messages", "prompt", "messages")
         if self.prompt is not None and self.messages is not None:
             raise ValueError("has both prompt and messages; give one of them")
         return self
 
 
-class SftRow(_Row):
+class SftRow(Row):
     """A demonstration to imitate: a prompt with its completion, or a conversation that ends with the assistant."""
 
     prompt: str | None = None
@@ -103,11 +104,11 @@ class SftRow(_Row):
         if self.messages is not None:
             self._check_conversation(self.messages)
         elif self.prompt is None and self.completion is None:
-            raise self._missing("needs prompt and completion, or messages", "prompt", "completion", "messages")
+            raise self.missing("needs prompt and completion, or messages", "prompt", "completion", "messages")
         elif self.prompt is None:
-            raise self._missing("has completion but no prompt", "prompt")
+            raise self.missing("has completion but no prompt", "prompt")
         elif self.completion is None:
-            raise self._missing("has prompt but no completion", "completion")
+            raise self.missing("has prompt but no completion", "completion")
         elif not self.completion:
             raise ValueError("completion is empty; there is nothing to train")
         return self
@@ -123,7 +124,7 @@ class SftRow(_Row):
             raise ValueError("an assistant message is empty; there is nothing to train")
 
 
-RowT = TypeVar("RowT", bound=_Row)
+RowT = TypeVar("RowT", bound=Row)
 
 
 def read_prompts(pattern_or_path: str | Path, *, base: Path | None = None) -> list[PromptRow]:
@@ -147,15 +148,20 @@ def read_sft(pattern_or_path: str | Path, *, base: Path | None = None) -> list[S
 
 def parse_prompts(data: bytes, name: str) -> list[PromptRow]:
     """Rows of JSONL bytes, perhaps none. Raises DataError that calls the bytes ``name``."""
-    return list(_parse_lines(_numbered(name, data.split(b"\n")), PromptRow))
+    return parse_rows(data, name, PromptRow)
 
 
 def parse_sft(data: bytes, name: str) -> list[SftRow]:
     """Rows of JSONL bytes, perhaps none. Raises DataError that calls the bytes ``name``."""
-    return list(_parse_lines(_numbered(name, data.split(b"\n")), SftRow))
+    return parse_rows(data, name, SftRow)
 
 
-def to_jsonl(rows: Iterable[PromptRow | SftRow]) -> bytes:
+def parse_rows(data: bytes, name: str, model: type[RowT]) -> list[RowT]:
+    """Rows of one kind from JSONL bytes, perhaps none. Raises DataError that calls the bytes ``name``."""
+    return list(_parse_lines(_numbered(name, data.split(b"\n")), model))
+
+
+def to_jsonl(rows: Iterable[Row]) -> bytes:
     """The canonical bytes of rows: `canonical_json` a line. Raises ConfigError for extras that are not JSON."""
     return b"".join(canonical_json(row.document()) + b"\n" for row in rows)
 

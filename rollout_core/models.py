@@ -150,6 +150,33 @@ def inspect_model(folder: Path) -> ModelFacts:
     )
 
 
+def check_reference(model: Path, reference: Path) -> None:
+    """Raises ConfigError unless the two model folders are of one architecture and read the same token ids."""
+    kinds = [_read_config(folder).model_type for folder in (model, reference)]
+    if kinds[0] != kinds[1]:
+        raise ConfigError(
+            f"the reference in {reference} is a {kinds[1]!r}, the model a {kinds[0]!r}; give an earlier checkpoint of "
+            "the same architecture"
+        )
+    vocabularies = [load_tokenizer(folder).get_vocab() for folder in (model, reference)]
+    if vocabularies[0] != vocabularies[1]:
+        raise ConfigError(
+            f"the tokenizer of the reference in {reference} has another vocabulary ({len(vocabularies[1])} tokens) "
+            f"than the model's ({len(vocabularies[0])} tokens); give a reference that reads the same token ids"
+        )
+
+
+def check_reward_model(folder: Path) -> None:
+    """Raises ConfigError unless the model folder is a sequence classifier of one label."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    kinds = config.get("architectures") or ["model of unknown architecture"]
+    labels = len(config.get("id2label") or "..")
+    if not kinds[0].endswith("ForSequenceClassification") or labels != 1:
+        raise ConfigError(
+            f"{folder} holds a {kinds[0]} of {labels} labels, no reward model; train one with `rollout train rm`"
+        )
+
+
 def _check_weights(file: Path) -> None:
     from safetensors import SafetensorError, safe_open
 

@@ -19,6 +19,7 @@ from rollout_core.config import (
     ModelSource,
     NightlyConfig,
     OnPolicySettings,
+    Padded,
     SamplingParams,
     SFTSettings,
     TrainGRPOConfig,
@@ -31,8 +32,16 @@ from rollout_core.errors import ConfigError
 from rollout_core.inference.output import earlier_run_id
 from rollout_core.inference.samples import refuse_long_prompts
 from rollout_core.inference.text import tokenize_prompts
-from rollout_core.models import ModelFacts, check_model, load_tokenizer, locate_tokenizer
-from rollout_core.rewards import RewardSpec, load_reward
+from rollout_core.models import (
+    ModelFacts,
+    check_model,
+    check_reward_model,
+    inspect_model,
+    load_tokenizer,
+    locate_model,
+    locate_tokenizer,
+)
+from rollout_core.rewards import ExactMatchReward, ModelReward, RewardSpec, load_reward, plain_rewards
 
 T = TypeVar("T")
 
@@ -44,7 +53,8 @@ class Plan:
     base: Path
     facts: dict[str, Any] = field(default_factory=dict)
     violations: list[str] = field(default_factory=list)
-    _tokenizer: Any = None
+    tokenizer: Any = None
+    """The model's, once `model` found it here."""
     _model_facts: ModelFacts | None = None
 
     def check(self, what: str, look: Callable[[], T]) -> T | None:
@@ -67,42 +77,45 @@ class Plan:
         self._model_facts = self.check(what, lambda: check_model(source, self.base))
         if self._model_facts is not None:
             folder = locate_tokenizer(source, self.base, download=False)
-            self._tokenizer = load_tokenizer(folder) if folder is not None else None
+            self.tokenizer = load_tokenizer(folder) if folder is not None else None
 
     def prompts(self, what: str, rows: Sequence[PromptRow] | None, limit: int | None, sampling: SamplingParams) -> None:
         """Every prompt can be tokenised and leaves room for the completion."""
         limit = limit or (self._model_facts.max_positions if self._model_facts else None)
-        if rows is None or self._tokenizer is None:
+        if rows is None or self.tokenizer is None:
             return
-        token_ids = self.check(what, lambda: tokenize_prompts(self._tokenizer, rows))
+        token_ids = self.check(what, lambda: tokenize_prompts(self.tokenizer, rows))
         if token_ids is not None and limit is not None:
             self.check(what, lambda: refuse_long_prompts(token_ids, sampling.max_tokens, limit))
 
     def prompt_file(self, what: str, dataset: JsonlDataset) -> Sequence[PromptRow] | None:
         """Rows of a prompt file."""
-        return self._rows(what, dataset, parse_prompts)
+        return self.rows(what, dataset, parse_prompts)
 
     def sft(self, what: str, settings: SFTSettings) -> None:
         """Rows of the SFT file, what of them is trained, and sequences no longer than the model."""
-        rows = self._rows(f"{what}.dataset.path", settings.dataset, parse_sft)
+        rows = self.rows(f"{what}.dataset.path", settings.dataset, parse_sft)
         self.facts["sft rows"] = len(rows or ())
-        positions = self._model_facts.max_positions if self._model_facts else None
-        if positions is not None and settings.packing.max_seq_len > positions:
-            self.violations.append(
-                f"{what}.packing.max_seq_len: {settings.packing.max_seq_len} tokens, "
-                f"but the model has {positions} positions"
-            )
-        if rows is not None and self._tokenizer is not None:
+        self.sequence_length(what, settings.packing)
+        if rows is not None and self.tokenizer is not None:
             self.check(f"{what}.dataset.path", lambda: self._sft_targets(rows, settings))
 
     def _sft_targets(self, rows: Sequence[SftRow], settings: SFTSettings) -> None:
         from rollout_core.algorithms.data import tokenize_sft
 
         _, report = tokenize_sft(
-            self._tokenizer, rows, loss_on=settings.loss_on, max_seq_len=settings.packing.max_seq_len
+            self.tokenizer, rows, loss_on=settings.loss_on, max_seq_len=settings.packing.max_seq_len
         )
         self.facts["trained tokens"] = report.num_trained_tokens
         self.facts["truncated rows"] = report.num_truncated
+
+    def sequence_length(self, what: str, packing: Padded) -> None:
+        """Rows are cut at no more than the model has positions."""
+        positions = self._model_facts.max_positions if self._model_facts else None
+        if positions is not None and packing.max_seq_len > positions:
+            self.violations.append(
+                f"{what}.packing.max_seq_len: {packing.max_seq_len} tokens, but the model has {positions} positions"
+            )
 
     def on_policy(self, what: str, settings: OnPolicySettings, backend: BackendConfig) -> Sequence[PromptRow] | None:
         """Training prompts."""
@@ -112,19 +125,33 @@ class Plan:
         return rows
 
     def reward(self, what: str, spec: RewardSpec) -> None:
-        """The reward's code can be loaded."""
+        """The reward's code can be loaded; reward models are there and read the policy's token ids."""
         self.check(what, lambda: load_reward(spec, base=self.base))
+        for part in plain_rewards(spec):
+            if isinstance(part, ModelReward):
+                self.check(what, lambda uri=part.model: self._reward_model(uri))
+
+    def _reward_model(self, uri: str) -> None:
+        folder = locate_model(ModelSource(uri=uri), self.base, download=False)
+        if folder is None:
+            return
+        inspect_model(folder)
+        check_reward_model(folder)
+        if self.tokenizer is not None and load_tokenizer(folder).get_vocab() != self.tokenizer.get_vocab():
+            raise ConfigError(
+                f"the tokenizer of reward model {uri!r} has another vocabulary than the policy's, whose token ids it "
+                "is to score; train it from a model with the policy's tokenizer"
+            )
 
     def answers(self, what: str, rows: Sequence[PromptRow] | None, spec: RewardSpec) -> None:
         """Every row has the answer an exact-match reward compares with."""
-        if spec.kind != "exact_match":
-            return
-        missing = [number for number, row in enumerate(rows or (), start=1) if spec.answer_key not in row.extras]
-        if missing:
-            self.violations.append(
-                f"{what}: row {missing[0]} has no {spec.answer_key!r}, which the exact_match reward compares with"
-                + (f" (and {len(missing) - 1} more rows)" if len(missing) > 1 else "")
-            )
+        for key in {part.answer_key: None for part in plain_rewards(spec) if isinstance(part, ExactMatchReward)}:
+            missing = [number for number, row in enumerate(rows or (), start=1) if key not in row.extras]
+            if missing:
+                self.violations.append(
+                    f"{what}: row {missing[0]} has no {key!r}, which the exact_match reward compares with"
+                    + (f" (and {len(missing) - 1} more rows)" if len(missing) > 1 else "")
+                )
 
     def backend(self, what: str, config: BackendConfig) -> None:
         """The backend's software is installed."""
@@ -149,7 +176,9 @@ class Plan:
             self.violations.append(f"{what}: no permission to write in {nearest}")
         return folder
 
-    def _rows(self, what: str, dataset: JsonlDataset, parse: Callable[[bytes, str], T]) -> T | None:
+    def rows(self, what: str, dataset: JsonlDataset, parse: Callable[[bytes, str], T]) -> T | None:
+        """Rows of a file, as ``parse`` reads them; None where they cannot be read."""
+
         def read() -> T:
             try:
                 data = (self.base / dataset.path).read_bytes()

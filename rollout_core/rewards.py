@@ -6,24 +6,19 @@ keys by the content of its source file (`source_id`), so editing it makes new sc
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import importlib.util
-import inspect
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rollout_core.errors import ConfigError, Fatal, Recoverable
+from rollout_core.expressions import compile_expression
 from rollout_core.ids import ContentId, canonical_json, content_id, hash_bytes
+from rollout_core.reward_functions import load_function, near, shown, source_file
 
 
 class _Spec(BaseModel):
@@ -59,7 +54,77 @@ class FunctionReward(_Spec):
         return value
 
 
-RewardSpec = ExactMatchReward | FunctionReward
+class ModelReward(_Spec):
+    """The score of a reward model, read at the completion's last token."""
+
+    kind: Literal["model"] = "model"
+    model: str = Field(min_length=1)
+    """A folder, a hub id or the content id of a checkpoint of `rollout train rm`. It scores the engine's token ids, so
+    its tokenizer must be the policy's."""
+
+
+PlainReward = ExactMatchReward | FunctionReward | ModelReward
+
+
+class WeightedReward(_Spec):
+    """A reward and how much it counts."""
+
+    weight: float = Field(default=1.0, allow_inf_nan=False)
+    reward: PlainReward
+
+
+class CompositeReward(_Spec):
+    """The weighted sum of rewards."""
+
+    kind: Literal["composite"] = "composite"
+    parts: tuple[WeightedReward, ...] = Field(min_length=1)
+
+
+class ExpressionReward(_Spec):
+    """Arithmetic over named rewards, such as ``clip(quality, -2, 2) - 0.5 * truncated``."""
+
+    kind: Literal["expression"] = "expression"
+    expression: str = Field(min_length=1)
+    """Names are those of ``rewards``, ``num_tokens``, ``num_characters`` and ``truncated`` (1 or 0)."""
+    rewards: dict[str, PlainReward] = {}
+
+    @model_validator(mode="after")
+    def _compiles(self) -> ExpressionReward:
+        hidden = sorted(set(_SAMPLE_FIGURES) & set(self.rewards))
+        if hidden:
+            raise ValueError(f"a reward named {hidden[0]!r} would hide the sample's own figure; rename it")
+        try:
+            compile_expression(self.expression, [*self.rewards, *_SAMPLE_FIGURES])
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+
+_SAMPLE_FIGURES = ("num_tokens", "num_characters", "truncated")
+
+RewardSpec = ExactMatchReward | FunctionReward | ModelReward | CompositeReward | ExpressionReward
+
+
+def plain_rewards(spec: RewardSpec) -> list[PlainReward]:
+    """The rewards ``spec`` is made of; itself, where it is made of nothing else."""
+    if isinstance(spec, CompositeReward):
+        return [part.reward for part in spec.parts]
+    if isinstance(spec, ExpressionReward):
+        return list(spec.rewards.values())
+    return [spec]
+
+
+def with_models(spec: RewardSpec, replace: Callable[[str], str]) -> RewardSpec:
+    """``spec`` with the address of each reward model replaced, such as by its content id."""
+    if isinstance(spec, ModelReward):
+        return spec.model_copy(update={"model": replace(spec.model)})
+    if isinstance(spec, CompositeReward):
+        parts = (part.model_copy(update={"reward": with_models(part.reward, replace)}) for part in spec.parts)
+        return spec.model_copy(update={"parts": tuple(parts)})
+    if isinstance(spec, ExpressionReward):
+        rewards = {name: with_models(reward, replace) for name, reward in spec.rewards.items()}
+        return spec.model_copy(update={"rewards": rewards})
+    return spec
 
 
 @dataclass(frozen=True)
@@ -77,6 +142,9 @@ class RewardInput:
     """Tokens of the completion."""
     id: str | None = None
     """Sample id."""
+    prompt_token_ids: Sequence[int] = ()
+    token_ids: Sequence[int] = ()
+    """Of the completion, as the engine gave them; reward models score these."""
 
 
 @dataclass(frozen=True)
@@ -98,32 +166,41 @@ def batch_reward(function: FunctionT) -> FunctionT:
     return function
 
 
-def load_reward(spec: RewardSpec, *, base: Path | None = None) -> RewardFunction:
+def load_reward(
+    spec: RewardSpec, *, base: Path | None = None, model_folder: Callable[[str], Path] | None = None
+) -> RewardFunction:
     """The function ``spec`` describes; relative files and modules start at ``base`` (default: the working directory).
 
+    ``model_folder`` finds the local folder of a reward model by its address, when it first scores.
     Raises ConfigError where the module, file or function does not exist, fails on import, or cannot be called with a
     sample.
     """
+    if isinstance(spec, CompositeReward | ExpressionReward):
+        return _combined(
+            spec, [load_reward(part, base=base, model_folder=model_folder) for part in plain_rewards(spec)]
+        )
+    if isinstance(spec, ModelReward):
+        return RewardFunction(f"model({spec.model})", _model_scores(spec, base or Path(), model_folder), batched=True)
     if isinstance(spec, ExactMatchReward):
         return RewardFunction(f"exact_match({spec.answer_key})", lambda sample: _exact_match(spec, sample))
-    source, _, attribute = spec.callable.rpartition(":")
-    module = _load_file(source, base) if source.endswith(".py") else _load_module(source, base)
-    function = _attribute(module, attribute, spec.callable)
+    function = load_function(spec.callable, spec.kwargs, base)
     batched = bool(getattr(function, "batch_reward", False))
-    _check_callable(function, spec, batched)
     return RewardFunction(spec.callable, lambda given: function(given, **spec.kwargs), batched)
 
 
 def source_id(spec: RewardSpec, base: Path | None = None) -> ContentId:
     """Content id of what scores depend on: the settings of ``spec`` and the bytes of the function's source file.
 
-    Where the file lies does not matter. Of what the file imports in turn, nothing enters. Raises ConfigError if the
-    source cannot be found; runs none of it, except packages that a dotted module name leads through.
+    Where the file lies does not matter. Of what the file imports in turn, nothing enters. A reward model counts by its
+    address, so give its content id. Raises ConfigError if the source cannot be found; runs none of it, except packages
+    that a dotted module name leads through.
     """
-    if isinstance(spec, ExactMatchReward):
+    if isinstance(spec, CompositeReward | ExpressionReward):
+        return content_id("reward/1", [spec, [source_id(part, base) for part in plain_rewards(spec)]])
+    if not isinstance(spec, FunctionReward):
         return content_id("reward/1", spec)
     source, _, attribute = spec.callable.rpartition(":")
-    path = _file(source, base) if source.endswith(".py") else _module_file(source, base)
+    path = source_file(spec.callable, base)
     identity = {"kind": spec.kind, "function": attribute, "kwargs": spec.kwargs}
     return content_id("reward/1", {**identity, "source": hash_bytes(path.read_bytes()) if path else source})
 
@@ -141,10 +218,52 @@ def score(reward: RewardFunction, inputs: Sequence[RewardInput]) -> list[float]:
         ]
     values = _call(reward, list(inputs), f"the batch of {len(inputs)} samples")
     if not isinstance(values, list):
-        raise Fatal(f"reward {reward.name} returned {_shown(values)}; expected a list of numbers")
+        raise Fatal(f"reward {reward.name} returned {shown(values)}; expected a list of numbers")
     if len(values) != len(inputs):
         raise Fatal(f"reward {reward.name} returned {len(values)} numbers for {len(inputs)} samples")
     return [_number(reward, value, place) for value, place in zip(values, _places(inputs), strict=True)]
+
+
+def _combined(spec: CompositeReward | ExpressionReward, parts: Sequence[RewardFunction]) -> RewardFunction:
+    if isinstance(spec, CompositeReward):
+        weights = [part.weight for part in spec.parts]
+
+        def combine(sample: RewardInput, values: Sequence[float]) -> float:
+            return sum(weight * value for weight, value in zip(weights, values, strict=True))
+
+        name = "composite"
+    else:
+        evaluate = compile_expression(spec.expression, [*spec.rewards, *_SAMPLE_FIGURES])
+
+        def combine(sample: RewardInput, values: Sequence[float]) -> float:
+            figures = (sample.num_tokens, len(sample.completion), sample.finish_reason == "length")
+            return evaluate(dict(zip((*spec.rewards, *_SAMPLE_FIGURES), (*values, *figures), strict=True)))
+
+        name = spec.expression
+
+    def rewards(samples: Sequence[RewardInput]) -> list[float]:
+        columns = [score(part, samples) for part in parts]
+        combined = []
+        for place, sample, *values in zip(_places(samples), samples, *columns, strict=True):
+            try:
+                combined.append(combine(sample, values))
+            except (ArithmeticError, ValueError) as error:
+                raise Fatal(f"reward {name} failed on {place}: {type(error).__name__}: {error}") from error
+        return combined
+
+    return RewardFunction(name, rewards, batched=True)
+
+
+def _model_scores(
+    spec: ModelReward, base: Path, model_folder: Callable[[str], Path] | None
+) -> Callable[[Sequence[RewardInput]], list[float]]:
+    def scores(samples: Sequence[RewardInput]) -> list[float]:
+        from rollout_core.algorithms.reward_model import score_samples
+
+        folder = model_folder(spec.model) if model_folder else base / spec.model
+        return score_samples(folder, [(sample.prompt_token_ids, sample.token_ids) for sample in samples])
+
+    return scores
 
 
 def _places(inputs: Sequence[RewardInput]) -> Iterator[str]:
@@ -156,7 +275,7 @@ def _call(reward: RewardFunction, argument: Any, place: str) -> Any:
     try:
         value = reward.function(argument)
         return list(value) if reward.batched and isinstance(value, Iterable) else value
-    except Recoverable:
+    except (Recoverable, Fatal):
         raise
     except Exception as error:
         raise Fatal(f"reward {reward.name} failed on {place}: {type(error).__name__}: {error}") from error
@@ -170,13 +289,13 @@ def _number(reward: RewardFunction, value: Any, place: str) -> float:
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise Fatal(f"reward {reward.name} returned {_shown(value)} for {place}; expected a finite number")
+        raise Fatal(f"reward {reward.name} returned {shown(value)} for {place}; expected a finite number")
     return number
 
 
 def _exact_match(spec: ExactMatchReward, sample: RewardInput) -> float:
     if spec.answer_key not in sample.extras:
-        raise ConfigError(f"the prompt's row has no {spec.answer_key!r}; {_near(spec.answer_key, sample.extras)}")
+        raise ConfigError(f"the prompt's row has no {spec.answer_key!r}; {near(spec.answer_key, sample.extras)}")
     answer = sample.extras[spec.answer_key]
     pair = [sample.completion, answer if isinstance(answer, str) else canonical_json(answer).decode()]
     if spec.strip:
@@ -184,113 +303,3 @@ def _exact_match(spec: ExactMatchReward, sample: RewardInput) -> float:
     if spec.ignore_case:
         pair = [text.casefold() for text in pair]
     return float(pair[0] == pair[1])
-
-
-def _file(source: str, base: Path | None) -> Path:
-    path = (base or Path()) / source
-    if not path.is_file():
-        found = {file.name for file in path.parent.glob("*.py")}
-        raise ConfigError(f"reward file {path} does not exist; {_near(path.name, found)}")
-    return path
-
-
-def _load_file(source: str, base: Path | None) -> ModuleType:
-    path = _file(source, base).resolve()
-    code = path.read_bytes()
-    # Named by its content, so that an edited file is a new module also in a process that has loaded the old one.
-    name = f"_rollout_reward_{hash_bytes(str(path).encode() + code)}"
-    if name not in sys.modules:
-        module = ModuleType(name)
-        module.__file__ = str(path)
-        sys.modules[name] = module  # where dataclasses look their module up
-        try:
-            with _importable(path.parent):
-                exec(compile(code, path, "exec"), module.__dict__)
-        except (Exception, SystemExit) as error:
-            del sys.modules[name]
-            raise ConfigError(f"reward file {path} fails on import: {type(error).__name__}: {error}") from error
-    return sys.modules[name]
-
-
-_loaded_sources: dict[str, ContentId] = {}
-"""Source of each reward module at its import: one that has been edited since is imported anew."""
-
-
-def _load_module(name: str, base: Path | None) -> ModuleType:
-    path = _module_file(name, base)
-    source = hash_bytes(path.read_bytes()) if path else None
-    try:
-        with _importable(base):
-            module = importlib.import_module(name)
-            if _loaded_sources.get(name, source) != source:
-                module = importlib.reload(module)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"reward module {name} fails on import: {type(error).__name__}: {error}") from error
-    if source is not None:
-        _loaded_sources[name] = source
-    return module
-
-
-def _module_file(name: str, base: Path | None) -> Path | None:
-    """The module's source file; None for one without, such as a built-in."""
-    with _importable(base):
-        importlib.invalidate_caches()
-        try:
-            spec = importlib.util.find_spec(name)
-        except (Exception, SystemExit) as error:  # finding a dotted name imports the packages before the last dot
-            raise ConfigError(f"reward module {name} cannot be found: {error}; {_REMEDY}") from error
-    if spec is None:
-        raise ConfigError(f"reward module {name} cannot be found; {_REMEDY}")
-    return Path(spec.origin) if spec.has_location and spec.origin else None
-
-
-_REMEDY = "install it, run from the folder that holds it, or name its file: path/to/file.py:function"
-
-
-@contextmanager
-def _importable(base: Path | None) -> Iterator[None]:
-    """Modules in ``base`` can be imported, as they could if Python had been started there."""
-    folder = str((base or Path()).resolve())
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        sys.path.remove(folder)
-
-
-def _attribute(module: ModuleType, attribute: str, name: str) -> Any:
-    value: Any = module
-    for part in attribute.split("."):
-        if not hasattr(value, part):
-            found = [key for key in dir(value) if not key.startswith("_") and callable(getattr(value, key, None))]
-            raise ConfigError(f"reward {name}: there is no {part!r}; {_near(part, found)}")
-        value = getattr(value, part)
-    return value
-
-
-def _check_callable(function: Any, spec: FunctionReward, batched: bool) -> None:
-    if not callable(function) or inspect.isclass(function) or inspect.iscoroutinefunction(function):
-        kind = "an async function" if inspect.iscoroutinefunction(function) else f"of type {type(function).__name__}"
-        raise ConfigError(f"reward {spec.callable} is {kind}; expected a function that returns a number")
-    try:
-        signature = inspect.signature(function)
-    except ValueError:
-        return  # some built-ins do not tell
-    try:
-        signature.bind(None, **spec.kwargs)
-    except TypeError as error:
-        argument = "samples" if batched else "sample"
-        call = ", ".join([argument, *(f"{key}={_shown(value)}" for key, value in spec.kwargs.items())])
-        raise ConfigError(
-            f"reward {spec.callable} has the signature {signature}, but is called with ({call}): {error}"
-        ) from None
-
-
-def _near(wanted: str, found: Any) -> str:
-    close = difflib.get_close_matches(wanted, list(found), n=1)
-    return f"did you mean {close[0]!r}?" if close else f"found: {', '.join(sorted(found)) or 'nothing'}"
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -12,7 +12,9 @@ from rollout_core.errors import ConfigError
 from rollout_core.ids import ContentId
 from rollout_core.models import import_model as file_model
 from rollout_core.objects import ObjectStore
+from rollout_core.preferences import parse_judged, parse_pairs
 from rollout_core.records import Checkpoint, Dataset, EvalReport, Model, Record, SnapshotRecord
+from rollout_core.rewards import RewardSpec, with_models
 from rollout_core.snapshots import SnapshotStore
 from rollout_core.store import LLM
 from tasks import artifacts, places
@@ -43,6 +45,23 @@ def import_prompts(path: str) -> Dataset:
 def import_sft(path: str) -> Dataset:
     """File SFT rows in the object store in canonical form."""
     return _import(current_stage().objects, path, parse_sft)
+
+
+@stage(version=1, cached=False)
+def import_pairs(path: str) -> Dataset:
+    """File preference pairs in the object store in canonical form."""
+    return _import(current_stage().objects, path, parse_pairs)
+
+
+@stage(version=1, cached=False)
+def import_judged(path: str) -> Dataset:
+    """File judged answers in the object store in canonical form."""
+    return _import(current_stage().objects, path, parse_judged)
+
+
+def import_reward(spec: RewardSpec) -> RewardSpec:
+    """``spec`` with its reward models filed in the object store and named by content."""
+    return with_models(spec, lambda uri: import_model(ModelSource(uri=uri)).model)
 
 
 def _import(objects: ObjectStore, path: str, parse) -> Dataset:

@@ -1,14 +1,23 @@
-"""The stages that train: supervised fine-tuning and one PPO iteration."""
+"""The stages that train: supervised fine-tuning, learning from preferences, and one PPO iteration."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from rollout_core.algorithms import learners
+from rollout_core.algorithms import learners, preference_learners
+from rollout_core.algorithms.preference_data import PreferenceReport
 from rollout_core.algorithms.workshop import Workshop
-from rollout_core.config import GRPOSettings, PPOSettings, SFTSettings
+from rollout_core.config import (
+    DPOSettings,
+    GRPOSettings,
+    IPOSettings,
+    KTOSettings,
+    PPOSettings,
+    RewardModelSettings,
+    SFTSettings,
+)
 from rollout_core.ids import ContentId
 from rollout_core.records import Checkpoint, Scores
 from tasks import artifacts, places
@@ -35,6 +44,83 @@ def sft_update(
     artifacts.curve("sft-loss", losses, title=f"SFT loss {label}".strip(), x_label="step", y_label="loss")
     _show(checkpoint, {"model": model, "dataset": dataset}, f"SFT checkpoint {label}".strip())
     return checkpoint
+
+
+@stage(version=1, concurrency="learner")
+def rm_update(
+    model: ContentId,
+    dataset: ContentId,
+    settings: RewardModelSettings,
+    *,
+    seed: int,
+    num_threads: int | None = None,
+    label: str = "",
+) -> Checkpoint:
+    """Train a reward model on pairs; resumes from its last snapshot."""
+    run = current_stage()
+    with _workshop(run, seed, num_threads, "reward model") as workshop:
+        checkpoint, report = preference_learners.rm_update(model, dataset, settings, workshop)
+    _show_preferences(run, "rm", checkpoint, report, {"model": model, "dataset": dataset}, label)
+    return checkpoint
+
+
+@stage(version=1, concurrency="learner")
+def dpo_update(
+    model: ContentId,
+    reference: ContentId,
+    dataset: ContentId,
+    settings: DPOSettings | IPOSettings,
+    *,
+    seed: int,
+    num_threads: int | None = None,
+    label: str = "",
+) -> Checkpoint:
+    """DPO or IPO of a model on pairs; resumes from its last snapshot."""
+    run = current_stage()
+    with _workshop(run, seed, num_threads, settings.kind.upper()) as workshop:
+        checkpoint, report = preference_learners.dpo_update(model, reference, dataset, settings, workshop)
+    made_from = {"model": model, "reference": reference, "dataset": dataset}
+    _show_preferences(run, settings.kind, checkpoint, report, made_from, label)
+    return checkpoint
+
+
+@stage(version=1, concurrency="learner")
+def kto_update(
+    model: ContentId,
+    reference: ContentId,
+    dataset: ContentId,
+    settings: KTOSettings,
+    *,
+    seed: int,
+    num_threads: int | None = None,
+    label: str = "",
+) -> Checkpoint:
+    """KTO of a model on judged answers; resumes from its last snapshot."""
+    run = current_stage()
+    with _workshop(run, seed, num_threads, "KTO") as workshop:
+        checkpoint, report = preference_learners.kto_update(model, reference, dataset, settings, workshop)
+    made_from = {"model": model, "reference": reference, "dataset": dataset}
+    _show_preferences(run, settings.kind, checkpoint, report, made_from, label)
+    return checkpoint
+
+
+def _show_preferences(
+    run: StageRun,
+    kind: str,
+    checkpoint: Checkpoint,
+    report: PreferenceReport,
+    made_from: Mapping[str, ContentId | None],
+    label: str,
+) -> None:
+    rows = [
+        {"figure": name.replace("_", " "), "value": value} for name, value in vars(report).items() if value is not None
+    ]
+    artifacts.table(f"{kind}-data", rows, "What became of the preference rows")
+    metrics = _metrics(run, checkpoint)
+    for figure, name in (("loss", "loss"), ("rewards/margins", "margins")):
+        title = f"{kind.upper()} {name} {label}".strip()
+        artifacts.curve(f"{kind}-{name}", [row[figure] for row in metrics], title=title, x_label="step", y_label=figure)
+    _show(checkpoint, made_from, f"{kind.upper()} checkpoint {label}".strip())
 
 
 @stage(version=2, concurrency="learner")
@@ -127,7 +213,7 @@ def _metrics(run: StageRun, checkpoint: Checkpoint) -> list[dict[str, float]]:
     return [json.loads(line) for line in run.objects.get_bytes(checkpoint.metrics).splitlines()]
 
 
-def _show(checkpoint: Checkpoint, made_from: dict[str, ContentId | None], title: str) -> None:
+def _show(checkpoint: Checkpoint, made_from: Mapping[str, ContentId | None], title: str) -> None:
     artifacts.origin("checkpoint", title, {"model": checkpoint.model, "train state": checkpoint.train_state}, made_from)
     summary = checkpoint.summary
     stage_logger().info(

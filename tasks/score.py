@@ -77,10 +77,17 @@ def compute_scores(objects: ObjectStore, completions: Completions, reward: Rewar
             finish_reason=completion.finish_reason,
             num_tokens=len(completion.token_ids),
             id=sample.row_id or sample.id,
+            prompt_token_ids=sample.prompt_token_ids,
+            token_ids=completion.token_ids,
         )
         for sample, completion in zip(samples, generated, strict=True)
     ]
-    values = score(load_reward(reward, base=places.working_folder()), inputs)
+    function = load_reward(
+        reward,
+        base=places.working_folder(),
+        model_folder=lambda model: objects.local_tree(ContentId(model), places.cache_folder()),
+    )
+    values = score(function, inputs)
     return Scores(
         scores=objects.put_bytes(canonical_json(values)),
         completions=completions.completions,

@@ -11,8 +11,12 @@ from rollout_core.config import (
     NightlyConfig,
     PPOSettings,
     SnapshotPolicy,
+    TrainDPOConfig,
     TrainGRPOConfig,
+    TrainIPOConfig,
+    TrainKTOConfig,
     TrainPPOConfig,
+    TrainRMConfig,
     TrainSFTConfig,
     VLLMBackend,
     apply_overrides,
@@ -29,6 +33,10 @@ EXAMPLES = {
     "sft-tiny.toml": TrainSFTConfig,
     "ppo-tiny.toml": TrainPPOConfig,
     "grpo-tiny.toml": TrainGRPOConfig,
+    "rm-tiny.toml": TrainRMConfig,
+    "dpo-tiny.toml": TrainDPOConfig,
+    "ipo-tiny.toml": TrainIPOConfig,
+    "kto-tiny.toml": TrainKTOConfig,
     "batch-tiny.toml": InferBatchConfig,
 }
 

@@ -17,15 +17,21 @@ from pydantic import TypeAdapter, ValidationError
 
 from rollout_core.errors import ConfigError, Fatal, Recoverable
 from rollout_core.rewards import (
+    CompositeReward,
     ExactMatchReward,
+    ExpressionReward,
     FunctionReward,
+    ModelReward,
     RewardFunction,
     RewardInput,
     RewardSpec,
+    WeightedReward,
     batch_reward,
     load_reward,
+    plain_rewards,
     score,
     source_id,
+    with_models,
 )
 
 SAMPLES = [RewardInput("2+2?", "4", {"answer": "4"}, "stop", 1, "s-0"), RewardInput("3+3?", "7", {"answer": "6"})]
@@ -330,3 +336,79 @@ def test_rewards_load_without_torch():
     """Planning reads reward specs; it must stay quick."""
     code = "import rollout_core.rewards, rollout_core.datasets, sys; sys.exit('torch' in sys.modules)"
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
+
+
+# -- combinations ------------------------------------------------------------------------------------------------------
+
+
+def combinations() -> tuple[CompositeReward, ExpressionReward]:
+    exact, model = ExactMatchReward(), ModelReward(model="here")
+    return (
+        CompositeReward(parts=(WeightedReward(weight=2.0, reward=exact), WeightedReward(weight=-1.0, reward=model))),
+        ExpressionReward(expression="right + quality", rewards={"right": exact, "quality": model}),
+    )
+
+
+def test_a_composite_is_the_weighted_sum_of_its_parts(tmp_path: Path):
+    mine = write(tmp_path / "mine.py", "def length(sample): return len(sample.completion)\n")
+    parts = (
+        WeightedReward(weight=2.0, reward=ExactMatchReward()),
+        WeightedReward(weight=-0.5, reward=FunctionReward(callable=f"{mine}:length")),
+    )
+    samples = [RewardInput("q", "42", {"answer": "42"}), RewardInput("q", "1", {"answer": "42"})]
+    assert score(load_reward(CompositeReward(parts=parts)), samples) == [1.0, -0.5]
+
+
+def test_an_expression_knows_its_rewards_and_the_sample():
+    spec = ExpressionReward(
+        expression="(right if not truncated else -1) - num_tokens / 10 + num_characters",
+        rewards={"right": ExactMatchReward()},
+    )
+    samples = [
+        RewardInput("q", "42", {"answer": "42"}, num_tokens=5),
+        RewardInput("q", "42", {"answer": "42"}, finish_reason="length", num_tokens=5),
+    ]
+    assert score(load_reward(spec), samples) == [2.5, 0.5]
+
+
+def test_an_expression_that_fails_names_the_sample():
+    spec = ExpressionReward(expression="1 / num_tokens")
+    samples = [RewardInput("q", "a", num_tokens=1), RewardInput("q", "a", id="s-1")]
+    with pytest.raises(Fatal, match=r"reward 1 / num_tokens failed on sample 1 \(s-1\): ZeroDivisionError"):
+        score(load_reward(spec), samples)
+
+
+def test_a_part_that_fails_is_named_itself():
+    spec = CompositeReward(parts=(WeightedReward(reward=ExactMatchReward()),))
+    with pytest.raises(Fatal, match=r"reward exact_match\(answer\) failed on sample 0"):
+        score(load_reward(spec), [RewardInput("q", "a")])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"expression": "right", "rewards": {}}, "unknown name 'right'"),
+        ({"expression": "1", "rewards": {"truncated": {"kind": "exact_match"}}}, "would hide the sample's own figure"),
+        ({"expression": "__import__('os')"}, "unknown function"),
+    ],
+)
+def test_an_expression_is_checked_when_it_is_read(fields: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        ExpressionReward.model_validate(fields)
+
+
+def test_reward_models_are_named_by_content_wherever_they_stand():
+    for spec in combinations():
+        assert [
+            part.model for part in plain_rewards(with_models(spec, lambda uri: "there")) if part.kind == "model"
+        ] == ["there"]
+        assert source_id(spec) != source_id(with_models(spec, lambda uri: "there"))
+    assert with_models(ExactMatchReward(), lambda uri: "there") == ExactMatchReward()
+
+
+def test_source_id_of_a_combination_follows_the_source_of_its_parts(tmp_path: Path):
+    mine = write(tmp_path / "mine.py", "def r(sample): return 1\n")
+    spec = CompositeReward(parts=(WeightedReward(reward=FunctionReward(callable=f"{mine}:r")),))
+    before = source_id(spec)
+    write(mine, "def r(sample): return 2\n")
+    assert source_id(spec) != before

@@ -50,7 +50,7 @@ def sft_update(
     seed_everything(workshop.seed, num_threads=workshop.num_threads)
     accelerator = build_accelerator(settings.precision)
     trained = load_policy(folder).to(accelerator.device).train()
-    _check_sequence_length(trained, max(len(example.token_ids) for example in examples))
+    check_sequence_length(trained, max(len(example.token_ids) for example in examples))
     state = TrainState(trained, build_optimizer(settings.optimizer, list(trained.parameters())), seed=workshop.seed)
     algorithm = SFT(Policy(trained), examples, settings, seed=workshop.seed, device=accelerator.device)
     resumption = Resumption(workshop, "sft", settings, folder)
@@ -206,7 +206,8 @@ def load_trajectories(objects: ObjectStore, samples: ContentId, scores: Scores) 
     ]
 
 
-def _check_sequence_length(policy: Any, longest: int) -> None:
+def check_sequence_length(policy: Any, longest: int) -> None:
+    """Raises ConfigError where the longest row, in tokens, has no place in the model."""
     limit = getattr(policy.config, "max_position_embeddings", None)
     if limit is not None and longest > limit:
         raise ConfigError(

@@ -11,7 +11,7 @@ from rollout_core.algorithms.data import Example, positions_at
 from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.packing import Document, PackedTokens, pack
 from rollout_core.algorithms.policy import Policy
-from rollout_core.config import SFTSettings
+from rollout_core.config import PreferenceSettings, SFTSettings
 
 
 class SFT:
@@ -53,7 +53,7 @@ class SFT:
         return batch.num_tokens
 
 
-def num_steps(settings: SFTSettings, num_examples: int) -> int:
+def num_steps(settings: SFTSettings | PreferenceSettings, num_examples: int) -> int:
     """Optimizer steps of a run: ``budget.max_steps``, else what ``budget.epochs`` takes."""
     if settings.budget.max_steps is not None:
         return settings.budget.max_steps

@@ -33,7 +33,7 @@ class TrainState:
     """What training changes. ``extras`` holds the algorithm's own JSON values (a KL coefficient, running figures)."""
 
     model: nn.Module
-    """A transformers causal language model."""
+    """A transformers model: a causal language model, or a reward model."""
     optimizer: torch.optim.Optimizer
     modules: nn.ModuleDict = field(default_factory=nn.ModuleDict)
     """Trained modules beside the model."""
@@ -95,7 +95,7 @@ def load_state(state: TrainState, folder: Path) -> None:
     kind, wanted = document["optimizer"]["kind"], type(state.optimizer).__name__
     if kind != wanted:
         raise ConfigError(f"train state is of the optimizer {kind}, this run has {wanted}. {_REMEDY}")
-    weights = load_policy(folder / MODEL_FOLDER).state_dict()
+    weights = _saved_weights(state.model, folder / MODEL_FOLDER)
     modules_file = folder / "modules.safetensors"
     modules = load_file(modules_file) if modules_file.exists() else {}
     _check_tensors("model", weights, state.model)
@@ -124,6 +124,14 @@ def load_policy(folder: Path) -> Any:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"model in {folder} cannot be loaded: {error}") from error
+
+
+def _saved_weights(model: Any, folder: Path) -> Mapping[str, Tensor]:
+    """Read by the model's own class: a reward model saves another head than a language model."""
+    kinds = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
+    if kinds != [type(model).__name__]:
+        raise ConfigError(f"train state is of a {kinds[0]}, this run trains a {type(model).__name__}. {_REMEDY}")
+    return type(model).from_pretrained(folder, dtype=torch.float32).state_dict()
 
 
 def _check_tensors(what: str, saved: Mapping[str, Tensor], module: nn.Module) -> None:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from rollout_core.config.backends import BackendConfig, VLLMBackend
 from rollout_core.config.base import SCHEMA_VERSION, ModelSource, RunInfo, SamplingParams, Settings
 from rollout_core.config.learning import GRPOSettings, JsonlDataset, PPOSettings, SFTSettings
+from rollout_core.config.preference import DPOSettings, IPOSettings, KTOSettings, RewardModelSettings
 from rollout_core.rewards import ExactMatchReward, RewardSpec
 
 
@@ -33,6 +34,38 @@ class GRPOAlgorithm(GRPOSettings):
     kind: Literal["grpo"] = "grpo"
     base_model: ModelSource
     reward: RewardSpec = ExactMatchReward()
+
+
+class RewardModelAlgorithm(RewardModelSettings):
+    """`[algorithm] kind = "rm"`."""
+
+    kind: Literal["rm"] = "rm"
+    base_model: ModelSource
+    """A causal language model, whose trunk gets a new head, or a reward model to go on with."""
+
+
+class DPOAlgorithm(DPOSettings):
+    """`[algorithm] kind = "dpo"`."""
+
+    base_model: ModelSource
+    reference: ModelSource | None = None
+    """Default: the base model."""
+
+
+class IPOAlgorithm(IPOSettings):
+    """`[algorithm] kind = "ipo"`."""
+
+    base_model: ModelSource
+    reference: ModelSource | None = None
+    """Default: the base model."""
+
+
+class KTOAlgorithm(KTOSettings):
+    """`[algorithm] kind = "kto"`."""
+
+    base_model: ModelSource
+    reference: ModelSource | None = None
+    """Default: the base model."""
 
 
 class TrainSFTConfig(Settings):
@@ -68,6 +101,50 @@ class TrainGRPOConfig(Settings):
     """CPU threads of the trainer; fixed threads make CPU training repeatable bit for bit."""
     algorithm: GRPOAlgorithm
     backend: BackendConfig = VLLMBackend()
+
+
+class TrainRMConfig(Settings):
+    """`rollout train rm`."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    run: RunInfo = RunInfo(name="rm")
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    num_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of the trainer; fixed threads make CPU training repeatable bit for bit."""
+    algorithm: RewardModelAlgorithm
+
+
+class TrainDPOConfig(Settings):
+    """`rollout train dpo`."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    run: RunInfo = RunInfo(name="dpo")
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    num_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of the trainer; fixed threads make CPU training repeatable bit for bit."""
+    algorithm: DPOAlgorithm
+
+
+class TrainIPOConfig(Settings):
+    """`rollout train ipo`."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    run: RunInfo = RunInfo(name="ipo")
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    num_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of the trainer; fixed threads make CPU training repeatable bit for bit."""
+    algorithm: IPOAlgorithm
+
+
+class TrainKTOConfig(Settings):
+    """`rollout train kto`."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    run: RunInfo = RunInfo(name="kto")
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    num_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of the trainer; fixed threads make CPU training repeatable bit for bit."""
+    algorithm: KTOAlgorithm
 
 
 class InputGlob(Settings):
@@ -154,7 +231,8 @@ class NightlyConfig(Settings):
         return settings
 
 
-RunConfig = NightlyConfig | TrainSFTConfig | TrainPPOConfig | TrainGRPOConfig | InferBatchConfig
+PreferenceConfig = TrainRMConfig | TrainDPOConfig | TrainIPOConfig | TrainKTOConfig
+RunConfig = NightlyConfig | TrainSFTConfig | TrainPPOConfig | TrainGRPOConfig | PreferenceConfig | InferBatchConfig
 
 
 CONFIG_KINDS: dict[str, type[Settings]] = {
@@ -162,6 +240,10 @@ CONFIG_KINDS: dict[str, type[Settings]] = {
     "train-sft": TrainSFTConfig,
     "train-ppo": TrainPPOConfig,
     "train-grpo": TrainGRPOConfig,
+    "train-rm": TrainRMConfig,
+    "train-dpo": TrainDPOConfig,
+    "train-ipo": TrainIPOConfig,
+    "train-kto": TrainKTOConfig,
     "infer-batch": InferBatchConfig,
 }
 

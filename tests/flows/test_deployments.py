@@ -37,7 +37,8 @@ def test_every_flow_is_deployed_on_both_pools():
     for item in prefect_yaml()["deployments"]:
         by_entrypoint.setdefault(item["entrypoint"], set()).add(item["work_pool"]["name"])
     training = {f"flows/train.py:train_{kind}" for kind in ("sft", "ppo", "grpo")}
-    flows = {"flows/nightly.py:nightly", "flows/batch.py:batch_inference", *training}
+    preferences = {f"flows/preference.py:train_{kind}" for kind in ("rm", "dpo", "ipo", "kto")}
+    flows = {"flows/nightly.py:nightly", "flows/batch.py:batch_inference", *training, *preferences}
     assert by_entrypoint == {flow: {"cpu", "gpu"} for flow in flows}
 
 

@@ -1,0 +1,75 @@
+"""Training flows on preference data: `train_rm`, `train_dpo`, `train_ipo` and `train_kto`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow
+
+from flows.healing import run_body
+from rollout_core.config import TrainDPOConfig, TrainIPOConfig, TrainKTOConfig, TrainRMConfig
+from rollout_core.preference_plan import plan_kto, plan_pairs
+from tasks.journal import Journal
+from tasks.keep import import_judged, import_model, import_pairs, snapshot
+from tasks.learn import dpo_update, kto_update, rm_update
+from tasks.places import working_folder
+
+
+@flow(name="train-rm", flow_run_name="{config.run.name}", persist_result=False)
+def train_rm(config: TrainRMConfig) -> dict[str, Any]:
+    """A reward model from preference pairs; returns the checkpoint record."""
+    plan_pairs(config, working_folder())
+
+    def body(journal: Journal) -> dict[str, Any]:
+        settings = config.algorithm
+        model = import_model(settings.base_model).model
+        dataset = import_pairs(settings.dataset.path).data
+        checkpoint = rm_update(model, dataset, settings, seed=config.seed, num_threads=config.num_threads)
+        snapshot(checkpoint, f"{config.run.name}/rm")
+        return checkpoint.model_dump(mode="json")
+
+    return run_body(body, refresh=config.run.refresh)
+
+
+@flow(name="train-dpo", flow_run_name="{config.run.name}", persist_result=False)
+def train_dpo(config: TrainDPOConfig) -> dict[str, Any]:
+    """DPO of one model on preference pairs; returns the checkpoint record."""
+    return _train_on_pairs(config)
+
+
+@flow(name="train-ipo", flow_run_name="{config.run.name}", persist_result=False)
+def train_ipo(config: TrainIPOConfig) -> dict[str, Any]:
+    """IPO of one model on preference pairs; returns the checkpoint record."""
+    return _train_on_pairs(config)
+
+
+@flow(name="train-kto", flow_run_name="{config.run.name}", persist_result=False)
+def train_kto(config: TrainKTOConfig) -> dict[str, Any]:
+    """KTO of one model on judged answers; returns the checkpoint record."""
+    plan_kto(config, working_folder())
+
+    def body(journal: Journal) -> dict[str, Any]:
+        settings = config.algorithm
+        model = import_model(settings.base_model).model
+        reference = import_model(settings.reference or settings.base_model).model
+        dataset = import_judged(settings.dataset.path).data
+        checkpoint = kto_update(model, reference, dataset, settings, seed=config.seed, num_threads=config.num_threads)
+        snapshot(checkpoint, f"{config.run.name}/kto")
+        return checkpoint.model_dump(mode="json")
+
+    return run_body(body, refresh=config.run.refresh)
+
+
+def _train_on_pairs(config: TrainDPOConfig | TrainIPOConfig) -> dict[str, Any]:
+    plan_pairs(config, working_folder())
+
+    def body(journal: Journal) -> dict[str, Any]:
+        settings = config.algorithm
+        model = import_model(settings.base_model).model
+        reference = import_model(settings.reference or settings.base_model).model
+        dataset = import_pairs(settings.dataset.path).data
+        checkpoint = dpo_update(model, reference, dataset, settings, seed=config.seed, num_threads=config.num_threads)
+        snapshot(checkpoint, f"{config.run.name}/{settings.kind}")
+        return checkpoint.model_dump(mode="json")
+
+    return run_body(body, refresh=config.run.refresh)

@@ -1,0 +1,146 @@
+"""Kahneman-Tversky optimization from single judged answers (KTO, arXiv:2402.01306).
+
+The log-ratio of policy to reference is raised on desirable answers and lowered on undesirable ones, both against an
+estimate of KL(policy || reference): the mean log-ratio of answers under prompts they do not belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollout_core.algorithms.data import positions_at
+from rollout_core.algorithms.loop import MinibatchLoss
+from rollout_core.algorithms.losses import kto_loss
+from rollout_core.algorithms.packing import Document, PackedTokens, pack_branches
+from rollout_core.algorithms.policy import Policy
+from rollout_core.algorithms.preference_data import Judged
+from rollout_core.algorithms.sft import num_steps
+from rollout_core.config import KTOSettings
+
+
+@dataclass(frozen=True)
+class JudgedBatch:
+    """B judged answers, and as many mismatched ones."""
+
+    tokens: PackedTokens
+    mismatched: PackedTokens
+    """The same prompts with answers to others."""
+    ref_logps: Tensor
+    """[B] float32: summed log-probability of each answer under the reference, nats."""
+    ref_mismatched: Tensor
+    """[B] float32: the same of the mismatched ones."""
+    desirable: Tensor
+    """[B] bool."""
+
+
+def judged_documents(items: Sequence[Judged]) -> list[Document]:
+    """A document a row: its prompt with its own answer and a mismatched one.
+
+    The mismatched answer is that of the next row, going around the end, whose prompt is another. It is fixed for the
+    data set instead of drawn anew in each batch, so that the reference needs to see it once only.
+    """
+    documents = []
+    for number, item in enumerate(items):
+        other = next((other for other in (*items[number + 1 :], *items[:number]) if other.prompt != item.prompt), item)
+        documents.append(Document(item.prompt, (item.completion, other.completion)))
+    return documents
+
+
+class KTO:
+    """`Algorithm` over judged answers. Loss and KL of a step are means over all its rows."""
+
+    name = "kto"
+
+    def __init__(
+        self,
+        policy: Policy,
+        items: Sequence[Judged],
+        ref_logps: Tensor,
+        settings: KTOSettings,
+        *,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        """ref_logps: [2N] float32, own and mismatched answer of each of the N rows."""
+        self._policy = policy
+        self._documents = judged_documents(items)
+        self._desirable = torch.tensor([item.desirable for item in items])
+        self._ref_logps = ref_logps.view(-1, 2)
+        self._settings = settings
+        self._seed = seed
+        self._device = device
+        self._kl: tuple[Sequence[JudgedBatch], Tensor] | None = None
+        self.num_steps = num_steps(settings, len(items))
+
+    def minibatches(self, step: int) -> list[JudgedBatch]:
+        size, count = self._settings.minibatch_size, self._settings.gradient_accumulation
+        positions = positions_at(step, num_items=len(self._documents), per_step=size * count, seed=self._seed)
+        return [self.minibatch(positions[start : start + size]) for start in range(0, len(positions), size)]
+
+    def minibatch(self, positions: Sequence[int]) -> JudgedBatch:
+        """The rows at ``positions``."""
+        documents = [self._documents[position] for position in positions]
+        index = torch.tensor(positions)
+        own, mismatched = (
+            pack_branches([Document(document.prefix, (document.branches[which],)) for document in documents])
+            for which in (0, 1)
+        )
+        ref_logps, ref_mismatched = self._ref_logps[index].T
+        return JudgedBatch(own, mismatched, ref_logps, ref_mismatched, self._desirable[index])
+
+    def loss(self, batch: JudgedBatch, step_batches: Sequence[JudgedBatch]) -> MinibatchLoss:
+        settings, kl = self._settings, self._step_kl(step_batches)
+        tokens, good = batch.tokens.to(self._device), batch.desirable.to(self._device)
+        logps = tokens.row_sums(self._policy(tokens).logprobs)
+        ref_logps = batch.ref_logps.to(logps)
+        with torch.autocast(self._device.type, enabled=False):
+            loss = kto_loss(
+                logps[good],
+                logps[~good],
+                ref_logps[good],
+                ref_logps[~good],
+                kl,
+                beta=settings.beta,
+                desirable_weight=settings.desirable_weight,
+                undesirable_weight=settings.undesirable_weight,
+            )
+        rewards, logps = settings.beta * (logps.detach() - ref_logps), logps.detach()
+        desirable = sum(int(other.desirable.sum()) for other in step_batches)
+        rows = sum(len(other.desirable) for other in step_batches)
+        undesirable = rows - desirable
+        count = int(batch.desirable.sum())
+        margin = rewards[good].sum() / max(desirable, 1) - rewards[~good].sum() / max(undesirable, 1)
+        return MinibatchLoss(
+            # The loss is a mean over this minibatch; the step's denominator is its rows over all minibatches.
+            len(batch.desirable) / rows * loss,
+            {
+                "rewards/chosen": (rewards[good].sum() / max(count, 1), count),
+                "rewards/rejected": (rewards[~good].sum() / max(len(good) - count, 1), len(good) - count),
+                # Its parts add up to the step's margin, while figures are averaged over minibatches.
+                "rewards/margins": (margin * len(step_batches), 1.0),
+                "logps/chosen": (logps[good].sum() / max(count, 1), count),
+                "logps/rejected": (logps[~good].sum() / max(len(good) - count, 1), len(good) - count),
+                "kl": (kl, 1.0),
+                "count/desirable": (desirable, 1.0),
+                "count/undesirable": (undesirable, 1.0),
+            },
+        )
+
+    @torch.no_grad()
+    def _step_kl(self, step_batches: Sequence[JudgedBatch]) -> Tensor:
+        """Scalar, not below 0: mean log-ratio over the mismatched answers of the whole step."""
+        if self._kl is None or self._kl[0] is not step_batches:
+            ratios = []
+            for batch in step_batches:
+                tokens = batch.mismatched.to(self._device)
+                logps = tokens.row_sums(self._policy(tokens).logprobs)
+                ratios.append(logps - batch.ref_mismatched.to(logps))
+            self._kl = step_batches, torch.cat(ratios).mean().clamp(min=0)
+        return self._kl[1]
+
+    def num_tokens(self, batch: JudgedBatch) -> int:
+        return batch.tokens.num_tokens

@@ -1,0 +1,87 @@
+"""Log-probabilities under a reference policy: computed once, kept in the object store by content.
+
+The key names the reference model, the precision and the very tokens, so that epochs, runs and algorithms share what
+any of them computed. Documents are taken in chunks, and each chunk is kept as soon as it is done: a run that is killed
+here goes on here. How a chunk is batched follows from its tokens alone, so its bits do not depend on whose run it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from rollout_core.algorithms.packing import Document, pack_branches
+from rollout_core.algorithms.policy import Policy
+from rollout_core.errors import CorruptObject, Fatal, NotFound
+from rollout_core.ids import ContentId, content_id
+from rollout_core.objects import ObjectStore
+
+CHUNK_DOCUMENTS = 512
+BATCH_TOKENS = 4096
+
+
+def reference_logprobs(
+    objects: ObjectStore,
+    reference: ContentId,
+    documents: Sequence[Document],
+    load: Callable[[], Policy],
+    *,
+    precision: str,
+    autocast: Callable[[], AbstractContextManager[None]],
+    device: torch.device,
+) -> Tensor:
+    """[R] float32: summed log-probability (nats) of every branch after its prefix, in order.
+
+    ``load`` gives the policy with content id ``reference``; it is called only where something is not in the store yet.
+    Raises Fatal where a log-probability is not finite.
+    """
+    policy: Policy | None = None
+    found: list[float] = []
+    for start in range(0, len(documents), CHUNK_DOCUMENTS):
+        chunk = documents[start : start + CHUNK_DOCUMENTS]
+        tokens = [[document.prefix, *document.branches] for document in chunk]
+        ref = f"reference-logprobs/{content_id('reference-logprobs/1', [reference, precision, tokens])}"
+        values = _kept(objects, ref)
+        if values is None:
+            policy = policy or load()
+            with torch.no_grad(), autocast():
+                values = [value for batch in _batches(chunk) for value in _sums(policy, batch, device)]
+            if not all(map(math.isfinite, values)):
+                raise Fatal(f"reference model {reference.short} gives log-probabilities that are not finite")
+            objects.set_ref(ref, objects.put_json(values))
+        found += values
+    return torch.tensor(found, dtype=torch.float32)
+
+
+def _kept(objects: ObjectStore, ref: str) -> list[float] | None:
+    kept = objects.get_ref(ref)
+    if kept is None:
+        return None
+    try:
+        return objects.get_json(kept)
+    except (CorruptObject, NotFound):
+        return None
+
+
+def _sums(policy: Policy, documents: Sequence[Document], device: torch.device) -> list[float]:
+    batch = pack_branches(documents).to(device)
+    return batch.row_sums(policy(batch).logprobs).float().tolist()
+
+
+def _batches(documents: Sequence[Document]) -> Iterator[list[Document]]:
+    """Neighbours of up to BATCH_TOKENS together, at least one document each."""
+    batch: list[Document] = []
+    tokens = 0
+    for document in documents:
+        size = len(document.prefix) + sum(map(len, document.branches))
+        if batch and tokens + size > BATCH_TOKENS:
+            yield batch
+            batch, tokens = [], 0
+        batch.append(document)
+        tokens += size
+    if batch:
+        yield batch

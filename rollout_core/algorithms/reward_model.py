@@ -1,0 +1,190 @@
+"""Reward models: a trunk with one linear output, read at the last token of a sequence (arXiv:2203.02155, section 3.5).
+
+A reward model is what transformers calls a sequence classifier with one label, and is saved as that. Its score of a
+sequence is the head's output at the sequence's last token, which for an answer that was ended is the EOS token.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollout_core.algorithms.data import positions_at
+from rollout_core.algorithms.loop import MinibatchLoss
+from rollout_core.algorithms.losses import bradley_terry_loss
+from rollout_core.algorithms.packing import Document, PackedTokens, pack, pack_branches
+from rollout_core.algorithms.policy import PackedModel
+from rollout_core.algorithms.preference_data import Pair
+from rollout_core.algorithms.sft import num_steps
+from rollout_core.config import RewardModelSettings
+from rollout_core.errors import ConfigError
+
+
+class RewardModel(PackedModel):
+    """A sequence classifier of one label over `PackedTokens`."""
+
+    def forward(self, batch: PackedTokens) -> Tensor:
+        """[R] float32: the score of every row."""
+        ends = self.trunk(batch)[batch.ends]
+        with torch.autocast(ends.device.type, enabled=False):
+            return self.model.score(ends.to(self.model.score.weight.dtype)).squeeze(-1)
+
+
+@dataclass(frozen=True)
+class ScoredPairs:
+    """P pairs; the rows of ``tokens`` are chosen and rejected sequence of one pair after the other."""
+
+    tokens: PackedTokens
+    margins: Tensor
+    """[P] float32."""
+
+
+class BradleyTerry:
+    """`Algorithm` over tokenised pairs. The loss of a step is the mean over all its pairs."""
+
+    name = "rm"
+
+    def __init__(
+        self,
+        model: RewardModel,
+        pairs: Sequence[Pair],
+        settings: RewardModelSettings,
+        *,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._documents = [_shared_document(pair) for pair in pairs]
+        uses_margins = settings.head == "bradley_terry"
+        self._margins = torch.tensor([pair.margin if uses_margins else 0.0 for pair in pairs])
+        self._settings = settings
+        self._seed = seed
+        self._device = device
+        self.num_steps = num_steps(settings, len(pairs))
+
+    def minibatches(self, step: int) -> list[ScoredPairs]:
+        size, count = self._settings.minibatch_size, self._settings.gradient_accumulation
+        positions = positions_at(step, num_items=len(self._documents), per_step=size * count, seed=self._seed)
+        return [self.minibatch(positions[start : start + size]) for start in range(0, len(positions), size)]
+
+    def minibatch(self, positions: Sequence[int]) -> ScoredPairs:
+        """The pairs at ``positions``."""
+        documents = [self._documents[position] for position in positions]
+        return ScoredPairs(pack_branches(documents), self._margins[torch.tensor(positions)])
+
+    def loss(self, batch: ScoredPairs, step_batches: Sequence[ScoredPairs]) -> MinibatchLoss:
+        chosen, rejected = self._model(batch.tokens.to(self._device)).view(-1, 2).T
+        loss = bradley_terry_loss(chosen, rejected, batch.margins.to(chosen))
+        if self._settings.center_coef:
+            loss = loss + self._settings.center_coef * ((chosen + rejected) ** 2).mean()
+        pairs = len(chosen)
+        figures = {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margins": chosen - rejected,
+            "rewards/accuracies": (chosen > rejected).float(),
+        }
+        # The loss is a mean over this minibatch; the step's denominator is its number of pairs over all minibatches.
+        share = pairs / sum(len(other.margins) for other in step_batches)
+        return MinibatchLoss(share * loss, {name: (values.mean(), pairs) for name, values in figures.items()})
+
+    def num_tokens(self, batch: ScoredPairs) -> int:
+        return batch.tokens.num_tokens
+
+
+def _shared_document(pair: Pair) -> Document:
+    """Both sequences with all tokens they begin with as one prefix: no token is a target, so any may be shared."""
+    chosen, rejected = [*pair.prompt, *pair.chosen], [*pair.prompt, *pair.rejected]
+    shortest = min(len(chosen), len(rejected)) - 1
+    shared = next((place for place in range(shortest) if chosen[place] != rejected[place]), shortest)
+    return Document(chosen[:shared], (chosen[shared:], rejected[shared:]))
+
+
+def load_reward_model(folder: Path, *, new_head: bool = False) -> Any:
+    """The sequence classifier of a Hugging Face folder, float32.
+
+    With ``new_head`` the folder may be a causal language model: its trunk gets a head drawn from torch's generator.
+    Raises ConfigError for a folder that is no such model.
+    """
+    from transformers import AutoModelForSequenceClassification
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    # transformers would report at length that the head is new; what else may be missing is said below.
+    noise = logging.getLogger("transformers.modeling_utils")
+    level = noise.level
+    noise.setLevel(logging.ERROR)
+    try:
+        model, found = AutoModelForSequenceClassification.from_pretrained(
+            folder, num_labels=1, dtype=torch.float32, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"model in {folder} cannot be loaded as a reward model: {error}") from error
+    finally:
+        noise.setLevel(level)
+    if not isinstance(getattr(model, "score", None), nn.Linear):
+        raise ConfigError(f"{type(model).__name__} has no linear score head; choose a decoder model such as Qwen2")
+    missing = {name for name in found["missing_keys"] if not (new_head and name.startswith("score."))}
+    if missing:
+        raise ConfigError(
+            f"model in {folder} is no reward model: it lacks {', '.join(sorted(missing)[:3])}; "
+            "train one with `rollout train rm`"
+        )
+    return model
+
+
+def until_eos(token_ids: list[int], eos: int) -> list[int]:
+    """The tokens up to the last EOS, if there is one: engines end there, whatever a chat template adds behind."""
+    return token_ids[: len(token_ids) - token_ids[::-1].index(eos)] if eos in token_ids else token_ids
+
+
+def set_padding(model: Any, tokenizer: Any) -> None:
+    """Name the padding token, by which transformers finds the last token of a padded row.
+
+    A tokenizer that pads with EOS leaves it unnamed: transformers would take the token before the EOS for the last
+    one. Such a model is scored there a row at a time.
+    """
+    padding = tokenizer.pad_token_id
+    model.config.get_text_config().pad_token_id = None if padding == tokenizer.eos_token_id else padding
+
+
+def score_samples(folder: Path, samples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[float]:
+    """Scores by the reward model in ``folder`` of prompts with their completions, as token ids.
+
+    Raises ConfigError for a folder that is no reward model, and for samples it cannot score.
+    """
+    if not all(completion for _, completion in samples):
+        raise ConfigError("a reward model scores token ids, and a completion without any was given")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = RewardModel(load_reward_model(folder).to(device).eval())
+    return score_sequences(model, [[*prompt, *completion] for prompt, completion in samples], device=device)
+
+
+@torch.no_grad()
+def score_sequences(
+    model: RewardModel, sequences: Sequence[Sequence[int]], *, device: torch.device, batch_tokens: int = 4096
+) -> list[float]:
+    """The score of each sequence of token ids, in order, about ``batch_tokens`` tokens at a time.
+
+    Raises ConfigError for a sequence longer than the model has positions.
+    """
+    limit = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
+    longest = max(map(len, sequences), default=0)
+    if limit is not None and longest > limit:
+        raise ConfigError(f"a sequence of {longest} tokens is to be scored; the reward model has {limit} positions")
+    scores: list[float] = []
+    while len(scores) < len(sequences):
+        batch, tokens = [], 0
+        for sequence in sequences[len(scores) :]:
+            if batch and tokens + len(sequence) > batch_tokens:
+                break
+            batch.append(Document(sequence))
+            tokens += len(sequence)
+        scores += model(pack(batch).to(device)).float().tolist()
+    return scores

@@ -1,0 +1,273 @@
+"""Preference updates from content ids to content ids: resumed bit for bit, references kept, checkpoints of use."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rollout_core.algorithms import reference as reference_module
+from rollout_core.algorithms.packing import Document
+from rollout_core.algorithms.policy import Policy
+from rollout_core.algorithms.preference_learners import dpo_update, kto_update, rm_update
+from rollout_core.algorithms.reference import reference_logprobs
+from rollout_core.algorithms.reward_model import load_reward_model, set_padding, until_eos
+from rollout_core.algorithms.state import load_policy
+from rollout_core.algorithms.workshop import Workshop
+from rollout_core.config import DPOSettings, IPOSettings, KTOSettings, RewardModelSettings
+from rollout_core.datasets import to_jsonl
+from rollout_core.errors import ConfigError, Fatal
+from rollout_core.ids import ContentId, hash_bytes
+from rollout_core.models import load_tokenizer
+from rollout_core.objects import ObjectStore
+from rollout_core.preferences import parse_judged, parse_pairs
+from rollout_core.records import Checkpoint
+from rollout_core.rewards import (
+    CompositeReward,
+    ExpressionReward,
+    ModelReward,
+    RewardInput,
+    WeightedReward,
+    load_reward,
+    score,
+)
+
+CPU = torch.device("cpu")
+KINDS = ("rm", "dpo", "ipo", "kto")
+COMMON = {
+    "dataset": {"path": "x"},
+    "optimizer": {"lr": 1e-3},
+    "minibatch_size": 4,
+    "gradient_accumulation": 2,
+    "budget": {"max_steps": 6},
+    "packing": {"max_seq_len": 64},
+    "snapshots": {"every_steps": 2},
+}
+
+
+def lines(rows) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def data(kind: str) -> bytes:
+    from make_tiny import make_judged, make_pairs, make_problems
+
+    problems = make_problems(24, random.Random(3))
+    if kind == "kto":
+        return to_jsonl(parse_judged(lines(make_judged(problems, random.Random(4))), "judged"))
+    return to_jsonl(parse_pairs(lines(make_pairs(problems, random.Random(4))), "pairs"))
+
+
+def workshop(folder: Path, **changes) -> Workshop:
+    objects = ObjectStore.from_url(str(folder / "objects"))
+    fields = {"key": hash_bytes(b"key"), "run_id": "run", "seed": 1, "num_threads": 1, **changes}
+    return Workshop(objects=objects, cache=folder / "cache", **fields)
+
+
+def update(kind: str, folder: Path, place: Workshop, **changes) -> Checkpoint:
+    model = place.objects.put_tree(folder)
+    dataset = place.objects.put_bytes(data(kind))
+    settings = {**COMMON, **changes}
+    if kind == "rm":
+        return rm_update(model, dataset, RewardModelSettings.model_validate(settings), place)[0]
+    if kind == "kto":
+        return kto_update(model, model, dataset, KTOSettings.model_validate(settings), place)[0]
+    kinds = {"dpo": DPOSettings, "ipo": IPOSettings}
+    return dpo_update(model, model, dataset, kinds[kind].model_validate(settings), place)[0]
+
+
+def rows_of(checkpoint: Checkpoint, objects: ObjectStore) -> list[dict[str, float]]:
+    return [json.loads(line) for line in objects.get_bytes(checkpoint.metrics).splitlines()]
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupted_update_ends_in_the_same_record(kind, tiny_model, tmp_path):
+    expected = update(kind, tiny_model, workshop(tmp_path / "quiet"))
+    assert expected.algorithm == kind and expected.step == 6
+    started: list[int] = []
+    for stop_after in range(1, 6):
+
+        def stop(row, last=stop_after):
+            random.random()  # what other threads do to the global generator must not matter
+            if row["step"] == last:
+                raise Interrupted
+
+        folder = tmp_path / f"disturbed-{stop_after}"
+        with pytest.raises(Interrupted):
+            update(kind, tiny_model, workshop(folder, on_step=stop))
+        resumed = update(kind, tiny_model, workshop(folder, on_start=lambda first, last: started.append(first)))
+        assert resumed == expected
+    assert started == [0, 0, 2, 2, 4], "a step is saved after its row is shown"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_raises_margins_and_lowers_the_loss(kind, tiny_model, tmp_path):
+    place = workshop(tmp_path)
+    rows = rows_of(update(kind, tiny_model, place, budget={"max_steps": 12}), place.objects)
+    losses, margins = ([row[name] for row in rows] for name in ("loss", "rewards/margins"))
+    assert sum(losses[-4:]) < sum(losses[:4])
+    assert sum(margins[-4:]) > sum(margins[:4])
+
+
+def test_the_reference_is_read_once_for_all_epochs_runs_and_algorithms(tiny_model, tmp_path, monkeypatch):
+    place = workshop(tmp_path)
+    update("dpo", tiny_model, place)
+
+    from rollout_core.algorithms import preference_learners
+
+    loaded = []
+    monkeypatch.setattr(preference_learners, "load_policy", lambda folder: loaded.append(folder) or load_policy(folder))
+    update("ipo", tiny_model, workshop(tmp_path, key=hash_bytes(b"other"), run_id="other"))
+    assert len(loaded) == 1, "the policy alone"
+
+
+def documents(count: int) -> list[Document]:
+    rng = random.Random(0)
+
+    def some(length: int) -> list[int]:
+        return [rng.randrange(2, 250) for _ in range(length)]
+
+    return [Document(some(rng.randrange(1, 30)), (some(3), some(rng.randrange(1, 9)))) for _ in range(count)]
+
+
+def test_reference_logprobs_are_kept_chunk_by_chunk_and_made_again_when_damaged(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(reference_module, "CHUNK_DOCUMENTS", 4)
+    monkeypatch.setattr(reference_module, "BATCH_TOKENS", 60)
+    objects, model, items = ObjectStore.from_url(str(tmp_path)), hash_bytes(b"model"), documents(11)
+    loads = []
+
+    def load() -> Policy:
+        loads.append(1)
+        return Policy(load_policy(tiny_model).eval())
+
+    def logprobs(some, folder=objects):
+        return reference_logprobs(folder, model, some, load, precision="no/cpu", autocast=torch.no_grad, device=CPU)
+
+    first = logprobs(items)
+    plain = load_policy(tiny_model).eval()
+    for number, (prompt, answer) in enumerate((d.prefix, branch) for d in items for branch in d.branches):
+        ids = torch.tensor([[*prompt, *answer]])
+        logps = torch.log_softmax(plain(input_ids=ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])
+        assert float(first[number]) == pytest.approx(logps[len(prompt) - 1 :].sum().item(), abs=1e-3)
+    assert torch.equal(logprobs(items), first) and len(loads) == 1
+    assert torch.equal(logprobs([*items[:8], documents(30)[-1]])[:16], first[:16]) and len(loads) == 2
+    refs = list(objects.list_refs("reference-logprobs"))
+    assert len(refs) == 4
+    for blob in list(objects.list_blobs()):
+        objects.delete(blob)
+    assert torch.equal(logprobs(items), first) and len(loads) == 3
+
+
+def test_a_reference_that_is_not_finite_is_fatal(tiny_model, tmp_path):
+    broken = load_policy(tiny_model).eval()
+
+    def load() -> Policy:
+        policy = Policy(broken)
+        torch.nn.init.constant_(broken.get_input_embeddings().weight, float("nan"))
+        return policy
+
+    with pytest.raises(Fatal, match="not finite"):
+        reference_logprobs(
+            ObjectStore.from_url(str(tmp_path)), hash_bytes(b"m"), documents(2), load,
+            precision="no/cpu", autocast=torch.no_grad, device=CPU,
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_model, tmp_path_factory) -> tuple[Checkpoint, Path]:
+    """A reward model and its folder."""
+    place = workshop(tmp_path_factory.mktemp("reward"))
+    checkpoint = update("rm", tiny_model, place, budget={"max_steps": 12})
+    return checkpoint, place.model(checkpoint.model)
+
+
+def test_the_reward_model_loads_as_a_sequence_classifier_and_scores_the_same(trained, tiny_model):
+    _, folder = trained
+    plain = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
+    tokenizer = load_tokenizer(folder)
+    texts = [("sort 3 1 2 =", " 1 2 3"), ("sort 9 8 1 0 =", " 0 1 8 9"), ("sort 4 4 =", " 4 4")]
+    ids = [
+        (tokenizer(prompt)["input_ids"], [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id])
+        for prompt, answer in texts
+    ]
+    longest = max(len(prompt) + len(answer) for prompt, answer in ids)
+    padded = [[*p, *a, *[tokenizer.pad_token_id] * (longest - len(p) - len(a))] for p, a in ids]
+    expected = plain(input_ids=torch.tensor(padded)).logits[:, 0].tolist()
+
+    samples = [
+        RewardInput(prompt, answer, num_tokens=len(ids_a), prompt_token_ids=ids_p, token_ids=ids_a)
+        for (prompt, answer), (ids_p, ids_a) in zip(texts, ids, strict=True)
+    ]
+    spec = ModelReward(model=str(folder))
+    assert score(load_reward(spec), samples) == pytest.approx(expected, abs=1e-5)
+    doubled = CompositeReward(parts=(WeightedReward(weight=2.0, reward=spec), WeightedReward(weight=-1.0, reward=spec)))
+    assert score(load_reward(doubled), samples) == pytest.approx(expected, abs=1e-5)
+    shaped = ExpressionReward(expression="max(quality, 0) - 0.5 * num_tokens", rewards={"quality": spec})
+    assert score(load_reward(shaped), samples) == pytest.approx(
+        [max(value, 0) - 0.5 * sample.num_tokens for value, sample in zip(expected, samples, strict=True)], abs=1e-5
+    )
+    with pytest.raises(Fatal, match="a completion without any"):
+        score(load_reward(spec), [RewardInput("sort 1 =", "1")])
+    with pytest.raises(Fatal, match=r"no reward model: it lacks score\.weight"):
+        score(load_reward(ModelReward(model=str(tiny_model))), samples)
+
+
+def test_training_goes_on_from_a_reward_model(trained, tmp_path):
+    checkpoint, folder = trained
+    place = workshop(tmp_path)
+    rows = rows_of(update("rm", folder, place, budget={"max_steps": 1}), place.objects)
+    assert rows[0]["rewards/margins"] > 0.5 * checkpoint.summary["rewards/margins"]
+
+
+def test_a_policy_from_preferences_is_a_usable_model(tiny_model, tmp_path):
+    place = workshop(tmp_path)
+    checkpoint = update("kto", tiny_model, place)
+    AutoModelForCausalLM.from_pretrained(place.model(checkpoint.model))
+    assert load_tokenizer(place.model(checkpoint.model)).eos_token_id is not None
+
+
+def test_sequences_end_where_engines_end_them():
+    assert until_eos([5, 9, 7], eos=9) == [5, 9]
+    assert until_eos([9, 5, 9], eos=9) == [9, 5, 9]
+    assert until_eos([5, 7], eos=9) == [5, 7]
+
+
+def test_padding_with_eos_is_left_unnamed(tiny_model):
+    model, tokenizer = load_reward_model(tiny_model, new_head=True), load_tokenizer(tiny_model)
+    set_padding(model, tokenizer)
+    assert model.config.pad_token_id == tokenizer.pad_token_id
+    tokenizer.pad_token = tokenizer.eos_token
+    set_padding(model, tokenizer)
+    assert model.config.pad_token_id is None
+
+
+def test_a_model_of_another_architecture_or_vocabulary_is_no_reference(tiny_model, tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    place = workshop(tmp_path)
+    other = tmp_path / "llama"
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(other)
+    load_tokenizer(tiny_model).save_pretrained(other)
+    settings = DPOSettings.model_validate(COMMON)
+    model, dataset = place.objects.put_tree(tiny_model), place.objects.put_bytes(data("dpo"))
+    with pytest.raises(ConfigError, match="is a 'llama', the model a 'qwen2'"):
+        dpo_update(model, place.objects.put_tree(other), dataset, settings, place)
+
+    words = tmp_path / "words"
+    load_policy(tiny_model).save_pretrained(words)
+    tokenizer = load_tokenizer(tiny_model)
+    tokenizer.add_tokens(["more"])
+    tokenizer.save_pretrained(words)
+    with pytest.raises(ConfigError, match="has another vocabulary"):
+        dpo_update(model, ContentId(place.objects.put_tree(words)), dataset, settings, place)

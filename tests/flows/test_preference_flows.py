@@ -1,0 +1,173 @@
+"""Preference runs from their TOML files to their end: the shipped examples on a tiny model, by flow and by command."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollout_core.config import CONFIG_KINDS, TrainPPOConfig, TrainRMConfig, load_config
+from rollout_core.errors import ConfigError
+from rollout_core.plan import plan_ppo
+from rollout_core.preference_plan import plan_kto, plan_pairs
+from tests.flows.conftest import objects, snapshots_of
+
+PROJECT = Path(__file__).resolve().parent.parent.parent
+KINDS = ("rm", "dpo", "ipo", "kto")
+
+
+@pytest.fixture(scope="module")
+def preference_data(tmp_path_factory) -> dict[str, Path]:
+    """Files of pairs and of judged answers."""
+    from make_tiny import make_judged, make_pairs, make_problems
+
+    folder = tmp_path_factory.mktemp("preferences")
+    problems = make_problems(96, random.Random(3))
+    files = {}
+    for name, make in (("pairs", make_pairs), ("judged", make_judged)):
+        files[name] = folder / f"{name}.jsonl"
+        files[name].write_text("".join(json.dumps(row) + "\n" for row in make(problems, random.Random(4))))
+    return files
+
+
+def example(kind: str, tiny_model: Path, files: dict[str, Path], **changes):
+    """The shipped configuration on the tests' model and data."""
+    overrides = {
+        "algorithm.base_model.uri": str(tiny_model),
+        "algorithm.dataset.path": str(files["judged" if kind == "kto" else "pairs"]),
+        "algorithm.budget.max_steps": 12,
+        "algorithm.optimizer.lr": 1e-3,
+        "num_threads": 1,
+        **changes,
+    }
+    return load_config(PROJECT / "examples" / f"{kind}-tiny.toml", CONFIG_KINDS[f"train-{kind}"], overrides)
+
+
+def plan(kind: str, config, base: Path = PROJECT):
+    return (plan_kto if kind == "kto" else plan_pairs)(config, base)
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_example_trains_and_a_second_run_is_cached(kind, tiny_model, preference_data, prefect_server):
+    from flows import preference
+
+    config = example(kind, tiny_model, preference_data)
+    flow = getattr(preference, f"train_{kind}")
+    result = flow(config)
+    rows = [json.loads(line) for line in objects().get_bytes(result["metrics"]).splitlines()]
+    assert result["step"] == len(rows) == 12 and result["algorithm"] == kind
+    assert sum(row["loss"] for row in rows[-4:]) < sum(row["loss"] for row in rows[:4])
+    assert sum(row["rewards/margins"] for row in rows[-4:]) > sum(row["rewards/margins"] for row in rows[:4])
+    assert result["train_state"] in {snapshot.id for snapshot in snapshots_of(kind)}
+    before = len(list(objects().list_blobs()))
+    assert flow(config) == result
+    assert len(list(objects().list_blobs())) == before
+
+
+@pytest.mark.server
+def test_a_reward_model_rewards_the_completions_of_another_run(
+    tiny_model, sorting_task, preference_data, prefect_server
+):
+    from flows.preference import train_rm
+    from flows.train import train_ppo
+
+    trained = train_rm(example("rm", tiny_model, preference_data))
+    config = load_config(
+        PROJECT / "examples" / "ppo-tiny.toml",
+        TrainPPOConfig,
+        {
+            "algorithm.base_model.uri": str(tiny_model),
+            "algorithm.prompts.path": str(sorting_task.prompts),
+            "algorithm.iterations": 1,
+            "algorithm.prompts_per_iteration": 8,
+            "algorithm.minibatch_size": 8,
+            "algorithm.epochs": 1,
+            "algorithm.reward": {
+                "kind": "expression",
+                "expression": "clip(quality, -5, 5) - 0.1 * truncated",
+                "rewards": {"quality": {"kind": "model", "model": trained["model"]}},
+            },
+            "backend": {"kind": "transformers"},
+            "num_threads": 1,
+        },
+    )
+    [reward] = train_ppo(config)["rewards"]
+    assert reward != 0.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dry_run_says_what_the_data_gives(kind, tiny_model, preference_data):
+    done = subprocess.run(
+        [sys.executable, "-c", "from flows.cli import main; main()", "train", kind,
+         "--config", f"examples/{kind}-tiny.toml", "--dry-run",
+         "--set", f"algorithm.base_model.uri={tiny_model}",
+         "--set", f"algorithm.dataset.path={preference_data['judged' if kind == 'kto' else 'pairs']}"],
+        cwd=PROJECT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"dry-run OK: algorithm={kind} model={tiny_model} rows=96 examples=96 ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("dpo", {"algorithm.beta": 0}, r"algorithm\.beta: .*greater than 0; got 0"),
+        ("ipo", {"algorithm.label_smoothing": 0.1}, r"algorithm\.label_smoothing: unknown key"),
+        ("kto", {"algorithm.kind": "dpo"}, r"algorithm\.kind: .*got 'dpo'"),
+        ("rm", {"algorithm.head": "linear"}, r"algorithm\.head: .*got 'linear'"),
+        ("dpo", {"algorithm.packing.max_seq_len": 9999}, r"max_seq_len: 9999 tokens, but the model has 256 positions"),
+        ("dpo", {"algorithm.dataset.path": "none.jsonl"}, r"dataset\.path: dataset 'none\.jsonl' cannot be read"),
+        ("dpo", {"algorithm.reference": {"uri": "nowhere/at/all"}}, r"algorithm\.reference: model folder"),
+    ],
+)
+def test_bad_configuration_is_told_before_any_work(kind, change, message, tiny_model, preference_data):
+    with pytest.raises(ConfigError, match=message):
+        plan(kind, example(kind, tiny_model, preference_data, **change))
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "message"),
+    [
+        ("dpo", {"prompt": "a", "chosen": "b", "rejected": "b"}, r"bad\.jsonl:1: chosen and rejected are the same"),
+        ("ipo", {"prompt": "a", "chosen": "b", "rejected": ""}, r"bad\.jsonl:1: rejected is empty"),
+        ("dpo", {"chosen": "b", "rejected": "c"}, "row 1 has no prompt; only a reward model"),
+        ("rm", {"prompt": "a", "chosen": "b"}, r"bad\.jsonl:1: needs chosen and rejected, but has no rejected"),
+        ("kto", {"prompt": "a", "completion": "b", "label": True}, "all 1 rows have label true"),
+        ("kto", {"prompt": "a", "completion": "", "label": True}, r"bad\.jsonl:1: completion is empty"),
+    ],
+)
+def test_bad_data_is_told_before_any_work(kind, row, message, tiny_model, preference_data, tmp_path):
+    (tmp_path / "bad.jsonl").write_text(json.dumps(row) + "\n")
+    config = example(kind, tiny_model, preference_data, **{"algorithm.dataset.path": "bad.jsonl"})
+    with pytest.raises(ConfigError, match=message):
+        plan(kind, config, tmp_path)
+
+
+def test_a_policy_is_no_reward_model_and_an_expression_is_checked(tiny_model, sorting_task):
+    overrides = {
+        "algorithm.base_model.uri": str(tiny_model),
+        "algorithm.prompts.path": str(sorting_task.prompts),
+        "backend": {"kind": "transformers"},
+    }
+    ppo = PROJECT / "examples" / "ppo-tiny.toml"
+    reward = {"kind": "model", "model": str(tiny_model)}
+    config = load_config(ppo, TrainPPOConfig, {**overrides, "algorithm.reward": reward})
+    with pytest.raises(ConfigError, match=r"algorithm\.reward: .* holds a Qwen2ForCausalLM of 2 labels, no reward"):
+        plan_ppo(config, PROJECT)
+    for expression, message in (("qality", "did you mean 'quality'"), ("quality +", "invalid syntax")):
+        reward = {"kind": "expression", "expression": expression, "rewards": {"quality": {"kind": "exact_match"}}}
+        with pytest.raises(ConfigError, match=message):
+            load_config(ppo, TrainPPOConfig, {**overrides, "algorithm.reward": reward})
+
+
+def test_every_preference_flow_has_its_schema():
+    from rollout_core.config import json_schema
+
+    schema = json_schema()
+    assert {f"train-{kind}" for kind in KINDS} <= set(schema)
+    assert schema["train-rm"]["title"] == TrainRMConfig.__name__
