@@ -142,7 +142,7 @@ def test_loss_and_gradient_equal_plain_float64_passes_over_each_row(kind, packed
     plain = plain_model(kind, tiny_model)
     expected = reference_loss(kind, plain)
     expected.backward()
-    assert loss == pytest.approx(float(expected), rel=1e-5)
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
     scale = max(float(parameter.grad.abs().max()) for parameter in plain.parameters() if parameter.grad is not None)
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.allclose(ours.grad.double(), theirs.grad, rtol=1e-4, atol=1e-5 * scale), name

@@ -12,7 +12,7 @@ import pytest
 
 from rollout_core.config import CONFIG_KINDS, TrainPPOConfig, TrainRMConfig, load_config
 from rollout_core.errors import ConfigError
-from rollout_core.plan import plan_ppo
+from rollout_core.plan import plan_on_policy
 from rollout_core.preference_plan import plan_kto, plan_pairs
 from tests.flows.conftest import objects, snapshots_of
 
@@ -158,7 +158,7 @@ def test_a_policy_is_no_reward_model_and_an_expression_is_checked(tiny_model, so
     reward = {"kind": "model", "model": str(tiny_model)}
     config = load_config(ppo, TrainPPOConfig, {**overrides, "algorithm.reward": reward})
     with pytest.raises(ConfigError, match=r"algorithm\.reward: .* holds a Qwen2ForCausalLM of 2 labels, no reward"):
-        plan_ppo(config, PROJECT)
+        plan_on_policy(config, PROJECT)
     for expression, message in (("qality", "did you mean 'quality'"), ("quality +", "invalid syntax")):
         reward = {"kind": "expression", "expression": expression, "rewards": {"quality": {"kind": "exact_match"}}}
         with pytest.raises(ConfigError, match=message):
