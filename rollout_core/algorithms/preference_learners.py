@@ -53,7 +53,7 @@ def rm_update(
     ]
     seed_everything(workshop.seed, num_threads=workshop.num_threads)
     accelerator = build_accelerator(settings.precision)
-    trained = load_reward_model(folder, new_head=True).to(accelerator.device).train()
+    trained = load_reward_model(folder, new_head=True).to(accelerator.device).eval()  # no dropout
     set_padding(trained, tokenizer)
     check_sequence_length(trained, max(len(p.prompt) + max(len(p.chosen), len(p.rejected)) for p in pairs))
     algorithm = BradleyTerry(RewardModel(trained), pairs, settings, seed=workshop.seed, device=accelerator.device)
@@ -75,7 +75,7 @@ def dpo_update(
     rows = parse_pairs(workshop.objects.get_bytes(dataset), name=f"dataset {dataset.short}")
     pairs, report = tokenize_pairs(tokenizer, rows, max_seq_len=settings.packing.max_seq_len, need_prompts=True)
     accelerator, ref_logps = _reference_pass(model, reference, pair_documents(pairs), settings, workshop)
-    trained = load_policy(workshop.model(model)).to(accelerator.device).train()
+    trained = load_policy(workshop.model(model)).to(accelerator.device).eval()  # no dropout: the reference had none
     algorithm = DPO(Policy(trained), pairs, ref_logps, settings, seed=workshop.seed, device=accelerator.device)
     return _train_to_end(algorithm, trained, settings, accelerator, model, workshop), report
 
@@ -91,7 +91,7 @@ def kto_update(
     rows = parse_judged(workshop.objects.get_bytes(dataset), name=f"dataset {dataset.short}")
     items, report = tokenize_judged(tokenizer, rows, max_seq_len=settings.packing.max_seq_len)
     accelerator, ref_logps = _reference_pass(model, reference, judged_documents(items), settings, workshop)
-    trained = load_policy(workshop.model(model)).to(accelerator.device).train()
+    trained = load_policy(workshop.model(model)).to(accelerator.device).eval()  # no dropout: the reference had none
     algorithm = KTO(Policy(trained), items, ref_logps, settings, seed=workshop.seed, device=accelerator.device)
     return _train_to_end(algorithm, trained, settings, accelerator, model, workshop), report
 
