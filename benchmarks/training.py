@@ -1,158 +1,208 @@
-"""Speed of the SFT loop against a bare PyTorch loop on the same batches, in one process.
+"""Speed of the training loop against loops one would write by hand, on the same rows, in one process.
 
-Ours is `train` with the `SFT` algorithm as the stage runs it: collation, the loss over trained tokens only, metrics,
-clipping, the optimizer, a row of figures a step. The baseline is what one would write by hand: batches made ahead of
-time, logits of every position, cross entropy, clip, fused AdamW. Both start from the same weights and see the same
-batches; their losses are compared in every round.
+Ours is `train` with the algorithm as its stage runs it. The baselines are plain PyTorch: rows right-padded to the
+longest of their batch, logits of every position, cross entropy or log-softmax, clip, fused AdamW; DPO and IPO with the
+reference's pass in every step on both sides. Tokens are real ones. Losses of both sides are compared in every round.
 
 Run: python benchmarks/training.py [--quick]
+One side alone, on given work (see cases.py), for other libraries to be measured beside it in the same run:
+     python benchmarks/training.py --case dpo --work rows.jsonl --model FOLDER --batch 8 --steps 20 --json out.json
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
+import dataclasses
+import json
+import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from harness import Figures, no_collection, quick_asked
+from cases import CASES, num_tokens, read_rows, run_case
+from harness import Figures, no_collection
 
-BATCH = 8
-LENGTH = 256
-VOCABULARY = 512
-
-
-@dataclass(frozen=True)
-class Case:
-    """One kind of data."""
-
-    name: str
-    trained_from: int
-    """First trained position of every sequence."""
+Row = dict[str, Any]
 
 
-CASES = (
-    Case("every token trained", trained_from=0),
-    Case("last 30 % trained", trained_from=int(0.7 * LENGTH)),
-)
-
-
-def make_policy() -> Any:
-    """A Qwen2 of 2.9 million parameters with random weights, float32."""
+def make_policy(vocabulary: int = 512) -> Any:
+    """A Qwen2 of 2.9 million parameters beside its embeddings, random, float32."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
     return Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=VOCABULARY,
+            vocab_size=vocabulary,
             hidden_size=256,
             intermediate_size=704,
             num_hidden_layers=4,
             num_attention_heads=4,
             num_key_value_heads=4,
-            max_position_embeddings=LENGTH,
+            max_position_embeddings=512,
             tie_word_embeddings=True,
+            pad_token_id=0,
         )
-    ).train()
-
-
-def make_examples(case: Case, count: int) -> list[Any]:
-    """``count`` random sequences of LENGTH tokens."""
-    import random
-
-    from rollout_core.algorithms.data import Example
-
-    rng = random.Random(case.name)
-    trained = [position >= case.trained_from for position in range(LENGTH)]
-    return [Example([rng.randrange(VOCABULARY) for _ in range(LENGTH)], trained) for _ in range(count)]
-
-
-def settings(steps: int) -> Any:
-    """The stage's settings for ``steps`` steps."""
-    from rollout_core.config import SFTSettings
-
-    return SFTSettings.model_validate(
-        {
-            "dataset": {"path": "none"},
-            "minibatch_size": BATCH,
-            "optimizer": {"lr": 1e-4},
-            "budget": {"max_steps": steps},
-            "snapshots": {"every_steps": steps},
-        }
     )
 
 
-def run_ours(policy: Any, examples: Sequence[Any], steps: int) -> tuple[float, list[float]]:
-    """Seconds and losses of ``steps`` steps of our loop."""
-    from rollout_core.algorithms.loop import build_accelerator, build_optimizer, train
-    from rollout_core.algorithms.policy import Policy
-    from rollout_core.algorithms.sft import SFT
-    from rollout_core.algorithms.state import TrainState
-
-    config = settings(steps)
-    accelerator = build_accelerator("float32")
-    algorithm = SFT(Policy(policy), examples, config, seed=0, device=accelerator.device)
-    state = TrainState(policy, build_optimizer(config.optimizer, list(policy.parameters())))
-    with no_collection():
-        started = time.perf_counter()
-        train(algorithm, state, config, accelerator)
-        seconds = time.perf_counter() - started
-    return seconds, [row["loss"] for row in state.metrics]
+def sft_rows(count: int, lengths: tuple[int, int], *, trained: float = 1.0, vocabulary: int = 512) -> list[Row]:
+    """Random sequences of which the last share ``trained`` is trained."""
+    rng = random.Random(0)
+    rows = []
+    for _ in range(count):
+        ids = [rng.randrange(vocabulary) for _ in range(rng.randint(*lengths))]
+        first = round(len(ids) * (1 - trained))
+        rows.append({"input_ids": ids, "labels": [-100] * first + ids[first:]})
+    return rows
 
 
-def run_bare(policy: Any, examples: Sequence[Any], steps: int) -> tuple[float, list[float]]:
-    """Seconds and losses of the loop one would write by hand."""
+def pair_rows(count: int) -> list[Row]:
+    """Random pairs: prompts of 32 to 96 tokens, answers of 16 to 64."""
+    rng = random.Random(1)
+
+    def draw(least: int, most: int) -> list[int]:
+        return [rng.randrange(1, 512) for _ in range(rng.randint(least, most))]
+
+    keys = {"prompt_ids": (32, 96), "chosen_ids": (16, 64), "rejected_ids": (16, 64)}
+    return [{key: draw(*lengths) for key, lengths in keys.items()} for _ in range(count)]
+
+
+def bare_sft(model: Any, rows: Sequence[Row]) -> Any:
+    """Mean cross entropy over trained tokens."""
     import torch
     import torch.nn.functional as F
+    from torch.nn.utils.rnn import pad_sequence
 
-    from rollout_core.algorithms.data import positions_at
+    ids = pad_sequence([torch.tensor(row["input_ids"]) for row in rows], batch_first=True)
+    labels = pad_sequence([torch.tensor(row["labels"]) for row in rows], batch_first=True, padding_value=-100)
+    logits = model(input_ids=ids, use_cache=False).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
 
-    orders = [positions_at(step, num_items=len(examples), per_step=BATCH, seed=0) for step in range(steps)]
-    ids = torch.tensor([example.token_ids for example in examples])
-    labels = ids.masked_fill(~torch.tensor([example.trained for example in examples]), -100)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
-    losses = []
-    with no_collection():
+
+def bare_dpo(model: Any, rows: Sequence[Row], reference: Any) -> Any:
+    """DPO with beta 0.1, chosen and rejected sequences in one padded batch."""
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.utils.rnn import pad_sequence
+
+    answers = [(row["prompt_ids"], row[key]) for key in ("chosen_ids", "rejected_ids") for row in rows]
+    ids = pad_sequence([torch.tensor(prompt + answer) for prompt, answer in answers], batch_first=True)
+    masks = [torch.tensor([0] * (len(prompt) - 1) + [1] * len(answer)) for prompt, answer in answers]
+    mask = pad_sequence(masks, batch_first=True).float()
+
+    def logps(policy: Any) -> Any:
+        logprobs = torch.log_softmax(policy(input_ids=ids, use_cache=False).logits[:, :-1], -1)
+        return (logprobs.gather(-1, ids[:, 1:, None]).squeeze(-1) * mask).sum(1)
+
+    with torch.no_grad():
+        before = logps(reference)
+    ratio = logps(model) - before
+    chosen, rejected = ratio.chunk(2)
+    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def run_bare(
+    loss_of: Callable[..., Any], model: Any, rows: Sequence[Row], *, batch: int, steps: int, warm: int = 2
+) -> tuple[float, list[float]]:
+    """Real tokens per second of the steps after ``warm``, and the losses of all."""
+    import torch
+
+    reference = (copy.deepcopy(model).requires_grad_(False),) if loss_of is bare_dpo else ()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
+    losses, seconds, tokens = [], 0.0, 0
+    for step in range(steps + warm):
+        chosen = [rows[position % len(rows)] for position in range(step * batch, (step + 1) * batch)]
         started = time.perf_counter()
-        for order in orders:
-            logits = policy(input_ids=ids[order], use_cache=False).logits
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[order, 1:].flatten(), ignore_index=-100)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        seconds = time.perf_counter() - started
-    return seconds, losses
+        loss = loss_of(model, chosen, *reference)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if step >= warm:
+            seconds += time.perf_counter() - started
+            tokens += sum(map(num_tokens, chosen))
+    return tokens / seconds, losses
 
 
-def measure(figures: Figures, case: Case, *, steps: int, rounds: int) -> None:
+def compare(
+    figures: Figures,
+    what: str,
+    case: str,
+    loss_of: Callable[..., Any],
+    model: Any,
+    rows: list[Row],
+    size: argparse.Namespace,
+) -> None:
     """One row. Raises RuntimeError when the sides did not train the same."""
-    policy = make_policy()
-    examples = make_examples(case, steps * BATCH)
-    sides = {"ours": run_ours, "bare": run_bare}
-    rates: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(rounds + 1):
-        order = list(sides) if number % 2 else list(reversed(sides))
-        losses = {}
-        for name in order:
-            seconds, losses[name] = sides[name](copy.deepcopy(policy), examples, steps)
-            if number:  # the first round warms up
-                rates[name].append(steps * BATCH * LENGTH / seconds)
-        worst = max(abs(mine - other) for mine, other in zip(losses["ours"], losses["bare"], strict=True))
-        if worst > 1e-4:
-            raise RuntimeError(f"{case.name}: losses differ by up to {worst:.1e}, so the times do not compare")
-    figures.compare(f"SFT {BATCH}x{LENGTH}, {case.name}, tokens/s", rates["ours"], rates["bare"])
+    ours: list[float] = []
+    bare: list[float] = []
+    steps = size.steps
+    for number in range(size.rounds):
+        with no_collection():
+            sides = [
+                lambda: run_case(case, copy.deepcopy(model), rows, batch=8, steps=steps),
+                lambda: run_bare(loss_of, copy.deepcopy(model).train(), rows, batch=8, steps=steps),
+            ]
+            found = {index: sides[index]() for index in ((0, 1) if number % 2 else (1, 0))}
+        mine, (rate, losses) = found[0], found[1]
+        worst = max(abs(one - other) for one, other in zip(mine.losses, losses, strict=True))
+        if worst > 1e-3:
+            raise RuntimeError(f"{what}: losses differ by up to {worst:.1e}, so the times do not compare")
+        ours.append(mine.tokens_per_second)
+        bare.append(rate)
+    figures.compare(f"{what}, tokens/s", ours, bare)
+
+
+def compare_all(size: argparse.Namespace) -> None:
+    """The table."""
+    figures = Figures("The training loop against bare padded PyTorch loops, float32, batches of 8")
+    small, large = make_policy(), make_policy(151_936)
+    count = 8 * (size.steps + 2)
+    compare(figures, "SFT, 256 tokens each", "sft", bare_sft, small, sft_rows(count, (256, 256)), size)
+    compare(figures, "SFT, 32 to 256 tokens", "sft", bare_sft, small, sft_rows(count, (32, 256)), size)
+    rows = sft_rows(count, (256, 256), trained=0.3, vocabulary=151_936)
+    compare(figures, "SFT, vocabulary 151,936, 30 % trained", "sft", bare_sft, large, rows, size)
+    compare(figures, "DPO, inline reference", "dpo", bare_dpo, small, pair_rows(count), size)
+    figures.show()
+
+
+def run_one(arguments: argparse.Namespace) -> None:
+    """One case on given work; the table's figures as JSON where asked for."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="float32")
+    found = run_case(arguments.case, model, read_rows(arguments.work), batch=arguments.batch, steps=arguments.steps)
+    figures = Figures(f"{arguments.case}: {arguments.steps} steps of {arguments.batch} rows")
+    figures.add("median step", f"{found.step_ms:,.1f} ms")
+    figures.add("real tokens", f"{found.tokens_per_second:,.0f} /s")
+    figures.add("peak memory", f"{found.peak_rss_mib:,.0f} MiB")
+    figures.show()
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(dataclasses.asdict(found)), encoding="utf-8")
 
 
 def main() -> None:
-    quick = quick_asked(__doc__)
-    figures = Figures("The SFT loop against a bare PyTorch loop, float32")
-    for case in CASES:
-        measure(figures, case, steps=5 if quick else 20, rounds=2 if quick else 5)
-    figures.show()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small form, to see that it runs")
+    parser.add_argument("--case", choices=CASES)
+    parser.add_argument("--work", type=Path, help="JSON lines of token ids")
+    parser.add_argument("--model", type=Path, help="folder of the model that starts the case")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    arguments = parser.parse_args()
+    arguments.rounds = 2 if arguments.quick else 5
+    arguments.steps = arguments.steps or (2 if arguments.quick else 10)
+    if arguments.case is None:
+        compare_all(arguments)
+        return
+    if arguments.work is None or arguments.model is None:
+        parser.error("--case needs --work and --model")
+    run_one(arguments)
 
 
 if __name__ == "__main__":
