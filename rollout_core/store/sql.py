@@ -20,12 +20,12 @@ from rollout_core.store.codec import encode
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
 from rollout_core.store.spans import Span
 from rollout_core.store.sql_attempts import find_lost_attempts, update_attempts, update_rollout
-from rollout_core.store.sql_database import Database
+from rollout_core.store.group_commit import Hooks
+from rollout_core.store.sql_database import open_database
 from rollout_core.store.sql_dialect import Transaction
 from rollout_core.store.sql_resources import add_resources, resources_json, update_resources
 from rollout_core.store.sql_rows import span_columns, span_model
 from rollout_core.store.sql_workers import record_heartbeat
-from rollout_core.store.sqlite_file import parse_url
 from rollout_core.store.types import (
     UNSET,
     Attempt,
@@ -87,13 +87,8 @@ class SqlLightningStore(LightningStore):
         self._last_scan: float | None = None
         self._opened = clock()
         self._waiters = Waiters()
-        self._database = Database(
-            parse_url(url),
-            clock=clock,
-            busy_timeout_seconds=busy_timeout_seconds,
-            watchdog=self._scan,
-            on_finished=self._waiters.wake,
-        )
+        hooks = Hooks(clock, self._scan, self._waiters.wake)
+        self._database = open_database(url, hooks, busy_timeout_seconds=busy_timeout_seconds)
 
     @classmethod
     def from_url(
@@ -138,7 +133,7 @@ class SqlLightningStore(LightningStore):
 
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> Sequence[Rollout]:
         requests = [sql_queue.new_rollout(request) for request in rollouts]
-        return await self._write(lambda tx: sql_queue.enqueue(tx, requests))
+        return await self._database.write_batch(sql_queue.enqueue, requests)
 
     async def dequeue_many_rollouts(
         self, *, limit: int = 1, worker_id: str | None = None
@@ -160,9 +155,8 @@ class SqlLightningStore(LightningStore):
     async def _claim(self, limit: int, worker_id: str | None, claim_id: str | None = None) -> list[AttemptedRollout]:
         if limit <= 0:
             return []
-        claims = await self._database.write(
-            lambda tx: sql_queue.claim(tx, limit, worker_id, claim_id), watched=True, undo=sql_queue.unclaim
-        )
+        demand = sql_queue.Demand(limit, worker_id, claim_id)
+        [claims] = await self._database.write_batch(sql_queue.claim, [demand], undo=sql_queue.unclaim)
         return [claim.rollout for claim in claims]
 
     async def start_rollout(
@@ -216,13 +210,13 @@ class SqlLightningStore(LightningStore):
         for update in updates:
             if not isinstance(update.metadata, Unset):
                 encode(update.metadata, f"metadata of attempt {update.attempt_id}")
-        return await self._write(lambda tx: update_attempts(tx, updates, fenced))
+        return await self._database.write_batch(update_attempts, [(update, fenced) for update in updates])
 
     # Spans
 
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
         rows = [(span.rollout_id, span_columns(span)) for span in spans]
-        is_new = await self._database.write(lambda tx: sql_spans.add_spans(tx, rows), watched=False)
+        is_new = await self._database.write_batch(sql_spans.add_spans, rows, watched=False)
         return [span for span, new in zip(spans, is_new, strict=True) if new]
 
     async def add_otel_span(
@@ -239,7 +233,7 @@ class SqlLightningStore(LightningStore):
 
     async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> Sequence[int]:
         rollout_ids = [rollout_id for rollout_id, _ in rollout_attempt_ids]
-        return await self._database.write(lambda tx: sql_spans.number_spans(tx, rollout_ids), watched=False)
+        return await self._database.write_batch(sql_spans.number_spans, rollout_ids, watched=False)
 
     # Queries
 
@@ -452,9 +446,14 @@ class SqlLightningStore(LightningStore):
         # A clock that was set back must not put the watchdog to sleep.
         return self._last_scan is None or not 0 <= now - self._last_scan < self._scan_debounce_seconds
 
-    def _scan(self, tx: Transaction) -> None:
-        if self._scan_is_due(tx.now) and find_lost_attempts(tx, WATCHDOG_BATCH) < WATCHDOG_BATCH:
+    def _scan(self, tx: Transaction) -> bool:
+        """Run the watchdog if its time has come; whether there was anything to do."""
+        if not self._scan_is_due(tx.now):
+            return False
+        num_seen = find_lost_attempts(tx, WATCHDOG_BATCH)
+        if num_seen < WATCHDOG_BATCH:
             self._last_scan = tx.now
+        return num_seen > 0
 
     async def _watch(self) -> None:
         """Run the watchdog if its time has come and a cheap look says that there is something to do."""

@@ -114,7 +114,7 @@ class Filter:
             return self
         if isinstance(values, list) and len(values) == 1 and isinstance(values[0], str):
             return self.equals(column, values[0])  # lets an index give the order as well
-        return self._join(f"{column} IN ({{texts}})", self._tx.texts(values))
+        return self._join(f"{column} {{in_texts}}", self._tx.texts(values))
 
     def contains(self, column: str, part: str | None) -> Filter:
         """Match values with this substring, case and all; None: no condition."""
@@ -228,7 +228,7 @@ def find_rollout(tx: Transaction, rollout_id: str) -> Rollout | None:
 def find_finished(tx: Transaction, rollout_ids: Sequence[str]) -> list[Rollout]:
     """Those of these rollouts that are in a terminal status."""
     found = tx.rows(
-        ROLLOUTS_WITH_ATTEMPT + " WHERE r.rollout_id IN ({texts}) AND r.status IN ({texts})",
+        ROLLOUTS_WITH_ATTEMPT + " WHERE r.rollout_id {in_texts} AND r.status {in_texts}",
         tx.texts(rollout_ids),
         tx.texts(sorted(FINISHED)),
     )
@@ -237,7 +237,7 @@ def find_finished(tx: Transaction, rollout_ids: Sequence[str]) -> list[Rollout]:
 
 def known_ids(tx: Transaction, rollout_ids: Sequence[str]) -> set[str]:
     """Those of these ids that are rollouts of this store."""
-    found = tx.rows("SELECT rollout_id FROM rollouts WHERE rollout_id IN ({texts})", tx.texts(rollout_ids))
+    found = tx.rows("SELECT rollout_id FROM rollouts WHERE rollout_id {in_texts}", tx.texts(rollout_ids))
     return {rollout_id for (rollout_id,) in found}
 
 

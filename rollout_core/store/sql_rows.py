@@ -87,7 +87,7 @@ def load_rollouts(tx: Transaction, rollout_ids: Iterable[str]) -> dict[str, Roll
     if len(wanted) == 1:
         found = tx.rows("SELECT {rollout} FROM rollouts r WHERE r.rollout_id = ? {lock}", wanted[0])
     else:
-        found = tx.rows("SELECT {rollout} FROM rollouts r WHERE r.rollout_id IN ({texts}) {lock}", tx.texts(wanted))
+        found = tx.rows("SELECT {rollout} FROM rollouts r WHERE r.rollout_id {in_texts} {lock}", tx.texts(wanted))
     states = {row[1]: RolloutState(*row) for row in found}
     refuse_missing(wanted, states)
     return states
@@ -109,7 +109,7 @@ def load_attempts(tx: Transaction, states: Iterable[RolloutState]) -> dict[tuple
         found = tx.rows(
             "SELECT r.key, {attempt} FROM rollouts r"
             " JOIN attempts a ON a.rollout_key = r.key AND a.sequence_id = r.attempt_count"
-            " WHERE r.rollout_id IN ({texts})",
+            " WHERE r.rollout_id {in_texts}",
             tx.texts(list(ids.values())),
         )
         for key, *columns in found:
@@ -131,9 +131,8 @@ def save_rollouts(tx: Transaction, states: Sequence[RolloutState]) -> None:
         if state.status not in lifecycle.QUEUED:
             state.queue_position = None
     joining = [state for state in states if state.status in lifecycle.QUEUED and state.queue_position is None]
-    if joining:
-        for position, state in enumerate(joining, next_queue_position(tx)):
-            state.queue_position = position
+    for state, position in zip(joining, tx.next_numbers("queue", len(joining)), strict=True):
+        state.queue_position = position
     tx.run_many(
         "UPDATE rollouts SET status = ?, end_time = ?, attempt_count = ?, last_sequence_id = ?, queue_position = ?,"
         " due_time = ? WHERE key = ?",
@@ -150,11 +149,6 @@ def save_rollouts(tx: Transaction, states: Sequence[RolloutState]) -> None:
             for state in states
         ],
     )
-
-
-def next_queue_position(tx: Transaction) -> int:
-    """The first free place behind everything that is queued."""
-    return 1 + tx.number("SELECT COALESCE(MAX(queue_position), 0) FROM rollouts WHERE queue_position IS NOT NULL")
 
 
 def save_attempts(tx: Transaction, attempts: Iterable[tuple[int, Attempt]]) -> None:

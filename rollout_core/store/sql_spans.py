@@ -82,8 +82,8 @@ def _load_span_attempts(
 def _insert(
     tx: Transaction, states: dict[str, RolloutState], spans: Sequence[tuple[str, tuple[Any, ...]]]
 ) -> list[bool]:
-    last_key = tx.number("SELECT COALESCE(MAX(key), 0) FROM spans")
-    inserted = tx.run_many(
+    last_key = tx.number("{last_span}")
+    inserted = tx.insert_many(
         "INSERT INTO spans (rollout_key, attempt_id, span_id, sequence_id, trace_id, parent_id, name, start_time,"
         " end_time, body) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
         [(states[rollout_id].key, *columns) for rollout_id, columns in spans],
@@ -91,6 +91,7 @@ def _insert(
     if inserted == len(spans):
         return [True] * len(spans)
     # Some were there before, or come twice in this batch: the first one of each new key is the one that was stored.
+    # The rollouts are locked, so all their spans beyond that key are from here.
     stored = set(tx.rows("SELECT rollout_key, attempt_id, span_id FROM spans WHERE key > ?", last_key))
     is_new: list[bool] = []
     for rollout_id, columns in spans:

@@ -12,7 +12,7 @@ import signal
 import sys
 
 from rollout_core.errors import ConfigError, Recoverable
-from rollout_core.store import AttemptUpdate, EnqueueRolloutRequest, Span, SqlLightningStore
+from rollout_core.store import AttemptUpdate, EnqueueRolloutRequest, Span, SqlLightningStore, sqlite_database
 
 
 def say(*words: object) -> None:
