@@ -8,8 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from rollout_core.errors import ConfigError
 from rollout_core.store.group_commit import Batch, GroupCommit, Hooks, Undo
+from rollout_core.store.migrate import is_postgres
 from rollout_core.store.sql_dialect import Transaction
 
 Item = TypeVar("Item")
@@ -69,20 +69,15 @@ def open_database(url: str, hooks: Hooks, *, busy_timeout_seconds: float) -> Dat
 
     Raises ConfigError for a URL that is none, and what the database is not fit for; Recoverable if it is merely busy.
     """
-    scheme = url.partition("://")[0]
     # Imported when they are needed: a store in a file does without the driver of a server.
-    if scheme in ("postgresql", "postgres"):
+    if is_postgres(url):
         from rollout_core.store.postgres_database import PostgresDatabase
 
         return PostgresDatabase(url, hooks, busy_timeout_seconds)
-    if scheme == "sqlite":
-        from rollout_core.store.sqlite_database import SqliteDatabase
-        from rollout_core.store.sqlite_file import parse_url
+    from rollout_core.store.sqlite_database import SqliteDatabase
+    from rollout_core.store.sqlite_file import parse_url
 
-        return SqliteDatabase(parse_url(url), hooks, busy_timeout_seconds)
-    raise ConfigError(
-        f"database URL is {url!r}; expected sqlite:///path/to/file.db or postgresql://user:password@host/database"
-    )
+    return SqliteDatabase(parse_url(url), hooks, busy_timeout_seconds)
 
 
 def forget(database: Database) -> None:
