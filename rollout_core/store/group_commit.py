@@ -14,10 +14,11 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from rollout_core.errors import Fatal, RolloutError
+from rollout_core.store.sql_counts import add_counts
 from rollout_core.store.sql_dialect import Connection, Dialect, Transaction
 
 Item = TypeVar("Item")
@@ -29,7 +30,7 @@ Undo = Callable[[Transaction, Sequence[Result]], object]
 MAX_TRIES = 3
 """How often one operation is run before an error that may pass at once, such as a deadlock, is the caller's."""
 MAX_GROUP_ITEMS = 2_048
-"""No more operations are taken into a transaction that has as many items. Bounds how long others wait for their turn."""
+"""A transaction that has as many items takes no more operations. Bounds how long others wait for their turn."""
 
 
 class Hooks(NamedTuple):
@@ -96,7 +97,6 @@ class Job(Generic[Item, Result]):
     """Whether the writer has it, so that it can no longer be withdrawn."""
     results: Sequence[Result] = ()
     error: Exception | None = None
-    finished: list[str] = field(default_factory=list)
 
 
 class GroupCommit(ABC):
@@ -161,6 +161,7 @@ class GroupCommit(ABC):
     def _commit(self, session: Session, group: Sequence[Job[Any, Any]]) -> None:
         """Run the group, and hand each job its outcome."""
         pending = deque([(group, MAX_TRIES)])
+        finished: list[str] = []
         while pending:
             jobs, tries = pending.popleft()
             try:
@@ -169,8 +170,9 @@ class GroupCommit(ABC):
                 _fail(session, [*jobs, *(job for others, _ in pending for job in others)], error)
                 break
             try:
-                self._run_jobs(session, jobs)
-                session.commit([rollout_id for job in jobs for rollout_id in job.finished])
+                whole = self._run_jobs(session, jobs)
+                session.commit(whole.finished)
+                finished += whole.finished
             except Exception as error:  # noqa: BLE001 - as above
                 with contextlib.suppress(Exception):
                     session.rollback()
@@ -182,33 +184,33 @@ class GroupCommit(ABC):
                     pending.append((jobs, tries - 1))
                 else:
                     _fail(session, jobs, error)
-        finished = [rollout_id for job in group for rollout_id in job.finished]
         if finished:
             self._hooks.on_finished(finished)
         self._deliver(group)
 
-    def _run_jobs(self, session: Session, jobs: Sequence[Job[Any, Any]]) -> None:
-        """Run jobs in the transaction under way: one part for each kind of operation."""
+    def _run_jobs(self, session: Session, jobs: Sequence[Job[Any, Any]]) -> Transaction:
+        """Run jobs in the transaction under way, one part for each kind of operation; what they did together."""
         parts: dict[Batch[Any, Any], list[Job[Any, Any]]] = {}
         for job in jobs:
-            job.results, job.error, job.finished = (), None, []
+            job.results, job.error = (), None
             parts.setdefault(job.batch, []).append(job)
-        has_scanned = False
-        if any(job.watched for job in jobs):
-            tx = Transaction(session, session.dialect, self._hooks.clock())
-            has_scanned = self._hooks.watchdog(tx)
-            jobs[0].finished += tx.finished
+        whole = Transaction(session, session.dialect, self._hooks.clock())
+        has_scanned = any(job.watched for job in jobs) and self._hooks.watchdog(whole)
         if len(jobs) == 1 and not has_scanned:
-            self._run_batch(session, jobs[0].batch, jobs)  # all there is, so undoing it undoes the transaction
-            return
-        for batch, sharers in parts.items():
-            self._run_part(session, batch, sharers)
+            self._run_batch(whole, session, jobs[0].batch, jobs)  # to undo it is to undo the transaction
+        else:
+            for batch, sharers in parts.items():
+                self._run_part(whole, session, batch, sharers)
+        add_counts(whole, whole.counted)
+        return whole
 
-    def _run_part(self, session: Session, batch: Batch[Any, Any], jobs: Sequence[Job[Any, Any]]) -> None:
+    def _run_part(
+        self, whole: Transaction, session: Session, batch: Batch[Any, Any], jobs: Sequence[Job[Any, Any]]
+    ) -> None:
         """Run jobs of one kind together, or each by itself if that fails."""
         session.savepoint()
         try:
-            self._run_batch(session, batch, jobs)
+            self._run_batch(whole, session, batch, jobs)
         except Exception as error:
             if session.breaks_transaction(error) or (len(jobs) == 1 and session.worth_repeating(error)):
                 raise
@@ -217,18 +219,21 @@ class GroupCommit(ABC):
                 jobs[0].error = session.explain(error)
             else:
                 for job in jobs:
-                    self._run_part(session, batch, [job])
+                    self._run_part(whole, session, batch, [job])
         else:
             session.keep_part()
 
-    def _run_batch(self, session: Session, batch: Batch[Any, Any], jobs: Sequence[Job[Any, Any]]) -> None:
+    def _run_batch(
+        self, whole: Transaction, session: Session, batch: Batch[Any, Any], jobs: Sequence[Job[Any, Any]]
+    ) -> None:
         tx = Transaction(session, session.dialect, self._hooks.clock())
         results = batch(tx, jobs[0].items if len(jobs) == 1 else [item for job in jobs for item in job.items])
         start = 0
         for job in jobs:
             job.results = results[start : start + len(job.items)]
             start += len(job.items)
-        jobs[0].finished += tx.finished
+        whole.finished += tx.finished
+        whole.counted.update(tx.counted)
 
     def _deliver(self, group: Sequence[Job[Any, Any]]) -> None:
         """Hand results to their event loops, with one wake-up for each loop."""
@@ -242,7 +247,7 @@ class GroupCommit(ABC):
 
 def _fail(session: Session, jobs: Iterable[Job[Any, Any]], error: Exception) -> None:
     for job in jobs:
-        job.results, job.error, job.finished = (), session.explain(error), []
+        job.results, job.error = (), session.explain(error)
 
 
 def _resolve(jobs: Sequence[Job[Any, Any]]) -> None:

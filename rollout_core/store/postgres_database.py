@@ -1,9 +1,9 @@
 """A PostgreSQL database shared by many processes.
 
-The driver's connections live in two event loops of their own, each in a thread: one writes (``group_commit``), one reads,
-so that a store serves the event loops of any thread and a large query does not hold up writers. Operations are plain
-functions; they run in a greenlet, which lets the loop go on with others while a statement is under way (as SQLAlchemy
-does). Rollouts that finish are announced by NOTIFY in the transaction that finishes them.
+The driver's connections live in two event loops of their own, each in a thread: one writes (``group_commit``), one
+reads, so that a store serves the event loops of any thread and a large query does not hold up writers. Operations are
+plain functions; they run in a greenlet, which lets the loop go on with others while a statement is under way (as
+SQLAlchemy does). Rollouts that finish are announced by NOTIFY in the transaction that finishes them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from sqlalchemy.util import await_only, greenlet_spawn
 
 from rollout_core.errors import Fatal
 from rollout_core.store.group_commit import GroupCommit, Hooks
+from rollout_core.store.postgres_schema import prepare
 from rollout_core.store.postgres_server import (
+    DRIVER_ERRORS,
     LOST,
     UNFORTUNATE,
     connect,
@@ -28,7 +30,6 @@ from rollout_core.store.postgres_server import (
     shown,
     unknown_outcome,
 )
-from rollout_core.store.postgres_schema import prepare
 from rollout_core.store.sql_database import Database, forget
 from rollout_core.store.sql_dialect import POSTGRES, Transaction
 
@@ -74,8 +75,8 @@ class _LoopThread:
 class _Reading:
     """A connection as operations see it. Its methods may be called in a greenlet of the connection's loop only."""
 
-    def __init__(self, connection: Any) -> None:
-        self._connection = connection
+    def __init__(self, connection: Any = None) -> None:
+        self._connection: Any = connection
 
     def fetch(self, sql: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
         return [tuple(row) for row in await_only(self._connection.fetch(sql, *parameters))]
@@ -95,7 +96,7 @@ class _Writing(_Reading):
 
     dialect = POSTGRES
 
-    def __init__(self, url: str, pool: Callable[[], Awaitable[asyncpg.Pool[Any]]], channel: str, pids: set[int]) -> None:
+    def __init__(self, url: str, pool: Callable[[], Awaitable[asyncpg.Pool]], channel: str, pids: set[int]) -> None:
         self._url = url
         self._pool = pool
         self._channel = channel
@@ -148,7 +149,7 @@ class _Writing(_Reading):
         await_only(self._connection.execute("RELEASE part"))
 
     def breaks_transaction(self, error: Exception) -> bool:
-        return isinstance(error, LOST) or isinstance(error, (asyncpg.DeadlockDetectedError, asyncpg.SerializationError))
+        return isinstance(error, (*LOST, asyncpg.DeadlockDetectedError, asyncpg.SerializationError))
 
     def worth_repeating(self, error: Exception) -> bool:
         return isinstance(error, (*LOST, *UNFORTUNATE))
@@ -157,7 +158,8 @@ class _Writing(_Reading):
         return explain(error, self._url)
 
     def _release(self) -> None:
-        connection, self._connection = self._connection, None
+        connection: Any = self._connection
+        self._connection = None
         await_only(await_only(self._pool()).release(connection))
 
 
@@ -232,9 +234,9 @@ class PostgresDatabase(Database):
     def _start(self) -> None:
         self._writing = _LoopThread("store-writer")
         self._reading = _LoopThread("store-reader")
-        self._pools: dict[asyncio.AbstractEventLoop, asyncpg.Pool[Any]] = {}
+        self._pools: dict[asyncio.AbstractEventLoop, asyncpg.Pool] = {}
         self._writing_pids: set[int] = set()
-        self._listener: asyncpg.Connection[Any] | None = None
+        self._listener: asyncpg.Connection | None = None
         self._listening = asyncio.Lock()
         self._num_listeners = 0
         self.commits = self._commits = _Writer(self.url, self._writing, self._hooks, self._new_session)
@@ -242,7 +244,7 @@ class PostgresDatabase(Database):
     def _new_session(self) -> _Writing:
         return _Writing(self.url, self._pool, self._channel, self._writing_pids)
 
-    async def _pool(self) -> asyncpg.Pool[Any]:
+    async def _pool(self) -> asyncpg.Pool:
         """The connections of the running loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._pools:
@@ -265,8 +267,8 @@ class PostgresDatabase(Database):
                 return await self._read_once(operation)
             except LOST:
                 return await self._read_once(operation)
-        except Exception as error:
-            raise explain(error, self.url) from error.__cause__
+        except DRIVER_ERRORS as error:
+            raise explain(error, self.url) from error
 
     async def _read_once(self, operation: Callable[[Transaction], Result]) -> Result:
         async with (await self._pool()).acquire() as connection:

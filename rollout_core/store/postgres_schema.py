@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import asyncpg
 
 from rollout_core.errors import ConfigError
 from rollout_core.store.migrate import REVISIONS, known_revision, upgrade
@@ -47,7 +44,7 @@ async def prepare(url: str, busy_timeout_seconds: float) -> Prepared:
         if revision != REVISIONS[-1]:
             revision = await _upgrade(url, busy_timeout_seconds)
         return Prepared(schema, revision)
-    except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, asyncio.TimeoutError) as error:
+    except (TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError) as error:
         raise explain(error, url) from error
     finally:
         await connection.close()

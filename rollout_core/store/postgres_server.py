@@ -5,7 +5,6 @@ A committed transaction is on the server's disk: ``synchronous_commit`` is on wh
 
 from __future__ import annotations
 
-import asyncio
 import re
 from typing import Any
 
@@ -27,6 +26,16 @@ LOST = (
     ConnectionError,
 )
 """The connection is gone, and with it a transaction that was not committed."""
+DRIVER_ERRORS = (
+    asyncpg.PostgresError,
+    asyncpg.InterfaceError,
+    asyncpg.InternalClientError,
+    OSError,
+    TimeoutError,
+    UnicodeEncodeError,
+    OverflowError,
+)
+"""Everything the driver raises that ``explain`` knows."""
 _REFUSED = (
     asyncpg.InvalidAuthorizationSpecificationError,
     asyncpg.InvalidCatalogNameError,
@@ -71,11 +80,11 @@ def connection_settings(url: str, busy_timeout_seconds: float) -> dict[str, Any]
     }
 
 
-async def connect(url: str, busy_timeout_seconds: float) -> asyncpg.Connection[Any]:
+async def connect(url: str, busy_timeout_seconds: float) -> asyncpg.Connection:
     """A connection with every setting the store relies on. Raises what ``explain`` makes of the driver's errors."""
     try:
         return await asyncpg.connect(**connection_settings(url, busy_timeout_seconds))
-    except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, asyncio.TimeoutError, ValueError) as error:
+    except (TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError, ValueError) as error:
         raise explain(error, url) from error
 
 

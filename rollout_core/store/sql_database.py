@@ -36,7 +36,12 @@ class Database(ABC):
         return result
 
     async def write_batch(
-        self, batch: Batch[Item, Result], items: Sequence[Item], *, watched: bool = True, undo: Undo[Result] | None = None
+        self,
+        batch: Batch[Item, Result],
+        items: Sequence[Item],
+        *,
+        watched: bool = True,
+        undo: Undo[Result] | None = None,
     ) -> Sequence[Result]:
         """``write`` of an operation on many items. What concurrent callers give to the same function is run as one."""
         return await self.commits.run(batch, items, watched=watched, undo=undo)

@@ -6,6 +6,7 @@ Statements are written once: positional ``?`` parameters, and these marks for wh
     {lock}         lock the rows of ``r`` until the transaction ends, always in the same order
     {lock_free}    lock those rows of ``r`` that nobody else has locked, and leave the others out
     {infinity}     a number beyond all others
+    {writer}       a number of this connection, from a small range
     {last_span}    a number that every span written from now on has a higher key than
 
 Further marks stand for lists of columns, see ``sql_columns``. No text of a caller ever becomes part of a statement.
@@ -13,6 +14,7 @@ Further marks stand for lists of columns, see ``sql_columns``. No text of a call
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import count
@@ -48,6 +50,7 @@ class Dialect(NamedTuple):
     lock: str
     lock_free: str
     infinity: str
+    writer: str
     last_span: str
     contains: str
     numbers: dict[str, str]
@@ -64,8 +67,12 @@ class Dialect(NamedTuple):
         return _statement(self.name, sql)
 
 
+_FOLLOWING = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?) SELECT i + ({last}) FROM n"
+
+
 def _following(last: str) -> str:
-    return f"WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?) SELECT i + ({last}) FROM n"
+    """The numbers that follow the one that ``last`` yields."""
+    return _FOLLOWING.replace("{last}", last)
 
 
 def _json_array(values: Sequence[str]) -> str:
@@ -78,6 +85,7 @@ SQLITE = Dialect(
     lock="",  # a writing transaction has the whole file to itself
     lock_free="",
     infinity="9e999",
+    writer="0",
     last_span="SELECT COALESCE(MAX(key), 0) FROM spans",
     contains="instr({column}, ?) > 0",
     numbers={
@@ -94,6 +102,7 @@ POSTGRES = Dialect(
     lock="ORDER BY r.key FOR UPDATE OF r",
     lock_free="FOR UPDATE OF r SKIP LOCKED",
     infinity="'infinity'::float8",
+    writer="pg_backend_pid() % 64",
     last_span="SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM spans_key_seq",
     contains="strpos({column}, ?) > 0",
     # Sequences, because two processes that read MAX(key) at the same time would take the same number.
@@ -112,20 +121,20 @@ _DIALECTS = {dialect.name: dialect for dialect in (SQLITE, POSTGRES)}
 @lru_cache(1024)
 def _statement(name: str, sql: str) -> str:
     dialect = _DIALECTS[name]
-    for mark in ("in_texts", "lock", "lock_free", "infinity", "last_span"):
+    for mark in ("in_texts", "lock", "lock_free", "infinity", "writer", "last_span"):
         sql = sql.replace(f"{{{mark}}}", getattr(dialect, mark))
     for mark, columns in BY_MARK.items():
         sql = sql.replace(f"{{{mark}}}", columns)
     if dialect.numbered_parameters:
         first, *others = sql.split("?")
-        sql = first + "".join(f"${number}{part}" for number, part in zip(count(1), others))  # noqa: B905
+        sql = first + "".join(f"${number}{part}" for number, part in zip(count(1), others))
     return sql
 
 
 class Transaction:
     """A transaction under way, as the operations of the store see it."""
 
-    __slots__ = ("_connection", "dialect", "finished", "now")
+    __slots__ = ("_connection", "counted", "dialect", "finished", "now")
 
     def __init__(self, connection: Connection, dialect: Dialect, now: float) -> None:
         self._connection = connection
@@ -134,6 +143,8 @@ class Transaction:
         """The time of this transaction, in seconds since the epoch."""
         self.finished: list[str] = []
         """Rollouts that reach a terminal status if this transaction commits; their waiters are woken then."""
+        self.counted: Counter[str] = Counter()
+        """Changes of the counts in ``sql_counts``, which are written once for the whole transaction."""
 
     def rows(self, sql: str, *parameters: Any) -> list[tuple[Any, ...]]:
         """Run one statement; all of its rows."""

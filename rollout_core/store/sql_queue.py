@@ -176,6 +176,7 @@ def unclaim(tx: Transaction, shares: Sequence[Sequence[Claim]]) -> None:
             state.attempt_count -= 1
             state.due_time = None
             undone.append((state, claim))
+    tx.counted["attempts"] -= len(undone)
     tx.run_many(
         "DELETE FROM attempts WHERE rollout_key = ? AND sequence_id = ?",
         [(state.key, claim.rollout.attempt.sequence_id) for state, claim in undone],
@@ -254,6 +255,7 @@ def _insert(tx: Transaction, requests: Sequence[NewRollout], status: RolloutStat
         )
         for request, key, position in zip(requests, keys, positions, strict=True)
     ]
+    tx.counted[status] += len(states)
     tx.run_many(
         "INSERT INTO rollouts (key, rollout_id, status, mode, resources_id, start_time, config, attempt_count,"
         " last_sequence_id, queue_position) VALUES (?, ?, ?, ?, ?, ?, ?, 0, 0, ?)",
@@ -300,6 +302,7 @@ def _begin_attempts(tx: Transaction, states: Sequence[RolloutState], takers: Seq
         state.set_status("preparing", tx)
         state.watch(attempt)
         attempts.append(attempt)
+    tx.counted["attempts"] += len(attempts)
     tx.run_many(
         "INSERT INTO attempts (rollout_key, sequence_id, attempt_id, status, start_time, worker_id)"
         " VALUES (?, ?, ?, ?, ?, ?)",

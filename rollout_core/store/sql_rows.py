@@ -7,7 +7,7 @@ writes back once, together with all others of its batch.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -48,6 +48,11 @@ class RolloutState:
     last_sequence_id: int
     queue_position: int | None
     due_time: float | None
+    stored_status: RolloutStatus = field(init=False)
+    """The status in the database."""
+
+    def __post_init__(self) -> None:
+        self.stored_status = self.status
 
     @property
     def config(self) -> RolloutConfig:
@@ -130,6 +135,10 @@ def save_rollouts(tx: Transaction, states: Sequence[RolloutState]) -> None:
     for state in states:
         if state.status not in lifecycle.QUEUED:
             state.queue_position = None
+        if state.status != state.stored_status:
+            tx.counted[state.stored_status] -= 1
+            tx.counted[state.status] += 1
+            state.stored_status = state.status
     joining = [state for state in states if state.status in lifecycle.QUEUED and state.queue_position is None]
     for state, position in zip(joining, tx.next_numbers("queue", len(joining)), strict=True):
         state.queue_position = position
@@ -229,12 +238,13 @@ def span_columns(span: Span) -> tuple[Any, ...]:
         span.start_time,
         span.end_time,
         encode(body, f"span {span.name}", model_fields),
+        None,
     )
 
 
 def span_model(rollout_id: str, columns: Sequence[Any]) -> Span:
-    """The model of a row in the order of ``sql_columns.SPAN``."""
-    attempt_id, span_id, sequence_id, trace_id, parent_id, name, start_time, end_time, body = columns
+    """The model of a row in the order of ``sql_columns.SPAN``, its body included."""
+    attempt_id, span_id, sequence_id, trace_id, parent_id, name, start_time, end_time, body, _ = columns
     fields = decode(body)
     fields.update(
         rollout_id=rollout_id,
@@ -252,12 +262,12 @@ def span_model(rollout_id: str, columns: Sequence[Any]) -> Span:
 
 def span_json(rollout_id: str, columns: Sequence[Any]) -> bytes:
     """What ``encode_stored`` makes of ``span_model`` (in another order), without the model."""
-    *fields, body = columns
+    *fields, body, _ = columns
     head = orjson.dumps({"rollout_id": rollout_id, **dict(zip(_SPAN_COLUMNS, fields, strict=True))})
     return b"%b,%b" % (head[:-1], body.encode()[1:])
 
 
-_SPAN_COLUMNS = [column.removeprefix("s.") for column in SPAN.split(", ")[:-1]]
+_SPAN_COLUMNS = [column.removeprefix("s.") for column in SPAN.split(", ")[:-2]]
 
 
 def resources_model(columns: Sequence[Any]) -> ResourcesUpdate:

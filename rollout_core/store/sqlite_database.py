@@ -1,8 +1,8 @@
 """A SQLite file shared by the tasks, threads and event loops of one process, and with other processes.
 
-Writes go through one thread (see ``group_commit``), reads through a few connections of their own that never wait for it.
-Before a fork every connection is closed, because SQLite loses track of its locks in a forked process; parent and child
-then open their own when they next need one.
+Writes go through one thread (see ``group_commit``), reads through a few connections of their own that never wait for
+it. Before a fork every connection is closed, because SQLite loses track of its locks in a forked process; parent and
+child then open their own when they next need one.
 """
 
 from __future__ import annotations

@@ -44,7 +44,9 @@ def programs() -> Path:
     for folder in [*folders, *([Path(on_path).parent] if on_path else [])]:
         if (folder / "initdb").exists() and (folder / "postgres").exists():
             return folder
-    pytest.fail("no PostgreSQL server programs (initdb, postgres) here; run: apt-get install -y postgresql", pytrace=False)
+    pytest.fail(
+        "no PostgreSQL server programs (initdb, postgres) here; run: apt-get install -y postgresql", pytrace=False
+    )
 
 
 class PostgresServer:
@@ -107,7 +109,9 @@ class PostgresServer:
         is_ready = [programs() / "pg_isready", "-q", "-h", self._folder, "-U", "postgres"]
         while subprocess.run(is_ready).returncode:
             if self._process.poll() is not None or time.monotonic() > deadline:
-                pytest.fail(f"the PostgreSQL server did not start:\n{(self._folder / 'log').read_text()}", pytrace=False)
+                pytest.fail(
+                    f"the PostgreSQL server did not start:\n{(self._folder / 'log').read_text()}", pytrace=False
+                )
             time.sleep(0.02)
 
     def stop(self, *, at_once: bool = False) -> None:

@@ -4,7 +4,5 @@ from alembic import context
 
 from rollout_core.store.tables import metadata
 
-context.configure(
-    connection=context.config.attributes["connection"], target_metadata=metadata, render_as_batch=True
-)
+context.configure(connection=context.config.attributes["connection"], target_metadata=metadata, render_as_batch=True)
 context.run_migrations()

@@ -20,7 +20,6 @@ def upgrade() -> None:
         sa.Column("count", KEY, nullable=False),
         sqlite_with_rowid=False,
     )
-    insert = "INSERT INTO counts (name, writer, count) "
-    op.execute(f"{insert} SELECT status, 0, COUNT(*) FROM rollouts GROUP BY status")
-    for table in ("attempts", "spans"):
-        op.execute(f"{insert} SELECT '{table}', 0, COUNT(*) FROM {table}")
+    op.execute("INSERT INTO counts SELECT status, 0, COUNT(*) FROM rollouts GROUP BY status")
+    op.execute("INSERT INTO counts SELECT 'attempts', 0, COUNT(*) FROM attempts")
+    op.execute("INSERT INTO counts SELECT 'spans', 0, COUNT(*) FROM spans")
