@@ -44,7 +44,7 @@ async def prepare(url: str, busy_timeout_seconds: float) -> Prepared:
         if revision != REVISIONS[-1]:
             revision = await _upgrade(url, busy_timeout_seconds)
         return Prepared(schema, revision)
-    except (TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError) as error:
+    except DRIVER_ERRORS as error:
         raise explain(error, url) from error
     finally:
         await connection.close()
