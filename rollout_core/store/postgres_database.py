@@ -115,7 +115,7 @@ class _Writing(_Reading):
             await_only(self._connection.execute("BEGIN"))
             self._pids.add(self._connection.get_server_pid())
         except BaseException:
-            self._release()
+            self._drop()
             raise
 
     def commit(self, finished: Sequence[str]) -> None:
@@ -125,7 +125,7 @@ class _Writing(_Reading):
         try:
             status = await_only(self._connection.execute("COMMIT"))
         except LOST as error:
-            self._release()
+            self._drop()
             raise unknown_outcome(error, self._url) from error
         if status != "COMMIT":
             raise Fatal(f"{shown(self._url)} answered {status} to COMMIT; nothing was stored")
@@ -134,9 +134,10 @@ class _Writing(_Reading):
     def rollback(self) -> None:
         if self._connection is not None:
             try:
-                if not self._connection.is_closed():
-                    await_only(self._connection.execute("ROLLBACK"))
-            finally:
+                await_only(self._connection.execute("ROLLBACK"))
+            except DRIVER_ERRORS:
+                self._drop()
+            else:
                 self._release()
 
     def savepoint(self) -> None:
@@ -156,6 +157,11 @@ class _Writing(_Reading):
 
     def explain(self, error: Exception) -> Exception:
         return explain(error, self._url)
+
+    def _drop(self) -> None:
+        """Have the pool make a new connection in place of this one. It may not have noticed yet that it was cut."""
+        self._connection.terminate()
+        self._release()
 
     def _release(self) -> None:
         connection: Any = self._connection
@@ -272,13 +278,16 @@ class PostgresDatabase(Database):
 
     async def _read_once(self, operation: Callable[[Transaction], Result]) -> Result:
         async with (await self._pool()).acquire() as connection:
-            await connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
             try:
-                tx = Transaction(_Reading(connection), POSTGRES, self._hooks.clock())
-                return await greenlet_spawn(operation, tx)
-            finally:
-                if not connection.is_closed():
+                await connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+                try:
+                    tx = Transaction(_Reading(connection), POSTGRES, self._hooks.clock())
+                    return await greenlet_spawn(operation, tx)
+                finally:
                     await connection.execute("ROLLBACK")
+            except LOST:
+                connection.terminate()  # else the pool could hand it out again before it notices
+                raise
 
     async def foreign_version(self) -> int:
         self._check_open()

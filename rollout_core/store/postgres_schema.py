@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout_core.errors import ConfigError
 from rollout_core.store.migrate import REVISIONS, known_revision, upgrade
-from rollout_core.store.postgres_server import connect, explain, shown
+from rollout_core.store.postgres_server import DRIVER_ERRORS, connect, explain, shown
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

@@ -19,6 +19,7 @@ UNFORTUNATE = (asyncpg.DeadlockDetectedError, asyncpg.SerializationError, asyncp
 LOST = (
     asyncpg.PostgresConnectionError,
     asyncpg.InterfaceError,
+    asyncpg.InternalClientError,  # cut while the driver was in the midst of something
     asyncpg.AdminShutdownError,
     asyncpg.CrashShutdownError,
     asyncpg.CannotConnectNowError,
@@ -84,7 +85,7 @@ async def connect(url: str, busy_timeout_seconds: float) -> asyncpg.Connection:
     """A connection with every setting the store relies on. Raises what ``explain`` makes of the driver's errors."""
     try:
         return await asyncpg.connect(**connection_settings(url, busy_timeout_seconds))
-    except (TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError, ValueError) as error:
+    except DRIVER_ERRORS as error:
         raise explain(error, url) from error
 
 
@@ -103,14 +104,14 @@ def _translate(error: Exception, where: str) -> RolloutError | None:
         return None
     if isinstance(error, _REFUSED):
         return ConfigError(f"{where} refuses the store: {error}; check the address, the user and what it may do")
-    if isinstance(error, _BAD_VALUE) or (type(error) is asyncpg.InterfaceError and "query argument" in str(error)):
+    if isinstance(error, _BAD_VALUE):
         return ConfigError(f"a value cannot be stored: {error}")
     if isinstance(error, _PASSING):
         what = str(error) or type(error).__name__
         return Recoverable(
             f"{where} could not do this now ({what}); nothing of this call was stored, it can be repeated"
         )
-    if isinstance(error, (asyncpg.PostgresError, asyncpg.InternalClientError)):
+    if isinstance(error, asyncpg.PostgresError):
         return Fatal(f"{where} is damaged or was changed by another program: {error}; restore it from a copy")
     return None
 

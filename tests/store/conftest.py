@@ -122,6 +122,12 @@ async def open_http(place: Place, **settings: Any) -> LightningStore:
     return LightningStoreClient(SERVER.endpoint)
 
 
+@pytest.fixture
+def postgres() -> PostgresServer:
+    """The PostgreSQL server of this session."""
+    return POSTGRES
+
+
 STORES: dict[str, Callable[..., Awaitable[LightningStore]]] = {
     "memory": open_memory,
     "sqlite": open_sqlite,
