@@ -254,7 +254,9 @@ def known_ids(tx: Transaction, rollout_ids: Sequence[str]) -> set[str]:
 
 def any_due(tx: Transaction) -> bool:
     """Whether the watchdog has something to look at."""
-    return bool(tx.rows("SELECT 1 FROM rollouts WHERE due_time IS NOT NULL AND due_time < ? LIMIT 1", tx.now))
+    # Ordered, because PostgreSQL would else read the whole table in the hope of meeting one soon.
+    sql = "SELECT 1 FROM rollouts WHERE due_time IS NOT NULL AND due_time < ? ORDER BY due_time LIMIT 1"
+    return bool(tx.rows(sql, tx.now))
 
 
 def find_attempts(
