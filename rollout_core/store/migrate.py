@@ -9,6 +9,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,8 +57,12 @@ def _prepare(url: str) -> tuple[str | None, str]:
 
 
 def is_postgres(url: str) -> bool:
-    """Whether a database URL is one of PostgreSQL."""
-    return url.startswith(("postgresql://", "postgres://"))
+    """Whether a database URL is one of PostgreSQL. Raises ConfigError if it is and its driver is not installed."""
+    if not url.startswith(("postgresql://", "postgres://")):
+        return False
+    if find_spec("asyncpg") is None:
+        raise ConfigError("postgresql:// needs a package: pip install 'rollout[postgres]'")
+    return True
 
 
 def known_revision(found: Sequence[str], where: str) -> str:
