@@ -357,8 +357,8 @@ class SqlLightningStore(LightningStore):
         """A page of spans, each made by ``model`` of the rollout's id and a row."""
         here = if_here(model)
         page = await self._watched_read(lambda tx: queries.find_spans(tx, rollout_id, attempt_id, model=here, **query))
-        page.items = await self._bodies.fetch(page.items, model)
-        return page
+        items = await self._bodies.fetch(page.items, model)
+        return PaginatedResult(items=items, limit=page.limit, offset=page.offset, total=page.total)
 
     async def query_many_spans(self, rollout_ids: Sequence[str], *, name: str | None = None) -> Sequence[Span]:
         here = if_here(span_model)

@@ -6,12 +6,13 @@ import asyncio
 import pickle
 from datetime import timedelta
 
+import orjson
 import pytest
 
 from rollout_core.errors import ConfigError, MissingObject
 from rollout_core.objects.gc import collect_garbage
 from rollout_core.objects.store import ObjectStore, blob_key
-from rollout_core.store import Event, SqlLightningStore
+from rollout_core.store import Event, Span, SqlLightningStore
 
 pytestmark = pytest.mark.asyncio
 
@@ -41,6 +42,8 @@ async def test_large_spans_come_back_as_they_went_in(any_url, objects, make):
         assert list(await store.query_many_spans([rollout.rollout_id])) == [large, small, twin]
         page = await store.query_spans(rollout.rollout_id, limit=1)
         assert (page[0], page.total) == (large, 3)
+        answer = orjson.loads(await store.query_spans_json(rollout.rollout_id, limit=2))
+        assert ([Span.model_validate(item) for item in answer["items"]], answer["total"]) == ([large, small], 3)
         assert await store.add_span(large) is None, "a duplicate"
 
         def sizes(tx):
