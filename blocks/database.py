@@ -16,7 +16,7 @@ class RolloutDatabase(Block):
 
     url: SecretStr = Field(
         default=SecretStr("sqlite:///./data/rollout.db"),
-        description="sqlite:///file. A secret, since database addresses carry passwords. Never logged.",
+        description="sqlite:///file or postgresql://user:password@host/database. A secret: it may hold a password.",
     )
 
     def store(self) -> SqlLightningStore:

@@ -1,7 +1,7 @@
 """The LightningStore in a SQL database: durable, shared by processes, and as quick with millions of rows as with none.
 
 What is acknowledged is on disk. Values are checked and encoded here; the operations themselves are in the ``sql_*``
-modules, and run on a SQLite file through ``sql_database``.
+modules, and run on a SQLite file or a PostgreSQL server through ``sql_database``.
 """
 
 from __future__ import annotations
@@ -13,19 +13,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from rollout_core.errors import ConfigError, Conflict
+from rollout_core.objects.store import ObjectStore
 from rollout_core.store import sql_queries as queries
 from rollout_core.store import sql_queue, sql_spans
 from rollout_core.store.base import LightningStore
 from rollout_core.store.codec import encode
+from rollout_core.store.group_commit import Hooks
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
+from rollout_core.store.span_bodies import SpanBodies, SpanModel, StoredSpan, if_here
 from rollout_core.store.spans import Span
 from rollout_core.store.sql_attempts import find_lost_attempts, update_attempts, update_rollout
-from rollout_core.store.sql_database import Database
+from rollout_core.store.sql_columns import SEQUENCE_ID
+from rollout_core.store.sql_database import open_database
 from rollout_core.store.sql_dialect import Transaction
 from rollout_core.store.sql_resources import add_resources, resources_json, update_resources
-from rollout_core.store.sql_rows import span_columns, span_model
+from rollout_core.store.sql_rows import span_columns, span_json, span_model
 from rollout_core.store.sql_workers import record_heartbeat
-from rollout_core.store.sqlite_file import parse_url
 from rollout_core.store.types import (
     UNSET,
     Attempt,
@@ -62,10 +65,10 @@ SHORTEST_POLL_SECONDS, LONGEST_POLL_SECONDS = 0.05, 1.0
 
 
 class SqlLightningStore(LightningStore):
-    """A LightningStore in a SQLite file; made by ``from_url``.
+    """A LightningStore in a SQLite file or a PostgreSQL database; made by ``from_url``.
 
     It may be used from any number of tasks, threads, event loops and processes at once. A forked or unpickled copy
-    opens the file for itself.
+    opens the database for itself.
     """
 
     def __init__(
@@ -74,9 +77,13 @@ class SqlLightningStore(LightningStore):
         *,
         scan_debounce_seconds: float = 10.0,
         busy_timeout_seconds: float = 30.0,
+        objects: ObjectStore | None = None,
+        offload_bytes: int = 65_536,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._settings = {
+            "objects": objects,
+            "offload_bytes": offload_bytes,
             "scan_debounce_seconds": scan_debounce_seconds,
             "busy_timeout_seconds": busy_timeout_seconds,
             "clock": clock,
@@ -87,13 +94,9 @@ class SqlLightningStore(LightningStore):
         self._last_scan: float | None = None
         self._opened = clock()
         self._waiters = Waiters()
-        self._database = Database(
-            parse_url(url),
-            clock=clock,
-            busy_timeout_seconds=busy_timeout_seconds,
-            watchdog=self._scan,
-            on_finished=self._waiters.wake,
-        )
+        self._bodies = SpanBodies(objects, offload_bytes)
+        hooks = Hooks(clock, self._scan, self._waiters.wake)
+        self._database = open_database(url, hooks, busy_timeout_seconds=busy_timeout_seconds)
 
     @classmethod
     def from_url(
@@ -102,19 +105,30 @@ class SqlLightningStore(LightningStore):
         *,
         scan_debounce_seconds: float = 10.0,
         busy_timeout_seconds: float = 30.0,
+        objects: ObjectStore | None = None,
+        offload_bytes: int = 65_536,
         clock: Callable[[], float] = time.time,
     ) -> SqlLightningStore:
-        """Open the store at ``sqlite:///path/to/file.db`` (``sqlite:////...`` is absolute), creating it if need be.
+        """Open the store at ``sqlite:///path/to/file.db`` (``sqlite:////...`` is absolute) or
+        ``postgresql://user:password@host/database``, creating its tables, or bringing them to the present, if need be.
+
+        The file is created too, the PostgreSQL database must exist; ``?search_path=NAME`` names a schema of it.
 
         ``scan_debounce_seconds`` is the least time between two runs of the watchdog (0: it always runs),
         ``busy_timeout_seconds`` how long to wait for another process to finish writing, and ``clock`` the source of
-        time, in seconds since the epoch.
+        time, in seconds since the epoch. With ``objects``, spans whose JSON has more than ``offload_bytes`` characters
+        keep it there; a store that reads them must be opened with the same one.
 
-        Raises ConfigError for another kind of URL, and for a file that is not a store, is damaged, cannot be written or
-        was written by a newer version.
+        Raises ConfigError for another kind of URL, and for a database that is not a store, is damaged, cannot be
+        written or was written by a newer version; Recoverable for a server that cannot be reached.
         """
         return cls(
-            url, scan_debounce_seconds=scan_debounce_seconds, busy_timeout_seconds=busy_timeout_seconds, clock=clock
+            url,
+            scan_debounce_seconds=scan_debounce_seconds,
+            busy_timeout_seconds=busy_timeout_seconds,
+            objects=objects,
+            offload_bytes=offload_bytes,
+            clock=clock,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -122,7 +136,7 @@ class SqlLightningStore(LightningStore):
 
     @property
     def capabilities(self) -> LightningStoreCapabilities:
-        """Safe for tasks and threads; all copies see the one file."""
+        """Safe for tasks and threads; all copies see the one database."""
         return LightningStoreCapabilities(thread_safe=True, async_safe=True, zero_copy=True, otlp_traces=False)
 
     async def statistics(self) -> LightningStoreStatistics:
@@ -131,14 +145,14 @@ class SqlLightningStore(LightningStore):
         return {"name": type(self).__name__, "uptime": self._clock() - self._opened, **counts}
 
     async def close(self) -> None:
-        """Finish pending writes and close the file. Later calls raise Fatal."""
+        """Finish pending writes and close the database. Later calls raise Fatal."""
         await asyncio.get_running_loop().run_in_executor(None, self._database.close)
 
     # The queue
 
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> Sequence[Rollout]:
         requests = [sql_queue.new_rollout(request) for request in rollouts]
-        return await self._write(lambda tx: sql_queue.enqueue(tx, requests))
+        return await self._database.write_batch(sql_queue.enqueue, requests)
 
     async def dequeue_many_rollouts(
         self, *, limit: int = 1, worker_id: str | None = None
@@ -160,9 +174,8 @@ class SqlLightningStore(LightningStore):
     async def _claim(self, limit: int, worker_id: str | None, claim_id: str | None = None) -> list[AttemptedRollout]:
         if limit <= 0:
             return []
-        claims = await self._database.write(
-            lambda tx: sql_queue.claim(tx, limit, worker_id, claim_id), watched=True, undo=sql_queue.unclaim
-        )
+        demand = sql_queue.Demand(limit, worker_id, claim_id)
+        [claims] = await self._database.write_batch(sql_queue.claim, [demand], undo=sql_queue.unclaim)
         return [claim.rollout for claim in claims]
 
     async def start_rollout(
@@ -216,13 +229,13 @@ class SqlLightningStore(LightningStore):
         for update in updates:
             if not isinstance(update.metadata, Unset):
                 encode(update.metadata, f"metadata of attempt {update.attempt_id}")
-        return await self._write(lambda tx: update_attempts(tx, updates, fenced))
+        return await self._database.write_batch(update_attempts, [(update, fenced) for update in updates])
 
     # Spans
 
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
-        rows = [(span.rollout_id, span_columns(span)) for span in spans]
-        is_new = await self._database.write(lambda tx: sql_spans.add_spans(tx, rows), watched=False)
+        rows = await self._bodies.offload([StoredSpan(span.rollout_id, span_columns(span)) for span in spans])
+        is_new = await self._database.write_batch(sql_spans.add_spans, rows, watched=False)
         return [span for span, new in zip(spans, is_new, strict=True) if new]
 
     async def add_otel_span(
@@ -230,16 +243,19 @@ class SqlLightningStore(LightningStore):
     ) -> Span | None:
         span = Span.from_opentelemetry(readable_span, rollout_id, attempt_id, sequence_id or 0)
 
+        [stored] = await self._bodies.offload([StoredSpan(rollout_id, span_columns(span))])
+
         def add(tx: Transaction) -> bool:
             if sequence_id is None:
                 span.sequence_id = sql_spans.number_spans(tx, [rollout_id])[0]
-            return sql_spans.add_spans(tx, [(rollout_id, span_columns(span))])[0]
+            columns = (*stored.columns[:SEQUENCE_ID], span.sequence_id, *stored.columns[SEQUENCE_ID + 1 :])
+            return sql_spans.add_spans(tx, [StoredSpan(rollout_id, columns)])[0]
 
         return span if await self._database.write(add, watched=False) else None
 
     async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> Sequence[int]:
         rollout_ids = [rollout_id for rollout_id, _ in rollout_attempt_ids]
-        return await self._database.write(lambda tx: sql_spans.number_spans(tx, rollout_ids), watched=False)
+        return await self._database.write_batch(sql_spans.number_spans, rollout_ids, watched=False)
 
     # Queries
 
@@ -328,16 +344,26 @@ class SqlLightningStore(LightningStore):
             sort_by=sort_by,
             sort_order=sort_order,
         )
-        return await self._watched_read(
-            lambda tx: queries.find_spans(tx, rollout_id, attempt_id, model=span_model, **query)
-        )
+        return await self._span_page(rollout_id, attempt_id, query, span_model)
 
     async def query_spans_json(self, rollout_id: str, attempt_id: str | None = None, **query: Any) -> bytes:
-        given = _span_query(**query)
-        return await self._watched_read(lambda tx: queries.span_page_json(tx, rollout_id, attempt_id, given))
+        page = await self._span_page(rollout_id, attempt_id, _span_query(**query), span_json)
+        tail = f'"limit":{page.limit},"offset":{page.offset},"total":{page.total}'.encode()
+        return b'{"items":[%b],%b}' % (b",".join(page.items), tail)
+
+    async def _span_page(
+        self, rollout_id: str, attempt_id: str | None, query: dict[str, Any], model: SpanModel[Result]
+    ) -> PaginatedResult[Result]:
+        """A page of spans, each made by ``model`` of the rollout's id and a row."""
+        here = if_here(model)
+        page = await self._watched_read(lambda tx: queries.find_spans(tx, rollout_id, attempt_id, model=here, **query))
+        items = await self._bodies.fetch(page.items, model)
+        return PaginatedResult(items=items, limit=page.limit, offset=page.offset, total=page.total)
 
     async def query_many_spans(self, rollout_ids: Sequence[str], *, name: str | None = None) -> Sequence[Span]:
-        return await self._watched_read(lambda tx: queries.find_many_spans(tx, rollout_ids, name))
+        here = if_here(span_model)
+        found = await self._watched_read(lambda tx: queries.find_many_spans(tx, rollout_ids, name, model=here))
+        return await self._bodies.fetch(found, span_model)
 
     async def wait_for_rollouts(self, *, rollout_ids: Sequence[str], timeout: float | None = None) -> list[Rollout]:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -452,9 +478,14 @@ class SqlLightningStore(LightningStore):
         # A clock that was set back must not put the watchdog to sleep.
         return self._last_scan is None or not 0 <= now - self._last_scan < self._scan_debounce_seconds
 
-    def _scan(self, tx: Transaction) -> None:
-        if self._scan_is_due(tx.now) and find_lost_attempts(tx, WATCHDOG_BATCH) < WATCHDOG_BATCH:
+    def _scan(self, tx: Transaction) -> bool:
+        """Run the watchdog if its time has come; whether there was anything to do."""
+        if not self._scan_is_due(tx.now):
+            return False
+        num_seen = find_lost_attempts(tx, WATCHDOG_BATCH)
+        if num_seen < WATCHDOG_BATCH:
             self._last_scan = tx.now
+        return num_seen > 0
 
     async def _watch(self) -> None:
         """Run the watchdog if its time has come and a cheap look says that there is something to do."""

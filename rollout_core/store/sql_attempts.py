@@ -8,12 +8,10 @@ from typing import Any
 
 from rollout_core.errors import Conflict, NotFound
 from rollout_core.store import lifecycle
-from rollout_core.store.sql_columns import NUM_ROLLOUT
 from rollout_core.store.sql_dialect import Transaction
 from rollout_core.store.sql_rows import (
     ROLLOUTS_WITH_ATTEMPT,
     RolloutState,
-    attempt_model,
     config_json,
     find_attempt,
     load_attempts,
@@ -26,15 +24,18 @@ from rollout_core.store.sql_workers import note_attempts
 from rollout_core.store.types import Attempt, AttemptStatus, AttemptUpdate, Rollout, Unset
 
 
-def update_attempts(tx: Transaction, updates: Sequence[AttemptUpdate], fenced: bool) -> list[Attempt | Conflict]:
-    """Apply updates in order. A refused one yields a Conflict in its place; the others are applied all the same."""
-    states = load_rollouts(tx, [update.rollout_id for update in updates])
+def update_attempts(tx: Transaction, updates: Sequence[tuple[AttemptUpdate, bool]]) -> list[Attempt | Conflict]:
+    """Apply updates in order, each with whether it is fenced.
+
+    A refused one yields a Conflict in its place; the others are applied all the same.
+    """
+    states = load_rollouts(tx, [update.rollout_id for update, _ in updates])
     latest = load_attempts(tx, states.values())
     older: dict[tuple[str, str], Attempt] = {}
     results: list[Attempt | Conflict] = []
     changed: dict[tuple[int, int], Attempt] = {}
     with_workers: list[Attempt] = []
-    for update in updates:
+    for update, fenced in updates:
         state = states[update.rollout_id]
         newest = latest.get((state.key, state.attempt_count))
         if newest is None:
@@ -56,7 +57,7 @@ def update_attempts(tx: Transaction, updates: Sequence[AttemptUpdate], fenced: b
         changed[state.key, attempt.sequence_id] = attempt
         if attempt.worker_id and not (isinstance(update.status, Unset) and isinstance(update.worker_id, Unset)):
             with_workers.append(attempt)
-        results.append(attempt)
+        results.append(attempt.model_copy())  # a later update of this batch may change it further
     save_attempts(tx, [(key, attempt) for (key, _), attempt in changed.items()])
     save_rollouts(tx, [states[attempt.rollout_id] for ids, attempt in changed.items() if ids in latest])
     note_attempts(tx, with_workers)
@@ -122,18 +123,18 @@ def find_lost_attempts(tx: Transaction, limit: int) -> int:
     Only rollouts whose alarm has gone off are read. An alarm that heartbeats have outrun is set again.
     """
     found = tx.rows(
-        "SELECT {rollout}, {attempt} FROM rollouts r"
-        " JOIN attempts a ON a.rollout_key = r.key AND a.sequence_id = r.attempt_count"
-        " WHERE r.due_time IS NOT NULL AND r.due_time < ? ORDER BY r.due_time LIMIT ? {lock_free}",
+        "SELECT {rollout} FROM rollouts r WHERE r.due_time IS NOT NULL AND r.due_time < ?"
+        " ORDER BY r.due_time LIMIT ? {lock_free}",
         tx.now,
         limit,
     )
-    found.sort()  # by key: those that are queued again keep the order they were first queued in
-    states: list[RolloutState] = []
+    # By key: those that are queued again keep the order they were first queued in.
+    states = sorted((RolloutState(*row) for row in found), key=lambda state: state.key)
+    # Read only now: what another process wrote of an attempt just before the lock was free must be seen.
+    attempts = load_attempts(tx, states)
     lost: list[tuple[int, Attempt]] = []
-    for row in found:
-        state = RolloutState(*row[:NUM_ROLLOUT])
-        attempt = attempt_model(state.rollout_id, row[NUM_ROLLOUT:])
+    for state in states:
+        attempt = attempts[state.key, state.attempt_count]
         status = lifecycle.lost_status(state.config, attempt.start_time, attempt.last_heartbeat_time, tx.now)
         if status is not None:
             _set_attempt_status(tx, attempt, status, state, is_latest=True)
@@ -142,7 +143,6 @@ def find_lost_attempts(tx: Transaction, limit: int) -> int:
         if state.due_time is not None:
             # Rounding can put the sum before now and the difference within the limit; without this it would spin.
             state.due_time = max(state.due_time, math.nextafter(tx.now, math.inf))
-        states.append(state)
     save_attempts(tx, lost)
     save_rollouts(tx, states)
     note_attempts(tx, [attempt for _, attempt in lost])

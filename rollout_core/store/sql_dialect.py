@@ -2,19 +2,22 @@
 
 Statements are written once: positional ``?`` parameters, and these marks for what each database says its own way:
 
-    {texts}        a list parameter as rows of text, for ``IN ({texts})`` and joins
-    {lock}         lock the rows of ``r`` until the transaction ends
-    {infinity}     a number beyond all others
+    {in_texts}     membership in a list of texts, which is one parameter
+    {lock}         lock the rows of ``r`` until the transaction ends, always in the same order
     {lock_free}    lock those rows of ``r`` that nobody else has locked, and leave the others out
+    {infinity}     a number beyond all others
+    {writer}       a number of this connection, from a small range
+    {last_span}    a number that every span written from now on has a higher key than
 
 Further marks stand for lists of columns, see ``sql_columns``. No text of a caller ever becomes part of a statement.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 import orjson
@@ -23,83 +26,115 @@ from rollout_core.errors import ConfigError
 from rollout_core.store.sql_columns import BY_MARK
 
 
-class Cursor(Protocol):
-    """The part of a DB-API cursor that is used here."""
-
-    @property
-    def rowcount(self) -> int: ...
-
-    def fetchall(self) -> list[tuple[Any, ...]]: ...
-
-
 class Connection(Protocol):
-    """The part of a DB-API connection that is used here."""
+    """A connection as the operations of the store use it; statements have their marks filled in."""
 
-    def execute(self, sql: str, parameters: Sequence[Any], /) -> Cursor: ...
+    def fetch(self, sql: str, parameters: Sequence[Any], /) -> list[tuple[Any, ...]]:
+        """Run one statement; all of its rows."""
+        ...
 
-    def executemany(self, sql: str, parameters: Sequence[Sequence[Any]], /) -> Cursor: ...
+    def run_many(self, sql: str, rows: Sequence[Sequence[Any]], /) -> None:
+        """Run one statement for each row of parameters, prepared once."""
+        ...
+
+    def insert_many(self, sql: str, rows: Sequence[Sequence[Any]], /) -> int:
+        """``run_many`` of an INSERT that may leave rows out; how many it wrote."""
+        ...
 
 
 class Dialect(NamedTuple):
     """One database's way to say the marks above, and to test for a substring (``{column}``, one parameter)."""
 
     name: str
-    texts: str
+    in_texts: str
     lock: str
     lock_free: str
-    contains: str
     infinity: str
+    writer: str
+    last_span: str
+    contains: str
+    numbers: dict[str, str]
+    """By the name of a counter: the statement for its next ``?`` numbers, which nobody else gets."""
     no_limit: int | None
     """The parameter of LIMIT that means none."""
-    max_rows: int = 1
-    """Most rows that one INSERT takes. The interpreter's lock is let go and fought for once a statement."""
+    array: Callable[[Sequence[str]], Any]
+    """The parameter for ``{in_texts}`` from a list."""
+    numbered_parameters: bool = False
+    """Whether ``?`` is written ``$1``, ``$2`` and so on."""
 
     def statement(self, sql: str) -> str:
         """``sql`` with its marks filled in."""
-        return _statement(self, sql)
+        return _statement(self.name, sql)
 
-    def array(self, values: Sequence[str]) -> Any:
-        """The parameter for ``{texts}``. One parameter whatever the length, so no limit on variables is met."""
-        if isinstance(values, str):
-            raise ConfigError(f"got the text {values!r:.80}; expected a list of texts")
-        try:
-            return orjson.dumps(list(values)).decode()
-        except TypeError as error:
-            raise ConfigError(f"expected a list of texts: {error}") from error
+
+_FOLLOWING = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?) SELECT i + ({last}) FROM n"
+
+
+def _following(last: str) -> str:
+    """The numbers that follow the one that ``last`` yields."""
+    return _FOLLOWING.replace("{last}", last)
+
+
+def _json_array(values: Sequence[str]) -> str:
+    return orjson.dumps(values).decode()
 
 
 SQLITE = Dialect(
     name="sqlite",
-    texts="SELECT value FROM json_each(?)",
+    in_texts="IN (SELECT value FROM json_each(?))",
     lock="",  # a writing transaction has the whole file to itself
     lock_free="",
-    contains="instr({column}, ?) > 0",
     infinity="9e999",
+    writer="0",
+    last_span="SELECT COALESCE(MAX(key), 0) FROM spans",
+    contains="instr({column}, ?) > 0",
+    numbers={
+        "rollout": _following("SELECT COALESCE(MAX(key), 0) FROM rollouts"),
+        "queue": _following("SELECT COALESCE(MAX(queue_position), 0) FROM rollouts WHERE queue_position IS NOT NULL"),
+        "resources": _following("SELECT COALESCE(MAX(change_number), 0) FROM resources"),
+    },
     no_limit=-1,
-    max_rows=64,
+    array=_json_array,
 )
+POSTGRES = Dialect(
+    name="postgresql",
+    in_texts="= ANY (?::text[])",
+    lock="ORDER BY r.key FOR UPDATE OF r",
+    lock_free="FOR UPDATE OF r SKIP LOCKED",
+    infinity="'infinity'::float8",
+    writer="pg_backend_pid() % 64",
+    last_span="SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM spans_key_seq",
+    contains="strpos({column}, ?) > 0",
+    # Sequences, because two processes that read MAX(key) at the same time would take the same number.
+    numbers={
+        "rollout": "SELECT nextval('rollouts_key_seq') FROM generate_series(1, ?::bigint)",
+        "queue": "SELECT nextval('queue_positions') FROM generate_series(1, ?::bigint)",
+        "resources": "SELECT nextval('resources_changes') FROM generate_series(1, ?::bigint)",
+    },
+    no_limit=None,
+    array=list,
+    numbered_parameters=True,
+)
+_DIALECTS = {dialect.name: dialect for dialect in (SQLITE, POSTGRES)}
 
 
 @lru_cache(1024)
-def _statement(dialect: Dialect, sql: str) -> str:
-    for mark in ("texts", "lock", "lock_free", "infinity"):
+def _statement(name: str, sql: str) -> str:
+    dialect = _DIALECTS[name]
+    for mark in ("in_texts", "lock", "lock_free", "infinity", "writer", "last_span"):
         sql = sql.replace(f"{{{mark}}}", getattr(dialect, mark))
     for mark, columns in BY_MARK.items():
         sql = sql.replace(f"{{{mark}}}", columns)
+    if dialect.numbered_parameters:
+        first, *others = sql.split("?")
+        sql = first + "".join(f"${number}{part}" for number, part in zip(count(1), others))
     return sql
-
-
-@lru_cache(1024)
-def _many_rows(sql: str, num_rows: int) -> str | None:
-    """An INSERT of one row as one of many; None for other statements."""
-    match = re.fullmatch(r"(INSERT .* VALUES )(\([^)]*\))(.*)", sql)
-    return match and f"{match[1]}{', '.join([match[2]] * num_rows)}{match[3]}"
 
 
 class Transaction:
     """A transaction under way, as the operations of the store see it."""
 
-    __slots__ = ("_connection", "dialect", "finished", "now")
+    __slots__ = ("_connection", "counted", "dialect", "finished", "now")
 
     def __init__(self, connection: Connection, dialect: Dialect, now: float) -> None:
         self._connection = connection
@@ -108,10 +143,12 @@ class Transaction:
         """The time of this transaction, in seconds since the epoch."""
         self.finished: list[str] = []
         """Rollouts that reach a terminal status if this transaction commits; their waiters are woken then."""
+        self.counted: Counter[str] = Counter()
+        """Changes of the counts in ``sql_counts``, which are written once for the whole transaction."""
 
     def rows(self, sql: str, *parameters: Any) -> list[tuple[Any, ...]]:
         """Run one statement; all of its rows."""
-        return self._connection.execute(_statement(self.dialect, sql), parameters).fetchall()
+        return self._connection.fetch(self.dialect.statement(sql), parameters)
 
     def row(self, sql: str, *parameters: Any) -> tuple[Any, ...] | None:
         """Run one statement; its first row."""
@@ -123,23 +160,26 @@ class Transaction:
 
     def run(self, sql: str, *parameters: Any) -> None:
         """Run one statement that yields nothing."""
-        self._connection.execute(_statement(self.dialect, sql), parameters)
+        self._connection.fetch(self.dialect.statement(sql), parameters)
 
-    def run_many(self, sql: str, rows: Sequence[Sequence[Any]]) -> int:
-        """Run one statement for each row of parameters, prepared once. How many rows it changed in all."""
-        statement, changed, start = _statement(self.dialect, sql), 0, 0
-        chunk = self.dialect.max_rows
-        # Chunks of 64, 16, 4 rows, so that there are few statements to prepare; what is left goes row by row.
-        while chunk > 1:
-            while len(rows) - start >= chunk and (insert := _many_rows(statement, chunk)):
-                part = rows[start : start + chunk]
-                changed += self._connection.execute(insert, [value for row in part for value in row]).rowcount
-                start += chunk
-            chunk //= 4
-        if start < len(rows):
-            changed += self._connection.executemany(statement, rows[start:]).rowcount
-        return changed
+    def run_many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Run one statement for each row of parameters, prepared once."""
+        if rows:
+            self._connection.run_many(self.dialect.statement(sql), rows)
+
+    def insert_many(self, sql: str, rows: Sequence[Sequence[Any]]) -> int:
+        """``run_many`` of an INSERT that may leave rows out; how many it wrote."""
+        return self._connection.insert_many(self.dialect.statement(sql), rows) if rows else 0
+
+    def next_numbers(self, counter: str, how_many: int) -> list[int]:
+        """The next numbers of a counter of this database, ascending; see ``Dialect.numbers``."""
+        return [number for (number,) in self.rows(self.dialect.numbers[counter], how_many)] if how_many else []
 
     def texts(self, values: Sequence[str]) -> Any:
-        """The parameter for a ``{texts}`` mark."""
-        return self.dialect.array(values)
+        """The parameter for an ``{in_texts}`` mark. One parameter whatever the length: no limit on variables is met."""
+        if isinstance(values, str):
+            raise ConfigError(f"got the text {values!r:.80}; expected a list of texts")
+        try:
+            return self.dialect.array(list(values))
+        except TypeError as error:
+            raise ConfigError(f"expected a list of texts: {error}") from error

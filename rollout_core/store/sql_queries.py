@@ -11,15 +11,13 @@ from typing import Any, TypeVar
 from rollout_core.errors import ConfigError
 from rollout_core.store.lifecycle import FINISHED
 from rollout_core.store.resources import ResourcesUpdate
-from rollout_core.store.spans import Span
+from rollout_core.store.sql_counts import count, count_rollouts
 from rollout_core.store.sql_dialect import Transaction
 from rollout_core.store.sql_rows import (
     ROLLOUTS_WITH_ATTEMPT,
     attempt_model,
     resources_model,
     rollout_model,
-    span_json,
-    span_model,
     worker_model,
 )
 from rollout_core.store.types import (
@@ -114,7 +112,7 @@ class Filter:
             return self
         if isinstance(values, list) and len(values) == 1 and isinstance(values[0], str):
             return self.equals(column, values[0])  # lets an index give the order as well
-        return self._join(f"{column} IN ({{texts}})", self._tx.texts(values))
+        return self._join(f"{column} {{in_texts}}", self._tx.texts(values))
 
     def contains(self, column: str, part: str | None) -> Filter:
         """Match values with this substring, case and all; None: no condition."""
@@ -166,11 +164,14 @@ def _page(
     limit: int,
     offset: int,
     model: Callable[[tuple[Any, ...]], Model],
+    *,
     key: str | None = None,
+    count: Callable[[], int] | None = None,
 ) -> PaginatedResult[Model]:
     """One page of ``select``, whose filtered table is ``source``.
 
     With the name of its ``key``, only the keys of ``source`` are sorted, and rows are read for the page alone.
+    ``count`` yields the total where that is known without counting.
     """
     check_page(limit, offset)
     where, parameters = filter.where, filter.parameters
@@ -189,7 +190,7 @@ def _page(
     if limit != 0 and is_last and (rows or not offset):
         total = offset + len(rows)
     else:
-        total = tx.number(f"{COUNT}{source}{where}", *parameters)
+        total = tx.number(f"{COUNT}{source}{where}", *parameters) if count is None else count()
         rows = rows if limit == -1 else rows[:limit]
     return PaginatedResult(items=[model(row) for row in rows], limit=limit, offset=offset, total=total)
 
@@ -214,8 +215,18 @@ def find_rollouts(
         .contains("r.rollout_id", rollout_id_contains)
     )
     order = order_by(ROLLOUT_SORT, sort_by, sort_order, "r.key")
+    by_status_alone = rollout_id_in is None and rollout_id_contains is None
     return _page(
-        tx, ROLLOUTS_WITH_ATTEMPT, " FROM rollouts r", filter, order, limit, offset, rollout_model, key="r.key"
+        tx,
+        ROLLOUTS_WITH_ATTEMPT,
+        " FROM rollouts r",
+        filter,
+        order,
+        limit,
+        offset,
+        rollout_model,
+        key="r.key",
+        count=(lambda: count_rollouts(tx, status_in)) if by_status_alone else None,
     )
 
 
@@ -228,7 +239,7 @@ def find_rollout(tx: Transaction, rollout_id: str) -> Rollout | None:
 def find_finished(tx: Transaction, rollout_ids: Sequence[str]) -> list[Rollout]:
     """Those of these rollouts that are in a terminal status."""
     found = tx.rows(
-        ROLLOUTS_WITH_ATTEMPT + " WHERE r.rollout_id IN ({texts}) AND r.status IN ({texts})",
+        ROLLOUTS_WITH_ATTEMPT + " WHERE r.rollout_id {in_texts} AND r.status {in_texts}",
         tx.texts(rollout_ids),
         tx.texts(sorted(FINISHED)),
     )
@@ -237,13 +248,15 @@ def find_finished(tx: Transaction, rollout_ids: Sequence[str]) -> list[Rollout]:
 
 def known_ids(tx: Transaction, rollout_ids: Sequence[str]) -> set[str]:
     """Those of these ids that are rollouts of this store."""
-    found = tx.rows("SELECT rollout_id FROM rollouts WHERE rollout_id IN ({texts})", tx.texts(rollout_ids))
+    found = tx.rows("SELECT rollout_id FROM rollouts WHERE rollout_id {in_texts}", tx.texts(rollout_ids))
     return {rollout_id for (rollout_id,) in found}
 
 
 def any_due(tx: Transaction) -> bool:
     """Whether the watchdog has something to look at."""
-    return bool(tx.rows("SELECT 1 FROM rollouts WHERE due_time IS NOT NULL AND due_time < ? LIMIT 1", tx.now))
+    # Ordered, because PostgreSQL would else read the whole table in the hope of meeting one soon.
+    sql = "SELECT 1 FROM rollouts WHERE due_time IS NOT NULL AND due_time < ? ORDER BY due_time LIMIT 1"
+    return bool(tx.rows(sql, tx.now))
 
 
 def find_attempts(
@@ -314,21 +327,16 @@ def find_spans(
     )
 
 
-def span_page_json(tx: Transaction, rollout_id: str, attempt_id: str | None, query: Mapping[str, Any]) -> bytes:
-    """See ``LightningStore.query_spans_json``."""
-    page = find_spans(tx, rollout_id, attempt_id, model=span_json, **query)
-    tail = f'"limit":{page.limit},"offset":{page.offset},"total":{page.total}'.encode()
-    return b'{"items":[%b],%b}' % (b",".join(page.items), tail)
-
-
-def find_many_spans(tx: Transaction, rollout_ids: Sequence[str], name: str | None) -> list[Span]:
+def find_many_spans(
+    tx: Transaction, rollout_ids: Sequence[str], name: str | None, *, model: Callable[[str, Sequence[Any]], Model]
+) -> list[Model]:
     """Spans of the latest attempt of each of these rollouts: by rollout as asked for, then in order."""
     filter = Filter(tx).within("r.rollout_id", rollout_ids).equals("s.name", name)
     order = order_by(SPAN_SORT, "sequence_id", "asc", SPAN_SORT["start_time"], SPAN_SORT["end_time"], "s.key")
     found = tx.rows(f"{SPANS_OF_LATEST_ATTEMPT}{filter.where}{order}", *filter.parameters)
     place = {rollout_id: index for index, rollout_id in enumerate(dict.fromkeys(rollout_ids))}
     found.sort(key=lambda row: place[row[0]])
-    return [span_model(row[0], row[1:]) for row in found]
+    return [model(row[0], row[1:]) for row in found]
 
 
 def find_resources(
@@ -395,9 +403,9 @@ def find_worker(tx: Transaction, worker_id: str) -> Worker | None:
 def count_all(tx: Transaction) -> LightningStoreStatistics:
     """How many rows of each kind there are."""
     return LightningStoreStatistics(
-        total_rollouts=tx.number("SELECT COUNT(*) FROM rollouts"),
-        total_attempts=tx.number("SELECT COUNT(*) FROM attempts"),
-        total_spans=tx.number("SELECT COUNT(*) FROM spans"),
+        total_rollouts=count_rollouts(tx),
+        total_attempts=count(tx, "attempts"),
+        total_spans=count(tx, "spans"),
         total_resources=tx.number("SELECT COUNT(*) FROM resources"),
         total_workers=tx.number("SELECT COUNT(*) FROM workers"),
     )

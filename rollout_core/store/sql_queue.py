@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from blake3 import blake3
@@ -19,13 +20,12 @@ from rollout_core.store.sql_rows import (
     config_json,
     load_attempts,
     load_rollouts,
-    next_queue_position,
     refuse_missing,
     rollout_model,
     rollout_of,
     save_rollouts,
 )
-from rollout_core.store.sql_workers import note_attempts, note_empty_dequeue, note_idle
+from rollout_core.store.sql_workers import note_attempts, note_empty_dequeues, note_idle
 from rollout_core.store.types import Attempt, AttemptedRollout, EnqueueRolloutRequest, Rollout, RolloutStatus
 
 MAX_REPEATED_CLAIM = 100_000
@@ -42,6 +42,23 @@ class NewRollout(NamedTuple):
     mode: str | None
     resources_id: str | None
     config_json: str | None
+
+
+class Demand(NamedTuple):
+    """What one caller would claim."""
+
+    limit: int
+    worker_id: str | None
+    claim_id: str | None = None
+    """With one, the attempts get ids that follow from it, by which ``find_claimed`` finds them again."""
+
+
+class Taker(NamedTuple):
+    """Who gets an attempt."""
+
+    worker_id: str | None
+    attempt_id: str | None = None
+    """None: a fresh id."""
 
 
 class Claim(NamedTuple):
@@ -87,28 +104,32 @@ def enqueue(tx: Transaction, requests: Sequence[NewRollout]) -> list[Rollout]:
     return [rollouts[request.rollout_id] for request in requests]
 
 
-def claim(tx: Transaction, limit: int, worker_id: str | None, claim_id: str | None = None) -> list[Claim]:
-    """Start an attempt of up to ``limit`` queued rollouts, first in, first out.
-
-    With a ``claim_id`` the attempts get ids that follow from it, by which ``find_claimed`` finds them again.
-    """
+def claim(tx: Transaction, demands: Sequence[Demand]) -> list[list[Claim]]:
+    """Start attempts of queued rollouts, first in, first out; for each demand its claims."""
     found = tx.rows(
         "SELECT {rollout}, {payload} FROM rollouts r JOIN rollout_payloads p ON p.key = r.key"
         " WHERE r.queue_position IS NOT NULL ORDER BY r.queue_position LIMIT ? {lock_free}",
-        limit,
+        sum(demand.limit for demand in demands),
     )
-    if not found and worker_id is not None:
-        note_empty_dequeue(tx, worker_id)
     rows = [(RolloutState(*row[:-2]), row[-2], row[-1]) for row in found]
     before: list[tuple[RolloutStatus, int | None]] = [(state.status, state.queue_position) for state, _, _ in rows]
-    attempt_ids = None if claim_id is None else _attempt_ids(claim_id, len(rows))
-    attempts = _begin_attempts(tx, [state for state, _, _ in rows], worker_id, attempt_ids)
-    if worker_id is not None and attempts:
-        note_attempts(tx, attempts[-1:], dequeued=True)
-    return [
+    takers: list[Taker] = []
+    counts: list[int] = []
+    for demand in demands:
+        counts.append(min(demand.limit, len(rows) - len(takers)))
+        ids = [None] * counts[-1] if demand.claim_id is None else _attempt_ids(demand.claim_id, counts[-1])
+        takers += [Taker(demand.worker_id, attempt_id) for attempt_id in ids]
+    attempts = iter(_begin_attempts(tx, [state for state, _, _ in rows], takers))
+    claims = (
         Claim(_attempted(state, input_json, metadata_json, attempt), status, position)
         for (state, input_json, metadata_json), attempt, (status, position) in zip(rows, attempts, before, strict=True)
-    ]
+    )
+    shares = [list(islice(claims, count)) for count in counts]
+    note_attempts(tx, [share[-1].rollout.attempt for share in shares if share], dequeued=True)
+    note_empty_dequeues(
+        tx, [demand.worker_id for demand, share in zip(demands, shares, strict=True) if demand.worker_id and not share]
+    )
+    return shares
 
 
 def find_claimed(tx: Transaction, claim_id: str, limit: int) -> list[AttemptedRollout]:
@@ -118,7 +139,7 @@ def find_claimed(tx: Transaction, claim_id: str, limit: int) -> list[AttemptedRo
     """
     attempt_ids = _attempt_ids(claim_id, min(limit, MAX_REPEATED_CLAIM))
     found = tx.rows(
-        ROLLOUTS_WITH_ATTEMPT + " WHERE r.status = 'preparing' AND a.attempt_id IN ({texts})", tx.texts(attempt_ids)
+        ROLLOUTS_WITH_ATTEMPT + " WHERE r.status = 'preparing' AND a.attempt_id {in_texts}", tx.texts(attempt_ids)
     )
     rollouts = [rollout for row in found if isinstance(rollout := rollout_model(row), AttemptedRollout)]
     places = {attempt_id: place for place, attempt_id in enumerate(attempt_ids)}
@@ -136,14 +157,15 @@ def release(tx: Transaction, claimed: Sequence[AttemptedRollout]) -> None:
         if latest.get((state.key, state.attempt_count)) == rollout.attempt:
             head -= 1
             claims.append(Claim(rollout, "queuing" if state.attempt_count == 1 else "requeuing", head))
-    unclaim(tx, claims)
+    unclaim(tx, [claims])
 
 
-def unclaim(tx: Transaction, claims: Sequence[Claim]) -> None:
-    """Undo claims that their caller never received, as if they had not been made.
+def unclaim(tx: Transaction, shares: Sequence[Sequence[Claim]]) -> None:
+    """Undo claims that their callers never received, as if they had not been made.
 
     A claim that somebody has touched since (a newer attempt, a status set by hand) is left alone.
     """
+    claims = [claim for share in shares for claim in share]
     states = load_rollouts(tx, [claim.rollout.rollout_id for claim in claims])
     undone: list[tuple[RolloutState, Claim]] = []
     for claim in claims:
@@ -154,6 +176,7 @@ def unclaim(tx: Transaction, claims: Sequence[Claim]) -> None:
             state.attempt_count -= 1
             state.due_time = None
             undone.append((state, claim))
+    tx.counted["attempts"] -= len(undone)
     tx.run_many(
         "DELETE FROM attempts WHERE rollout_key = ? AND sequence_id = ?",
         [(state.key, claim.rollout.attempt.sequence_id) for state, claim in undone],
@@ -166,13 +189,13 @@ def start(tx: Transaction, rollout_ids: Sequence[str], worker_id: str | None) ->
     """Start a new attempt of each of these rollouts, whatever their status and number of attempts."""
     found = tx.rows(
         "SELECT {rollout}, {payload} FROM rollouts r JOIN rollout_payloads p ON p.key = r.key"
-        " WHERE r.rollout_id IN ({texts}) {lock}",
+        " WHERE r.rollout_id {in_texts} {lock}",
         tx.texts(rollout_ids),
     )
     rows = {row[1]: (RolloutState(*row[:-2]), row[-2], row[-1]) for row in found}
     refuse_missing(rollout_ids, rows)
     ordered = [rows[rollout_id] for rollout_id in dict.fromkeys(rollout_ids)]
-    attempts = _begin_attempts(tx, [state for state, _, _ in ordered], worker_id)
+    attempts = _begin_attempts(tx, [state for state, _, _ in ordered], [Taker(worker_id)] * len(ordered))
     if worker_id is not None:
         note_attempts(tx, attempts[-1:])
     started = {
@@ -185,7 +208,7 @@ def start(tx: Transaction, rollout_ids: Sequence[str], worker_id: str | None) ->
 def start_new(tx: Transaction, request: NewRollout, worker_id: str | None) -> AttemptedRollout:
     """Store a rollout that never was in the queue, together with its first attempt."""
     [state] = _insert(tx, [request], "preparing")
-    attempts = _begin_attempts(tx, [state], worker_id)
+    attempts = _begin_attempts(tx, [state], [Taker(worker_id)])
     if worker_id is not None:
         note_attempts(tx, attempts)
     return _attempted(state, request.input_json, request.metadata_json, attempts[0])
@@ -199,7 +222,7 @@ class _Known(NamedTuple):
 def _find_known(tx: Transaction, rollout_ids: list[str]) -> dict[str, _Known]:
     if not rollout_ids:
         return {}
-    found = tx.rows(ROLLOUTS_WITH_ATTEMPT + " WHERE r.rollout_id IN ({texts})", tx.texts(rollout_ids))
+    found = tx.rows(ROLLOUTS_WITH_ATTEMPT + " WHERE r.rollout_id {in_texts}", tx.texts(rollout_ids))
     return {row[1]: _Known(rollout_model(row), row[NUM_ROLLOUT]) for row in found}
 
 
@@ -212,12 +235,12 @@ def _insert(tx: Transaction, requests: Sequence[NewRollout], status: RolloutStat
     """Write new rollouts; queued ones at the tail."""
     if not requests:
         return []
-    first_key = 1 + tx.number("SELECT COALESCE(MAX(key), 0) FROM rollouts")
-    first_position = next_queue_position(tx)
+    keys = tx.next_numbers("rollout", len(requests))
+    positions = tx.next_numbers("queue", len(requests)) if status == "queuing" else [None] * len(requests)
     latest_resources = tx.row("SELECT resources_id FROM resources ORDER BY change_number DESC LIMIT 1")
     states = [
         RolloutState(
-            key=first_key + index,
+            key=key,
             rollout_id=request.rollout_id,
             status=status,
             mode=request.mode,
@@ -227,11 +250,12 @@ def _insert(tx: Transaction, requests: Sequence[NewRollout], status: RolloutStat
             config_json=request.config_json,
             attempt_count=0,
             last_sequence_id=0,
-            queue_position=first_position + index if status == "queuing" else None,
+            queue_position=position,
             due_time=None,
         )
-        for index, request in enumerate(requests)
+        for request, key, position in zip(requests, keys, positions, strict=True)
     ]
+    tx.counted[status] += len(states)
     tx.run_many(
         "INSERT INTO rollouts (key, rollout_id, status, mode, resources_id, start_time, config, attempt_count,"
         " last_sequence_id, queue_position) VALUES (?, ?, ?, ?, ?, ?, ?, 0, 0, ?)",
@@ -263,28 +287,27 @@ def _attempt_ids(claim_id: str, count: int) -> list[str]:
     return [f"at-{blake3(f'{claim_id} {place}'.encode()).hexdigest(length=6)}" for place in range(count)]
 
 
-def _begin_attempts(
-    tx: Transaction, states: Sequence[RolloutState], worker_id: str | None, attempt_ids: Sequence[str] | None = None
-) -> list[Attempt]:
-    """Give each rollout its next attempt, in preparing; under fresh ids unless these are given."""
+def _begin_attempts(tx: Transaction, states: Sequence[RolloutState], takers: Sequence[Taker]) -> list[Attempt]:
+    """Give each rollout its next attempt, in preparing."""
     attempts: list[Attempt] = []
-    for place, state in enumerate(states):
+    for state, taker in zip(states, takers, strict=True):
         state.attempt_count += 1
         attempt = Attempt(
             rollout_id=state.rollout_id,
-            attempt_id=attempt_ids[place] if attempt_ids else f"at-{secrets.token_hex(6)}",
+            attempt_id=taker.attempt_id or f"at-{secrets.token_hex(6)}",
             sequence_id=state.attempt_count,
             start_time=tx.now,
-            worker_id=worker_id,
+            worker_id=taker.worker_id,
         )
         state.set_status("preparing", tx)
         state.watch(attempt)
         attempts.append(attempt)
+    tx.counted["attempts"] += len(attempts)
     tx.run_many(
         "INSERT INTO attempts (rollout_key, sequence_id, attempt_id, status, start_time, worker_id)"
         " VALUES (?, ?, ?, ?, ?, ?)",
         [
-            (state.key, attempt.sequence_id, attempt.attempt_id, attempt.status, attempt.start_time, worker_id)
+            (state.key, attempt.sequence_id, attempt.attempt_id, attempt.status, attempt.start_time, attempt.worker_id)
             for state, attempt in zip(states, attempts, strict=True)
         ],
     )

@@ -39,7 +39,7 @@ def update_resources(tx: Transaction, resources_id: str, resources: str) -> Reso
         " WHERE resources_id = ?",
         resources,
         tx.now,
-        _next_change(tx),
+        tx.next_numbers("resources", 1)[0],
         resources_id,
     )
     return _read(tx, resources_id)
@@ -52,14 +52,10 @@ def _insert(tx: Transaction, resources_id: str, resources: str) -> ResourcesUpda
         resources_id,
         tx.now,
         tx.now,
-        _next_change(tx),
+        tx.next_numbers("resources", 1)[0],
         resources,
     )
     return _read(tx, resources_id)
-
-
-def _next_change(tx: Transaction) -> int:
-    return tx.number("SELECT 1 + COALESCE(MAX(change_number), 0) FROM resources")
 
 
 def _read(tx: Transaction, resources_id: str) -> ResourcesUpdate:

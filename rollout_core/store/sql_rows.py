@@ -7,7 +7,7 @@ writes back once, together with all others of its batch.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -48,6 +48,11 @@ class RolloutState:
     last_sequence_id: int
     queue_position: int | None
     due_time: float | None
+    stored_status: RolloutStatus = field(init=False)
+    """The status in the database."""
+
+    def __post_init__(self) -> None:
+        self.stored_status = self.status
 
     @property
     def config(self) -> RolloutConfig:
@@ -87,7 +92,7 @@ def load_rollouts(tx: Transaction, rollout_ids: Iterable[str]) -> dict[str, Roll
     if len(wanted) == 1:
         found = tx.rows("SELECT {rollout} FROM rollouts r WHERE r.rollout_id = ? {lock}", wanted[0])
     else:
-        found = tx.rows("SELECT {rollout} FROM rollouts r WHERE r.rollout_id IN ({texts}) {lock}", tx.texts(wanted))
+        found = tx.rows("SELECT {rollout} FROM rollouts r WHERE r.rollout_id {in_texts} {lock}", tx.texts(wanted))
     states = {row[1]: RolloutState(*row) for row in found}
     refuse_missing(wanted, states)
     return states
@@ -109,7 +114,7 @@ def load_attempts(tx: Transaction, states: Iterable[RolloutState]) -> dict[tuple
         found = tx.rows(
             "SELECT r.key, {attempt} FROM rollouts r"
             " JOIN attempts a ON a.rollout_key = r.key AND a.sequence_id = r.attempt_count"
-            " WHERE r.rollout_id IN ({texts})",
+            " WHERE r.rollout_id {in_texts}",
             tx.texts(list(ids.values())),
         )
         for key, *columns in found:
@@ -130,10 +135,13 @@ def save_rollouts(tx: Transaction, states: Sequence[RolloutState]) -> None:
     for state in states:
         if state.status not in lifecycle.QUEUED:
             state.queue_position = None
+        if state.status != state.stored_status:
+            tx.counted[state.stored_status] -= 1
+            tx.counted[state.status] += 1
+            state.stored_status = state.status
     joining = [state for state in states if state.status in lifecycle.QUEUED and state.queue_position is None]
-    if joining:
-        for position, state in enumerate(joining, next_queue_position(tx)):
-            state.queue_position = position
+    for state, position in zip(joining, tx.next_numbers("queue", len(joining)), strict=True):
+        state.queue_position = position
     tx.run_many(
         "UPDATE rollouts SET status = ?, end_time = ?, attempt_count = ?, last_sequence_id = ?, queue_position = ?,"
         " due_time = ? WHERE key = ?",
@@ -150,11 +158,6 @@ def save_rollouts(tx: Transaction, states: Sequence[RolloutState]) -> None:
             for state in states
         ],
     )
-
-
-def next_queue_position(tx: Transaction) -> int:
-    """The first free place behind everything that is queued."""
-    return 1 + tx.number("SELECT COALESCE(MAX(queue_position), 0) FROM rollouts WHERE queue_position IS NOT NULL")
 
 
 def save_attempts(tx: Transaction, attempts: Iterable[tuple[int, Attempt]]) -> None:
@@ -235,12 +238,13 @@ def span_columns(span: Span) -> tuple[Any, ...]:
         span.start_time,
         span.end_time,
         encode(body, f"span {span.name}", model_fields),
+        None,
     )
 
 
 def span_model(rollout_id: str, columns: Sequence[Any]) -> Span:
-    """The model of a row in the order of ``sql_columns.SPAN``."""
-    attempt_id, span_id, sequence_id, trace_id, parent_id, name, start_time, end_time, body = columns
+    """The model of a row in the order of ``sql_columns.SPAN``, its body included."""
+    attempt_id, span_id, sequence_id, trace_id, parent_id, name, start_time, end_time, body, _ = columns
     fields = decode(body)
     fields.update(
         rollout_id=rollout_id,
@@ -258,12 +262,12 @@ def span_model(rollout_id: str, columns: Sequence[Any]) -> Span:
 
 def span_json(rollout_id: str, columns: Sequence[Any]) -> bytes:
     """What ``encode_stored`` makes of ``span_model`` (in another order), without the model."""
-    *fields, body = columns
+    *fields, body, _ = columns
     head = orjson.dumps({"rollout_id": rollout_id, **dict(zip(_SPAN_COLUMNS, fields, strict=True))})
     return b"%b,%b" % (head[:-1], body.encode()[1:])
 
 
-_SPAN_COLUMNS = [column.removeprefix("s.") for column in SPAN.split(", ")[:-1]]
+_SPAN_COLUMNS = [column.removeprefix("s.") for column in SPAN.split(", ")[:-2]]
 
 
 def resources_model(columns: Sequence[Any]) -> ResourcesUpdate:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from rollout_core.store import lifecycle
+from rollout_core.store.span_bodies import StoredSpan
 from rollout_core.store.sql_dialect import Transaction
 from rollout_core.store.sql_rows import (
     RolloutState,
@@ -29,8 +29,8 @@ def number_spans(tx: Transaction, rollout_ids: Sequence[str]) -> list[int]:
     return numbers
 
 
-def add_spans(tx: Transaction, spans: Sequence[tuple[str, tuple[Any, ...]]]) -> list[bool]:
-    """Store spans, given as rollout id and columns; for each, whether it was new.
+def add_spans(tx: Transaction, spans: Sequence[StoredSpan]) -> list[bool]:
+    """Store spans; for each, whether it was new.
 
     Raises NotFound, and stores none, if a rollout or attempt is unknown.
     """
@@ -41,6 +41,7 @@ def add_spans(tx: Transaction, spans: Sequence[tuple[str, tuple[Any, ...]]]) -> 
         state = states[rollout_id]
         state.last_sequence_id = max(state.last_sequence_id, columns[2])
     is_new = _insert(tx, states, spans)
+    tx.counted["spans"] += sum(is_new)
 
     arrived = {(rollout_id, columns[0]) for (rollout_id, columns), new in zip(spans, is_new, strict=True) if new}
     moved: dict[str, RolloutState] = {}
@@ -79,18 +80,17 @@ def _load_span_attempts(
     return attempts
 
 
-def _insert(
-    tx: Transaction, states: dict[str, RolloutState], spans: Sequence[tuple[str, tuple[Any, ...]]]
-) -> list[bool]:
-    last_key = tx.number("SELECT COALESCE(MAX(key), 0) FROM spans")
-    inserted = tx.run_many(
+def _insert(tx: Transaction, states: dict[str, RolloutState], spans: Sequence[StoredSpan]) -> list[bool]:
+    last_key = tx.number("{last_span}")
+    inserted = tx.insert_many(
         "INSERT INTO spans (rollout_key, attempt_id, span_id, sequence_id, trace_id, parent_id, name, start_time,"
-        " end_time, body) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
+        " end_time, body, body_id) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
         [(states[rollout_id].key, *columns) for rollout_id, columns in spans],
     )
     if inserted == len(spans):
         return [True] * len(spans)
     # Some were there before, or come twice in this batch: the first one of each new key is the one that was stored.
+    # The rollouts are locked, so all their spans beyond that key are from here.
     stored = set(tx.rows("SELECT rollout_key, attempt_id, span_id FROM spans WHERE key > ?", last_key))
     is_new: list[bool] = []
     for rollout_id, columns in spans:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rollout_core.store.lifecycle import WORKER_AFTER_ATTEMPT
 from rollout_core.store.sql_dialect import Transaction
@@ -13,8 +13,9 @@ from rollout_core.store.types import Attempt, Worker
 def note_attempts(tx: Transaction, attempts: Sequence[Attempt], *, dequeued: bool = False) -> None:
     """Bring the workers of these attempts into line with them; the last attempt of a worker counts."""
     by_worker = {attempt.worker_id: attempt for attempt in attempts if attempt.worker_id}
-    busy = [attempt for attempt in by_worker.values() if WORKER_AFTER_ATTEMPT[attempt.status] == "busy"]
-    free = [attempt for attempt in by_worker.values() if WORKER_AFTER_ATTEMPT[attempt.status] != "busy"]
+    latest = [by_worker[worker_id] for worker_id in sorted(by_worker)]  # sorted, so that writers cannot deadlock
+    busy = [attempt for attempt in latest if WORKER_AFTER_ATTEMPT[attempt.status] == "busy"]
+    free = [attempt for attempt in latest if WORKER_AFTER_ATTEMPT[attempt.status] != "busy"]
     tx.run_many(
         "INSERT INTO workers (worker_id, status, last_busy_time, last_dequeue_time, current_rollout_id,"
         " current_attempt_id) VALUES (?, 'busy', ?, ?, ?, ?) ON CONFLICT (worker_id) DO UPDATE SET status = 'busy',"
@@ -34,16 +35,14 @@ def note_idle(tx: Transaction, attempts: Sequence[Attempt]) -> None:
     _free(tx, [(attempt.worker_id, "idle", tx.now) for attempt in attempts if attempt.worker_id])
 
 
-def note_empty_dequeue(tx: Transaction, worker_id: str) -> None:
-    """A worker asked for work and there was none: it is idle, from now unless it was before."""
-    tx.run(
+def note_empty_dequeues(tx: Transaction, worker_ids: Iterable[str]) -> None:
+    """These workers asked for work and there was none: they are idle, from now unless they were before."""
+    tx.run_many(
         "INSERT INTO workers (worker_id, status, last_idle_time, last_dequeue_time) VALUES (?, 'idle', ?, ?)"
         " ON CONFLICT (worker_id) DO UPDATE SET status = 'idle', last_dequeue_time = excluded.last_dequeue_time,"
         " last_idle_time = CASE WHEN workers.status = 'idle' THEN workers.last_idle_time"
         " ELSE excluded.last_idle_time END, current_rollout_id = NULL, current_attempt_id = NULL",
-        worker_id,
-        tx.now,
-        tx.now,
+        [(worker_id, tx.now, tx.now) for worker_id in sorted(set(worker_ids))],
     )
 
 

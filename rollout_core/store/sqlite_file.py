@@ -11,11 +11,10 @@ import sqlite3
 from pathlib import Path
 
 from rollout_core.errors import ConfigError, Fatal, Recoverable, RolloutError
+from rollout_core.store.migrate import REVISIONS, known_revision, upgrade
 
 APPLICATION_ID = 0x524F4C4C
 """``ROLL`` in ASCII, in the file's header."""
-SCHEMA_REVISION = "0001"
-"""Alembic revision of the tables in ``tables``."""
 
 _NOT_OURS = {sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT}
 _PASSING = {
@@ -34,7 +33,9 @@ def parse_url(url: str) -> Path:
     """The file of a URL like ``sqlite:///relative.db`` or ``sqlite:////absolute.db``. Raises ConfigError for others."""
     scheme, separator, path = url.partition(":///")
     if not separator or scheme != "sqlite":
-        raise ConfigError(f"database URL is {url!r}; expected sqlite:///path/to/file.db")
+        raise ConfigError(
+            f"database URL is {url!r}; expected sqlite:///path/to/file.db or postgresql://user:password@host/database"
+        )
     if not path or path == ":memory:" or "?" in path:
         raise ConfigError(f"database URL is {url!r}; expected the path of a file after sqlite:///, without options")
     return Path(path)
@@ -57,8 +58,8 @@ def connect(path: Path, busy_timeout_seconds: float) -> sqlite3.Connection:
     return connection
 
 
-def prepare(path: Path, busy_timeout_seconds: float) -> None:
-    """Make sure ``path`` is a store of a schema we know, creating it if there is nothing yet.
+def prepare(path: Path, busy_timeout_seconds: float) -> str | None:
+    """Make sure ``path`` is a store of the present schema; the one it had, None if there was nothing yet.
 
     Raises ConfigError for a file that is not ours, is damaged, cannot be written, or comes from a newer version, and
     Recoverable if it is merely busy.
@@ -70,17 +71,14 @@ def prepare(path: Path, busy_timeout_seconds: float) -> None:
         # Looked at before anything is set: opening somebody else's database must not turn it into a WAL file.
         connection = sqlite3.connect(path, timeout=busy_timeout_seconds, isolation_level=None)
         try:
-            if _recognise(connection, path):
-                return
+            revision = _recognise(connection, path)
+            if revision == REVISIONS[-1]:
+                return revision
         finally:
             connection.close()
         connection = connect(path, busy_timeout_seconds)
         try:
-            connection.execute("BEGIN IMMEDIATE")
-            # Another process may have made it in the meantime.
-            if not _recognise(connection, path):
-                _create(connection)
-            connection.execute("COMMIT")
+            return _upgrade(connection, path)
         finally:
             connection.close()
     except sqlite3.Error as error:
@@ -141,36 +139,29 @@ def _primary_code(error: sqlite3.Error) -> int | None:
     return None if code is None else code & 0xFF
 
 
-def _recognise(connection: sqlite3.Connection, path: Path) -> bool:
-    """True for a store of our schema, False for an empty file. Raises ConfigError for anything else."""
+def _recognise(connection: sqlite3.Connection, path: Path) -> str | None:
+    """The schema revision of a store, None for an empty file. Raises ConfigError for anything else."""
     application_id = connection.execute("PRAGMA application_id").fetchone()[0]
     num_tables = connection.execute("SELECT COUNT(*) FROM sqlite_schema").fetchone()[0]
     if application_id != APPLICATION_ID:
         if num_tables or application_id:
             raise ConfigError(f"{path} is a database of another program; give the store a file of its own")
-        return False
+        return None
     found = connection.execute("SELECT version_num FROM alembic_version").fetchall()
-    if found != [(SCHEMA_REVISION,)]:
-        revisions = ", ".join(revision for (revision,) in found) or "none"
-        raise ConfigError(
-            f"{path} has schema revision {revisions}, this version of rollout knows {SCHEMA_REVISION}; "
-            "it was written by a newer version, use that one"
-        )
-    return True
+    return known_revision([revision for (revision,) in found], str(path))
 
 
-def _create(connection: sqlite3.Connection) -> None:
-    # Imported here because only a new file needs them, and SQLAlchemy takes a third of a second.
-    from sqlalchemy.dialects import sqlite
-    from sqlalchemy.schema import CreateIndex, CreateTable
+def _upgrade(connection: sqlite3.Connection, path: Path) -> str | None:
+    """Create the tables or bring them to the present; the revision they had."""
+    # Imported here because only a new or an old file needs them, and SQLAlchemy takes a third of a second.
+    from sqlalchemy import StaticPool, create_engine
 
-    from rollout_core.store.tables import metadata
-
-    dialect = sqlite.dialect()
-    for table in metadata.sorted_tables:
-        connection.execute(str(CreateTable(table).compile(dialect=dialect)))
-        for index in sorted(table.indexes, key=lambda index: str(index.name)):
-            connection.execute(str(CreateIndex(index).compile(dialect=dialect)))
-    connection.execute("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)")
-    connection.execute("INSERT INTO alembic_version VALUES (?)", (SCHEMA_REVISION,))
-    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    with create_engine("sqlite://", creator=lambda: connection, poolclass=StaticPool).connect() as upgrading:
+        upgrading.exec_driver_sql("BEGIN IMMEDIATE")
+        # Another process may have done it in the meantime.
+        revision = _recognise(connection, path)
+        if revision != REVISIONS[-1]:
+            upgrade(upgrading)
+            upgrading.exec_driver_sql(f"PRAGMA application_id = {APPLICATION_ID}")
+        upgrading.commit()
+        return revision

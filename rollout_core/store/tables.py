@@ -8,15 +8,27 @@ statement that writes one has looked its rollout up in the same transaction. JSO
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Index, Integer, MetaData, UniqueConstraint, text
+from typing import Any
+
+from sqlalchemy import BigInteger, Index, Integer, MetaData, Sequence, String, UniqueConstraint, text
 from sqlalchemy.orm import registry
 from sqlmodel import Field, SQLModel
 
 # SQLite makes a column its row id only if its type is spelled INTEGER.
 _Key = BigInteger().with_variant(Integer, "sqlite")
+# Texts are compared by their bytes, as SQLite does, whatever language the server speaks.
+_Text = String().with_variant(String(collation="C"), "postgresql")
+_metadata = MetaData()
+# Where several processes write at once, numbers come from sequences; SQLite takes the next one after the highest.
+Sequence("queue_positions", metadata=_metadata)
+Sequence("resources_changes", metadata=_metadata)
 
 
-class _Table(SQLModel, registry=registry(metadata=MetaData())):
+def _where(condition: str) -> dict[str, Any]:
+    return {"sqlite_where": text(condition), "postgresql_where": text(condition)}
+
+
+class _Table(SQLModel, registry=registry(metadata=_metadata)):
     """Base of the store's tables, apart from those of any other library that uses SQLModel in the same process."""
 
 
@@ -27,18 +39,18 @@ class RolloutRow(_Table, table=True):
     __table_args__ = (
         Index("rollouts_by_status", "status", "key"),
         # Partial: they hold only what is queued or watched now, so they stay small however many rollouts are done.
-        Index("rollouts_queue", "queue_position", sqlite_where=text("queue_position IS NOT NULL")),
-        Index("rollouts_due", "due_time", sqlite_where=text("due_time IS NOT NULL")),
+        Index("rollouts_queue", "queue_position", **_where("queue_position IS NOT NULL")),
+        Index("rollouts_due", "due_time", **_where("due_time IS NOT NULL")),
     )
 
     key: int = Field(sa_type=_Key, primary_key=True, description="Order of insertion.")
-    rollout_id: str = Field(unique=True)
-    status: str
-    mode: str | None
-    resources_id: str | None
+    rollout_id: str = Field(sa_type=_Text, unique=True)
+    status: str = Field(sa_type=_Text)
+    mode: str | None = Field(sa_type=_Text)
+    resources_id: str | None = Field(sa_type=_Text)
     start_time: float
     end_time: float | None
-    config: str | None = Field(description="JSON of the RolloutConfig; NULL: all defaults.")
+    config: str | None = Field(sa_type=_Text, description="JSON of the RolloutConfig; NULL: all defaults.")
     attempt_count: int = Field(description="Number of the latest attempt; 0: none yet.")
     last_sequence_id: int = Field(sa_type=_Key, description="Highest span sequence id given out or seen.")
     queue_position: int | None = Field(sa_type=_Key, description="Place in the queue; NULL exactly when not queued.")
@@ -50,10 +62,10 @@ class RolloutPayloadRow(_Table, table=True):
 
     __tablename__ = "rollout_payloads"  # pyright: ignore[reportAssignmentType]
 
-    key: int = Field(sa_type=_Key, primary_key=True)
-    input: str
+    key: int = Field(sa_type=_Key, primary_key=True, sa_column_kwargs={"autoincrement": False})
+    input: str = Field(sa_type=_Text)
     # SQLModel keeps the name ``metadata`` for itself; the column has it all the same.
-    metadata_: str | None = Field(sa_column_kwargs={"name": "metadata"})
+    metadata_: str | None = Field(sa_type=_Text, sa_column_kwargs={"name": "metadata"})
 
 
 class AttemptRow(_Table, table=True):
@@ -64,13 +76,13 @@ class AttemptRow(_Table, table=True):
 
     rollout_key: int = Field(sa_type=_Key, primary_key=True)
     sequence_id: int = Field(primary_key=True)
-    attempt_id: str
-    status: str
+    attempt_id: str = Field(sa_type=_Text)
+    status: str = Field(sa_type=_Text)
     start_time: float
     end_time: float | None
-    worker_id: str | None
+    worker_id: str | None = Field(sa_type=_Text)
     last_heartbeat_time: float | None
-    metadata_: str | None = Field(sa_column_kwargs={"name": "metadata"})
+    metadata_: str | None = Field(sa_type=_Text, sa_column_kwargs={"name": "metadata"})
 
 
 class SpanRow(_Table, table=True):
@@ -81,15 +93,30 @@ class SpanRow(_Table, table=True):
 
     key: int = Field(sa_type=_Key, primary_key=True, description="Order of insertion.")
     rollout_key: int = Field(sa_type=_Key)
-    attempt_id: str
-    span_id: str
+    attempt_id: str = Field(sa_type=_Text)
+    span_id: str = Field(sa_type=_Text)
     sequence_id: int = Field(sa_type=_Key)
-    trace_id: str
-    parent_id: str | None
-    name: str
+    trace_id: str = Field(sa_type=_Text)
+    parent_id: str | None = Field(sa_type=_Text)
+    name: str = Field(sa_type=_Text)
     start_time: float | None
     end_time: float | None
-    body: str
+    body: str = Field(sa_type=_Text)
+    body_id: str | None = Field(sa_type=_Text, description="Where the body is in the object store; NULL: in ``body``.")
+
+
+class CountRow(_Table, table=True):
+    """A part of a count that queries need at once: of rollouts by status, of attempts, and of spans.
+
+    Each writer adds to a row of its own, so that writers do not wait for each other; the sum is the count.
+    """
+
+    __tablename__ = "counts"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = {"sqlite_with_rowid": False}
+
+    name: str = Field(sa_type=_Text, primary_key=True)
+    writer: int = Field(primary_key=True, sa_column_kwargs={"autoincrement": False})
+    count: int = Field(sa_type=_Key)
 
 
 class ResourcesRow(_Table, table=True):
@@ -99,12 +126,12 @@ class ResourcesRow(_Table, table=True):
     __table_args__ = (Index("resources_by_change", "change_number"),)
 
     key: int = Field(sa_type=_Key, primary_key=True, description="Order of insertion.")
-    resources_id: str = Field(unique=True)
+    resources_id: str = Field(sa_type=_Text, unique=True)
     create_time: float
     update_time: float
     version: int
     change_number: int = Field(sa_type=_Key, description="Order of additions and updates; the highest is the latest.")
-    resources: str
+    resources: str = Field(sa_type=_Text)
 
 
 class WorkerRow(_Table, table=True):
@@ -113,15 +140,15 @@ class WorkerRow(_Table, table=True):
     __tablename__ = "workers"  # pyright: ignore[reportAssignmentType]
 
     key: int = Field(sa_type=_Key, primary_key=True, description="Order of insertion.")
-    worker_id: str = Field(unique=True)
-    status: str
-    heartbeat_stats: str | None
+    worker_id: str = Field(sa_type=_Text, unique=True)
+    status: str = Field(sa_type=_Text)
+    heartbeat_stats: str | None = Field(sa_type=_Text)
     last_heartbeat_time: float | None
     last_dequeue_time: float | None
     last_busy_time: float | None
     last_idle_time: float | None
-    current_rollout_id: str | None
-    current_attempt_id: str | None
+    current_rollout_id: str | None = Field(sa_type=_Text)
+    current_attempt_id: str | None = Field(sa_type=_Text)
 
 
-metadata = _Table.metadata
+metadata = _metadata

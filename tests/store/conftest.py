@@ -27,6 +27,7 @@ from rollout_core.store import (
     SqlLightningStore,
 )
 from rollout_core.store.forwarding import ForwardingLightningStore
+from tests.store.postgres import PostgresServer
 
 
 class Clock:
@@ -64,6 +65,16 @@ async def open_threaded(place: Place, **settings: Any) -> LightningStore:
     return LightningStoreThreaded(CollectionBasedLightningStore(collections, clock=place.clock, **settings))
 
 
+POSTGRES = PostgresServer()
+"""The server of this session; it starts when a test first needs it."""
+
+
+async def open_postgres(place: Place, **settings: Any) -> LightningStore:
+    # Not in a thread: the server would end with it.
+    url = POSTGRES.database_of(place.folder)
+    return SqlLightningStore.from_url(url, clock=place.clock, **settings)
+
+
 class Switch(ForwardingLightningStore):
     """The store that the present test has opened last, so that one server serves them all."""
 
@@ -98,9 +109,10 @@ SERVER = LightningStoreServer(SWITCH)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _stop_server():
+def _stop_servers():
     yield
     asyncio.run(SERVER.stop())
+    POSTGRES.close()
 
 
 async def open_http(place: Place, **settings: Any) -> LightningStore:
@@ -110,10 +122,17 @@ async def open_http(place: Place, **settings: Any) -> LightningStore:
     return LightningStoreClient(SERVER.endpoint)
 
 
+@pytest.fixture
+def postgres() -> PostgresServer:
+    """The PostgreSQL server of this session."""
+    return POSTGRES
+
+
 STORES: dict[str, Callable[..., Awaitable[LightningStore]]] = {
     "memory": open_memory,
     "sqlite": open_sqlite,
     "threaded": open_threaded,
+    "postgres": open_postgres,
     "http": open_http,
 }
 """For each kind of store a function that opens one in a ``Place``; settings are those of ``SqlLightningStore``."""

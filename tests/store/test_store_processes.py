@@ -18,6 +18,7 @@ import pytest
 
 from rollout_core.errors import ConfigError, Conflict, Fatal, Recoverable
 from rollout_core.store import AttemptedRollout, EnqueueRolloutRequest, SqlLightningStore
+from rollout_core.store.migrate import REVISIONS
 
 pytestmark = pytest.mark.asyncio
 
@@ -87,7 +88,7 @@ async def test_the_schema_and_its_revision_are_in_the_file(url, tmp_path):
     connection = sqlite3.connect(tmp_path / "store.db")
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")}
     assert {"rollouts", "rollout_payloads", "attempts", "spans", "resources", "workers"} <= tables
-    assert connection.execute("SELECT * FROM alembic_version").fetchall() == [("0001",)]
+    assert connection.execute("SELECT * FROM alembic_version").fetchall() == [(REVISIONS[-1],)]
     connection.close()
 
 

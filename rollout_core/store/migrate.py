@@ -1,0 +1,87 @@
+"""The schema of a store's database: known versions, and how an older one is brought to the present.
+
+The versions are Alembic's, in ``migrations``. A new database starts empty and goes through all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollout_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+REVISIONS = ("0001", "0002")
+"""Every version there has been, the present one last."""
+BUSY_TIMEOUT_SECONDS = 30.0
+"""How long an upgrade waits for others to finish writing."""
+
+
+_alembic_lock = threading.Lock()  # Alembic keeps the upgrade under way in a global
+
+
+def migrate(url: str) -> str:
+    """Create the store's tables at ``url`` or bring them to the present version; what was done, in a line.
+
+    Opening a store does the same. Safe beside other processes that do it too. Raises ConfigError for a database of
+    another program and for one of a newer version, Recoverable if the database is busy or away.
+    """
+    before, where = _prepare(url)
+    if before == REVISIONS[-1]:
+        return f"{where} has the present schema {before}"
+    if before is None:
+        return f"{where} was created with schema {REVISIONS[-1]}"
+    return f"{where} was brought from schema {before} to {REVISIONS[-1]}"
+
+
+def _prepare(url: str) -> tuple[str | None, str]:
+    """Do it; the version there was before, None for nothing, and the database in words."""
+    if is_postgres(url):
+        from rollout_core.store.postgres_schema import prepare
+        from rollout_core.store.postgres_server import shown
+
+        with ThreadPoolExecutor(1) as thread:  # the caller's may be running an event loop
+            prepared = thread.submit(asyncio.run, prepare(url, BUSY_TIMEOUT_SECONDS)).result()
+        return prepared.revision_before, shown(url)
+    from rollout_core.store import sqlite_file
+
+    path = sqlite_file.parse_url(url)
+    return sqlite_file.prepare(path, BUSY_TIMEOUT_SECONDS), str(path)
+
+
+def is_postgres(url: str) -> bool:
+    """Whether a database URL is one of PostgreSQL. Raises ConfigError if it is and its driver is not installed."""
+    if not url.startswith(("postgresql://", "postgres://")):
+        return False
+    if find_spec("asyncpg") is None:
+        raise ConfigError("postgresql:// needs a package: pip install 'rollout[postgres]'")
+    return True
+
+
+def known_revision(found: Sequence[str], where: str) -> str:
+    """The version that a database of ours records. Raises ConfigError if this program does not know it."""
+    if len(found) == 1 and found[0] in REVISIONS:
+        return found[0]
+    raise ConfigError(
+        f"{where} has schema revision {', '.join(found) or 'none'}, this version of rollout knows {REVISIONS[-1]}; "
+        "it was written by a newer version, use that one"
+    )
+
+
+def upgrade(connection: Connection) -> None:
+    """Bring the database to the present version, in the transaction under way. The caller locks and commits."""
+    # Imported here because only a database that is not at the present version needs it.
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config(attributes={"connection": connection})
+    config.set_main_option("script_location", str(Path(__file__).with_name("migrations")).replace("%", "%%"))
+    with _alembic_lock:
+        command.upgrade(config, "head")

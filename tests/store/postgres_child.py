@@ -1,0 +1,107 @@
+"""What the child processes of ``test_store_postgres`` do: ``python postgres_child.py TASK URL [ARGUMENT]``.
+
+Each line on stdout is one acknowledgement, written after the call returned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from rollout_core.errors import Conflict, Recoverable
+from rollout_core.store import Span, SqlLightningStore
+
+Result = TypeVar("Result")
+
+
+def say(*words: object) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
+async def work_through_restarts(url: str, name: str) -> None:
+    """Enqueue 40 rollouts, and claim, trace and complete until nothing is left, whatever the server does."""
+
+    async def patiently(call: Awaitable[Result]) -> Result | None:
+        """The result, or None if the server was away; what then became of the call is not known."""
+        try:
+            return await call
+        except Recoverable:
+            await asyncio.sleep(0.05)
+            return None
+
+    async with SqlLightningStore.from_url(url) as store:
+        say("ready")
+        sys.stdin.readline()
+
+        async def enqueue() -> None:
+            for n in range(40):
+                # Repeated until acknowledged: one id is one rollout.
+                while not await patiently(store.enqueue_rollout(n, rollout_id=f"{name}-{n}")):
+                    pass
+                say("enqueued", f"{name}-{n}")
+
+        async def work() -> None:
+            while not enqueuing.done() or await unfinished():
+                claimed = await patiently(store.dequeue_rollout(name))
+                if claimed is None:
+                    await asyncio.sleep(0.02)
+                    continue
+                id, attempt_id = claimed.rollout_id, claimed.attempt.attempt_id
+                say("claimed", id, attempt_id)
+                span = Span.from_attributes(rollout_id=id, attempt_id=attempt_id, attributes={"n": claimed.input})
+                while await patiently(store.add_many_spans([span])) is None:
+                    pass
+                say("span", id, span.span_id)
+                try:
+                    while not await patiently(store.update_attempt(id, attempt_id, status="succeeded", fenced=True)):
+                        pass
+                    say("succeeded", id)
+                except Conflict:
+                    say("superseded", id)
+
+        async def unfinished() -> bool:
+            for status in ("queuing", "requeuing", "preparing", "running"):
+                page = await patiently(store.query_rollouts(status_in=[status], limit=1))
+                if page is None or page.total:
+                    return True
+            return False
+
+        enqueuing = asyncio.create_task(enqueue())
+        await asyncio.gather(enqueuing, *[work() for _ in range(3)])
+
+
+async def drain(url: str, limit: str) -> None:
+    """Claim and complete until the queue is empty."""
+    async with SqlLightningStore.from_url(url) as store:
+        say("ready")
+        sys.stdin.readline()
+        while claimed := await store.dequeue_many_rollouts(limit=int(limit), worker_id=f"w{os.getpid()}"):
+            for rollout in claimed:
+                say(rollout.rollout_id)
+                await store.update_attempt(
+                    rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded", fenced=True
+                )
+
+
+async def finish(url: str, rollout_id: str) -> None:
+    """Finish one rollout."""
+    async with SqlLightningStore.from_url(url) as store:
+        await store.update_attempt(rollout_id, "latest", status="succeeded")
+
+
+async def enqueue_in_batches(url: str, name: str) -> None:
+    """Enqueue ids that another process enqueues at the same time."""
+    async with SqlLightningStore.from_url(url) as store:
+        say("ready")
+        sys.stdin.readline()
+        for n in range(100):
+            rollout = await store.enqueue_rollout(n, rollout_id=f"shared-{n}")
+            say(rollout.rollout_id)
+
+
+if __name__ == "__main__":
+    asyncio.run(globals()[sys.argv[1]](*sys.argv[2:]))

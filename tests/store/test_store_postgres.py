@@ -1,0 +1,332 @@
+"""Promises of the PostgreSQL store that only real processes and a real server can show."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rollout_core.errors import ConfigError, Fatal, Recoverable
+from rollout_core.store import (
+    AttemptedRollout,
+    EnqueueRolloutRequest,
+    RolloutConfig,
+    Span,
+    SqlLightningStore,
+)
+from tests.store.postgres import DATABASE, PostgresServer
+
+pytestmark = pytest.mark.asyncio
+
+CHILD = Path(__file__).with_name("postgres_child.py")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def url(postgres, tmp_path) -> str:
+    return postgres.database_of(tmp_path)
+
+
+def start_child(task: str, *arguments: str) -> subprocess.Popen[str]:
+    child = subprocess.Popen(
+        [sys.executable, str(CHILD), task, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    return child
+
+
+def start_together(task: str, url: str, arguments: list[str]) -> list[subprocess.Popen[str]]:
+    """Children that begin at the same time."""
+    children = [start_child(task, url, argument) for argument in arguments]
+    for child in children:
+        assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.write("go\n")
+        child.stdin.flush()
+    return children
+
+
+def output_of(child: subprocess.Popen[str]) -> list[list[str]]:
+    output, _ = child.communicate(timeout=120)
+    assert child.returncode == 0, output
+    return [line.split() for line in output.splitlines()]
+
+
+async def assert_counts_are_exact(postgres: PostgresServer, store: SqlLightningStore) -> None:
+    """The kept counts are those of the tables."""
+    counted = await store.statistics()
+    for name in ("rollouts", "attempts", "spans"):
+        [count] = (postgres.run_sql(f"TABLE {name}", DATABASE).count("\n"),)
+        assert counted[f"total_{name}"] == count, name
+    for line in postgres.run_sql("SELECT status, COUNT(*) FROM rollouts GROUP BY status", DATABASE).split():
+        status, count = line.split("|")
+        assert (await store.query_rollouts(status_in=[status], limit=0)).total == int(count)
+
+
+# Several processes on one database
+
+
+async def test_processes_share_one_queue_without_double_claims(postgres, url):
+    ids = [f"r{n}" for n in range(400)]
+    async with SqlLightningStore.from_url(url) as store:
+        await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=id, rollout_id=id) for id in ids])
+        children = start_together("drain", url, ["1", "1", "7"])
+        shares = [[id for (id,) in await asyncio.to_thread(output_of, child)] for child in children]
+        assert sorted(id for share in shares for id in share) == sorted(ids)
+        assert sum(bool(share) for share in shares) >= 2
+        rollouts = await store.query_rollouts()
+        assert {(rollout.status, rollout.attempt.sequence_id) for rollout in rollouts} == {("succeeded", 1)}
+        await assert_counts_are_exact(postgres, store)
+
+
+async def test_one_id_enqueued_by_many_processes_at_once_is_one_rollout(postgres, url):
+    children = start_together("enqueue_in_batches", url, ["a", "b", "c"])
+    for child in children:
+        assert await asyncio.to_thread(output_of, child) == [[f"shared-{n}"] for n in range(100)]
+    async with SqlLightningStore.from_url(url) as store:
+        assert len(await store.query_rollouts()) == 100
+        await assert_counts_are_exact(postgres, store)
+
+
+async def test_everything_acknowledged_survives_crashes_of_the_server(postgres, url):
+    names = [f"w{n}" for n in range(8)]
+    children = start_together("work_through_restarts", url, names)
+    outputs = [asyncio.create_task(asyncio.to_thread(output_of, child)) for child in children]
+    for _ in range(3):
+        await asyncio.sleep(0.5)
+        postgres.stop(at_once=True)
+        await asyncio.sleep(0.2)
+        postgres.start()
+    async with SqlLightningStore.from_url(url) as store:
+        # A claim whose answer was lost in a crash has no worker, and these rollouts no timeout: queue them again.
+        while not all(output.done() for output in outputs):
+            await asyncio.sleep(0.5)
+            for rollout in await store.query_rollouts(status_in=["preparing"]):
+                if isinstance(rollout, AttemptedRollout) and time.time() - rollout.attempt.start_time > 3:
+                    await store.update_rollout(rollout.rollout_id, status="requeuing")
+        acknowledged = [line for output in outputs for line in await output]
+        stored = {rollout.rollout_id: rollout for rollout in await store.query_rollouts()}
+        spans = {span.span_id for id in stored for span in await store.query_spans(id)}
+        await assert_counts_are_exact(postgres, store)
+    assert set(stored) == {f"{name}-{n}" for name in names for n in range(40)}
+    assert {rollout.status for rollout in stored.values()} == {"succeeded"}, "none is stuck"
+    assert {line[2] for line in acknowledged if line[0] == "span"} <= spans
+    claims = [tuple(line[1:]) for line in acknowledged if line[0] == "claimed"]
+    assert len(claims) == len(set(claims)), "no attempt has two owners"
+    assert {id for id, _ in claims} == set(stored)
+
+
+async def test_a_waiter_hears_of_what_another_process_finished(url):
+    async with SqlLightningStore.from_url(url) as store:
+        rollout = await store.start_rollout(1)
+        waiting = asyncio.create_task(store.wait_for_rollouts(rollout_ids=[rollout.rollout_id]))
+        await asyncio.to_thread(output_of, start_child("finish", url, rollout.rollout_id))
+        [finished] = await asyncio.wait_for(waiting, 5)
+        assert finished.status == "succeeded"
+
+
+async def test_waiting_asks_the_server_nothing(url):
+    async with (
+        SqlLightningStore.from_url(url, scan_debounce_seconds=60) as store,
+        SqlLightningStore.from_url(url) as other,
+    ):
+        rollouts = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="x" * 50) for _ in range(300)])
+        ids = [rollout.rollout_id for rollout in rollouts]
+        waiting = asyncio.create_task(store.wait_for_rollouts(rollout_ids=ids))
+        await asyncio.sleep(0.3)
+        reads = 0
+        read = store._database.read
+
+        async def counting_read(operation):
+            nonlocal reads
+            reads += 1
+            return await read(operation)
+
+        store._database.read = counting_read
+        await asyncio.sleep(1.5)
+        assert reads == 0
+        for id in ids:
+            await other.update_rollout(id, status="cancelled")
+        assert len(await asyncio.wait_for(waiting, 5)) == 300
+
+
+# Fork and pickle
+
+
+def _enqueue_and_count(store: SqlLightningStore, name: str) -> int:
+    async def run() -> int:
+        await store.enqueue_rollout(name, rollout_id=name)
+        return len(await store.query_rollouts())
+
+    return asyncio.run(run())
+
+
+def _child_of_fork(store: SqlLightningStore, name: str) -> None:
+    _enqueue_and_count(store, name)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+async def test_a_forked_child_and_its_parent_both_go_on(url):
+    context = multiprocessing.get_context("fork")
+    async with SqlLightningStore.from_url(url) as store:
+        await store.enqueue_rollout(0, rollout_id="before")
+        busy = [asyncio.create_task(store.enqueue_rollout(n, rollout_id=f"parent-{n}")) for n in range(50)]
+        await asyncio.sleep(0)
+        children = [context.Process(target=_child_of_fork, args=(store, f"child-{n}")) for n in range(3)]
+        for child in children:
+            child.start()
+        await asyncio.gather(*busy)
+        for child in children:
+            await asyncio.to_thread(child.join, 30)
+        assert [child.exitcode for child in children] == [0, 0, 0]
+        stored = {rollout.rollout_id for rollout in await store.query_rollouts()}
+        assert stored == {"before", *(f"parent-{n}" for n in range(50)), *(f"child-{n}" for n in range(3))}
+
+
+async def test_a_pickled_store_opens_the_same_database(url):
+    async with SqlLightningStore.from_url(url, scan_debounce_seconds=3) as store:
+        await store.enqueue_rollout(1, rollout_id="a")
+        async with pickle.loads(pickle.dumps(store)) as copy:  # noqa: S301 - our own
+            assert [rollout.rollout_id for rollout in await copy.query_rollouts()] == ["a"]
+
+
+# Trouble with the server
+
+
+async def test_a_server_that_is_away_is_recoverable(tmp_path):
+    with pytest.raises(Recoverable, match="could not do this now"):
+        SqlLightningStore.from_url("postgresql://somebody:secret@127.0.0.1:1/nothing")
+    with pytest.raises(Recoverable) as error:
+        SqlLightningStore.from_url(f"postgresql://somebody:secret@/nothing?host={tmp_path}")
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "address", ["postgresql://postgres@/absent?host=HOST", "postgresql://nobody@/contract?host=HOST"]
+)
+async def test_a_database_or_user_that_does_not_exist_is_a_configuration_error(url, address):
+    host = url.partition("host=")[2]
+    with pytest.raises(ConfigError, match="refuses the store"):
+        SqlLightningStore.from_url(address.replace("HOST", host))
+
+
+async def test_the_store_goes_on_after_a_restart_of_the_server(postgres, url):
+    async with SqlLightningStore.from_url(url) as store:
+        await store.enqueue_rollout(1, rollout_id="before")
+        assert len(await store.query_rollouts()) == 1
+        for at_once in (False, True):
+            postgres.stop(at_once=at_once)
+            calls = [store.enqueue_rollout(2, rollout_id="lost") for _ in range(5)]
+            calls += [store.query_rollouts(), store.wait_for_rollouts(rollout_ids=["before"])]
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            assert [type(outcome) for outcome in outcomes] == [Recoverable] * 7
+            postgres.start()
+            assert [rollout.rollout_id for rollout in await store.query_rollouts()] == ["before"]
+            assert (await store.enqueue_rollout(1, rollout_id="before")).rollout_id == "before"
+
+
+async def test_connections_cut_while_idle_are_replaced_unnoticed(postgres, url):
+    async with SqlLightningStore.from_url(url) as store:
+        await store.enqueue_rollout(1, rollout_id="a")
+        await store.query_rollouts()
+        postgres.run_sql("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'rollout'")
+        await store.enqueue_rollout(2, rollout_id="b")
+        assert len(await store.query_rollouts()) == 2
+
+
+async def test_a_waiter_outlives_its_connection(postgres, url):
+    async with SqlLightningStore.from_url(url) as store, SqlLightningStore.from_url(url) as other:
+        rollout = await store.start_rollout(1)
+        waiting = asyncio.create_task(store.wait_for_rollouts(rollout_ids=[rollout.rollout_id]))
+        await asyncio.sleep(0.2)
+        postgres.run_sql("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'rollout'")
+        await other.update_attempt(rollout.rollout_id, "latest", status="succeeded")
+        assert len(await asyncio.wait_for(waiting, 10)) == 1
+
+
+async def test_rows_that_another_program_holds_are_recoverable(url):
+    async with SqlLightningStore.from_url(url, busy_timeout_seconds=0.2) as store:
+        rollout = await store.start_rollout(1)
+        other = SqlLightningStore.from_url(url)
+
+        def hold(tx) -> None:
+            tx.rows("SELECT key FROM rollouts r WHERE rollout_id = ? {lock}", rollout.rollout_id)
+            time.sleep(1)
+
+        holding = asyncio.create_task(other._database.write(hold))
+        await asyncio.sleep(0.3)
+        with pytest.raises(Recoverable, match="lock timeout"):
+            await store.update_attempt(rollout.rollout_id, "latest", status="succeeded")
+        await store.enqueue_rollout(2)
+        await holding
+        await store.update_attempt(rollout.rollout_id, "latest", status="succeeded")
+        await other.close()
+
+
+async def test_values_that_postgresql_cannot_hold_are_refused(url):
+    async with SqlLightningStore.from_url(url) as store:
+        rollout = await store.start_rollout("a\0b")
+        assert (await store.get_rollout_by_id(rollout.rollout_id)).input == "a\0b", "JSON escapes it"
+        for bad in ("a\0b", "\ud800", "x" * 20_000_000):
+            with pytest.raises(ConfigError):
+                await store.enqueue_rollout(1, rollout_id=bad)
+        for bad in ("\ud800", ["a"], object()):
+            with pytest.raises(ConfigError):
+                await store.get_rollout_by_id(bad)
+        span = Span.from_attributes(
+            rollout_id=rollout.rollout_id, attempt_id=rollout.attempt.attempt_id, attributes={}, name="a\0b"
+        )
+        good = span.model_copy(update={"name": "good", "span_id": "1"})
+        outcomes = await asyncio.gather(store.add_span(span), store.add_span(good), return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [ConfigError, Span]
+        assert len(await store.query_rollouts()) == 1
+
+
+async def test_an_input_of_a_hundred_megabytes_is_stored(url):
+    async with SqlLightningStore.from_url(url) as store:
+        text = "x" * 100_000_000
+        rollout = await store.enqueue_rollout(text)
+        assert (await store.get_rollout_by_id(rollout.rollout_id)).input == text
+
+
+async def test_a_closed_store_says_so(url):
+    store = SqlLightningStore.from_url(url)
+    pending = [asyncio.create_task(store.enqueue_rollout(n)) for n in range(20)]
+    await asyncio.sleep(0)
+    await store.close()
+    await store.close()
+    assert len(await asyncio.gather(*pending)) == 20, "calls under way are finished"
+    for call in (store.enqueue_rollout(1), store.query_rollouts()):
+        with pytest.raises(Fatal, match="is closed; open it again"):
+            await call
+
+
+async def test_commits_are_on_disk(url):
+    async with SqlLightningStore.from_url(url) as store:
+        assert await store._database.write(lambda tx: tx.rows("SHOW synchronous_commit")) == [("on",)]
+
+
+async def test_lost_attempts_are_found_once_by_many_processes(url, clock):
+    stores = [SqlLightningStore.from_url(url, clock=clock, scan_debounce_seconds=0) for _ in range(3)]
+    config = RolloutConfig(timeout_seconds=10, max_attempts=2, retry_condition=["timeout"])
+    await stores[0].enqueue_many_rollouts([EnqueueRolloutRequest(input=n, config=config) for n in range(200)])
+    await stores[0].dequeue_many_rollouts(limit=200)
+    clock.advance(11)
+    pages = await asyncio.gather(*[store.query_rollouts() for store in stores])
+    assert {rollout.status for rollout in pages[0]} <= {"requeuing", "preparing"}
+    again = await asyncio.gather(*[store.dequeue_many_rollouts(limit=100) for store in stores])
+    claimed = [(rollout.rollout_id, rollout.attempt.sequence_id) for share in again for rollout in share]
+    assert len(claimed) == len(set(claimed)) == 200
+    for store in stores:
+        await store.close()
