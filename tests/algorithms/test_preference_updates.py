@@ -271,3 +271,17 @@ def test_a_model_of_another_architecture_or_vocabulary_is_no_reference(tiny_mode
     tokenizer.save_pretrained(words)
     with pytest.raises(ConfigError, match="has another vocabulary"):
         dpo_update(model, ContentId(place.objects.put_tree(words)), dataset, settings, place)
+
+
+def test_a_train_state_of_a_reward_model_is_none_of_a_policy(trained, tiny_model, tmp_path):
+    from rollout_core.algorithms.loop import build_optimizer
+    from rollout_core.algorithms.state import TrainState, load_state, save_state
+    from rollout_core.config import OptimizerConfig
+
+    config, (_, folder) = OptimizerConfig(lr=1e-3), trained
+    rewarding, policy = load_reward_model(folder), load_policy(tiny_model)
+    states = [TrainState(model, build_optimizer(config, list(model.parameters()))) for model in (rewarding, policy)]
+    (tmp_path / "state").mkdir()
+    save_state(states[0], tmp_path / "state", tokenizer_from=tiny_model)
+    with pytest.raises(ConfigError, match="is of a Qwen2ForSequenceClassification, this run trains a Qwen2ForCausalLM"):
+        load_state(states[1], tmp_path / "state")
