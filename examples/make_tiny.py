@@ -37,13 +37,12 @@ def make_problems(count: int, rng: random.Random) -> list[tuple[str, str]]:
 
 
 def spoil(answer: str, rng: random.Random) -> str:
-    """A wrong answer of the same digits: two that differ change places."""
+    """A wrong answer of the same digits, in another order."""
     digits = answer.split()
-    unequal = [(i, j) for i in range(len(digits)) for j in range(i) if digits[i] != digits[j]]
-    if not unequal:
+    if len(set(digits)) == 1:
         return " ".join(digits[:-1])
-    first, second = rng.choice(unequal)
-    digits[first], digits[second] = digits[second], digits[first]
+    while digits == answer.split():
+        rng.shuffle(digits)
     return " ".join(digits)
 
 
