@@ -220,11 +220,12 @@ def test_the_reward_model_loads_as_a_sequence_classifier_and_scores_the_same(tra
         score(load_reward(ModelReward(model=str(tiny_model))), samples)
 
 
-def test_training_goes_on_from_a_reward_model(trained, tmp_path):
-    checkpoint, folder = trained
-    place = workshop(tmp_path)
-    rows = rows_of(update("rm", folder, place, budget={"max_steps": 1}), place.objects)
-    assert rows[0]["rewards/margins"] > 0.5 * checkpoint.summary["rewards/margins"]
+def test_training_goes_on_from_the_head_of_a_reward_model(trained, tiny_model, tmp_path):
+    _, folder = trained
+    kept = load_reward_model(folder, new_head=True).score.weight
+    assert torch.equal(kept, load_reward_model(folder).score.weight)
+    assert not torch.equal(kept, load_reward_model(tiny_model, new_head=True).score.weight)
+    assert update("rm", folder, workshop(tmp_path), budget={"max_steps": 1}).step == 1
 
 
 def test_a_policy_from_preferences_is_a_usable_model(tiny_model, tmp_path):
