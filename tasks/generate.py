@@ -6,11 +6,14 @@ import asyncio
 import os
 import socket
 import time
+from contextlib import nullcontext
 
-from rollout_core.config import BackendConfig, SamplingParams
+from rollout_core.config import BackendConfig, SamplingParams, identity
+from rollout_core.ids import content_id
 from rollout_core.inference.base import ModelRef
 from rollout_core.inference.batch import BatchOptions, Progress, complete_batch
 from rollout_core.inference.engines import engine
+from rollout_core.locks import exclusive
 from rollout_core.objects import ObjectStore
 from rollout_core.records import Completions, PromptSet
 from rollout_core.store.types import RolloutMode
@@ -44,6 +47,11 @@ def batch_inference(
     return completions
 
 
+def generator_id(backend: BackendConfig) -> str:
+    """What answers beside the model: software, dtype and device, as far as they decide what is generated."""
+    return content_id("generator/1", identity(backend)).short
+
+
 def generate(
     objects: ObjectStore,
     prompts: PromptSet,
@@ -71,11 +79,20 @@ def generate(
                 prompts.samples,
                 sampling,
                 worker_id=f"{socket.gethostname()}-{os.getpid()}",
-                options=BatchOptions(mode=mode, deterministic=deterministic, exclusive=places.storage_is_local()),
+                options=BatchOptions(
+                    mode=mode, deterministic=deterministic, exclusive=local, generator=generator_id(backend)
+                ),
                 on_progress=on_progress,
             )
 
-    with engine(backend, model) as running, artifacts.ProgressBar("inference-progress", "Batch inference") as bar:
+    local = places.storage_is_local()
+    # Other settings of the same samples are another stage with another key, which may run at the same time.
+    alone = exclusive(places.lock_folder() / f"samples-{prompts.samples}.lock") if local else nullcontext()
+    with (
+        alone,
+        engine(backend, model) as running,
+        artifacts.ProgressBar("inference-progress", "Batch inference") as bar,
+    ):
         started = time.monotonic()
         completions = asyncio.run(complete())
         seconds = time.monotonic() - started

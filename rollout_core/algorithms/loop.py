@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rollout_core.algorithms.state import TrainState
 from rollout_core.config import LearnerSettings, OptimizerConfig
+from rollout_core.devices import mixed_precision
 from rollout_core.errors import Fatal
 
 BatchT = TypeVar("BatchT")
@@ -64,9 +65,7 @@ class LoopHooks:
 
 def build_accelerator(precision: str) -> Accelerator:
     """One accelerator a process; ``auto`` means bfloat16 where a GPU has it, else float32."""
-    if precision == "auto":
-        precision = "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "float32"
-    return Accelerator(mixed_precision="bf16" if precision == "bfloat16" else "no")
+    return Accelerator(mixed_precision="bf16" if mixed_precision(precision) == "bfloat16" else "no")
 
 
 def build_optimizer(config: OptimizerConfig, state_parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:

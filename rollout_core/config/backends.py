@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from rollout_core.config.base import Settings
+from rollout_core.devices import probe_device
 
 
 class VLLMBackend(Settings):
@@ -18,7 +19,7 @@ class VLLMBackend(Settings):
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt plus completion, in tokens; default: the model's own limit."""
     max_num_seqs: int = Field(default=256, ge=1)
-    """Sequences generated together. Changes speed only."""
+    """Sequences generated together. Changes speed only where the engine is batch-invariant: a CPU in float32."""
     kv_cache_gib: float = Field(default=1.0, gt=0)
     """Key/value cache on a CPU, in GiB. Changes speed only."""
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
@@ -26,11 +27,26 @@ class VLLMBackend(Settings):
     tensor_parallel_size: int = Field(default=1, ge=1)
     enable_prefix_caching: bool = False
     """Off by default: a cache hit may change last bits of a logprob."""
-    canary_tolerance: float = Field(default=2e-3, gt=0)
-    """Largest difference, in nats, between engine and trainer logprobs that a weight update may show."""
+    canary_tolerance: float | None = Field(default=None, gt=0)
+    """Largest difference, in nats, between engine and trainer logprobs that a weight update may show; default: 2e-3 in
+    float32, 5e-2 in half precision."""
+
+    @property
+    def concrete_dtype(self) -> str:
+        """The dtype on this machine; ``auto`` is left on a GPU only, and means the model's own there."""
+        return "float32" if self.dtype == "auto" and probe_device() == "cpu" else self.dtype
 
     def cache_identity(self) -> Any:
-        return {"kind": self.kind, "dtype": self.dtype, "tensor_parallel_size": self.tensor_parallel_size}
+        named = {
+            "kind": self.kind,
+            "device": probe_device(),
+            "dtype": self.concrete_dtype,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "enable_prefix_caching": self.enable_prefix_caching,
+        }
+        if (probe_device(), self.concrete_dtype) == ("cpu", "float32"):
+            return named
+        return {**named, "max_num_seqs": self.max_num_seqs}
 
 
 class TransformersBackend(Settings):
@@ -43,7 +59,12 @@ class TransformersBackend(Settings):
     """CPU threads of generation, whatever the trainer uses: last bits of a logprob depend on their number."""
 
     def cache_identity(self) -> Any:
-        return {"kind": self.kind, "dtype": self.dtype, "num_threads": self.num_threads}
+        return {
+            "kind": self.kind,
+            "device": probe_device(),
+            "dtype": self.dtype,
+            "num_threads": self.num_threads,
+        }
 
 
 class ScriptedBackend(Settings):

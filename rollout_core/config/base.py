@@ -64,6 +64,9 @@ class ModelSource(Settings):
     tokenizer: str | None = None
     """Folder or hub id of another tokenizer than the model's own."""
 
+    def cache_identity(self) -> Any:
+        return None  # the content id of the model enters instead
+
 
 class SamplingParams(Settings):
     """How tokens are drawn. Every field enters the sample id."""

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from rollout_core.config.base import SamplingParams, Settings
+from rollout_core.devices import mixed_precision, probe_device
 
 AveragingRate = Annotated[float, Field(ge=0, lt=1)]
 
@@ -84,6 +85,9 @@ class LearnerSettings(Settings):
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """``auto``: bfloat16 autocast where the GPU has it, else float32."""
     snapshots: SnapshotPolicy = SnapshotPolicy()
+
+    def cache_identity(self) -> Any:
+        return {**super().cache_identity(), "precision": [probe_device(), mixed_precision(self.precision)]}
 
 
 class SFTSettings(LearnerSettings):

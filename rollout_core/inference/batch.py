@@ -47,7 +47,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """How a batch is run; none of it changes what is generated."""
+    """How a batch is run; none of it changes what its backend generates."""
 
     mode: RolloutMode = "train"
     deterministic: bool = True
@@ -56,6 +56,8 @@ class BatchOptions:
     commit_size: int = 256
     """Samples made durable together; fewer when ``commit_seconds`` pass first."""
     commit_seconds: float = 1.0
+    generator: str = ""
+    """Identity of what answers beside the model (software, dtype, device); completions of another do not count."""
     stale_after_seconds: float = STALE_AFTER_SECONDS
     wait_seconds: float = 1.0
     """Time between looks at samples that another worker is generating."""
@@ -78,7 +80,13 @@ async def complete_batch(
     """
     options = options or BatchOptions()
     samples = decode_samples(objects.get_bytes(samples_id))
-    ledger = SampleLedger(store, objects, worker_id=worker_id, stale_after_seconds=options.stale_after_seconds)
+    ledger = SampleLedger(
+        store,
+        objects,
+        worker_id=worker_id,
+        stale_after_seconds=options.stale_after_seconds,
+        generator=options.generator,
+    )
     await ledger.enqueue(samples, mode=options.mode, source=samples_id)
     run = _BatchRun(ledger, backend, samples, params, options, on_progress)
     lines = await run.finish()

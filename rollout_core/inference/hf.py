@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rollout_core.config import SamplingParams, TransformersBackend
+from rollout_core.devices import probe_device
 from rollout_core.ids import ContentId
 from rollout_core.inference.base import Completion, FinishReason, GathersStream, ModelRef, Request
 from rollout_core.inference.text import decode_completions
@@ -44,8 +45,7 @@ class TransformersEngine(GathersStream):
         from transformers import AutoModelForCausalLM
 
         policy: Any = AutoModelForCausalLM.from_pretrained(model.folder, dtype=getattr(torch, self._config.dtype))
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._policy = policy.to(device).eval()
+        self._policy = policy.to(probe_device()).eval()
         self._tokenizer = load_tokenizer(model.folder)
         ends = self._policy.generation_config.eos_token_id
         self._end_ids = {self._tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}

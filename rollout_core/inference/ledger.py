@@ -23,6 +23,7 @@ from rollout_core.store.types import RolloutMode
 
 COMPLETION_SPAN = "rollout.completion"
 BLOB_ATTRIBUTE = "rollout.completion.blob"
+GENERATOR_ATTRIBUTE = "rollout.completion.generator"
 ROW_ATTRIBUTE = "rollout.completion.row"
 CHUNK = 5_000
 
@@ -42,13 +43,26 @@ class Standing:
 
 
 class SampleLedger:
-    """Samples of one batch over the store and the object store."""
+    """Samples of one batch over the store and the object store.
 
-    def __init__(self, store: LightningStore, objects: ObjectStore, *, worker_id: str, stale_after_seconds: float):
+    A sample's id says what is asked for, not by which software and device it is answered; ``generator`` does. Only
+    completions of the same generator count as done, others are generated anew.
+    """
+
+    def __init__(
+        self,
+        store: LightningStore,
+        objects: ObjectStore,
+        *,
+        worker_id: str,
+        stale_after_seconds: float,
+        generator: str = "",
+    ) -> None:
         self._store = store
         self._objects = objects
         self._worker_id = worker_id
         self._stale_after_seconds = stale_after_seconds
+        self._generator = generator
 
     async def enqueue(self, samples: Sequence[Sample], *, mode: RolloutMode, source: ContentId) -> None:
         """Make every sample a rollout; those already known stay as they are. ``source`` is the samples' blob."""
@@ -87,7 +101,7 @@ class SampleLedger:
             alive = max(rollout.attempt.start_time, signs.get(rollout.attempt.worker_id, 0.0)) >= stale_before
             (standing.busy if alive else standing.free).append(ContentId(rollout.rollout_id))
         standing.done = await self._lines(succeeded)
-        # A finished sample whose completion cannot be read any more is generated again.
+        # A finished sample whose completion is another generator's or cannot be read any more is generated again.
         standing.free += [sample for sample in succeeded if sample not in standing.done]
         return standing
 
@@ -109,13 +123,16 @@ class SampleLedger:
         blobs: dict[str, list[bytes]] = {}
         for start in range(0, len(sample_ids), CHUNK):
             spans = await self._store.query_many_spans(sample_ids[start : start + CHUNK], name=COMPLETION_SPAN)
-            for span in spans:
+            for span in filter(self._is_ours, spans):
                 blob, row = str(span.attributes[BLOB_ATTRIBUTE]), int(span.attributes[ROW_ATTRIBUTE])  # pyright: ignore[reportArgumentType]
                 if blob not in blobs:
                     blobs[blob] = self._read_blob(blob)
                 if row < len(blobs[blob]):
                     lines[ContentId(span.rollout_id)] = blobs[blob][row]
         return lines
+
+    def _is_ours(self, span: Span) -> bool:
+        return span.attributes.get(GENERATOR_ATTRIBUTE) == self._generator
 
     def _read_blob(self, blob: str) -> list[bytes]:
         try:
@@ -147,7 +164,7 @@ class SampleLedger:
         places = [
             (str(span.attributes[BLOB_ATTRIBUTE]), span.attributes[ROW_ATTRIBUTE])
             for span in spans
-            if span.attempt_id in finished
+            if span.attempt_id in finished and self._is_ours(span)
         ]
         if places:
             await self._record([(rollout, *places[-1])])
@@ -166,7 +183,7 @@ class SampleLedger:
                 attempt_id=rollout.attempt.attempt_id,
                 sequence_id=1,
                 name=COMPLETION_SPAN,
-                attributes={BLOB_ATTRIBUTE: blob, ROW_ATTRIBUTE: row},
+                attributes={BLOB_ATTRIBUTE: blob, ROW_ATTRIBUTE: row, GENERATOR_ATTRIBUTE: self._generator},
             )
             for rollout, blob, row in completions
         ]

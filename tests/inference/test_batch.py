@@ -242,6 +242,17 @@ async def test_samples_of_a_damaged_blob_are_generated_again_and_no_others(batch
     assert await batch.complete(WatchedEngine(tiny)) == record
 
 
+async def test_completions_of_another_generator_do_not_count_and_come_back_with_it(batch, tiny):
+    """The sample ids are the same: a scripted trial must not pass for the model's own answers later."""
+    scripted = ScriptedEngine(ScriptedBackend(text="a trial"), tiny)
+    trial = await batch.complete(scripted, generator="scripted")
+    engine = WatchedEngine(tiny)
+    real = await batch.complete(engine, generator="real")
+    assert sorted(engine.asked) == sorted(batch.ids) and real.completions != trial.completions
+    again = WatchedEngine(tiny)
+    assert await batch.complete(again, generator="real") == real and again.asked == []
+
+
 # Who may commit
 
 
