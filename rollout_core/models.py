@@ -7,6 +7,7 @@ came from a folder, a hub id or the object store, everything later knows it only
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import tempfile
@@ -129,6 +130,7 @@ def inspect_model(folder: Path) -> ModelFacts:
         raise ConfigError(f"model folder {folder} has no *.safetensors weights (pickled weights are not read)")
     for file in weights:
         _check_weights(file)
+    _check_shards(folder)
     config = _read_config(folder)
     tokenizer = load_tokenizer(folder)
     highest = max(tokenizer.get_vocab().values(), default=-1)
@@ -189,6 +191,17 @@ def _check_weights(file: Path) -> None:
         ) from error
 
 
+def _check_shards(folder: Path) -> None:
+    for index in sorted(folder.glob("*.safetensors.index.json")):
+        try:
+            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{index}: not an index of weights: {error!r}") from error
+        absent = sorted(name for name in named if not (folder / name).is_file())
+        if absent:
+            raise ConfigError(f"{index} names {absent[0]}, which is not there; was the model downloaded to the end?")
+
+
 def _read_config(folder: Path) -> Any:
     """Configuration of the text model in ``folder``."""
     from transformers import AutoConfig
@@ -207,6 +220,35 @@ def _read_config(folder: Path) -> Any:
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ConfigError(f"{file}: a {config.model_type!r} is not a causal language model")
     return config.get_text_config()
+
+
+def load_causal_lm(folder: Path, dtype: str = "float32") -> Any:
+    """The causal language model of a Hugging Face folder, on the CPU.
+
+    Raises ConfigError when it cannot be loaded, or the weights are not all there: transformers would draw the others at
+    random.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    noise = logging.getLogger("transformers.modeling_utils")  # would report at length what is said below
+    level = noise.level
+    noise.setLevel(logging.ERROR)
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"model in {folder} cannot be loaded: {_one_line(error)}") from error
+    finally:
+        noise.setLevel(level)
+    lacking = sorted({*found["missing_keys"], *(str(item) for item in found["mismatched_keys"])})
+    if lacking:
+        more = f" (and {len(lacking) - 1} more)" if len(lacking) > 1 else ""
+        raise ConfigError(f"model in {folder} lacks weights that fit its configuration: {lacking[0]}{more}")
+    return model
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -22,6 +23,7 @@ from rollout_core.models import (
     import_model,
     inspect_model,
     is_content_id,
+    load_causal_lm,
     load_tokenizer,
     locate_model,
 )
@@ -155,6 +157,23 @@ def test_a_cached_hub_id_is_checked_and_imported_without_the_hub(tiny_model, tmp
     assert import_model(source("somebody/tiny"), objects, tmp_path) == import_model(
         source(tiny_model), objects, tmp_path
     )
+
+
+def test_weights_that_are_not_all_there_are_refused_instead_of_drawn_at_random(model):
+    tensors = load_file(model / "model.safetensors")
+    gone = [name for name in tensors if "layers.1.mlp" in name]
+    save_file({name: tensor for name, tensor in tensors.items() if name not in gone}, model / "model.safetensors")
+    with pytest.raises(
+        ConfigError, match=r"lacks weights that fit .*layers\.1\.mlp.* \(and 2 more\)"
+    ):
+        load_causal_lm(model)
+
+
+def test_a_shard_that_the_index_names_must_be_there(model):
+    index = {"metadata": {}, "weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"names model-2\.safetensors, which is not there"):
+        inspect_model(model)
 
 
 # What is known of one

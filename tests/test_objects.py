@@ -822,3 +822,30 @@ def test_a_snapshot_saved_to_s3_is_restored_byte_for_byte(s3: dict, tmp_path: Pa
     assert json.loads(bucket.get(saved.id).model_dump_json())["meta"] == {"kl": 0.1}
     assert bucket.gc().deleted_blobs == 0
     assert bucket.is_present(saved.id)
+
+
+def test_a_damaged_local_copy_is_named_and_fetched_again(tmp_path, caplog):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights").write_bytes(b"good" * 100)
+    store = ObjectStore.from_url(str(tmp_path / "objects"))
+    tree = store.put_tree(tmp_path / "model")
+    folder = store.local_tree(tree, tmp_path / "cache")
+    copied = folder / "weights"
+    assert copied.stat().st_mode & 0o222 == 0, "not to be written by accident"
+    copied.chmod(0o644)
+    copied.write_bytes(b"evil" * 100)
+    with caplog.at_level("WARNING"):
+        assert store.local_tree(tree, tmp_path / "cache") == folder
+    assert copied.read_bytes() == b"good" * 100
+    assert f"{copied} is damaged" in caplog.text
+
+
+def test_a_whole_local_copy_is_read_once_a_process(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights").write_bytes(b"good" * 100)
+    store = ObjectStore.from_url(str(tmp_path / "objects"))
+    tree = store.put_tree(tmp_path / "model")
+    folder = store.local_tree(tree, tmp_path / "cache")
+    store.local_tree(tree, tmp_path / "cache")
+    monkeypatch.setattr("rollout_core.objects.folders.hash_file", lambda path: 1 / 0)
+    assert store.local_tree(tree, tmp_path / "cache") == folder

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rollout_core.errors import ConfigError
 from rollout_core.ids import canonical_json
-from rollout_core.models import copy_tokenizer
+from rollout_core.models import copy_tokenizer, load_causal_lm
 from rollout_core.seeding import RngState, capture_rng, restore_rng
 
 STATE_VERSION = 2
@@ -112,18 +112,8 @@ def load_state(state: TrainState, folder: Path) -> None:
 
 
 def load_policy(folder: Path) -> Any:
-    """The causal language model of a Hugging Face folder, float32, ready to train.
-
-    Raises ConfigError when its weights do not fit its configuration.
-    """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"model in {folder} cannot be loaded: {error}") from error
+    """The causal language model of a Hugging Face folder, float32, ready to train; raises as `load_causal_lm` does."""
+    return load_causal_lm(folder)
 
 
 def _saved_weights(model: Any, folder: Path) -> Mapping[str, Tensor]:

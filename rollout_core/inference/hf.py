@@ -15,7 +15,7 @@ from rollout_core.devices import probe_device
 from rollout_core.ids import ContentId
 from rollout_core.inference.base import Completion, FinishReason, GathersStream, ModelRef, Request
 from rollout_core.inference.text import decode_completions
-from rollout_core.models import load_tokenizer
+from rollout_core.models import load_causal_lm, load_tokenizer
 
 
 @contextmanager
@@ -41,11 +41,7 @@ class TransformersEngine(GathersStream):
         self._load(model)
 
     def _load(self, model: ModelRef) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        policy: Any = AutoModelForCausalLM.from_pretrained(model.folder, dtype=getattr(torch, self._config.dtype))
-        self._policy = policy.to(probe_device()).eval()
+        self._policy = load_causal_lm(model.folder, self._config.dtype).to(probe_device()).eval()
         self._tokenizer = load_tokenizer(model.folder)
         ends = self._policy.generation_config.eos_token_id
         self._end_ids = {self._tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}

@@ -122,9 +122,30 @@ def appearing_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def has_files(folder: Path, manifest: TreeManifest) -> bool:
-    """Whether ``folder`` has the manifest's files in their sizes. The files are not read."""
+_known_whole: set[tuple[str, tuple[tuple[int, int, int], ...]]] = set()
+"""Folders this process has read and found whole, with inode, size and time of change of their files."""
+
+
+def damaged_file(folder: Path, manifest: TreeManifest) -> Path | None:
+    """The first file that is missing or is not what the manifest says; None where all are whole.
+
+    Files are read once a process, and again only after a change.
+    """
     try:
-        return folder.is_dir() and all((folder / file.path).stat().st_size == file.size for file in manifest.files)
+        stats = [(folder / file.path).stat() for file in manifest.files]
     except OSError:
-        return False
+        return folder
+    known = str(folder), tuple((stat.st_ino, stat.st_size, stat.st_ctime_ns) for stat in stats)
+    if known in _known_whole:
+        return None
+    for file in manifest.files:
+        if hash_file(folder / file.path) != (file.size, file.content_id):
+            return folder / file.path
+    _known_whole.add(known)
+    return None
+
+
+def make_read_only(folder: Path, manifest: TreeManifest) -> None:
+    """Take away the right to write the manifest's files by accident."""
+    for file in manifest.files:
+        (folder / file.path).chmod(0o444)

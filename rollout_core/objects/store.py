@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -22,9 +23,10 @@ from rollout_core.locks import exclusive
 from rollout_core.objects.files import Files, FileStat, storage_faults
 from rollout_core.objects.folders import (
     appearing_folder,
+    damaged_file,
     files_of,
-    has_files,
     hash_file,
+    make_read_only,
     read_file,
     reading,
     write_new_file,
@@ -33,6 +35,8 @@ from rollout_core.objects.hashing import ContentHasher
 from rollout_core.objects.local import LocalFiles
 from rollout_core.objects.remote import RemoteFiles
 from rollout_core.objects.trees import TreeFile, TreeManifest
+
+log = logging.getLogger(__name__)
 
 _REF_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}(/[A-Za-z0-9._-]{1,255})*")
 _T = TypeVar("_T")
@@ -259,18 +263,23 @@ class ObjectStore:
         return all(stat is not None and stat.size == file.size for file, stat in zip(files, stats, strict=True))
 
     def local_tree(self, content_id: ContentId, cache: Path) -> Path:
-        """A folder with the tree's files at ``cache/<hex>``, fetched and verified unless it is there already.
+        """A folder with the tree's files at ``cache/<hex>``, fetched unless it is there already; verified either way.
 
-        Processes of one machine share it; treat it as read-only.
+        Processes of one machine share it; its files are read-only. A damaged one is named in a warning, and the folder
+        fetched again.
         """
         folder = cache / ContentId(content_id)
         manifest = self.manifest(content_id)
-        if not has_files(folder, manifest):
+        if damaged_file(folder, manifest):
             with storage_faults("use", str(cache)), exclusive(cache / f".{content_id}.lock"):
-                if not has_files(folder, manifest):
+                damaged = damaged_file(folder, manifest)
+                if damaged:
+                    if damaged != folder:
+                        log.warning("%s is damaged; %s is fetched again", damaged, folder)
                     for leftover in [folder, *cache.glob(f".{content_id}.*.tmp")]:
                         shutil.rmtree(leftover, ignore_errors=True)
                     self.get_tree(content_id, folder)
+                    make_read_only(folder, manifest)
         return folder
 
     # Refs
