@@ -82,16 +82,16 @@ def measure_nightly(figures: Figures, folder: Path, *, iterations: int, rounds: 
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"the nightly run ended with {done.returncode}:\n{done.stderr[-2000:]}")
-        counts = next(line for line in done.stdout.splitlines() if "stages computed" in line)
+        counts = next(line for line in done.stdout.splitlines() if line.startswith("stages: "))
         return time.perf_counter() - started, counts
 
     first, counts = run()
-    figures.add(f"nightly, first run ({counts.split(',')[0]})", f"{first:.1f} s")
+    figures.add(f"nightly, first run ({counts})", f"{first:.1f} s")
     cached = []
     for _ in range(rounds):
         seconds, counts = run()
         cached.append(seconds)
-    what = f"nightly, again ({counts.split(',')[0]})"
+    what = f"nightly, again ({counts})"
     figures.add(what, f"{statistics.median(cached):.1f} s", rounds=rounds)
 
 

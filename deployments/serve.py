@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from flows.local_server import prefect_server
+from rollout_core.errors import RolloutError
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -63,4 +64,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except RolloutError as error:
+        sys.exit(f"serve: {error}")

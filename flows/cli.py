@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -265,11 +266,11 @@ def _print_nightly(result: Mapping[str, Any]) -> None:
         table.add_column(column, justify="right" if column == "seconds" else "left", no_wrap=column != "label")
     for row in result["stages"]:
         cells = (row["stage"], row["label"], row["state"], f"{row['seconds']:.2f}", _ids(row["in"]), _ids(row["out"]))
-        table.add_row(*cells, style="dim" if row["state"] == "cached" else None)
+        table.add_row(*cells, style=None if row["state"] == "completed" else "dim")
     console = Console(width=max(Console().width, 110))
     console.print(table)
-    computed = [row for row in result["stages"] if row["state"] != "cached"]
-    console.print(f"{len(computed)} of {len(result['stages'])} stages computed, the others cached")
+    counts = Counter(row["state"] for row in result["stages"])
+    console.print(f"stages: {', '.join(f'{count} {state}' for state, count in counts.most_common())}")
     for moment, value in result["held_out"].items():
         console.print(f"held-out reward {moment}: {value:.3f}")
     console.print(f"model {result['model']}: {'promoted' if result['promoted'] else 'not promoted'}")

@@ -44,7 +44,12 @@ def prefect_server(home: Path, *, port: int | None = None) -> Iterator[str]:
     for name, value in SERVER_SETTINGS.items():
         os.environ.setdefault(name, value)
     os.environ["PREFECT_HOME"] = str(home.resolve())
-    port = _free_port() if port is None else port
+    if port is None:
+        port = _free_port()
+    elif _is_taken(port):
+        raise RolloutError(
+            f"port {port} is taken, perhaps by a Prefect server: set PREFECT_API_URL to use it, or give another port"
+        )
     address = f"http://127.0.0.1:{port}/api"
     log = home / "server.log"
     with log.open("ab") as output:
@@ -80,6 +85,11 @@ def _end_with_parent() -> None:
 
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def _is_taken(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _free_port() -> int:

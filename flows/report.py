@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,8 @@ def _page(report: Report) -> str:
         for moment, value in report.held_out.items()
     )
     verdict = "promoted" if report.promoted else "not promoted"
-    computed = sum(entry.computed for entry in report.stages)
+    counts = Counter(entry.row()["state"] for entry in report.stages)
+    summary = ", ".join(f"{count} {state}" for state, count in counts.most_common())
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{html.escape(report.name)}</title><style>
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2rem auto; padding: 0 1rem; color: #1c2430; }}
@@ -88,7 +90,7 @@ td.number {{ text-align: right; font-variant-numeric: tabular-nums; }}
 <h2>Held-out prompts, before and after</h2>
 {_samples_table(report)}
 <h2>Stages</h2>
-<p>{computed} of {len(report.stages)} stages were computed, the others came from the cache.</p>
+<p>{summary}.</p>
 {_stages_table(report.stages)}
 </body></html>
 """

@@ -237,9 +237,10 @@ def load_causal_lm(folder: Path, dtype: str = "float32") -> Any:
     level = noise.level
     noise.setLevel(logging.ERROR)
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), output_loading_info=True
         )
+        model, found = loaded
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"model in {folder} cannot be loaded: {_one_line(error)}") from error
     finally:

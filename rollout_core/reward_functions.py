@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import importlib.util
@@ -30,6 +31,51 @@ def source_file(name: str, base: Path | None) -> Path | None:
     """The file that defines the function ``name``; None for one without, such as a built-in. Raises ConfigError."""
     source = name.rpartition(":")[0]
     return _file(source, base) if source.endswith(".py") else _module_file(source, base)
+
+
+def imported_sources(path: Path, base: Path | None) -> dict[str, bytes]:
+    """Source by module name of what the file imports, and what that imports in turn; nothing of it is run.
+
+    Only the user's own code counts: what lies in a folder of Python's search path outside its installation, beside the
+    file, or under ``base``. Imports that are computed at run time are not seen.
+    """
+    installed = tuple({str(Path(folder).resolve()) for folder in (sys.prefix, sys.base_prefix)})
+    places = [path.resolve().parent, (base or Path()).resolve(), *(Path(entry).resolve() for entry in sys.path)]
+    folders = [place for place in dict.fromkeys(places) if place.is_dir() and not str(place).startswith(installed)]
+    found: dict[str, bytes] = {}
+    waiting = [(path, "")]
+    while waiting:
+        file, package = waiting.pop()
+        for name in _imported_names(file, package):
+            for folder in folders:
+                stem = folder.joinpath(*name.split("."))
+                for candidate, inside in (
+                    (stem / "__init__.py", name),
+                    (stem.with_suffix(".py"), name.rpartition(".")[0]),
+                ):
+                    if name not in found and candidate.is_file():
+                        found[name] = candidate.read_bytes()
+                        waiting.append((candidate, inside))
+    return found
+
+
+def _imported_names(file: Path, package: str) -> Iterator[str]:
+    """Dotted names that a file of ``package`` imports, and the packages they lie in."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return  # said in full when it is loaded
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            origin = ".".join([*filter(None, parents), *filter(None, [node.module])])
+            names = [origin, *(f"{origin}.{alias.name}".lstrip(".") for alias in node.names)]
+        for name in filter(None, names):
+            parts = name.split(".")
+            yield from (".".join(parts[: count + 1]) for count in range(len(parts)))
 
 
 def _file(source: str, base: Path | None) -> Path:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from rollout_core.errors import ConfigError, Fatal, Recoverable
 from rollout_core.expressions import compile_expression
 from rollout_core.ids import ContentId, canonical_json, content_id, hash_bytes
-from rollout_core.reward_functions import load_function, near, shown, source_file
+from rollout_core.reward_functions import imported_sources, load_function, near, shown, source_file
 
 
 class _Spec(BaseModel):
@@ -41,9 +41,13 @@ class FunctionReward(_Spec):
 
     kind: Literal["function"] = "function"
     callable: str
-    """``module:function``, or ``path/to/file.py:function`` relative to the config file."""
+    """``module:function``, or ``path/to/file.py:function`` relative to the working folder."""
     kwargs: dict[str, Any] = {}
     """Further keyword arguments of each call."""
+
+    def cache_identity(self) -> Any:
+        """Where the function lies does not count; its code does, by its `source_id`."""
+        return {"kind": self.kind, "function": self.callable.rpartition(":")[2], "kwargs": self.kwargs}
 
     @field_validator("callable")
     @classmethod
@@ -189,11 +193,12 @@ def load_reward(
 
 
 def source_id(spec: RewardSpec, base: Path | None = None) -> ContentId:
-    """Content id of what scores depend on: the settings of ``spec`` and the bytes of the function's source file.
+    """Content id of what scores depend on: the settings of ``spec``, the function's source file, and what of the user's
+    own code that imports (`imported_sources`).
 
-    Where the file lies does not matter. Of what the file imports in turn, nothing enters. A reward model counts by its
-    address, so give its content id. Raises ConfigError if the source cannot be found; runs none of it, except packages
-    that a dotted module name leads through.
+    Where the files lie does not matter. Installed packages, data files and services do not enter. A reward model counts
+    by its address, so give its content id. Raises ConfigError if the source cannot be found; runs none of it, except
+    packages that a dotted module name leads through.
     """
     if isinstance(spec, CompositeReward | ExpressionReward):
         return content_id("reward/1", [spec, [source_id(part, base) for part in plain_rewards(spec)]])
@@ -202,6 +207,9 @@ def source_id(spec: RewardSpec, base: Path | None = None) -> ContentId:
     source, _, attribute = spec.callable.rpartition(":")
     path = source_file(spec.callable, base)
     identity = {"kind": spec.kind, "function": attribute, "kwargs": spec.kwargs}
+    imported = imported_sources(path, base) if path else {}
+    if imported:
+        identity["imports"] = {name: hash_bytes(code) for name, code in imported.items()}
     return content_id("reward/1", {**identity, "source": hash_bytes(path.read_bytes()) if path else source})
 
 

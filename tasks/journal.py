@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 from rollout_core.ids import ContentId
 
+CHECKED = "Checked"
+"""State of a stage that always looks and seldom does: an import of unchanged files, a promotion."""
+
 
 @dataclass(frozen=True)
 class StageEntry:
@@ -17,22 +20,22 @@ class StageEntry:
     stage: str
     label: str
     state: str
-    """``Cached``, ``Completed`` or ``Failed``."""
+    """``Cached``, ``Completed``, ``Checked`` or ``Failed``."""
     seconds: float
     inputs: tuple[ContentId, ...]
     outputs: tuple[ContentId, ...]
 
     @property
     def computed(self) -> bool:
-        """False when the result came from the cache."""
-        return self.state != "Cached"
+        """False when the result came from the cache, or there was nothing to compute."""
+        return self.state not in ("Cached", CHECKED)
 
     def row(self) -> dict[str, str | float]:
         """For a table: state, seconds, first digits of the content ids in and out."""
         return {
             "stage": self.stage,
             "label": self.label,
-            "state": "cached" if self.state == "Cached" else self.state.lower(),
+            "state": self.state.lower(),
             "seconds": round(self.seconds, 3),
             "in": " ".join(content_id.short for content_id in self.inputs),
             "out": " ".join(content_id.short for content_id in self.outputs),

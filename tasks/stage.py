@@ -39,7 +39,7 @@ from rollout_core.records import Record
 from rollout_core.settings import locations
 from rollout_core.snapshots import SnapshotStore
 from tasks import places
-from tasks.journal import StageEntry, current_journal
+from tasks.journal import CHECKED, StageEntry, current_journal
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=Record)
@@ -167,7 +167,8 @@ class Stage(Generic[P, R]):
         seconds = time.monotonic() - started
         if state.is_completed():
             record = self._record.model_validate(state.result())
-            self._note(inputs, state.name or "", seconds, record.outputs())
+            name = (state.name or "") if self.cached else CHECKED
+            self._note(inputs, name, seconds, record.outputs())
             return record
         self._note(inputs, state.name or "Failed", seconds, ())
         state.result(raise_on_failure=True)

@@ -163,9 +163,7 @@ def test_weights_that_are_not_all_there_are_refused_instead_of_drawn_at_random(m
     tensors = load_file(model / "model.safetensors")
     gone = [name for name in tensors if "layers.1.mlp" in name]
     save_file({name: tensor for name, tensor in tensors.items() if name not in gone}, model / "model.safetensors")
-    with pytest.raises(
-        ConfigError, match=r"lacks weights that fit .*layers\.1\.mlp.* \(and 2 more\)"
-    ):
+    with pytest.raises(ConfigError, match=r"lacks weights that fit .*layers\.1\.mlp.* \(and 2 more\)"):
         load_causal_lm(model)
 
 

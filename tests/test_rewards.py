@@ -247,6 +247,23 @@ def test_source_id_follows_settings_and_source_but_not_the_place(tmp_path: Path)
     assert identity("mine.py:r") != first and identity("mine:r") != module
 
 
+def test_source_id_follows_the_users_own_code_that_is_imported(tmp_path: Path):
+    write(tmp_path / "mine.py", "import json\nimport numpy\nfrom helper import W\nfrom pack import part\n")
+    write(tmp_path / "helper.py", "from deeper import D\nW = 1\n")
+    write(tmp_path / "deeper.py", "D = 1\n")
+    write(tmp_path / "pack/__init__.py", "")
+    write(tmp_path / "pack/part.py", "from . import other\n")
+    write(tmp_path / "pack/other.py", "O = 1\n")
+    seen = {source_id(FunctionReward(callable="mine.py:r"), tmp_path)}
+    for name in ("helper.py", "deeper.py", "pack/__init__.py", "pack/part.py", "pack/other.py"):
+        with (tmp_path / name).open("a") as file:
+            file.write("X = 1\n")
+        seen.add(source_id(FunctionReward(callable="mine.py:r"), tmp_path))
+    assert len(seen) == 6
+    write(tmp_path / "unused.py", "U = 1\n")
+    assert source_id(FunctionReward(callable="mine.py:r"), tmp_path) in seen
+
+
 def test_source_id_of_a_rule_follows_its_settings():
     assert source_id(ExactMatchReward()) == source_id(ExactMatchReward())
     assert source_id(ExactMatchReward()) != source_id(ExactMatchReward(strip=False))

@@ -24,8 +24,8 @@ class Settings(BaseModel):
 
 def identity(value: Any) -> Any:
     """What of a stage input enters its cache key, as JSON. Raises ConfigError for what is no id or small value."""
-    if isinstance(value, Settings):
-        return value.cache_identity()
+    if isinstance(value, BaseModel) and hasattr(value, "cache_identity"):
+        return value.cache_identity()  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(value, BaseModel):
         return {name: identity(getattr(value, name)) for name in type(value).model_fields}
     if isinstance(value, Mapping):

@@ -139,6 +139,13 @@ class OnPolicySettings(LearnerSettings):
     correction: ImportanceCorrection | None = None
     """Old log-probabilities are then the trainer's own, and tokens weighed by how likely the engine drew them."""
 
+    def cache_identity(self) -> Any:
+        """Without the number of iterations, where no schedule spans them: one more leaves those before as they are."""
+        named = super().cache_identity()
+        if self.optimizer.schedule == "constant":
+            del named["iterations"]
+        return named
+
     @model_validator(mode="after")
     def _samples_from_the_policy_itself(self) -> OnPolicySettings:
         if self.sampling.temperature == 0 or self.sampling.top_p != 1.0 or self.sampling.top_k != -1:

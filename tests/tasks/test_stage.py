@@ -137,7 +137,7 @@ def test_refresh_computes_again(stages, run):
 def test_a_stage_with_an_effect_outside_is_never_cached(stages, run):
     run(lambda: stages["effect"](1))
     _, states = run(lambda: stages["effect"](1))
-    assert states == ["Completed"] and len(CALLS) == 2
+    assert states == ["Checked"] and len(CALLS) == 2
 
 
 def test_passing_faults_are_retried_and_others_are_not(stages, run):
