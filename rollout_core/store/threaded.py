@@ -139,6 +139,16 @@ class LightningStoreThreaded(LightningStore):
     ) -> Sequence[AttemptedRollout]:
         return await self._locked(lambda: self.store.dequeue_many_rollouts(limit=limit, worker_id=worker_id))
 
+    async def claim_rollouts(
+        self, claim_id: str, *, limit: int = 1, worker_id: str | None = None, repeated: bool = False
+    ) -> Sequence[AttemptedRollout]:
+        return await self._locked(
+            lambda: self.store.claim_rollouts(claim_id, limit=limit, worker_id=worker_id, repeated=repeated)
+        )
+
+    async def release_rollouts(self, claimed: Sequence[AttemptedRollout]) -> None:
+        await self._locked(lambda: self.store.release_rollouts(claimed))
+
     async def start_rollout(
         self,
         input: TaskInput,
@@ -209,6 +219,9 @@ class LightningStoreThreaded(LightningStore):
         self, rollout_id: str, attempt_id: str | Literal["latest"] | None = None, **query: Any
     ) -> PaginatedResult[Span]:
         return await self._locked(lambda: self.store.query_spans(rollout_id, attempt_id, **query))
+
+    async def query_spans_json(self, rollout_id: str, attempt_id: str | None = None, **query: Any) -> bytes:
+        return await self._locked(lambda: self.store.query_spans_json(rollout_id, attempt_id, **query))
 
     async def query_many_spans(self, rollout_ids: Sequence[str], *, name: str | None = None) -> Sequence[Span]:
         return await self._locked(lambda: self.store.query_many_spans(rollout_ids, name=name))

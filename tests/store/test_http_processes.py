@@ -66,10 +66,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-@pytest.fixture
-def database(url) -> str:
+@pytest.fixture(params=["sqlite", "postgres"])
+def database(request, url, tmp_path) -> str:
     """What the servers of these tests serve."""
-    return url
+    return url if request.param == "sqlite" else request.getfixturevalue("postgres").database_of(tmp_path)
 
 
 async def test_nothing_acknowledged_is_lost_when_servers_are_killed(database):
@@ -136,6 +136,21 @@ def _check(acknowledged, stored, spans) -> None:
         ids = [rollout_id for what, rollout_id, *_ in acknowledged if what == kind]
         assert len(ids) == len(set(ids)), f"a rollout was {kind} twice"
     assert len(stored) == counts["enqueued"], "nothing was enqueued twice"
+
+
+async def test_two_servers_on_one_postgres_serve_one_queue(postgres, tmp_path):
+    database = postgres.database_of(tmp_path)
+    addresses = [serve(database, "--port", "0")[1] for _ in range(2)]
+    async with LightningStoreClient(addresses[0]) as one, LightningStoreClient(addresses[1]) as other:
+        clients = [one, other]
+        rollouts = await asyncio.gather(*[clients[n % 2].enqueue_rollout(n) for n in range(200)])
+        claims = await asyncio.gather(*[clients[n % 2].dequeue_many_rollouts(limit=3) for n in range(100)])
+        claimed = [rollout for claim in claims for rollout in claim]
+        assert sorted(item.rollout_id for item in claimed) == sorted(item.rollout_id for item in rollouts)
+        waiting = asyncio.create_task(one.wait_for_rollouts(rollout_ids=[claimed[0].rollout_id]))
+        await asyncio.sleep(0.1)
+        await other.update_attempt(claimed[0].rollout_id, claimed[0].attempt.attempt_id, status="succeeded")
+        assert [item.status for item in await asyncio.wait_for(waiting, 20)] == ["succeeded"]
 
 
 async def test_workers_share_a_database_and_add_up_their_metrics(url):

@@ -257,6 +257,10 @@ async def test_the_threaded_store_adds_thread_safety_to_the_capabilities(url):
         rollout = await store.enqueue_rollout(1)
         async with pickle.loads(pickle.dumps(store)) as copied:  # noqa: S301 - our own bytes
             assert await copied.get_rollout_by_id(rollout.rollout_id) == rollout
+        claimed = await store.claim_rollouts("claim-1")
+        assert await store.claim_rollouts("claim-1", repeated=True) == claimed, "the store's own memory of claims"
+        await store.release_rollouts(claimed)
+        assert (await store.get_rollout_by_id(rollout.rollout_id)).status == "queuing"
 
 
 async def test_a_store_in_memory_is_not_pickled_into_another():

@@ -9,7 +9,9 @@ import asyncio
 import shutil
 import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -23,6 +25,7 @@ from rollout_core.store import (
     Span,
     SqlLightningStore,
 )
+from tests.store.postgres import PostgresServer
 
 LOST = ("failed", "timeout", "unresponsive")
 CONFIGS = [
@@ -259,11 +262,12 @@ class MemoryAgainstModel(StoreAgainstModel):
         self.store = InMemoryLightningStore(clock=lambda: self.model.now, scan_debounce_seconds=0)
 
 
-class SqliteAgainstModel(StoreAgainstModel):
+class SqlAgainstModel(StoreAgainstModel):
+    def url(self) -> str:
+        return f"sqlite:///{self.folder}/store.db"
+
     def open_store(self) -> None:
-        self.store = SqlLightningStore.from_url(
-            f"sqlite:///{self.folder}/store.db", clock=lambda: self.model.now, scan_debounce_seconds=0
-        )
+        self.store = SqlLightningStore.from_url(self.url(), clock=lambda: self.model.now, scan_debounce_seconds=0)
 
     @rule()
     def reopen(self):
@@ -271,7 +275,23 @@ class SqliteAgainstModel(StoreAgainstModel):
         self.open_store()
 
 
-settings_of_models = settings(max_examples=100, stateful_step_count=40, deadline=None)
+class PostgresAgainstModel(SqlAgainstModel):
+    def url(self) -> str:
+        return SERVER.database_of(Path(self.folder))
+
+
+SERVER = PostgresServer()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _stop_server():
+    yield
+    SERVER.close()
+
+
 TestMemoryAgainstModel = MemoryAgainstModel.TestCase
-TestSqliteAgainstModel = SqliteAgainstModel.TestCase
-TestMemoryAgainstModel.settings = TestSqliteAgainstModel.settings = settings_of_models
+TestSqliteAgainstModel = SqlAgainstModel.TestCase
+TestPostgresAgainstModel = PostgresAgainstModel.TestCase
+TestMemoryAgainstModel.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestSqliteAgainstModel.settings = TestMemoryAgainstModel.settings
+TestPostgresAgainstModel.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
