@@ -9,6 +9,7 @@ call that runs the watchdog with nothing due, and one that finds lost attempts, 
 tenth of them under way. Rounds alternate between the two files; the ratio is the median of the rounds' own.
 
 Run: python benchmarks/store.py [--quick] [--flat] [--stores memory,sqlite]
+The row of PostgreSQL needs ROLLOUT_BENCH_POSTGRES=postgresql://... of a database it may make schemas in.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ import asyncio
 import contextlib
 import gc
 import itertools
+import os
 import resource
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -28,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import Figures, median_ratio
+from harness import PROJECT, Figures, median_ratio
 from rich.console import Console
 from rich.table import Table
 
@@ -38,6 +42,7 @@ from rollout_core.store import (
     EnqueueRolloutRequest,
     InMemoryLightningStore,
     LightningStore,
+    LightningStoreClient,
     LightningStoreThreaded,
     RolloutConfig,
     Span,
@@ -75,12 +80,44 @@ async def sqlite(folder: Path) -> AsyncIterator[LightningStore]:
         yield store
 
 
+@asynccontextmanager
+async def postgres(folder: Path) -> AsyncIterator[LightningStore]:
+    """A schema of its own in the database that ROLLOUT_BENCH_POSTGRES names; left behind, to be dropped with it."""
+    url = os.environ["ROLLOUT_BENCH_POSTGRES"]
+    mark = "&" if "?" in url else "?"
+    async with SqlLightningStore.from_url(f"{url}{mark}search_path={folder.name.lower().replace('-', '_')}") as store:
+        yield store
+
+
+@asynccontextmanager
+async def http(folder: Path) -> AsyncIterator[LightningStore]:
+    """A server in a process of its own, over SQLite."""
+    command = ["-c", "from flows.cli import main; main()", "store", "serve", "--port", "0", "--database"]
+    server = subprocess.Popen(
+        [sys.executable, *command, f"sqlite:///{folder}/store.db"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(PROJECT)},
+    )
+    try:
+        assert server.stdout is not None
+        address = server.stdout.readline().split()[-1]
+        async with LightningStoreClient(address) as store:
+            yield store
+    finally:
+        server.terminate()
+        server.wait()
+
+
 STORES: dict[str, Callable[[Path], AbstractAsyncContextManager[LightningStore]]] = {
     "memory": memory,
     "threaded": threaded,
     "sqlite": sqlite,
+    "http": http,
 }
 """For each row a function that opens an empty store, in a folder of its own, for the length of a block."""
+if "ROLLOUT_BENCH_POSTGRES" in os.environ:
+    STORES["postgres"] = postgres
 
 
 @dataclass(frozen=True)
