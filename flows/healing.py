@@ -18,7 +18,7 @@ R = TypeVar("R")
 TRIES = 3
 
 
-def run_body(body: Callable[[Journal], R], *, refresh: bool) -> R:
+def run_body(body: Callable[[Journal], R], *, refresh: bool | str) -> R:
     """Run a flow's ``body``; again, up to three times in all, when an object it needs is damaged or gone."""
     for remaining in reversed(range(TRIES)):
         with keep_journal() as journal, refreshing(refresh):

@@ -48,7 +48,7 @@ RETRIES = 3
 RETRY_DELAYS_SECONDS = [1.0, 4.0, 16.0]
 LABEL = "label"
 
-_refresh: ContextVar[bool] = ContextVar("rollout_refresh", default=False)
+_refresh: ContextVar[bool | str] = ContextVar("rollout_refresh", default=False)
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ def current_stage() -> StageRun:
 
 
 @contextmanager
-def refreshing(refresh: bool) -> Iterator[None]:
-    """Stages called inside the block are computed even when cached, if ``refresh`` is true."""
+def refreshing(refresh: bool | str) -> Iterator[None]:
+    """Stages called inside the block are computed even when cached, if ``refresh`` is true; once, if it is a name."""
     token = _refresh.set(refresh)
     try:
         yield
@@ -159,7 +159,7 @@ class Stage(Generic[P, R]):
         # refusal and a pause of 2 s), so there is one only where a limit is wanted.
         limited = self._concurrency in locations().limits
         prepared = self._task.with_options(
-            refresh_cache=_refresh.get(), tags=[f"rollout:{self._concurrency}"] if limited else []
+            refresh_cache=_refresh.get() is True, tags=[f"rollout:{self._concurrency}"] if limited else []
         )
         # Set here, not by with_options, which takes saved blocks only; this one is built from this process's settings.
         prepared.result_storage = storage
@@ -177,7 +177,13 @@ class Stage(Generic[P, R]):
     def key(self, inputs: dict[str, Any]) -> ContentId:
         """Identity of a call: same key, same result."""
         counted = {name: value for name, value in inputs.items() if name != LABEL}
-        return content_id(f"stage/{self.name}/{self.version}", identity(counted))
+        refresh = _refresh.get()
+        named = (
+            {"refresh": refresh, "inputs": identity(counted)}
+            if refresh and isinstance(refresh, str)
+            else identity(counted)
+        )
+        return content_id(f"stage/{self.name}/{self.version}", named)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = self._signature.bind(*args, **kwargs)

@@ -46,8 +46,10 @@ class RunInfo(Settings):
     """Label of the run's snapshots and resources; letters, digits, dots, dashes."""
     tags: tuple[str, ...] = ()
     """Free labels shown beside the run."""
-    refresh: bool = False
-    """Compute every stage again, cached or not. Samples already in the store's ledger are still not generated twice."""
+    refresh: bool | str = False
+    """Compute stages again. True: every stage, now, whatever is cached. A name, such as a date: every stage once under
+    that name, so that a run which is killed goes on where it was when it is started again with the same name. Samples
+    already in the store's ledger are not generated twice either way."""
 
     def cache_identity(self) -> Any:
         return None

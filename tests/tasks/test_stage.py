@@ -134,6 +134,15 @@ def test_refresh_computes_again(stages, run):
     assert states == ["Completed"] and CALLS == [("make", 1)] * 2
 
 
+def test_a_named_refresh_computes_once_under_its_name(stages, run):
+    run(lambda: stages["make"](1))
+    for name, expected in (("monday", "Completed"), ("monday", "Cached"), ("tuesday", "Completed")):
+        made, states = run(lambda: stages["make"](1), refresh=name)
+        assert states == [expected] and made.number == 1
+    assert run(lambda: stages["make"](1))[1] == ["Cached"]
+    assert len(CALLS) == 3
+
+
 def test_a_stage_with_an_effect_outside_is_never_cached(stages, run):
     run(lambda: stages["effect"](1))
     _, states = run(lambda: stages["effect"](1))
