@@ -26,6 +26,7 @@ from rollout_core.store import (
 from rollout_core.store.http import listening, wire
 from rollout_core.store.http.transport import path_part
 from tests.store.conftest import FailingStore
+from tests.store.forking import leave
 
 pytestmark = pytest.mark.asyncio
 
@@ -446,6 +447,9 @@ async def _in_child(store) -> tuple:
 
 def _child(store, results) -> None:
     results.put(asyncio.run(_in_child(store)))
+    results.close()
+    results.join_thread()
+    leave()
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

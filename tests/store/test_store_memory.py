@@ -21,6 +21,7 @@ from rollout_core.store import (
     SqlLightningStore,
 )
 from rollout_core.store.threaded import LoopLock
+from tests.store.forking import leave
 
 pytestmark = pytest.mark.asyncio
 
@@ -274,6 +275,7 @@ def _child_of_fork(store, results) -> None:
         return len(await store.query_rollouts())
 
     results.put(asyncio.run(asyncio.wait_for(enqueue_and_count(), 10)))
+    leave()
 
 
 @pytest.mark.parametrize("make_store", [InMemoryLightningStore, lambda: LightningStoreThreaded(SlowStore())])

@@ -21,6 +21,7 @@ from rollout_core.store import (
     Span,
     SqlLightningStore,
 )
+from tests.store.forking import leave
 from tests.store.postgres import DATABASE, PostgresServer
 
 pytestmark = pytest.mark.asyncio
@@ -174,6 +175,7 @@ def _enqueue_and_count(store: SqlLightningStore, name: str) -> int:
 
 def _child_of_fork(store: SqlLightningStore, name: str) -> None:
     _enqueue_and_count(store, name)
+    leave()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -19,6 +19,7 @@ import pytest
 from rollout_core.errors import ConfigError, Conflict, Fatal, Recoverable
 from rollout_core.store import AttemptedRollout, EnqueueRolloutRequest, SqlLightningStore
 from rollout_core.store.migrate import REVISIONS
+from tests.store.forking import leave
 
 pytestmark = pytest.mark.asyncio
 
@@ -165,6 +166,7 @@ def _enqueue_and_count(store: SqlLightningStore, name: str) -> int:
 
 def _child_of_fork(store: SqlLightningStore, name: str, results: multiprocessing.SimpleQueue[int]) -> None:
     results.put(_enqueue_and_count(store, name))
+    leave()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
