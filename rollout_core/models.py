@@ -7,7 +7,6 @@ came from a folder, a hub id or the object store, everything later knows it only
 from __future__ import annotations
 
 import json
-import logging
 import re
 import shutil
 import tempfile
@@ -22,6 +21,7 @@ from rollout_core.errors import ConfigError, Recoverable
 from rollout_core.ids import CONTENT_ID_PATTERN, ContentId
 from rollout_core.objects import ObjectStore, TreeFile, TreeManifest
 from rollout_core.objects.folders import hash_file
+from rollout_core.weights import check_tensors, check_weights
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 _VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model")
@@ -121,16 +121,18 @@ def _from_hub(uri: str, revision: str | None, what: str, download: bool) -> Path
 def inspect_model(folder: Path) -> ModelFacts:
     """Check that ``folder`` is a causal language model with weights and a tokenizer that fit each other.
 
-    Raises ConfigError saying what is missing or does not fit. Loads the tokenizer, never the weights.
+    Raises ConfigError saying what is missing or does not fit. Loads the tokenizer, and of the weights names and shapes.
     """
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model folder {folder} has no config.json; expected a model saved with save_pretrained")
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        raise ConfigError(f"model folder {folder} has no *.safetensors weights (pickled weights are not read)")
-    for file in weights:
-        _check_weights(file)
-    _check_shards(folder)
+    check_weights(folder)
+    facts = describe_model(folder)
+    check_tensors(folder)
+    return facts
+
+
+def describe_model(folder: Path) -> ModelFacts:
+    """What configuration and tokenizer of ``folder`` tell, and whether they fit. Raises ConfigError if they do not."""
     config = _read_config(folder)
     tokenizer = load_tokenizer(folder)
     highest = max(tokenizer.get_vocab().values(), default=-1)
@@ -179,29 +181,6 @@ def check_reward_model(folder: Path) -> None:
         )
 
 
-def _check_weights(file: Path) -> None:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="numpy"):  # reads the header, and compares it with the file's size
-            pass
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(
-            f"{file} is no whole safetensors file ({error}); was it downloaded to the end, not as a pointer of Git LFS?"
-        ) from error
-
-
-def _check_shards(folder: Path) -> None:
-    for index in sorted(folder.glob("*.safetensors.index.json")):
-        try:
-            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ConfigError(f"{index}: not an index of weights: {error!r}") from error
-        absent = sorted(name for name in named if not (folder / name).is_file())
-        if absent:
-            raise ConfigError(f"{index} names {absent[0]}, which is not there; was the model downloaded to the end?")
-
-
 def _read_config(folder: Path) -> Any:
     """Configuration of the text model in ``folder``."""
     from transformers import AutoConfig
@@ -220,36 +199,6 @@ def _read_config(folder: Path) -> Any:
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ConfigError(f"{file}: a {config.model_type!r} is not a causal language model")
     return config.get_text_config()
-
-
-def load_causal_lm(folder: Path, dtype: str = "float32") -> Any:
-    """The causal language model of a Hugging Face folder, on the CPU.
-
-    Raises ConfigError when it cannot be loaded, or the weights are not all there: transformers would draw the others at
-    random.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    noise = logging.getLogger("transformers.modeling_utils")  # would report at length what is said below
-    level = noise.level
-    noise.setLevel(logging.ERROR)
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), output_loading_info=True
-        )
-        model, found = loaded
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"model in {folder} cannot be loaded: {_one_line(error)}") from error
-    finally:
-        noise.setLevel(level)
-    lacking = sorted({*found["missing_keys"], *(str(item) for item in found["mismatched_keys"])})
-    if lacking:
-        more = f" (and {len(lacking) - 1} more)" if len(lacking) > 1 else ""
-        raise ConfigError(f"model in {folder} lacks weights that fit its configuration: {lacking[0]}{more}")
-    return model
 
 
 def load_tokenizer(folder: Path) -> Any:

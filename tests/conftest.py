@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # Before prefect or torch is imported anywhere.
 os.environ.update(
@@ -48,6 +49,20 @@ def other_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "other"
     make_model(folder, hidden_size=64, num_layers=2, seed=2)
     return folder
+
+
+@pytest.fixture
+def weights_stay_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model may be built on the meta device, where tensors have no bytes; any other load fails the test."""
+    from transformers import AutoModelForCausalLM
+
+    load = AutoModelForCausalLM.from_pretrained
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        assert options.get("device_map") == "meta", "no weights may be loaded here"
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
 
 
 @pytest.fixture(autouse=True)

@@ -82,7 +82,7 @@ def work(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 @pytest.fixture
-def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_starts(monkeypatch: pytest.MonkeyPatch, weights_stay_unread: None) -> None:
     """Server, engine and model weights: whoever tries to start or load one fails the test."""
 
     def refuse(*arguments: Any, **options: Any) -> None:
@@ -95,7 +95,6 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         "rollout_core.inference.hf.TransformersEngine.__init__",
         "rollout_core.inference.vllm_backend.VLLMEngine.__init__",
         "rollout_core.algorithms.state.load_policy",
-        "transformers.AutoModelForCausalLM.from_pretrained",
     ):
         monkeypatch.setattr(place, refuse)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from rollout_core.algorithms import state
 from rollout_core.config import CONFIG_KINDS, apply_overrides, parse_config
@@ -32,14 +32,13 @@ LONG = "sort " + "9 " * 300 + "="
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_is_built(monkeypatch: pytest.MonkeyPatch, weights_stay_unread: None) -> None:
     """Neither an engine nor a model's weights: whoever tries fails the test."""
 
     def refuse(*arguments: Any, **options: Any) -> None:
         raise AssertionError("a plan must build no engine and load no weights")
 
     for owner, name in (
-        (AutoModelForCausalLM, "from_pretrained"),
         (engines, "build_backend"),
         (state, "load_policy"),
         (state, "load_file"),

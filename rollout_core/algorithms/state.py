@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from rollout_core.errors import ConfigError
 from rollout_core.ids import canonical_json
-from rollout_core.models import copy_tokenizer, load_causal_lm
+from rollout_core.models import copy_tokenizer
 from rollout_core.seeding import RngState, capture_rng, restore_rng
+from rollout_core.weights import load_causal_lm, load_whole
 
 STATE_VERSION = 2
 MODEL_FOLDER = "model"
@@ -121,7 +122,7 @@ def _saved_weights(model: Any, folder: Path) -> Mapping[str, Tensor]:
     kinds = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
     if kinds != [type(model).__name__]:
         raise ConfigError(f"train state is of a {kinds[0]}, this run trains a {type(model).__name__}. {_REMEDY}")
-    return type(model).from_pretrained(folder, dtype=torch.float32).state_dict()
+    return load_whole(type(model), folder, dtype=torch.float32).state_dict()
 
 
 def _check_tensors(what: str, saved: Mapping[str, Tensor], module: nn.Module) -> None:

@@ -15,7 +15,8 @@ from rollout_core.devices import probe_device
 from rollout_core.ids import ContentId
 from rollout_core.inference.base import Completion, FinishReason, GathersStream, ModelRef, Request
 from rollout_core.inference.text import decode_completions
-from rollout_core.models import load_causal_lm, load_tokenizer
+from rollout_core.models import load_tokenizer
+from rollout_core.weights import load_causal_lm
 
 
 @contextmanager
