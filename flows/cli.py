@@ -78,9 +78,10 @@ def _print_plan(facts: Mapping[str, Any]) -> None:
 
 def _run_flow(start: Callable[[], Any]) -> Any:
     """Run a flow against the configured Prefect API, or a server of this command's own."""
+    from flows.connections import PREFECT_HOME
     from flows.local_server import prefect_server
 
-    with prefect_server(Path("data/prefect")):
+    with prefect_server(PREFECT_HOME):
         try:
             return start()
         finally:
@@ -284,16 +285,10 @@ def _ids(text: str) -> str:
 
 
 StoragePath = Annotated[
-    str | None, typer.Option("--storage", help="Object store URL; default: ROLLOUT_STORAGE or ./data/objects.")
+    str | None,
+    typer.Option("--storage", help="URL or block:SLUG/NAME of the object store; default: ROLLOUT_STORAGE."),
 ]
-
-
-def _snapshots(storage: str | None) -> Any:
-    from rollout_core.objects import ObjectStore
-    from rollout_core.settings import locations
-    from rollout_core.snapshots import SnapshotStore
-
-    return SnapshotStore(ObjectStore.from_url(storage or locations().storage))
+ShortId = Annotated[str, typer.Argument(help="Content id, or its first digits, at least 8.")]
 
 
 @snapshot_app.command("list")
@@ -306,30 +301,38 @@ def snapshot_list(
 ) -> None:
     """Print snapshots, newest first, as JSON."""
     with _one_line_errors(debug):
-        found = _snapshots(storage).list(run_id=run_id, kind=kind, limit=limit)
+        from flows.connections import object_store
+        from rollout_core.snapshots import SnapshotStore
+
+        with object_store(storage) as objects:
+            found = SnapshotStore(objects).list(run_id=run_id, kind=kind, limit=limit)  # pyright: ignore[reportArgumentType]
         typer.echo(json.dumps([item.model_dump(mode="json") for item in found], indent=2))
 
 
 @snapshot_app.command("show")
-def snapshot_show(snapshot_id: str, storage: StoragePath = None, debug: Debug = False) -> None:
+def snapshot_show(snapshot_id: ShortId, storage: StoragePath = None, debug: Debug = False) -> None:
     """Print one snapshot as JSON."""
     with _one_line_errors(debug):
-        from rollout_core.ids import ContentId
+        from flows.connections import object_store
+        from rollout_core.short_ids import complete_snapshot_id
+        from rollout_core.snapshots import SnapshotStore
 
-        typer.echo(_snapshots(storage).get(ContentId(snapshot_id)).model_dump_json(indent=2))
+        with object_store(storage) as objects:
+            found = SnapshotStore(objects).get(complete_snapshot_id(objects, snapshot_id))
+        typer.echo(found.model_dump_json(indent=2))
 
 
 @app.command("lineage")
-def lineage(content_id: str, storage: StoragePath = None, debug: Debug = False) -> None:
+def lineage(content_id: ShortId, storage: StoragePath = None, debug: Debug = False) -> None:
     """Print what made a checkpoint or any other result, back to the first inputs, as JSON."""
     with _one_line_errors(debug):
+        from flows.connections import object_store
         from rollout_core.errors import NotFound
-        from rollout_core.ids import ContentId
         from rollout_core.lineage import trace_lineage
-        from rollout_core.objects import ObjectStore
-        from rollout_core.settings import locations
+        from rollout_core.short_ids import complete_lineage_id
 
-        found = trace_lineage(ObjectStore.from_url(storage or locations().storage), ContentId(content_id))
+        with object_store(storage) as objects:
+            found = trace_lineage(objects, complete_lineage_id(objects, content_id))
         if not found:
             raise NotFound(f"no stage recorded that it made {content_id}")
         typer.echo(json.dumps([item.model_dump(mode="json") for item in found], indent=2))

@@ -15,6 +15,8 @@ from pathlib import Path
 DEFAULT_STORAGE = "file://./data/objects"
 DEFAULT_DATABASE = "sqlite:///./data/rollout.db"
 DEFAULT_CACHE = "./data/cache"
+BLOCK_PREFIX = "block:"
+"""Begins an address that is the slug and name of a block on the Prefect server."""
 
 
 @dataclass(frozen=True)

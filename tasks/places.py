@@ -13,19 +13,23 @@ from typing import TypeVar, cast
 from prefect.blocks.core import Block
 
 from blocks import ContentAddressedStorage, RolloutDatabase
+from rollout_core.connections import Connections
 from rollout_core.errors import ConfigError
 from rollout_core.objects import ObjectStore
-from rollout_core.settings import locations
+from rollout_core.settings import BLOCK_PREFIX, locations
 from rollout_core.store import SqlLightningStore
 
-_BLOCK = "block:"
 BlockT = TypeVar("BlockT", bound=Block)
 
 
 def result_storage() -> ContentAddressedStorage:
     """The block that ``ROLLOUT_STORAGE`` names; also where Prefect keeps stage results."""
-    address = locations().storage
-    if address.startswith(_BLOCK):
+    return storage_at(locations().storage)
+
+
+def storage_at(address: str) -> ContentAddressedStorage:
+    """The storage block of an address, one of its own for a URL. Raises ConfigError where there is no such block."""
+    if address.startswith(BLOCK_PREFIX):
         return _load(address, ContentAddressedStorage)
     return ContentAddressedStorage(url=address)
 
@@ -37,10 +41,19 @@ def objects() -> ObjectStore:
 
 def open_store() -> SqlLightningStore:
     """The LightningStore of this process's settings; use it as an async context manager."""
+    return SqlLightningStore.from_url(_database_url())
+
+
+def connections() -> Connections:
+    """Both, for a plan to try."""
+    return Connections(objects, _database_url)
+
+
+def _database_url() -> str:
     address = locations().database
-    if address.startswith(_BLOCK):
-        return _load(address, RolloutDatabase).store()
-    return SqlLightningStore.from_url(address)
+    if address.startswith(BLOCK_PREFIX):
+        return _load(address, RolloutDatabase).url.get_secret_value()
+    return address
 
 
 def cache_folder() -> Path:
@@ -67,7 +80,7 @@ def _local_folder() -> Path | None:
 
 
 def _load(address: str, kind: type[BlockT]) -> BlockT:
-    slug = address.removeprefix(_BLOCK)
+    slug = address.removeprefix(BLOCK_PREFIX)
     try:
         return cast(BlockT, kind.load(slug.partition("/")[2] or slug))
     except ValueError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from rollout_core.config import CONFIG_KINDS
-from rollout_core.ids import hash_bytes
+from rollout_core.ids import ContentId, hash_bytes
+from rollout_core.lineage import Lineage, record_lineage
 from rollout_core.objects import ObjectStore
 from rollout_core.snapshots import Snapshot, SnapshotStore
 from tests.flows.conftest import write_toml
@@ -269,6 +271,56 @@ def test_a_snapshot_is_shown_as_json(saved: list[Snapshot], tmp_path: Path):
     for arguments in ([], ["--storage", str(tmp_path / "objects")], ["--storage", f"file://{tmp_path}/objects"]):
         result = rollout("snapshot", "show", saved[0].id, *arguments)
         assert result.exit_code == 0 and Snapshot.model_validate_json(result.stdout) == saved[0]
+
+
+def test_the_first_digits_of_an_id_stand_for_it_as_long_as_they_are_one_ids(saved: list[Snapshot], tmp_path: Path):
+    objects = ObjectStore.from_url(str(tmp_path / "objects"))
+    made = Lineage(
+        stage="sft_update",
+        version=1,
+        key=hash_bytes(b"key"),
+        inputs={},
+        outputs=(saved[0].files, ContentId("a" * 64), ContentId("a" * 63 + "b")),
+        created_at=datetime.now(UTC),
+        software={},
+    )
+    record_lineage(objects, made)
+    for digits in (8, 12, 63):
+        shown = rollout("snapshot", "show", saved[0].id[:digits])
+        assert shown.exit_code == 0 and Snapshot.model_validate_json(shown.stdout) == saved[0]
+        traced = rollout("lineage", saved[0].files[:digits])
+        assert traced.exit_code == 0 and json.loads(traced.stdout)[0]["stage"] == "sft_update"
+    message = refused(rollout("lineage", "a" * 20))
+    assert message.startswith(f"2 ids begin with {'a' * 20}, {'a' * 64} and ") and message.endswith("give more digits")
+    for arguments in (["snapshot", "show"], ["lineage"]):
+        assert "or the first of them, at least 8" in refused(rollout(*arguments, saved[0].id[:7]))
+        assert "has an id that begins with 0123456789" in refused(rollout(*arguments, "0123456789"))
+
+
+@pytest.mark.parametrize("storage", ["s3:/bucket/x", "s3:bucket", "file:/tmp/x"])
+def test_an_address_short_of_a_slash_is_not_taken_for_a_folder(storage: str):
+    for result in (
+        rollout("snapshot", "list", "--storage", storage),
+        rollout("snapshot", "list", ROLLOUT_STORAGE=storage),
+    ):
+        assert refused(result).startswith(f"storage URL {storage!r} has one slash or none after the colon")
+
+
+@pytest.mark.server
+def test_snapshots_are_found_in_a_storage_block_of_the_server(
+    saved: list[Snapshot], tmp_path: Path, prefect_server: str, monkeypatch: pytest.MonkeyPatch
+):
+    from blocks import ContentAddressedStorage
+
+    ContentAddressedStorage(url=f"file://{tmp_path / 'objects'}").save("cli-storage", overwrite=True)
+    monkeypatch.setenv("PREFECT_API_URL", prefect_server)
+    monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{tmp_path / 'elsewhere'}")
+    block = "block:content-addressed-storage/cli-storage"
+    for result in (rollout("snapshot", "list", "--storage", block), rollout("snapshot", "list", ROLLOUT_STORAGE=block)):
+        assert result.exit_code == 0, result.stderr
+        assert [row["step"] for row in json.loads(result.stdout)] == [3, 2, 1]
+    message = refused(rollout("snapshot", "list", "--storage", "block:content-addressed-storage/none"))
+    assert message.startswith("setting 'block:content-addressed-storage/none' names no block of the Prefect server")
 
 
 def test_what_is_not_there_is_exit_code_2_and_makes_no_folder(tmp_path: Path):

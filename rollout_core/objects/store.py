@@ -71,6 +71,11 @@ class ObjectStore:
         """
         scheme, separator, rest = url.partition("://")
         if not separator:
+            if re.match(r"\w+:", url):
+                raise ConfigError(
+                    f"storage URL {url!r} has one slash or none after the colon; expected file://, memory://, s3:// or "
+                    "gs://, or a path (./ before it if its name has a colon)"
+                )
             scheme, rest = "file", os.path.abspath(os.path.expanduser(url)) if url else ""
         if scheme == "file":
             if storage_options:

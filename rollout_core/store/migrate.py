@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
+
+Result = TypeVar("Result")
 
 REVISIONS = ("0001", "0002")
 """Every version there has been, the present one last."""
@@ -41,19 +43,36 @@ def migrate(url: str) -> str:
     return f"{where} was brought from schema {before} to {REVISIONS[-1]}"
 
 
+def check(url: str) -> None:
+    """Raises what `migrate` would, as far as it shows in advance. Nothing is created or changed."""
+    if is_postgres(url):
+        from rollout_core.store.postgres_schema import inspect
+
+        _run(inspect(url, BUSY_TIMEOUT_SECONDS))
+    else:
+        from rollout_core.store import sqlite_file
+
+        sqlite_file.inspect(sqlite_file.parse_url(url), BUSY_TIMEOUT_SECONDS)
+
+
 def _prepare(url: str) -> tuple[str | None, str]:
     """Do it; the version there was before, None for nothing, and the database in words."""
     if is_postgres(url):
         from rollout_core.store.postgres_schema import prepare
         from rollout_core.store.postgres_server import shown
 
-        with ThreadPoolExecutor(1) as thread:  # the caller's may be running an event loop
-            prepared = thread.submit(asyncio.run, prepare(url, BUSY_TIMEOUT_SECONDS)).result()
+        prepared = _run(prepare(url, BUSY_TIMEOUT_SECONDS))
         return prepared.revision_before, shown(url)
     from rollout_core.store import sqlite_file
 
     path = sqlite_file.parse_url(url)
     return sqlite_file.prepare(path, BUSY_TIMEOUT_SECONDS), str(path)
+
+
+def _run(work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of ``work``, in a thread of its own: the caller's may be running an event loop."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
 
 
 def is_postgres(url: str) -> bool:

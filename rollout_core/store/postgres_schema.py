@@ -20,7 +20,7 @@ _REVISIONS = "SELECT version_num::text FROM alembic_version"
 
 
 class Prepared(NamedTuple):
-    """A database that holds a store of the present schema."""
+    """What was found in a database, before it was brought to the present schema."""
 
     schema: str
     """The PostgreSQL schema that the tables are in."""
@@ -33,6 +33,14 @@ async def prepare(url: str, busy_timeout_seconds: float) -> Prepared:
 
     Raises ConfigError for a database of another program or of a newer version, and what ``explain`` makes of errors.
     """
+    found = await inspect(url, busy_timeout_seconds)
+    if found.revision_before == REVISIONS[-1]:
+        return found
+    return found._replace(revision_before=await _upgrade(url, busy_timeout_seconds))
+
+
+async def inspect(url: str, busy_timeout_seconds: float) -> Prepared:
+    """Look at the database as `prepare` does, with its errors, and leave it as it is."""
     connection = await connect(url, busy_timeout_seconds)
     try:
         schema = await connection.fetchval(_SCHEMA)
@@ -40,10 +48,7 @@ async def prepare(url: str, busy_timeout_seconds: float) -> Prepared:
             raise ConfigError(f"{shown(url)}: the schema that search_path names does not exist; create it first")
         tables = {row[0] for row in await connection.fetch(_TABLES)}
         found = [row[0] for row in await connection.fetch(_REVISIONS)] if "alembic_version" in tables else []
-        revision = _recognise(tables, found, shown(url))
-        if revision != REVISIONS[-1]:
-            revision = await _upgrade(url, busy_timeout_seconds)
-        return Prepared(schema, revision)
+        return Prepared(schema, _recognise(tables, found, shown(url)))
     except DRIVER_ERRORS as error:
         raise explain(error, url) from error
     finally:

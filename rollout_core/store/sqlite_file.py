@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rollout_core.errors import ConfigError, Fatal, Recoverable, RolloutError
@@ -64,23 +66,37 @@ def prepare(path: Path, busy_timeout_seconds: float) -> str | None:
     Raises ConfigError for a file that is not ours, is damaged, cannot be written, or comes from a newer version, and
     Recoverable if it is merely busy.
     """
-    try:
+    with _opening(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not os.access(path, os.W_OK):
-            raise ConfigError(f"{path} is read-only; the store needs to write it, change its permissions or the URL")
         # Looked at before anything is set: opening somebody else's database must not turn it into a WAL file.
-        connection = sqlite3.connect(path, timeout=busy_timeout_seconds, isolation_level=None)
-        try:
-            revision = _recognise(connection, path)
-            if revision == REVISIONS[-1]:
-                return revision
-        finally:
-            connection.close()
+        revision = inspect(path, busy_timeout_seconds)
+        if revision == REVISIONS[-1]:
+            return revision
         connection = connect(path, busy_timeout_seconds)
         try:
             return _upgrade(connection, path)
         finally:
             connection.close()
+
+
+def inspect(path: Path, busy_timeout_seconds: float) -> str | None:
+    """The schema revision of the store at ``path``, None if there is nothing; raises as `prepare`, creates nothing."""
+    with _opening(path):
+        if not path.exists():
+            return None
+        if not os.access(path, os.W_OK):
+            raise ConfigError(f"{path} is read-only; the store needs to write it, change its permissions or the URL")
+        connection = sqlite3.connect(path, timeout=busy_timeout_seconds, isolation_level=None)
+        try:
+            return _recognise(connection, path)
+        finally:
+            connection.close()
+
+
+@contextmanager
+def _opening(path: Path) -> Iterator[None]:
+    try:
+        yield
     except sqlite3.Error as error:
         if _primary_code(error) in _NOT_OURS:
             raise ConfigError(f"{path} is not a database of this store, or is damaged: {error}") from error

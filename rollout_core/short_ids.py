@@ -1,0 +1,52 @@
+"""Content ids as people type them: the first digits of one, as tables show it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from rollout_core.errors import ConfigError, NotFound
+from rollout_core.ids import CONTENT_ID_PATTERN, ContentId
+from rollout_core.objects import ObjectStore
+from rollout_core.objects.gc import LINEAGE_REFS
+
+MIN_DIGITS = 8
+"""Tables show no fewer."""
+
+
+def complete_snapshot_id(objects: ObjectStore, digits: str) -> ContentId:
+    """The snapshot whose id begins with ``digits``; raises as `complete_id` does."""
+    return complete_id(digits, _names_below(objects, "snapshots"), "snapshot")
+
+
+def complete_lineage_id(objects: ObjectStore, digits: str) -> ContentId:
+    """The id with a record of lineage that begins with ``digits``; raises as `complete_id` does."""
+    return complete_id(digits, _names_below(objects, LINEAGE_REFS.rstrip("/")), "record of lineage")
+
+
+def complete_id(digits: str, known: Iterable[str], what: str) -> ContentId:
+    """The one id of ``known`` that begins with ``digits``. A whole id is taken as it is; ``known`` is then not read.
+
+    Raises ConfigError for fewer than 8 digits and where several ids begin with them, NotFound where none does.
+    """
+    if re.fullmatch(CONTENT_ID_PATTERN, digits):
+        return ContentId(digits)
+    if not re.fullmatch(f"[0-9a-f]{{{MIN_DIGITS},63}}", digits):
+        raise ConfigError(
+            f"not a content id: {digits!r}; expected 64 lower-case hex digits, or the first of them, "
+            f"at least {MIN_DIGITS}"
+        )
+    found = sorted({name for name in known if name.startswith(digits)})
+    if not found:
+        raise NotFound(f"no {what} has an id that begins with {digits}")
+    if len(found) > 1:
+        raise ConfigError(
+            f"{len(found)} ids begin with {digits}, {found[0]} and {found[1]} among them; give more digits"
+        )
+    return ContentId(found[0])
+
+
+def _names_below(objects: ObjectStore, refs: str) -> Iterator[str]:
+    """The name after ``refs`` of each ref below it; read when it is asked for."""
+    for name in objects.ref_names(refs):
+        yield name.split("/")[1]
