@@ -15,7 +15,7 @@ from tasks.generate import batch_inference as generate
 from tasks.journal import Journal
 from tasks.keep import import_model
 from tasks.output import import_glob, write_completions
-from tasks.places import working_folder
+from tasks.places import connections, working_folder
 from tasks.prompts import enqueue_prompts
 
 
@@ -25,7 +25,7 @@ def batch_inference(config: InferBatchConfig, run_id: str | None = None) -> dict
 
     ``run_id`` names an earlier run to go on with; without it the output folder's own run is taken up.
     """
-    plan_batch(config, working_folder(), run_id)
+    plan_batch(config, working_folder(), run_id, connections())
     run_id = resolve_run_id(working_folder() / config.output.dir, run_id)
 
     def body(journal: Journal) -> dict[str, Any]:

@@ -73,7 +73,9 @@ def _parse_overrides(settings: list[str] | None) -> dict[str, Any]:
 
 
 def _print_plan(facts: Mapping[str, Any]) -> None:
-    typer.echo("dry-run OK: " + " ".join(f"{name.replace(' ', '_')}={value}" for name, value in facts.items()))
+    # What was not checked needs room: it comes last.
+    pairs = dict(sorted(facts.items(), key=lambda fact: fact[0] == "not checked"))
+    typer.echo("dry-run OK: " + " ".join(f"{name.replace(' ', '_')}={value}" for name, value in pairs.items()))
 
 
 def _run_flow(start: Callable[[], Any]) -> Any:
@@ -95,11 +97,12 @@ def _run_flow(start: Callable[[], Any]) -> Any:
 def train_sft(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, debug: Debug = False) -> None:
     """Supervised fine-tuning."""
     with _one_line_errors(debug):
+        from flows.connections import connections
         from rollout_core.config import TrainSFTConfig, load_config
         from rollout_core.plan import plan_sft
 
         parsed = load_config(config, TrainSFTConfig, _parse_overrides(set_))
-        facts = plan_sft(parsed, Path.cwd())
+        facts = plan_sft(parsed, Path.cwd(), connections())
         if dry_run:
             settings = parsed.algorithm
             _print_plan(
@@ -134,11 +137,12 @@ def train_grpo(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = No
 
 
 def _train_on_policy(kind: str, config: Path, model: Any, dry_run: bool, set_: list[str] | None) -> None:
+    from flows.connections import connections
     from rollout_core.config import load_config
     from rollout_core.plan import plan_on_policy
 
     parsed = load_config(config, model, _parse_overrides(set_))
-    facts = plan_on_policy(parsed, Path.cwd())
+    facts = plan_on_policy(parsed, Path.cwd(), connections())
     if dry_run:
         settings = parsed.algorithm
         _print_plan(
@@ -182,11 +186,12 @@ def train_kto(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = Non
 
 def _train_on_preferences(kind: str, config: Path, dry_run: bool, set_: list[str] | None, debug: bool) -> None:
     with _one_line_errors(debug):
+        from flows.connections import connections
         from rollout_core.config import CONFIG_KINDS, load_config
         from rollout_core.preference_plan import plan_kto, plan_pairs
 
         parsed: Any = load_config(config, CONFIG_KINDS[f"train-{kind}"], _parse_overrides(set_))
-        facts = (plan_kto if kind == "kto" else plan_pairs)(parsed, Path.cwd())
+        facts = (plan_kto if kind == "kto" else plan_pairs)(parsed, Path.cwd(), connections())
         if dry_run:
             settings = parsed.algorithm
             _print_plan(
@@ -218,12 +223,13 @@ def infer_batch(
 ) -> None:
     """Complete every prompt of the input, exactly once."""
     with _one_line_errors(debug):
+        from flows.connections import connections
         from rollout_core.config import InferBatchConfig, load_config
         from rollout_core.plan import plan_batch
 
         overrides = _parse_overrides(set_) | ({} if workers is None else {"workers.count": workers})
         parsed = load_config(config, InferBatchConfig, overrides)
-        facts = plan_batch(parsed, Path.cwd(), resume)
+        facts = plan_batch(parsed, Path.cwd(), resume, connections())
         if dry_run:
             _print_plan(facts)
             return
@@ -241,11 +247,12 @@ def infer_batch(
 def nightly(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, debug: Debug = False) -> None:
     """Fine-tune, PPO, evaluate, promote, report."""
     with _one_line_errors(debug):
+        from flows.connections import connections
         from rollout_core.config import NightlyConfig, load_config
         from rollout_core.plan import plan_nightly
 
         parsed = load_config(config, NightlyConfig, _parse_overrides(set_))
-        facts = plan_nightly(parsed, Path.cwd())
+        facts = plan_nightly(parsed, Path.cwd(), connections())
         if dry_run:
             _print_plan(facts)
             return

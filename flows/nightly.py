@@ -21,7 +21,7 @@ from tasks import artifacts, places
 from tasks.journal import Journal
 from tasks.keep import import_model, import_prompts, import_reward, import_sft, promote, snapshot
 from tasks.learn import sft_update
-from tasks.places import working_folder
+from tasks.places import connections, working_folder
 from tasks.prompts import enqueue_prompts
 from tasks.score import evaluate
 
@@ -37,7 +37,7 @@ def nightly(config: NightlyConfig, overrides: dict[str, Any] | None = None) -> d
     if overrides:
         changed = apply_overrides(config.model_dump(mode="json"), overrides)
         config = parse_config(changed, NightlyConfig, name="overrides")
-    plan_nightly(config, working_folder())
+    plan_nightly(config, working_folder(), connections())
     try:
         return run_body(lambda journal: _nightly(config, journal), refresh=config.run.refresh)
     finally:

@@ -12,13 +12,13 @@ from rollout_core.preference_plan import plan_kto, plan_pairs
 from tasks.journal import Journal
 from tasks.keep import import_judged, import_model, import_pairs, snapshot
 from tasks.learn import dpo_update, kto_update, rm_update
-from tasks.places import working_folder
+from tasks.places import connections, working_folder
 
 
 @flow(name="train-rm", flow_run_name="{config.run.name}", persist_result=False)
 def train_rm(config: TrainRMConfig) -> dict[str, Any]:
     """A reward model from preference pairs; returns the checkpoint record."""
-    plan_pairs(config, working_folder())
+    plan_pairs(config, working_folder(), connections())
 
     def body(journal: Journal) -> dict[str, Any]:
         settings = config.algorithm
@@ -46,7 +46,7 @@ def train_ipo(config: TrainIPOConfig) -> dict[str, Any]:
 @flow(name="train-kto", flow_run_name="{config.run.name}", persist_result=False)
 def train_kto(config: TrainKTOConfig) -> dict[str, Any]:
     """KTO of one model on judged answers; returns the checkpoint record."""
-    plan_kto(config, working_folder())
+    plan_kto(config, working_folder(), connections())
 
     def body(journal: Journal) -> dict[str, Any]:
         settings = config.algorithm
@@ -61,7 +61,7 @@ def train_kto(config: TrainKTOConfig) -> dict[str, Any]:
 
 
 def _train_on_pairs(config: TrainDPOConfig | TrainIPOConfig) -> dict[str, Any]:
-    plan_pairs(config, working_folder())
+    plan_pairs(config, working_folder(), connections())
 
     def body(journal: Journal) -> dict[str, Any]:
         settings = config.algorithm

@@ -25,7 +25,7 @@ from tasks.generate import batch_inference
 from tasks.journal import Journal
 from tasks.keep import import_model, import_prompts, import_reward, import_sft, snapshot
 from tasks.learn import grpo_update, ppo_update, sft_update
-from tasks.places import working_folder
+from tasks.places import connections, working_folder
 from tasks.prompts import enqueue_prompts
 from tasks.score import score_rewards
 
@@ -84,7 +84,7 @@ def policy_iterations(
 @flow(name="train-sft", flow_run_name="{config.run.name}", persist_result=False)
 def train_sft(config: TrainSFTConfig) -> dict[str, Any]:
     """Supervised fine-tuning of one model on one data set; returns the checkpoint record."""
-    plan_sft(config, working_folder())
+    plan_sft(config, working_folder(), connections())
 
     def body(journal: Journal) -> dict[str, Any]:
         settings = config.algorithm
@@ -100,14 +100,14 @@ def train_sft(config: TrainSFTConfig) -> dict[str, Any]:
 @flow(name="train-ppo", flow_run_name="{config.run.name}", persist_result=False)
 def train_ppo(config: TrainPPOConfig) -> dict[str, Any]:
     """PPO of one model on its own completions; returns the last checkpoint record and the reward of each iteration."""
-    plan_on_policy(config, working_folder())
+    plan_on_policy(config, working_folder(), connections())
     return _train_on_policy(config)
 
 
 @flow(name="train-grpo", flow_run_name="{config.run.name}", persist_result=False)
 def train_grpo(config: TrainGRPOConfig) -> dict[str, Any]:
     """GRPO of one model on groups of its completions; returns the last checkpoint and the reward of each iteration."""
-    plan_on_policy(config, working_folder())
+    plan_on_policy(config, working_folder(), connections())
     return _train_on_policy(config)
 
 

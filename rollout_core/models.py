@@ -10,14 +10,16 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from rollout_core.config import ModelSource
 from rollout_core.errors import ConfigError, Recoverable
+from rollout_core.hub import HubOutOfReach, fetch_from_hub, looks_like_hub_id
 from rollout_core.ids import CONTENT_ID_PATTERN, ContentId
 from rollout_core.objects import ObjectStore, TreeFile, TreeManifest
 from rollout_core.objects.folders import hash_file
@@ -48,16 +50,24 @@ class ModelFacts:
     """Longest sequence the architecture supports, in tokens."""
     tokenizer_size: int
     has_chat_template: bool
+    tokenizer: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Description:
+    """A folder with at least a model's configuration and tokenizer; the model's own, or a copy without the weights."""
+
+    folder: Path
+    has_weights: bool
+
+    def inspect(self) -> ModelFacts:
+        """`inspect_model`, or as much of it as there is."""
+        return inspect_model(self.folder) if self.has_weights else describe_model(self.folder)
 
 
 def is_content_id(uri: str) -> bool:
     """Whether ``uri`` names a checkpoint in the object store."""
     return re.fullmatch(CONTENT_ID_PATTERN, uri) is not None
-
-
-def looks_like_hub_id(uri: str) -> bool:
-    """Whether ``uri`` has the form of a hub id (``name`` or ``owner/name``)."""
-    return re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", uri) is not None
 
 
 def locate_model(source: ModelSource, base: Path, *, download: bool = True) -> Path | None:
@@ -87,35 +97,7 @@ def _locate(uri: str, revision: str | None, base: Path, what: str, download: boo
         return folder
     if not looks_like_hub_id(uri) or uri.startswith((".", "/")):
         raise ConfigError(f"{what} folder {uri!r} does not exist (looked at {folder}); give a folder or a hub id")
-    return _from_hub(uri, revision, what, download)
-
-
-def _from_hub(uri: str, revision: str | None, what: str, download: bool) -> Path | None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.constants import is_offline_mode
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    patterns = list(MODEL_FILES)
-    try:
-        return Path(snapshot_download(uri, revision=revision, allow_patterns=patterns, local_files_only=not download))
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise ConfigError(f"{what} {uri!r} is neither a folder here nor a hub repository you may read") from error
-    except RevisionNotFoundError as error:
-        raise ConfigError(f"{what} {uri!r} has no revision {revision!r} on the hub") from error
-    except LocalEntryNotFoundError as error:
-        if not download and not is_offline_mode():
-            return None
-        raise ConfigError(
-            f"{what} {uri!r} is not a folder here, and the hub could not be reached to look for it there"
-        ) from error
-    except HfHubHTTPError as error:
-        raise Recoverable(f"{what} {uri!r}: the hub answered with an error: {error}") from error
+    return fetch_from_hub(uri, revision, what, MODEL_FILES, download=download)
 
 
 def inspect_model(folder: Path) -> ModelFacts:
@@ -151,6 +133,7 @@ def describe_model(folder: Path) -> ModelFacts:
         max_positions=getattr(config, "max_position_embeddings", None),
         tokenizer_size=len(tokenizer),
         has_chat_template=bool(tokenizer.chat_template),
+        tokenizer=tokenizer,
     )
 
 
@@ -229,15 +212,64 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def check_model(source: ModelSource, base: Path) -> ModelFacts | None:
-    """All that can be said against ``source`` before any work; None when it is not on this machine yet."""
-    folder = locate_model(source, base, download=False)
-    if folder is None:
-        return None
+class Unchecked(Exception):
+    """Something that a plan cannot reach, in words; no fault of the configuration."""
+
+
+def check_model(source: ModelSource, base: Path, objects: ObjectStore | None = None) -> ModelFacts:
+    """All that can be said of ``source`` before any work; of what is elsewhere, by configuration and tokenizer alone.
+
+    Raises ConfigError for what is wrong, Unchecked when neither can be had now.
+    """
+    with describe(source, base, objects) as found:
+        return found.inspect()
+
+
+@contextmanager
+def describe(source: ModelSource, base: Path, objects: ObjectStore | None) -> Iterator[Description]:
+    """Configuration and tokenizer of ``source``, from where it is: this machine, the object store, or the hub.
+
+    Raises ConfigError when there is no such model, Unchecked when that cannot be told now.
+    """
+    model = locate_model(source, base, download=False)
+    if model is None and is_content_id(source.uri):
+        with _stored_description(ContentId(source.uri), objects) as folder:
+            yield Description(folder, has_weights=False)
+        return
+    own = model or _hub_description(source.uri, source.revision, "model")
     if source.tokenizer is None:
-        return inspect_model(folder)
-    tokenizer = locate_tokenizer(source, base, download=False)
-    return None if tokenizer is None else _inspect_files(_files(folder, tokenizer))
+        yield Description(own, has_weights=model is not None)
+        return
+    tokenizer = locate_tokenizer(source, base, download=False) or _hub_description(source.tokenizer, None, "tokenizer")
+    with _linked(_files(own, tokenizer)) as folder:
+        yield Description(folder, has_weights=model is not None)
+
+
+def _hub_description(uri: str, revision: str | None, what: str) -> Path:
+    """The small files of a repository that is not here yet. Raises Unchecked where the hub is out of reach."""
+    try:
+        folder = fetch_from_hub(uri, revision, what, _TOKENIZER_FILES + _OTHER_FILES, download=True)
+    except (HubOutOfReach, Recoverable) as error:
+        raise Unchecked(f"{what} {uri!r}, as the hub cannot be reached") from error
+    assert folder is not None, "what was downloaded has a folder"
+    return folder
+
+
+@contextmanager
+def _stored_description(content_id: ContentId, objects: ObjectStore | None) -> Iterator[Path]:
+    if objects is None:
+        raise Unchecked(f"model {content_id}, as the object store cannot be reached")
+    _check_stored(content_id, objects)
+    files = objects.manifest(content_id).files
+    small = tuple(file for file in files if not any(fnmatch(file.path, pattern) for pattern in _WEIGHT_FILES))
+    with tempfile.TemporaryDirectory(prefix="rollout-model-") as scratch:
+        objects.get_files(TreeManifest(files=small), Path(scratch))
+        yield Path(scratch)
+
+
+def _check_stored(content_id: ContentId, objects: ObjectStore) -> None:
+    if not objects.tree_is_present(content_id):
+        raise ConfigError(f"model {content_id} is not in the object store {objects.url}")
 
 
 def import_model(source: ModelSource, objects: ObjectStore, base: Path) -> ContentId:
@@ -248,13 +280,13 @@ def import_model(source: ModelSource, objects: ObjectStore, base: Path) -> Conte
     folder = locate_model(source, base)
     if folder is None:
         content_id = ContentId(source.uri)
-        if not objects.tree_is_present(content_id):
-            raise ConfigError(f"model {source.uri} is not in the object store {objects.url}")
+        _check_stored(content_id, objects)
         return content_id
     tokenizer = locate_tokenizer(source, base)
     assert tokenizer is not None, "what was downloaded has a folder"
     files = _files(folder, tokenizer)
-    _inspect_files(files)
+    with _linked(files) as linked:
+        inspect_model(linked)
     hashes = objects.in_parallel(hash_file, files.values())
     manifest = TreeManifest(
         files=tuple(
@@ -272,11 +304,13 @@ def _files(model: Path, tokenizer: Path) -> dict[str, Path]:
     return dict(sorted((file.name, file) for file in [*own, *tokenizer_files(tokenizer)]))
 
 
-def _inspect_files(files: Mapping[str, Path]) -> ModelFacts:
+@contextmanager
+def _linked(files: Mapping[str, Path]) -> Iterator[Path]:
+    """A temporary folder of links to the files."""
     with tempfile.TemporaryDirectory(prefix="rollout-model-") as scratch:
         for name, file in files.items():
             (Path(scratch) / name).symlink_to(file.resolve())
-        return inspect_model(Path(scratch))
+        yield Path(scratch)
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

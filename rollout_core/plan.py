@@ -1,7 +1,8 @@
 """What can be known before any work: configuration, files, model, tokenizer and reward held against each other.
 
-A plan reads and tokenises every row, but never loads weights and never builds an engine. All that
-is wrong is reported together.
+A plan reads and tokenises every row, but never loads weights and never builds an engine. Of a model on the hub it
+fetches configuration and tokenizer; what cannot be reached is named as not checked. All that is wrong is reported
+together.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from rollout_core.config import (
     TrainSFTConfig,
     VLLMBackend,
 )
+from rollout_core.connections import Connections
 from rollout_core.datasets import PromptRow, SftRow, parse_prompts, parse_sft, read_prompts
 from rollout_core.errors import ConfigError
 from rollout_core.inference.output import earlier_run_id
@@ -34,13 +36,12 @@ from rollout_core.inference.samples import refuse_long_prompts
 from rollout_core.inference.text import tokenize_prompts
 from rollout_core.models import (
     ModelFacts,
+    Unchecked,
     check_model,
     check_reward_model,
-    inspect_model,
-    load_tokenizer,
-    locate_model,
-    locate_tokenizer,
+    describe,
 )
+from rollout_core.objects import ObjectStore
 from rollout_core.rewards import ExactMatchReward, ModelReward, RewardSpec, load_reward, plain_rewards
 
 T = TypeVar("T")
@@ -51,16 +52,24 @@ class Plan:
     """Facts found and violations collected."""
 
     base: Path
+    connections: Connections | None = None
+    """Of the process that will run; None where they cannot be had before it does."""
     facts: dict[str, Any] = field(default_factory=dict)
     violations: list[str] = field(default_factory=list)
     tokenizer: Any = None
-    """The model's, once `model` found it here."""
+    """The model's, once `model` found it."""
+    unchecked: list[str] = field(default_factory=list)
+    """What could not be looked at, in words."""
+    objects: ObjectStore | None = None
     _model_facts: ModelFacts | None = None
 
     def check(self, what: str, look: Callable[[], T]) -> T | None:
-        """Result of ``look``; a ConfigError it raises becomes violations under ``what``."""
+        """Result of ``look``; a ConfigError it raises becomes violations under ``what``, Unchecked a remark."""
         try:
             return look()
+        except Unchecked as remark:
+            self.unchecked.append(f"{what} ({remark})")
+            return None
         except ConfigError as error:
             self.violations += [f"{what}: {line}" for line in error.violations or (str(error),)]
             return None
@@ -69,15 +78,26 @@ class Plan:
         """The facts. Raises ConfigError naming every violation."""
         if self.violations:
             raise ConfigError("\n".join(self.violations), self.violations)
+        if self.unchecked:
+            self.facts["not checked"] = "; ".join(self.unchecked)
         return self.facts
+
+    def places(self) -> None:
+        """Object store and database answer, or can be made where they are to be."""
+        if self.connections is None:
+            self.unchecked.append("object store and database")
+            return
+        self.objects = self.check("object store", self.connections.try_objects)
+        if self.objects is not None and self.objects.url.startswith("file://"):
+            self.output_folder("object store", self.objects.url.removeprefix("file://"))
+        self.check("database", self.connections.try_database)
 
     def model(self, what: str, source: ModelSource) -> None:
         """The model is there, and its tokenizer fits it."""
         self.facts["model"] = source.uri
-        self._model_facts = self.check(what, lambda: check_model(source, self.base))
+        self._model_facts = self.check(what, lambda: check_model(source, self.base, self.objects))
         if self._model_facts is not None:
-            folder = locate_tokenizer(source, self.base, download=False)
-            self.tokenizer = load_tokenizer(folder) if folder is not None else None
+            self.tokenizer = self._model_facts.tokenizer
 
     def prompts(self, what: str, rows: Sequence[PromptRow] | None, limit: int | None, sampling: SamplingParams) -> None:
         """Every prompt can be tokenised and leaves room for the completion."""
@@ -132,12 +152,10 @@ class Plan:
                 self.check(what, lambda uri=part.model: self._reward_model(uri))
 
     def _reward_model(self, uri: str) -> None:
-        folder = locate_model(ModelSource(uri=uri), self.base, download=False)
-        if folder is None:
-            return
-        inspect_model(folder)
-        check_reward_model(folder)
-        if self.tokenizer is not None and load_tokenizer(folder).get_vocab() != self.tokenizer.get_vocab():
+        with describe(ModelSource(uri=uri), self.base, self.objects) as found:
+            tokenizer = found.inspect().tokenizer
+            check_reward_model(found.folder)
+        if self.tokenizer is not None and tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise ConfigError(
                 f"the tokenizer of reward model {uri!r} has another vocabulary than the policy's, whose token ids it "
                 "is to score; train it from a model with the policy's tokenizer"
@@ -197,17 +215,21 @@ def context_limit(backend: BackendConfig) -> int | None:
     return getattr(backend, "max_model_len", None)
 
 
-def plan_sft(config: TrainSFTConfig, base: Path) -> dict[str, Any]:
+def plan_sft(config: TrainSFTConfig, base: Path, connections: Connections | None = None) -> dict[str, Any]:
     """Check an SFT run. Raises ConfigError naming all that is wrong."""
-    plan = Plan(base)
+    plan = Plan(base, connections)
+    plan.places()
     plan.model("algorithm.base_model", config.algorithm.base_model)
     plan.sft("algorithm", config.algorithm)
     return plan.done()
 
 
-def plan_on_policy(config: TrainPPOConfig | TrainGRPOConfig, base: Path) -> dict[str, Any]:
+def plan_on_policy(
+    config: TrainPPOConfig | TrainGRPOConfig, base: Path, connections: Connections | None = None
+) -> dict[str, Any]:
     """Check a PPO or GRPO run. Raises ConfigError naming all that is wrong."""
-    plan = Plan(base)
+    plan = Plan(base, connections)
+    plan.places()
     plan.model("algorithm.base_model", config.algorithm.base_model)
     plan.backend("backend", config.backend)
     rows = plan.on_policy("algorithm", config.algorithm, config.backend)
@@ -216,9 +238,12 @@ def plan_on_policy(config: TrainPPOConfig | TrainGRPOConfig, base: Path) -> dict
     return plan.done()
 
 
-def plan_batch(config: InferBatchConfig, base: Path, run_id: str | None = None) -> dict[str, Any]:
+def plan_batch(
+    config: InferBatchConfig, base: Path, run_id: str | None = None, connections: Connections | None = None
+) -> dict[str, Any]:
     """Check a batch inference run, perhaps one to go on with. Raises ConfigError naming all that is wrong."""
-    plan = Plan(base)
+    plan = Plan(base, connections)
+    plan.places()
     plan.model("model", config.model)
     plan.backend("backend", config.backend)
     rows = plan.check("input.glob", lambda: read_prompts(config.input.glob, base=base))
@@ -228,9 +253,10 @@ def plan_batch(config: InferBatchConfig, base: Path, run_id: str | None = None) 
     return {**plan.done(), "inputs": len(rows or ()), "workers": config.workers.count}
 
 
-def plan_nightly(config: NightlyConfig, base: Path) -> dict[str, Any]:
+def plan_nightly(config: NightlyConfig, base: Path, connections: Connections | None = None) -> dict[str, Any]:
     """Check a nightly run. Raises ConfigError naming all that is wrong."""
-    plan = Plan(base)
+    plan = Plan(base, connections)
+    plan.places()
     plan.model("model", config.model)
     plan.backend("backend", config.backend)
     plan.sft("sft", config.sft)

@@ -16,12 +16,15 @@ from rollout_core.config import (
     TrainKTOConfig,
     TrainRMConfig,
 )
-from rollout_core.models import check_reference, locate_model
+from rollout_core.connections import Connections
+from rollout_core.models import check_reference, describe
 from rollout_core.plan import Plan
 from rollout_core.preferences import parse_judged, parse_pairs
 
 
-def plan_pairs(config: TrainRMConfig | TrainDPOConfig | TrainIPOConfig, base: Path) -> dict[str, Any]:
+def plan_pairs(
+    config: TrainRMConfig | TrainDPOConfig | TrainIPOConfig, base: Path, connections: Connections | None = None
+) -> dict[str, Any]:
     """Check a run on pairs: a reward model, DPO or IPO. Raises ConfigError naming all that is wrong."""
     from rollout_core.algorithms.preference_data import tokenize_pairs
 
@@ -31,10 +34,10 @@ def plan_pairs(config: TrainRMConfig | TrainDPOConfig | TrainIPOConfig, base: Pa
     def tokenize(tokenizer: Any, rows: Any) -> Any:
         return tokenize_pairs(tokenizer, rows, max_seq_len=max_seq_len, need_prompts=need_prompts)
 
-    return _plan(Plan(base), config.algorithm, parse_pairs, tokenize)
+    return _plan(Plan(base, connections), config.algorithm, parse_pairs, tokenize)
 
 
-def plan_kto(config: TrainKTOConfig, base: Path) -> dict[str, Any]:
+def plan_kto(config: TrainKTOConfig, base: Path, connections: Connections | None = None) -> dict[str, Any]:
     """Check a KTO run. Raises ConfigError naming all that is wrong."""
     from rollout_core.algorithms.preference_data import tokenize_judged
 
@@ -43,12 +46,13 @@ def plan_kto(config: TrainKTOConfig, base: Path) -> dict[str, Any]:
     def tokenize(tokenizer: Any, rows: Any) -> Any:
         return tokenize_judged(tokenizer, rows, max_seq_len=max_seq_len)
 
-    return _plan(Plan(base), config.algorithm, parse_judged, tokenize)
+    return _plan(Plan(base, connections), config.algorithm, parse_judged, tokenize)
 
 
 def _plan(
     plan: Plan, settings: Any, parse: Callable[[bytes, str], Any], tokenize: Callable[[Any, Any], Any]
 ) -> dict[str, Any]:
+    plan.places()
     plan.model("algorithm.base_model", settings.base_model)
     plan.sequence_length("algorithm", settings.packing)
     _reference(plan, settings)
@@ -69,8 +73,7 @@ def _reference(plan: Plan, settings: PreferenceSettings) -> None:
     source, own = settings.reference, settings.base_model
 
     def look() -> None:
-        folders = [locate_model(item, plan.base, download=False) for item in (own, source)]
-        if folders[0] is not None and folders[1] is not None:
-            check_reference(folders[0], folders[1])
+        with describe(own, plan.base, plan.objects) as model, describe(source, plan.base, plan.objects) as reference:
+            check_reference(model.folder, reference.folder)
 
     plan.check("algorithm.reference", look)

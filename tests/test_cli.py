@@ -183,6 +183,27 @@ def test_bad_input_is_one_line_and_exit_code_2_before_anything_starts(
     assert refused(run(kind, "--set", setting, *dry_run)).startswith(expected)
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "expected"),
+    [
+        ("ROLLOUT_STORAGE", "s4://x", "object store: storage URL 's4://x' is unknown"),
+        ("ROLLOUT_DATABASE", "oracle://x", "database: database URL is 'oracle://x'; expected sqlite:///"),
+    ],
+)
+@pytest.mark.parametrize("dry_run", [["--dry-run"], []])
+def test_settings_that_cannot_be_are_one_line_before_anything_starts(
+    work: Path, nothing_starts: None, setting: str, value: str, expected: str, dry_run: list[str]
+):
+    for kind in COMMANDS:
+        assert refused(run(kind, *dry_run, **{setting: value})).startswith(expected)
+
+
+def test_a_dry_run_says_what_it_could_not_check(work: Path, nothing_starts: None):
+    result = run("infer-batch", "--dry-run", ROLLOUT_STORAGE="block:content-addressed-storage/mine")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.endswith(" not_checked=object store and database\n")
+
+
 def test_a_config_that_is_missing_or_no_toml_is_one_line(work: Path, nothing_starts: None):
     assert refused(rollout("train", "sft", "--config", "none.toml")) == "none.toml: no such config file"
     (work / "broken.toml").write_text("a = = 1")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import close_session
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -18,6 +21,7 @@ from rollout_core.config import ModelSource
 from rollout_core.errors import ConfigError
 from rollout_core.ids import hash_bytes
 from rollout_core.models import (
+    Unchecked,
     check_model,
     copy_tokenizer,
     import_model,
@@ -159,6 +163,91 @@ def test_a_cached_hub_id_is_checked_and_imported_without_the_hub(tiny_model, tmp
     )
 
 
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub's API as a download needs: one repository, and none of any other name."""
+
+    folder: Path
+    asked: list[str]
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path.rpartition("/")[2])
+        if "somebody/tiny" not in self.path:
+            self._answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        elif "/tree/" in self.path:
+            listed = [
+                {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": hash_bytes(file.name.encode())}
+                for file in self.folder.iterdir()
+            ]
+            self._answer(200, json.dumps(listed).encode(), {"Content-Type": "application/json"})
+        elif "/revision/" in self.path:
+            found = {"id": "somebody/tiny", "sha": COMMIT, "siblings": []}
+            self._answer(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
+        else:
+            name = self.path.rpartition("/")[2]
+            headers = {"ETag": f'"{hash_bytes(name.encode())}"', "X-Repo-Commit": COMMIT}
+            self._answer(200, (self.folder / name).read_bytes(), headers)
+
+    do_HEAD = do_GET
+
+    def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        """Nothing."""
+
+
+COMMIT = "0123456789" * 4
+
+
+@pytest.fixture
+def hub(tiny_model, tmp_path, monkeypatch) -> Iterator[type[Hub]]:
+    """A hub on this machine, and an empty cache of it."""
+
+    answering = type("Answering", (Hub,), {"folder": tiny_model, "asked": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), answering) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        close_session()  # it was made for offline use
+        yield answering
+        server.shutdown()
+        thread.join()
+    close_session()
+
+
+def test_of_a_model_on_the_hub_the_small_files_are_checked_first_and_the_rest_comes_later(
+    hub, tiny_model, tmp_path, objects
+):
+    for _ in range(2):
+        assert check_model(source("somebody/tiny"), tmp_path) == inspect_model(tiny_model)
+    assert "tokenizer.json" in hub.asked and "model.safetensors" not in hub.asked
+    stored = import_model(source("somebody/tiny"), objects, tmp_path)
+    assert stored == import_model(source(tiny_model), objects, tmp_path)
+
+
+def test_a_name_that_the_hub_does_not_know_is_refused(hub, tmp_path):
+    with pytest.raises(ConfigError, match="model 'nosuch/model' is neither a folder here nor a hub repository"):
+        check_model(source("nosuch/model"), tmp_path)
+
+
+def test_a_hub_that_does_not_answer_leaves_the_model_unchecked(hub, tmp_path, objects, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(Unchecked, match="model 'nosuch/model', as the hub cannot be reached"):
+        check_model(source("nosuch/model"), tmp_path)
+    with pytest.raises(ConfigError, match="the hub could not be reached to look for it there"):
+        import_model(source("nosuch/model"), objects, tmp_path)
+
+
 def test_weights_that_are_not_all_there_are_refused_instead_of_drawn_at_random(model, objects):
     tensors = load_file(model / "model.safetensors")
     gone = [name for name in tensors if "layers.1.mlp" in name]
@@ -259,7 +348,9 @@ def test_other_files_stay_behind_pickled_weights_above_all(model, objects):
 def test_a_content_id_is_an_address_like_any_other(tiny_model, objects, tmp_path):
     content_id = import_model(source(tiny_model), objects, Path())
     assert import_model(source(content_id), objects, tmp_path) == content_id
-    assert check_model(source(content_id), tmp_path) is None
+    assert check_model(source(content_id), tmp_path, objects) == inspect_model(tiny_model)
+    with pytest.raises(Unchecked, match=f"model {content_id}, as the object store cannot be reached"):
+        check_model(source(content_id), tmp_path)
     assert locate_model(source(content_id), tmp_path) is None
     unknown = hash_bytes(b"unknown")
     with pytest.raises(ConfigError, match=f"model {unknown} is not in the object store"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rollout_core.algorithms import state
-from rollout_core.config import CONFIG_KINDS, apply_overrides, parse_config
+from rollout_core.config import CONFIG_KINDS, ModelSource, apply_overrides, parse_config
+from rollout_core.connections import plain_connections
 from rollout_core.errors import ConfigError
 from rollout_core.ids import hash_bytes
 from rollout_core.inference import engines
+from rollout_core.models import import_model
+from rollout_core.objects import ObjectStore
 from rollout_core.plan import plan_batch, plan_nightly, plan_on_policy, plan_sft
 
 PLANS: dict[str, Callable[..., dict[str, Any]]] = {
@@ -90,9 +94,10 @@ def document(kind: str) -> dict[str, Any]:
 
 def plan(kind: str, base: Path, **changes: Any) -> dict[str, Any]:
     """Parse and plan, as the command and the flows do. ``changes`` has __ for the dots of a key."""
+    connections = plain_connections()
     overrides = {key.replace("__", "."): value for key, value in changes.items()}
     config = parse_config(apply_overrides(document(kind), overrides), CONFIG_KINDS[kind])
-    return PLANS[kind](config, base)
+    return PLANS[kind](config, base, connections=connections)
 
 
 def refusal(kind: str, base: Path, **changes: Any) -> str:
@@ -203,6 +208,60 @@ def test_another_tokenizer_is_held_against_the_model_and_counts_the_prompts(work
 def test_a_checkpoint_of_the_object_store_takes_no_other_tokenizer(work: Path):
     message = refusal("infer-batch", work, model__uri=hash_bytes(b"x"), model__tokenizer="small")
     assert "is a checkpoint with its own tokenizer; leave out tokenizer 'small'" in message
+
+
+def test_a_checkpoint_is_looked_up_in_the_object_store_with_its_tokenizer_and_context(work: Path):
+    unknown = "a" * 64
+    for kind in PLANS:
+        key = "algorithm__base_model__uri" if kind.startswith("train") else "model__uri"
+        message = refusal(kind, work, **{key: unknown})
+        assert f"model {unknown} is not in the object store file://{work}/objects" in message
+    stored = import_model(ModelSource(uri="model"), ObjectStore.from_url(str(work / "objects")), work)
+    before = dict(files(work))
+    assert plan("infer-batch", work, model__uri=stored) == {"model": stored, "inputs": 2, "workers": 1}
+    assert dict(files(work)) == before, "nothing of it is copied to stay"
+    jsonl(work / "prompts.jsonl", {"prompt": LONG})
+    assert "exceed the model's context of 256 tokens" in refusal("infer-batch", work, model__uri=stored)
+
+
+def test_what_a_plan_is_not_given_a_way_to_is_told(work: Path):
+    changed = apply_overrides(document("train-sft"), {"algorithm.base_model.uri": "a" * 64})
+    facts = plan_sft(parse_config(changed, CONFIG_KINDS["train-sft"]), work)
+    assert facts["not checked"].startswith("object store and database; algorithm.base_model (model aaaa")
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "expected"),
+    [
+        ("STORAGE", "s4://x", "object store: storage URL 's4://x' is unknown; expected a path"),
+        ("STORAGE", "s3:/bucket/x", "object store: storage URL 's3:/bucket/x' has one slash"),
+        ("STORAGE", "sft.jsonl/x", "object store: {work}/sft.jsonl is a file; expected a folder"),
+        ("DATABASE", "oracle://x", "database: database URL is 'oracle://x'; expected sqlite:///"),
+        ("DATABASE", "sqlite:///sft.jsonl", "database: sft.jsonl is not a database of this store"),
+        ("DATABASE", "sqlite:///sft.jsonl/x.db", "database: sft.jsonl/x.db cannot be created: {work}/sft.jsonl is no"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_and_nothing_is_created(
+    work: Path, monkeypatch: pytest.MonkeyPatch, setting: str, value: str, expected: str
+):
+    monkeypatch.chdir(work)
+    monkeypatch.setenv(f"ROLLOUT_{setting}", value)
+    before = dict(files(work))
+    for kind in PLANS:
+        assert refusal(kind, work).startswith(expected.format(work=work))
+    assert {key: data for key, data in files(work) if "__pycache__" not in key} == before
+
+
+def test_a_database_of_another_program_is_refused_and_left_as_it_is(work: Path):
+    with sqlite3.connect(work / "rollout.db") as other:
+        other.execute("CREATE TABLE t (x)")
+    other.close()
+    before = (work / "rollout.db").read_bytes()
+    assert "rollout.db is a database of another program" in refusal("train-sft", work)
+    assert (work / "rollout.db").read_bytes() == before
 
 
 def test_the_tokenizer_of_a_cached_revision_is_that_revisions(work: Path, monkeypatch: pytest.MonkeyPatch):

@@ -83,6 +83,9 @@ def inspect(path: Path, busy_timeout_seconds: float) -> str | None:
     """The schema revision of the store at ``path``, None if there is nothing; raises as `prepare`, creates nothing."""
     with _opening(path):
         if not path.exists():
+            nearest = next(folder for folder in path.absolute().parents if folder.exists())
+            if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+                raise ConfigError(f"{path} cannot be created: {nearest} is no folder, or may not be written")
             return None
         if not os.access(path, os.W_OK):
             raise ConfigError(f"{path} is read-only; the store needs to write it, change its permissions or the URL")
