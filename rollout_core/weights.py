@@ -83,7 +83,7 @@ def load_whole(kind: Any, folder: Path, **options: Any) -> Any:
 @contextmanager
 def _without_load_report() -> Iterator[None]:
     """transformers would log at length what is said here in a line."""
-    reports = logging.getLogger("transformers.modeling_utils")
+    reports = logging.getLogger("transformers")
     level = reports.level
     reports.setLevel(logging.ERROR)
     try:

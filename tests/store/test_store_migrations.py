@@ -143,3 +143,11 @@ async def test_processes_may_create_or_upgrade_at_the_same_time(empty):
         outputs = [(await asyncio.to_thread(child.communicate, timeout=60))[0] for child in children]
         assert [child.returncode for child in children] == [0] * 4
         assert sum("has the present schema" not in output for output in outputs) == 1, outputs
+
+
+async def test_a_check_refuses_what_opening_would_and_changes_nothing(empty, tmp_path):
+    migrate.check(empty)
+    assert list(tmp_path.iterdir()) == []
+    await _run(empty, "CREATE TABLE somebody_elses (x INTEGER)")
+    with pytest.raises(ConfigError, match="of another program"):
+        migrate.check(empty)
