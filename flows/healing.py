@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from prefect.runtime import flow_run
+
 from rollout_core.errors import CorruptObject, MissingObject
 from tasks.journal import Journal, keep_journal
 from tasks.stage import refreshing, stage_logger
@@ -19,9 +21,14 @@ TRIES = 3
 
 
 def run_body(body: Callable[[Journal], R], *, refresh: bool | str) -> R:
-    """Run a flow's ``body``; again, up to three times in all, when an object it needs is damaged or gone."""
+    """Run a flow's ``body``; again, up to three times in all, when an object it needs is damaged or gone.
+
+    ``refresh`` as in `RunInfo`. What the run computed stays cached for its next try, and for `prefect flow-run retry`.
+    """
+    # The id of a flow run stays the same when it is retried.
+    name = f"flow run {flow_run.id}" if refresh is True else refresh or None
     for remaining in reversed(range(TRIES)):
-        with keep_journal() as journal, refreshing(refresh):
+        with keep_journal() as journal, refreshing(name):
             try:
                 return body(journal)
             except (CorruptObject, MissingObject) as error:

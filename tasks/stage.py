@@ -48,7 +48,7 @@ RETRIES = 3
 RETRY_DELAYS_SECONDS = [1.0, 4.0, 16.0]
 LABEL = "label"
 
-_refresh: ContextVar[bool | str] = ContextVar("rollout_refresh", default=False)
+_refresh: ContextVar[str | None] = ContextVar("rollout_refresh", default=None)
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ def current_stage() -> StageRun:
 
 
 @contextmanager
-def refreshing(refresh: bool | str) -> Iterator[None]:
-    """Stages called inside the block are computed even when cached, if ``refresh`` is true; once, if it is a name."""
-    token = _refresh.set(refresh)
+def refreshing(name: str | None) -> Iterator[None]:
+    """Stages called inside the block count as cached only if they were computed under ``name``; None: from anywhere."""
+    token = _refresh.set(name)
     try:
         yield
     finally:
@@ -158,9 +158,7 @@ class Stage(Generic[P, R]):
         # A tag costs a call to the server for each task run (and, where that keeps its data in SQLite, now and then a
         # refusal and a pause of 2 s), so there is one only where a limit is wanted.
         limited = self._concurrency in locations().limits
-        prepared = self._task.with_options(
-            refresh_cache=_refresh.get() is True, tags=[f"rollout:{self._concurrency}"] if limited else []
-        )
+        prepared = self._task.with_options(tags=[f"rollout:{self._concurrency}"] if limited else [])
         # Set here, not by with_options, which takes saved blocks only; this one is built from this process's settings.
         prepared.result_storage = storage
         state = cast(State[dict[str, Any]], prepared(**inputs, return_state=True))
@@ -175,15 +173,13 @@ class Stage(Generic[P, R]):
         raise RolloutError(f"stage {self.name} ended {state.name}")
 
     def key(self, inputs: dict[str, Any]) -> ContentId:
-        """Identity of a call: same key, same result."""
+        """Identity of a call: same key, same result. A refresh has keys of its own, so what it did so far counts."""
+        plain, refresh = self._plain_key(inputs), _refresh.get()
+        return plain if refresh is None else content_id("stage-refresh/1", [plain, refresh])
+
+    def _plain_key(self, inputs: dict[str, Any]) -> ContentId:
         counted = {name: value for name, value in inputs.items() if name != LABEL}
-        refresh = _refresh.get()
-        named = (
-            {"refresh": refresh, "inputs": identity(counted)}
-            if refresh and isinstance(refresh, str)
-            else identity(counted)
-        )
-        return content_id(f"stage/{self.name}/{self.version}", named)
+        return content_id(f"stage/{self.name}/{self.version}", identity(counted))
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = self._signature.bind(*args, **kwargs)
@@ -211,19 +207,16 @@ class Stage(Generic[P, R]):
         try:
             if not self.cached:
                 return self._function(**inputs)  # pyright: ignore[reportCallIssue]
-            first_try_of_refresh = bool(context.task.refresh_cache) and context.task_run.run_count <= 1
-            if first_try_of_refresh:
-                run.objects.delete_ref(progress_ref(run.key))
-            return self._compute_once(run, inputs, refresh=bool(context.task.refresh_cache))
+            return self._compute_once(run, inputs)
         finally:
             _current_run.reset(token)
 
-    def _compute_once(self, run: StageRun, inputs: dict[str, Any], *, refresh: bool) -> R:
+    def _compute_once(self, run: StageRun, inputs: dict[str, Any]) -> R:
         def on_wait() -> None:
             stage_logger().info("another process is computing %s on the same inputs; waiting for its result", self.name)
 
         with exclusive(places.lock_folder() / f"{run.key}.lock", on_wait=on_wait):
-            record = None if refresh else self._stored(run.storage, run.key)
+            record = self._stored(run.storage, run.key)
             if record is None:
                 record = self._function(**inputs)  # pyright: ignore[reportCallIssue]
                 self._store(run, inputs, record)
@@ -242,8 +235,11 @@ class Stage(Generic[P, R]):
             software=software_versions(),
         )
         record_lineage(run.objects, lineage)
-        document = get_result_store().create_result_record(record.model_dump(mode="json"), key=run.key).serialize()
-        run.storage.write_path(run.key, document)
+        # A refresh's result is from then on also that of runs without one. Its own key is written last: once that is
+        # there, nothing is done again.
+        for key in dict.fromkeys([self._plain_key(inputs), run.key]):
+            document = get_result_store().create_result_record(record.model_dump(mode="json"), key=key).serialize()
+            run.storage.write_path(key, document)
         if self._stored(run.storage, run.key) != record:
             raise Recoverable(f"the result of stage {self.name} could not be read back from {run.storage.url}")
 

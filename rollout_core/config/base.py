@@ -47,9 +47,10 @@ class RunInfo(Settings):
     tags: tuple[str, ...] = ()
     """Free labels shown beside the run."""
     refresh: bool | str = False
-    """Compute stages again. True: every stage, now, whatever is cached. A name, such as a date: every stage once under
-    that name, so that a run which is killed goes on where it was when it is started again with the same name. Samples
-    already in the store's ledger are not generated twice either way."""
+    """Compute stages again, each once: true, in this flow run (which goes on where it was after `prefect flow-run
+    retry`); a name, such as a date, under that name, so that a killed run goes on where it was when it is started again
+    with the same name. Later runs without a refresh find the new results. Samples already in the store's ledger are not
+    generated twice either way."""
 
     def cache_identity(self) -> Any:
         return None

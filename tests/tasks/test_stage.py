@@ -143,6 +143,64 @@ def test_a_named_refresh_computes_once_under_its_name(stages, run):
     assert len(CALLS) == 3
 
 
+def test_what_a_refresh_computed_replaces_the_earlier_result(stages, run, monkeypatch):
+    def dated(number):
+        CALLS.append(("make", number))
+        return Made(blob=current_stage().objects.put_bytes(str(len(CALLS)).encode()), number=number)
+
+    from tasks.stage import current_stage
+
+    monkeypatch.setattr(stages["make"], "_function", lambda number, settings, label: dated(number))
+    first, _ = run(lambda: stages["make"](1))
+    for refresh in ("monday", True):
+        new, states = run(lambda: stages["make"](1), refresh=refresh)
+        assert states == ["Completed"] and new != first
+        assert run(lambda: stages["make"](1)) == (new, ["Cached"])
+
+
+@pytest.mark.parametrize("refresh", [True, "monday"])
+def test_healing_does_not_repeat_what_the_refresh_already_computed(stages, run, refresh):
+    made, _ = run(lambda: stages["make"](30))
+    damaged = []
+
+    def body():
+        whole, other = stages["make"](31), stages["make"](30)
+        if not damaged:
+            damaged.append(other)
+            path = blob_path(other.blob)
+            path.chmod(0o644)
+            path.write_bytes(b"3\x00")
+        return whole, stages["double"](other)
+
+    (_, doubled), states = run(body, refresh=refresh)
+    assert doubled.number == 60 and states == ["Cached", "Completed", "Completed"]
+    assert CALLS.count(("make", 31)) == 1
+
+
+def test_a_retried_flow_run_goes_on_with_its_refresh(stages, prefect_server):
+    """A flow's own retry keeps the run's id, as `prefect flow-run retry` does."""
+    from prefect import flow
+
+    from flows.healing import run_body
+
+    tries = []
+
+    def body(journal):
+        made = stages["make"](32)
+        tries.append(made)
+        if len(tries) == 1:
+            raise OSError("the machine went away")
+        return made
+
+    @flow(name="test", retries=1, persist_result=False)
+    def test_flow():
+        return run_body(body, refresh=True)
+
+    stages["make"](32)
+    test_flow()
+    assert len(tries) == 2 and CALLS == [("make", 32)] * 2
+
+
 def test_a_stage_with_an_effect_outside_is_never_cached(stages, run):
     run(lambda: stages["effect"](1))
     _, states = run(lambda: stages["effect"](1))
