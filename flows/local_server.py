@@ -105,7 +105,8 @@ def _wait_until_healthy(server: subprocess.Popen[bytes], address: str, log: Path
             raise RolloutError(f"the local Prefect server ended with exit code {server.returncode}; see {log}")
         try:
             with urllib.request.urlopen(f"{address}/health", timeout=2) as answer:
-                if answer.status == 200:
+                # While ours lives: the port may have become another server's since it was looked at.
+                if answer.status == 200 and server.poll() is None:
                     return
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)

@@ -42,8 +42,10 @@ def imported_sources(path: Path, base: Path | None) -> dict[str, bytes]:
     installed = tuple({str(Path(folder).resolve()) for folder in (sys.prefix, sys.base_prefix)})
     places = [path.resolve().parent, (base or Path()).resolve(), *(Path(entry).resolve() for entry in sys.path)]
     folders = [place for place in dict.fromkeys(places) if place.is_dir() and not str(place).startswith(installed)]
+    package, root = _package_of(path.resolve())
+    folders = list(dict.fromkeys([*folders, root]))
     found: dict[str, bytes] = {}
-    waiting = [(path, "")]
+    waiting = [(path, package)]
     while waiting:
         file, package = waiting.pop()
         for name in _imported_names(file, package):
@@ -57,6 +59,16 @@ def imported_sources(path: Path, base: Path | None) -> dict[str, bytes]:
                         found[name] = candidate.read_bytes()
                         waiting.append((candidate, inside))
     return found
+
+
+def _package_of(file: Path) -> tuple[str, Path]:
+    """Dotted name of the package that a file lies in, "" for none, and the folder where that name starts."""
+    names: list[str] = []
+    folder = file.parent
+    while (folder / "__init__.py").is_file():
+        names.insert(0, folder.name)
+        folder = folder.parent
+    return ".".join(names), folder
 
 
 def _imported_names(file: Path, package: str) -> Iterator[str]:

@@ -200,8 +200,12 @@ def source_id(spec: RewardSpec, base: Path | None = None) -> ContentId:
     by its address, so give its content id. Raises ConfigError if the source cannot be found; runs none of it, except
     packages that a dotted module name leads through.
     """
-    if isinstance(spec, CompositeReward | ExpressionReward):
-        return content_id("reward/1", [spec, [source_id(part, base) for part in plain_rewards(spec)]])
+    if isinstance(spec, CompositeReward):
+        parts = [[part.weight, source_id(part.reward, base)] for part in spec.parts]
+        return content_id("reward/1", {"kind": spec.kind, "parts": parts})
+    if isinstance(spec, ExpressionReward):
+        rewards = {name: source_id(reward, base) for name, reward in spec.rewards.items()}
+        return content_id("reward/1", {"kind": spec.kind, "expression": spec.expression, "rewards": rewards})
     if not isinstance(spec, FunctionReward):
         return content_id("reward/1", spec)
     source, _, attribute = spec.callable.rpartition(":")

@@ -116,6 +116,20 @@ def test_what_changes_results_is_in_the_identity():
     assert isinstance(settings, PPOSettings)
 
 
+def test_more_iterations_leave_the_earlier_ones_cached_unless_a_schedule_spans_them():
+    document = nightly_document()
+    for schedule, same in (("constant", True), ("linear", False), ("cosine", False)):
+        two, three = (
+            parse_config(
+                document,
+                NightlyConfig,
+                overrides={"ppo.optimizer.schedule": schedule, "ppo.iterations": iterations},
+            ).ppo
+            for iterations in (2, 3)
+        )
+        assert (identity(two) == identity(three)) is same, schedule
+
+
 def test_identity_refuses_what_is_no_small_value():
     with pytest.raises(ConfigError, match="has no identity"):
         identity({"path": Path("x")})

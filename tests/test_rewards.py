@@ -15,6 +15,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from rollout_core.config import identity
 from rollout_core.errors import ConfigError, Fatal, Recoverable
 from rollout_core.rewards import (
     CompositeReward,
@@ -264,6 +265,16 @@ def test_source_id_follows_the_users_own_code_that_is_imported(tmp_path: Path):
     assert source_id(FunctionReward(callable="mine.py:r"), tmp_path) in seen
 
 
+def test_source_id_follows_relative_imports_out_of_a_package(tmp_path: Path):
+    for name in ("pack/__init__.py", "pack/rewards/__init__.py"):
+        write(tmp_path / name, "")
+    write(tmp_path / "pack/rewards/mine.py", "from ..common import W\n")
+    write(tmp_path / "pack/common.py", "W = 1\n")
+    before = source_id(FunctionReward(callable="pack.rewards.mine:r"), tmp_path)
+    write(tmp_path / "pack/common.py", "W = 2\n")
+    assert source_id(FunctionReward(callable="pack.rewards.mine:r"), tmp_path) != before
+
+
 def test_source_id_of_a_rule_follows_its_settings():
     assert source_id(ExactMatchReward()) == source_id(ExactMatchReward())
     assert source_id(ExactMatchReward()) != source_id(ExactMatchReward(strip=False))
@@ -425,7 +436,20 @@ def test_reward_models_are_named_by_content_wherever_they_stand():
 
 def test_source_id_of_a_combination_follows_the_source_of_its_parts(tmp_path: Path):
     mine = write(tmp_path / "mine.py", "def r(sample): return 1\n")
-    spec = CompositeReward(parts=(WeightedReward(reward=FunctionReward(callable=f"{mine}:r")),))
-    before = source_id(spec)
+    there = write(tmp_path / "there/mine.py", "def r(sample): return 1\n")
+
+    def combined(file: Path) -> list[CompositeReward | ExpressionReward]:
+        reward = FunctionReward(callable=f"{file}:r")
+        return [
+            CompositeReward(parts=(WeightedReward(reward=reward),)),
+            CompositeReward(parts=(WeightedReward(weight=2.0, reward=reward),)),
+            ExpressionReward(expression="mine", rewards={"mine": reward}),
+            ExpressionReward(expression="-mine", rewards={"mine": reward}),
+        ]
+
+    before = [source_id(spec) for spec in combined(mine)]
+    assert len(set(before)) == 4
+    assert [source_id(spec) for spec in combined(there)] == before, "where the file lies does not matter"
+    assert [identity(spec) for spec in combined(there)] == [identity(spec) for spec in combined(mine)]
     write(mine, "def r(sample): return 2\n")
-    assert source_id(spec) != before
+    assert not set(before) & {source_id(spec) for spec in combined(mine)}

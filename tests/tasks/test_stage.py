@@ -160,7 +160,7 @@ def test_what_a_refresh_computed_replaces_the_earlier_result(stages, run, monkey
 
 @pytest.mark.parametrize("refresh", [True, "monday"])
 def test_healing_does_not_repeat_what_the_refresh_already_computed(stages, run, refresh):
-    made, _ = run(lambda: stages["make"](30))
+    run(lambda: stages["make"](30))
     damaged = []
 
     def body():
