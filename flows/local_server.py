@@ -34,10 +34,11 @@ def prefect_server(home: Path, *, port: int | None = None) -> Iterator[str]:
     """Address of the configured Prefect API, or of a server started here, on ``port`` or a free one, until the end.
 
     The server's database lives in ``home``, so its runs can be looked at later (``PREFECT_HOME=... prefect server
-    start``). Raises RolloutError when the server does not answer within two minutes.
+    start``). Raises RolloutError when the configured one cannot be reached, or ours does not answer within two minutes.
     """
     configured = os.environ.get("PREFECT_API_URL")
     if configured:
+        _refuse_unreachable(configured)
         yield configured
         return
     home.mkdir(parents=True, exist_ok=True)
@@ -85,6 +86,20 @@ def _end_with_parent() -> None:
 
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def _refuse_unreachable(address: str) -> None:
+    """Prefect itself would try for minutes and end in a traceback."""
+    try:
+        urllib.request.urlopen(f"{address.rstrip('/')}/health", timeout=10).close()
+    except urllib.error.HTTPError:
+        return  # It answers; whether it lets us in is seen with the key that Prefect sends.
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise RolloutError(
+            f"the Prefect server at PREFECT_API_URL={address} cannot be reached ({reason}); start it, correct the "
+            "address, or unset it to have one started for this command"
+        ) from error
 
 
 def _is_taken(port: int) -> bool:

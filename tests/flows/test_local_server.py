@@ -48,3 +48,19 @@ def test_a_taken_port_is_refused_before_anything_starts(
         prefect_server(tmp_path, port=foreign_port),
     ):
         pytest.fail("no server of ours")
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:1/api", "http://no-such-host.invalid/api", "127.0.0.1:4200/api"])
+def test_a_configured_server_that_cannot_be_reached_is_one_clear_line(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PREFECT_API_URL", address)
+    with pytest.raises(RolloutError, match=r"PREFECT_API_URL=.* cannot be reached"), prefect_server(tmp_path):
+        pytest.fail("nothing to run against")
+
+
+def test_a_configured_server_is_used(foreign_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    address = f"http://127.0.0.1:{foreign_port}/api"
+    monkeypatch.setenv("PREFECT_API_URL", address)
+    with prefect_server(tmp_path) as found:
+        assert found == address

@@ -1,0 +1,74 @@
+"""What the commands share: options, errors as lines and exit codes, and a Prefect server to run against."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+
+ConfigPath = Annotated[Path, typer.Option("--config", help="TOML file of the run.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything reachable; build and run nothing.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="Change one value, such as --set ppo.iterations=3. Repeatable.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")]
+
+
+@contextmanager
+def one_line_errors(debug: bool) -> Iterator[None]:
+    """Turns our errors into an exit code and lines on stderr, one for each thing that is wrong."""
+    from rollout_core.errors import ConfigError, NotFound, RolloutError
+
+    try:
+        yield
+    except RolloutError as error:
+        if debug:
+            traceback.print_exc()
+        sys.stderr.writelines(f"rollout: {line}\n" for line in str(error).splitlines())
+        bad_input = isinstance(error, ConfigError | NotFound)
+        raise typer.Exit(EXIT_BAD_INPUT if bad_input else EXIT_FAILED) from None
+
+
+def parse_overrides(settings: list[str] | None) -> dict[str, Any]:
+    from rollout_core.errors import ConfigError
+
+    overrides = {}
+    for setting in settings or ():
+        key, separator, text = setting.partition("=")
+        if not separator or not all(key.split(".")):
+            raise ConfigError(f"--set {setting!r}: expected KEY=VALUE, such as ppo.iterations=3")
+        try:
+            overrides[key] = json.loads(text)
+        except ValueError:
+            overrides[key] = text
+    return overrides
+
+
+def print_plan(facts: Mapping[str, Any]) -> None:
+    # What was not checked needs room: it comes last.
+    pairs = dict(sorted(facts.items(), key=lambda fact: fact[0] == "not checked"))
+    typer.echo("dry-run OK: " + " ".join(f"{name.replace(' ', '_')}={value}" for name, value in pairs.items()))
+
+
+def run_flow(start: Callable[[], Any]) -> Any:
+    """Run a flow against the configured Prefect API, or a server of this command's own."""
+    from flows.connections import PREFECT_HOME
+    from flows.local_server import prefect_server
+
+    with prefect_server(PREFECT_HOME):
+        try:
+            return start()
+        finally:
+            from prefect.logging.handlers import APILogHandler
+
+            # The last lines are sent in the background; a server of our own is gone a moment later.
+            APILogHandler().flush()

@@ -1,0 +1,101 @@
+"""`rollout infer batch` and `rollout nightly`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flows.cli.common import (
+    ConfigPath,
+    Debug,
+    DryRun,
+    Overrides,
+    one_line_errors,
+    parse_overrides,
+    print_plan,
+    run_flow,
+)
+
+infer_app = typer.Typer(no_args_is_help=True, help="Generate completions.")
+
+
+@infer_app.command("batch")
+def infer_batch(
+    config: ConfigPath,
+    resume: Annotated[str | None, typer.Option("--resume", help="Run id to go on with.")] = None,
+    workers: Annotated[int | None, typer.Option("--workers", help="Instead of [workers].count.")] = None,
+    dry_run: DryRun = False,
+    set_: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Complete every prompt of the input, exactly once."""
+    with one_line_errors(debug):
+        from flows.connections import connections
+        from rollout_core.config import InferBatchConfig, load_config
+        from rollout_core.plan import plan_batch
+
+        overrides = parse_overrides(set_) | ({} if workers is None else {"workers.count": workers})
+        parsed = load_config(config, InferBatchConfig, overrides)
+        facts = plan_batch(parsed, Path.cwd(), resume, connections())
+        if dry_run:
+            print_plan(facts)
+            return
+
+        def start() -> Any:
+            from flows.batch import batch_inference as flow
+
+            return flow(parsed, run_id=resume)
+
+        written = run_flow(start)
+        typer.echo(f"run {written['run_id']}: {written['num_rows']} completions in {written['path']}")
+
+
+def nightly(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, debug: Debug = False) -> None:
+    """Fine-tune, PPO, evaluate, promote, report."""
+    with one_line_errors(debug):
+        from flows.connections import connections
+        from rollout_core.config import NightlyConfig, load_config
+        from rollout_core.plan import plan_nightly
+
+        parsed = load_config(config, NightlyConfig, parse_overrides(set_))
+        facts = plan_nightly(parsed, Path.cwd(), connections())
+        if dry_run:
+            print_plan(facts)
+            return
+
+        def start() -> Any:
+            from flows.nightly import nightly as flow
+
+            return flow(parsed)
+
+        _print_nightly(run_flow(start))
+
+
+def _print_nightly(result: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Stages", box=None, pad_edge=False)
+    for column in ("stage", "label", "state", "seconds", "in", "out"):
+        table.add_column(column, justify="right" if column == "seconds" else "left", no_wrap=column != "label")
+    for row in result["stages"]:
+        cells = (row["stage"], row["label"], row["state"], f"{row['seconds']:.2f}", _ids(row["in"]), _ids(row["out"]))
+        table.add_row(*cells, style=None if row["state"] == "completed" else "dim")
+    console = Console(width=max(Console().width, 110))
+    console.print(table)
+    counts = Counter(row["state"] for row in result["stages"])
+    console.print(f"stages: {', '.join(f'{count} {state}' for state, count in counts.most_common())}")
+    for moment, value in result["held_out"].items():
+        console.print(f"held-out reward {moment}: {value:.3f}")
+    console.print(f"model {result['model']}: {'promoted' if result['promoted'] else 'not promoted'}")
+    console.print(f"report: {Path(result['report']) / 'index.html'}", soft_wrap=True)
+
+
+def _ids(text: str) -> str:
+    """Content ids short enough for a line: eight digits each, three at most."""
+    ids = text.split()
+    return " ".join(content_id[:8] for content_id in ids[:3]) + (f" +{len(ids) - 3}" if len(ids) > 3 else "")
