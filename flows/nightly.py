@@ -19,7 +19,7 @@ from rollout_core.records import Checkpoint, EvalReport
 from rollout_core.rewards import source_id
 from tasks import artifacts, places
 from tasks.journal import Journal
-from tasks.keep import import_model, import_prompts, import_reward, import_sft, promote, snapshot
+from tasks.keep import import_model, import_prompts, import_reward, import_sft, latest_model, promote, snapshot
 from tasks.learn import sft_update
 from tasks.places import connections, working_folder
 from tasks.prompts import enqueue_prompts
@@ -39,7 +39,7 @@ def nightly(config: NightlyConfig, overrides: dict[str, Any] | None = None) -> d
         config = parse_config(changed, NightlyConfig, name="overrides")
     plan_nightly(config, working_folder(), connections())
     try:
-        return run_body(lambda journal: _nightly(config, journal), refresh=config.run.refresh)
+        return run_body(lambda journal: _nightly(config, journal), config.run)
     finally:
         close_engine()
 
@@ -84,7 +84,10 @@ def _nightly(config: NightlyConfig, journal: Journal) -> dict[str, Any]:
     )
     final = iterations[-1].checkpoint
     after = held_out_reward(final.model, after_policy)
-    promotion = promote(before, after, config.promotion)
+    latest = latest_model(config.promotion.resource).model
+    # Most often cached: last night's run evaluated it on the same prompts.
+    rival = held_out_reward(latest, "latest") if latest not in (None, model, final.model) else None
+    promotion = promote(before, rival, after, config.promotion)
 
     rewards = [iteration.scores.mean for iteration in iterations]
     objects = places.objects()

@@ -28,7 +28,7 @@ def train_rm(config: TrainRMConfig) -> dict[str, Any]:
         snapshot(checkpoint, f"{config.run.name}/rm")
         return checkpoint.model_dump(mode="json")
 
-    return run_body(body, refresh=config.run.refresh)
+    return run_body(body, config.run)
 
 
 @flow(name="train-dpo", flow_run_name="{config.run.name}", persist_result=False)
@@ -57,7 +57,7 @@ def train_kto(config: TrainKTOConfig) -> dict[str, Any]:
         snapshot(checkpoint, f"{config.run.name}/kto")
         return checkpoint.model_dump(mode="json")
 
-    return run_body(body, refresh=config.run.refresh)
+    return run_body(body, config.run)
 
 
 def _train_on_pairs(config: TrainDPOConfig | TrainIPOConfig) -> dict[str, Any]:
@@ -72,4 +72,4 @@ def _train_on_pairs(config: TrainDPOConfig | TrainIPOConfig) -> dict[str, Any]:
         snapshot(checkpoint, f"{config.run.name}/{settings.kind}")
         return checkpoint.model_dump(mode="json")
 
-    return run_body(body, refresh=config.run.refresh)
+    return run_body(body, config.run)

@@ -7,7 +7,6 @@ came from a folder, a hub id or the object store, everything later knows it only
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ from typing import Any
 from rollout_core.config import ModelSource
 from rollout_core.errors import ConfigError, Recoverable
 from rollout_core.hub import HubOutOfReach, fetch_from_hub, looks_like_hub_id
-from rollout_core.ids import CONTENT_ID_PATTERN, ContentId
+from rollout_core.ids import ContentId, is_content_id
 from rollout_core.objects import ObjectStore, TreeFile, TreeManifest
 from rollout_core.objects.folders import hash_file
 from rollout_core.weights import check_tensors, check_weights
@@ -63,11 +62,6 @@ class Description:
     def inspect(self) -> ModelFacts:
         """`inspect_model`, or as much of it as there is."""
         return inspect_model(self.folder) if self.has_weights else describe_model(self.folder)
-
-
-def is_content_id(uri: str) -> bool:
-    """Whether ``uri`` names a checkpoint in the object store."""
-    return re.fullmatch(CONTENT_ID_PATTERN, uri) is not None
 
 
 def locate_model(source: ModelSource, base: Path, *, download: bool = True) -> Path | None:

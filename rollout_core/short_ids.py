@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from rollout_core.errors import ConfigError, NotFound
-from rollout_core.ids import CONTENT_ID_PATTERN, ContentId
+from rollout_core.ids import ContentId, is_content_id
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.gc import LINEAGE_REFS
 
@@ -29,7 +29,7 @@ def complete_id(digits: str, known: Iterable[str], what: str) -> ContentId:
 
     Raises ConfigError for fewer than 8 digits and where several ids begin with them, NotFound where none does.
     """
-    if re.fullmatch(CONTENT_ID_PATTERN, digits):
+    if is_content_id(digits):
         return ContentId(digits)
     if not re.fullmatch(f"[0-9a-f]{{{MIN_DIGITS},63}}", digits):
         raise ConfigError(

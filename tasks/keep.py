@@ -9,7 +9,7 @@ from pathlib import Path
 from rollout_core.config import ModelSource, PromotionConfig
 from rollout_core.datasets import parse_prompts, parse_sft, to_jsonl
 from rollout_core.errors import ConfigError
-from rollout_core.ids import ContentId
+from rollout_core.ids import ContentId, is_content_id
 from rollout_core.models import import_model as file_model
 from rollout_core.objects import ObjectStore
 from rollout_core.preferences import parse_judged, parse_pairs
@@ -27,6 +27,12 @@ class Promotion(Record):
     model: ContentId
     promoted: bool
     reason: str
+
+
+class Latest(Record):
+    """The model that the store's latest resources serve."""
+
+    model: ContentId | None
 
 
 @stage(version=1, cached=False)
@@ -95,14 +101,29 @@ def snapshot(checkpoint: Checkpoint, snapshot_label: str, *, label: str = "") ->
 
 
 @stage(version=1, cached=False)
-def promote(before: EvalReport, after: EvalReport, config: PromotionConfig) -> Promotion:
-    """Make the new checkpoint the store's latest resources, unless its held-out reward fell."""
-    fell_by = before.mean_reward - after.mean_reward
+def latest_model(resource: str) -> Latest:
+    """What the store's latest resources serve under this name, if its weights are still in the object store."""
+    model = asyncio.run(_get_latest(resource))
+    if model is not None and not current_stage().objects.tree_is_present(model):
+        stage_logger().warning("the latest %r, %s, is not in the object store any more; not compared", resource, model)
+        model = None
+    return Latest(model=model)
+
+
+@stage(version=1, cached=False)
+def promote(before: EvalReport, latest: EvalReport | None, after: EvalReport, config: PromotionConfig) -> Promotion:
+    """Make the new checkpoint the store's latest resources, unless ``before`` or ``latest`` has a higher reward."""
+    rivals = {"it fell": before} | ({} if latest is None else {"the latest model is better": latest})
+    better = [
+        f"{why}: held-out reward {rival.mean_reward:.4f} -> {after.mean_reward:.4f}"
+        for why, rival in rivals.items()
+        if rival.mean_reward - after.mean_reward > config.tolerance
+    ]
     figures = f"held-out reward {before.mean_reward:.4f} -> {after.mean_reward:.4f}"
     if not config.enabled:
         promotion = Promotion(model=after.model, promoted=False, reason=f"promotion is switched off; {figures}")
-    elif fell_by > config.tolerance:
-        promotion = Promotion(model=after.model, promoted=False, reason=f"it fell: {figures}")
+    elif better:
+        promotion = Promotion(model=after.model, promoted=False, reason="; ".join(better))
     else:
         asyncio.run(_set_latest(after.model, config.resource))
         promotion = Promotion(model=after.model, promoted=True, reason=figures)
@@ -113,6 +134,14 @@ def promote(before: EvalReport, after: EvalReport, config: PromotionConfig) -> P
         "Promotion of the new checkpoint",
     )
     return promotion
+
+
+async def _get_latest(resource: str) -> ContentId | None:
+    async with places.open_store() as store:
+        latest = await store.get_latest_resources()
+    named = latest.resources.get(resource) if latest else None
+    # Somebody else's resource of that name may serve a model that is no content id.
+    return ContentId(named.model) if isinstance(named, LLM) and is_content_id(named.model) else None
 
 
 async def _set_latest(model: ContentId, resource: str) -> None:

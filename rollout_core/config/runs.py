@@ -171,6 +171,7 @@ class InferBatchConfig(Settings):
     """`rollout infer batch`."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
+    run: RunInfo = RunInfo(name="batch")
     model: ModelSource
     sampling: SamplingParams
     input: InputGlob
@@ -187,13 +188,14 @@ class EvaluationConfig(Settings):
 
 
 class PromotionConfig(Settings):
-    """When the new checkpoint becomes the ``latest`` resources of the store."""
+    """When the new checkpoint becomes the ``latest`` resources of the store: if it answers the held-out prompts no
+    worse than the model the run started from, and than the one that is latest now."""
 
     enabled: bool = True
     resource: str = Field(default="policy", pattern=r"^[A-Za-z0-9._-]+$")
     """Name of the model among the resources."""
     tolerance: float = Field(default=0.0, ge=0)
-    """The held-out reward may fall by this much and still be promoted."""
+    """The held-out reward may be lower by this much and still be promoted."""
 
 
 class NightlyConfig(Settings):
