@@ -1,7 +1,8 @@
-"""JSONL rows, read strictly: what is wrong with a file is said once, as ``path:line: reason``, before any work starts.
+"""Rows, read strictly: what is wrong with a file is said once, as ``path:line: reason``, before any work starts.
 
-A file is UTF-8 with one JSON object a line; blank lines are skipped but counted. `to_jsonl` writes the one canonical
-form of rows, so that a data set has a content id that ignores key order, spacing and how its files were split.
+A JSONL file is UTF-8 with one JSON object a line; blank lines are skipped but counted. `to_jsonl` writes the one
+canonical form of rows, so that a data set has a content id that ignores key order, spacing and how its files were
+split. Other kinds of data sets are read by `dataset_sources`.
 """
 
 from __future__ import annotations
@@ -125,6 +126,10 @@ class SftRow(Row):
 
 
 RowT = TypeVar("RowT", bound=Row)
+PlacedDocument = tuple[str, int, bytes | dict[str, Any]]
+"""What comes before the number in the name of a place, such as ``file.jsonl:``; the number, from 1; and a line of JSON,
+or what one would hold."""
+PlacedRow = tuple[str, int, RowT]
 
 
 def read_prompts(pattern_or_path: str | Path, *, base: Path | None = None) -> list[PromptRow]:
@@ -158,25 +163,31 @@ def parse_sft(data: bytes, name: str) -> list[SftRow]:
 
 def parse_rows(data: bytes, name: str, model: type[RowT]) -> list[RowT]:
     """Rows of one kind from JSONL bytes, perhaps none. Raises DataError that calls the bytes ``name``."""
-    return list(_parse_lines(_numbered(name, data.split(b"\n")), model))
+    return [row for _, _, row in parse_documents(numbered_lines(name, data.split(b"\n")), model)]
 
 
 def to_jsonl(rows: Iterable[Row]) -> bytes:
     """The canonical bytes of rows: `canonical_json` a line. Raises ConfigError for extras that are not JSON."""
-    return b"".join(canonical_json(row.document()) + b"\n" for row in rows)
+    return b"".join(map(to_line, rows))
+
+
+def to_line(row: Row) -> bytes:
+    """The canonical bytes of one row."""
+    return canonical_json(row.document()) + b"\n"
 
 
 def _iter_files(pattern_or_path: str | Path, base: Path | None, model: type[RowT]) -> Iterator[RowT]:
-    paths = _matching_files(pattern_or_path, base)
+    paths = matching_files(pattern_or_path, base)
     row = None
-    for row in _parse_lines(_lines_of(paths), model):
+    for _, _, row in parse_documents(jsonl_documents((str(path), path) for path in paths), model):
         yield row
     if row is None:
         reason = f"{len(paths)} files without a row" if paths else "no such file"
         raise ConfigError(f"no input rows matched {str(pattern_or_path)!r}: {reason}")
 
 
-def _matching_files(pattern_or_path: str | Path, base: Path | None) -> list[Path]:
+def matching_files(pattern_or_path: str | Path, base: Path | None) -> list[Path]:
+    """The file of that path, or those that match the pattern, sorted; perhaps none. Raises ConfigError for a folder."""
     base, pattern = base or Path(), str(pattern_or_path)
     if "*" in pattern or "?" in pattern:
         only_those_are_special = pattern.replace("[", "[[]")
@@ -184,34 +195,36 @@ def _matching_files(pattern_or_path: str | Path, base: Path | None) -> list[Path
         return sorted((path for path in matches if not path.is_dir()), key=str)
     path = base / pattern
     if path.is_dir():
-        raise ConfigError(f"{path} is a folder; name a JSONL file, or a pattern such as {path / '*.jsonl'}")
+        raise ConfigError(f"{path} is a folder; name a file, or a pattern such as {path / '*.jsonl'}")
     return [path] if path.exists() else []
 
 
-def _lines_of(paths: Iterable[Path]) -> Iterator[tuple[str, int, bytes]]:
-    for path in paths:
+def jsonl_documents(files: Iterable[tuple[str, Path]]) -> Iterator[PlacedDocument]:
+    """Lines of JSONL files, each given as name and path. Raises ConfigError for a file that cannot be read."""
+    for name, path in files:
         try:
             with path.open("rb") as file:
-                yield from _numbered(str(path), file)
+                yield from numbered_lines(name, file)
         except OSError as error:
-            raise ConfigError(f"{path}: not readable: {error.strerror or error}") from error
+            raise ConfigError(f"{name}: not readable: {error.strerror or error}") from error
 
 
-def _numbered(name: str, lines: Iterable[bytes]) -> Iterator[tuple[str, int, bytes]]:
+def numbered_lines(name: str, lines: Iterable[bytes]) -> Iterator[PlacedDocument]:
+    """Lines of one file, without a byte order mark."""
     for number, line in enumerate(lines, start=1):
-        yield name, number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        yield f"{name}:", number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
 
 
-def _parse_lines(lines: Iterable[tuple[str, int, bytes]], model: type[RowT]) -> Iterator[RowT]:
-    """Yields rows up to the first malformed one; from there on only collects what is wrong, then raises."""
+def parse_documents(documents: Iterable[PlacedDocument], model: type[RowT]) -> Iterator[PlacedRow[RowT]]:
+    """Yields rows up to the first malformed one; from there on only collects what is wrong, then raises DataError."""
     violations: list[str] = []
-    for name, number, line in lines:
+    for name, number, document in documents:
         try:
-            row = _parse_line(line, model)
+            row = _parse(document, model)
             if row is not None and not violations:
-                yield row
+                yield name, number, row
         except (ValueError, RecursionError) as error:
-            violations += [f"{name}:{number}: {reason}" for reason in _reasons(error)]
+            violations += [f"{name}{number}: {reason}" for reason in _reasons(error)]
         if len(violations) >= MAX_VIOLATIONS:
             break
     if violations:
@@ -220,15 +233,22 @@ def _parse_lines(lines: Iterable[tuple[str, int, bytes]], model: type[RowT]) -> 
         raise DataError("\n".join([*shown, *more]), shown)
 
 
-def _parse_line(line: bytes, model: type[RowT]) -> RowT | None:
-    text = line.decode("utf-8").strip(" \t\r\n")
+def _parse(document: bytes | dict[str, Any], model: type[RowT]) -> RowT | None:
+    if isinstance(document, dict):
+        canonical_json(document)  # a table can hold what JSON cannot
+        return _row(document, model)
+    text = document.decode("utf-8").strip(" \t\r\n")
     if not text:
         return None
-    document = _DECODER.decode(text)
-    if not isinstance(document, dict):
-        raise ValueError(f"expected a JSON object, got {_shown(document)}")
+    found = _DECODER.decode(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"expected a JSON object, got {_shown(found)}")
     if "\\u" in text:
-        canonical_json(document)  # refuses half a surrogate pair, which no UTF-8 file could hold
+        canonical_json(found)  # refuses half a surrogate pair, which no UTF-8 file could hold
+    return _row(found, model)
+
+
+def _row(document: dict[str, Any], model: type[RowT]) -> RowT:
     fields = {key: document.pop(key) for key in model.own_keys if key in document}
     return model.model_validate({**fields, "extras": document})
 

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from rollout_core.config import (
     BackendConfig,
+    DatasetSource,
     InferBatchConfig,
-    JsonlDataset,
     ModelSource,
     NightlyConfig,
     OnPolicySettings,
@@ -29,8 +29,9 @@ from rollout_core.config import (
     VLLMBackend,
 )
 from rollout_core.connections import Connections
-from rollout_core.datasets import PromptRow, SftRow, parse_prompts, parse_sft, read_prompts
-from rollout_core.errors import ConfigError
+from rollout_core.dataset_sources import RowStream, read_dataset
+from rollout_core.datasets import PromptRow, RowT, SftRow, read_prompts
+from rollout_core.errors import ConfigError, DataError
 from rollout_core.inference.output import earlier_run_id
 from rollout_core.inference.samples import refuse_long_prompts
 from rollout_core.inference.text import tokenize_prompts
@@ -108,26 +109,47 @@ class Plan:
         if token_ids is not None and limit is not None:
             self.check(what, lambda: refuse_long_prompts(token_ids, sampling.max_tokens, limit))
 
-    def prompt_file(self, what: str, dataset: JsonlDataset) -> Sequence[PromptRow] | None:
-        """Rows of a prompt file."""
-        return self.rows(what, dataset, parse_prompts)
+    def prompt_rows(self, what: str, dataset: DatasetSource) -> Sequence[PromptRow] | None:
+        """Rows of a data set of prompts."""
+        return self.check(f"{what}.{dataset.address_key}", lambda: list(self._stream(dataset, PromptRow)))
 
     def sft(self, what: str, settings: SFTSettings) -> None:
         """Rows of the SFT file, what of them is trained, and sequences no longer than the model."""
-        rows = self.rows(f"{what}.dataset.path", settings.dataset, parse_sft)
-        self.facts["sft rows"] = len(rows or ())
-        self.sequence_length(what, settings.packing)
-        if rows is not None and self.tokenizer is not None:
-            self.check(f"{what}.dataset.path", lambda: self._sft_targets(rows, settings))
-
-    def _sft_targets(self, rows: Sequence[SftRow], settings: SFTSettings) -> None:
         from rollout_core.algorithms.data import tokenize_sft
 
-        _, report = tokenize_sft(
-            self.tokenizer, rows, loss_on=settings.loss_on, max_seq_len=settings.packing.max_seq_len
-        )
-        self.facts["trained tokens"] = report.num_trained_tokens
-        self.facts["truncated rows"] = report.num_truncated
+        def tokenize(tokenizer: Any, rows: Sequence[SftRow]) -> Any:
+            return tokenize_sft(tokenizer, rows, loss_on=settings.loss_on, max_seq_len=settings.packing.max_seq_len)
+
+        self.sequence_length(what, settings.packing)
+        tokenized = self.tokenized(f"{what}.dataset", settings.dataset, SftRow, tokenize)
+        if tokenized is not None:
+            report = tokenized[1]
+            self.facts["sft rows"] = report.num_rows
+            self.facts["trained tokens"] = report.num_trained_tokens
+            self.facts["truncated rows"] = report.num_truncated
+
+    def tokenized(
+        self, what: str, dataset: DatasetSource, model: type[RowT], tokenize: Callable[[Any, Sequence[RowT]], T]
+    ) -> T | None:
+        """What ``tokenize`` makes of the rows; without a tokenizer they are only read."""
+        rows = self._stream(dataset, model)
+
+        def look() -> T | None:
+            if self.tokenizer is None:
+                rows.check()
+                return None
+            try:
+                return tokenize(self.tokenizer, list(rows))
+            except DataError:
+                raise
+            except ConfigError:
+                rows.check()  # malformed rows come first, and all of them
+                raise
+
+        return self.check(f"{what}.{dataset.address_key}", look)
+
+    def _stream(self, dataset: DatasetSource, model: type[RowT]) -> RowStream[RowT]:
+        return read_dataset(dataset, model, base=self.base, objects=self.objects, download=False)
 
     def sequence_length(self, what: str, packing: Padded) -> None:
         """Rows are cut at no more than the model has positions."""
@@ -139,9 +161,10 @@ class Plan:
 
     def on_policy(self, what: str, settings: OnPolicySettings, backend: BackendConfig) -> Sequence[PromptRow] | None:
         """Training prompts."""
-        rows = self.prompt_file(f"{what}.prompts.path", settings.prompts)
+        rows = self.prompt_rows(f"{what}.prompts", settings.prompts)
         self.facts["training prompts"] = len(rows or ())
-        self.prompts(f"{what}.prompts.path", rows, context_limit(backend), settings.sampling)
+        where = f"{what}.prompts.{settings.prompts.address_key}"
+        self.prompts(where, rows, context_limit(backend), settings.sampling)
         return rows
 
     def reward(self, what: str, spec: RewardSpec) -> None:
@@ -194,21 +217,6 @@ class Plan:
             self.violations.append(f"{what}: no permission to write in {nearest}")
         return folder
 
-    def rows(self, what: str, dataset: JsonlDataset, parse: Callable[[bytes, str], T]) -> T | None:
-        """Rows of a file, as ``parse`` reads them; None where they cannot be read."""
-
-        def read() -> T:
-            try:
-                data = (self.base / dataset.path).read_bytes()
-            except OSError as error:
-                raise ConfigError(f"dataset {dataset.path!r} cannot be read: {error.strerror}") from error
-            rows = parse(data, dataset.path)
-            if not rows:
-                raise ConfigError(f"dataset {dataset.path!r} has no rows")
-            return rows
-
-        return self.check(what, read)
-
 
 def context_limit(backend: BackendConfig) -> int | None:
     """Longest prompt plus completion the backend is configured for."""
@@ -234,7 +242,8 @@ def plan_on_policy(
     plan.backend("backend", config.backend)
     rows = plan.on_policy("algorithm", config.algorithm, config.backend)
     plan.reward("algorithm.reward", config.algorithm.reward)
-    plan.answers("algorithm.prompts.path", rows, config.algorithm.reward)
+    settings = config.algorithm
+    plan.answers(f"algorithm.prompts.{settings.prompts.address_key}", rows, settings.reward)
     return plan.done()
 
 
@@ -262,11 +271,12 @@ def plan_nightly(config: NightlyConfig, base: Path, connections: Connections | N
     plan.sft("sft", config.sft)
     policy = "ppo" if config.ppo is not None else "grpo"
     rows = plan.on_policy(policy, config.policy, config.backend)
-    held_out = plan.prompt_file("evaluation.prompts.path", config.evaluation.prompts)
-    plan.prompts("evaluation.prompts.path", held_out, context_limit(config.backend), config.evaluation.sampling)
+    held_out = plan.prompt_rows("evaluation.prompts", config.evaluation.prompts)
+    held_out_key = f"evaluation.prompts.{config.evaluation.prompts.address_key}"
+    plan.prompts(held_out_key, held_out, context_limit(config.backend), config.evaluation.sampling)
     plan.reward("reward", config.reward)
-    plan.answers(f"{policy}.prompts.path", rows, config.reward)
-    plan.answers("evaluation.prompts.path", held_out, config.reward)
+    plan.answers(f"{policy}.prompts.{config.policy.prompts.address_key}", rows, config.reward)
+    plan.answers(held_out_key, held_out, config.reward)
     plan.facts["held-out prompts"] = len(held_out or ())
     plan.output_folder("report_dir", config.report_dir)
     return plan.done()

@@ -17,9 +17,10 @@ from rollout_core.config import (
     TrainRMConfig,
 )
 from rollout_core.connections import Connections
+from rollout_core.datasets import RowT
 from rollout_core.models import check_reference, describe
 from rollout_core.plan import Plan
-from rollout_core.preferences import parse_judged, parse_pairs
+from rollout_core.preferences import JudgedRow, PairRow
 
 
 def plan_pairs(
@@ -34,7 +35,7 @@ def plan_pairs(
     def tokenize(tokenizer: Any, rows: Any) -> Any:
         return tokenize_pairs(tokenizer, rows, max_seq_len=max_seq_len, need_prompts=need_prompts)
 
-    return _plan(Plan(base, connections), config.algorithm, parse_pairs, tokenize)
+    return _plan(Plan(base, connections), config.algorithm, PairRow, tokenize)
 
 
 def plan_kto(config: TrainKTOConfig, base: Path, connections: Connections | None = None) -> dict[str, Any]:
@@ -46,23 +47,19 @@ def plan_kto(config: TrainKTOConfig, base: Path, connections: Connections | None
     def tokenize(tokenizer: Any, rows: Any) -> Any:
         return tokenize_judged(tokenizer, rows, max_seq_len=max_seq_len)
 
-    return _plan(Plan(base, connections), config.algorithm, parse_judged, tokenize)
+    return _plan(Plan(base, connections), config.algorithm, JudgedRow, tokenize)
 
 
-def _plan(
-    plan: Plan, settings: Any, parse: Callable[[bytes, str], Any], tokenize: Callable[[Any, Any], Any]
-) -> dict[str, Any]:
+def _plan(plan: Plan, settings: Any, model: type[RowT], tokenize: Callable[[Any, Any], Any]) -> dict[str, Any]:
     plan.places()
     plan.model("algorithm.base_model", settings.base_model)
     plan.sequence_length("algorithm", settings.packing)
     _reference(plan, settings)
-    rows = plan.rows("algorithm.dataset.path", settings.dataset, parse)
-    if rows is not None and plan.tokenizer is not None:
-        tokenized = plan.check("algorithm.dataset.path", lambda: tokenize(plan.tokenizer, rows))
-        if tokenized is not None:
-            report = tokenized[1]
-            named = {name.removeprefix("num_"): value for name, value in vars(report).items() if value is not None}
-            plan.facts |= {name.replace("_", " "): value for name, value in named.items()}
+    tokenized = plan.tokenized("algorithm.dataset", settings.dataset, model, tokenize)
+    if tokenized is not None:
+        report = tokenized[1]
+        named = {name.removeprefix("num_"): value for name, value in vars(report).items() if value is not None}
+        plan.facts |= {name.replace("_", " "): value for name, value in named.items()}
     return plan.done()
 
 

@@ -198,7 +198,7 @@ def test_input_without_rows_is_an_error(tmp_path: Path):
 
 
 def test_a_folder_or_an_unreadable_file_is_an_error(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"is a folder; name a JSONL file, or a pattern such as .*\*\.jsonl"):
+    with pytest.raises(ConfigError, match=r"is a folder; name a file, or a pattern such as .*\*\.jsonl"):
         read_prompts(tmp_path)
     (tmp_path / "dangling.jsonl").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"dangling\.jsonl: not readable: No such file"):
