@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Generic
 
+from blake3 import blake3
+
 from rollout_core.config import DatasetSource, HuggingFaceDataset, JsonlDataset, ParquetDataset, StoredDataset
 from rollout_core.datasets import (
     PlacedDocument,
@@ -125,6 +127,14 @@ def import_dataset(objects: ObjectStore, rows: Iterable[Row]) -> Dataset:
 
     data = objects.put_stream(lines())
     return Dataset(data=data, num_rows=num_rows)
+
+
+def hash_rows(rows: Iterable[Row]) -> ContentId:
+    """The content id that `import_dataset` would give to these rows."""
+    hasher = blake3()
+    for row in rows:
+        hasher.update(to_line(row))
+    return ContentId(hasher.hexdigest())
 
 
 def _files(path: str, base: Path) -> list[tuple[str, Path]]:

@@ -93,17 +93,37 @@ class PromptRow(Row):
         return self
 
 
+UNTRAINED_LABEL = -100
+"""In ``labels``: this token is no target."""
+TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+
+
 class SftRow(Row):
-    """A demonstration to imitate: a prompt with its completion, or a conversation that ends with the assistant."""
+    """A demonstration to imitate: a prompt with its completion, a conversation that ends with the assistant, or tokens.
+
+    ``loss_mask`` or ``labels`` say what of it is trained where ``loss_on.kind`` is ``custom``.
+    """
 
     prompt: str | None = None
     completion: str | None = None
     messages: Conversation | None = None
+    input_ids: tuple[TokenId, ...] | None = None
+    """Token ids, taken as they are."""
+    labels: tuple[int, ...] | None = None
+    """For each of ``input_ids`` the same id, or -100 where it is not trained."""
+    loss_mask: tuple[bool, ...] | None = None
+    """For each of ``input_ids``, or each of ``messages``: whether it is trained."""
 
     @model_validator(mode="after")
     def _exactly_one_form(self) -> SftRow:
-        if self.messages is not None:
+        if self.input_ids is not None:
+            self._check_tokens(self.input_ids)
+        elif self.labels is not None:
+            raise ValueError("has labels but no input_ids")
+        elif self.messages is not None:
             self._check_conversation(self.messages)
+        elif self.loss_mask is not None:
+            raise ValueError("has loss_mask but neither messages nor input_ids, whose parts it would name")
         elif self.prompt is None and self.completion is None:
             raise self.missing("needs prompt and completion, or messages", "prompt", "completion", "messages")
         elif self.prompt is None:
@@ -117,12 +137,34 @@ class SftRow(Row):
     def _check_conversation(self, messages: tuple[ChatMessage, ...]) -> None:
         if self.prompt is not None or self.completion is not None:
             raise ValueError("has both messages and prompt or completion; give one form")
+        if self.loss_mask is not None:
+            if len(self.loss_mask) != len(messages):
+                raise ValueError(f"loss_mask has {len(self.loss_mask)} entries for {len(messages)} messages")
+            return
         if messages[-1].role != "assistant":
             raise ValueError(
                 f"the last message is the {messages[-1].role}'s; a demonstration ends with the assistant's"
             )
         if any(message.role == "assistant" and not message.content for message in messages):
             raise ValueError("an assistant message is empty; there is nothing to train")
+
+    def _check_tokens(self, input_ids: tuple[int, ...]) -> None:
+        if self.prompt is not None or self.completion is not None or self.messages is not None:
+            raise ValueError("has both input_ids and prompt, completion or messages; give one form")
+        if not input_ids:
+            raise ValueError("input_ids is empty; there is nothing to train")
+        if self.labels is not None and self.loss_mask is not None:
+            raise ValueError("has both labels and loss_mask; give one of them")
+        mask = self.labels if self.labels is not None else self.loss_mask
+        if mask is not None and len(mask) != len(input_ids):
+            name = "labels" if self.labels is not None else "loss_mask"
+            raise ValueError(f"{name} has {len(mask)} entries for {len(input_ids)} input_ids")
+        for place, (token, label) in enumerate(zip(input_ids, self.labels or input_ids, strict=True)):
+            if label not in (token, UNTRAINED_LABEL):
+                raise ValueError(
+                    f"labels.{place} is {label}; expected {token}, as in input_ids, or {UNTRAINED_LABEL} (labels are "
+                    "not shifted)"
+                )
 
 
 RowT = TypeVar("RowT", bound=Row)
@@ -283,7 +325,6 @@ def _reasons(error: ValueError | RecursionError) -> Iterator[str]:
 
 _EXPECTED = {
     "string_type": "expected a string",
-    "tuple_type": "expected a list of messages",
     "model_type": "expected an object with role and content",
 }
 
@@ -302,6 +343,8 @@ def _field_reason(item: Any) -> str:
         )
     if item["type"] == "literal_error":
         reason = f"expected {item['ctx']['expected']}"
+    if item["type"] == "tuple_type":
+        reason = f"expected a list of {'numbers' if place in ('input_ids', 'labels', 'loss_mask') else 'messages'}"
     return f"{place}: {_EXPECTED.get(item['type'], reason)}, got {_shown(item['input'])}"
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from rollout_core.config import ModelSource
 from rollout_core.errors import ConfigError, Recoverable
 from rollout_core.hub import HubOutOfReach, fetch_from_hub, looks_like_hub_id
-from rollout_core.ids import ContentId, is_content_id
+from rollout_core.ids import ContentId, content_id, is_content_id
 from rollout_core.objects import ObjectStore, TreeFile, TreeManifest
 from rollout_core.objects.folders import hash_file
 from rollout_core.weights import check_tensors, check_weights
@@ -49,6 +49,7 @@ class ModelFacts:
     """Longest sequence the architecture supports, in tokens."""
     tokenizer_size: int
     has_chat_template: bool
+    tokenizer_id: ContentId
     tokenizer: Any = field(repr=False, compare=False)
 
 
@@ -127,6 +128,7 @@ def describe_model(folder: Path) -> ModelFacts:
         max_positions=getattr(config, "max_position_embeddings", None),
         tokenizer_size=len(tokenizer),
         has_chat_template=bool(tokenizer.chat_template),
+        tokenizer_id=tokenizer_id(folder),
         tokenizer=tokenizer,
     )
 
@@ -314,6 +316,11 @@ def tokenizer_files(folder: Path) -> list[Path]:
         for file in sorted(folder.iterdir())
         if file.is_file() and any(fnmatch(file.name, pattern) for pattern in _TOKENIZER_FILES)
     ]
+
+
+def tokenizer_id(folder: Path) -> ContentId:
+    """Identity of the tokenizer of a model folder: the contents of its files, chat template included."""
+    return content_id("tokenizer/1", {file.name: hash_file(file)[1] for file in tokenizer_files(folder)})
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

@@ -8,10 +8,10 @@ together.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout_core.config import (
     BackendConfig,
@@ -29,9 +29,10 @@ from rollout_core.config import (
     VLLMBackend,
 )
 from rollout_core.connections import Connections
-from rollout_core.dataset_sources import RowStream, read_dataset
-from rollout_core.datasets import PromptRow, RowT, SftRow, read_prompts
+from rollout_core.dataset_sources import RowStream, hash_rows, read_dataset
+from rollout_core.datasets import PromptRow, Row, RowT, SftRow, read_prompts
 from rollout_core.errors import ConfigError, DataError
+from rollout_core.ids import ContentId
 from rollout_core.inference.output import earlier_run_id
 from rollout_core.inference.samples import refuse_long_prompts
 from rollout_core.inference.text import tokenize_prompts
@@ -45,7 +46,24 @@ from rollout_core.models import (
 from rollout_core.objects import ObjectStore
 from rollout_core.rewards import ExactMatchReward, ModelReward, RewardSpec, load_reward, plain_rewards
 
+if TYPE_CHECKING:  # imports torch, which --help need not wait for
+    from rollout_core.algorithms.data_report import DataReport
+
+DATA_REPORT = "data report"
+"""Fact that is a table of its own."""
+
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """How a learner takes its rows in."""
+
+    kind: str
+    row: type[Row]
+    tokenize: Callable[..., DataReport]
+    report: type[DataReport]
+    options: Mapping[str, Any]
 
 
 @dataclass
@@ -90,7 +108,10 @@ class Plan:
             return
         self.objects = self.check("object store", self.connections.try_objects)
         if self.objects is not None and self.objects.url.startswith("file://"):
+            known = len(self.violations)
             self.output_folder("object store", self.objects.url.removeprefix("file://"))
+            if len(self.violations) > known:
+                self.objects = None
         self.check("database", self.connections.try_database)
 
     def model(self, what: str, source: ModelSource) -> None:
@@ -115,31 +136,35 @@ class Plan:
 
     def sft(self, what: str, settings: SFTSettings) -> None:
         """Rows of the SFT file, what of them is trained, and sequences no longer than the model."""
-        from rollout_core.algorithms.data import tokenize_sft
-
-        def tokenize(tokenizer: Any, rows: Sequence[SftRow]) -> Any:
-            return tokenize_sft(tokenizer, rows, loss_on=settings.loss_on, max_seq_len=settings.packing.max_seq_len)
+        from rollout_core.algorithms.data import each_example
+        from rollout_core.algorithms.data_report import DataReport
+        from rollout_core.algorithms.training_data import sft_options
 
         self.sequence_length(what, settings.packing)
-        tokenized = self.tokenized(f"{what}.dataset", settings.dataset, SftRow, tokenize)
-        if tokenized is not None:
-            report = tokenized[1]
+        training_rows = TrainingRows("sft", SftRow, each_example, DataReport, sft_options(settings))
+        report = self.training_rows(f"{what}.dataset", settings.dataset, training_rows)
+        if report is not None:
             self.facts["sft rows"] = report.num_rows
             self.facts["trained tokens"] = report.num_trained_tokens
             self.facts["truncated rows"] = report.num_truncated
+            self.facts[DATA_REPORT] = report.figures()
 
-    def tokenized(
-        self, what: str, dataset: DatasetSource, model: type[RowT], tokenize: Callable[[Any, Sequence[RowT]], T]
-    ) -> T | None:
-        """What ``tokenize`` makes of the rows; without a tokenizer they are only read."""
-        rows = self._stream(dataset, model)
+    def training_rows(self, what: str, dataset: DatasetSource, asked: TrainingRows) -> DataReport | None:
+        """What becomes of the rows of a data set; without a tokenizer they are only read.
 
-        def look() -> T | None:
-            if self.tokenizer is None:
+        Where an earlier run has tokenised the same rows, its report is taken.
+        """
+        rows = self._stream(dataset, asked.row)
+
+        def look() -> DataReport | None:
+            if self._model_facts is None:
                 rows.check()
                 return None
+            kept = self._kept_report(rows, asked, self._model_facts.tokenizer_id)
+            if kept is not None:
+                return kept
             try:
-                return tokenize(self.tokenizer, list(rows))
+                return asked.tokenize(self.tokenizer, rows, lambda item: None, place=rows.place, **asked.options)
             except DataError:
                 raise
             except ConfigError:
@@ -147,6 +172,16 @@ class Plan:
                 raise
 
         return self.check(f"{what}.{dataset.address_key}", look)
+
+    def _kept_report(self, rows: RowStream[Any], asked: TrainingRows, tokenizer: ContentId) -> DataReport | None:
+        from rollout_core.algorithms.item_table import any_kept, kept_report
+        from rollout_core.algorithms.training_data import tokenized_key
+
+        if self.objects is None or not any_kept(self.objects):
+            return None
+        key = tokenized_key(asked.kind, hash_rows(rows), tokenizer, asked.options)
+        report = kept_report(self.objects, key, asked.report)
+        return report and report.placed(rows.place)
 
     def _stream(self, dataset: DatasetSource, model: type[RowT]) -> RowStream[RowT]:
         return read_dataset(dataset, model, base=self.base, objects=self.objects, download=False)

@@ -95,6 +95,8 @@ class Checkpoint(Record):
     step: int
     summary: dict[str, float]
     """The last figures, by the names practitioners know."""
+    data_report: Annotated[ContentId | None, "blob"] = None
+    """JSON: what became of the rows of the data set, where there was one."""
 
 
 class SnapshotRecord(Record):

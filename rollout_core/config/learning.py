@@ -62,7 +62,8 @@ class SnapshotPolicy(Settings):
 class LossOn(Settings):
     """Which tokens are trained."""
 
-    kind: Literal["assistant_only", "full"] = "assistant_only"
+    kind: Literal["assistant_only", "full", "custom"] = "assistant_only"
+    """``custom``: what rows say by ``loss_mask`` or ``labels``."""
 
 
 class LearnerSettings(Settings):
