@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rollout_core.config import (
     BackendConfig,
     DatasetSource,
+    GRPOSettings,
     InferBatchConfig,
+    LearnerSettings,
     ModelSource,
     NightlyConfig,
-    OnPolicySettings,
     Padded,
+    PPOSettings,
     SamplingParams,
     SFTSettings,
     TrainGRPOConfig,
@@ -44,13 +46,15 @@ from rollout_core.models import (
     describe,
 )
 from rollout_core.objects import ObjectStore
+from rollout_core.resources import Training, row_tokens, tell_disk, tell_memory, training_of
 from rollout_core.rewards import ExactMatchReward, ModelReward, RewardSpec, load_reward, plain_rewards
 
 if TYPE_CHECKING:  # imports torch, which --help need not wait for
     from rollout_core.algorithms.data_report import DataReport
 
 DATA_REPORT = "data report"
-"""Fact that is a table of its own."""
+RESOURCES = "resources"
+"""Facts that are tables of their own."""
 
 T = TypeVar("T")
 
@@ -114,21 +118,40 @@ class Plan:
                 self.objects = None
         self.check("database", self.connections.try_database)
 
-    def model(self, what: str, source: ModelSource) -> None:
-        """The model is there, and its tokenizer fits it."""
+    def model(self, what: str, source: ModelSource, *, may_be_reward_model: bool = False) -> None:
+        """The model is there, a language model, and its tokenizer fits it."""
         self.facts["model"] = source.uri
         self._model_facts = self.check(what, lambda: check_model(source, self.base, self.objects))
-        if self._model_facts is not None:
-            self.tokenizer = self._model_facts.tokenizer
+        if self._model_facts is None:
+            return
+        self.tokenizer = self._model_facts.tokenizer
+        if self._model_facts.is_reward_model and not may_be_reward_model:
+            self.violations.append(
+                f"{what}: {source.uri!r} is a reward model, which has no output for tokens; give a language model"
+            )
 
-    def prompts(self, what: str, rows: Sequence[PromptRow] | None, limit: int | None, sampling: SamplingParams) -> None:
-        """Every prompt can be tokenised and leaves room for the completion."""
+    def resources(self, name: str, settings: LearnerSettings, training: Training) -> None:
+        """An estimate of memory and disk; an error only where the certain part of it exceeds all there is."""
+        if self._model_facts is None:
+            return
+        needs = tell_memory(self._model_facts.size, training)
+        if self.objects is not None and self.objects.url.startswith("file://"):
+            folder = Path(self.objects.url.removeprefix("file://"))
+            needs += tell_disk(self._model_facts.size, training, folder, settings.snapshots.keep_last)
+        told = self.facts.setdefault(RESOURCES, {})
+        for need in needs:
+            told[f"{name} {need.what} (estimate)"] = need.told
+            self.violations += [f"{name}: {need.problem}"] if need.problem else []
+
+    def prompts(self, what: str, rows: Sequence[PromptRow] | None, limit: int | None, sampling: SamplingParams) -> int:
+        """Every prompt can be tokenised and leaves room for the completion. Returns the tokens of the longest."""
         limit = limit or (self._model_facts.max_positions if self._model_facts else None)
         if rows is None or self.tokenizer is None:
-            return
+            return 0
         token_ids = self.check(what, lambda: tokenize_prompts(self.tokenizer, rows))
         if token_ids is not None and limit is not None:
             self.check(what, lambda: refuse_long_prompts(token_ids, sampling.max_tokens, limit))
+        return max(map(len, token_ids or ()), default=0)
 
     def prompt_rows(self, what: str, dataset: DatasetSource) -> Sequence[PromptRow] | None:
         """Rows of a data set of prompts."""
@@ -148,6 +171,7 @@ class Plan:
             self.facts["trained tokens"] = report.num_trained_tokens
             self.facts["truncated rows"] = report.num_truncated
             self.facts[DATA_REPORT] = report.figures()
+        self.resources("sft", settings, training_of(settings, row_tokens(report, settings.packing.max_seq_len)))
 
     def training_rows(self, what: str, dataset: DatasetSource, asked: TrainingRows) -> DataReport | None:
         """What becomes of the rows of a data set; without a tokenizer they are only read.
@@ -194,12 +218,21 @@ class Plan:
                 f"{what}.packing.max_seq_len: {packing.max_seq_len} tokens, but the model has {positions} positions"
             )
 
-    def on_policy(self, what: str, settings: OnPolicySettings, backend: BackendConfig) -> Sequence[PromptRow] | None:
+    def on_policy(
+        self, what: str, settings: PPOSettings | GRPOSettings, backend: BackendConfig
+    ) -> Sequence[PromptRow] | None:
         """Training prompts."""
         rows = self.prompt_rows(f"{what}.prompts", settings.prompts)
         self.facts["training prompts"] = len(rows or ())
         where = f"{what}.prompts.{settings.prompts.address_key}"
-        self.prompts(where, rows, context_limit(backend), settings.sampling)
+        longest = self.prompts(where, rows, context_limit(backend), settings.sampling)
+        training = training_of(
+            settings,
+            longest + settings.sampling.max_tokens,
+            trained_models=2 if isinstance(settings, PPOSettings) and settings.values == "model" else 1,
+            frozen_models=1 if isinstance(settings, PPOSettings) or settings.kl_coef else 0,
+        )
+        self.resources("ppo" if isinstance(settings, PPOSettings) else "grpo", settings, training)
         return rows
 
     def reward(self, what: str, spec: RewardSpec) -> None:

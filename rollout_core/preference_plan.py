@@ -19,6 +19,7 @@ from rollout_core.connections import Connections
 from rollout_core.models import check_reference, describe
 from rollout_core.plan import DATA_REPORT, Plan, TrainingRows
 from rollout_core.preferences import JudgedRow, PairRow
+from rollout_core.resources import row_tokens, training_of
 
 
 def plan_pairs(
@@ -44,12 +45,15 @@ def plan_kto(config: TrainKTOConfig, base: Path, connections: Connections | None
 
 def _plan(plan: Plan, settings: Any, rows: TrainingRows) -> dict[str, Any]:
     plan.places()
-    plan.model("algorithm.base_model", settings.base_model)
+    plan.model("algorithm.base_model", settings.base_model, may_be_reward_model=settings.kind == "rm")
     plan.sequence_length("algorithm", settings.packing)
     _reference(plan, settings)
     report = plan.training_rows("algorithm.dataset", settings.dataset, rows)
     if report is not None:
         plan.facts |= {"rows": report.num_rows, "examples": report.num_examples, DATA_REPORT: report.figures()}
+    sequences = 1 if settings.kind == "kto" else 2
+    tokens = row_tokens(report, settings.packing.max_seq_len)
+    plan.resources(settings.kind, settings, training_of(settings, tokens, rows=sequences))
     return plan.done()
 
 

@@ -123,6 +123,7 @@ def test_a_sound_run_is_planned_and_nothing_is_written(work: Path, kind: str):
 
 def test_a_plan_tells_what_it_found(work: Path):
     facts = plan("train-sft", work)
+    assert list(facts.pop("resources")) == ["sft memory (estimate)", "sft disk (estimate)"]
     assert facts.pop("data report") == {
         "rows": 1,
         "examples": 1,

@@ -213,9 +213,9 @@ def test_where_turns_are_rewritten_the_templates_own_marks_decide(tokenizer: Any
     assert told.template_problems == ("row 1: the chat template leaves out or rewrites turn 2, the assistant's",)
     bare = REWRITING.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     monkeypatch.setattr(tokenizer, "chat_template", bare)
-    with pytest.raises(ConfigError, match="turn 2 differently .* such as one with {% generation %} marks"):
+    with pytest.raises(ConfigError, match=r"turn 2 differently .* such as one with {% generation %} marks"):
         tokenize(tokenizer, chat(*THOUGHTS))
-    with pytest.raises(ConfigError, match="turn 2 differently"):
+    with pytest.raises(ConfigError, match=r"turn 2 differently"):
         monkeypatch.setattr(tokenizer, "chat_template", REWRITING)
         mask = {"loss_mask": [False, True, False, False]}
         tokenize(tokenizer, SftRow.model_validate({**chat(*THOUGHTS).document(), **mask}), kind="custom")
