@@ -29,7 +29,7 @@ from rollout_core.datasets import (
     to_line,
 )
 from rollout_core.errors import ConfigError, NotFound, Recoverable
-from rollout_core.hub import looks_like_hub_id
+from rollout_core.hub import HubOutOfReach, looks_like_hub_id
 from rollout_core.ids import ContentId
 from rollout_core.models import Unchecked
 from rollout_core.objects import ObjectStore
@@ -211,8 +211,12 @@ def _load_hugging_face(source: HuggingFaceDataset, folder: Path, download: bool)
             )
         place = str(folder) if folder.is_dir() else source.uri
         return datasets.load_dataset(place, source.subset, split=source.split, revision=source.revision)
-    except (HfHubHTTPError, ConnectionError) as error:
-        raise Recoverable(f"dataset {source.uri!r}: the hub cannot be read: {_one_line(error)}") from error
+    except HfHubHTTPError as error:
+        raise Recoverable(f"dataset {source.uri!r}: the hub answered with an error: {_one_line(error)}") from error
+    except ConnectionError as error:
+        raise HubOutOfReach(
+            f"dataset {source.uri!r} is not a folder here, and the hub could not be reached to look for it there"
+        ) from error
     except ConfigError:
         raise
     except Exception as error:  # what datasets raises of its builders has no common base

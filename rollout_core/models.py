@@ -146,7 +146,8 @@ def _size(config: Any) -> ModelSize:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return ModelSize(num_parameters, config.num_hidden_layers, config.hidden_size)
+    intermediate_size = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return ModelSize(num_parameters, config.num_hidden_layers, config.hidden_size, intermediate_size)
 
 
 def _architecture(folder: Path) -> str:

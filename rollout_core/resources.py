@@ -1,8 +1,9 @@
 """What training will take, told before it starts: an estimate of memory and disk beside what this machine has.
 
-Weights, gradients and optimizer state follow from the configuration. Activations are an estimate: about 34 bytes a
-token, layer and hidden unit in half precision (arXiv:2205.05198, section 4, without attention matrices), twice that in
-float32, and a sixteenth with gradient checkpointing. Fragmentation and the engine of on-policy runs come on top.
+Weights, gradients and optimizer state follow from the configuration. Activations are an estimate: what a layer with a
+gated MLP keeps of a token for the backward pass, 14 vectors of the hidden size and 4 of the MLP's, without attention
+matrices; half of it in half precision, a sixteenth with gradient checkpointing. Beside SFT passes measured on a CPU it
+was 0.95 of the truth with rows of 26 to 256 tokens and 0.8 with 1,024. The engine of on-policy runs comes on top.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from rollout_core.algorithms.data_report import DataReport
 
 _FLOAT32_BYTES = 4
-_ACTIVATION_BYTES = 34
+_HIDDEN_VECTORS = 14
+_MLP_VECTORS = 4
 _CHECKPOINTED_SHARE = 1 / 16
 _STATES_OF_OPTIMIZERS = {"sgd": 0, "adam": 2, "adamw": 2}
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -35,6 +37,8 @@ class ModelSize:
     num_parameters: int
     num_layers: int
     hidden_size: int
+    intermediate_size: int
+    """Width of the MLP."""
 
     @property
     def weight_bytes(self) -> int:
@@ -80,11 +84,12 @@ def estimate_memory(model: ModelSize, training: Training) -> Memory:
     """What a run will need."""
     gradients = training.trained_models * model.weight_bytes
     fixed = state_bytes(model, training) + gradients + training.frozen_models * model.weight_bytes
-    a_token = model.num_layers * model.hidden_size * _ACTIVATION_BYTES
-    if mixed_precision(training.precision) == "float32":
-        a_token *= 2
-    share = _CHECKPOINTED_SHARE if training.gradient_checkpointing else 1
-    return Memory(fixed, int(training.tokens_per_pass * a_token * share))
+    numbers = _HIDDEN_VECTORS * model.hidden_size + _MLP_VECTORS * model.intermediate_size
+    share = _CHECKPOINTED_SHARE if training.gradient_checkpointing else 1.0
+    if mixed_precision(training.precision) == "bfloat16":
+        share /= 2
+    activations = training.tokens_per_pass * model.num_layers * numbers * _FLOAT32_BYTES * share
+    return Memory(fixed, int(activations))
 
 
 def device_memory() -> tuple[int, int]:

@@ -251,13 +251,13 @@ def test_a_disk_that_cannot_hold_one_snapshot_is_refused(monkeypatch: pytest.Mon
 
 
 def test_the_estimate_counts_what_each_way_of_training_holds():
-    model = ModelSize(num_parameters=1000, num_layers=2, hidden_size=10)
+    model = ModelSize(num_parameters=1000, num_layers=2, hidden_size=10, intermediate_size=40)
     plain = Training(tokens_per_pass=100, optimizer="adamw", precision="float32")
     assert state_bytes(model, plain) == 12_000
     assert estimate_memory(model, plain).fixed == 16_000
-    assert estimate_memory(model, plain).activations == 100 * 2 * 10 * 68
+    assert estimate_memory(model, plain).activations == 100 * 2 * (140 + 160) * 4
     sgd = Training(100, "sgd", "bfloat16", gradient_checkpointing=True, frozen_models=1)
-    assert (estimate_memory(model, sgd).fixed, estimate_memory(model, sgd).activations) == (12_000, 4250)
+    assert (estimate_memory(model, sgd).fixed, estimate_memory(model, sgd).activations) == (12_000, 7500)
     both = Training(100, "adamw", trained_models=2, frozen_models=1)
     assert estimate_memory(model, both).fixed == 36_000
     assert [readable(size) for size in (5, 2048, 3 * 2**29)] == ["5 B", "2.0 KiB", "1.5 GiB"]

@@ -165,6 +165,10 @@ def test_what_cannot_be_read_is_told_in_one_line(tmp_path: Path, objects: Object
     for source, expected in cases:
         message = refusal(source, tmp_path, objects=objects)
         assert message.startswith(expected) and "\n" not in message
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert refusal(HuggingFaceDataset(kind="hugging_face", uri="somebody/rows"), tmp_path) == (
+        "dataset 'somebody/rows' is not a folder here, and the hub could not be reached to look for it there"
+    )
     with pytest.raises(Unchecked, match="which is read when the run starts"):
         read_dataset(
             HuggingFaceDataset(kind="hugging_face", uri="somebody/rows"), SftRow, base=tmp_path, download=False

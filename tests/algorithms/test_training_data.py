@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tracemalloc
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from rollout_core.datasets import SftRow, parse_sft
 from rollout_core.ids import ContentId
 from rollout_core.models import load_tokenizer
 from rollout_core.objects import ObjectStore
+from rollout_core.objects.gc import collect_garbage
 from rollout_core.preferences import JudgedRow, PairRow
 
 COMMON: Any = {"dataset": JsonlDataset(path="x"), "optimizer": OptimizerConfig(lr=1e-3)}
@@ -148,6 +150,14 @@ def test_a_second_run_tokenises_nothing_and_any_change_of_what_counts_does(
         objects.delete(objects.manifest(ContentId(objects.get_ref(name) or "")).files[0].content_id)
     shutil.rmtree(tmp_path / "cache")
     assert run(dataset) == 1, "what was lost is made again"
+
+
+def test_what_is_kept_outlives_a_cleaning_of_the_object_store(tiny_model: Path, tmp_path: Path, objects: ObjectStore):
+    dataset = import_dataset(objects, sft_rows(4)).data
+    before, _ = sft_examples(objects, tmp_path / "cache", dataset, tiny_model, SFT)
+    collect_garbage(objects, min_age=timedelta(0))
+    after, _ = sft_examples(objects, tmp_path / "other cache", dataset, tiny_model, SFT)
+    assert list(after) == list(before) and not objects.exists(dataset)
 
 
 def test_a_failed_tokenisation_keeps_nothing(tiny_model: Path, tmp_path: Path, objects: ObjectStore):
