@@ -48,9 +48,9 @@ def _nightly(config: NightlyConfig, journal: Journal) -> dict[str, Any]:
     name = "PPO" if config.ppo is not None else "GRPO"
     after_policy = f"after {name}"
     model = import_model(config.model).model
-    rows = import_sft(config.sft.dataset.path)
-    prompts = import_prompts(config.policy.prompts.path)
-    held_out = import_prompts(config.evaluation.prompts.path)
+    rows = import_sft(config.sft.dataset)
+    prompts = import_prompts(config.policy.prompts)
+    held_out = import_prompts(config.evaluation.prompts)
     reward = import_reward(config.reward)
     reward_source = source_id(reward, base=working_folder())
 

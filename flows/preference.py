@@ -23,7 +23,7 @@ def train_rm(config: TrainRMConfig) -> dict[str, Any]:
     def body(journal: Journal) -> dict[str, Any]:
         settings = config.algorithm
         model = import_model(settings.base_model).model
-        dataset = import_pairs(settings.dataset.path).data
+        dataset = import_pairs(settings.dataset).data
         checkpoint = rm_update(model, dataset, settings, seed=config.seed, num_threads=config.num_threads)
         snapshot(checkpoint, f"{config.run.name}/rm")
         return checkpoint.model_dump(mode="json")
@@ -52,7 +52,7 @@ def train_kto(config: TrainKTOConfig) -> dict[str, Any]:
         settings = config.algorithm
         model = import_model(settings.base_model).model
         reference = import_model(settings.reference or settings.base_model).model
-        dataset = import_judged(settings.dataset.path).data
+        dataset = import_judged(settings.dataset).data
         checkpoint = kto_update(model, reference, dataset, settings, seed=config.seed, num_threads=config.num_threads)
         snapshot(checkpoint, f"{config.run.name}/kto")
         return checkpoint.model_dump(mode="json")
@@ -67,7 +67,7 @@ def _train_on_pairs(config: TrainDPOConfig | TrainIPOConfig) -> dict[str, Any]:
         settings = config.algorithm
         model = import_model(settings.base_model).model
         reference = import_model(settings.reference or settings.base_model).model
-        dataset = import_pairs(settings.dataset.path).data
+        dataset = import_pairs(settings.dataset).data
         checkpoint = dpo_update(model, reference, dataset, settings, seed=config.seed, num_threads=config.num_threads)
         snapshot(checkpoint, f"{config.run.name}/{settings.kind}")
         return checkpoint.model_dump(mode="json")

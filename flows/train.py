@@ -89,7 +89,7 @@ def train_sft(config: TrainSFTConfig) -> dict[str, Any]:
     def body(journal: Journal) -> dict[str, Any]:
         settings = config.algorithm
         model = import_model(settings.base_model)
-        dataset = import_sft(settings.dataset.path)
+        dataset = import_sft(settings.dataset)
         checkpoint = sft_update(model.model, dataset.data, settings, seed=config.seed, num_threads=config.num_threads)
         snapshot(checkpoint, f"{config.run.name}/sft")
         return checkpoint.model_dump(mode="json")
@@ -115,7 +115,7 @@ def _train_on_policy(config: TrainPPOConfig | TrainGRPOConfig) -> dict[str, Any]
     def body(journal: Journal) -> dict[str, Any]:
         settings = config.algorithm
         model = import_model(settings.base_model).model
-        prompts = import_prompts(settings.prompts.path)
+        prompts = import_prompts(settings.prompts)
         iterations = policy_iterations(
             model,
             model,

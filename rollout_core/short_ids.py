@@ -24,6 +24,11 @@ def complete_lineage_id(objects: ObjectStore, digits: str) -> ContentId:
     return complete_id(digits, _names_below(objects, LINEAGE_REFS.rstrip("/")), "record of lineage")
 
 
+def complete_object_id(objects: ObjectStore, digits: str) -> ContentId:
+    """The blob whose id begins with ``digits``; raises as `complete_id` does."""
+    return complete_id(digits, objects.blobs_beginning(digits), "object")
+
+
 def complete_id(digits: str, known: Iterable[str], what: str) -> ContentId:
     """The one id of ``known`` that begins with ``digits``. A whole id is taken as it is; ``known`` is then not read.
 

@@ -6,13 +6,12 @@ import asyncio
 import tempfile
 from pathlib import Path
 
-from rollout_core.config import ModelSource, PromotionConfig
-from rollout_core.datasets import parse_prompts, parse_sft, to_jsonl
-from rollout_core.errors import ConfigError
+from rollout_core.config import DatasetSource, ModelSource, PromotionConfig
+from rollout_core.dataset_sources import import_dataset, read_dataset
+from rollout_core.datasets import PromptRow, Row, SftRow
 from rollout_core.ids import ContentId, is_content_id
 from rollout_core.models import import_model as file_model
-from rollout_core.objects import ObjectStore
-from rollout_core.preferences import parse_judged, parse_pairs
+from rollout_core.preferences import JudgedRow, PairRow
 from rollout_core.records import Checkpoint, Dataset, EvalReport, Model, Record, SnapshotRecord
 from rollout_core.rewards import RewardSpec, with_models
 from rollout_core.snapshots import SnapshotStore
@@ -42,27 +41,27 @@ def import_model(source: ModelSource) -> Model:
 
 
 @stage(version=1, cached=False)
-def import_prompts(path: str) -> Dataset:
+def import_prompts(source: DatasetSource) -> Dataset:
     """File prompt rows in the object store in canonical form."""
-    return _import(current_stage().objects, path, parse_prompts)
+    return _import(source, PromptRow)
 
 
 @stage(version=1, cached=False)
-def import_sft(path: str) -> Dataset:
+def import_sft(source: DatasetSource) -> Dataset:
     """File SFT rows in the object store in canonical form."""
-    return _import(current_stage().objects, path, parse_sft)
+    return _import(source, SftRow)
 
 
 @stage(version=1, cached=False)
-def import_pairs(path: str) -> Dataset:
+def import_pairs(source: DatasetSource) -> Dataset:
     """File preference pairs in the object store in canonical form."""
-    return _import(current_stage().objects, path, parse_pairs)
+    return _import(source, PairRow)
 
 
 @stage(version=1, cached=False)
-def import_judged(path: str) -> Dataset:
+def import_judged(source: DatasetSource) -> Dataset:
     """File judged answers in the object store in canonical form."""
-    return _import(current_stage().objects, path, parse_judged)
+    return _import(source, JudgedRow)
 
 
 def import_reward(spec: RewardSpec) -> RewardSpec:
@@ -70,16 +69,9 @@ def import_reward(spec: RewardSpec) -> RewardSpec:
     return with_models(spec, lambda uri: import_model(ModelSource(uri=uri)).model)
 
 
-def _import(objects: ObjectStore, path: str, parse) -> Dataset:
-    file = places.working_folder() / path
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"dataset {path!r} cannot be read: {error.strerror}") from error
-    rows = parse(data, name=path)
-    if not rows:
-        raise ConfigError(f"dataset {path!r} has no rows")
-    return Dataset(data=objects.put_bytes(to_jsonl(rows)), num_rows=len(rows))
+def _import(source: DatasetSource, model: type[Row]) -> Dataset:
+    objects = current_stage().objects
+    return import_dataset(objects, read_dataset(source, model, base=places.working_folder(), objects=objects))
 
 
 @stage(version=1)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
 
-from rollout_core.algorithms.data import DataReport, tokenize_sft
+from rollout_core.algorithms.data_report import DataReport
 from rollout_core.algorithms.experience import Trajectory, build_batch, steps_per_iteration
 from rollout_core.algorithms.grpo import GRPO, compare_groups
 from rollout_core.algorithms.loop import LoopHooks, build_accelerator, build_optimizer, train
@@ -24,13 +24,12 @@ from rollout_core.algorithms.policy import Policy, ValueModel, zero_head
 from rollout_core.algorithms.ppo import PPO, KLController, assign_credit
 from rollout_core.algorithms.sft import SFT
 from rollout_core.algorithms.state import TrainState, load_policy, load_state
+from rollout_core.algorithms.training_data import sft_examples
 from rollout_core.algorithms.workshop import Resumption, Workshop
 from rollout_core.config import GRPOSettings, OnPolicySettings, PPOSettings, SFTSettings
-from rollout_core.datasets import parse_sft
 from rollout_core.errors import ConfigError
 from rollout_core.ids import ContentId
 from rollout_core.inference.samples import decode_completions_blob, decode_samples
-from rollout_core.models import load_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.records import Checkpoint, Scores
 from rollout_core.seeding import seed_everything
@@ -40,17 +39,24 @@ VALUES = "value_function"  # "values" is a method of ModuleDict
 
 
 def sft_update(
-    model: ContentId, dataset: ContentId, settings: SFTSettings, workshop: Workshop
+    model: ContentId,
+    dataset: ContentId,
+    settings: SFTSettings,
+    workshop: Workshop,
+    *,
+    on_data: Callable[[DataReport], None] = lambda report: None,
 ) -> tuple[Checkpoint, DataReport]:
-    """Fine-tune ``model`` on the rows of ``dataset``. Raises ConfigError when rows and tokenizer do not fit."""
+    """Fine-tune ``model`` on the rows of ``dataset``; ``on_data`` hears of them before training starts.
+
+    Raises ConfigError when rows and tokenizer do not fit.
+    """
     folder = workshop.model(model)
-    tokenizer = load_tokenizer(folder)
-    rows = parse_sft(workshop.objects.get_bytes(dataset), name=f"dataset {dataset.short}")
-    examples, report = tokenize_sft(tokenizer, rows, loss_on=settings.loss_on, max_seq_len=settings.packing.max_seq_len)
+    examples, report = sft_examples(workshop.objects, workshop.cache, dataset, folder, settings)
+    on_data(report)
     seed_everything(workshop.seed, num_threads=workshop.num_threads)
     accelerator = build_accelerator(settings.precision)
     trained = load_policy(folder).to(accelerator.device).train()
-    check_sequence_length(trained, max(len(example.token_ids) for example in examples))
+    check_sequence_length(trained, int(examples.lengths("token_ids").max()))
     state = TrainState(trained, build_optimizer(settings.optimizer, list(trained.parameters())), seed=workshop.seed)
     algorithm = SFT(Policy(trained), examples, settings, seed=workshop.seed, device=accelerator.device)
     resumption = Resumption(workshop, "sft", settings, folder)

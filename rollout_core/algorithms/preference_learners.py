@@ -6,33 +6,42 @@ object store or are computed before training starts; the reference is never in m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from accelerate import Accelerator
 from torch import Tensor
 
+from rollout_core.algorithms.item_table import Mapped
 from rollout_core.algorithms.kto import KTO, judged_documents
 from rollout_core.algorithms.learners import check_sequence_length
 from rollout_core.algorithms.loop import Algorithm, LoopHooks, build_accelerator, build_optimizer, train
 from rollout_core.algorithms.packing import Document
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.preference import DPO, pair_documents
-from rollout_core.algorithms.preference_data import Pair, PreferenceReport, tokenize_judged, tokenize_pairs
+from rollout_core.algorithms.preference_data import Pair, PreferenceReport
 from rollout_core.algorithms.reference import reference_logprobs
 from rollout_core.algorithms.reward_model import BradleyTerry, RewardModel, load_reward_model, set_padding, until_eos
 from rollout_core.algorithms.state import TrainState, load_policy
+from rollout_core.algorithms.training_data import judged_answers, preference_pairs
 from rollout_core.algorithms.workshop import Resumption, Workshop
 from rollout_core.config import DPOSettings, IPOSettings, KTOSettings, PreferenceSettings, RewardModelSettings
 from rollout_core.ids import ContentId
 from rollout_core.models import check_reference, load_tokenizer
-from rollout_core.preferences import parse_judged, parse_pairs
 from rollout_core.records import Checkpoint
 from rollout_core.seeding import seed_everything
 
+OnData = Callable[[PreferenceReport], None]
+"""Hears of the rows before training starts."""
+
 
 def rm_update(
-    model: ContentId, dataset: ContentId, settings: RewardModelSettings, workshop: Workshop
+    model: ContentId,
+    dataset: ContentId,
+    settings: RewardModelSettings,
+    workshop: Workshop,
+    *,
+    on_data: OnData = lambda report: None,
 ) -> tuple[Checkpoint, PreferenceReport]:
     """Train a reward model on the pairs of ``dataset``, from the trunk of ``model`` (or that reward model itself).
 
@@ -40,17 +49,9 @@ def rm_update(
     """
     folder = workshop.model(model)
     tokenizer = load_tokenizer(folder)
-    rows = parse_pairs(workshop.objects.get_bytes(dataset), name=f"dataset {dataset.short}")
-    pairs, report = tokenize_pairs(tokenizer, rows, max_seq_len=settings.packing.max_seq_len, need_prompts=False)
-    pairs = [
-        Pair(
-            pair.prompt,
-            until_eos(pair.chosen, tokenizer.eos_token_id),
-            until_eos(pair.rejected, tokenizer.eos_token_id),
-            pair.margin,
-        )
-        for pair in pairs
-    ]
+    kept, report = preference_pairs(workshop.objects, workshop.cache, dataset, folder, settings, need_prompts=False)
+    on_data(report)
+    pairs = Mapped(kept, lambda pair: _ended(pair, tokenizer.eos_token_id))
     seed_everything(workshop.seed, num_threads=workshop.num_threads)
     accelerator = build_accelerator(settings.precision)
     trained = load_reward_model(folder, new_head=True).to(accelerator.device).eval()  # no dropout
@@ -60,20 +61,27 @@ def rm_update(
     return _train_to_end(algorithm, trained, settings, accelerator, model, workshop), report
 
 
+def _ended(pair: Pair, eos_token_id: int) -> Pair:
+    chosen, rejected = until_eos(pair.chosen, eos_token_id), until_eos(pair.rejected, eos_token_id)
+    return Pair(pair.prompt, chosen, rejected, pair.margin)
+
+
 def dpo_update(
     model: ContentId,
     reference: ContentId,
     dataset: ContentId,
     settings: DPOSettings | IPOSettings,
     workshop: Workshop,
+    *,
+    on_data: OnData = lambda report: None,
 ) -> tuple[Checkpoint, PreferenceReport]:
     """DPO or IPO of ``model`` against ``reference`` on the pairs of ``dataset``.
 
     Raises ConfigError when rows, tokenizer, model and reference do not fit.
     """
-    tokenizer = load_tokenizer(workshop.model(model))
-    rows = parse_pairs(workshop.objects.get_bytes(dataset), name=f"dataset {dataset.short}")
-    pairs, report = tokenize_pairs(tokenizer, rows, max_seq_len=settings.packing.max_seq_len, need_prompts=True)
+    folder = workshop.model(model)
+    pairs, report = preference_pairs(workshop.objects, workshop.cache, dataset, folder, settings, need_prompts=True)
+    on_data(report)
     accelerator, ref_logps = _reference_pass(model, reference, pair_documents(pairs), settings, workshop)
     trained = load_policy(workshop.model(model)).to(accelerator.device).eval()  # no dropout: the reference had none
     algorithm = DPO(Policy(trained), pairs, ref_logps, settings, seed=workshop.seed, device=accelerator.device)
@@ -81,15 +89,20 @@ def dpo_update(
 
 
 def kto_update(
-    model: ContentId, reference: ContentId, dataset: ContentId, settings: KTOSettings, workshop: Workshop
+    model: ContentId,
+    reference: ContentId,
+    dataset: ContentId,
+    settings: KTOSettings,
+    workshop: Workshop,
+    *,
+    on_data: OnData = lambda report: None,
 ) -> tuple[Checkpoint, PreferenceReport]:
     """KTO of ``model`` against ``reference`` on the judged answers of ``dataset``.
 
     Raises ConfigError when rows, tokenizer, model and reference do not fit.
     """
-    tokenizer = load_tokenizer(workshop.model(model))
-    rows = parse_judged(workshop.objects.get_bytes(dataset), name=f"dataset {dataset.short}")
-    items, report = tokenize_judged(tokenizer, rows, max_seq_len=settings.packing.max_seq_len)
+    items, report = judged_answers(workshop.objects, workshop.cache, dataset, workshop.model(model), settings)
+    on_data(report)
     accelerator, ref_logps = _reference_pass(model, reference, judged_documents(items), settings, workshop)
     trained = load_policy(workshop.model(model)).to(accelerator.device).eval()  # no dropout: the reference had none
     algorithm = KTO(Policy(trained), items, ref_logps, settings, seed=workshop.seed, device=accelerator.device)

@@ -36,10 +36,8 @@ class SFT:
     def minibatches(self, step: int) -> list[PackedTokens]:
         size, count = self._settings.minibatch_size, self._settings.gradient_accumulation
         positions = positions_at(step, num_items=len(self._examples), per_step=size * count, seed=self._seed)
-        documents = [
-            Document(self._examples[position].token_ids, trained=self._examples[position].trained)
-            for position in positions
-        ]
+        examples = [self._examples[position] for position in positions]
+        documents = [Document(example.token_ids, trained=example.trained) for example in examples]
         return [pack(documents[start : start + size]) for start in range(0, len(documents), size)]
 
     def loss(self, batch: PackedTokens, step_batches: Sequence[PackedTokens]) -> MinibatchLoss:

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 from rollout_core.config.backends import BackendConfig, ScriptedBackend, TransformersBackend, VLLMBackend
 from rollout_core.config.base import SCHEMA_VERSION, ModelSource, RunInfo, SamplingParams, Settings, identity
+from rollout_core.config.datasets import (
+    DatasetSource,
+    HuggingFaceDataset,
+    JsonlDataset,
+    ParquetDataset,
+    StoredDataset,
+)
 from rollout_core.config.learning import (
     AdaptiveKL,
     BudgetConfig,
     GRPOSettings,
     ImportanceCorrection,
-    JsonlDataset,
     LearnerSettings,
     LossOn,
     OnPolicySettings,
@@ -68,9 +74,11 @@ __all__ = [
     "BudgetConfig",
     "DPOAlgorithm",
     "DPOSettings",
+    "DatasetSource",
     "EvaluationConfig",
     "GRPOAlgorithm",
     "GRPOSettings",
+    "HuggingFaceDataset",
     "IPOAlgorithm",
     "IPOSettings",
     "ImportanceCorrection",
@@ -89,6 +97,7 @@ __all__ = [
     "PPOAlgorithm",
     "PPOSettings",
     "Padded",
+    "ParquetDataset",
     "PreferenceConfig",
     "PreferenceSettings",
     "PromotionConfig",
@@ -102,6 +111,7 @@ __all__ = [
     "ScriptedBackend",
     "Settings",
     "SnapshotPolicy",
+    "StoredDataset",
     "TrainDPOConfig",
     "TrainGRPOConfig",
     "TrainIPOConfig",

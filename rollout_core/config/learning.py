@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from rollout_core.config.base import SamplingParams, Settings
+from rollout_core.config.datasets import DatasetSource
 from rollout_core.devices import mixed_precision, probe_device
 
 AveragingRate = Annotated[float, Field(ge=0, lt=1)]
@@ -38,16 +39,6 @@ class BudgetConfig(Settings):
     """Passes over the data when max_steps is not given."""
 
 
-class JsonlDataset(Settings):
-    """A JSONL file of rows."""
-
-    kind: Literal["jsonl_path"] = "jsonl_path"
-    path: str = Field(min_length=1)
-
-    def cache_identity(self) -> Any:
-        return None  # the content id of the file enters instead
-
-
 class Padded(Settings):
     """One row a sequence, right-padded to the longest of its minibatch."""
 
@@ -71,7 +62,8 @@ class SnapshotPolicy(Settings):
 class LossOn(Settings):
     """Which tokens are trained."""
 
-    kind: Literal["assistant_only", "full"] = "assistant_only"
+    kind: Literal["assistant_only", "full", "custom"] = "assistant_only"
+    """``custom``: what rows say by ``loss_mask`` or ``labels``."""
 
 
 class LearnerSettings(Settings):
@@ -93,7 +85,7 @@ class LearnerSettings(Settings):
 class SFTSettings(LearnerSettings):
     """Supervised fine-tuning."""
 
-    dataset: JsonlDataset
+    dataset: DatasetSource
     """Rows ``{prompt, completion}`` or ``{messages: [...]}``."""
     packing: Padded = Padded()
     loss_on: LossOn = LossOn()
@@ -125,7 +117,7 @@ class ImportanceCorrection(Settings):
 class OnPolicySettings(LearnerSettings):
     """What learners share that train on completions of the policy itself."""
 
-    prompts: JsonlDataset
+    prompts: DatasetSource
     """Training prompts: ``{prompt}`` or ``{messages}`` a line; other keys reach the reward."""
     iterations: int = Field(default=10, ge=1)
     """Rounds of generate, score, update."""

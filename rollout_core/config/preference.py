@@ -6,13 +6,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from rollout_core.config.learning import BudgetConfig, JsonlDataset, LearnerSettings, Padded
+from rollout_core.config.datasets import DatasetSource
+from rollout_core.config.learning import BudgetConfig, LearnerSettings, Padded
 
 
 class PreferenceSettings(LearnerSettings):
     """What learners from preference data share. ``minibatch_size`` counts pairs, or judged answers."""
 
-    dataset: JsonlDataset
+    dataset: DatasetSource
     packing: Padded = Padded()
     budget: BudgetConfig = BudgetConfig()
 
@@ -20,7 +21,7 @@ class PreferenceSettings(LearnerSettings):
 class RewardModelSettings(PreferenceSettings):
     """A reward model from pairs (Bradley-Terry; arXiv:2203.02155, eq. 1)."""
 
-    dataset: JsonlDataset
+    dataset: DatasetSource
     """Rows ``{prompt, chosen, rejected}``, or whole sequences ``{chosen, rejected}``; optional ``margin``."""
     head: Literal["bradley_terry", "pairwise_logistic"] = "bradley_terry"
     """Two names of one loss, -log sigmoid(r_chosen - r_rejected); rows' margins count with bradley_terry only."""
@@ -37,7 +38,7 @@ class DPOSettings(_ReferencedSettings):
     """Direct preference optimization (arXiv:2305.18290)."""
 
     kind: Literal["dpo"] = "dpo"
-    dataset: JsonlDataset
+    dataset: DatasetSource
     """Rows ``{prompt, chosen, rejected}``."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     """Share of pairs whose preference is taken to be flipped."""
@@ -47,7 +48,7 @@ class IPOSettings(_ReferencedSettings):
     """Identity preference optimization (arXiv:2310.12036); ``beta`` is the paper's tau."""
 
     kind: Literal["ipo"] = "ipo"
-    dataset: JsonlDataset
+    dataset: DatasetSource
     """Rows ``{prompt, chosen, rejected}``."""
 
 
@@ -55,7 +56,7 @@ class KTOSettings(_ReferencedSettings):
     """Kahneman-Tversky optimization (arXiv:2402.01306)."""
 
     kind: Literal["kto"] = "kto"
-    dataset: JsonlDataset
+    dataset: DatasetSource
     """Rows ``{prompt, completion, label}``; label true = desirable."""
     desirable_weight: float = Field(default=1.0, gt=0)
     undesirable_weight: float = Field(default=1.0, gt=0)

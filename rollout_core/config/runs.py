@@ -8,7 +8,8 @@ from pydantic import Field, model_validator
 
 from rollout_core.config.backends import BackendConfig, VLLMBackend
 from rollout_core.config.base import SCHEMA_VERSION, ModelSource, RunInfo, SamplingParams, Settings
-from rollout_core.config.learning import GRPOSettings, JsonlDataset, PPOSettings, SFTSettings
+from rollout_core.config.datasets import DatasetSource
+from rollout_core.config.learning import GRPOSettings, PPOSettings, SFTSettings
 from rollout_core.config.preference import DPOSettings, IPOSettings, KTOSettings, RewardModelSettings
 from rollout_core.rewards import ExactMatchReward, RewardSpec
 
@@ -183,7 +184,7 @@ class InferBatchConfig(Settings):
 class EvaluationConfig(Settings):
     """Held-out prompts that decide whether a checkpoint is better."""
 
-    prompts: JsonlDataset
+    prompts: DatasetSource
     sampling: SamplingParams = SamplingParams(temperature=0.0)
 
 
