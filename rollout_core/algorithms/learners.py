@@ -19,12 +19,13 @@ from torch import nn
 from rollout_core.algorithms.data import DataReport, tokenize_sft
 from rollout_core.algorithms.experience import Trajectory, build_batch, steps_per_iteration
 from rollout_core.algorithms.grpo import GRPO, compare_groups
-from rollout_core.algorithms.loop import LoopHooks, build_accelerator, build_optimizer, train
+from rollout_core.algorithms.loop import build_accelerator, build_optimizer
 from rollout_core.algorithms.policy import Policy, ValueModel, zero_head
 from rollout_core.algorithms.ppo import PPO, KLController, assign_credit
 from rollout_core.algorithms.sft import SFT
 from rollout_core.algorithms.state import TrainState, load_policy, load_state
-from rollout_core.algorithms.workshop import Resumption, Workshop
+from rollout_core.algorithms.training import train_to_end
+from rollout_core.algorithms.workshop import Workshop
 from rollout_core.config import GRPOSettings, OnPolicySettings, PPOSettings, SFTSettings
 from rollout_core.datasets import parse_sft
 from rollout_core.errors import ConfigError
@@ -53,17 +54,7 @@ def sft_update(
     check_sequence_length(trained, max(len(example.token_ids) for example in examples))
     state = TrainState(trained, build_optimizer(settings.optimizer, list(trained.parameters())), seed=workshop.seed)
     algorithm = SFT(Policy(trained), examples, settings, seed=workshop.seed, device=accelerator.device)
-    resumption = Resumption(workshop, "sft", settings, folder)
-    resumption.restore(state)
-    workshop.on_start(state.step, algorithm.num_steps)
-    train(
-        algorithm,
-        state,
-        settings,
-        accelerator,
-        hooks=LoopHooks(on_step=workshop.on_step, on_snapshot=resumption.save),
-    )
-    return resumption.finish(state), report
+    return train_to_end(algorithm, state, settings, accelerator, workshop, folder), report
 
 
 def ppo_update(
@@ -169,24 +160,10 @@ def _train_iteration(
     tokenizer_from: Path,
     figures: Mapping[str, float],
 ) -> Checkpoint:
-    first_step = state.step
-    resumption = Resumption(workshop, algorithm.name, settings, tokenizer_from)
-    resumption.restore(state)
-    workshop.on_start(state.step - first_step, algorithm.num_steps - first_step)
-    train(
-        algorithm,
-        state,
-        settings,
-        accelerator,
-        total_steps=settings.iterations * steps_per_iteration(settings),
-        hooks=LoopHooks(
-            on_step=lambda row: workshop.on_step({**row, "step": row["step"] - first_step}),
-            on_snapshot=resumption.save,
-        ),
+    total_steps = settings.iterations * steps_per_iteration(settings)
+    return train_to_end(
+        algorithm, state, settings, accelerator, workshop, tokenizer_from, total_steps=total_steps, figures=figures
     )
-    for row in state.metrics:
-        row.update(figures)
-    return resumption.finish(state)
 
 
 def load_trajectories(objects: ObjectStore, samples: ContentId, scores: Scores) -> list[Trajectory]:

@@ -19,8 +19,11 @@ from rollout_core.algorithms.state import TrainState
 from rollout_core.config import LearnerSettings, OptimizerConfig
 from rollout_core.devices import mixed_precision
 from rollout_core.errors import Fatal
+from rollout_core.optimizers import optimizer_class
 
 BatchT = TypeVar("BatchT")
+_OTHER_KERNELS = {"fused", "foreach", "differentiable"}
+"""Arguments of Adam that choose its kernel."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +71,12 @@ def build_accelerator(precision: str) -> Accelerator:
     return Accelerator(mixed_precision="bf16" if mixed_precision(precision) == "bfloat16" else "no")
 
 
-def build_optimizer(config: OptimizerConfig, state_parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer ``config`` names, over parameters in the given order."""
-    if config.kind == "sgd":
-        return torch.optim.SGD(state_parameters, lr=config.lr, weight_decay=config.weight_decay)
-    kind = torch.optim.AdamW if config.kind == "adamw" else torch.optim.Adam
-    return kind(
-        state_parameters,
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
+def build_optimizer(config: OptimizerConfig, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer ``config`` names, over parameters in the given order; Adam in one fused kernel."""
+    cls, arguments = optimizer_class(config.kind), config.arguments()
+    if cls in (torch.optim.Adam, torch.optim.AdamW) and not _OTHER_KERNELS & arguments.keys():
+        arguments["fused"] = True
+    return cls(parameters, **arguments)
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:

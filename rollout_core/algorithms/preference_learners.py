@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rollout_core.algorithms.kto import KTO, judged_documents
 from rollout_core.algorithms.learners import check_sequence_length
-from rollout_core.algorithms.loop import Algorithm, LoopHooks, build_accelerator, build_optimizer, train
+from rollout_core.algorithms.loop import Algorithm, build_accelerator, build_optimizer
 from rollout_core.algorithms.packing import Document
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.preference import DPO, pair_documents
@@ -22,7 +22,8 @@ from rollout_core.algorithms.preference_data import Pair, PreferenceReport, toke
 from rollout_core.algorithms.reference import reference_logprobs
 from rollout_core.algorithms.reward_model import BradleyTerry, RewardModel, load_reward_model, set_padding, until_eos
 from rollout_core.algorithms.state import TrainState, load_policy
-from rollout_core.algorithms.workshop import Resumption, Workshop
+from rollout_core.algorithms.training import train_to_end
+from rollout_core.algorithms.workshop import Workshop
 from rollout_core.config import DPOSettings, IPOSettings, KTOSettings, PreferenceSettings, RewardModelSettings
 from rollout_core.ids import ContentId
 from rollout_core.models import check_reference, load_tokenizer
@@ -57,7 +58,7 @@ def rm_update(
     set_padding(trained, tokenizer)
     check_sequence_length(trained, max(len(p.prompt) + max(len(p.chosen), len(p.rejected)) for p in pairs))
     algorithm = BradleyTerry(RewardModel(trained), pairs, settings, seed=workshop.seed, device=accelerator.device)
-    return _train_to_end(algorithm, trained, settings, accelerator, model, workshop), report
+    return _train(algorithm, trained, settings, accelerator, model, workshop), report
 
 
 def dpo_update(
@@ -77,7 +78,7 @@ def dpo_update(
     accelerator, ref_logps = _reference_pass(model, reference, pair_documents(pairs), settings, workshop)
     trained = load_policy(workshop.model(model)).to(accelerator.device).eval()  # no dropout: the reference had none
     algorithm = DPO(Policy(trained), pairs, ref_logps, settings, seed=workshop.seed, device=accelerator.device)
-    return _train_to_end(algorithm, trained, settings, accelerator, model, workshop), report
+    return _train(algorithm, trained, settings, accelerator, model, workshop), report
 
 
 def kto_update(
@@ -93,7 +94,7 @@ def kto_update(
     accelerator, ref_logps = _reference_pass(model, reference, judged_documents(items), settings, workshop)
     trained = load_policy(workshop.model(model)).to(accelerator.device).eval()  # no dropout: the reference had none
     algorithm = KTO(Policy(trained), items, ref_logps, settings, seed=workshop.seed, device=accelerator.device)
-    return _train_to_end(algorithm, trained, settings, accelerator, model, workshop), report
+    return _train(algorithm, trained, settings, accelerator, model, workshop), report
 
 
 def _reference_pass(
@@ -127,7 +128,7 @@ def _reference_pass(
     return accelerator, ref_logps
 
 
-def _train_to_end(
+def _train(
     algorithm: Algorithm[Any],
     trained: Any,
     settings: PreferenceSettings,
@@ -136,9 +137,4 @@ def _train_to_end(
     workshop: Workshop,
 ) -> Checkpoint:
     state = TrainState(trained, build_optimizer(settings.optimizer, list(trained.parameters())), seed=workshop.seed)
-    resumption = Resumption(workshop, algorithm.name, settings, workshop.model(model))
-    resumption.restore(state)
-    workshop.on_start(state.step, algorithm.num_steps)
-    hooks = LoopHooks(on_step=workshop.on_step, on_snapshot=resumption.save)
-    train(algorithm, state, settings, accelerator, hooks=hooks)
-    return resumption.finish(state)
+    return train_to_end(algorithm, state, settings, accelerator, workshop, workshop.model(model))

@@ -164,10 +164,11 @@ def _check_trained(state: TrainState, moments: Mapping[str, Any]) -> None:
 
 
 def _unflatten_optimizer(state: TrainState, moments: Mapping[str, Any]) -> None:
-    parameters = dict(state.trained_parameters())
+    positions = {name: position for position, (name, _) in enumerate(state.trained_parameters())}
+    found: dict[int, dict[str, Any]] = {}
     for key, value in moments.items():
         name, quantity = key.split("|")
-        parameter = parameters[name]
-        # Adam's step counter stays on the CPU; moments live beside their parameter.
-        on_device = isinstance(value, Tensor) and value.dim() > 0
-        state.optimizer.state[parameter][quantity] = value.to(parameter.device) if on_device else value
+        found.setdefault(positions[name], {})[quantity] = value
+    # Torch knows which quantities live beside their parameter and which, such as a step counter, may not.
+    groups = state.optimizer.state_dict()["param_groups"]
+    state.optimizer.load_state_dict({"state": found, "param_groups": groups})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,9 +17,17 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
+    identity_without_default: ClassVar[frozenset[str]] = frozenset()
+    """Fields that came after results were kept: they stay out of the cache key while they have their default."""
+
     def cache_identity(self) -> Any:
         """What of this model enters a stage's cache key: by default the identities of all its fields."""
-        return {name: identity(getattr(self, name)) for name in type(self).model_fields}
+        return {
+            name: identity(getattr(self, name))
+            for name, field in type(self).model_fields.items()
+            if name not in self.identity_without_default
+            or getattr(self, name) != field.get_default(call_default_factory=True)
+        }
 
 
 def identity(value: Any) -> Any:

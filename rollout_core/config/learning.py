@@ -8,25 +8,53 @@ from pydantic import Field, model_validator
 
 from rollout_core.config.base import SamplingParams, Settings
 from rollout_core.devices import mixed_precision, probe_device
+from rollout_core.optimizers import ADAM_KEYS, OWN_KEYS, check_optimizer, optimizer_arguments
 
+PLAIN_OPTIMIZERS = ("adamw", "adam", "sgd")
+"""Known without asking torch."""
 AveragingRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Settings):
     """Optimizer and learning-rate schedule."""
 
-    kind: Literal["adamw", "adam", "sgd"] = "adamw"
+    identity_without_default = frozenset({"options"})
+
+    kind: str = "adamw"
+    """``adamw``, ``adam`` or ``sgd``, or a class of torch.optim by its name, such as ``Adafactor``."""
     lr: float = Field(gt=0)
     """Peak learning rate."""
     weight_decay: float = Field(default=0.0, ge=0)
     betas: tuple[AveragingRate, AveragingRate] = (0.9, 0.999)
+    """Of adam and adamw; others have theirs among the options."""
     eps: float = Field(default=1e-8, gt=0)
+    """Of adam and adamw; others have theirs among the options."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """More arguments of the optimizer's class, such as ``{momentum = 0.9}`` of sgd."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After warm-up; linear and cosine fall towards 0, which the step after the last would have."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global L2 norm."""
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of the optimizer's class."""
+        return optimizer_arguments(self.kind, **self._own())
+
+    def _own(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in (*OWN_KEYS, *ADAM_KEYS, "options")}
+
+    @model_validator(mode="after")
+    def _known_to_torch(self) -> OptimizerConfig:
+        if self.kind in PLAIN_OPTIMIZERS and not self.options:
+            return self
+        for name in ADAM_KEYS:
+            default = type(self).model_fields[name].default
+            if self.kind not in PLAIN_OPTIMIZERS and getattr(self, name) != default:
+                raise ValueError(f"{name} is of adam and adamw; what {self.kind} takes belongs into its options")
+        check_optimizer(self.kind, **self._own())
+        return self
 
 
 class BudgetConfig(Settings):

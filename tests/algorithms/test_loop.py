@@ -20,8 +20,8 @@ from rollout_core.algorithms.loop import (
     train,
 )
 from rollout_core.algorithms.state import TrainState
-from rollout_core.config import LearnerSettings, OptimizerConfig, SnapshotPolicy
-from rollout_core.errors import Fatal
+from rollout_core.config import LearnerSettings, OptimizerConfig, SnapshotPolicy, identity, parse_config
+from rollout_core.errors import ConfigError, Fatal
 
 
 @dataclass
@@ -154,6 +154,81 @@ def test_every_optimizer_is_torchs_own_with_its_settings(kind: str):
     [group] = optimizer.param_groups
     assert (group["lr"], group["weight_decay"]) == (0.2, 0.3)
     assert group.get("betas", (0.5, 0.6)) == (0.5, 0.6) and group.get("momentum", 0) == 0
+
+
+NAMED = [
+    ("Adafactor", {}),
+    ("torch.optim.RAdam", {"betas": (0.8, 0.9)}),
+    ("NAdam", {"decoupled_weight_decay": True}),
+    ("Adagrad", {}),
+    ("RMSprop", {"momentum": 0.5}),
+    ("Rprop", {}),
+    ("ASGD", {}),
+    ("sgd", {"momentum": 0.9, "nesterov": True}),
+    ("adam", {"amsgrad": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), NAMED)
+def test_whatever_torch_has_trains_as_torch_trains_it(kind: str, options: dict[str, Any]):
+    algorithm, state = start(num_steps=4)
+    config = OptimizerConfig(kind=kind, lr=0.05, max_grad_norm=1e9, options=options)
+    state.optimizer = build_optimizer(config, list(algorithm.model.parameters()))
+    run(algorithm, state, settings(kind=kind, lr=0.05, options=options))
+
+    model = nn.Linear(1, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    name = {"sgd": "SGD", "adam": "Adam"}.get(kind, kind.removeprefix("torch.optim."))
+    plain = getattr(torch.optim, name)(model.parameters(), lr=0.05, **options)
+    for step in range(4):
+        [(_, x)] = algorithm.minibatches(step)
+        ((model(x) - (2 * x - 1)) ** 2).mean().backward()
+        plain.step()
+        plain.zero_grad()
+    assert weights(state) == pytest.approx([float(parameter.detach()) for parameter in model.parameters()], rel=1e-5)
+
+
+def test_adam_is_fused_where_it_exists_unless_told_otherwise():
+    parameters = list(nn.Linear(1, 1).parameters())
+
+    def is_fused(config: OptimizerConfig) -> bool:
+        return bool(build_optimizer(config, parameters).param_groups[0]["fused"])
+
+    assert is_fused(OptimizerConfig(lr=0.1)) and is_fused(OptimizerConfig(kind="adam", lr=0.1))
+    assert not is_fused(OptimizerConfig(lr=0.1, options={"fused": False}))
+    assert not is_fused(OptimizerConfig(lr=0.1, options={"foreach": True}))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"kind": "Adafacto"}, "no optimizer 'Adafacto' in torch.optim; did you mean 'Adafactor'"),
+        ({"kind": "Optimizer"}, "no optimizer 'Optimizer' in torch.optim"),
+        ({"kind": "LBFGS"}, "LBFGS cannot train here: it evaluates the loss several times"),
+        ({"kind": "Adafactor", "options": {"beta2_deca": 0.1}}, "no such argument; did you mean 'beta2_decay'"),
+        ({"kind": "Adafactor", "betas": (0.9, 0.95)}, "betas is of adam and adamw; what Adafactor takes belongs into"),
+        ({"kind": "Rprop", "weight_decay": 0.1}, "Rprop has no weight_decay"),
+        ({"kind": "sgd", "options": {"momentum": -1}}, "SGD refuses its settings: Invalid momentum value: -1"),
+        ({"kind": "adamw", "options": {"betas": (0.9, 0.9)}}, "options.betas: write optimizer.betas instead"),
+        ({"kind": "adamw", "options": {"params": []}}, "options.params: AdamW has no such argument"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_made_is_told_when_the_configuration_is_read(config: dict[str, Any], message: str):
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"optimizer": {"lr": 0.1, **config}}, LearnerSettings)
+    [line] = str(caught.value).splitlines()
+    assert message in line and line.startswith("config: optimizer: ")
+
+
+def test_a_configuration_that_uses_nothing_new_keeps_its_identity():
+    before = {
+        "kind": "adamw", "lr": 0.1, "weight_decay": 0.0, "betas": [0.9, 0.999], "eps": 1e-8,
+        "warmup_steps": 0, "schedule": "constant", "max_grad_norm": 1.0,
+    }  # fmt: skip
+    assert identity(OptimizerConfig(lr=0.1)) == before
+    named = OptimizerConfig(kind="sgd", lr=0.1, options={"momentum": 0.9})
+    assert identity(named) == {**before, "kind": "sgd", "options": {"momentum": 0.9}}
 
 
 # Snapshots and faults

@@ -1,0 +1,44 @@
+"""One update around the loop: go on from its last snapshot, train to the end, file the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from rollout_core.algorithms.loop import Algorithm, LoopHooks, train
+from rollout_core.algorithms.state import TrainState
+from rollout_core.algorithms.workshop import Resumption, Workshop
+from rollout_core.config import LearnerSettings
+from rollout_core.records import Checkpoint
+
+
+def train_to_end(
+    algorithm: Algorithm[Any],
+    state: TrainState,
+    settings: LearnerSettings,
+    accelerator: Accelerator,
+    workshop: Workshop,
+    tokenizer_from: Path,
+    *,
+    total_steps: int | None = None,
+    figures: Mapping[str, float] | None = None,
+) -> Checkpoint:
+    """Train ``state`` by ``algorithm``, from the last snapshot of this update if there is one, and file the outcome.
+
+    ``state`` is that at the update's start, which may be at a later step than 0. ``total_steps`` as in `train`;
+    ``figures`` of the whole update go into each of its rows.
+    """
+    first_step = state.step
+    resumption = Resumption(workshop, algorithm.name, settings, tokenizer_from)
+    resumption.restore(state)
+    workshop.on_start(state.step - first_step, algorithm.num_steps - first_step)
+    hooks = LoopHooks(
+        on_step=lambda row: workshop.on_step({**row, "step": row["step"] - first_step}), on_snapshot=resumption.save
+    )
+    train(algorithm, state, settings, accelerator, total_steps=total_steps, hooks=hooks)
+    for row in state.metrics:
+        row.update(figures or {})
+    return resumption.finish(state)
