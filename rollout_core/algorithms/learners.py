@@ -54,7 +54,10 @@ def sft_update(
     check_sequence_length(trained, max(len(example.token_ids) for example in examples))
     state = TrainState(trained, build_optimizer(settings.optimizer, list(trained.parameters())), seed=workshop.seed)
     algorithm = SFT(Policy(trained), examples, settings, seed=workshop.seed, device=accelerator.device)
-    return train_to_end(algorithm, state, settings, accelerator, workshop, folder), report
+    checkpoint = train_to_end(
+        algorithm, state, settings, accelerator, workshop, folder, max_minutes=settings.budget.max_minutes
+    )
+    return checkpoint, report
 
 
 def ppo_update(

@@ -6,7 +6,9 @@ So a run is resumed by its step alone, and what a minibatch contains never depen
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -21,6 +23,7 @@ from rollout_core.devices import mixed_precision
 from rollout_core.errors import Fatal
 from rollout_core.optimizers import optimizer_class
 
+log = logging.getLogger(__name__)
 BatchT = TypeVar("BatchT")
 _OTHER_KERNELS = {"fused", "foreach", "differentiable"}
 """Arguments of Adam that choose its kernel."""
@@ -99,17 +102,26 @@ def train(
     accelerator: Accelerator,
     *,
     total_steps: int | None = None,
+    max_seconds: float | None = None,
     hooks: LoopHooks | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Run ``algorithm`` from ``state.step`` to its last step, changing ``state``.
 
-    ``total_steps`` is what the learning-rate schedule spans; default: the algorithm's own number of steps.
+    ``total_steps`` is what the learning-rate schedule spans; default: the algorithm's own number of steps. The step in
+    which ``state.seconds`` reach ``max_seconds`` is the last one.
     Raises Fatal when a loss or gradient is not finite; the state is then still that of the last good step.
     """
     hooks = hooks or LoopHooks()
     total_steps = total_steps or algorithm.num_steps
     parameters = [parameter for _, parameter in state.trained_parameters()]
-    while state.step < algorithm.num_steps:
+    started = clock() - state.seconds
+
+    def is_over() -> bool:
+        return state.step >= algorithm.num_steps or (max_seconds is not None and state.seconds >= max_seconds)
+
+    over = is_over()
+    while not over:
         step = state.step
         rate = learning_rate(settings.optimizer, step, total_steps)
         for group in state.optimizer.param_groups:
@@ -135,6 +147,8 @@ def train(
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
         state.step += 1
+        state.seconds = clock() - started
+        over = is_over()
 
         row |= {
             "step": state.step,
@@ -143,8 +157,10 @@ def train(
         }
         state.metrics.append(row)
         hooks.on_step(row)
-        if state.step % settings.snapshots.every_steps == 0 and state.step < algorithm.num_steps:
+        if state.step % settings.snapshots.every_steps == 0 and not over:
             hooks.on_snapshot(state)
+    if state.step < algorithm.num_steps:
+        log.info("%s: wall time is used up at step %d of %d", algorithm.name, state.step, algorithm.num_steps)
 
 
 class _Figures:

@@ -191,6 +191,13 @@ def pack_branches(documents: Sequence[Document]) -> PackedTokens:
     return pack(separate)
 
 
+def num_branch_tokens(document: Document) -> int:
+    """Tokens that `pack_branches` makes of a document."""
+    answers = sum(map(len, document.branches))
+    shared = len(document.prefix) >= SHARED_PREFIX_TOKENS
+    return len(document.prefix) * (1 if shared else len(document.branches)) + answers
+
+
 def unpacked_rows(layout: Layout) -> list[list[int]]:
     """Packed indices of every row as a whole sequence, its prefix included."""
     rows, start = [], 0

@@ -137,4 +137,5 @@ def _train(
     workshop: Workshop,
 ) -> Checkpoint:
     state = TrainState(trained, build_optimizer(settings.optimizer, list(trained.parameters())), seed=workshop.seed)
-    return train_to_end(algorithm, state, settings, accelerator, workshop, workshop.model(model))
+    folder, max_minutes = workshop.model(model), settings.budget.max_minutes
+    return train_to_end(algorithm, state, settings, accelerator, workshop, folder, max_minutes=max_minutes)

@@ -43,6 +43,8 @@ class TrainState:
     seed: int = 0
     """Of the run; with the step it seeds the generators of random and numpy that a saved state carries."""
     extras: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    """Wall time of the steps done, in all processes. No part of the files of a saved state."""
     metrics: list[dict[str, float]] = field(default_factory=list)
     """One row an optimizer step."""
 

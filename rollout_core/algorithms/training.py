@@ -24,12 +24,13 @@ def train_to_end(
     tokenizer_from: Path,
     *,
     total_steps: int | None = None,
+    max_minutes: float | None = None,
     figures: Mapping[str, float] | None = None,
 ) -> Checkpoint:
     """Train ``state`` by ``algorithm``, from the last snapshot of this update if there is one, and file the outcome.
 
-    ``state`` is that at the update's start, which may be at a later step than 0. ``total_steps`` as in `train`;
-    ``figures`` of the whole update go into each of its rows.
+    ``state`` is that at the update's start, which may be at a later step than 0. ``total_steps`` as in `train`,
+    ``max_minutes`` in a budget; ``figures`` of the whole update go into each of its rows.
     """
     first_step = state.step
     resumption = Resumption(workshop, algorithm.name, settings, tokenizer_from)
@@ -38,7 +39,8 @@ def train_to_end(
     hooks = LoopHooks(
         on_step=lambda row: workshop.on_step({**row, "step": row["step"] - first_step}), on_snapshot=resumption.save
     )
-    train(algorithm, state, settings, accelerator, total_steps=total_steps, hooks=hooks)
+    max_seconds = None if max_minutes is None else 60.0 * max_minutes
+    train(algorithm, state, settings, accelerator, total_steps=total_steps, max_seconds=max_seconds, hooks=hooks)
     for row in state.metrics:
         row.update(figures or {})
     return resumption.finish(state)

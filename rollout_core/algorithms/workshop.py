@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 FINISHED = "finished"
 """Label of an update's last snapshot, unless people give it a better one."""
+SECONDS = "training_seconds"
+"""Key of a snapshot's record; the snapshot itself does not depend on the clock."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +65,23 @@ class Resumption:
         with tempfile.TemporaryDirectory(prefix="rollout-restore-") as scratch:
             folder = Path(scratch) / "state"
             try:
-                self._snapshots.restore(snapshot_id, folder)
+                snapshot = self._snapshots.restore(snapshot_id, folder)
             except (CorruptObject, NotFound) as error:
                 log.warning("%s update starts over: its last snapshot cannot be read (%s)", self._algorithm, error)
                 return
             load_state(state, folder)
+            state.seconds = snapshot.meta.get(SECONDS, 0.0)
         log.info("%s update resumes at step %d from snapshot %s", self._algorithm, state.step, snapshot_id.short)
 
     def save(self, state: TrainState) -> None:
         """Make the current step resumable; when this returns, a kill loses nothing before it."""
         with _SavedState(state, self._tokenizer_from) as folder:
             snapshot = self._snapshots.save(
-                folder, run_id=self._workshop.run_id, step=state.step, algorithm=self._algorithm
+                folder,
+                run_id=self._workshop.run_id,
+                step=state.step,
+                algorithm=self._algorithm,
+                meta={SECONDS: round(state.seconds, 3)},
             )
         self._workshop.objects.set_ref(self._ref, snapshot.id)
         self._snapshots.prune(self._workshop.run_id, keep_last=self._settings.snapshots.keep_last)
@@ -87,7 +94,12 @@ class Resumption:
             metrics = objects.put_file(folder / METRICS_FILE)
             # Labelled, or a later update of the same run would prune what its own training goes on from.
             snapshot = self._snapshots.save(
-                folder, run_id=self._workshop.run_id, step=state.step, algorithm=self._algorithm, label=FINISHED
+                folder,
+                run_id=self._workshop.run_id,
+                step=state.step,
+                algorithm=self._algorithm,
+                label=FINISHED,
+                meta={SECONDS: round(state.seconds, 3)},
             )
         # Until the caller has filed this outcome, a retry finds the finished state here and need not train again.
         objects.set_ref(self._ref, snapshot.id)

@@ -61,9 +61,23 @@ class BudgetConfig(Settings):
     """When training ends: whichever limit comes first."""
 
     max_steps: int | None = Field(default=None, ge=1)
-    """Optimizer steps; default: as many as ``epochs`` gives."""
-    epochs: int = Field(default=1, ge=1)
-    """Passes over the data when max_steps is not given."""
+    """Optimizer steps."""
+    epochs: int | None = Field(default=None, ge=1)
+    """Passes over the data; default: 1 where neither max_steps nor max_tokens is given."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Computed tokens, as ``num_tokens`` counts them; the step that reaches them is the last."""
+    max_minutes: float | None = Field(default=None, gt=0)
+    """Wall time of training, that of earlier processes of the run included. It only cuts short what the other limits
+    give, which is what a schedule spans."""
+
+    def cache_identity(self) -> Any:
+        named: dict[str, Any] = {"max_steps": self.max_steps, "epochs": self.epochs or 1}
+        named |= {
+            name: getattr(self, name) for name in ("max_tokens", "max_minutes") if getattr(self, name) is not None
+        }
+        if self.epochs is not None and (self.max_steps or self.max_tokens):
+            named["also_epochs"] = True
+        return named
 
 
 class JsonlDataset(Settings):

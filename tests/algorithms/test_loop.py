@@ -107,6 +107,24 @@ def test_a_schedule_may_span_more_steps_than_this_update():
     assert [row["learning_rate"] for row in state.metrics] == pytest.approx([0.4, 0.3])
 
 
+def test_wall_time_cuts_training_short_and_changes_no_step_before():
+    """Each step takes 10 s by this clock; what earlier processes used counts."""
+    whole_algorithm, whole = start(num_steps=5)
+    run(whole_algorithm, whole, settings(schedule="linear"))
+    algorithm, state = start(num_steps=5)
+    ticks = iter(range(0, 1000, 10))
+    taken: list[int] = []
+    hooks = LoopHooks(on_snapshot=lambda at: taken.append(at.step))
+    options = {"max_seconds": 35.0, "clock": lambda: next(ticks), "hooks": hooks}
+    run(algorithm, state, settings(schedule="linear"), **options)
+    assert (state.step, state.seconds, taken) == (4, 40.0, [2]), "the last step gets no snapshot of its own"
+    assert state.metrics == whole.metrics[:4]
+    run(algorithm, state, settings(schedule="linear"), **options)
+    assert state.step == 4, "the time is used up"
+    run(algorithm, state, settings(schedule="linear"), **options | {"max_seconds": 50.0})
+    assert state.step == 5 and weights(state) == weights(whole) and state.metrics == whole.metrics
+
+
 # Steps
 
 
