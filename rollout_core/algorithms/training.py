@@ -8,6 +8,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from rollout_core.algorithms.checkpointing import checkpoint_layers
 from rollout_core.algorithms.loop import Algorithm, LoopHooks, train
 from rollout_core.algorithms.state import TrainState
 from rollout_core.algorithms.workshop import Resumption, Workshop
@@ -33,6 +34,8 @@ def train_to_end(
     ``max_minutes`` in a budget; ``figures`` of the whole update go into each of its rows.
     """
     first_step = state.step
+    if settings.gradient_checkpointing:
+        checkpoint_layers(state.model, *state.modules.values())
     resumption = Resumption(workshop, algorithm.name, settings, tokenizer_from)
     resumption.restore(state)
     workshop.on_start(state.step - first_step, algorithm.num_steps - first_step)

@@ -126,10 +126,15 @@ class LearnerSettings(Settings):
     """Minibatches in one optimizer step."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """``auto``: bfloat16 autocast where the GPU has it, else float32."""
+    gradient_checkpointing: bool = False
+    """Keep only the input of each layer and compute the rest again in the backward pass: less memory, more time, the
+    same gradients."""
     snapshots: SnapshotPolicy = SnapshotPolicy()
 
     def cache_identity(self) -> Any:
-        return {**super().cache_identity(), "precision": [probe_device(), mixed_precision(self.precision)]}
+        named = super().cache_identity()
+        del named["gradient_checkpointing"]
+        return {**named, "precision": [probe_device(), mixed_precision(self.precision)]}
 
 
 class SFTSettings(LearnerSettings):

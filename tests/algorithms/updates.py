@@ -74,14 +74,15 @@ PPO_SETTINGS = PPOSettings(
 )
 
 
-def ppo(place: Workshop, model: Path) -> Checkpoint:
+def ppo(place: Workshop, model: Path, **changes: Any) -> Checkpoint:
     """Two iterations of three epochs of two steps; the second goes on from the state of the first."""
     start = place.objects.put_tree(model)
     policy, train_state, checkpoint = start, None, None
     for iteration in (1, 2):
         scores, samples = scored_completions(place.objects, seed=iteration)
         own = replace(place, key=hash_bytes(b"iteration %d" % iteration), seed=iteration)
-        checkpoint = ppo_update(policy, train_state, start, scores, samples, PPO_SETTINGS, own)
+        settings = PPO_SETTINGS.model_copy(update=changes)
+        checkpoint = ppo_update(policy, train_state, start, scores, samples, settings, own)
         policy, train_state = checkpoint.model, checkpoint.train_state
     assert checkpoint is not None
     return checkpoint
