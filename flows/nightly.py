@@ -19,7 +19,7 @@ from rollout_core.records import Checkpoint, EvalReport
 from rollout_core.rewards import source_id
 from tasks import artifacts, places
 from tasks.journal import Journal
-from tasks.keep import import_model, import_prompts, import_reward, import_sft, promote, snapshot
+from tasks.keep import import_held_out, import_model, import_prompts, import_reward, import_sft, promote, snapshot
 from tasks.learn import sft_update
 from tasks.places import connections, working_folder
 from tasks.prompts import enqueue_prompts
@@ -67,7 +67,15 @@ def _nightly(config: NightlyConfig, journal: Journal) -> dict[str, Any]:
 
     before = held_out_reward(model, "before")
 
-    tuned = sft_update(model, rows.data, config.sft, seed=config.seed, num_threads=config.num_threads, label="nightly")
+    tuned = sft_update(
+        model,
+        rows.data,
+        config.sft,
+        seed=config.seed,
+        num_threads=config.num_threads,
+        held_out=import_held_out(config.sft.evaluation, import_sft),
+        label="nightly",
+    )
     snapshot(tuned, f"{config.run.name}/sft", label="after SFT")
     after_sft = held_out_reward(tuned.model, "after SFT")
 

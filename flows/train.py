@@ -23,7 +23,7 @@ from rollout_core.records import Checkpoint, Scores
 from rollout_core.rewards import RewardSpec, source_id
 from tasks.generate import batch_inference
 from tasks.journal import Journal
-from tasks.keep import import_model, import_prompts, import_reward, import_sft, snapshot
+from tasks.keep import import_held_out, import_model, import_prompts, import_reward, import_sft, snapshot
 from tasks.learn import grpo_update, ppo_update, sft_update
 from tasks.places import connections, working_folder
 from tasks.prompts import enqueue_prompts
@@ -90,7 +90,9 @@ def train_sft(config: TrainSFTConfig) -> dict[str, Any]:
         settings = config.algorithm
         model = import_model(settings.base_model)
         dataset = import_sft(settings.dataset.path)
-        checkpoint = sft_update(model.model, dataset.data, settings, seed=config.seed, num_threads=config.num_threads)
+        held_out = import_held_out(settings.evaluation, import_sft)
+        options = {"seed": config.seed, "num_threads": config.num_threads, "held_out": held_out}
+        checkpoint = sft_update(model.model, dataset.data, settings, **options)
         snapshot(checkpoint, f"{config.run.name}/sft")
         return checkpoint.model_dump(mode="json")
 

@@ -119,6 +119,9 @@ class Plan:
         self.sequence_length(what, settings.packing)
         if rows is not None and self.tokenizer is not None:
             self.check(f"{what}.dataset.path", lambda: self._sft_targets(rows, settings))
+        if settings.evaluation is not None:
+            held_out = self.rows(f"{what}.evaluation.dataset.path", settings.evaluation.dataset, parse_sft)
+            self.facts["held-out rows"] = len(held_out or ())
 
     def _sft_targets(self, rows: Sequence[SftRow], settings: SFTSettings) -> None:
         from rollout_core.algorithms.data import tokenize_sft

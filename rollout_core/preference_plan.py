@@ -63,6 +63,11 @@ def _plan(
             report = tokenized[1]
             named = {name.removeprefix("num_"): value for name, value in vars(report).items() if value is not None}
             plan.facts |= {name.replace("_", " "): value for name, value in named.items()}
+    if settings.evaluation is not None:
+        held_out = plan.rows("algorithm.evaluation.dataset.path", settings.evaluation.dataset, parse)
+        if held_out is not None and plan.tokenizer is not None:
+            plan.check("algorithm.evaluation.dataset.path", lambda: tokenize(plan.tokenizer, held_out))
+            plan.facts["held-out rows"] = len(held_out)
     return plan.done()
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
-from rollout_core.config import ModelSource, PromotionConfig
+from rollout_core.config import HeldOutRows, ModelSource, PromotionConfig
 from rollout_core.datasets import parse_prompts, parse_sft, to_jsonl
 from rollout_core.errors import ConfigError
 from rollout_core.ids import ContentId
@@ -57,6 +58,11 @@ def import_pairs(path: str) -> Dataset:
 def import_judged(path: str) -> Dataset:
     """File judged answers in the object store in canonical form."""
     return _import(current_stage().objects, path, parse_judged)
+
+
+def import_held_out(evaluation: HeldOutRows | None, import_rows: Callable[[str], Dataset]) -> ContentId | None:
+    """File the rows of an evaluation during training, if there is one, in the form of the training rows."""
+    return None if evaluation is None else import_rows(evaluation.dataset.path).data
 
 
 def import_reward(spec: RewardSpec) -> RewardSpec:

@@ -24,7 +24,7 @@ from tasks import artifacts, places
 from tasks.stage import StageRun, current_stage, stage, stage_logger
 
 
-@stage(version=2, concurrency="learner")
+@stage(version=2, concurrency="learner", optional=("held_out",))
 def sft_update(
     model: ContentId,
     dataset: ContentId,
@@ -32,21 +32,22 @@ def sft_update(
     *,
     seed: int,
     num_threads: int | None = None,
+    held_out: ContentId | None = None,
     label: str = "",
 ) -> Checkpoint:
     """Fine-tune a model on prompt/completion or chat rows; resumes from its last snapshot."""
     run = current_stage()
     with _workshop(run, seed, num_threads, "SFT") as workshop:
-        checkpoint, report = learners.sft_update(model, dataset, settings, workshop)
+        checkpoint, report = learners.sft_update(model, dataset, settings, workshop, held_out=held_out)
     rows = [{"figure": name.replace("_", " "), "value": value} for name, value in vars(report).items()]
     artifacts.table("sft-data", rows, "What became of the training rows")
     losses = [row["loss"] for row in _metrics(run, checkpoint)]
     artifacts.curve("sft-loss", losses, title=f"SFT loss {label}".strip(), x_label="step", y_label="loss")
-    _show(checkpoint, {"model": model, "dataset": dataset}, f"SFT checkpoint {label}".strip())
+    _show(checkpoint, {"model": model, "dataset": dataset, "held out": held_out}, f"SFT checkpoint {label}".strip())
     return checkpoint
 
 
-@stage(version=1, concurrency="learner")
+@stage(version=1, concurrency="learner", optional=("held_out",))
 def rm_update(
     model: ContentId,
     dataset: ContentId,
@@ -54,17 +55,18 @@ def rm_update(
     *,
     seed: int,
     num_threads: int | None = None,
+    held_out: ContentId | None = None,
     label: str = "",
 ) -> Checkpoint:
     """Train a reward model on pairs; resumes from its last snapshot."""
     run = current_stage()
     with _workshop(run, seed, num_threads, "reward model") as workshop:
-        checkpoint, report = preference_learners.rm_update(model, dataset, settings, workshop)
-    _show_preferences(run, "rm", checkpoint, report, {"model": model, "dataset": dataset}, label)
+        checkpoint, report = preference_learners.rm_update(model, dataset, settings, workshop, held_out=held_out)
+    _show_preferences(run, "rm", checkpoint, report, {"model": model, "dataset": dataset, "held out": held_out}, label)
     return checkpoint
 
 
-@stage(version=1, concurrency="learner")
+@stage(version=1, concurrency="learner", optional=("held_out",))
 def dpo_update(
     model: ContentId,
     reference: ContentId,
@@ -73,18 +75,21 @@ def dpo_update(
     *,
     seed: int,
     num_threads: int | None = None,
+    held_out: ContentId | None = None,
     label: str = "",
 ) -> Checkpoint:
     """DPO or IPO of a model on pairs; resumes from its last snapshot."""
     run = current_stage()
     with _workshop(run, seed, num_threads, settings.kind.upper()) as workshop:
-        checkpoint, report = preference_learners.dpo_update(model, reference, dataset, settings, workshop)
-    made_from = {"model": model, "reference": reference, "dataset": dataset}
+        checkpoint, report = preference_learners.dpo_update(
+            model, reference, dataset, settings, workshop, held_out=held_out
+        )
+    made_from = {"model": model, "reference": reference, "dataset": dataset, "held out": held_out}
     _show_preferences(run, settings.kind, checkpoint, report, made_from, label)
     return checkpoint
 
 
-@stage(version=1, concurrency="learner")
+@stage(version=1, concurrency="learner", optional=("held_out",))
 def kto_update(
     model: ContentId,
     reference: ContentId,
@@ -93,13 +98,16 @@ def kto_update(
     *,
     seed: int,
     num_threads: int | None = None,
+    held_out: ContentId | None = None,
     label: str = "",
 ) -> Checkpoint:
     """KTO of a model on judged answers; resumes from its last snapshot."""
     run = current_stage()
     with _workshop(run, seed, num_threads, "KTO") as workshop:
-        checkpoint, report = preference_learners.kto_update(model, reference, dataset, settings, workshop)
-    made_from = {"model": model, "reference": reference, "dataset": dataset}
+        checkpoint, report = preference_learners.kto_update(
+            model, reference, dataset, settings, workshop, held_out=held_out
+        )
+    made_from = {"model": model, "reference": reference, "dataset": dataset, "held out": held_out}
     _show_preferences(run, settings.kind, checkpoint, report, made_from, label)
     return checkpoint
 

@@ -74,9 +74,10 @@ class KTO:
         self._seed = seed
         self._device = device
         self._kl: tuple[Sequence[JudgedBatch], Tensor] | None = None
+        self.num_items = len(items)
         self.num_steps = num_steps(
             settings,
-            len(items),
+            self.num_items,
             seed=seed,
             item_tokens=lambda item: len(items[item].prompt) + len(items[item].completion),
         )

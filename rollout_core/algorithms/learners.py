@@ -16,7 +16,8 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from rollout_core.algorithms.data import DataReport, tokenize_sft
+from rollout_core.algorithms.data import DataReport, Example, tokenize_sft
+from rollout_core.algorithms.evaluation import evaluation_of
 from rollout_core.algorithms.experience import Trajectory, build_batch, steps_per_iteration
 from rollout_core.algorithms.grpo import GRPO, compare_groups
 from rollout_core.algorithms.loop import build_accelerator, build_optimizer
@@ -41,21 +42,45 @@ VALUES = "value_function"  # "values" is a method of ModuleDict
 
 
 def sft_update(
-    model: ContentId, dataset: ContentId, settings: SFTSettings, workshop: Workshop
+    model: ContentId,
+    dataset: ContentId,
+    settings: SFTSettings,
+    workshop: Workshop,
+    *,
+    held_out: ContentId | None = None,
 ) -> tuple[Checkpoint, DataReport]:
-    """Fine-tune ``model`` on the rows of ``dataset``. Raises ConfigError when rows and tokenizer do not fit."""
+    """Fine-tune ``model`` on the rows of ``dataset``, and look at those ``held_out`` as ``settings.evaluation`` says.
+
+    Raises ConfigError when rows and tokenizer do not fit.
+    """
     folder = workshop.model(model)
     tokenizer = load_tokenizer(folder)
-    rows = parse_sft(workshop.objects.get_bytes(dataset), name=f"dataset {dataset.short}")
-    examples, report = tokenize_sft(tokenizer, rows, loss_on=settings.loss_on, max_seq_len=settings.packing.max_seq_len)
+
+    def read(rows_id: ContentId) -> tuple[list[Example], DataReport]:
+        rows = parse_sft(workshop.objects.get_bytes(rows_id), name=f"dataset {rows_id.short}")
+        return tokenize_sft(tokenizer, rows, loss_on=settings.loss_on, max_seq_len=settings.packing.max_seq_len)
+
+    examples, report = read(dataset)
+    held_out_examples = [] if held_out is None else read(held_out)[0]
     seed_everything(workshop.seed, num_threads=workshop.num_threads)
     accelerator = build_accelerator(settings.precision)
     trained = load_policy(folder).to(accelerator.device).train()
-    check_sequence_length(trained, max(len(example.token_ids) for example in examples))
+    check_sequence_length(trained, max(len(example.token_ids) for example in (*examples, *held_out_examples)))
+    policy = Policy(trained)
+
+    def algorithm(rows: list[Example]) -> SFT:
+        return SFT(policy, rows, settings, seed=workshop.seed, device=accelerator.device)
+
     state = TrainState(trained, build_optimizer(settings.optimizer, list(trained.parameters())), seed=workshop.seed)
-    algorithm = SFT(Policy(trained), examples, settings, seed=workshop.seed, device=accelerator.device)
     checkpoint = train_to_end(
-        algorithm, state, settings, accelerator, workshop, folder, max_minutes=settings.budget.max_minutes
+        algorithm(examples),
+        state,
+        settings,
+        accelerator,
+        workshop,
+        folder,
+        max_minutes=settings.budget.max_minutes,
+        evaluation=evaluation_of(algorithm(held_out_examples) if held_out else None, settings, accelerator),
     )
     return checkpoint, report
 

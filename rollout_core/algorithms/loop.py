@@ -63,6 +63,8 @@ class Algorithm(Protocol, Generic[BatchT]):
 class LoopHooks:
     """What surrounds training. All are optional."""
 
+    evaluate: Callable[[TrainState, bool], dict[str, float]] = lambda state, is_last: {}
+    """After each optimizer step; gives further figures for its row. Told whether the step was the last."""
     on_step: Callable[[dict[str, float]], None] = lambda row: None
     """After each optimizer step, with its row of figures."""
     on_snapshot: Callable[[TrainState], None] = lambda state: None
@@ -128,7 +130,7 @@ def train(
             group["lr"] = rate
 
         batches = algorithm.minibatches(step)
-        figures = _Figures()
+        figures = StepFigures()
         for batch in batches:
             with accelerator.autocast():
                 result = algorithm.loss(batch, batches)
@@ -136,7 +138,7 @@ def train(
             figures.add(result)
 
         grad_norm = accelerator.clip_grad_norm_(parameters, settings.optimizer.max_grad_norm)
-        row = figures.row(grad_norm=float(grad_norm if grad_norm is not None else math.nan))  # pyright: ignore[reportArgumentType]
+        row = figures.row() | {"grad_norm": float(grad_norm if grad_norm is not None else math.nan)}  # pyright: ignore[reportArgumentType]
         if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
             state.optimizer.zero_grad(set_to_none=True)
             hooks.on_snapshot(state)
@@ -155,6 +157,7 @@ def train(
             "learning_rate": rate,
             "num_tokens": sum(algorithm.num_tokens(batch) for batch in batches),
         }
+        row |= hooks.evaluate(state, over)
         state.metrics.append(row)
         hooks.on_step(row)
         if state.step % settings.snapshots.every_steps == 0 and not over:
@@ -163,7 +166,7 @@ def train(
         log.info("%s: wall time is used up at step %d of %d", algorithm.name, state.step, algorithm.num_steps)
 
 
-class _Figures:
+class StepFigures:
     """Sums a step's figures on the device and reads them once."""
 
     def __init__(self) -> None:
@@ -172,15 +175,17 @@ class _Figures:
         self._weights: dict[str, float] = {}
 
     def add(self, result: MinibatchLoss) -> None:
+        """Those of one minibatch."""
         self._loss = self._loss + result.loss.detach()
         for name, (value, weight) in result.metrics.items():
             value = value.detach() if isinstance(value, Tensor) else value
             self._sums[name] = self._sums.get(name, 0.0) + value * weight
             self._weights[name] = self._weights.get(name, 0.0) + weight
 
-    def row(self, *, grad_norm: float) -> dict[str, float]:
+    def row(self) -> dict[str, float]:
+        """The loss, and the weighted mean of every other figure."""
         means = {
             name: float(total) / self._weights[name] if self._weights[name] else 0.0
             for name, total in self._sums.items()
         }
-        return {"loss": float(self._loss), "grad_norm": grad_norm, **means}
+        return {"loss": float(self._loss), **means}

@@ -57,8 +57,9 @@ class DPO:
         self._settings = settings
         self._seed = seed
         self._device = device
+        self.num_items = len(pairs)
         self.num_steps = num_steps(
-            settings, len(pairs), seed=seed, item_tokens=lambda item: num_branch_tokens(self._documents[item])
+            settings, self.num_items, seed=seed, item_tokens=lambda item: num_branch_tokens(self._documents[item])
         )
 
     def minibatches(self, step: int) -> list[PairBatch]:

@@ -31,18 +31,20 @@ class SFT:
         self._settings = settings
         self._seed = seed
         self._device = device
+        self.num_items = len(examples)
         self.num_steps = num_steps(
-            settings, len(examples), seed=seed, item_tokens=lambda item: len(examples[item].token_ids)
+            settings, self.num_items, seed=seed, item_tokens=lambda item: len(examples[item].token_ids)
         )
 
     def minibatches(self, step: int) -> list[PackedTokens]:
         size, count = self._settings.minibatch_size, self._settings.gradient_accumulation
         positions = positions_at(step, num_items=len(self._examples), per_step=size * count, seed=self._seed)
-        documents = [
-            Document(self._examples[position].token_ids, trained=self._examples[position].trained)
-            for position in positions
-        ]
-        return [pack(documents[start : start + size]) for start in range(0, len(documents), size)]
+        return [self.minibatch(positions[start : start + size]) for start in range(0, len(positions), size)]
+
+    def minibatch(self, positions: Sequence[int]) -> PackedTokens:
+        """The examples at ``positions``."""
+        examples = [self._examples[position] for position in positions]
+        return pack([Document(example.token_ids, trained=example.trained) for example in examples])
 
     def loss(self, batch: PackedTokens, step_batches: Sequence[PackedTokens]) -> MinibatchLoss:
         num_items = sum(other.num_targets for other in step_batches)

@@ -9,6 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from rollout_core.algorithms.checkpointing import checkpoint_layers
+from rollout_core.algorithms.evaluation import Evaluation
 from rollout_core.algorithms.loop import Algorithm, LoopHooks, train
 from rollout_core.algorithms.state import TrainState
 from rollout_core.algorithms.workshop import Resumption, Workshop
@@ -26,6 +27,7 @@ def train_to_end(
     *,
     total_steps: int | None = None,
     max_minutes: float | None = None,
+    evaluation: Evaluation[Any] | None = None,
     figures: Mapping[str, float] | None = None,
 ) -> Checkpoint:
     """Train ``state`` by ``algorithm``, from the last snapshot of this update if there is one, and file the outcome.
@@ -40,7 +42,9 @@ def train_to_end(
     resumption.restore(state)
     workshop.on_start(state.step - first_step, algorithm.num_steps - first_step)
     hooks = LoopHooks(
-        on_step=lambda row: workshop.on_step({**row, "step": row["step"] - first_step}), on_snapshot=resumption.save
+        evaluate=evaluation.after_step if evaluation is not None else lambda state, is_last: {},
+        on_step=lambda row: workshop.on_step({**row, "step": row["step"] - first_step}),
+        on_snapshot=resumption.save,
     )
     max_seconds = None if max_minutes is None else 60.0 * max_minutes
     train(algorithm, state, settings, accelerator, total_steps=total_steps, max_seconds=max_seconds, hooks=hooks)

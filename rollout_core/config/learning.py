@@ -110,6 +110,15 @@ class SnapshotPolicy(Settings):
         return None
 
 
+class HeldOutRows(Settings):
+    """Rows that are not trained, whose loss is looked at after the last step and perhaps between."""
+
+    dataset: JsonlDataset
+    """In the form of the training rows."""
+    every_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps between evaluations; default: only after the last."""
+
+
 class LossOn(Settings):
     """Which tokens are trained."""
 
@@ -140,11 +149,14 @@ class LearnerSettings(Settings):
 class SFTSettings(LearnerSettings):
     """Supervised fine-tuning."""
 
+    identity_without_default = frozenset({"evaluation"})
+
     dataset: JsonlDataset
     """Rows ``{prompt, completion}`` or ``{messages: [...]}``."""
     packing: Padded = Padded()
     loss_on: LossOn = LossOn()
     budget: BudgetConfig = BudgetConfig()
+    evaluation: HeldOutRows | None = None
 
 
 class AdaptiveKL(Settings):

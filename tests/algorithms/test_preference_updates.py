@@ -53,10 +53,10 @@ def lines(rows) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
-def data(kind: str) -> bytes:
+def data(kind: str, *, count: int = 24, seed: int = 3) -> bytes:
     from make_tiny import make_judged, make_pairs, make_problems
 
-    problems = make_problems(24, random.Random(3))
+    problems = make_problems(count, random.Random(seed))
     if kind == "kto":
         return to_jsonl(parse_judged(lines(make_judged(problems, random.Random(4))), "judged"))
     return to_jsonl(parse_pairs(lines(make_pairs(problems, random.Random(4))), "pairs"))
@@ -68,16 +68,16 @@ def workshop(folder: Path, **changes) -> Workshop:
     return Workshop(objects=objects, cache=folder / "cache", **fields)
 
 
-def update(kind: str, folder: Path, place: Workshop, **changes) -> Checkpoint:
+def update(kind: str, folder: Path, place: Workshop, held_out: ContentId | None = None, **changes) -> Checkpoint:
     model = place.objects.put_tree(folder)
     dataset = place.objects.put_bytes(data(kind))
     settings = {**COMMON, **changes}
     if kind == "rm":
-        return rm_update(model, dataset, RewardModelSettings.model_validate(settings), place)[0]
+        return rm_update(model, dataset, RewardModelSettings.model_validate(settings), place, held_out=held_out)[0]
     if kind == "kto":
-        return kto_update(model, model, dataset, KTOSettings.model_validate(settings), place)[0]
+        return kto_update(model, model, dataset, KTOSettings.model_validate(settings), place, held_out=held_out)[0]
     kinds = {"dpo": DPOSettings, "ipo": IPOSettings}
-    return dpo_update(model, model, dataset, kinds[kind].model_validate(settings), place)[0]
+    return dpo_update(model, model, dataset, kinds[kind].model_validate(settings), place, held_out=held_out)[0]
 
 
 def rows_of(checkpoint: Checkpoint, objects: ObjectStore) -> list[dict[str, float]]:

@@ -49,11 +49,14 @@ def sft_settings(**changes: Any) -> SFTSettings:
     ).model_copy(update=changes)
 
 
+def sft_rows(count: int, *, first: int = 0) -> list[SftRow]:
+    return [SftRow(prompt=f"sort {n} 1 =", completion=f" 1 {n}") for n in range(first, first + count)]
+
+
 def sft(place: Workshop, model: Path, **optimizer: Any) -> Checkpoint:
     """Six steps on 20 rows, so that the third step goes around the end of the data."""
-    rows = [SftRow(prompt=f"sort {n} 1 =", completion=f" 1 {n}") for n in range(20)]
     settings = sft_settings(optimizer=OptimizerConfig(**{"lr": 1e-3, "schedule": "cosine", **optimizer}))
-    dataset = place.objects.put_bytes(to_jsonl(rows))
+    dataset = place.objects.put_bytes(to_jsonl(sft_rows(20)))
     return sft_update(place.objects.put_tree(model), dataset, settings, place)[0]
 
 

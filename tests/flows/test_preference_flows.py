@@ -41,6 +41,7 @@ def example(kind: str, tiny_model: Path, files: dict[str, Path], **changes):
         "algorithm.dataset.path": str(files["judged" if kind == "kto" else "pairs"]),
         "algorithm.budget.max_steps": 12,
         "algorithm.optimizer.lr": 1e-3,
+        "algorithm.evaluation.dataset.path": str(files["judged" if kind == "kto" else "pairs"]),
         "num_threads": 1,
         **changes,
     }
@@ -59,6 +60,7 @@ def test_the_example_trains_and_a_second_run_is_cached(kind, tiny_model, prefere
     config = example(kind, tiny_model, preference_data)
     flow = getattr(preference, f"train_{kind}")
     result = flow(config)
+    assert "eval_loss" in result["summary"]
     rows = [json.loads(line) for line in objects().get_bytes(result["metrics"]).splitlines()]
     assert result["step"] == len(rows) == 12 and result["algorithm"] == kind
     assert sum(row["loss"] for row in rows[-4:]) < sum(row["loss"] for row in rows[:4])
@@ -122,6 +124,7 @@ def test_dry_run_says_what_the_data_gives(kind, tiny_model, preference_data):
         ("rm", {"algorithm.head": "linear"}, r"algorithm\.head: .*got 'linear'"),
         ("dpo", {"algorithm.packing.max_seq_len": 9999}, r"max_seq_len: 9999 tokens, but the model has 256 positions"),
         ("dpo", {"algorithm.dataset.path": "none.jsonl"}, r"dataset\.path: dataset 'none\.jsonl' cannot be read"),
+        ("rm", {"algorithm.evaluation.dataset.path": "none"}, r"evaluation\.dataset\.path: dataset 'none' cannot be"),
         ("dpo", {"algorithm.reference": {"uri": "nowhere/at/all"}}, r"algorithm\.reference: model folder"),
     ],
 )
