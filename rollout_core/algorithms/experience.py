@@ -222,6 +222,9 @@ class OnPolicyUpdate:
     def num_tokens(self, batch: PolicyBatch) -> int:
         return batch.num_tokens
 
+    def sequences(self, batch: PolicyBatch) -> list[list[int]]:
+        return [[*prompt, *rest] for prompt, rest in zip(batch.prompts, batch.completions, strict=True)]
+
 
 def steps_per_epoch(settings: OnPolicySettings, num_trajectories: int) -> int:
     """Optimizer steps of one pass over an iteration's trajectories."""

@@ -150,3 +150,6 @@ class KTO:
 
     def num_tokens(self, batch: JudgedBatch) -> int:
         return batch.tokens.num_tokens
+
+    def sequences(self, batch: JudgedBatch) -> list[list[int]]:
+        return [*batch.tokens.sequences(), *batch.mismatched.sequences()]

@@ -21,6 +21,7 @@ from rollout_core.algorithms.state import TrainState
 from rollout_core.config import LearnerSettings, OptimizerConfig
 from rollout_core.devices import mixed_precision
 from rollout_core.errors import Fatal
+from rollout_core.ids import ContentId, canonical_json, hash_bytes
 from rollout_core.optimizers import optimizer_class
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,10 @@ class Algorithm(Protocol, Generic[BatchT]):
         """Real tokens of a minibatch."""
         ...
 
+    def sequences(self, batch: BatchT) -> list[list[int]]:
+        """Token ids of a minibatch, for people to look at."""
+        ...
+
 
 @dataclass(frozen=True)
 class LoopHooks:
@@ -68,7 +73,11 @@ class LoopHooks:
     on_step: Callable[[dict[str, float]], None] = lambda row: None
     """After each optimizer step, with its row of figures."""
     on_snapshot: Callable[[TrainState], None] = lambda state: None
-    """Every ``snapshots.every_steps`` steps, not after the last; and when a step fails, with the state before it."""
+    """Every ``snapshots.every_steps`` steps, not after the last."""
+    on_failure: Callable[[TrainState], None] = lambda state: None
+    """When a step is not finite, with the state before it."""
+    keep_batch: Callable[[list[list[int]]], ContentId] = lambda sequences: hash_bytes(canonical_json(sequences))
+    """Then also with the token ids of each minibatch; gives the content id by which they can be looked at."""
 
 
 def build_accelerator(precision: str) -> Accelerator:
@@ -141,10 +150,12 @@ def train(
         row = figures.row() | {"grad_norm": float(grad_norm if grad_norm is not None else math.nan)}  # pyright: ignore[reportArgumentType]
         if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
             state.optimizer.zero_grad(set_to_none=True)
-            hooks.on_snapshot(state)
+            hooks.on_failure(state)
+            kept = ", ".join(hooks.keep_batch(algorithm.sequences(batch)) for batch in batches)
             raise Fatal(
                 f"{algorithm.name} step {step + 1}: loss {row['loss']}, gradient norm {row['grad_norm']}; both must be "
-                "finite. The last snapshot is from before this step; lower optimizer.lr or look at the step's data"
+                "finite. The last snapshot is from before this step; lower optimizer.lr or look at the token ids of "
+                f"its minibatches, JSON in the object store: {kept}"
             )
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)

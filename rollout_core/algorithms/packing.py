@@ -97,6 +97,10 @@ class PackedTokens:
         """[R] int64: targets of each row."""
         return torch.bincount(self.rows, minlength=self.num_rows)
 
+    def sequences(self) -> list[list[int]]:
+        """Token ids of every row, its prefix included."""
+        return [self.input_ids[row].tolist() for row in unpacked_rows(self.layout)]
+
     def to(self, device: torch.device) -> PackedTokens:
         """The same on another device."""
         if self.input_ids.device == device:

@@ -102,3 +102,6 @@ class DPO:
 
     def num_tokens(self, batch: PairBatch) -> int:
         return batch.tokens.num_tokens
+
+    def sequences(self, batch: PairBatch) -> list[list[int]]:
+        return batch.tokens.sequences()

@@ -100,6 +100,9 @@ class BradleyTerry:
     def num_tokens(self, batch: ScoredPairs) -> int:
         return batch.tokens.num_tokens
 
+    def sequences(self, batch: ScoredPairs) -> list[list[int]]:
+        return batch.tokens.sequences()
+
 
 def _shared_document(pair: Pair) -> Document:
     """Both sequences with all tokens they begin with as one prefix: no token is a target, so any may be shared."""

@@ -55,3 +55,6 @@ class SFT:
 
     def num_tokens(self, batch: PackedTokens) -> int:
         return batch.num_tokens
+
+    def sequences(self, batch: PackedTokens) -> list[list[int]]:
+        return batch.sequences()

@@ -11,8 +11,9 @@ from accelerate import Accelerator
 from rollout_core.algorithms.checkpointing import checkpoint_layers
 from rollout_core.algorithms.evaluation import Evaluation
 from rollout_core.algorithms.loop import Algorithm, LoopHooks, train
+from rollout_core.algorithms.resumption import Resumption
 from rollout_core.algorithms.state import TrainState
-from rollout_core.algorithms.workshop import Resumption, Workshop
+from rollout_core.algorithms.workshop import Workshop
 from rollout_core.config import LearnerSettings
 from rollout_core.records import Checkpoint
 
@@ -38,16 +39,24 @@ def train_to_end(
     first_step = state.step
     if settings.gradient_checkpointing:
         checkpoint_layers(state.model, *state.modules.values())
-    resumption = Resumption(workshop, algorithm.name, settings, tokenizer_from)
-    resumption.restore(state)
-    workshop.on_start(state.step - first_step, algorithm.num_steps - first_step)
-    hooks = LoopHooks(
-        evaluate=evaluation.after_step if evaluation is not None else lambda state, is_last: {},
-        on_step=lambda row: workshop.on_step({**row, "step": row["step"] - first_step}),
-        on_snapshot=resumption.save,
-    )
     max_seconds = None if max_minutes is None else 60.0 * max_minutes
-    train(algorithm, state, settings, accelerator, total_steps=total_steps, max_seconds=max_seconds, hooks=hooks)
-    for row in state.metrics:
-        row.update(figures or {})
-    return resumption.finish(state)
+    with Resumption(workshop, algorithm.name, settings, tokenizer_from) as resumption:
+        resumption.restore(state)
+        workshop.on_start(state.step - first_step, algorithm.num_steps - first_step)
+
+        def on_step(row: dict[str, float]) -> None:
+            if state.step < algorithm.num_steps:
+                resumption.after_step(state)
+            workshop.on_step({**row, "step": row["step"] - first_step})
+
+        hooks = LoopHooks(
+            evaluate=evaluation.after_step if evaluation is not None else lambda state, is_last: {},
+            on_step=on_step,
+            on_snapshot=resumption.save,
+            on_failure=resumption.save_now,
+            keep_batch=workshop.objects.put_json,
+        )
+        train(algorithm, state, settings, accelerator, total_steps=total_steps, max_seconds=max_seconds, hooks=hooks)
+        for row in state.metrics:
+            row.update(figures or {})
+        return resumption.finish(state)

@@ -99,12 +99,15 @@ class Padded(Settings):
 
 
 class SnapshotPolicy(Settings):
-    """When training is made resumable. Changes speed only."""
+    """When training is made resumable, and which snapshots stay. Changes speed only."""
 
     every_steps: int = Field(default=100, ge=1)
-    """Optimizer steps between train-state snapshots."""
+    """Optimizer steps between train-state snapshots. They are written beside training: one that falls due while
+    another is being written is taken as soon as that is done."""
     keep_last: int = Field(default=3, ge=1)
-    """Older unlabelled snapshots of the run are dropped from the list."""
+    """Of the run. Older ones are dropped from the list, but for labelled ones and those an update in progress needs."""
+    keep_every: int | None = Field(default=None, ge=1)
+    """Snapshots of steps that this divides stay too."""
 
     def cache_identity(self) -> Any:
         return None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_preference_updates import update
+from updates import preference_update as update
 from updates import sft_settings, workshop
 
 from rollout_core.algorithms.budget import num_steps

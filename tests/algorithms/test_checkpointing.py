@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_preference_updates import update
 from updates import ppo, sft_settings, workshop
+from updates import preference_update as update
 
 from rollout_core.algorithms.checkpointing import checkpoint_layers
 from rollout_core.algorithms.data import Example

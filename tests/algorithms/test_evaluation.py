@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_preference_updates import KINDS, data, rows_of, update
-from updates import sft_rows, sft_settings, workshop
+from updates import KINDS, preference_data, rows_of, sft_rows, sft_settings, workshop
+from updates import preference_update as update
 
 from rollout_core.algorithms import evaluation
 from rollout_core.algorithms.data import tokenize_sft
@@ -37,7 +37,7 @@ def sft(place: Workshop, model: Path, rows: HeldOutRows | None, **changes: Any) 
 def preference(kind: str, place: Workshop, model: Path, rows: HeldOutRows | None) -> Checkpoint:
     if rows is None:
         return update(kind, model, place)
-    held_out = place.objects.put_bytes(data(kind, count=10, seed=9))
+    held_out = place.objects.put_bytes(preference_data(kind, count=10, seed=9))
     return update(kind, model, place, held_out=held_out, evaluation=rows.model_dump())
 
 

@@ -22,6 +22,7 @@ from rollout_core.algorithms.loop import (
 from rollout_core.algorithms.state import TrainState
 from rollout_core.config import LearnerSettings, OptimizerConfig, SnapshotPolicy, identity, parse_config
 from rollout_core.errors import ConfigError, Fatal
+from rollout_core.ids import canonical_json, hash_bytes
 
 
 @dataclass
@@ -46,6 +47,9 @@ class Regression:
 
     def num_tokens(self, batch: tuple[int, torch.Tensor]) -> int:
         return len(batch[1])
+
+    def sequences(self, batch: tuple[int, torch.Tensor]) -> list[list[int]]:
+        return [[batch[0]]] * len(batch[1])
 
 
 def settings(**optimizer: Any) -> LearnerSettings:
@@ -289,10 +293,16 @@ def test_a_step_that_is_not_finite_is_fatal_and_leaves_the_last_good_state(
     run(good_algorithm, good, settings())
     algorithm, state = start(spoil=spoil, minibatch_size=minibatch_size)
     taken, seen = [], []
-    hooks = LoopHooks(on_step=lambda row: seen.append(row["step"]), on_snapshot=lambda at: taken.append(at.step))
-    with pytest.raises(Fatal, match=rf"^regression step 4: .*{reason}; both must be finite"):
+    hooks = LoopHooks(
+        on_step=lambda row: seen.append(row["step"]),
+        on_snapshot=lambda at: taken.append(at.step),
+        on_failure=lambda at: taken.append(at.step),
+    )
+    with pytest.raises(Fatal, match=rf"^regression step 4: .*{reason}; both must be finite") as caught:
         run(algorithm, state, settings(), hooks=hooks)
     assert state.step == 3 and seen == [1, 2, 3] and taken == [2, 3]
+    content_id = hash_bytes(canonical_json([[3]] * minibatch_size))
+    assert str(caught.value).count(content_id) == 4 // minibatch_size, "one for each minibatch"
     assert weights(state) == pytest.approx(weights(good)) and len(state.metrics) == 3
     assert all(parameter.grad is None for parameter in algorithm.model.parameters())
     algorithm.spoil = lambda step, loss: loss
