@@ -21,6 +21,7 @@ from rollout_core.config import (
     NightlyConfig,
     OnPolicySettings,
     Padded,
+    RunInfo,
     SamplingParams,
     SFTSettings,
     TrainGRPOConfig,
@@ -30,7 +31,7 @@ from rollout_core.config import (
 )
 from rollout_core.connections import Connections
 from rollout_core.datasets import PromptRow, SftRow, parse_prompts, parse_sft, read_prompts
-from rollout_core.errors import ConfigError
+from rollout_core.errors import ConfigError, NotFound
 from rollout_core.inference.output import earlier_run_id
 from rollout_core.inference.samples import refuse_long_prompts
 from rollout_core.inference.text import tokenize_prompts
@@ -42,7 +43,9 @@ from rollout_core.models import (
     describe,
 )
 from rollout_core.objects import ObjectStore
+from rollout_core.resume import find_start
 from rollout_core.rewards import ExactMatchReward, ModelReward, RewardSpec, load_reward, plain_rewards
+from rollout_core.snapshots import Snapshot
 
 T = TypeVar("T")
 
@@ -91,6 +94,23 @@ class Plan:
         if self.objects is not None and self.objects.url.startswith("file://"):
             self.output_folder("object store", self.objects.url.removeprefix("file://"))
         self.check("database", self.connections.try_database)
+
+    def resume(self, run: RunInfo, algorithm: str, *, steps_per_iteration: int = 1) -> None:
+        """There is a snapshot to start from, and it is of this algorithm."""
+        objects, wanted = self.objects, run.resume
+        if wanted is None or objects is None:
+            return
+
+        def look() -> Snapshot:
+            options = {"algorithm": algorithm, "run_name": run.name, "steps_per_iteration": steps_per_iteration}
+            try:
+                return find_start(objects, wanted, **options)
+            except NotFound as error:
+                raise ConfigError(str(error)) from error
+
+        found = self.check("run.resume", look)
+        if found is not None:
+            self.facts["starts from"] = f"{found.id.short} (step {found.step})"
 
     def model(self, what: str, source: ModelSource) -> None:
         """The model is there, and its tokenizer fits it."""
@@ -222,6 +242,7 @@ def plan_sft(config: TrainSFTConfig, base: Path, connections: Connections | None
     """Check an SFT run. Raises ConfigError naming all that is wrong."""
     plan = Plan(base, connections)
     plan.places()
+    plan.resume(config.run, "sft")
     plan.model("algorithm.base_model", config.algorithm.base_model)
     plan.sft("algorithm", config.algorithm)
     return plan.done()
@@ -233,6 +254,7 @@ def plan_on_policy(
     """Check a PPO or GRPO run. Raises ConfigError naming all that is wrong."""
     plan = Plan(base, connections)
     plan.places()
+    plan.resume(config.run, config.algorithm.kind, steps_per_iteration=config.algorithm.steps_per_iteration)
     plan.model("algorithm.base_model", config.algorithm.base_model)
     plan.backend("backend", config.backend)
     rows = plan.on_policy("algorithm", config.algorithm, config.backend)

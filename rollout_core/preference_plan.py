@@ -10,6 +10,7 @@ from rollout_core.config import (
     DPOAlgorithm,
     IPOAlgorithm,
     KTOAlgorithm,
+    PreferenceConfig,
     PreferenceSettings,
     TrainDPOConfig,
     TrainIPOConfig,
@@ -34,7 +35,7 @@ def plan_pairs(
     def tokenize(tokenizer: Any, rows: Any) -> Any:
         return tokenize_pairs(tokenizer, rows, max_seq_len=max_seq_len, need_prompts=need_prompts)
 
-    return _plan(Plan(base, connections), config.algorithm, parse_pairs, tokenize)
+    return _plan(Plan(base, connections), config, parse_pairs, tokenize)
 
 
 def plan_kto(config: TrainKTOConfig, base: Path, connections: Connections | None = None) -> dict[str, Any]:
@@ -46,13 +47,15 @@ def plan_kto(config: TrainKTOConfig, base: Path, connections: Connections | None
     def tokenize(tokenizer: Any, rows: Any) -> Any:
         return tokenize_judged(tokenizer, rows, max_seq_len=max_seq_len)
 
-    return _plan(Plan(base, connections), config.algorithm, parse_judged, tokenize)
+    return _plan(Plan(base, connections), config, parse_judged, tokenize)
 
 
 def _plan(
-    plan: Plan, settings: Any, parse: Callable[[bytes, str], Any], tokenize: Callable[[Any, Any], Any]
+    plan: Plan, config: PreferenceConfig, parse: Callable[[bytes, str], Any], tokenize: Callable[[Any, Any], Any]
 ) -> dict[str, Any]:
+    settings = config.algorithm
     plan.places()
+    plan.resume(config.run, settings.kind)
     plan.model("algorithm.base_model", settings.base_model)
     plan.sequence_length("algorithm", settings.packing)
     _reference(plan, settings)

@@ -135,6 +135,18 @@ class SnapshotStore:
             raise NotFound(f"snapshot not found: {snapshot_id}")
         return found[0]
 
+    def subtree(self, snapshot_id: ContentId, folder: str) -> ContentId:
+        """The tree that ``folder`` of the snapshot is by itself; its files are not copied. Raises NotFound."""
+        below = f"{folder}/"
+        files = tuple(
+            file.model_copy(update={"path": file.path.removeprefix(below)})
+            for file in self._objects.manifest(self.get(snapshot_id).files).files
+            if file.path.startswith(below)
+        )
+        if not files:
+            raise NotFound(f"snapshot {snapshot_id} has no folder {folder!r}")
+        return self._objects.put_json(TreeManifest(files=files))
+
     def list(
         self,
         *,

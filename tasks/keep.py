@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from rollout_core.config import HeldOutRows, ModelSource, PromotionConfig
+from rollout_core.config import HeldOutRows, ModelSource, PromotionConfig, RunInfo
 from rollout_core.datasets import parse_prompts, parse_sft, to_jsonl
 from rollout_core.errors import ConfigError
 from rollout_core.ids import ContentId
@@ -15,6 +15,7 @@ from rollout_core.models import import_model as file_model
 from rollout_core.objects import ObjectStore
 from rollout_core.preferences import parse_judged, parse_pairs
 from rollout_core.records import Checkpoint, Dataset, EvalReport, Model, Record, SnapshotRecord
+from rollout_core.resume import find_start
 from rollout_core.rewards import RewardSpec, with_models
 from rollout_core.snapshots import SnapshotStore
 from rollout_core.store import LLM
@@ -63,6 +64,14 @@ def import_judged(path: str) -> Dataset:
 def import_held_out(evaluation: HeldOutRows | None, import_rows: Callable[[str], Dataset]) -> ContentId | None:
     """File the rows of an evaluation during training, if there is one, in the form of the training rows."""
     return None if evaluation is None else import_rows(evaluation.dataset.path).data
+
+
+def start_snapshot(run: RunInfo, algorithm: str, *, steps_per_iteration: int = 1) -> ContentId | None:
+    """The snapshot that a run is told to start from, if it is; raises as `find_start` does."""
+    if run.resume is None:
+        return None
+    options = {"algorithm": algorithm, "run_name": run.name, "steps_per_iteration": steps_per_iteration}
+    return find_start(places.objects(), run.resume, **options).id
 
 
 def import_reward(spec: RewardSpec) -> RewardSpec:

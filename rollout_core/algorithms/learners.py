@@ -18,7 +18,7 @@ from torch import nn
 
 from rollout_core.algorithms.data import DataReport, Example, tokenize_sft
 from rollout_core.algorithms.evaluation import evaluation_of
-from rollout_core.algorithms.experience import Trajectory, build_batch, steps_per_iteration
+from rollout_core.algorithms.experience import Trajectory, build_batch
 from rollout_core.algorithms.grpo import GRPO, compare_groups
 from rollout_core.algorithms.loop import build_accelerator, build_optimizer
 from rollout_core.algorithms.policy import Policy, ValueModel, zero_head
@@ -188,7 +188,7 @@ def _train_iteration(
     tokenizer_from: Path,
     figures: Mapping[str, float],
 ) -> Checkpoint:
-    total_steps = settings.iterations * steps_per_iteration(settings)
+    total_steps = settings.iterations * settings.steps_per_iteration
     return train_to_end(
         algorithm, state, settings, accelerator, workshop, tokenizer_from, total_steps=total_steps, figures=figures
     )

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 
 from rollout_core.algorithms.state import (
@@ -26,7 +27,9 @@ from rollout_core.algorithms.state import (
 from rollout_core.algorithms.workshop import Workshop
 from rollout_core.config import LearnerSettings
 from rollout_core.errors import CorruptObject, NotFound
+from rollout_core.ids import ContentId
 from rollout_core.records import Checkpoint
+from rollout_core.resume import RUN_NAME
 from rollout_core.snapshots import Snapshot, SnapshotStore
 
 log = logging.getLogger(__name__)
@@ -36,6 +39,14 @@ FINISHED = "finished"
 SECONDS = "training_seconds"
 """Key of a snapshot's record; the snapshot itself does not depend on the clock."""
 PROGRESS_REFS = "progress"
+
+
+class Origin(Enum):
+    """Which snapshot an update goes on from."""
+
+    NONE = "none"
+    OWN = "its own last one"
+    GIVEN = "the one it is told to start from"
 
 
 class Resumption:
@@ -58,18 +69,33 @@ class Resumption:
     def __exit__(self, *exc_info: object) -> None:
         self._writer.shutdown(wait=True)
 
-    def restore(self, state: TrainState) -> None:
-        """Bring ``state`` to the last snapshot of this update, if there is one that can be read."""
+    def restore(self, state: TrainState) -> Origin:
+        """Bring ``state`` to the last snapshot of this update, else to the one it is to start from, if there is one.
+
+        Of its own one that cannot be read counts as none. Raises ConfigError where the other is not of this model.
+        """
+        if self._restore_own(state):
+            return Origin.OWN
+        if self._workshop.start_from is None:
+            return Origin.NONE
+        self._restore_from(self._workshop.start_from, state)
+        return Origin.GIVEN
+
+    def _restore_own(self, state: TrainState) -> bool:
         snapshot_id = self._workshop.objects.get_ref(self._ref)
         if snapshot_id is None:
-            return
+            return False
+        try:
+            self._restore_from(snapshot_id, state)
+        except (CorruptObject, NotFound) as error:
+            log.warning("%s update starts over: its last snapshot cannot be read (%s)", self._algorithm, error)
+            return False
+        return True
+
+    def _restore_from(self, snapshot_id: ContentId, state: TrainState) -> None:
         with tempfile.TemporaryDirectory(prefix="rollout-restore-") as scratch:
             folder = Path(scratch) / "state"
-            try:
-                snapshot = self._snapshots.restore(snapshot_id, folder)
-            except (CorruptObject, NotFound) as error:
-                log.warning("%s update starts over: its last snapshot cannot be read (%s)", self._algorithm, error)
-                return
+            snapshot = self._snapshots.restore(snapshot_id, folder)
             load_state(state, folder)
             state.seconds = snapshot.meta.get(SECONDS, 0.0)
         log.info("%s update resumes at step %d from snapshot %s", self._algorithm, state.step, snapshot_id.short)
@@ -135,7 +161,7 @@ class Resumption:
             step=copied.step,
             algorithm=self._algorithm,
             label=label,
-            meta={SECONDS: round(copied.seconds, 3)},
+            meta={SECONDS: round(copied.seconds, 3), RUN_NAME: self._workshop.run_name},
         )
 
     @contextmanager

@@ -11,10 +11,11 @@ from accelerate import Accelerator
 from rollout_core.algorithms.checkpointing import checkpoint_layers
 from rollout_core.algorithms.evaluation import Evaluation
 from rollout_core.algorithms.loop import Algorithm, LoopHooks, train
-from rollout_core.algorithms.resumption import Resumption
+from rollout_core.algorithms.resumption import Origin, Resumption
 from rollout_core.algorithms.state import TrainState
 from rollout_core.algorithms.workshop import Workshop
 from rollout_core.config import LearnerSettings
+from rollout_core.errors import ConfigError
 from rollout_core.records import Checkpoint
 
 
@@ -41,7 +42,11 @@ def train_to_end(
         checkpoint_layers(state.model, *state.modules.values())
     max_seconds = None if max_minutes is None else 60.0 * max_minutes
     with Resumption(workshop, algorithm.name, settings, tokenizer_from) as resumption:
-        resumption.restore(state)
+        if resumption.restore(state) is Origin.GIVEN and state.step >= algorithm.num_steps:
+            raise ConfigError(
+                f"the snapshot to start from is of step {state.step}, and the budget ends at step "
+                f"{algorithm.num_steps}; raise algorithm.budget"
+            )
         workshop.on_start(state.step - first_step, algorithm.num_steps - first_step)
 
         def on_step(row: dict[str, float]) -> None:

@@ -21,6 +21,10 @@ class Workshop:
     """Identity of this update: equal inputs, equal key."""
     run_id: str
     seed: int
+    run_name: str = ""
+    """What people call the run; `rollout_core.resume` finds its snapshots by it."""
+    start_from: ContentId | None = None
+    """Snapshot to start from where the update has none of its own."""
     num_threads: int | None = None
     on_step: Callable[[dict[str, float]], None] = field(default=lambda row: None)
     on_start: Callable[[int, int], None] = field(default=lambda first_step, last_step: None)

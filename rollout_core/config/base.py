@@ -60,6 +60,10 @@ class RunInfo(Settings):
     with the same name. Later runs without a refresh find the new results. Samples already in the store's ledger are not
     generated twice either way."""
 
+    resume: str | None = None
+    """Training starts from a snapshot: ``latest`` of this run's name and algorithm, or its id or the first digits of
+    it. A run that was killed goes on by itself when it is started again; this is for one that is to go on otherwise."""
+
     def cache_identity(self) -> Any:
         return None
 

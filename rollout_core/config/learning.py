@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -200,6 +201,15 @@ class OnPolicySettings(LearnerSettings):
     """Taken off the reward of a completion cut at max_tokens."""
     correction: ImportanceCorrection | None = None
     """Old log-probabilities are then the trainer's own, and tokens weighed by how likely the engine drew them."""
+
+    def steps_per_epoch(self, num_trajectories: int) -> int:
+        """Optimizer steps of one pass over an iteration's completions."""
+        return math.ceil(num_trajectories / (self.minibatch_size * self.gradient_accumulation))
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """Optimizer steps of one iteration."""
+        return self.epochs * self.steps_per_epoch(self.prompts_per_iteration * self.samples_per_prompt)
 
     def cache_identity(self) -> Any:
         """Without the number of iterations, where no schedule spans them: one more leaves those before as they are."""

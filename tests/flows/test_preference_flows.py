@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_core.config import CONFIG_KINDS, TrainPPOConfig, TrainRMConfig, load_config
+from rollout_core.config import CONFIG_KINDS, TrainGRPOConfig, TrainPPOConfig, TrainRMConfig, load_config
 from rollout_core.errors import ConfigError
 from rollout_core.plan import plan_on_policy
 from rollout_core.preference_plan import plan_kto, plan_pairs
@@ -48,8 +48,10 @@ def example(kind: str, tiny_model: Path, files: dict[str, Path], **changes):
     return load_config(PROJECT / "examples" / f"{kind}-tiny.toml", CONFIG_KINDS[f"train-{kind}"], overrides)
 
 
-def plan(kind: str, config, base: Path = PROJECT):
-    return (plan_kto if kind == "kto" else plan_pairs)(config, base)
+def plan(kind: str, config, base: Path = PROJECT, *, connect: bool = False):
+    from tasks.places import connections
+
+    return (plan_kto if kind == "kto" else plan_pairs)(config, base, connections() if connect else None)
 
 
 @pytest.mark.server
@@ -100,6 +102,51 @@ def test_a_reward_model_rewards_the_completions_of_another_run(
     )
     [reward] = train_ppo(config)["rewards"]
     assert reward != 0.0
+
+
+@pytest.mark.server
+def test_a_run_goes_on_from_its_latest_snapshot(tiny_model, preference_data, prefect_server):
+    from flows.preference import train_dpo
+
+    def config(steps: int, **changes):
+        return example("dpo", tiny_model, preference_data, **{"algorithm.budget.max_steps": steps, **changes})
+
+    with pytest.raises(ConfigError, match=r"run\.resume: no dpo snapshot of a run named 'dpo-tiny'"):
+        train_dpo(config(2, **{"run.resume": "latest"}))
+    train_dpo(config(2))
+    resumed = train_dpo(config(4, **{"run.resume": "latest"}))
+    whole = train_dpo(config(4))
+    assert (resumed["model"], resumed["step"]) == (whole["model"], 4)
+    assert (
+        train_dpo(config(4, **{"run.resume": whole["train_state"][:10], "algorithm.budget.max_steps": 5}))["step"] == 5
+    )
+    with pytest.raises(ConfigError, match="is a train_state of dpo; this run trains ipo"):
+        plan("ipo", example("ipo", tiny_model, preference_data, **{"run.resume": whole["train_state"]}), connect=True)
+
+
+@pytest.mark.server
+def test_iterations_go_on_where_a_shorter_run_ended(tiny_model, sorting_task, prefect_server):
+    from flows.train import train_grpo
+
+    def config(iterations: int, **changes):
+        overrides = {
+            "algorithm.base_model.uri": str(tiny_model),
+            "algorithm.prompts.path": str(sorting_task.prompts),
+            "algorithm.iterations": iterations,
+            "algorithm.prompts_per_iteration": 4,
+            "algorithm.minibatch_size": 8,
+            "backend": {"kind": "transformers"},
+            "num_threads": 1,
+            **changes,
+        }
+        return load_config(PROJECT / "examples" / "grpo-tiny.toml", TrainGRPOConfig, overrides)
+
+    first = train_grpo(config(1))
+    with pytest.raises(ConfigError, match=r"has 1 iterations behind it; raise algorithm.iterations"):
+        train_grpo(config(1, **{"run.resume": "latest"}))
+    resumed = train_grpo(config(2, **{"run.resume": first["train_state"][:12]}))
+    whole = train_grpo(config(2))
+    assert resumed["train_state"] == whole["train_state"] and resumed["rewards"] == whole["rewards"][1:]
 
 
 @pytest.mark.parametrize("kind", KINDS)
