@@ -38,11 +38,10 @@ def optimizer_class(kind: str) -> type[torch.optim.Optimizer]:
     if name in _UNFIT:
         raise ValueError(f"torch.optim.{name} cannot train here: {_UNFIT[name]}")
     if name not in found:
-        near = difflib.get_close_matches(name, [*_KNOWN, *found], n=1, cutoff=0.5)
-        raise ValueError(
-            f"no optimizer {kind!r} in torch.optim"
-            + (f"; did you mean {near[0]!r}?" if near else f"; expected one of {', '.join([*_KNOWN, *sorted(found)])}")
-        )
+        fit = [*_KNOWN, *sorted(found.keys() - _UNFIT.keys())]
+        near = difflib.get_close_matches(name, fit, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(fit)}"
+        raise ValueError(f"no optimizer {kind!r} in torch.optim; {hint}")
     return found[name]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rollout_core.config.base import SamplingParams, Settings
 from rollout_core.devices import mixed_precision, probe_device
-from rollout_core.optimizers import ADAM_KEYS, OWN_KEYS, check_optimizer, optimizer_arguments
+from rollout_core.optimizers import ADAM_KEYS, OWN_KEYS, check_optimizer, optimizer_arguments, optimizer_class
 
 PLAIN_OPTIMIZERS = ("adamw", "adam", "sgd")
 """Known without asking torch."""
@@ -46,8 +46,15 @@ class OptimizerConfig(Settings):
     def _own(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in (*OWN_KEYS, *ADAM_KEYS, "options")}
 
+    @field_validator("kind")
+    @classmethod
+    def _known_to_torch(cls, kind: str) -> str:
+        if kind not in PLAIN_OPTIMIZERS:
+            optimizer_class(kind)
+        return kind
+
     @model_validator(mode="after")
-    def _known_to_torch(self) -> OptimizerConfig:
+    def _taken_by_torch(self) -> OptimizerConfig:
         if self.kind in PLAIN_OPTIMIZERS and not self.options:
             return self
         for name in ADAM_KEYS:

@@ -240,7 +240,7 @@ def test_an_optimizer_that_cannot_be_made_is_told_when_the_configuration_is_read
     with pytest.raises(ConfigError) as caught:
         parse_config({"optimizer": {"lr": 0.1, **config}}, LearnerSettings)
     [line] = str(caught.value).splitlines()
-    assert message in line and line.startswith("config: optimizer: ")
+    assert message in line and line.startswith("config: optimizer")
 
 
 def test_a_configuration_that_uses_nothing_new_keeps_its_identity():
