@@ -30,6 +30,8 @@ class Figure:
     """Real tokens of all rows, prompts of both answers counted, over the sum of all steps."""
     peak_rss_mib: float
     losses: list[float]
+    generating: float = 0.0
+    """Share of the time in which an on-policy case generates."""
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

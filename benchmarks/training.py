@@ -5,8 +5,11 @@ longest of their batch, logits of every position, cross entropy or log-softmax, 
 reference's pass in every step on both sides. Tokens are real ones. Losses of both sides are compared in every round.
 
 Run: python benchmarks/training.py [--quick]
-One side alone, on given work (see cases.py), for other libraries to be measured beside it in the same run:
+One side alone, on given work (see cases.py and policy_cases.py), for other libraries to be measured beside it in the
+same run; grpo and ppo take a batch of prompts and generate as many completions of each as asked for:
      python benchmarks/training.py --case dpo --work rows.jsonl --model FOLDER --batch 8 --steps 20 --json out.json
+     python benchmarks/training.py --case grpo --work prompts.jsonl --model FOLDER --batch 4 --completions 8 --tokens 64
+     python benchmarks/training.py --case ppo --work prompts.jsonl --model FOLDER --batch 32 --epochs 4 --values model
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from typing import Any
 
 from cases import CASES, num_tokens, read_rows, run_case
 from harness import Figures, no_collection
+from policy_cases import POLICY_CASES, Shape, even_share, generate, prompts_of, run_policy_case
 
 Row = dict[str, Any]
 
@@ -157,6 +161,99 @@ def compare(
     figures.compare(f"{what}, tokens/s", ours, bare)
 
 
+def bare_policy_step(name: str, models: Any, optimizer: Any, prompts: list[list[int]], shape: Shape) -> float:
+    """Generate with ``models.policy``, then GRPO, or PPO with a value model of its own, over padded rows."""
+    import torch
+    from torch.nn.utils import clip_grad_norm_
+
+    from rollout_core.algorithms.advantages import gae, group_advantages, masked_whiten
+    from rollout_core.algorithms.losses import grpo_loss, ppo_policy_loss, ppo_value_loss
+
+    tokens, _ = generate(models.policy, prompts, shape)
+    repeated = torch.tensor([prompt for prompt in prompts for _ in range(shape.completions)])
+    ids, start = torch.cat([repeated, tokens], 1), repeated.shape[1] - 1
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+
+    def logprobs(model: Any) -> Any:
+        logits = model(input_ids=ids, use_cache=False).logits[:, start:-1]
+        return torch.log_softmax(logits, -1).gather(-1, tokens[..., None])[..., 0]
+
+    def values() -> Any:
+        hidden = models.values.trunk(input_ids=ids, use_cache=False).last_hidden_state[:, start:-1]
+        return models.values.head(hidden)[..., 0]
+
+    if name == "grpo":
+        advantages = group_advantages(even_share(tokens), shape.completions, normalize=True, eps=1e-4)
+        new = logprobs(models.policy)
+        loss = grpo_loss(new, new.detach(), advantages[:, None].expand(mask.shape), mask).loss
+        losses = [loss]
+    else:
+        with torch.no_grad():
+            old, reference, old_values = logprobs(models.policy), logprobs(models.reference), values()
+        rewards = -0.05 * (old - reference)
+        rewards[:, -1] += even_share(tokens)
+        advantages, returns = gae(rewards, old_values, mask, gamma=1.0, lam=0.95)
+        advantages = masked_whiten(advantages, mask)
+        losses = (
+            ppo_policy_loss(logprobs(models.policy), old, advantages, mask).loss
+            + 0.5 * ppo_value_loss(values(), old_values, returns, mask).loss
+            for _ in range(shape.epochs)
+        )
+    for loss in losses:
+        loss.backward()
+        clip_grad_norm_([parameter for group in optimizer.param_groups for parameter in group["params"]], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return len(ids) * ids.shape[1]
+
+
+def run_bare_policy(name: str, model: Any, rows: Sequence[Row], shape: Shape, *, steps: int, warm: int = 1) -> float:
+    """Real tokens per second of the steps after ``warm``, by plain PyTorch and transformers."""
+    import torch
+
+    trunk = copy.deepcopy(model.base_model)
+    head = torch.nn.Linear(model.config.hidden_size, 1)
+    models = argparse.Namespace(
+        policy=model.eval(),
+        reference=copy.deepcopy(model).requires_grad_(False),
+        values=argparse.Namespace(trunk=trunk, head=head),
+    )
+    trained = [*model.parameters(), *([] if name == "grpo" else [*trunk.parameters(), *head.parameters()])]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, weight_decay=0.0, fused=True)
+    seconds, tokens = 0.0, 0.0
+    for step in range(steps + warm):
+        started = time.perf_counter()
+        done = bare_policy_step(name, models, optimizer, prompts_of(rows, step, shape.prompts), shape)
+        if step >= warm:
+            seconds += time.perf_counter() - started
+            tokens += done
+    return tokens / seconds
+
+
+def compare_policies(figures: Figures, model: Any, size: argparse.Namespace) -> None:
+    """GRPO and PPO, generation by the same batched ``generate`` on both sides."""
+    rng = random.Random(2)
+    rows = [{"prompt_ids": [rng.randrange(1, 512) for _ in range(32)]} for _ in range(64)]
+    for what, name, shape in (
+        ("GRPO, 4 x 8 of 32 + 64", "grpo", Shape(4)),
+        ("PPO, 32 of 32 + 64, value head (baseline: model)", "ppo", Shape(32, 1, epochs=4)),
+        ("PPO, 32 of 32 + 64, value model", "ppo", Shape(32, 1, epochs=4, values="model")),
+    ):
+        ours, bare, shares = [], [], []
+        steps = max(2, size.steps // 3)
+        for number in range(size.rounds):
+            with no_collection():
+                for side in (0, 1) if number % 2 else (1, 0):
+                    if side == 0:
+                        found = run_policy_case(name, copy.deepcopy(model), rows, shape, steps=steps)
+                        ours.append(found.tokens_per_second)
+                        shares.append(found.generating)
+                    else:
+                        bare.append(run_bare_policy(name, copy.deepcopy(model), rows, shape, steps=steps))
+        figures.compare(f"{what}, tokens/s", ours, bare)
+        figures.add(f"{what}: share that generates", f"{100 * sorted(shares)[len(shares) // 2]:.0f} %")
+
+
 def compare_all(size: argparse.Namespace) -> None:
     """The table."""
     figures = Figures("The training loop against bare padded PyTorch loops, float32, batches of 8")
@@ -167,6 +264,7 @@ def compare_all(size: argparse.Namespace) -> None:
     rows = sft_rows(count, (256, 256), trained=0.3, vocabulary=151_936)
     compare(figures, "SFT, vocabulary 151,936, 30 % trained", "sft", bare_sft, large, rows, size)
     compare(figures, "DPO, inline reference", "dpo", bare_dpo, small, pair_rows(count), size)
+    compare_policies(figures, small, size)
     figures.show()
 
 
@@ -175,10 +273,17 @@ def run_one(arguments: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="float32")
-    found = run_case(arguments.case, model, read_rows(arguments.work), batch=arguments.batch, steps=arguments.steps)
+    rows = read_rows(arguments.work)
+    if arguments.case in POLICY_CASES:
+        shape = Shape(arguments.batch, arguments.completions, arguments.tokens, arguments.epochs, arguments.values)
+        found = run_policy_case(arguments.case, model, rows, shape, steps=arguments.steps)
+    else:
+        found = run_case(arguments.case, model, rows, batch=arguments.batch, steps=arguments.steps)
     figures = Figures(f"{arguments.case}: {arguments.steps} steps of {arguments.batch} rows")
     figures.add("median step", f"{found.step_ms:,.1f} ms")
     figures.add("real tokens", f"{found.tokens_per_second:,.0f} /s")
+    if arguments.case in POLICY_CASES:
+        figures.add("share that generates", f"{100 * found.generating:.0f} %")
     figures.add("peak memory", f"{found.peak_rss_mib:,.0f} MiB")
     figures.show()
     if arguments.json is not None:
@@ -188,13 +293,19 @@ def run_one(arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small form, to see that it runs")
-    parser.add_argument("--case", choices=CASES)
+    parser.add_argument("--case", choices=(*CASES, *POLICY_CASES))
     parser.add_argument("--work", type=Path, help="JSON lines of token ids")
     parser.add_argument("--model", type=Path, help="folder of the model that starts the case")
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=8, help="rows of work in a step")
+    parser.add_argument("--completions", type=int, help="grpo, ppo: of each prompt; default 8 and 1")
+    parser.add_argument("--tokens", type=int, default=64, help="grpo, ppo: of each completion")
+    parser.add_argument("--epochs", type=int, help="grpo, ppo: passes over a step's completions; default 1 and 4")
+    parser.add_argument("--values", choices=("head", "model"), default="head", help="ppo")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args()
+    arguments.completions = arguments.completions or (1 if arguments.case == "ppo" else 8)
+    arguments.epochs = arguments.epochs or (4 if arguments.case == "ppo" else 1)
     arguments.rounds = 2 if arguments.quick else 5
     arguments.steps = arguments.steps or (2 if arguments.quick else 10)
     if arguments.case is None:

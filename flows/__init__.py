@@ -1,6 +1,11 @@
 """Flows: order, fan-out and placement of stages; and the `rollout` command."""
 
+import os
+
 from rollout_core.seeding import prepare_environment
 
 # Every process that runs a flow imports this package first, before torch reads its environment.
 prepare_environment()
+# OpenMP's threads otherwise spin while they wait for each other: beside any other busy process on the same cores,
+# training on the CPU was then measured ten to twenty times slower; asleep, a few percent slower alone.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -47,6 +47,6 @@ def batch_inference(config: InferBatchConfig, run_id: str | None = None) -> dict
         return write_completions(shards, config, run_id).model_dump(mode="json")
 
     try:
-        return run_body(body, refresh=False)
+        return run_body(body, config.run)
     finally:
         close_engine()

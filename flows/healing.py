@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from prefect.runtime import flow_run
+from prefect import get_client
+from prefect.context import FlowRunContext
 
+from rollout_core.config import RunInfo
 from rollout_core.errors import CorruptObject, MissingObject
 from tasks.journal import Journal, keep_journal
 from tasks.stage import refreshing, stage_logger
@@ -20,13 +22,21 @@ R = TypeVar("R")
 TRIES = 3
 
 
-def run_body(body: Callable[[Journal], R], *, refresh: bool | str) -> R:
+def run_body(body: Callable[[Journal], R], run: RunInfo) -> R:
     """Run a flow's ``body``; again, up to three times in all, when an object it needs is damaged or gone.
 
-    ``refresh`` as in `RunInfo`. What the run computed stays cached for its next try, and for `prefect flow-run retry`.
+    The flow run gets the tags of ``run``. What a refresh computed stays cached for its next try, and for `prefect
+    flow-run retry`.
     """
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        raise RuntimeError("run_body is called inside a flow")
+    flow_run = context.flow_run
+    if set(run.tags) - set(flow_run.tags):
+        with get_client(sync_client=True) as client:
+            client.update_flow_run(flow_run.id, tags=sorted({*flow_run.tags, *run.tags}))
     # The id of a flow run stays the same when it is retried.
-    name = f"flow run {flow_run.id}" if refresh is True else refresh or None
+    name = f"flow run {flow_run.id}" if run.refresh is True else run.refresh or None
     for remaining in reversed(range(TRIES)):
         with keep_journal() as journal, refreshing(name):
             try:

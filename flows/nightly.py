@@ -19,7 +19,16 @@ from rollout_core.records import Checkpoint, EvalReport
 from rollout_core.rewards import source_id
 from tasks import artifacts, places
 from tasks.journal import Journal
-from tasks.keep import import_held_out, import_model, import_prompts, import_reward, import_sft, promote, snapshot
+from tasks.keep import (
+    import_held_out,
+    import_model,
+    import_prompts,
+    import_reward,
+    import_sft,
+    latest_model,
+    promote,
+    snapshot,
+)
 from tasks.learn import sft_update
 from tasks.places import connections, working_folder
 from tasks.prompts import enqueue_prompts
@@ -39,7 +48,7 @@ def nightly(config: NightlyConfig, overrides: dict[str, Any] | None = None) -> d
         config = parse_config(changed, NightlyConfig, name="overrides")
     plan_nightly(config, working_folder(), connections())
     try:
-        return run_body(lambda journal: _nightly(config, journal), refresh=config.run.refresh)
+        return run_body(lambda journal: _nightly(config, journal), config.run)
     finally:
         close_engine()
 
@@ -48,9 +57,9 @@ def _nightly(config: NightlyConfig, journal: Journal) -> dict[str, Any]:
     name = "PPO" if config.ppo is not None else "GRPO"
     after_policy = f"after {name}"
     model = import_model(config.model).model
-    rows = import_sft(config.sft.dataset.path)
-    prompts = import_prompts(config.policy.prompts.path)
-    held_out = import_prompts(config.evaluation.prompts.path)
+    rows = import_sft(config.sft.dataset)
+    prompts = import_prompts(config.policy.prompts)
+    held_out = import_prompts(config.evaluation.prompts)
     reward = import_reward(config.reward)
     reward_source = source_id(reward, base=working_folder())
 
@@ -92,7 +101,10 @@ def _nightly(config: NightlyConfig, journal: Journal) -> dict[str, Any]:
     )
     final = iterations[-1].checkpoint
     after = held_out_reward(final.model, after_policy)
-    promotion = promote(before, after, config.promotion)
+    latest = latest_model(config.promotion.resource).model
+    # Most often cached: last night's run evaluated it on the same prompts.
+    rival = held_out_reward(latest, "latest") if latest not in (None, model, final.model) else None
+    promotion = promote(before, rival, after, config.promotion)
 
     rewards = [iteration.scores.mean for iteration in iterations]
     objects = places.objects()

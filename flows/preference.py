@@ -23,7 +23,7 @@ def train_rm(config: TrainRMConfig) -> dict[str, Any]:
     def body(journal: Journal) -> dict[str, Any]:
         settings = config.algorithm
         model = import_model(settings.base_model).model
-        dataset = import_pairs(settings.dataset.path).data
+        dataset = import_pairs(settings.dataset).data
         held_out = import_held_out(settings.evaluation, import_pairs)
         start_from = start_snapshot(config.run, settings.kind)
         options = {
@@ -36,7 +36,7 @@ def train_rm(config: TrainRMConfig) -> dict[str, Any]:
         snapshot(checkpoint, f"{config.run.name}/rm")
         return checkpoint.model_dump(mode="json")
 
-    return run_body(body, refresh=config.run.refresh)
+    return run_body(body, config.run)
 
 
 @flow(name="train-dpo", flow_run_name="{config.run.name}", persist_result=False)
@@ -60,7 +60,7 @@ def train_kto(config: TrainKTOConfig) -> dict[str, Any]:
         settings = config.algorithm
         model = import_model(settings.base_model).model
         reference = import_model(settings.reference or settings.base_model).model
-        dataset = import_judged(settings.dataset.path).data
+        dataset = import_judged(settings.dataset).data
         held_out = import_held_out(settings.evaluation, import_judged)
         start_from = start_snapshot(config.run, settings.kind)
         options = {
@@ -73,7 +73,7 @@ def train_kto(config: TrainKTOConfig) -> dict[str, Any]:
         snapshot(checkpoint, f"{config.run.name}/kto")
         return checkpoint.model_dump(mode="json")
 
-    return run_body(body, refresh=config.run.refresh)
+    return run_body(body, config.run)
 
 
 def _train_on_pairs(config: TrainDPOConfig | TrainIPOConfig) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def _train_on_pairs(config: TrainDPOConfig | TrainIPOConfig) -> dict[str, Any]:
         settings = config.algorithm
         model = import_model(settings.base_model).model
         reference = import_model(settings.reference or settings.base_model).model
-        dataset = import_pairs(settings.dataset.path).data
+        dataset = import_pairs(settings.dataset).data
         held_out = import_held_out(settings.evaluation, import_pairs)
         start_from = start_snapshot(config.run, settings.kind)
         options = {
@@ -96,4 +96,4 @@ def _train_on_pairs(config: TrainDPOConfig | TrainIPOConfig) -> dict[str, Any]:
         snapshot(checkpoint, f"{config.run.name}/{settings.kind}")
         return checkpoint.model_dump(mode="json")
 
-    return run_body(body, refresh=config.run.refresh)
+    return run_body(body, config.run)

@@ -105,7 +105,7 @@ def train_sft(config: TrainSFTConfig) -> dict[str, Any]:
     def body(journal: Journal) -> dict[str, Any]:
         settings = config.algorithm
         model = import_model(settings.base_model)
-        dataset = import_sft(settings.dataset.path)
+        dataset = import_sft(settings.dataset)
         held_out = import_held_out(settings.evaluation, import_sft)
         options = {
             "seed": config.seed,
@@ -117,7 +117,7 @@ def train_sft(config: TrainSFTConfig) -> dict[str, Any]:
         snapshot(checkpoint, f"{config.run.name}/sft")
         return checkpoint.model_dump(mode="json")
 
-    return run_body(body, refresh=config.run.refresh)
+    return run_body(body, config.run)
 
 
 @flow(name="train-ppo", flow_run_name="{config.run.name}", persist_result=False)
@@ -162,7 +162,7 @@ def _train_on_policy(config: TrainPPOConfig | TrainGRPOConfig) -> dict[str, Any]
     def body(journal: Journal) -> dict[str, Any]:
         settings = config.algorithm
         model = import_model(settings.base_model).model
-        prompts = import_prompts(settings.prompts.path)
+        prompts = import_prompts(settings.prompts)
         started = _start_iteration(config)
         iterations = policy_iterations(
             started.model or model,
@@ -181,6 +181,6 @@ def _train_on_policy(config: TrainPPOConfig | TrainGRPOConfig) -> dict[str, Any]
         return {**last, "rewards": [iteration.scores.mean for iteration in iterations]}
 
     try:
-        return run_body(body, refresh=config.run.refresh)
+        return run_body(body, config.run)
     finally:
         close_engine()

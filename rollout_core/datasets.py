@@ -1,7 +1,8 @@
-"""JSONL rows, read strictly: what is wrong with a file is said once, as ``path:line: reason``, before any work starts.
+"""Rows, read strictly: what is wrong with a file is said once, as ``path:line: reason``, before any work starts.
 
-A file is UTF-8 with one JSON object a line; blank lines are skipped but counted. `to_jsonl` writes the one canonical
-form of rows, so that a data set has a content id that ignores key order, spacing and how its files were split.
+A JSONL file is UTF-8 with one JSON object a line; blank lines are skipped but counted. `to_jsonl` writes the one
+canonical form of rows, so that a data set has a content id that ignores key order, spacing and how its files were
+split. Other kinds of data sets are read by `dataset_sources`.
 """
 
 from __future__ import annotations
@@ -92,17 +93,37 @@ class PromptRow(Row):
         return self
 
 
+UNTRAINED_LABEL = -100
+"""In ``labels``: this token is no target."""
+TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+
+
 class SftRow(Row):
-    """A demonstration to imitate: a prompt with its completion, or a conversation that ends with the assistant."""
+    """A demonstration to imitate: a prompt with its completion, a conversation that ends with the assistant, or tokens.
+
+    ``loss_mask`` or ``labels`` say what of it is trained where ``loss_on.kind`` is ``custom``.
+    """
 
     prompt: str | None = None
     completion: str | None = None
     messages: Conversation | None = None
+    input_ids: tuple[TokenId, ...] | None = None
+    """Token ids, taken as they are."""
+    labels: tuple[int, ...] | None = None
+    """For each of ``input_ids`` the same id, or -100 where it is not trained."""
+    loss_mask: tuple[bool, ...] | None = None
+    """For each of ``input_ids``, or each of ``messages``: whether it is trained."""
 
     @model_validator(mode="after")
     def _exactly_one_form(self) -> SftRow:
-        if self.messages is not None:
+        if self.input_ids is not None:
+            self._check_tokens(self.input_ids)
+        elif self.labels is not None:
+            raise ValueError("has labels but no input_ids")
+        elif self.messages is not None:
             self._check_conversation(self.messages)
+        elif self.loss_mask is not None:
+            raise ValueError("has loss_mask but neither messages nor input_ids, whose parts it would name")
         elif self.prompt is None and self.completion is None:
             raise self.missing("needs prompt and completion, or messages", "prompt", "completion", "messages")
         elif self.prompt is None:
@@ -116,6 +137,10 @@ class SftRow(Row):
     def _check_conversation(self, messages: tuple[ChatMessage, ...]) -> None:
         if self.prompt is not None or self.completion is not None:
             raise ValueError("has both messages and prompt or completion; give one form")
+        if self.loss_mask is not None:
+            if len(self.loss_mask) != len(messages):
+                raise ValueError(f"loss_mask has {len(self.loss_mask)} entries for {len(messages)} messages")
+            return
         if messages[-1].role != "assistant":
             raise ValueError(
                 f"the last message is the {messages[-1].role}'s; a demonstration ends with the assistant's"
@@ -123,8 +148,30 @@ class SftRow(Row):
         if any(message.role == "assistant" and not message.content for message in messages):
             raise ValueError("an assistant message is empty; there is nothing to train")
 
+    def _check_tokens(self, input_ids: tuple[int, ...]) -> None:
+        if self.prompt is not None or self.completion is not None or self.messages is not None:
+            raise ValueError("has both input_ids and prompt, completion or messages; give one form")
+        if not input_ids:
+            raise ValueError("input_ids is empty; there is nothing to train")
+        if self.labels is not None and self.loss_mask is not None:
+            raise ValueError("has both labels and loss_mask; give one of them")
+        mask = self.labels if self.labels is not None else self.loss_mask
+        if mask is not None and len(mask) != len(input_ids):
+            name = "labels" if self.labels is not None else "loss_mask"
+            raise ValueError(f"{name} has {len(mask)} entries for {len(input_ids)} input_ids")
+        for place, (token, label) in enumerate(zip(input_ids, self.labels or input_ids, strict=True)):
+            if label not in (token, UNTRAINED_LABEL):
+                raise ValueError(
+                    f"labels.{place} is {label}; expected {token}, as in input_ids, or {UNTRAINED_LABEL} (labels are "
+                    "not shifted)"
+                )
+
 
 RowT = TypeVar("RowT", bound=Row)
+PlacedDocument = tuple[str, int, bytes | dict[str, Any]]
+"""What comes before the number in the name of a place, such as ``file.jsonl:``; the number, from 1; and a line of JSON,
+or what one would hold."""
+PlacedRow = tuple[str, int, RowT]
 
 
 def read_prompts(pattern_or_path: str | Path, *, base: Path | None = None) -> list[PromptRow]:
@@ -158,25 +205,31 @@ def parse_sft(data: bytes, name: str) -> list[SftRow]:
 
 def parse_rows(data: bytes, name: str, model: type[RowT]) -> list[RowT]:
     """Rows of one kind from JSONL bytes, perhaps none. Raises DataError that calls the bytes ``name``."""
-    return list(_parse_lines(_numbered(name, data.split(b"\n")), model))
+    return [row for _, _, row in parse_documents(numbered_lines(name, data.split(b"\n")), model)]
 
 
 def to_jsonl(rows: Iterable[Row]) -> bytes:
     """The canonical bytes of rows: `canonical_json` a line. Raises ConfigError for extras that are not JSON."""
-    return b"".join(canonical_json(row.document()) + b"\n" for row in rows)
+    return b"".join(map(to_line, rows))
+
+
+def to_line(row: Row) -> bytes:
+    """The canonical bytes of one row."""
+    return canonical_json(row.document()) + b"\n"
 
 
 def _iter_files(pattern_or_path: str | Path, base: Path | None, model: type[RowT]) -> Iterator[RowT]:
-    paths = _matching_files(pattern_or_path, base)
+    paths = matching_files(pattern_or_path, base)
     row = None
-    for row in _parse_lines(_lines_of(paths), model):
+    for _, _, row in parse_documents(jsonl_documents((str(path), path) for path in paths), model):
         yield row
     if row is None:
         reason = f"{len(paths)} files without a row" if paths else "no such file"
         raise ConfigError(f"no input rows matched {str(pattern_or_path)!r}: {reason}")
 
 
-def _matching_files(pattern_or_path: str | Path, base: Path | None) -> list[Path]:
+def matching_files(pattern_or_path: str | Path, base: Path | None) -> list[Path]:
+    """The file of that path, or those that match the pattern, sorted; perhaps none. Raises ConfigError for a folder."""
     base, pattern = base or Path(), str(pattern_or_path)
     if "*" in pattern or "?" in pattern:
         only_those_are_special = pattern.replace("[", "[[]")
@@ -184,34 +237,36 @@ def _matching_files(pattern_or_path: str | Path, base: Path | None) -> list[Path
         return sorted((path for path in matches if not path.is_dir()), key=str)
     path = base / pattern
     if path.is_dir():
-        raise ConfigError(f"{path} is a folder; name a JSONL file, or a pattern such as {path / '*.jsonl'}")
+        raise ConfigError(f"{path} is a folder; name a file, or a pattern such as {path / '*.jsonl'}")
     return [path] if path.exists() else []
 
 
-def _lines_of(paths: Iterable[Path]) -> Iterator[tuple[str, int, bytes]]:
-    for path in paths:
+def jsonl_documents(files: Iterable[tuple[str, Path]]) -> Iterator[PlacedDocument]:
+    """Lines of JSONL files, each given as name and path. Raises ConfigError for a file that cannot be read."""
+    for name, path in files:
         try:
             with path.open("rb") as file:
-                yield from _numbered(str(path), file)
+                yield from numbered_lines(name, file)
         except OSError as error:
-            raise ConfigError(f"{path}: not readable: {error.strerror or error}") from error
+            raise ConfigError(f"{name}: not readable: {error.strerror or error}") from error
 
 
-def _numbered(name: str, lines: Iterable[bytes]) -> Iterator[tuple[str, int, bytes]]:
+def numbered_lines(name: str, lines: Iterable[bytes]) -> Iterator[PlacedDocument]:
+    """Lines of one file, without a byte order mark."""
     for number, line in enumerate(lines, start=1):
-        yield name, number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        yield f"{name}:", number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
 
 
-def _parse_lines(lines: Iterable[tuple[str, int, bytes]], model: type[RowT]) -> Iterator[RowT]:
-    """Yields rows up to the first malformed one; from there on only collects what is wrong, then raises."""
+def parse_documents(documents: Iterable[PlacedDocument], model: type[RowT]) -> Iterator[PlacedRow[RowT]]:
+    """Yields rows up to the first malformed one; from there on only collects what is wrong, then raises DataError."""
     violations: list[str] = []
-    for name, number, line in lines:
+    for name, number, document in documents:
         try:
-            row = _parse_line(line, model)
+            row = _parse(document, model)
             if row is not None and not violations:
-                yield row
+                yield name, number, row
         except (ValueError, RecursionError) as error:
-            violations += [f"{name}:{number}: {reason}" for reason in _reasons(error)]
+            violations += [f"{name}{number}: {reason}" for reason in _reasons(error)]
         if len(violations) >= MAX_VIOLATIONS:
             break
     if violations:
@@ -220,15 +275,22 @@ def _parse_lines(lines: Iterable[tuple[str, int, bytes]], model: type[RowT]) -> 
         raise DataError("\n".join([*shown, *more]), shown)
 
 
-def _parse_line(line: bytes, model: type[RowT]) -> RowT | None:
-    text = line.decode("utf-8").strip(" \t\r\n")
+def _parse(document: bytes | dict[str, Any], model: type[RowT]) -> RowT | None:
+    if isinstance(document, dict):
+        canonical_json(document)  # a table can hold what JSON cannot
+        return _row(document, model)
+    text = document.decode("utf-8").strip(" \t\r\n")
     if not text:
         return None
-    document = _DECODER.decode(text)
-    if not isinstance(document, dict):
-        raise ValueError(f"expected a JSON object, got {_shown(document)}")
+    found = _DECODER.decode(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"expected a JSON object, got {_shown(found)}")
     if "\\u" in text:
-        canonical_json(document)  # refuses half a surrogate pair, which no UTF-8 file could hold
+        canonical_json(found)  # refuses half a surrogate pair, which no UTF-8 file could hold
+    return _row(found, model)
+
+
+def _row(document: dict[str, Any], model: type[RowT]) -> RowT:
     fields = {key: document.pop(key) for key in model.own_keys if key in document}
     return model.model_validate({**fields, "extras": document})
 
@@ -263,7 +325,6 @@ def _reasons(error: ValueError | RecursionError) -> Iterator[str]:
 
 _EXPECTED = {
     "string_type": "expected a string",
-    "tuple_type": "expected a list of messages",
     "model_type": "expected an object with role and content",
 }
 
@@ -282,6 +343,8 @@ def _field_reason(item: Any) -> str:
         )
     if item["type"] == "literal_error":
         reason = f"expected {item['ctx']['expected']}"
+    if item["type"] == "tuple_type":
+        reason = f"expected a list of {'numbers' if place in ('input_ids', 'labels', 'loss_mask') else 'messages'}"
     return f"{place}: {_EXPECTED.get(item['type'], reason)}, got {_shown(item['input'])}"
 
 

@@ -55,6 +55,11 @@ class ContentId(str):
         )
 
 
+def is_content_id(value: object) -> bool:
+    """Whether ``value`` has the form of a content id."""
+    return isinstance(value, str) and _CONTENT_ID.fullmatch(value) is not None
+
+
 def canonical_json(value: Any) -> bytes:
     """The one byte string that stands for ``value``: UTF-8, sorted keys, no spaces, floats by shortest round-trip.
 

@@ -7,7 +7,6 @@ came from a folder, a hub id or the object store, everything later knows it only
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -20,9 +19,10 @@ from typing import Any
 from rollout_core.config import ModelSource
 from rollout_core.errors import ConfigError, Recoverable
 from rollout_core.hub import HubOutOfReach, fetch_from_hub, looks_like_hub_id
-from rollout_core.ids import CONTENT_ID_PATTERN, ContentId
+from rollout_core.ids import ContentId, content_id, is_content_id
 from rollout_core.objects import ObjectStore, TreeFile, TreeManifest
 from rollout_core.objects.folders import hash_file
+from rollout_core.resources import ModelSize
 from rollout_core.weights import check_tensors, check_weights
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
@@ -50,6 +50,9 @@ class ModelFacts:
     """Longest sequence the architecture supports, in tokens."""
     tokenizer_size: int
     has_chat_template: bool
+    tokenizer_id: ContentId
+    is_reward_model: bool
+    size: ModelSize
     tokenizer: Any = field(repr=False, compare=False)
 
 
@@ -63,11 +66,6 @@ class Description:
     def inspect(self) -> ModelFacts:
         """`inspect_model`, or as much of it as there is."""
         return inspect_model(self.folder) if self.has_weights else describe_model(self.folder)
-
-
-def is_content_id(uri: str) -> bool:
-    """Whether ``uri`` names a checkpoint in the object store."""
-    return re.fullmatch(CONTENT_ID_PATTERN, uri) is not None
 
 
 def locate_model(source: ModelSource, base: Path, *, download: bool = True) -> Path | None:
@@ -133,8 +131,28 @@ def describe_model(folder: Path) -> ModelFacts:
         max_positions=getattr(config, "max_position_embeddings", None),
         tokenizer_size=len(tokenizer),
         has_chat_template=bool(tokenizer.chat_template),
+        tokenizer_id=tokenizer_id(folder),
+        is_reward_model=_architecture(folder).endswith("ForSequenceClassification"),
+        size=_size(config),
         tokenizer=tokenizer,
     )
+
+
+def _size(config: Any) -> ModelSize:
+    """Of a language model of this configuration, which is built without memory for its parameters."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    intermediate_size = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return ModelSize(num_parameters, config.num_hidden_layers, config.hidden_size, intermediate_size)
+
+
+def _architecture(folder: Path) -> str:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return (config.get("architectures") or ["model of unknown architecture"])[0]
 
 
 def check_reference(model: Path, reference: Path) -> None:
@@ -156,11 +174,10 @@ def check_reference(model: Path, reference: Path) -> None:
 def check_reward_model(folder: Path) -> None:
     """Raises ConfigError unless the model folder is a sequence classifier of one label."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    kinds = config.get("architectures") or ["model of unknown architecture"]
-    labels = len(config.get("id2label") or "..")
-    if not kinds[0].endswith("ForSequenceClassification") or labels != 1:
+    kind, labels = _architecture(folder), len(config.get("id2label") or "..")
+    if not kind.endswith("ForSequenceClassification") or labels != 1:
         raise ConfigError(
-            f"{folder} holds a {kinds[0]} of {labels} labels, no reward model; train one with `rollout train rm`"
+            f"{folder} holds a {kind} of {labels} labels, no reward model; train one with `rollout train rm`"
         )
 
 
@@ -320,6 +337,11 @@ def tokenizer_files(folder: Path) -> list[Path]:
         for file in sorted(folder.iterdir())
         if file.is_file() and any(fnmatch(file.name, pattern) for pattern in _TOKENIZER_FILES)
     ]
+
+
+def tokenizer_id(folder: Path) -> ContentId:
+    """Identity of the tokenizer of a model folder: the contents of its files, chat template included."""
+    return content_id("tokenizer/1", {file.name: hash_file(file)[1] for file in tokenizer_files(folder)})
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

@@ -8,19 +8,22 @@ together.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout_core.config import (
     BackendConfig,
+    DatasetSource,
+    GRPOSettings,
+    HeldOutRows,
     InferBatchConfig,
-    JsonlDataset,
+    LearnerSettings,
     ModelSource,
     NightlyConfig,
-    OnPolicySettings,
     Padded,
+    PPOSettings,
     RunInfo,
     SamplingParams,
     SFTSettings,
@@ -30,8 +33,10 @@ from rollout_core.config import (
     VLLMBackend,
 )
 from rollout_core.connections import Connections
-from rollout_core.datasets import PromptRow, SftRow, parse_prompts, parse_sft, read_prompts
-from rollout_core.errors import ConfigError, NotFound
+from rollout_core.dataset_sources import RowStream, hash_rows, read_dataset
+from rollout_core.datasets import PromptRow, Row, RowT, SftRow, read_prompts
+from rollout_core.errors import ConfigError, DataError, NotFound
+from rollout_core.ids import ContentId
 from rollout_core.inference.output import earlier_run_id
 from rollout_core.inference.samples import refuse_long_prompts
 from rollout_core.inference.text import tokenize_prompts
@@ -43,11 +48,30 @@ from rollout_core.models import (
     describe,
 )
 from rollout_core.objects import ObjectStore
+from rollout_core.resources import Training, row_tokens, tell_disk, tell_memory, training_of
 from rollout_core.resume import find_start
 from rollout_core.rewards import ExactMatchReward, ModelReward, RewardSpec, load_reward, plain_rewards
 from rollout_core.snapshots import Snapshot
 
+if TYPE_CHECKING:  # imports torch, which --help need not wait for
+    from rollout_core.algorithms.data_report import DataReport
+
+DATA_REPORT = "data report"
+RESOURCES = "resources"
+"""Facts that are tables of their own."""
+
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """How a learner takes its rows in."""
+
+    kind: str
+    row: type[Row]
+    tokenize: Callable[..., DataReport]
+    report: type[DataReport]
+    options: Mapping[str, Any]
 
 
 @dataclass
@@ -92,7 +116,10 @@ class Plan:
             return
         self.objects = self.check("object store", self.connections.try_objects)
         if self.objects is not None and self.objects.url.startswith("file://"):
+            known = len(self.violations)
             self.output_folder("object store", self.objects.url.removeprefix("file://"))
+            if len(self.violations) > known:
+                self.objects = None
         self.check("database", self.connections.try_database)
 
     def resume(self, run: RunInfo, algorithm: str, *, steps_per_iteration: int = 1) -> None:
@@ -112,45 +139,104 @@ class Plan:
         if found is not None:
             self.facts["starts from"] = f"{found.id.short} (step {found.step})"
 
-    def model(self, what: str, source: ModelSource) -> None:
-        """The model is there, and its tokenizer fits it."""
+    def model(self, what: str, source: ModelSource, *, may_be_reward_model: bool = False) -> None:
+        """The model is there, a language model, and its tokenizer fits it."""
         self.facts["model"] = source.uri
         self._model_facts = self.check(what, lambda: check_model(source, self.base, self.objects))
-        if self._model_facts is not None:
-            self.tokenizer = self._model_facts.tokenizer
+        if self._model_facts is None:
+            return
+        self.tokenizer = self._model_facts.tokenizer
+        if self._model_facts.is_reward_model and not may_be_reward_model:
+            self.violations.append(
+                f"{what}: {source.uri!r} is a reward model, which has no output for tokens; give a language model"
+            )
 
-    def prompts(self, what: str, rows: Sequence[PromptRow] | None, limit: int | None, sampling: SamplingParams) -> None:
-        """Every prompt can be tokenised and leaves room for the completion."""
+    def resources(self, name: str, settings: LearnerSettings, training: Training) -> None:
+        """An estimate of memory and disk; an error only where the certain part of it exceeds all there is."""
+        if self._model_facts is None:
+            return
+        needs = tell_memory(self._model_facts.size, training)
+        if self.objects is not None and self.objects.url.startswith("file://"):
+            folder = Path(self.objects.url.removeprefix("file://"))
+            needs += tell_disk(self._model_facts.size, training, folder, settings.snapshots.keep_last)
+        told = self.facts.setdefault(RESOURCES, {})
+        for need in needs:
+            told[f"{name} {need.what} (estimate)"] = need.told
+            self.violations += [f"{name}: {need.problem}"] if need.problem else []
+
+    def prompts(self, what: str, rows: Sequence[PromptRow] | None, limit: int | None, sampling: SamplingParams) -> int:
+        """Every prompt can be tokenised and leaves room for the completion. Returns the tokens of the longest."""
         limit = limit or (self._model_facts.max_positions if self._model_facts else None)
         if rows is None or self.tokenizer is None:
-            return
+            return 0
         token_ids = self.check(what, lambda: tokenize_prompts(self.tokenizer, rows))
         if token_ids is not None and limit is not None:
             self.check(what, lambda: refuse_long_prompts(token_ids, sampling.max_tokens, limit))
+        return max(map(len, token_ids or ()), default=0)
 
-    def prompt_file(self, what: str, dataset: JsonlDataset) -> Sequence[PromptRow] | None:
-        """Rows of a prompt file."""
-        return self.rows(what, dataset, parse_prompts)
+    def prompt_rows(self, what: str, dataset: DatasetSource) -> Sequence[PromptRow] | None:
+        """Rows of a data set of prompts."""
+        return self.check(f"{what}.{dataset.address_key}", lambda: list(self._stream(dataset, PromptRow)))
 
     def sft(self, what: str, settings: SFTSettings) -> None:
         """Rows of the SFT file, what of them is trained, and sequences no longer than the model."""
-        rows = self.rows(f"{what}.dataset.path", settings.dataset, parse_sft)
-        self.facts["sft rows"] = len(rows or ())
+        from rollout_core.algorithms.data import each_example
+        from rollout_core.algorithms.data_report import DataReport
+        from rollout_core.algorithms.training_data import sft_options
+
         self.sequence_length(what, settings.packing)
-        if rows is not None and self.tokenizer is not None:
-            self.check(f"{what}.dataset.path", lambda: self._sft_targets(rows, settings))
-        if settings.evaluation is not None:
-            held_out = self.rows(f"{what}.evaluation.dataset.path", settings.evaluation.dataset, parse_sft)
-            self.facts["held-out rows"] = len(held_out or ())
+        training_rows = TrainingRows("sft", SftRow, each_example, DataReport, sft_options(settings))
+        report = self.training_rows(f"{what}.dataset", settings.dataset, training_rows)
+        if report is not None:
+            self.facts["sft rows"] = report.num_rows
+            self.facts["trained tokens"] = report.num_trained_tokens
+            self.facts["truncated rows"] = report.num_truncated
+            self.facts[DATA_REPORT] = report.figures()
+        self.held_out_rows(f"{what}.evaluation.dataset", settings.evaluation, training_rows)
+        self.resources("sft", settings, training_of(settings, row_tokens(report, settings.packing.max_seq_len)))
 
-    def _sft_targets(self, rows: Sequence[SftRow], settings: SFTSettings) -> None:
-        from rollout_core.algorithms.data import tokenize_sft
+    def training_rows(self, what: str, dataset: DatasetSource, asked: TrainingRows) -> DataReport | None:
+        """What becomes of the rows of a data set; without a tokenizer they are only read.
 
-        _, report = tokenize_sft(
-            self.tokenizer, rows, loss_on=settings.loss_on, max_seq_len=settings.packing.max_seq_len
-        )
-        self.facts["trained tokens"] = report.num_trained_tokens
-        self.facts["truncated rows"] = report.num_truncated
+        Where an earlier run has tokenised the same rows, its report is taken.
+        """
+        rows = self._stream(dataset, asked.row)
+
+        def look() -> DataReport | None:
+            if self._model_facts is None:
+                rows.check()
+                return None
+            kept = self._kept_report(rows, asked, self._model_facts.tokenizer_id)
+            if kept is not None:
+                return kept
+            try:
+                return asked.tokenize(self.tokenizer, rows, lambda item: None, place=rows.place, **asked.options)
+            except DataError:
+                raise
+            except ConfigError:
+                rows.check()  # malformed rows come first, and all of them
+                raise
+
+        return self.check(f"{what}.{dataset.address_key}", look)
+
+    def _kept_report(self, rows: RowStream[Any], asked: TrainingRows, tokenizer: ContentId) -> DataReport | None:
+        from rollout_core.algorithms.item_table import any_kept, kept_report
+        from rollout_core.algorithms.training_data import tokenized_key
+
+        if self.objects is None or not any_kept(self.objects):
+            return None
+        key = tokenized_key(asked.kind, hash_rows(rows), tokenizer, asked.options)
+        report = kept_report(self.objects, key, asked.report)
+        return report and report.placed(rows.place)
+
+    def _stream(self, dataset: DatasetSource, model: type[RowT]) -> RowStream[RowT]:
+        return read_dataset(dataset, model, base=self.base, objects=self.objects, download=False)
+
+    def held_out_rows(self, what: str, evaluation: HeldOutRows | None, rows: TrainingRows) -> None:
+        """Rows of an evaluation during training, read and tokenised like the training rows."""
+        report = None if evaluation is None else self.training_rows(what, evaluation.dataset, rows)
+        if report is not None:
+            self.facts["held-out rows"] = report.num_rows
 
     def sequence_length(self, what: str, packing: Padded) -> None:
         """Rows are cut at no more than the model has positions."""
@@ -160,11 +246,21 @@ class Plan:
                 f"{what}.packing.max_seq_len: {packing.max_seq_len} tokens, but the model has {positions} positions"
             )
 
-    def on_policy(self, what: str, settings: OnPolicySettings, backend: BackendConfig) -> Sequence[PromptRow] | None:
+    def on_policy(
+        self, what: str, settings: PPOSettings | GRPOSettings, backend: BackendConfig
+    ) -> Sequence[PromptRow] | None:
         """Training prompts."""
-        rows = self.prompt_file(f"{what}.prompts.path", settings.prompts)
+        rows = self.prompt_rows(f"{what}.prompts", settings.prompts)
         self.facts["training prompts"] = len(rows or ())
-        self.prompts(f"{what}.prompts.path", rows, context_limit(backend), settings.sampling)
+        where = f"{what}.prompts.{settings.prompts.address_key}"
+        longest = self.prompts(where, rows, context_limit(backend), settings.sampling)
+        training = training_of(
+            settings,
+            longest + settings.sampling.max_tokens,
+            trained_models=2 if isinstance(settings, PPOSettings) and settings.values == "model" else 1,
+            frozen_models=1 if isinstance(settings, PPOSettings) or settings.kl_coef else 0,
+        )
+        self.resources("ppo" if isinstance(settings, PPOSettings) else "grpo", settings, training)
         return rows
 
     def reward(self, what: str, spec: RewardSpec) -> None:
@@ -217,21 +313,6 @@ class Plan:
             self.violations.append(f"{what}: no permission to write in {nearest}")
         return folder
 
-    def rows(self, what: str, dataset: JsonlDataset, parse: Callable[[bytes, str], T]) -> T | None:
-        """Rows of a file, as ``parse`` reads them; None where they cannot be read."""
-
-        def read() -> T:
-            try:
-                data = (self.base / dataset.path).read_bytes()
-            except OSError as error:
-                raise ConfigError(f"dataset {dataset.path!r} cannot be read: {error.strerror}") from error
-            rows = parse(data, dataset.path)
-            if not rows:
-                raise ConfigError(f"dataset {dataset.path!r} has no rows")
-            return rows
-
-        return self.check(what, read)
-
 
 def context_limit(backend: BackendConfig) -> int | None:
     """Longest prompt plus completion the backend is configured for."""
@@ -259,7 +340,8 @@ def plan_on_policy(
     plan.backend("backend", config.backend)
     rows = plan.on_policy("algorithm", config.algorithm, config.backend)
     plan.reward("algorithm.reward", config.algorithm.reward)
-    plan.answers("algorithm.prompts.path", rows, config.algorithm.reward)
+    settings = config.algorithm
+    plan.answers(f"algorithm.prompts.{settings.prompts.address_key}", rows, settings.reward)
     return plan.done()
 
 
@@ -287,11 +369,12 @@ def plan_nightly(config: NightlyConfig, base: Path, connections: Connections | N
     plan.sft("sft", config.sft)
     policy = "ppo" if config.ppo is not None else "grpo"
     rows = plan.on_policy(policy, config.policy, config.backend)
-    held_out = plan.prompt_file("evaluation.prompts.path", config.evaluation.prompts)
-    plan.prompts("evaluation.prompts.path", held_out, context_limit(config.backend), config.evaluation.sampling)
+    held_out = plan.prompt_rows("evaluation.prompts", config.evaluation.prompts)
+    held_out_key = f"evaluation.prompts.{config.evaluation.prompts.address_key}"
+    plan.prompts(held_out_key, held_out, context_limit(config.backend), config.evaluation.sampling)
     plan.reward("reward", config.reward)
-    plan.answers(f"{policy}.prompts.path", rows, config.reward)
-    plan.answers("evaluation.prompts.path", held_out, config.reward)
+    plan.answers(f"{policy}.prompts.{config.policy.prompts.address_key}", rows, config.reward)
+    plan.answers(held_out_key, held_out, config.reward)
     plan.facts["held-out prompts"] = len(held_out or ())
     plan.output_folder("report_dir", config.report_dir)
     return plan.done()

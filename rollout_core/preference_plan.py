@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,58 +18,46 @@ from rollout_core.config import (
 )
 from rollout_core.connections import Connections
 from rollout_core.models import check_reference, describe
-from rollout_core.plan import Plan
-from rollout_core.preferences import parse_judged, parse_pairs
+from rollout_core.plan import DATA_REPORT, Plan, TrainingRows
+from rollout_core.preferences import JudgedRow, PairRow
+from rollout_core.resources import row_tokens, training_of
 
 
 def plan_pairs(
     config: TrainRMConfig | TrainDPOConfig | TrainIPOConfig, base: Path, connections: Connections | None = None
 ) -> dict[str, Any]:
     """Check a run on pairs: a reward model, DPO or IPO. Raises ConfigError naming all that is wrong."""
-    from rollout_core.algorithms.preference_data import tokenize_pairs
+    from rollout_core.algorithms.preference_data import PreferenceReport, each_pair
+    from rollout_core.algorithms.training_data import pair_options
 
-    need_prompts = not isinstance(config, TrainRMConfig)
-    max_seq_len = config.algorithm.packing.max_seq_len
-
-    def tokenize(tokenizer: Any, rows: Any) -> Any:
-        return tokenize_pairs(tokenizer, rows, max_seq_len=max_seq_len, need_prompts=need_prompts)
-
-    return _plan(Plan(base, connections), config, parse_pairs, tokenize)
+    options = pair_options(config.algorithm, need_prompts=not isinstance(config, TrainRMConfig))
+    rows = TrainingRows("pairs", PairRow, each_pair, PreferenceReport, options)
+    return _plan(Plan(base, connections), config, rows)
 
 
 def plan_kto(config: TrainKTOConfig, base: Path, connections: Connections | None = None) -> dict[str, Any]:
     """Check a KTO run. Raises ConfigError naming all that is wrong."""
-    from rollout_core.algorithms.preference_data import tokenize_judged
+    from rollout_core.algorithms.preference_data import PreferenceReport, each_judged
+    from rollout_core.algorithms.training_data import judged_options
 
-    max_seq_len = config.algorithm.packing.max_seq_len
-
-    def tokenize(tokenizer: Any, rows: Any) -> Any:
-        return tokenize_judged(tokenizer, rows, max_seq_len=max_seq_len)
-
-    return _plan(Plan(base, connections), config, parse_judged, tokenize)
+    rows = TrainingRows("judged", JudgedRow, each_judged, PreferenceReport, judged_options(config.algorithm))
+    return _plan(Plan(base, connections), config, rows)
 
 
-def _plan(
-    plan: Plan, config: PreferenceConfig, parse: Callable[[bytes, str], Any], tokenize: Callable[[Any, Any], Any]
-) -> dict[str, Any]:
+def _plan(plan: Plan, config: PreferenceConfig, rows: TrainingRows) -> dict[str, Any]:
     settings = config.algorithm
     plan.places()
     plan.resume(config.run, settings.kind)
-    plan.model("algorithm.base_model", settings.base_model)
+    plan.model("algorithm.base_model", settings.base_model, may_be_reward_model=settings.kind == "rm")
     plan.sequence_length("algorithm", settings.packing)
     _reference(plan, settings)
-    rows = plan.rows("algorithm.dataset.path", settings.dataset, parse)
-    if rows is not None and plan.tokenizer is not None:
-        tokenized = plan.check("algorithm.dataset.path", lambda: tokenize(plan.tokenizer, rows))
-        if tokenized is not None:
-            report = tokenized[1]
-            named = {name.removeprefix("num_"): value for name, value in vars(report).items() if value is not None}
-            plan.facts |= {name.replace("_", " "): value for name, value in named.items()}
-    if settings.evaluation is not None:
-        held_out = plan.rows("algorithm.evaluation.dataset.path", settings.evaluation.dataset, parse)
-        if held_out is not None and plan.tokenizer is not None:
-            plan.check("algorithm.evaluation.dataset.path", lambda: tokenize(plan.tokenizer, held_out))
-            plan.facts["held-out rows"] = len(held_out)
+    report = plan.training_rows("algorithm.dataset", settings.dataset, rows)
+    if report is not None:
+        plan.facts |= {"rows": report.num_rows, "examples": report.num_examples, DATA_REPORT: report.figures()}
+    plan.held_out_rows("algorithm.evaluation.dataset", settings.evaluation, rows)
+    sequences = 1 if settings.kind == "kto" else 2
+    tokens = row_tokens(report, settings.packing.max_seq_len)
+    plan.resources(settings.kind, settings, training_of(settings, tokens, rows=sequences))
     return plan.done()
 
 

@@ -84,6 +84,31 @@ class Scores(Record):
     std: float
 
 
+class Experience(Record):
+    """Token-level samples of stored rollouts with their rewards, as the updates of PPO and GRPO take them."""
+
+    samples: BlobId
+    completions: BlobId
+    scores: BlobId
+    num_samples: int
+    num_truncated: int
+    """Cut at the length limit."""
+    left_out: dict[str, int]
+    """Rollouts, or samples of incomplete groups, by why nothing is learnt from them."""
+    mean: float
+    std: float
+
+    def as_scores(self) -> Scores:
+        """The rewards by themselves."""
+        return Scores(
+            scores=self.scores,
+            completions=self.completions,
+            num_samples=self.num_samples,
+            mean=self.mean,
+            std=self.std,
+        )
+
+
 class Checkpoint(Record):
     """A trained model and the state from which its training goes on."""
 
@@ -95,6 +120,8 @@ class Checkpoint(Record):
     step: int
     summary: dict[str, float]
     """The last figures, by the names practitioners know."""
+    data_report: Annotated[ContentId | None, "blob"] = None
+    """JSON: what became of the rows of the data set, where there was one."""
 
 
 class SnapshotRecord(Record):

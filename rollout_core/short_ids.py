@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from rollout_core.errors import ConfigError, NotFound
-from rollout_core.ids import CONTENT_ID_PATTERN, ContentId
+from rollout_core.ids import ContentId, is_content_id
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.gc import LINEAGE_REFS
 
@@ -24,12 +24,17 @@ def complete_lineage_id(objects: ObjectStore, digits: str) -> ContentId:
     return complete_id(digits, _names_below(objects, LINEAGE_REFS.rstrip("/")), "record of lineage")
 
 
+def complete_object_id(objects: ObjectStore, digits: str) -> ContentId:
+    """The blob whose id begins with ``digits``; raises as `complete_id` does."""
+    return complete_id(digits, objects.blobs_beginning(digits), "object")
+
+
 def complete_id(digits: str, known: Iterable[str], what: str) -> ContentId:
     """The one id of ``known`` that begins with ``digits``. A whole id is taken as it is; ``known`` is then not read.
 
     Raises ConfigError for fewer than 8 digits and where several ids begin with them, NotFound where none does.
     """
-    if re.fullmatch(CONTENT_ID_PATTERN, digits):
+    if is_content_id(digits):
         return ContentId(digits)
     if not re.fullmatch(f"[0-9a-f]{{{MIN_DIGITS},63}}", digits):
         raise ConfigError(

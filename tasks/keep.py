@@ -7,13 +7,12 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from rollout_core.config import HeldOutRows, ModelSource, PromotionConfig, RunInfo
-from rollout_core.datasets import parse_prompts, parse_sft, to_jsonl
-from rollout_core.errors import ConfigError
-from rollout_core.ids import ContentId
+from rollout_core.config import DatasetSource, HeldOutRows, ModelSource, PromotionConfig, RunInfo
+from rollout_core.dataset_sources import import_dataset, read_dataset
+from rollout_core.datasets import PromptRow, Row, SftRow
+from rollout_core.ids import ContentId, is_content_id
 from rollout_core.models import import_model as file_model
-from rollout_core.objects import ObjectStore
-from rollout_core.preferences import parse_judged, parse_pairs
+from rollout_core.preferences import JudgedRow, PairRow
 from rollout_core.records import Checkpoint, Dataset, EvalReport, Model, Record, SnapshotRecord
 from rollout_core.resume import find_start
 from rollout_core.rewards import RewardSpec, with_models
@@ -31,6 +30,12 @@ class Promotion(Record):
     reason: str
 
 
+class Latest(Record):
+    """The model that the store's latest resources serve."""
+
+    model: ContentId | None
+
+
 @stage(version=1, cached=False)
 def import_model(source: ModelSource) -> Model:
     """File a model folder or hub model in the object store; unchanged files are only hashed."""
@@ -38,32 +43,34 @@ def import_model(source: ModelSource) -> Model:
 
 
 @stage(version=1, cached=False)
-def import_prompts(path: str) -> Dataset:
+def import_prompts(source: DatasetSource) -> Dataset:
     """File prompt rows in the object store in canonical form."""
-    return _import(current_stage().objects, path, parse_prompts)
+    return _import(source, PromptRow)
 
 
 @stage(version=1, cached=False)
-def import_sft(path: str) -> Dataset:
+def import_sft(source: DatasetSource) -> Dataset:
     """File SFT rows in the object store in canonical form."""
-    return _import(current_stage().objects, path, parse_sft)
+    return _import(source, SftRow)
 
 
 @stage(version=1, cached=False)
-def import_pairs(path: str) -> Dataset:
+def import_pairs(source: DatasetSource) -> Dataset:
     """File preference pairs in the object store in canonical form."""
-    return _import(current_stage().objects, path, parse_pairs)
+    return _import(source, PairRow)
 
 
 @stage(version=1, cached=False)
-def import_judged(path: str) -> Dataset:
+def import_judged(source: DatasetSource) -> Dataset:
     """File judged answers in the object store in canonical form."""
-    return _import(current_stage().objects, path, parse_judged)
+    return _import(source, JudgedRow)
 
 
-def import_held_out(evaluation: HeldOutRows | None, import_rows: Callable[[str], Dataset]) -> ContentId | None:
+def import_held_out(
+    evaluation: HeldOutRows | None, import_rows: Callable[[DatasetSource], Dataset]
+) -> ContentId | None:
     """File the rows of an evaluation during training, if there is one, in the form of the training rows."""
-    return None if evaluation is None else import_rows(evaluation.dataset.path).data
+    return None if evaluation is None else import_rows(evaluation.dataset).data
 
 
 def start_snapshot(run: RunInfo, algorithm: str, *, steps_per_iteration: int = 1) -> ContentId | None:
@@ -79,16 +86,9 @@ def import_reward(spec: RewardSpec) -> RewardSpec:
     return with_models(spec, lambda uri: import_model(ModelSource(uri=uri)).model)
 
 
-def _import(objects: ObjectStore, path: str, parse) -> Dataset:
-    file = places.working_folder() / path
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"dataset {path!r} cannot be read: {error.strerror}") from error
-    rows = parse(data, name=path)
-    if not rows:
-        raise ConfigError(f"dataset {path!r} has no rows")
-    return Dataset(data=objects.put_bytes(to_jsonl(rows)), num_rows=len(rows))
+def _import(source: DatasetSource, model: type[Row]) -> Dataset:
+    objects = current_stage().objects
+    return import_dataset(objects, read_dataset(source, model, base=places.working_folder(), objects=objects))
 
 
 @stage(version=1)
@@ -110,14 +110,29 @@ def snapshot(checkpoint: Checkpoint, snapshot_label: str, *, label: str = "") ->
 
 
 @stage(version=1, cached=False)
-def promote(before: EvalReport, after: EvalReport, config: PromotionConfig) -> Promotion:
-    """Make the new checkpoint the store's latest resources, unless its held-out reward fell."""
-    fell_by = before.mean_reward - after.mean_reward
+def latest_model(resource: str) -> Latest:
+    """What the store's latest resources serve under this name, if its weights are still in the object store."""
+    model = asyncio.run(_get_latest(resource))
+    if model is not None and not current_stage().objects.tree_is_present(model):
+        stage_logger().warning("the latest %r, %s, is not in the object store any more; not compared", resource, model)
+        model = None
+    return Latest(model=model)
+
+
+@stage(version=1, cached=False)
+def promote(before: EvalReport, latest: EvalReport | None, after: EvalReport, config: PromotionConfig) -> Promotion:
+    """Make the new checkpoint the store's latest resources, unless ``before`` or ``latest`` has a higher reward."""
+    rivals = {"it fell": before} | ({} if latest is None else {"the latest model is better": latest})
+    better = [
+        f"{why}: held-out reward {rival.mean_reward:.4f} -> {after.mean_reward:.4f}"
+        for why, rival in rivals.items()
+        if rival.mean_reward - after.mean_reward > config.tolerance
+    ]
     figures = f"held-out reward {before.mean_reward:.4f} -> {after.mean_reward:.4f}"
     if not config.enabled:
         promotion = Promotion(model=after.model, promoted=False, reason=f"promotion is switched off; {figures}")
-    elif fell_by > config.tolerance:
-        promotion = Promotion(model=after.model, promoted=False, reason=f"it fell: {figures}")
+    elif better:
+        promotion = Promotion(model=after.model, promoted=False, reason="; ".join(better))
     else:
         asyncio.run(_set_latest(after.model, config.resource))
         promotion = Promotion(model=after.model, promoted=True, reason=figures)
@@ -128,6 +143,14 @@ def promote(before: EvalReport, after: EvalReport, config: PromotionConfig) -> P
         "Promotion of the new checkpoint",
     )
     return promotion
+
+
+async def _get_latest(resource: str) -> ContentId | None:
+    async with places.open_store() as store:
+        latest = await store.get_latest_resources()
+    named = latest.resources.get(resource) if latest else None
+    # Somebody else's resource of that name may serve a model that is no content id.
+    return ContentId(named.model) if isinstance(named, LLM) and is_content_id(named.model) else None
 
 
 async def _set_latest(model: ContentId, resource: str) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from prefect.runtime import flow_run
 
 from rollout_core.algorithms import learners, preference_learners
-from rollout_core.algorithms.preference_data import PreferenceReport
+from rollout_core.algorithms.data_report import DataReport
 from rollout_core.algorithms.workshop import Workshop
 from rollout_core.config import (
     DPOSettings,
@@ -41,9 +41,10 @@ def sft_update(
     """Fine-tune a model on prompt/completion or chat rows; resumes from its last snapshot."""
     run = current_stage()
     with _workshop(run, seed, num_threads, "SFT", start_from) as workshop:
-        checkpoint, report = learners.sft_update(model, dataset, settings, workshop, held_out=held_out)
-    rows = [{"figure": name.replace("_", " "), "value": value} for name, value in vars(report).items()]
-    artifacts.table("sft-data", rows, "What became of the training rows")
+        checkpoint, report = learners.sft_update(
+            model, dataset, settings, workshop, held_out=held_out, on_data=lambda report: _show_data("sft", report)
+        )
+    checkpoint = _with_data_report(run, checkpoint, report)
     losses = [row["loss"] for row in _metrics(run, checkpoint)]
     artifacts.curve("sft-loss", losses, title=f"SFT loss {label}".strip(), x_label="step", y_label="loss")
     _show(
@@ -69,15 +70,12 @@ def rm_update(
     """Train a reward model on pairs; resumes from its last snapshot."""
     run = current_stage()
     with _workshop(run, seed, num_threads, "reward model", start_from) as workshop:
-        checkpoint, report = preference_learners.rm_update(model, dataset, settings, workshop, held_out=held_out)
-    _show_preferences(
-        run,
-        "rm",
-        checkpoint,
-        report,
-        {"model": model, "dataset": dataset, "held out": held_out, "start": start_from},
-        label,
-    )
+        checkpoint, report = preference_learners.rm_update(
+            model, dataset, settings, workshop, held_out=held_out, on_data=lambda report: _show_data("rm", report)
+        )
+    checkpoint = _with_data_report(run, checkpoint, report)
+    made_from = {"model": model, "dataset": dataset, "held out": held_out, "start": start_from}
+    _show_preferences(run, "rm", checkpoint, made_from, label)
     return checkpoint
 
 
@@ -98,10 +96,17 @@ def dpo_update(
     run = current_stage()
     with _workshop(run, seed, num_threads, settings.kind.upper(), start_from) as workshop:
         checkpoint, report = preference_learners.dpo_update(
-            model, reference, dataset, settings, workshop, held_out=held_out
+            model,
+            reference,
+            dataset,
+            settings,
+            workshop,
+            held_out=held_out,
+            on_data=lambda report: _show_data(settings.kind, report),
         )
     made_from = {"model": model, "reference": reference, "dataset": dataset, "held out": held_out, "start": start_from}
-    _show_preferences(run, settings.kind, checkpoint, report, made_from, label)
+    checkpoint = _with_data_report(run, checkpoint, report)
+    _show_preferences(run, settings.kind, checkpoint, made_from, label)
     return checkpoint
 
 
@@ -122,25 +127,39 @@ def kto_update(
     run = current_stage()
     with _workshop(run, seed, num_threads, "KTO", start_from) as workshop:
         checkpoint, report = preference_learners.kto_update(
-            model, reference, dataset, settings, workshop, held_out=held_out
+            model,
+            reference,
+            dataset,
+            settings,
+            workshop,
+            held_out=held_out,
+            on_data=lambda report: _show_data("kto", report),
         )
     made_from = {"model": model, "reference": reference, "dataset": dataset, "held out": held_out, "start": start_from}
-    _show_preferences(run, settings.kind, checkpoint, report, made_from, label)
+    checkpoint = _with_data_report(run, checkpoint, report)
+    _show_preferences(run, settings.kind, checkpoint, made_from, label)
     return checkpoint
+
+
+def _show_data(kind: str, report: DataReport) -> None:
+    """Before training starts: a table in the UI, a line in the log."""
+    figures = report.figures()
+    rows = [{"figure": name, "value": value} for name, value in figures.items()]
+    artifacts.table(f"{kind}-data", rows, "What became of the training rows")
+    stage_logger().info("data: %s", ", ".join(f"{name} {value}" for name, value in figures.items()))
+
+
+def _with_data_report(run: StageRun, checkpoint: Checkpoint, report: DataReport) -> Checkpoint:
+    return checkpoint.model_copy(update={"data_report": run.objects.put_json(report.document())})
 
 
 def _show_preferences(
     run: StageRun,
     kind: str,
     checkpoint: Checkpoint,
-    report: PreferenceReport,
     made_from: Mapping[str, ContentId | None],
     label: str,
 ) -> None:
-    rows = [
-        {"figure": name.replace("_", " "), "value": value} for name, value in vars(report).items() if value is not None
-    ]
-    artifacts.table(f"{kind}-data", rows, "What became of the preference rows")
     metrics = _metrics(run, checkpoint)
     for figure, name in (("loss", "loss"), ("rewards/margins", "margins")):
         title = f"{kind.upper()} {name} {label}".strip()

@@ -11,7 +11,6 @@ import functools
 import inspect
 import json
 import logging
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast, get_type_hints
 from prefect import Task
 from prefect.cache_policies import CacheKeyFnPolicy
 from prefect.client.schemas.objects import State
-from prefect.context import TaskRunContext
+from prefect.context import TagsContext, TaskRunContext
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 from prefect.results import get_result_store
@@ -31,7 +30,7 @@ from prefect.results import get_result_store
 from blocks import ContentAddressedStorage
 from rollout_core.config import identity
 from rollout_core.errors import CorruptObject, NotFound, Recoverable, RolloutError
-from rollout_core.ids import CONTENT_ID_PATTERN, ContentId, content_id
+from rollout_core.ids import ContentId, content_id, is_content_id
 from rollout_core.lineage import Lineage, record_lineage, software_versions
 from rollout_core.locks import exclusive
 from rollout_core.objects import ObjectStore
@@ -159,12 +158,13 @@ class Stage(Generic[P, R]):
             self._forget_if_broken(storage, self.key(inputs))
         started = time.monotonic()
         # A tag costs a call to the server for each task run (and, where that keeps its data in SQLite, now and then a
-        # refusal and a pause of 2 s), so there is one only where a limit is wanted.
+        # refusal and a pause of 2 s), so there is one only where a limit is wanted; those of the flow run stay with it.
         limited = self._concurrency in locations().limits
         prepared = self._task.with_options(tags=[f"rollout:{self._concurrency}"] if limited else [])
         # Set here, not by with_options, which takes saved blocks only; this one is built from this process's settings.
         prepared.result_storage = storage
-        state = cast(State[dict[str, Any]], prepared(**inputs, return_state=True))
+        with TagsContext(current_tags=set()):
+            state = cast(State[dict[str, Any]], prepared(**inputs, return_state=True))
         seconds = time.monotonic() - started
         if state.is_completed():
             record = self._record.model_validate(state.result())
@@ -271,11 +271,6 @@ class Stage(Generic[P, R]):
             ids = tuple(ContentId(value) for value in inputs.values() if is_content_id(value))
             records = (item for value in inputs.values() if isinstance(value, Record) for item in value.outputs())
             journal.add(StageEntry(self.name, str(inputs.get(LABEL, "")), state, seconds, (*ids, *records), outputs))
-
-
-def is_content_id(value: Any) -> bool:
-    """Whether ``value`` has the form of a content id."""
-    return isinstance(value, str) and re.fullmatch(CONTENT_ID_PATTERN, value) is not None
 
 
 def progress_ref(key: ContentId) -> str:

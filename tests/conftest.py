@@ -22,6 +22,8 @@ os.environ.update(
         "TQDM_DISABLE": "1",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "PYTHONHASHSEED": "0",
+        # See flows/__init__.py: tests run beside servers and each other's processes.
+        "OMP_WAIT_POLICY": "passive",
     }
 )
 

@@ -198,7 +198,7 @@ def test_input_without_rows_is_an_error(tmp_path: Path):
 
 
 def test_a_folder_or_an_unreadable_file_is_an_error(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"is a folder; name a JSONL file, or a pattern such as .*\*\.jsonl"):
+    with pytest.raises(ConfigError, match=r"is a folder; name a file, or a pattern such as .*\*\.jsonl"):
         read_prompts(tmp_path)
     (tmp_path / "dangling.jsonl").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"dangling\.jsonl: not readable: No such file"):
@@ -334,3 +334,32 @@ def test_canonical_bytes_of_an_example_are_pinned():
 def test_extras_that_are_not_json_have_no_canonical_bytes():
     with pytest.raises(ConfigError, match="no canonical JSON form"):
         to_jsonl([PromptRow(prompt="a", extras={"x": float("nan")})])
+
+
+# -- rows with a mask --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"input_ids": []}, "input_ids is empty"),
+        ({"labels": [1]}, "has labels but no input_ids"),
+        ({"input_ids": [1, 2], "prompt": "x"}, "has both input_ids and prompt, completion or messages"),
+        ({"input_ids": [1, 2], "labels": [1]}, "labels has 1 entries for 2 input_ids"),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, "loss_mask has 1 entries for 2 input_ids"),
+        ({"input_ids": [1, 2], "labels": [1, 2], "loss_mask": [1, 1]}, "has both labels and loss_mask"),
+        ({"input_ids": [1, 2], "labels": [2, -100]}, "labels.0 is 2; expected 1, as in input_ids, or -100"),
+        ({"input_ids": [1, -2]}, "input_ids.1: Input should be greater than or equal to 0, got -2"),
+        ({"input_ids": "1 2"}, 'input_ids: expected a list of numbers, got "1 2"'),
+        ({"messages": CHAT, "loss_mask": [1]}, "loss_mask has 1 entries for 2 messages"),
+        ({"prompt": "a", "completion": "b", "loss_mask": [1, 1]}, "has loss_mask but neither messages nor input_ids"),
+    ],
+)
+def test_a_mask_that_fits_no_row_is_refused(row: dict[str, Any], expected: str):
+    assert problem(lines(row), parse_sft).startswith(f"1: {expected}")
+
+
+def test_rows_of_token_ids_have_a_canonical_form():
+    (row,) = parse_sft(lines({"input_ids": [1, 2], "loss_mask": [0, True], "source": "x"}), "x")
+    assert row == SftRow(input_ids=(1, 2), loss_mask=(False, True), extras={"source": "x"})
+    assert to_jsonl([row]) == b'{"input_ids":[1,2],"loss_mask":[false,true],"source":"x"}\n'

@@ -122,7 +122,20 @@ def test_a_sound_run_is_planned_and_nothing_is_written(work: Path, kind: str):
 
 
 def test_a_plan_tells_what_it_found(work: Path):
-    assert plan("train-sft", work) == {"model": "model", "sft rows": 1, "trained tokens": 5, "truncated rows": 0}
+    facts = plan("train-sft", work)
+    assert list(facts.pop("resources")) == ["sft memory (estimate)", "sft disk (estimate)"]
+    assert facts.pop("data report") == {
+        "rows": 1,
+        "examples": 1,
+        "tokens": 11,
+        "trained tokens": 5,
+        "trained share": "45.5%",
+        "truncated rows": 0,
+        "skipped rows": 0,
+        "longest rows": "sft.jsonl:1 (11 tokens)",
+        "template problems": 0,
+    }
+    assert facts == {"model": "model", "sft rows": 1, "trained tokens": 5, "truncated rows": 0}
     assert plan("train-ppo", work)["training prompts"] == 2
     assert plan("nightly", work)["held-out prompts"] == 1
     assert plan("infer-batch", work, workers__count=2) == {"model": "model", "inputs": 2, "workers": 2}
@@ -386,7 +399,7 @@ def test_a_template_that_cannot_tell_turns_apart_is_refused_unless_all_is_traine
     marking = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if loop.last %}!{% endif %}{% endfor %}"
     (work / "model" / "chat_template.jinja").write_text(marking)
     message = refusal("train-sft", work)
-    assert "row 1: the chat template renders turn 2 differently" in message and "loss_on.kind = 'full'" in message
+    assert "sft.jsonl:1: the chat template renders turn 2 differently" in message and "loss_on.kind = 'full'" in message
     assert plan("train-sft", work, algorithm__loss_on__kind="full")["sft rows"] == 1
 
 

@@ -56,7 +56,13 @@ def parse_overrides(settings: list[str] | None) -> dict[str, Any]:
 def print_plan(facts: Mapping[str, Any]) -> None:
     # What was not checked needs room: it comes last.
     pairs = dict(sorted(facts.items(), key=lambda fact: fact[0] == "not checked"))
+    tables = {name: pairs.pop(name) for name in list(pairs) if isinstance(pairs[name], Mapping)}
     typer.echo("dry-run OK: " + " ".join(f"{name.replace(' ', '_')}={value}" for name, value in pairs.items()))
+    for title, figures in tables.items():
+        typer.echo(f"{title}:")
+        width = max(map(len, figures), default=0)
+        for name, value in figures.items():
+            typer.echo(f"  {name:{width}}  {value}")
 
 
 def run_flow(start: Callable[[], Any]) -> Any:

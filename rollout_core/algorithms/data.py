@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from itertools import islice
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
+from rollout_core.algorithms.data_report import DataReport, Tally
+from rollout_core.algorithms.item_table import ItemForm
 from rollout_core.config import LossOn
-from rollout_core.datasets import ChatMessage, SftRow
+from rollout_core.datasets import UNTRAINED_LABEL, ChatMessage, SftRow
 from rollout_core.errors import ConfigError
 from rollout_core.inference.text import render_chat
+
+ROWS_AT_ONCE = 500
+"""Rows that are tokenised, and in memory, together."""
+_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -22,62 +34,107 @@ class Example:
     trained: list[bool]
 
 
-@dataclass(frozen=True)
-class DataReport:
-    """What became of the rows of a data set."""
+EXAMPLES = ItemForm(Example, lists={"token_ids": "<i4", "trained": "|b1"})
 
-    num_rows: int
-    num_examples: int
-    num_tokens: int
-    num_trained_tokens: int
-    num_truncated: int
-    """Rows cut at max_seq_len."""
-    num_without_target: int
-    """Rows left out because no token of theirs is trained."""
+
+def row_number(row: int) -> str:
+    """Place of the row at position ``row`` where no file is known."""
+    return f"row {row + 1}"
+
+
+def in_chunks(rows: Iterable[T], size: int = ROWS_AT_ONCE) -> Iterator[list[T]]:
+    """Neighbours in lists of ``size``."""
+    source = iter(rows)
+    while chunk := list(islice(source, size)):
+        yield chunk
 
 
 def tokenize_sft(
-    tokenizer: Any, rows: Sequence[SftRow], *, loss_on: LossOn, max_seq_len: int
+    tokenizer: Any, rows: Iterable[SftRow], *, loss_on: LossOn, max_seq_len: int
 ) -> tuple[list[Example], DataReport]:
-    """Tokenise rows, mark what is trained, cut at ``max_seq_len``, and leave out rows without a target.
+    """All examples of ``rows`` at once; see `each_example`."""
+    examples: list[Example] = []
+    report = each_example(tokenizer, rows, examples.append, loss_on=loss_on, max_seq_len=max_seq_len)
+    return examples, report
+
+
+def each_example(
+    tokenizer: Any,
+    rows: Iterable[SftRow],
+    keep: Callable[[Example], None],
+    *,
+    loss_on: LossOn,
+    max_seq_len: int,
+    place: Callable[[int], str] = row_number,
+) -> DataReport:
+    """Tokenise rows, mark what is trained, cut at ``max_seq_len``, and call ``keep`` with each that has a target.
 
     ``assistant_only`` trains completions, or every assistant turn of a chat, with the token that ends it; ``full``
-    trains all tokens. Raises ConfigError when no row has a target, or a conversation does not go through the
-    tokenizer's chat template, or the template cannot tell its turns apart.
+    trains all tokens; ``custom`` what rows themselves say. ``place`` names a row by its position, from 0. Raises
+    ConfigError when no row has a target, a conversation does not go through the tokenizer's chat template, the template
+    cannot tell its turns apart, or rows and ``loss_on`` do not fit.
     """
-    pairs = [row for row in rows if row.messages is None]
-    prompts = iter(tokenizer([row.prompt for row in pairs])["input_ids"] if pairs else [])
-    completions = iter(
-        tokenizer([row.completion for row in pairs], add_special_tokens=False)["input_ids"] if pairs else []
-    )
-    examples, truncated, without_target = [], 0, 0
-    for number, row in enumerate(rows, start=1):
-        if row.messages is None:
-            example = _pair_example(tokenizer, next(prompts), next(completions))
-        else:
-            example = _chat_example(tokenizer, row.messages, f"row {number}", loss_on)
-        if loss_on.kind == "full":
-            example = Example(example.token_ids, [True] * len(example.token_ids))
-        truncated += len(example.token_ids) > max_seq_len
-        example = Example(example.token_ids[:max_seq_len], example.trained[:max_seq_len])
-        if any(example.trained[1:]):
-            examples.append(example)
-        else:
-            without_target += 1
-    report = DataReport(
-        num_rows=len(rows),
-        num_examples=len(examples),
-        num_tokens=sum(len(example.token_ids) for example in examples),
-        num_trained_tokens=sum(sum(example.trained[1:]) for example in examples),
-        num_truncated=truncated,
-        num_without_target=without_target,
-    )
-    if not examples:
+    tally = Tally()
+    for chunk in in_chunks(rows):
+        pairs = [row for row in chunk if row.prompt is not None]
+        prompts = iter(tokenizer([row.prompt for row in pairs])["input_ids"] if pairs else [])
+        completions = iter(
+            tokenizer([row.completion for row in pairs], add_special_tokens=False)["input_ids"] if pairs else []
+        )
+        for row in chunk:
+            where = place(tally.num_rows)
+            _check_mask(row, loss_on, where)
+            if row.prompt is not None:
+                prompt = next(prompts)
+                tally.prompt(tokenizer, prompt, where)
+                example = _pair_example(tokenizer, prompt, next(completions))
+            elif row.messages is not None:
+                example = _chat_example(tokenizer, row.messages, where, _trained_turns(row, loss_on), tally)
+            else:
+                example = _token_example(tokenizer, row, where)
+            if loss_on.kind == "full":
+                example = Example(example.token_ids, [True] * len(example.token_ids))
+            tally.row(where, len(example.token_ids), max_seq_len)
+            example = Example(example.token_ids[:max_seq_len], example.trained[:max_seq_len])
+            if any(example.trained[1:]):
+                tally.example(len(example.token_ids), sum(example.trained[1:]))
+                keep(example)
+            else:
+                tally.num_left_out += 1
+    if not tally.num_examples:
         raise ConfigError(
-            f"none of {len(rows)} rows has a token to train within packing.max_seq_len {max_seq_len}; "
+            f"none of {tally.num_rows} rows has a token to train within packing.max_seq_len {max_seq_len}; "
             "raise it or check the rows"
         )
-    return examples, report
+    return DataReport(**tally.fields())
+
+
+def _check_mask(row: SftRow, loss_on: LossOn, where: str) -> None:
+    """Raises ConfigError unless ``loss_on`` is what the row was made for."""
+    has_mask = row.loss_mask is not None or row.labels is not None
+    if loss_on.kind == "custom" and not has_mask:
+        raise ConfigError(f"{where} has neither loss_mask nor labels, which loss_on.kind = 'custom' needs")
+    if loss_on.kind == "assistant_only" and (has_mask or row.input_ids is not None):
+        found = "labels" if row.labels is not None else "a loss_mask" if has_mask else "token ids without roles"
+        raise ConfigError(f"{where} has {found}; set loss_on.kind to 'custom' to train what it says, or to 'full'")
+
+
+def _trained_turns(row: SftRow, loss_on: LossOn) -> list[bool]:
+    assert row.messages is not None
+    if loss_on.kind == "custom":
+        assert row.loss_mask is not None, "checked"
+        return list(row.loss_mask)
+    return [loss_on.kind == "assistant_only" and message.role == "assistant" for message in row.messages]
+
+
+def _token_example(tokenizer: Any, row: SftRow, where: str) -> Example:
+    assert row.input_ids is not None, "a row has one of three forms"
+    highest = max(row.input_ids)
+    if highest >= len(tokenizer):
+        raise ConfigError(f"{where}: token id {highest} is none of the tokenizer's {len(tokenizer)}")
+    if row.labels is not None:
+        return Example(list(row.input_ids), [label != UNTRAINED_LABEL for label in row.labels])
+    return Example(list(row.input_ids), list(row.loss_mask or [False] * len(row.input_ids)))
 
 
 def _pair_example(tokenizer: Any, prompt_ids: list[int], completion_ids: list[int]) -> Example:
@@ -85,24 +142,24 @@ def _pair_example(tokenizer: Any, prompt_ids: list[int], completion_ids: list[in
     return Example(prompt_ids + completion_ids, [False] * len(prompt_ids) + [True] * len(completion_ids))
 
 
-def _chat_example(tokenizer: Any, messages: Sequence[ChatMessage], where: str, loss_on: LossOn) -> Example:
-    """Masks assistant turns exactly: a turn is what the template adds to the rendering of the turns before it."""
+def _chat_example(
+    tokenizer: Any, messages: Sequence[ChatMessage], where: str, trained_turns: Sequence[bool], tally: Tally
+) -> Example:
+    """Masks turns exactly: a turn is what the template adds to the rendering of the turns before it."""
     whole = render_chat(tokenizer, messages, where, generation_prompt=False)
+    report_omissions(whole, messages, where, tally)
     texts = [whole]
     for turn, message in enumerate(messages):
-        if message.role != "assistant" or loss_on.kind == "full":
+        if not trained_turns[turn]:
             continue
-        after = render_chat(tokenizer, messages[: turn + 1], where, generation_prompt=False)
-        if turn:
-            before = render_chat(tokenizer, messages[:turn], where, generation_prompt=True)
-        else:
-            # Templates need a message. The header of a first turn is the one they would give to another after it.
-            header = render_chat(tokenizer, messages[:1], where, generation_prompt=True)[len(after) :]
-            before = after[: after.find(header) + len(header)] if header in after else ""
+        before, after = _edges(tokenizer, messages, turn, where)
         if not (after.startswith(before) and whole.startswith(after)):
+            if _marks_every(trained_turns, messages) and _GENERATION_MARK.search(str(tokenizer.chat_template)):
+                return _marked_example(tokenizer, messages)
             raise ConfigError(
                 f"{where}: the chat template renders turn {turn + 1} differently with and without what follows, "
-                "so the assistant's tokens cannot be told apart; use loss_on.kind = 'full' or another template"
+                f"so the {message.role}'s tokens cannot be told apart; use loss_on.kind = 'full' or another template, "
+                "such as one with {% generation %} marks"
             )
         texts += [before, after]
     token_ids, *edges = tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -114,6 +171,39 @@ def _chat_example(tokenizer: Any, messages: Sequence[ChatMessage], where: str, l
     return Example(token_ids, trained)
 
 
+def _edges(tokenizer: Any, messages: Sequence[ChatMessage], turn: int, where: str) -> tuple[str, str]:
+    """The conversation up to where a turn begins, after its header, and up to its end."""
+    after = render_chat(tokenizer, messages[: turn + 1], where, generation_prompt=False)
+    answers = messages[turn].role == "assistant"
+    if turn:
+        return render_chat(tokenizer, messages[:turn], where, generation_prompt=answers), after
+    if not answers:
+        return "", after
+    # Templates need a message. The header of a first turn is the one they would give to another after it.
+    header = render_chat(tokenizer, messages[:1], where, generation_prompt=True)[len(after) :]
+    return after[: after.find(header) + len(header)] if header in after else "", after
+
+
+def _marks_every(trained_turns: Sequence[bool], messages: Sequence[ChatMessage]) -> bool:
+    return list(trained_turns) == [message.role == "assistant" for message in messages]
+
+
+def _marked_example(tokenizer: Any, messages: Sequence[ChatMessage]) -> Example:
+    """By the template's own marks of what the assistant generates."""
+    found = tokenizer.apply_chat_template(
+        [message.model_dump() for message in messages], return_dict=True, return_assistant_tokens_mask=True
+    )
+    return Example(list(found["input_ids"]), [bool(on) for on in found["assistant_masks"]])
+
+
+def report_omissions(rendered: str, messages: Sequence[ChatMessage], where: str, tally: Tally) -> None:
+    """Tell of messages whose text the chat template leaves out or rewrites."""
+    for turn, message in enumerate(messages, start=1):
+        if message.content.strip() not in rendered:
+            tally.problem(f"{where}: the chat template leaves out or rewrites turn {turn}, the {message.role}'s")
+            return
+
+
 def _num_common(left: Sequence[int], right: Sequence[int]) -> int:
     """Length of the longest common prefix."""
     pairs = enumerate(zip(left, right, strict=False))
@@ -122,8 +212,13 @@ def _num_common(left: Sequence[int], right: Sequence[int]) -> int:
 
 def epoch_order(num_items: int, *, seed: int, epoch: int) -> list[int]:
     """The order of one pass over ``num_items``: a pure function of seed and epoch."""
+    return _epoch_order(num_items, seed, epoch).tolist()
+
+
+@lru_cache(maxsize=2)  # a step may end one pass and begin the next
+def _epoch_order(num_items: int, seed: int, epoch: int) -> Tensor:
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-    return torch.randperm(num_items, generator=generator).tolist()
+    return torch.randperm(num_items, generator=generator)
 
 
 def positions_at(step: int, *, num_items: int, per_step: int, seed: int) -> list[int]:
@@ -131,11 +226,5 @@ def positions_at(step: int, *, num_items: int, per_step: int, seed: int) -> list
 
     This is the whole data cursor: a resumed run needs nothing but its step.
     """
-    positions = []
-    orders: dict[int, list[int]] = {}
-    for item in range(step * per_step, (step + 1) * per_step):
-        epoch, offset = divmod(item, num_items)
-        if epoch not in orders:
-            orders[epoch] = epoch_order(num_items, seed=seed, epoch=epoch)
-        positions.append(orders[epoch][offset])
-    return positions
+    places = (divmod(item, num_items) for item in range(step * per_step, (step + 1) * per_step))
+    return [int(_epoch_order(num_items, seed, epoch)[offset]) for epoch, offset in places]

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rollout_core.algorithms.budget import num_steps
 from rollout_core.algorithms.data import positions_at
+from rollout_core.algorithms.item_table import Mapped
 from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.losses import kto_loss
 from rollout_core.algorithms.packing import Document, PackedTokens, pack_branches
@@ -37,17 +39,35 @@ class JudgedBatch:
     """[B] bool."""
 
 
-def judged_documents(items: Sequence[Judged]) -> list[Document]:
+def judged_documents(items: Sequence[Judged]) -> Sequence[Document]:
     """A document a row: its prompt with its own answer and a mismatched one.
 
     The mismatched answer is that of the next row, going around the end, whose prompt is another. It is fixed for the
     data set instead of drawn anew in each batch, so that the reference needs to see it once only.
     """
-    documents = []
-    for number, item in enumerate(items):
-        other = next((other for other in (*items[number + 1 :], *items[:number]) if other.prompt != item.prompt), item)
-        documents.append(Document(item.prompt, (item.completion, other.completion)))
-    return documents
+    others = _other_prompts(items)
+
+    def document(row: int) -> Document:
+        return Document(items[row].prompt, (items[row].completion, items[int(others[row])].completion))
+
+    return Mapped(range(len(items)), document)
+
+
+def _other_prompts(items: Sequence[Judged]) -> np.ndarray:
+    """[N] int64: for each row the next, going around the end, with another prompt; itself where there is none."""
+    others = np.arange(len(items))
+    following = None
+    for row in range(2 * len(items) - 1, -1, -1):  # twice around: the rows at the end look past it
+        row %= len(items)
+        prompt = items[row].prompt
+        if following is not None:
+            next_row, next_prompt = following
+            if next_prompt != prompt:
+                others[row] = next_row
+            elif others[next_row] != next_row:
+                others[row] = others[next_row]
+        following = row, prompt
+    return others
 
 
 class KTO:
@@ -67,8 +87,8 @@ class KTO:
     ) -> None:
         """ref_logps: [2N] float32, own and mismatched answer of each of the N rows."""
         self._policy = policy
+        self._items = items
         self._documents = judged_documents(items)
-        self._desirable = torch.tensor([item.desirable for item in items])
         self._ref_logps = ref_logps.view(-1, 2)
         self._settings = settings
         self._seed = seed
@@ -96,7 +116,8 @@ class KTO:
             for which in (0, 1)
         )
         ref_logps, ref_mismatched = self._ref_logps[index].T
-        return JudgedBatch(own, mismatched, ref_logps, ref_mismatched, self._desirable[index])
+        desirable = torch.tensor([self._items[position].desirable for position in positions])
+        return JudgedBatch(own, mismatched, ref_logps, ref_mismatched, desirable)
 
     def loss(self, batch: JudgedBatch, step_batches: Sequence[JudgedBatch]) -> MinibatchLoss:
         settings, kl = self._settings, self._step_kl(step_batches)

@@ -9,14 +9,15 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
 
-from rollout_core.algorithms.data import DataReport, Example, tokenize_sft
+from rollout_core.algorithms.data import Example
+from rollout_core.algorithms.data_report import DataReport
 from rollout_core.algorithms.evaluation import evaluation_of
 from rollout_core.algorithms.experience import Trajectory, build_batch
 from rollout_core.algorithms.grpo import GRPO, compare_groups
@@ -26,13 +27,12 @@ from rollout_core.algorithms.ppo import PPO, KLController, assign_credit
 from rollout_core.algorithms.sft import SFT
 from rollout_core.algorithms.state import TrainState, load_policy, load_state
 from rollout_core.algorithms.training import train_to_end
+from rollout_core.algorithms.training_data import sft_examples
 from rollout_core.algorithms.workshop import Workshop
 from rollout_core.config import GRPOSettings, OnPolicySettings, PPOSettings, SFTSettings
-from rollout_core.datasets import parse_sft
 from rollout_core.errors import ConfigError
 from rollout_core.ids import ContentId
 from rollout_core.inference.samples import decode_completions_blob, decode_samples
-from rollout_core.models import load_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.records import Checkpoint, Scores
 from rollout_core.seeding import seed_everything
@@ -48,27 +48,28 @@ def sft_update(
     workshop: Workshop,
     *,
     held_out: ContentId | None = None,
+    on_data: Callable[[DataReport], None] = lambda report: None,
 ) -> tuple[Checkpoint, DataReport]:
-    """Fine-tune ``model`` on the rows of ``dataset``, and look at those ``held_out`` as ``settings.evaluation`` says.
+    """Fine-tune ``model`` on the rows of ``dataset``; ``on_data`` hears of them before training starts.
 
-    Raises ConfigError when rows and tokenizer do not fit.
+    The rows ``held_out`` are looked at as ``settings.evaluation`` says. Raises ConfigError when rows and tokenizer do
+    not fit.
     """
     folder = workshop.model(model)
-    tokenizer = load_tokenizer(folder)
-
-    def read(rows_id: ContentId) -> tuple[list[Example], DataReport]:
-        rows = parse_sft(workshop.objects.get_bytes(rows_id), name=f"dataset {rows_id.short}")
-        return tokenize_sft(tokenizer, rows, loss_on=settings.loss_on, max_seq_len=settings.packing.max_seq_len)
-
-    examples, report = read(dataset)
-    held_out_examples = [] if held_out is None else read(held_out)[0]
+    examples, report = sft_examples(workshop.objects, workshop.cache, dataset, folder, settings)
+    on_data(report)
+    others = None
+    if held_out is not None:
+        others, _ = sft_examples(workshop.objects, workshop.cache, held_out, folder, settings)
     seed_everything(workshop.seed, num_threads=workshop.num_threads)
     accelerator = build_accelerator(settings.precision)
     trained = load_policy(folder).to(accelerator.device).train()
-    check_sequence_length(trained, max(len(example.token_ids) for example in (*examples, *held_out_examples)))
+    check_sequence_length(
+        trained, max(int(table.lengths("token_ids").max()) for table in (examples, others or examples))
+    )
     policy = Policy(trained)
 
-    def algorithm(rows: list[Example]) -> SFT:
+    def algorithm(rows: Sequence[Example]) -> SFT:
         return SFT(policy, rows, settings, seed=workshop.seed, device=accelerator.device)
 
     state = TrainState(trained, build_optimizer(settings.optimizer, list(trained.parameters())), seed=workshop.seed)
@@ -80,7 +81,7 @@ def sft_update(
         workshop,
         folder,
         max_minutes=settings.budget.max_minutes,
-        evaluation=evaluation_of(algorithm(held_out_examples) if held_out else None, settings, accelerator),
+        evaluation=evaluation_of(None if others is None else algorithm(others), settings, accelerator),
     )
     return checkpoint, report
 

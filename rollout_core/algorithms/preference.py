@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rollout_core.algorithms.budget import num_steps
 from rollout_core.algorithms.data import positions_at
+from rollout_core.algorithms.item_table import Mapped
 from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.losses import dpo_loss, ipo_loss
 from rollout_core.algorithms.packing import Document, PackedTokens, num_branch_tokens, pack_branches
@@ -31,9 +32,9 @@ class PairBatch:
     """[P,2] float32: summed log-probability of each answer under the reference, nats."""
 
 
-def pair_documents(pairs: Sequence[Pair]) -> list[Document]:
+def pair_documents(pairs: Sequence[Pair]) -> Sequence[Document]:
     """A document a pair: the prompt with both answers."""
-    return [Document(pair.prompt, (pair.chosen, pair.rejected)) for pair in pairs]
+    return Mapped(pairs, lambda pair: Document(pair.prompt, (pair.chosen, pair.rejected)))
 
 
 class DPO:

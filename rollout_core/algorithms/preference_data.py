@@ -7,12 +7,16 @@ the right, as for SFT; where nothing of an answer is left, or the two of a pair 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollout_core.algorithms.data import in_chunks, report_omissions, row_number
+from rollout_core.algorithms.data_report import DataReport, Tally
+from rollout_core.algorithms.item_table import ItemForm
 from rollout_core.datasets import ChatMessage
 from rollout_core.errors import ConfigError
+from rollout_core.inference.text import render_chat
 from rollout_core.preferences import JudgedRow, PairRow, as_messages
 
 
@@ -35,99 +39,136 @@ class Judged:
     desirable: bool
 
 
-@dataclass(frozen=True)
-class PreferenceReport:
-    """What became of the rows of a preference data set."""
+PAIRS = ItemForm(Pair, lists={"prompt": "<i4", "chosen": "<i4", "rejected": "<i4"}, scalars={"margin": "<f8"})
+JUDGED = ItemForm(Judged, lists={"prompt": "<i4", "completion": "<i4"}, scalars={"desirable": "|b1"})
 
-    num_rows: int
-    num_examples: int
-    num_tokens: int
-    """Of prompts, each counted once, and answers."""
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceReport(DataReport):
+    """What became of the rows of a preference data set. Prompts count once, answers are what is trained."""
+
     num_prompt_tokens: int
-    num_truncated: int
-    """Rows cut at max_seq_len, those left out for it included."""
-    num_left_out: int
-    """Rows of which the cut left no answer, or no difference between the two."""
     num_desirable: int | None = None
     num_undesirable: int | None = None
 
 
 def tokenize_pairs(
-    tokenizer: Any, rows: Sequence[PairRow], *, max_seq_len: int, need_prompts: bool
+    tokenizer: Any, rows: Iterable[PairRow], *, max_seq_len: int, need_prompts: bool
 ) -> tuple[list[Pair], PreferenceReport]:
-    """Tokenise pairs. Raises ConfigError for rows the tokenizer cannot do, or where no pair is left.
+    """All pairs of ``rows`` at once; see `each_pair`."""
+    pairs: list[Pair] = []
+    return pairs, each_pair(tokenizer, rows, pairs.append, max_seq_len=max_seq_len, need_prompts=need_prompts)
 
-    With ``need_prompts`` a row must have a prompt: nothing else could predict an answer's first token.
+
+def each_pair(
+    tokenizer: Any,
+    rows: Iterable[PairRow],
+    keep: Callable[[Pair], None],
+    *,
+    max_seq_len: int,
+    need_prompts: bool,
+    place: Callable[[int], str] = row_number,
+) -> PreferenceReport:
+    """Tokenise pairs and call ``keep`` with each that has a difference left. ``place`` names a row by its position.
+
+    With ``need_prompts`` a row must have a prompt: nothing else could predict an answer's first token. Raises
+    ConfigError for rows the tokenizer cannot do, or where no pair is left.
     """
-    encode = _Encoder(tokenizer, (answer for row in rows for answer in (row.chosen, row.rejected)))
-    pairs, truncated, left_out = [], 0, 0
-    for number, (row, prompt) in enumerate(zip(rows, encode.prompts(rows), strict=True), start=1):
-        assert row.chosen is not None and row.rejected is not None
-        if not (isinstance(row.chosen, str) and isinstance(row.rejected, str) and isinstance(row.prompt, str | None)):
-            prompt, chosen, rejected = encode.conversations(row.prompt, row.chosen, row.rejected, number=number)
-        elif row.prompt is None:
-            chosen, rejected = encode.whole(row.chosen), encode.whole(row.rejected)
-        else:
-            chosen, rejected = encode.answer(row.chosen), encode.answer(row.rejected)
-        if need_prompts and not prompt:
-            raise ConfigError(
-                f"row {number} has no prompt{' tokens' if row.prompt is not None else ''}; only a reward model can be "
-                "trained on whole sequences"
-            )
-        if chosen == rejected:
-            raise ConfigError(f"row {number}: chosen and rejected give the same tokens; there is nothing to prefer")
-        room = max_seq_len - len(prompt)
-        truncated += max(len(chosen), len(rejected)) > room
-        chosen, rejected = chosen[: max(room, 0)], rejected[: max(room, 0)]
-        if chosen and rejected and chosen != rejected:
-            pairs.append(Pair(prompt, chosen, rejected, row.margin or 0.0))
-        else:
-            left_out += 1
-    _require_some(pairs, rows, max_seq_len)
-    prompt_tokens = sum(len(pair.prompt) for pair in pairs)
-    answer_tokens = sum(len(pair.chosen) + len(pair.rejected) for pair in pairs)
-    return pairs, PreferenceReport(
-        len(rows), len(pairs), prompt_tokens + answer_tokens, prompt_tokens, truncated, left_out
-    )
+    tally, prompt_tokens = Tally(), 0
+    for chunk in in_chunks(rows):
+        encode = _Encoder(tokenizer, (answer for row in chunk for answer in (row.chosen, row.rejected)), tally)
+        for row, prompt in zip(chunk, encode.prompts(chunk), strict=True):
+            where = place(tally.num_rows)
+            assert row.chosen is not None and row.rejected is not None
+            if not (
+                isinstance(row.chosen, str) and isinstance(row.rejected, str) and isinstance(row.prompt, str | None)
+            ):
+                prompt, chosen, rejected = encode.conversations(row.prompt, row.chosen, row.rejected, where=where)
+            elif row.prompt is None:
+                chosen, rejected = encode.whole(row.chosen), encode.whole(row.rejected)
+            else:
+                chosen, rejected = encode.answer(row.chosen), encode.answer(row.rejected)
+            if need_prompts and not prompt:
+                raise ConfigError(
+                    f"{where} has no prompt{' tokens' if row.prompt is not None else ''}; only a reward model can be "
+                    "trained on whole sequences"
+                )
+            if chosen == rejected:
+                raise ConfigError(f"{where}: chosen and rejected give the same tokens; there is nothing to prefer")
+            tally.prompt(tokenizer, prompt, where)
+            tally.row(where, len(prompt) + max(len(chosen), len(rejected)), max_seq_len)
+            room = max_seq_len - len(prompt)
+            chosen, rejected = chosen[: max(room, 0)], rejected[: max(room, 0)]
+            if chosen and rejected and chosen != rejected:
+                keep(Pair(prompt, chosen, rejected, row.margin or 0.0))
+                answers = len(chosen) + len(rejected)
+                tally.example(len(prompt) + answers, answers)
+                prompt_tokens += len(prompt)
+            else:
+                tally.num_left_out += 1
+    _require_some(tally, max_seq_len)
+    return PreferenceReport(**tally.fields(), num_prompt_tokens=prompt_tokens)
 
 
 def tokenize_judged(
-    tokenizer: Any, rows: Sequence[JudgedRow], *, max_seq_len: int
+    tokenizer: Any, rows: Iterable[JudgedRow], *, max_seq_len: int
 ) -> tuple[list[Judged], PreferenceReport]:
-    """Tokenise judged answers. Raises ConfigError as `tokenize_pairs`, and where all are of one kind."""
-    encode = _Encoder(tokenizer, (row.completion for row in rows))
-    items, truncated, left_out = [], 0, 0
-    for number, (row, prompt) in enumerate(zip(rows, encode.prompts(rows), strict=True), start=1):
-        assert row.completion is not None and row.label is not None
-        if isinstance(row.prompt, str) and isinstance(row.completion, str):
-            completion = encode.answer(row.completion)
-        else:
-            prompt, completion = encode.conversations(row.prompt, row.completion, number=number)
-        if not prompt:
-            raise ConfigError(f"row {number} has no prompt tokens; give a prompt")
-        room = max_seq_len - len(prompt)
-        truncated += len(completion) > room
-        if room > 0:
-            items.append(Judged(prompt, completion[:room], row.label))
-        else:
-            left_out += 1
-    _require_some(items, rows, max_seq_len)
-    desirable = sum(item.desirable for item in items)
-    if desirable in (0, len(items)):
+    """All judged answers of ``rows`` at once; see `each_judged`."""
+    items: list[Judged] = []
+    return items, each_judged(tokenizer, rows, items.append, max_seq_len=max_seq_len)
+
+
+def each_judged(
+    tokenizer: Any,
+    rows: Iterable[JudgedRow],
+    keep: Callable[[Judged], None],
+    *,
+    max_seq_len: int,
+    place: Callable[[int], str] = row_number,
+) -> PreferenceReport:
+    """Tokenise judged answers and call ``keep`` with each. Raises ConfigError as `each_pair`, and where all are of one
+    kind."""
+    tally, prompt_tokens, desirable = Tally(), 0, 0
+    for chunk in in_chunks(rows):
+        encode = _Encoder(tokenizer, (row.completion for row in chunk), tally)
+        for row, prompt in zip(chunk, encode.prompts(chunk), strict=True):
+            where = place(tally.num_rows)
+            assert row.completion is not None and row.label is not None
+            if isinstance(row.prompt, str) and isinstance(row.completion, str):
+                completion = encode.answer(row.completion)
+            else:
+                prompt, completion = encode.conversations(row.prompt, row.completion, where=where)
+            if not prompt:
+                raise ConfigError(f"{where} has no prompt tokens; give a prompt")
+            tally.prompt(tokenizer, prompt, where)
+            tally.row(where, len(prompt) + len(completion), max_seq_len)
+            room = max_seq_len - len(prompt)
+            if room > 0:
+                completion = completion[:room]
+                keep(Judged(prompt, completion, row.label))
+                tally.example(len(prompt) + len(completion), len(completion))
+                prompt_tokens += len(prompt)
+                desirable += row.label
+            else:
+                tally.num_left_out += 1
+    _require_some(tally, max_seq_len)
+    if desirable in (0, tally.num_examples):
         raise ConfigError(
-            f"all {len(items)} rows have label {str(bool(desirable)).lower()}; KTO needs desirable and undesirable ones"
+            f"all {tally.num_examples} rows have label {str(bool(desirable)).lower()}; KTO needs desirable and "
+            "undesirable ones"
         )
-    prompt_tokens = sum(len(item.prompt) for item in items)
-    tokens = prompt_tokens + sum(len(item.completion) for item in items)
-    return items, PreferenceReport(
-        len(rows), len(items), tokens, prompt_tokens, truncated, left_out, desirable, len(items) - desirable
+    return PreferenceReport(
+        **tally.fields(),
+        num_prompt_tokens=prompt_tokens,
+        num_desirable=desirable,
+        num_undesirable=tally.num_examples - desirable,
     )
 
 
-def _require_some(found: Sequence[Any], rows: Sequence[Any], max_seq_len: int) -> None:
-    if not found:
+def _require_some(tally: Tally, max_seq_len: int) -> None:
+    if not tally.num_examples:
         raise ConfigError(
-            f"none of {len(rows)} rows has an answer to judge within packing.max_seq_len {max_seq_len}; "
+            f"none of {tally.num_rows} rows has an answer to judge within packing.max_seq_len {max_seq_len}; "
             "raise it or check the rows"
         )
 
@@ -135,8 +176,9 @@ def _require_some(found: Sequence[Any], rows: Sequence[Any], max_seq_len: int) -
 class _Encoder:
     """From texts and conversations to token ids."""
 
-    def __init__(self, tokenizer: Any, answers: Iterable[Any]) -> None:
+    def __init__(self, tokenizer: Any, answers: Iterable[Any], tally: Tally) -> None:
         self._tokenizer = tokenizer
+        self._tally = tally
         texts = list({answer for answer in answers if isinstance(answer, str)})
         encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         self._answers = dict(zip(texts, encoded, strict=True))
@@ -154,35 +196,26 @@ class _Encoder:
         ids = self._tokenizer(text)["input_ids"]
         return ids if ids[-1:] == [self._tokenizer.eos_token_id] else [*ids, self._tokenizer.eos_token_id]
 
-    def conversations(self, prompt: Any, *answers: Any, number: int) -> tuple[list[int], ...]:
+    def conversations(self, prompt: Any, *answers: Any, where: str) -> tuple[list[int], ...]:
         """The prompt as the template renders it before the assistant's turn, and what each answer adds to it."""
-        if not self._tokenizer.chat_template:
-            raise ConfigError(
-                f"row {number} holds chat messages, but the tokenizer has no chat template; "
-                "give texts, or a tokenizer with a template"
-            )
         wholes = [as_messages(answer) for answer in answers]
         if prompt is None:
             prompt = _common_start(wholes)
             wholes = [whole[len(prompt) :] for whole in wholes]
-        before = self._render(prompt, generation_prompt=True) if prompt else []
+        before_text = render_chat(self._tokenizer, prompt, where, generation_prompt=True) if prompt else ""
+        texts = [render_chat(self._tokenizer, (*prompt, *answer), where, generation_prompt=False) for answer in wholes]
+        for text, answer in zip(texts, wholes, strict=True):
+            report_omissions(text, (*prompt, *answer), where, self._tally)
+        before, *rendered = self._tokenizer([before_text, *texts], add_special_tokens=False)["input_ids"]
         added = []
-        for answer in wholes:
-            ids = self._render((*prompt, *answer), generation_prompt=False)
+        for ids in rendered:
             if ids[: len(before)] != before:
                 raise ConfigError(
-                    f"row {number}: the chat template renders the prompt differently with and without an answer, "
+                    f"{where}: the chat template renders the prompt differently with and without an answer, "
                     "so the two cannot be told apart; use another template, or texts"
                 )
             added.append(ids[len(before) :])
         return before, *added
-
-    def _render(self, messages: Sequence[ChatMessage], *, generation_prompt: bool) -> list[int]:
-        plain = [message.model_dump() for message in messages]
-        rendered = self._tokenizer.apply_chat_template(
-            plain, add_generation_prompt=generation_prompt, tokenize=True, return_dict=True
-        )
-        return list(rendered["input_ids"])
 
 
 def _common_start(conversations: Sequence[tuple[ChatMessage, ...]]) -> tuple[ChatMessage, ...]:

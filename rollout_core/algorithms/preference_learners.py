@@ -6,33 +6,37 @@ object store or are computed before training starts; the reference is never in m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any
 
 from accelerate import Accelerator
 from torch import Tensor
 
 from rollout_core.algorithms.evaluation import Evaluation, evaluation_of
+from rollout_core.algorithms.item_table import Mapped
 from rollout_core.algorithms.kto import KTO, judged_documents
 from rollout_core.algorithms.learners import check_sequence_length
 from rollout_core.algorithms.loop import Algorithm, build_accelerator, build_optimizer
 from rollout_core.algorithms.packing import Document
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.preference import DPO, pair_documents
-from rollout_core.algorithms.preference_data import Judged, Pair, PreferenceReport, tokenize_judged, tokenize_pairs
+from rollout_core.algorithms.preference_data import Judged, Pair, PreferenceReport
 from rollout_core.algorithms.reference import reference_logprobs
 from rollout_core.algorithms.reward_model import BradleyTerry, RewardModel, load_reward_model, set_padding, until_eos
 from rollout_core.algorithms.state import TrainState, load_policy
 from rollout_core.algorithms.training import train_to_end
+from rollout_core.algorithms.training_data import judged_answers, preference_pairs
 from rollout_core.algorithms.workshop import Workshop
 from rollout_core.config import DPOSettings, IPOSettings, KTOSettings, PreferenceSettings, RewardModelSettings
 from rollout_core.ids import ContentId
 from rollout_core.models import check_reference, load_tokenizer
-from rollout_core.preferences import parse_judged, parse_pairs
 from rollout_core.records import Checkpoint
 from rollout_core.seeding import seed_everything
+
+OnData = Callable[[PreferenceReport], None]
+"""Hears of the rows before training starts."""
 
 
 def rm_update(
@@ -42,6 +46,7 @@ def rm_update(
     workshop: Workshop,
     *,
     held_out: ContentId | None = None,
+    on_data: OnData = lambda report: None,
 ) -> tuple[Checkpoint, PreferenceReport]:
     """Train a reward model on the pairs of ``dataset``, from the trunk of ``model`` (or that reward model itself).
 
@@ -50,22 +55,32 @@ def rm_update(
     """
     folder = workshop.model(model)
     tokenizer = load_tokenizer(folder)
-    eos = tokenizer.eos_token_id
-    pairs, report = _read_pairs(tokenizer, dataset, settings, workshop, until=eos)
-    others = [] if held_out is None else _read_pairs(tokenizer, held_out, settings, workshop, until=eos)[0]
+
+    def read(rows: ContentId) -> tuple[Sequence[Pair], PreferenceReport]:
+        kept, report = preference_pairs(workshop.objects, workshop.cache, rows, folder, settings, need_prompts=False)
+        return Mapped(kept, lambda pair: _ended(pair, tokenizer.eos_token_id)), report
+
+    pairs, report = read(dataset)
+    on_data(report)
+    others = () if held_out is None else read(held_out)[0]
     seed_everything(workshop.seed, num_threads=workshop.num_threads)
     accelerator = build_accelerator(settings.precision)
     trained = load_reward_model(folder, new_head=True).to(accelerator.device).eval()  # no dropout
     set_padding(trained, tokenizer)
-    longest = max(len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) for pair in (*pairs, *others))
+    longest = max(len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) for pair in chain(pairs, others))
     check_sequence_length(trained, longest)
     scorer = RewardModel(trained)
 
-    def algorithm(items: list[Pair]) -> BradleyTerry:
+    def algorithm(items: Sequence[Pair]) -> BradleyTerry:
         return BradleyTerry(scorer, items, settings, seed=workshop.seed, device=accelerator.device)
 
     evaluation = evaluation_of(algorithm(others) if held_out else None, settings, accelerator)
     return _train(algorithm(pairs), evaluation, trained, settings, accelerator, model, workshop), report
+
+
+def _ended(pair: Pair, eos_token_id: int) -> Pair:
+    chosen, rejected = until_eos(pair.chosen, eos_token_id), until_eos(pair.rejected, eos_token_id)
+    return Pair(pair.prompt, chosen, rejected, pair.margin)
 
 
 def dpo_update(
@@ -76,21 +91,27 @@ def dpo_update(
     workshop: Workshop,
     *,
     held_out: ContentId | None = None,
+    on_data: OnData = lambda report: None,
 ) -> tuple[Checkpoint, PreferenceReport]:
     """DPO or IPO of ``model`` against ``reference`` on the pairs of ``dataset``.
 
     The pairs ``held_out`` are looked at as ``settings.evaluation`` says. Raises ConfigError when rows, tokenizer, model
     and reference do not fit.
     """
-    tokenizer = load_tokenizer(workshop.model(model))
-    pairs, report = _read_pairs(tokenizer, dataset, settings, workshop)
-    others = [] if held_out is None else _read_pairs(tokenizer, held_out, settings, workshop)[0]
+    folder = workshop.model(model)
+
+    def read(rows: ContentId) -> tuple[Sequence[Pair], PreferenceReport]:
+        return preference_pairs(workshop.objects, workshop.cache, rows, folder, settings, need_prompts=True)
+
+    pairs, report = read(dataset)
+    on_data(report)
+    others = () if held_out is None else read(held_out)[0]
     documents = pair_documents(pairs), pair_documents(others)
     accelerator, ref_logps, ref_others = _reference_pass(model, reference, *documents, settings, workshop)
     trained = load_policy(workshop.model(model)).to(accelerator.device).eval()  # no dropout: the reference had none
     policy = Policy(trained)
 
-    def algorithm(items: list[Pair], logps: Tensor) -> DPO:
+    def algorithm(items: Sequence[Pair], logps: Tensor) -> DPO:
         return DPO(policy, items, logps, settings, seed=workshop.seed, device=accelerator.device)
 
     evaluation = evaluation_of(algorithm(others, ref_others) if held_out else None, settings, accelerator)
@@ -105,45 +126,30 @@ def kto_update(
     workshop: Workshop,
     *,
     held_out: ContentId | None = None,
+    on_data: OnData = lambda report: None,
 ) -> tuple[Checkpoint, PreferenceReport]:
     """KTO of ``model`` against ``reference`` on the judged answers of ``dataset``.
 
     The answers ``held_out`` are looked at as ``settings.evaluation`` says. Raises ConfigError when rows, tokenizer,
     model and reference do not fit.
     """
-    tokenizer = load_tokenizer(workshop.model(model))
 
-    def read(rows_id: ContentId) -> tuple[list[Judged], PreferenceReport]:
-        rows = parse_judged(workshop.objects.get_bytes(rows_id), name=f"dataset {rows_id.short}")
-        return tokenize_judged(tokenizer, rows, max_seq_len=settings.packing.max_seq_len)
+    def read(rows: ContentId) -> tuple[Sequence[Judged], PreferenceReport]:
+        return judged_answers(workshop.objects, workshop.cache, rows, workshop.model(model), settings)
 
     items, report = read(dataset)
-    others = [] if held_out is None else read(held_out)[0]
+    on_data(report)
+    others = () if held_out is None else read(held_out)[0]
     documents = judged_documents(items), judged_documents(others)
     accelerator, ref_logps, ref_others = _reference_pass(model, reference, *documents, settings, workshop)
     trained = load_policy(workshop.model(model)).to(accelerator.device).eval()  # no dropout: the reference had none
     policy = Policy(trained)
 
-    def algorithm(answers: list[Judged], logps: Tensor) -> KTO:
+    def algorithm(answers: Sequence[Judged], logps: Tensor) -> KTO:
         return KTO(policy, answers, logps, settings, seed=workshop.seed, device=accelerator.device)
 
     evaluation = evaluation_of(algorithm(others, ref_others) if held_out else None, settings, accelerator)
     return _train(algorithm(items, ref_logps), evaluation, trained, settings, accelerator, model, workshop), report
-
-
-def _read_pairs(
-    tokenizer: Any, rows_id: ContentId, settings: PreferenceSettings, workshop: Workshop, *, until: int | None = None
-) -> tuple[list[Pair], PreferenceReport]:
-    """Pairs of token ids. A reward model's end at the EOS token, given by ``until``; other learners need prompts."""
-    rows = parse_pairs(workshop.objects.get_bytes(rows_id), name=f"dataset {rows_id.short}")
-    max_seq_len = settings.packing.max_seq_len
-    pairs, report = tokenize_pairs(tokenizer, rows, max_seq_len=max_seq_len, need_prompts=until is None)
-    if until is not None:
-        pairs = [
-            replace(pair, chosen=until_eos(pair.chosen, until), rejected=until_eos(pair.rejected, until))
-            for pair in pairs
-        ]
-    return pairs, report
 
 
 def _reference_pass(
@@ -159,11 +165,11 @@ def _reference_pass(
     check_reference(workshop.model(model), folder)
     seed_everything(workshop.seed, num_threads=workshop.num_threads)
     accelerator = build_accelerator(settings.precision)
-    longest = max(len(item.prefix) + max(map(len, item.branches)) for item in (*documents, *held_out))
 
     @cache
     def load() -> Policy:
         loaded = load_policy(folder).to(accelerator.device).eval().requires_grad_(False)
+        longest = max(len(item.prefix) + max(map(len, item.branches)) for item in chain(documents, held_out))
         check_sequence_length(loaded, longest)
         return Policy(loaded)
 

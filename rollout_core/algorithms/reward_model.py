@@ -60,26 +60,29 @@ class BradleyTerry:
         device: torch.device,
     ) -> None:
         self._model = model
-        self._documents = [_shared_document(pair) for pair in pairs]
-        uses_margins = settings.head == "bradley_terry"
-        self._margins = torch.tensor([pair.margin if uses_margins else 0.0 for pair in pairs])
+        self._pairs = pairs
+        self._uses_margins = settings.head == "bradley_terry"
         self._settings = settings
         self._seed = seed
         self._device = device
         self.num_items = len(pairs)
         self.num_steps = num_steps(
-            settings, self.num_items, seed=seed, item_tokens=lambda item: num_branch_tokens(self._documents[item])
+            settings,
+            self.num_items,
+            seed=seed,
+            item_tokens=lambda item: num_branch_tokens(_shared_document(pairs[item])),
         )
 
     def minibatches(self, step: int) -> list[ScoredPairs]:
         size, count = self._settings.minibatch_size, self._settings.gradient_accumulation
-        positions = positions_at(step, num_items=len(self._documents), per_step=size * count, seed=self._seed)
+        positions = positions_at(step, num_items=len(self._pairs), per_step=size * count, seed=self._seed)
         return [self.minibatch(positions[start : start + size]) for start in range(0, len(positions), size)]
 
     def minibatch(self, positions: Sequence[int]) -> ScoredPairs:
         """The pairs at ``positions``."""
-        documents = [self._documents[position] for position in positions]
-        return ScoredPairs(pack_branches(documents), self._margins[torch.tensor(positions)])
+        pairs = [self._pairs[position] for position in positions]
+        margins = torch.tensor([pair.margin if self._uses_margins else 0.0 for pair in pairs])
+        return ScoredPairs(pack_branches([_shared_document(pair) for pair in pairs]), margins)
 
     def loss(self, batch: ScoredPairs, step_batches: Sequence[ScoredPairs]) -> MinibatchLoss:
         chosen, rejected = self._model(batch.tokens.to(self._device)).view(-1, 2).T

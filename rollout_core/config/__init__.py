@@ -9,13 +9,19 @@ from __future__ import annotations
 
 from rollout_core.config.backends import BackendConfig, ScriptedBackend, TransformersBackend, VLLMBackend
 from rollout_core.config.base import SCHEMA_VERSION, ModelSource, RunInfo, SamplingParams, Settings, identity
+from rollout_core.config.datasets import (
+    DatasetSource,
+    HuggingFaceDataset,
+    JsonlDataset,
+    ParquetDataset,
+    StoredDataset,
+)
 from rollout_core.config.learning import (
     AdaptiveKL,
     BudgetConfig,
     GRPOSettings,
     HeldOutRows,
     ImportanceCorrection,
-    JsonlDataset,
     LearnerSettings,
     LossOn,
     OnPolicySettings,
@@ -69,10 +75,12 @@ __all__ = [
     "BudgetConfig",
     "DPOAlgorithm",
     "DPOSettings",
+    "DatasetSource",
     "EvaluationConfig",
     "GRPOAlgorithm",
     "GRPOSettings",
     "HeldOutRows",
+    "HuggingFaceDataset",
     "IPOAlgorithm",
     "IPOSettings",
     "ImportanceCorrection",
@@ -91,6 +99,7 @@ __all__ = [
     "PPOAlgorithm",
     "PPOSettings",
     "Padded",
+    "ParquetDataset",
     "PreferenceConfig",
     "PreferenceSettings",
     "PromotionConfig",
@@ -104,6 +113,7 @@ __all__ = [
     "ScriptedBackend",
     "Settings",
     "SnapshotPolicy",
+    "StoredDataset",
     "TrainDPOConfig",
     "TrainGRPOConfig",
     "TrainIPOConfig",

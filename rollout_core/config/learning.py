@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from rollout_core.config.base import SamplingParams, Settings
+from rollout_core.config.datasets import DatasetSource
 from rollout_core.devices import mixed_precision, probe_device
 from rollout_core.optimizers import ADAM_KEYS, OWN_KEYS, check_optimizer, optimizer_arguments, optimizer_class
 
@@ -88,16 +89,6 @@ class BudgetConfig(Settings):
         return named
 
 
-class JsonlDataset(Settings):
-    """A JSONL file of rows."""
-
-    kind: Literal["jsonl_path"] = "jsonl_path"
-    path: str = Field(min_length=1)
-
-    def cache_identity(self) -> Any:
-        return None  # the content id of the file enters instead
-
-
 class Padded(Settings):
     """One row a sequence, right-padded to the longest of its minibatch."""
 
@@ -124,7 +115,7 @@ class SnapshotPolicy(Settings):
 class HeldOutRows(Settings):
     """Rows that are not trained, whose loss is looked at after the last step and perhaps between."""
 
-    dataset: JsonlDataset
+    dataset: DatasetSource
     """In the form of the training rows."""
     every_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps between evaluations; default: only after the last."""
@@ -133,7 +124,8 @@ class HeldOutRows(Settings):
 class LossOn(Settings):
     """Which tokens are trained."""
 
-    kind: Literal["assistant_only", "full"] = "assistant_only"
+    kind: Literal["assistant_only", "full", "custom"] = "assistant_only"
+    """``custom``: what rows say by ``loss_mask`` or ``labels``."""
 
 
 class LearnerSettings(Settings):
@@ -162,7 +154,7 @@ class SFTSettings(LearnerSettings):
 
     identity_without_default = frozenset({"evaluation"})
 
-    dataset: JsonlDataset
+    dataset: DatasetSource
     """Rows ``{prompt, completion}`` or ``{messages: [...]}``."""
     packing: Padded = Padded()
     loss_on: LossOn = LossOn()
@@ -195,7 +187,7 @@ class ImportanceCorrection(Settings):
 class OnPolicySettings(LearnerSettings):
     """What learners share that train on completions of the policy itself."""
 
-    prompts: JsonlDataset
+    prompts: DatasetSource
     """Training prompts: ``{prompt}`` or ``{messages}`` a line; other keys reach the reward."""
     iterations: int = Field(default=10, ge=1)
     """Rounds of generate, score, update."""

@@ -64,7 +64,7 @@ def _copy(value: Any) -> Any:
 
 def _explain(error: ValidationError, model: type[BaseModel], data: Any) -> Iterator[str]:
     seen: set[str] = set()
-    for item in error.errors():
+    for item in _of_the_kind_meant(error.errors(), data):
         location = _plain_location(item["loc"], data)
         dotted = ".".join(str(part) for part in location) or "(top level)"
         if item["type"] == "extra_forbidden":
@@ -72,13 +72,41 @@ def _explain(error: ValidationError, model: type[BaseModel], data: Any) -> Itera
             line = f"{dotted}: unknown key" + (f"; did you mean {hint!r}?" if hint else "")
         elif item["type"] == "missing":
             line = f"{dotted}: required, but not given"
-        elif item["type"] in ("literal_error", "model_type", "model_attributes_type"):
+        elif item["type"] == "model_type":
+            dotted = ".".join(str(part) for part in _key_of(item["loc"], data)) or "(top level)"
+            line = f"{dotted}: Input should be a valid dictionary; got {_shown(item['input'])}"
+        elif item["type"] in ("literal_error", "model_attributes_type"):
             line = f"{dotted}: {item['msg']}; got {_shown(item['input'])}"
         else:
             line = f"{dotted}: {item['msg'].removeprefix('Value error, ')}; got {_shown(item['input'])}"
         if line not in seen:
             seen.add(line)
             yield line
+
+
+def _of_the_kind_meant(errors: list[Any], data: Any) -> list[Any]:
+    """Without what a union's members say of a table whose ``kind`` is another's; where it is nobody's, one line."""
+    refusing = {
+        tuple(item["loc"][:-1]): item
+        for item in errors
+        if item["loc"][-1:] == ("kind",)
+        and item["type"] in ("literal_error", "missing")
+        and _key_of(item["loc"][:-1], data) == _key_of(item["loc"][:-2], data)
+    }
+    kept = [item for item in errors if not any(item["loc"][: len(member)] == member for member in refusing)]
+    for union in dict.fromkeys(member[:-1] for member in refusing):
+        if any(item["loc"][: len(union)] == union and len(item["loc"]) > len(union) for item in kept):
+            continue
+        kinds = [item for member, item in refusing.items() if member[:-1] == union and item["type"] == "literal_error"]
+        if kinds:
+            expected = " or ".join(item["ctx"]["expected"] for item in kinds)
+            kept.append({**kinds[0], "msg": f"Input should be {expected}"})
+    return kept
+
+
+def _key_of(location: tuple[int | str, ...], data: Any) -> list[int | str]:
+    """The parts of ``location`` that are keys of the file."""
+    return _plain_location((*location, ""), data)[:-1]
 
 
 def _shown(value: Any) -> str:

@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from rollout_core.config.learning import BudgetConfig, HeldOutRows, JsonlDataset, LearnerSettings, Padded
+from rollout_core.config.datasets import DatasetSource
+from rollout_core.config.learning import BudgetConfig, HeldOutRows, LearnerSettings, Padded
 
 
 class PreferenceSettings(LearnerSettings):
@@ -14,7 +15,7 @@ class PreferenceSettings(LearnerSettings):
 
     identity_without_default = frozenset({"evaluation"})
 
-    dataset: JsonlDataset
+    dataset: DatasetSource
     packing: Padded = Padded()
     budget: BudgetConfig = BudgetConfig()
     evaluation: HeldOutRows | None = None
@@ -23,7 +24,7 @@ class PreferenceSettings(LearnerSettings):
 class RewardModelSettings(PreferenceSettings):
     """A reward model from pairs (Bradley-Terry; arXiv:2203.02155, eq. 1)."""
 
-    dataset: JsonlDataset
+    dataset: DatasetSource
     """Rows ``{prompt, chosen, rejected}``, or whole sequences ``{chosen, rejected}``; optional ``margin``."""
     head: Literal["bradley_terry", "pairwise_logistic"] = "bradley_terry"
     """Two names of one loss, -log sigmoid(r_chosen - r_rejected); rows' margins count with bradley_terry only."""
@@ -40,7 +41,7 @@ class DPOSettings(_ReferencedSettings):
     """Direct preference optimization (arXiv:2305.18290)."""
 
     kind: Literal["dpo"] = "dpo"
-    dataset: JsonlDataset
+    dataset: DatasetSource
     """Rows ``{prompt, chosen, rejected}``."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     """Share of pairs whose preference is taken to be flipped."""
@@ -50,7 +51,7 @@ class IPOSettings(_ReferencedSettings):
     """Identity preference optimization (arXiv:2310.12036); ``beta`` is the paper's tau."""
 
     kind: Literal["ipo"] = "ipo"
-    dataset: JsonlDataset
+    dataset: DatasetSource
     """Rows ``{prompt, chosen, rejected}``."""
 
 
@@ -58,7 +59,7 @@ class KTOSettings(_ReferencedSettings):
     """Kahneman-Tversky optimization (arXiv:2402.01306)."""
 
     kind: Literal["kto"] = "kto"
-    dataset: JsonlDataset
+    dataset: DatasetSource
     """Rows ``{prompt, completion, label}``; label true = desirable."""
     desirable_weight: float = Field(default=1.0, gt=0)
     undesirable_weight: float = Field(default=1.0, gt=0)

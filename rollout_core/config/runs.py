@@ -8,7 +8,8 @@ from pydantic import Field, model_validator
 
 from rollout_core.config.backends import BackendConfig, VLLMBackend
 from rollout_core.config.base import SCHEMA_VERSION, ModelSource, RunInfo, SamplingParams, Settings
-from rollout_core.config.learning import GRPOSettings, JsonlDataset, PPOSettings, SFTSettings
+from rollout_core.config.datasets import DatasetSource
+from rollout_core.config.learning import GRPOSettings, PPOSettings, SFTSettings
 from rollout_core.config.preference import DPOSettings, IPOSettings, KTOSettings, RewardModelSettings
 from rollout_core.rewards import ExactMatchReward, RewardSpec
 
@@ -171,6 +172,7 @@ class InferBatchConfig(Settings):
     """`rollout infer batch`."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
+    run: RunInfo = RunInfo(name="batch")
     model: ModelSource
     sampling: SamplingParams
     input: InputGlob
@@ -182,18 +184,19 @@ class InferBatchConfig(Settings):
 class EvaluationConfig(Settings):
     """Held-out prompts that decide whether a checkpoint is better."""
 
-    prompts: JsonlDataset
+    prompts: DatasetSource
     sampling: SamplingParams = SamplingParams(temperature=0.0)
 
 
 class PromotionConfig(Settings):
-    """When the new checkpoint becomes the ``latest`` resources of the store."""
+    """When the new checkpoint becomes the ``latest`` resources of the store: if it answers the held-out prompts no
+    worse than the model the run started from, and than the one that is latest now."""
 
     enabled: bool = True
     resource: str = Field(default="policy", pattern=r"^[A-Za-z0-9._-]+$")
     """Name of the model among the resources."""
     tolerance: float = Field(default=0.0, ge=0)
-    """The held-out reward may fall by this much and still be promoted."""
+    """The held-out reward may be lower by this much and still be promoted."""
 
 
 class NightlyConfig(Settings):

@@ -208,6 +208,14 @@ class ObjectStore:
             with suppress(ConfigError):  # a file of somebody else
                 yield ContentId(key.rpartition("/")[2]), stat
 
+    def blobs_beginning(self, digits: str) -> Iterator[ContentId]:
+        """Ids of the blobs that begin with ``digits``, at least 4 of them."""
+        for key, _ in self.files.list(f"cas/{digits[:2]}/{digits[2:4]}"):
+            with suppress(ConfigError):  # a file of somebody else
+                content_id = ContentId(key.rpartition("/")[2])
+                if content_id.startswith(digits):
+                    yield content_id
+
     # Trees
 
     def put_tree(self, folder: Path) -> ContentId:

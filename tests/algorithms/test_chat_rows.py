@@ -119,7 +119,7 @@ def test_rows_are_cut_at_the_right_and_those_left_without_a_target_are_counted(t
     examples, told = report(tokenizer, row, chat(("user", "9 " * 100), ("assistant", "9")), limit=first + 2)
     assert [example.token_ids for example in examples] == [whole.token_ids[: first + 2]]
     assert examples[0].trained == [False] * first + [True] * 2
-    assert (told.num_rows, told.num_examples, told.num_truncated, told.num_without_target) == (2, 1, 2, 1)
+    assert (told.num_rows, told.num_examples, told.num_truncated, told.num_left_out) == (2, 1, 2, 1)
     assert (told.num_tokens, told.num_trained_tokens) == (first + 2, 2)
     with pytest.raises(ConfigError, match=f"none of 1 rows has a token to train within packing.max_seq_len {first}"):
         tokenize(tokenizer, row, limit=first)
@@ -157,3 +157,65 @@ def test_a_token_that_straddles_the_edge_of_a_turn_does_no_harm():
     tokens = made.convert_ids_to_tokens(example.token_ids)
     assert tokens == ["user", "\n", "hi", "</s>", "assistant", "\n\n", "yo", "</s>"]
     assert example.trained == [False] * 5 + [True] * 3
+
+
+# Masks that rows bring themselves
+
+
+def test_a_rows_own_mask_says_which_turns_are_trained(tokenizer: Any):
+    turns = SftRow.model_validate({**chat(*TURNS).document(), "loss_mask": [0, 1, 0, 0, 0, 1]})
+    [example] = tokenize(tokenizer, turns, kind="custom")
+    assert trained_parts(tokenizer, example) == [f"{START}user\n2 1{END}\n", f"3 4{END}\n"]
+    [same] = tokenize(tokenizer, chat(*TURNS))
+    assert example.token_ids == same.token_ids
+    first = SftRow.model_validate({**chat(*TURNS[:3]).document(), "loss_mask": [1, 0, 1]})
+    [example] = tokenize(tokenizer, first, kind="custom")
+    assert trained_parts(tokenizer, example) == [f"{START}system\nSort.{END}\n", f"1 2{END}\n"]
+
+
+def test_token_ids_are_taken_as_they_are(tokenizer: Any):
+    labels = SftRow(input_ids=(5, 6, 7, 8), labels=(-100, -100, 7, 8))
+    mask = SftRow(input_ids=(5, 6, 7, 8), loss_mask=(False, False, True, True))
+    nothing = SftRow(input_ids=(5, 6), labels=(5, -100))
+    examples, told = report(tokenizer, labels, mask, nothing, kind="custom", limit=3)
+    assert examples == [Example([5, 6, 7], [False, False, True])] * 2
+    assert (told.num_left_out, told.num_truncated, told.num_trained_tokens) == (1, 2, 2)
+    assert tokenize(tokenizer, labels, kind="full") == [Example([5, 6, 7, 8], [True] * 4)]
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "message"),
+    [
+        ({"prompt": "1", "completion": "2"}, "custom", "row 1 has neither loss_mask nor labels"),
+        ({"input_ids": [1, 2]}, "custom", "row 1 has neither loss_mask nor labels"),
+        ({"input_ids": [1, 2]}, "assistant_only", "row 1 has token ids without roles; set loss_on.kind to 'custom'"),
+        ({"input_ids": [1, 2], "labels": [1, 2]}, "assistant_only", "row 1 has labels; set loss_on.kind to 'custom'"),
+        ({"input_ids": [1, 99999], "labels": [1, 99999]}, "custom", "row 1: token id 99999 is none of the tokenizer's"),
+    ],
+)
+def test_a_mask_and_what_is_asked_for_must_fit(tokenizer: Any, row: dict[str, Any], kind: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        tokenize(tokenizer, SftRow.model_validate(row), kind=kind)
+
+
+REWRITING = CHATML.replace("{{ message.content }}<|im_end|>\n{% endgeneration %}", (
+    "{% if not loop.last %}{{ message.content.split('</think>')[-1] }}{% else %}{{ message.content }}{% endif %}"
+    "<|im_end|>\n{% endgeneration %}"
+))  # fmt: skip
+"""Drops earlier turns' thoughts, as Qwen3's and others do: an earlier turn reads differently once it is the last."""
+THOUGHTS = (("user", "2 1"), ("assistant", "<think>swap</think>1 2"), ("user", "4 3"), ("assistant", "3 4"))
+
+
+def test_where_turns_are_rewritten_the_templates_own_marks_decide(tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tokenizer, "chat_template", REWRITING)
+    [example], told = report(tokenizer, chat(*THOUGHTS))
+    assert trained_parts(tokenizer, example) == [f"1 2{END}\n", f"3 4{END}\n"]
+    assert told.template_problems == ("row 1: the chat template leaves out or rewrites turn 2, the assistant's",)
+    bare = REWRITING.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    monkeypatch.setattr(tokenizer, "chat_template", bare)
+    with pytest.raises(ConfigError, match=r"turn 2 differently .* such as one with {% generation %} marks"):
+        tokenize(tokenizer, chat(*THOUGHTS))
+    with pytest.raises(ConfigError, match=r"turn 2 differently"):
+        monkeypatch.setattr(tokenizer, "chat_template", REWRITING)
+        mask = {"loss_mask": [False, True, False, False]}
+        tokenize(tokenizer, SftRow.model_validate({**chat(*THOUGHTS).document(), **mask}), kind="custom")

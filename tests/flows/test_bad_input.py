@@ -9,6 +9,7 @@ import pytest
 
 from rollout_core.config import (
     InferBatchConfig,
+    JsonlDataset,
     ModelSource,
     NightlyConfig,
     SamplingParams,
@@ -89,7 +90,7 @@ def test_a_reward_that_fails_at_run_time_names_its_sample_and_nothing_is_generat
     def evaluation() -> float:
         spec = FunctionReward(callable="mine.py:reward")
         model = import_model(ModelSource(uri=str(tiny_model))).model
-        prompts = enqueue_prompts(import_prompts("prompts.jsonl").data, model, sampling, mode="test")
+        prompts = enqueue_prompts(import_prompts(JsonlDataset(path="prompts.jsonl")).data, model, sampling, mode="test")
         return evaluate(prompts, sampling, TransformersBackend(), spec, source_id(spec)).mean_reward
 
     state = evaluation(return_state=True)

@@ -185,7 +185,7 @@ def test_bad_configuration_is_told_before_any_work(kind, change, message, tiny_m
     [
         ("dpo", {"prompt": "a", "chosen": "b", "rejected": "b"}, r"bad\.jsonl:1: chosen and rejected are the same"),
         ("ipo", {"prompt": "a", "chosen": "b", "rejected": ""}, r"bad\.jsonl:1: rejected is empty"),
-        ("dpo", {"chosen": "b", "rejected": "c"}, "row 1 has no prompt; only a reward model"),
+        ("dpo", {"chosen": "b", "rejected": "c"}, r"bad\.jsonl:1 has no prompt; only a reward model"),
         ("rm", {"prompt": "a", "chosen": "b"}, r"bad\.jsonl:1: needs chosen and rejected, but has no rejected"),
         ("kto", {"prompt": "a", "completion": "b", "label": True}, "all 1 rows have label true"),
         ("kto", {"prompt": "a", "completion": "", "label": True}, r"bad\.jsonl:1: completion is empty"),

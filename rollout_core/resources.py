@@ -1,0 +1,181 @@
+"""What training will take, told before it starts: an estimate of memory and disk beside what this machine has.
+
+Weights, gradients and optimizer state follow from the configuration. Activations are an estimate: what a layer with a
+gated MLP keeps of a token for the backward pass, 14 vectors of the hidden size and 4 of the MLP's, without attention
+matrices; half of it in half precision, a sixteenth with gradient checkpointing. Beside SFT passes measured on a CPU it
+was 0.95 of the truth with rows of 26 to 256 tokens and 0.8 with 1,024. The engine of on-policy runs comes on top.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from rollout_core.config import LearnerSettings
+from rollout_core.devices import mixed_precision, probe_device
+
+if TYPE_CHECKING:
+    from rollout_core.algorithms.data_report import DataReport
+
+_FLOAT32_BYTES = 4
+_HIDDEN_VECTORS = 14
+_MLP_VECTORS = 4
+_CHECKPOINTED_SHARE = 1 / 16
+_STATES_OF_OPTIMIZERS = {"sgd": 0, "adam": 2, "adamw": 2}
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What the estimate needs of a model."""
+
+    num_parameters: int
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    """Width of the MLP."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """In float32, in which every model is trained."""
+        return self.num_parameters * _FLOAT32_BYTES
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the estimate needs of the settings."""
+
+    tokens_per_pass: int
+    """In one forward and backward pass, at most."""
+    optimizer: str
+    precision: str = "auto"
+    gradient_checkpointing: bool = False
+    trained_models: int = 1
+    """2 with a value model of its own."""
+    frozen_models: int = 0
+    """Beside the trained ones at the same time, such as a reference."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the device that trains."""
+
+    fixed: int
+    """Weights, gradients, optimizer state."""
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.fixed + self.activations
+
+
+def state_bytes(model: ModelSize, training: Training) -> int:
+    """Weights and optimizer state: what a snapshot holds."""
+    states = _STATES_OF_OPTIMIZERS.get(training.optimizer.lower(), 2)
+    return training.trained_models * model.weight_bytes * (1 + states)
+
+
+def estimate_memory(model: ModelSize, training: Training) -> Memory:
+    """What a run will need."""
+    gradients = training.trained_models * model.weight_bytes
+    fixed = state_bytes(model, training) + gradients + training.frozen_models * model.weight_bytes
+    numbers = _HIDDEN_VECTORS * model.hidden_size + _MLP_VECTORS * model.intermediate_size
+    share = _CHECKPOINTED_SHARE if training.gradient_checkpointing else 1.0
+    if mixed_precision(training.precision) == "bfloat16":
+        share /= 2
+    activations = training.tokens_per_pass * model.num_layers * numbers * _FLOAT32_BYTES * share
+    return Memory(fixed, int(activations))
+
+
+def device_memory() -> tuple[int, int]:
+    """Bytes of the GPU, or of the machine (as far as its control group lets us): available now, and altogether."""
+    if probe_device() == "cuda":
+        import torch
+
+        return torch.cuda.mem_get_info()
+    machine = psutil.virtual_memory()
+    limits = [machine.total]
+    for file in map(Path, _CGROUP_LIMITS):
+        if file.is_file() and (text := file.read_text().strip()).isdigit():
+            limits.append(int(text))
+    return min(machine.available, *limits), min(limits)
+
+
+def free_disk(folder: Path) -> int:
+    """Free bytes where ``folder`` is, or is to be made."""
+    nearest = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.isdir(place))
+    return shutil.disk_usage(nearest).free
+
+
+@dataclass(frozen=True)
+class Need:
+    """One thing a run will take, in words."""
+
+    what: str
+    told: str
+    problem: str | None = None
+    """Why the run cannot succeed, where that is certain."""
+
+
+def tell_memory(model: ModelSize, training: Training) -> list[Need]:
+    """Memory of a run beside what there is."""
+    needed, (available, total) = estimate_memory(model, training), device_memory()
+    told = (
+        f"{readable(needed.total)}: weights, gradients and optimizer {readable(needed.fixed)}, activations of "
+        f"{training.tokens_per_pass} tokens {readable(needed.activations)}; available {readable(available)}"
+    )
+    problem = (
+        f"weights, gradients and optimizer state take {readable(needed.fixed)}, but the {probe_device()} here has "
+        f"{readable(total)}; choose a smaller model or an optimizer with less state"
+    )
+    told += " (may not fit)" if needed.total > available else ""
+    return [Need("memory", told, problem if needed.fixed > total else None)]
+
+
+def tell_disk(model: ModelSize, training: Training, folder: Path, keep_last: int) -> list[Need]:
+    """Disk of a run that keeps so many snapshots in ``folder``, beside what is free."""
+    state, free = state_bytes(model, training), free_disk(folder)
+    kept = (keep_last + 1) * state + model.weight_bytes
+    told = (
+        f"up to {readable(kept)} for {keep_last} snapshots of {readable(state)}, the last state and the model; "
+        f"free {readable(free)}"
+    )
+    told += " (may not fit)" if kept > free else ""
+    least = state + model.weight_bytes
+    problem = (
+        f"a snapshot and the model take {readable(least)}, but the object store in {folder} has {readable(free)} free; "
+        "make room or choose another place"
+    )
+    return [Need("disk", told, problem if least > free else None)]
+
+
+def training_of(settings: LearnerSettings, sequence_tokens: int, *, rows: int = 1, **models: int) -> Training:
+    """What an estimate needs of the settings; a minibatch has ``rows`` sequences for each of its items."""
+    return Training(
+        tokens_per_pass=settings.minibatch_size * rows * sequence_tokens,
+        optimizer=settings.optimizer.kind,
+        precision=settings.precision,
+        gradient_checkpointing=getattr(settings, "gradient_checkpointing", False),
+        **models,
+    )
+
+
+def row_tokens(report: DataReport | None, max_seq_len: int) -> int:
+    """Tokens of the longest row as it is trained."""
+    longest = max((tokens for _, tokens in report.longest), default=0) if report else max_seq_len
+    return min(longest, max_seq_len)
+
+
+def readable(num_bytes: int) -> str:
+    """Such as ``1.5 GiB``."""
+    amount = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if amount < 1024:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} GiB"

@@ -1,0 +1,230 @@
+"""Tokenised rows on disk: the same items, made once for equal rows, tokenizer and settings, in flat memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tracemalloc
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_core.algorithms import data, training_data
+from rollout_core.algorithms.data import EXAMPLES, Example, epoch_order, positions_at, tokenize_sft
+from rollout_core.algorithms.data_report import DataReport
+from rollout_core.algorithms.item_table import ItemForm, ItemTable, ItemWriter, Mapped
+from rollout_core.algorithms.kto import judged_documents
+from rollout_core.algorithms.preference_data import (
+    JUDGED,
+    PAIRS,
+    Judged,
+    Pair,
+    tokenize_judged,
+    tokenize_pairs,
+)
+from rollout_core.algorithms.training_data import judged_answers, preference_pairs, sft_examples
+from rollout_core.config import DPOSettings, JsonlDataset, KTOSettings, OptimizerConfig, Padded, SFTSettings
+from rollout_core.dataset_sources import import_dataset
+from rollout_core.datasets import SftRow, parse_sft
+from rollout_core.ids import ContentId
+from rollout_core.models import load_tokenizer
+from rollout_core.objects import ObjectStore
+from rollout_core.objects.gc import collect_garbage
+from rollout_core.preferences import JudgedRow, PairRow
+
+COMMON: Any = {"dataset": JsonlDataset(path="x"), "optimizer": OptimizerConfig(lr=1e-3)}
+SFT = SFTSettings(**COMMON, packing=Padded(max_seq_len=24))
+
+
+@pytest.fixture
+def objects(tmp_path: Path) -> ObjectStore:
+    return ObjectStore.from_url(str(tmp_path / "objects"))
+
+
+def sft_rows(count: int) -> list[SftRow]:
+    return [SftRow(prompt=f"sort {number} 1 =", completion=" 1 2 3"[: 2 + number % 5]) for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("form", "items"),
+    [
+        (EXAMPLES, [Example([3, 1, 2], [False, True, True]), Example([7], [True])]),
+        (PAIRS, [Pair([], [1], [2, 3], -0.1), Pair([5, 6], [1], [9], 0.0)]),
+        (JUDGED, [Judged([1], [2], True), Judged([1, 2], [3], False), Judged([4], [], True)]),
+    ],
+)
+def test_items_come_back_as_they_went_in(tmp_path: Path, form: ItemForm[Any], items: list[Any]):
+    with ItemWriter(form, tmp_path) as writer:
+        for item in items:
+            writer.append(item)
+    table = ItemTable(form, tmp_path)
+    assert list(table) == items and table[:] == items and table[-1] == items[-1] and len(table) == len(items)
+    assert type(getattr(table[0], next(iter(form.lists)))) is list
+    with pytest.raises(IndexError):
+        table[len(items)]
+    for file in tmp_path.glob("*.npy"):
+        np.load(file, allow_pickle=False)
+
+
+@given(st.lists(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5), max_size=8))
+def test_any_lists_of_token_ids_come_back(tmp_path_factory: pytest.TempPathFactory, lists: list[list[int]]):
+    folder = tmp_path_factory.mktemp("items")
+    with ItemWriter(EXAMPLES, folder) as writer:
+        for ids in lists:
+            writer.append(Example(ids, [True] * len(ids)))
+    table = ItemTable(EXAMPLES, folder)
+    assert [item.token_ids for item in table] == lists
+    assert table.lengths("token_ids").tolist() == [len(ids) for ids in lists]
+
+
+def test_a_mapped_sequence_makes_its_items_when_asked():
+    made: list[int] = []
+
+    def double(item: int) -> int:
+        made.append(item)
+        return 2 * item
+
+    mapped = Mapped([1, 2, 3], double)
+    assert len(mapped) == 3 and made == []
+    assert mapped[1] == 4 and mapped[-2:] == [4, 6] and list(mapped) == [2, 4, 6]
+    assert made == [2, 2, 3, 1, 2, 3]
+
+
+def test_kept_items_are_those_tokenised_at_once_whatever_the_chunks(
+    tiny_model: Path, tmp_path: Path, objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(data, "ROWS_AT_ONCE", 3)
+    tokenizer = load_tokenizer(tiny_model)
+    rows = sft_rows(10)
+    dataset = import_dataset(objects, rows).data
+    examples, report = sft_examples(objects, tmp_path / "cache", dataset, tiny_model, SFT)
+    expected, told = tokenize_sft(tokenizer, rows, loss_on=SFT.loss_on, max_seq_len=24)
+    assert (list(examples), report) == (expected, told)
+
+    dpo, kto = DPOSettings(**COMMON), KTOSettings(**COMMON)
+    pairs = [PairRow(prompt=f"{number} =", chosen="1", rejected="2", margin=0.1) for number in range(7)]
+    dataset = import_dataset(objects, pairs).data
+    found = preference_pairs(objects, tmp_path / "cache", dataset, tiny_model, dpo, need_prompts=True)
+    plain = tokenize_pairs(tokenizer, pairs, max_seq_len=1024, need_prompts=True)
+    assert (list(found[0]), found[1]) == plain
+    judged = [JudgedRow(prompt=f"{number} =", completion="1", label=number % 2 == 0) for number in range(7)]
+    dataset = import_dataset(objects, judged).data
+    found = judged_answers(objects, tmp_path / "cache", dataset, tiny_model, kto)
+    assert (list(found[0]), found[1]) == tokenize_judged(tokenizer, judged, max_seq_len=1024)
+
+
+def test_a_second_run_tokenises_nothing_and_any_change_of_what_counts_does(
+    tiny_model: Path, tmp_path: Path, objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
+):
+    def run(dataset: ContentId, folder: Path = tiny_model, settings: SFTSettings = SFT, cache: str = "cache") -> int:
+        calls.clear()
+        sft_examples(objects, tmp_path / cache, dataset, folder, settings)
+        return len(calls)
+
+    calls: list[int] = []
+    whole = training_data.each_example
+
+    def counting(*arguments: Any, **options: Any) -> DataReport:
+        calls.append(1)
+        return whole(*arguments, **options)
+
+    monkeypatch.setattr(training_data, "each_example", counting)
+    dataset = import_dataset(objects, sft_rows(4)).data
+    assert run(dataset) == 1 and run(dataset) == 0
+    assert run(dataset, cache="another machine's") == 0
+    assert run(import_dataset(objects, sft_rows(5)).data) == 1
+    assert run(dataset, settings=SFT.model_copy(update={"packing": Padded(max_seq_len=8)})) == 1
+    shutil.copytree(tiny_model, tmp_path / "other")
+    assert run(dataset, tmp_path / "other") == 0, "the same tokenizer in another folder"
+    (tmp_path / "other" / "chat_template.jinja").write_text("{{ messages }}")
+    assert run(dataset, tmp_path / "other") == 1
+
+    kept = objects.get_ref(next(f"tokenized/{name.split('/')[1]}" for name in objects.ref_names("tokenized")))
+    assert kept is not None
+    for name in objects.ref_names("tokenized"):
+        objects.delete(objects.manifest(ContentId(objects.get_ref(name) or "")).files[0].content_id)
+    shutil.rmtree(tmp_path / "cache")
+    assert run(dataset) == 1, "what was lost is made again"
+
+
+def test_what_is_kept_outlives_a_cleaning_of_the_object_store(tiny_model: Path, tmp_path: Path, objects: ObjectStore):
+    dataset = import_dataset(objects, sft_rows(4)).data
+    before, _ = sft_examples(objects, tmp_path / "cache", dataset, tiny_model, SFT)
+    collect_garbage(objects, min_age=timedelta(0))
+    after, _ = sft_examples(objects, tmp_path / "other cache", dataset, tiny_model, SFT)
+    assert list(after) == list(before) and not objects.exists(dataset)
+
+
+def test_a_failed_tokenisation_keeps_nothing(tiny_model: Path, tmp_path: Path, objects: ObjectStore):
+    dataset = import_dataset(objects, sft_rows(2)).data
+    short = SFT.model_copy(update={"packing": Padded(max_seq_len=2)})
+    with pytest.raises(ValueError, match="none of 2 rows has a token to train"):
+        sft_examples(objects, tmp_path / "cache", dataset, tiny_model, short)
+    assert objects.ref_names("tokenized") == []
+
+
+def test_memory_does_not_grow_with_the_rows(tiny_model: Path, tmp_path: Path, objects: ObjectStore):
+    """Python's and numpy's memory, from stored rows to a step's examples."""
+    peaks = []
+    for count in (1000, 5000):
+        dataset = import_dataset(objects, sft_rows(count)).data
+        tracemalloc.start()
+        examples, _ = sft_examples(objects, tmp_path / "cache", dataset, tiny_model, SFT)
+        [examples[place] for place in positions_at(3, num_items=count, per_step=64, seed=1)]
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    # As Python objects an example takes over 400 bytes. What remains: a row's number, its place in the order, and
+    # the stored file, which the local object store reads whole while it is small.
+    assert peaks[1] - peaks[0] < 4000 * 150
+
+
+def test_the_order_of_an_epoch_is_what_it_always_was():
+    """Values of the first version; runs that were begun then go on bit for bit."""
+    assert epoch_order(8, seed=7, epoch=0) == GOLDEN_ORDER
+    assert positions_at(1, num_items=8, per_step=6, seed=7)[:2] == GOLDEN_ORDER[6:]
+
+
+GOLDEN_ORDER = [5, 0, 6, 2, 4, 3, 7, 1]
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=9))
+def test_a_mismatched_answer_is_that_of_the_next_row_with_another_prompt(prompts: list[int]):
+    items = [Judged([prompt], [10 + row], True) for row, prompt in enumerate(prompts)]
+    for row, document in enumerate(judged_documents(items)):
+        around = [*items[row + 1 :], *items[:row]]
+        other = next((item for item in around if item.prompt != items[row].prompt), items[row])
+        assert document.branches == (items[row].completion, other.completion)
+
+
+def test_the_report_names_the_longest_rows_and_shares(tiny_model: Path):
+    tokenizer = load_tokenizer(tiny_model)
+    rows = [SftRow(prompt="1" * length, completion="2") for length in (3, 30, 5, 30, 7, 9, 11)]
+    _, report = tokenize_sft(tokenizer, rows, loss_on=SFT.loss_on, max_seq_len=24)
+    lengths = [len(tokenizer("1" * length)["input_ids"]) + 2 for length in (30, 30, 11, 9, 7)]
+    assert report.longest == tuple(zip(("row 2", "row 4", "row 7", "row 6", "row 5"), lengths, strict=True))
+    assert (report.num_truncated, report.num_left_out, report.num_examples) == (2, 2, 5)
+    assert report.trained_share == report.num_trained_tokens / report.num_tokens == 10 / report.num_tokens
+    document = json.loads(json.dumps(report.document()))
+    assert DataReport.from_document(document) == report
+    placed = report.placed(lambda row: f"x.jsonl:{row * 2}")
+    assert placed.longest[0] == ("x.jsonl:2", lengths[0]) and placed.figures()["longest rows"].startswith("x.jsonl:2 (")
+
+
+def test_problems_of_the_template_are_counted_and_the_first_are_told(tiny_model: Path):
+    tokenizer = load_tokenizer(tiny_model)
+    tokenizer.chat_template = "{% for m in messages %}{% if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"  # noqa: E501
+    chat = json.dumps({"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1"},
+                                    {"role": "assistant", "content": "2"}]})  # fmt: skip
+    rows = parse_sft((chat + "\n").encode() * 7, "x")
+    _, report = tokenize_sft(tokenizer, rows, loss_on=SFT.loss_on, max_seq_len=99)
+    assert report.num_template_problems == 7 and len(report.template_problems) == 5
+    assert report.template_problems[0] == "row 1: the chat template leaves out or rewrites turn 1, the system's"
+    tokenizer.bos_token = "1"
+    rows = [SftRow(prompt="11=", completion="2")]
+    _, report = tokenize_sft(tokenizer, rows, loss_on=SFT.loss_on, max_seq_len=99)
+    assert report.template_problems == ("row 1: the prompt begins with 1, which the tokenizer adds too",)
