@@ -94,6 +94,7 @@ class _InOrder:
         self.settings = config
         self.num_steps = inner.num_steps
         self.num_tokens = inner.num_tokens
+        self.sequences = inner.sequences
         self.loss = inner.loss
         self._rows = rows
         self._make = make

@@ -22,6 +22,7 @@ from rollout_core.rewards import ModelReward, RewardSpec, source_id
 from tasks import artifacts, places
 from tasks.journal import Journal
 from tasks.keep import (
+    import_held_out,
     import_model,
     import_pairs,
     import_prompts,
@@ -84,7 +85,15 @@ def _nightly(config: NightlyConfig, journal: Journal) -> dict[str, Any]:
 
     before = held_out_reward(model, "before")
 
-    tuned = sft_update(model, rows.data, config.sft, seed=config.seed, num_threads=config.num_threads, label="nightly")
+    tuned = sft_update(
+        model,
+        rows.data,
+        config.sft,
+        seed=config.seed,
+        num_threads=config.num_threads,
+        held_out=import_held_out(config.sft.evaluation, import_sft),
+        label="nightly",
+    )
     snapshot(tuned, f"{config.run.name}/sft", label="after SFT")
     after_sft = held_out_reward(tuned.model, "after SFT")
 
@@ -148,7 +157,14 @@ def _on_policy(config: NightlyConfig, start: ContentId, reward: RewardSpec) -> _
     assert settings is not None, "validated"
     if config.rm is not None:
         pairs = import_pairs(config.rm.dataset)
-        judge = rm_update(start, pairs.data, config.rm, seed=config.seed, num_threads=config.num_threads)
+        judge = rm_update(
+            start,
+            pairs.data,
+            config.rm,
+            seed=config.seed,
+            num_threads=config.num_threads,
+            held_out=import_held_out(config.rm.evaluation, import_pairs),
+        )
         snapshot(judge, f"{config.run.name}/rm", label="reward model")
         reward = ModelReward(model=judge.model)
     prompts = import_prompts(settings.prompts)
@@ -174,7 +190,14 @@ def _from_pairs(config: NightlyConfig, start: ContentId) -> _Learned:
     assert config.dpo is not None, "validated"
     pairs = import_pairs(config.dpo.dataset)
     checkpoint = dpo_update(
-        start, start, pairs.data, config.dpo, seed=config.seed, num_threads=config.num_threads, label="nightly"
+        start,
+        start,
+        pairs.data,
+        config.dpo,
+        seed=config.seed,
+        num_threads=config.num_threads,
+        held_out=import_held_out(config.dpo.evaluation, import_pairs),
+        label="nightly",
     )
     snapshot(checkpoint, f"{config.run.name}/dpo", label="after DPO")
     margins = _figures(places.objects(), checkpoint, "rewards/margins")

@@ -10,7 +10,7 @@ from flows.healing import run_body
 from rollout_core.config import TrainDPOConfig, TrainIPOConfig, TrainKTOConfig, TrainRMConfig
 from rollout_core.preference_plan import plan_kto, plan_pairs
 from tasks.journal import Journal
-from tasks.keep import import_judged, import_model, import_pairs, snapshot
+from tasks.keep import import_held_out, import_judged, import_model, import_pairs, snapshot, start_snapshot
 from tasks.learn import dpo_update, kto_update, rm_update
 from tasks.places import connections, working_folder
 
@@ -24,7 +24,15 @@ def train_rm(config: TrainRMConfig) -> dict[str, Any]:
         settings = config.algorithm
         model = import_model(settings.base_model).model
         dataset = import_pairs(settings.dataset).data
-        checkpoint = rm_update(model, dataset, settings, seed=config.seed, num_threads=config.num_threads)
+        held_out = import_held_out(settings.evaluation, import_pairs)
+        start_from = start_snapshot(config.run, settings.kind)
+        options = {
+            "seed": config.seed,
+            "num_threads": config.num_threads,
+            "held_out": held_out,
+            "start_from": start_from,
+        }
+        checkpoint = rm_update(model, dataset, settings, **options)
         snapshot(checkpoint, f"{config.run.name}/rm")
         return checkpoint.model_dump(mode="json")
 
@@ -53,7 +61,15 @@ def train_kto(config: TrainKTOConfig) -> dict[str, Any]:
         model = import_model(settings.base_model).model
         reference = import_model(settings.reference or settings.base_model).model
         dataset = import_judged(settings.dataset).data
-        checkpoint = kto_update(model, reference, dataset, settings, seed=config.seed, num_threads=config.num_threads)
+        held_out = import_held_out(settings.evaluation, import_judged)
+        start_from = start_snapshot(config.run, settings.kind)
+        options = {
+            "seed": config.seed,
+            "num_threads": config.num_threads,
+            "held_out": held_out,
+            "start_from": start_from,
+        }
+        checkpoint = kto_update(model, reference, dataset, settings, **options)
         snapshot(checkpoint, f"{config.run.name}/kto")
         return checkpoint.model_dump(mode="json")
 
@@ -68,7 +84,15 @@ def _train_on_pairs(config: TrainDPOConfig | TrainIPOConfig) -> dict[str, Any]:
         model = import_model(settings.base_model).model
         reference = import_model(settings.reference or settings.base_model).model
         dataset = import_pairs(settings.dataset).data
-        checkpoint = dpo_update(model, reference, dataset, settings, seed=config.seed, num_threads=config.num_threads)
+        held_out = import_held_out(settings.evaluation, import_pairs)
+        start_from = start_snapshot(config.run, settings.kind)
+        options = {
+            "seed": config.seed,
+            "num_threads": config.num_threads,
+            "held_out": held_out,
+            "start_from": start_from,
+        }
+        checkpoint = dpo_update(model, reference, dataset, settings, **options)
         snapshot(checkpoint, f"{config.run.name}/{settings.kind}")
         return checkpoint.model_dump(mode="json")
 

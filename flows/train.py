@@ -8,6 +8,7 @@ from typing import Any
 from prefect import flow
 
 from flows.healing import run_body
+from rollout_core.algorithms.state import MODEL_FOLDER
 from rollout_core.config import (
     BackendConfig,
     GRPOSettings,
@@ -16,16 +17,26 @@ from rollout_core.config import (
     TrainPPOConfig,
     TrainSFTConfig,
 )
+from rollout_core.errors import ConfigError
 from rollout_core.ids import ContentId
 from rollout_core.inference.engines import close_engine
 from rollout_core.plan import context_limit, plan_on_policy, plan_sft
 from rollout_core.records import Checkpoint, Scores
 from rollout_core.rewards import RewardSpec, source_id
+from rollout_core.snapshots import SnapshotStore
 from tasks.generate import batch_inference
 from tasks.journal import Journal
-from tasks.keep import import_model, import_prompts, import_reward, import_sft, snapshot
+from tasks.keep import (
+    import_held_out,
+    import_model,
+    import_prompts,
+    import_reward,
+    import_sft,
+    snapshot,
+    start_snapshot,
+)
 from tasks.learn import grpo_update, ppo_update, sft_update
-from tasks.places import connections, working_folder
+from tasks.places import connections, objects, working_folder
 from tasks.prompts import enqueue_prompts
 from tasks.score import score_rewards
 
@@ -49,12 +60,17 @@ def policy_iterations(
     seed: int,
     num_threads: int | None,
     run_name: str,
+    train_state: ContentId | None = None,
+    num_done: int = 0,
 ) -> list[Iteration]:
-    """Rounds of enqueue, generate, score, update, snapshot; each on the policy of the round before."""
+    """Rounds of enqueue, generate, score, update, snapshot; each on the policy of the round before.
+
+    ``num_done`` rounds were done before, and led to ``start`` and ``train_state``.
+    """
     reward_source = source_id(reward, base=working_folder())
-    model, train_state = start, None
+    model = start
     iterations = []
-    for number in range(settings.iterations):
+    for number in range(num_done, settings.iterations):
         label = f"iteration {number + 1}"
         prompt_set = enqueue_prompts(
             prompts,
@@ -90,7 +106,14 @@ def train_sft(config: TrainSFTConfig) -> dict[str, Any]:
         settings = config.algorithm
         model = import_model(settings.base_model)
         dataset = import_sft(settings.dataset)
-        checkpoint = sft_update(model.model, dataset.data, settings, seed=config.seed, num_threads=config.num_threads)
+        held_out = import_held_out(settings.evaluation, import_sft)
+        options = {
+            "seed": config.seed,
+            "num_threads": config.num_threads,
+            "held_out": held_out,
+            "start_from": start_snapshot(config.run, "sft"),
+        }
+        checkpoint = sft_update(model.model, dataset.data, settings, **options)
         snapshot(checkpoint, f"{config.run.name}/sft")
         return checkpoint.model_dump(mode="json")
 
@@ -111,13 +134,38 @@ def train_grpo(config: TrainGRPOConfig) -> dict[str, Any]:
     return _train_on_policy(config)
 
 
+@dataclass(frozen=True)
+class _Start:
+    """What iterations start from."""
+
+    model: ContentId | None = None
+    train_state: ContentId | None = None
+    num_done: int = 0
+
+
+def _start_iteration(config: TrainPPOConfig | TrainGRPOConfig) -> _Start:
+    settings = config.algorithm
+    steps = settings.steps_per_iteration
+    train_state = start_snapshot(config.run, settings.kind, steps_per_iteration=steps)
+    if train_state is None:
+        return _Start()
+    snapshots = SnapshotStore(objects())
+    num_done = snapshots.get(train_state).step // steps
+    if num_done >= settings.iterations:
+        raise ConfigError(
+            f"snapshot {train_state.short} has {num_done} iterations behind it; raise algorithm.iterations above that"
+        )
+    return _Start(snapshots.subtree(train_state, MODEL_FOLDER), train_state, num_done)
+
+
 def _train_on_policy(config: TrainPPOConfig | TrainGRPOConfig) -> dict[str, Any]:
     def body(journal: Journal) -> dict[str, Any]:
         settings = config.algorithm
         model = import_model(settings.base_model).model
         prompts = import_prompts(settings.prompts)
+        started = _start_iteration(config)
         iterations = policy_iterations(
-            model,
+            started.model or model,
             model,
             prompts.data,
             settings,
@@ -126,6 +174,8 @@ def _train_on_policy(config: TrainPPOConfig | TrainGRPOConfig) -> dict[str, Any]
             seed=config.seed,
             num_threads=config.num_threads,
             run_name=config.run.name,
+            train_state=started.train_state,
+            num_done=started.num_done,
         )
         last = iterations[-1].checkpoint.model_dump(mode="json")
         return {**last, "rewards": [iteration.scores.mean for iteration in iterations]}

@@ -17,6 +17,7 @@ from rollout_core.config import (
     BackendConfig,
     DatasetSource,
     GRPOSettings,
+    HeldOutRows,
     InferBatchConfig,
     LearnerSettings,
     ModelSource,
@@ -24,6 +25,7 @@ from rollout_core.config import (
     Padded,
     PPOSettings,
     PreferenceSettings,
+    RunInfo,
     SamplingParams,
     SFTSettings,
     TrainGRPOConfig,
@@ -34,7 +36,7 @@ from rollout_core.config import (
 from rollout_core.connections import Connections
 from rollout_core.dataset_sources import RowStream, hash_rows, read_dataset
 from rollout_core.datasets import PromptRow, Row, RowT, SftRow, read_prompts
-from rollout_core.errors import ConfigError, DataError
+from rollout_core.errors import ConfigError, DataError, NotFound
 from rollout_core.ids import ContentId
 from rollout_core.inference.output import earlier_run_id
 from rollout_core.inference.samples import refuse_long_prompts
@@ -49,7 +51,9 @@ from rollout_core.models import (
 from rollout_core.objects import ObjectStore
 from rollout_core.preferences import PairRow
 from rollout_core.resources import Training, row_tokens, tell_disk, tell_memory, training_of
+from rollout_core.resume import find_start
 from rollout_core.rewards import ExactMatchReward, ModelReward, RewardSpec, load_reward, plain_rewards
+from rollout_core.snapshots import Snapshot
 
 if TYPE_CHECKING:  # imports torch, which --help need not wait for
     from rollout_core.algorithms.data_report import DataReport
@@ -120,6 +124,23 @@ class Plan:
                 self.objects = None
         self.check("database", self.connections.try_database)
 
+    def resume(self, run: RunInfo, algorithm: str, *, steps_per_iteration: int = 1) -> None:
+        """There is a snapshot to start from, and it is of this algorithm."""
+        objects, wanted = self.objects, run.resume
+        if wanted is None or objects is None:
+            return
+
+        def look() -> Snapshot:
+            options = {"algorithm": algorithm, "run_name": run.name, "steps_per_iteration": steps_per_iteration}
+            try:
+                return find_start(objects, wanted, **options)
+            except NotFound as error:
+                raise ConfigError(str(error)) from error
+
+        found = self.check("run.resume", look)
+        if found is not None:
+            self.facts["starts from"] = f"{found.id.short} (step {found.step})"
+
     def model(self, what: str, source: ModelSource, *, may_be_reward_model: bool = False) -> None:
         """The model is there, a language model, and its tokenizer fits it."""
         self.facts["model"] = source.uri
@@ -173,6 +194,7 @@ class Plan:
             self.facts["trained tokens"] = report.num_trained_tokens
             self.facts["truncated rows"] = report.num_truncated
             self.facts[DATA_REPORT] = report.figures()
+        self.held_out_rows(f"{what}.evaluation.dataset", settings.evaluation, training_rows)
         self.resources("sft", settings, training_of(settings, row_tokens(report, settings.packing.max_seq_len)))
 
     def pairs(self, what: str, settings: PreferenceSettings, *, need_prompts: bool) -> None:
@@ -186,6 +208,7 @@ class Plan:
         report = self.training_rows(f"{what}.dataset", settings.dataset, rows)
         if report is not None:
             self.facts[f"{what} rows"] = report.num_rows
+        self.held_out_rows(f"{what}.evaluation.dataset", settings.evaluation, rows)
         tokens = row_tokens(report, settings.packing.max_seq_len)
         self.resources(what, settings, training_of(settings, tokens, rows=2))
 
@@ -225,6 +248,12 @@ class Plan:
 
     def _stream(self, dataset: DatasetSource, model: type[RowT]) -> RowStream[RowT]:
         return read_dataset(dataset, model, base=self.base, objects=self.objects, download=False)
+
+    def held_out_rows(self, what: str, evaluation: HeldOutRows | None, rows: TrainingRows) -> None:
+        """Rows of an evaluation during training, read and tokenised like the training rows."""
+        report = None if evaluation is None else self.training_rows(what, evaluation.dataset, rows)
+        if report is not None:
+            self.facts["held-out rows"] = report.num_rows
 
     def sequence_length(self, what: str, packing: Padded) -> None:
         """Rows are cut at no more than the model has positions."""
@@ -311,6 +340,7 @@ def plan_sft(config: TrainSFTConfig, base: Path, connections: Connections | None
     """Check an SFT run. Raises ConfigError naming all that is wrong."""
     plan = Plan(base, connections)
     plan.places()
+    plan.resume(config.run, "sft")
     plan.model("algorithm.base_model", config.algorithm.base_model)
     plan.sft("algorithm", config.algorithm)
     return plan.done()
@@ -322,6 +352,7 @@ def plan_on_policy(
     """Check a PPO or GRPO run. Raises ConfigError naming all that is wrong."""
     plan = Plan(base, connections)
     plan.places()
+    plan.resume(config.run, config.algorithm.kind, steps_per_iteration=config.algorithm.steps_per_iteration)
     plan.model("algorithm.base_model", config.algorithm.base_model)
     plan.backend("backend", config.backend)
     rows = plan.on_policy("algorithm", config.algorithm, config.backend)

@@ -9,6 +9,7 @@ from rollout_core.config import (
     DPOAlgorithm,
     IPOAlgorithm,
     KTOAlgorithm,
+    PreferenceConfig,
     PreferenceSettings,
     TrainDPOConfig,
     TrainIPOConfig,
@@ -31,7 +32,7 @@ def plan_pairs(
 
     options = pair_options(config.algorithm, need_prompts=not isinstance(config, TrainRMConfig))
     rows = TrainingRows("pairs", PairRow, each_pair, PreferenceReport, options)
-    return _plan(Plan(base, connections), config.algorithm, rows)
+    return _plan(Plan(base, connections), config, rows)
 
 
 def plan_kto(config: TrainKTOConfig, base: Path, connections: Connections | None = None) -> dict[str, Any]:
@@ -40,17 +41,20 @@ def plan_kto(config: TrainKTOConfig, base: Path, connections: Connections | None
     from rollout_core.algorithms.training_data import judged_options
 
     rows = TrainingRows("judged", JudgedRow, each_judged, PreferenceReport, judged_options(config.algorithm))
-    return _plan(Plan(base, connections), config.algorithm, rows)
+    return _plan(Plan(base, connections), config, rows)
 
 
-def _plan(plan: Plan, settings: Any, rows: TrainingRows) -> dict[str, Any]:
+def _plan(plan: Plan, config: PreferenceConfig, rows: TrainingRows) -> dict[str, Any]:
+    settings = config.algorithm
     plan.places()
+    plan.resume(config.run, settings.kind)
     plan.model("algorithm.base_model", settings.base_model, may_be_reward_model=settings.kind == "rm")
     plan.sequence_length("algorithm", settings.packing)
     _reference(plan, settings)
     report = plan.training_rows("algorithm.dataset", settings.dataset, rows)
     if report is not None:
         plan.facts |= {"rows": report.num_rows, "examples": report.num_examples, DATA_REPORT: report.figures()}
+    plan.held_out_rows("algorithm.evaluation.dataset", settings.evaluation, rows)
     sequences = 1 if settings.kind == "kto" else 2
     tokens = row_tokens(report, settings.packing.max_seq_len)
     plan.resources(settings.kind, settings, training_of(settings, tokens, rows=sequences))

@@ -10,7 +10,7 @@ The record of snapshot S saved by run R is the blob that ref ``snapshots/<S>/<R>
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -135,6 +135,18 @@ class SnapshotStore:
             raise NotFound(f"snapshot not found: {snapshot_id}")
         return found[0]
 
+    def subtree(self, snapshot_id: ContentId, folder: str) -> ContentId:
+        """The tree that ``folder`` of the snapshot is by itself; its files are not copied. Raises NotFound."""
+        below = f"{folder}/"
+        files = tuple(
+            file.model_copy(update={"path": file.path.removeprefix(below)})
+            for file in self._objects.manifest(self.get(snapshot_id).files).files
+            if file.path.startswith(below)
+        )
+        if not files:
+            raise NotFound(f"snapshot {snapshot_id} has no folder {folder!r}")
+        return self._objects.put_json(TreeManifest(files=files))
+
     def list(
         self,
         *,
@@ -176,12 +188,20 @@ class SnapshotStore:
             self._objects.delete_ref(ref)
 
     def prune(
-        self, run_id: str, *, keep_last: int = 3, keep_labelled: bool = True, max_age: timedelta | None = None
+        self,
+        run_id: str,
+        *,
+        keep_last: int = 3,
+        keep_labelled: bool = True,
+        max_age: timedelta | None = None,
+        keep_every: int | None = None,
+        keep: Collection[ContentId] = (),
     ) -> list[Snapshot]:
         """Drop old records of one run and return them, newest first. Their bytes stay until `gc`.
 
-        Kept is what is among the newest ``keep_last`` (labelled or not), or labelled, or younger than ``max_age``. So
-        ``max_age`` only protects; without it age does not count.
+        Kept is what is among the newest ``keep_last`` (labelled or not), or labelled, or younger than ``max_age``, or
+        of a step that ``keep_every`` divides, or among ``keep``. So ``max_age`` only protects; without it age does not
+        count.
         """
         now = datetime.now(UTC)
         dropped = [
@@ -190,6 +210,8 @@ class SnapshotStore:
             if index >= keep_last
             and not (keep_labelled and snapshot.label is not None)
             and not (max_age is not None and now - snapshot.created_at < max_age)
+            and not (keep_every is not None and snapshot.step % keep_every == 0)
+            and snapshot.id not in keep
         ]
         for snapshot in dropped:
             self._objects.delete_ref(_ref(snapshot.id, run_id))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
-from rollout_core.config import DatasetSource, ModelSource, PromotionConfig
+from rollout_core.config import DatasetSource, HeldOutRows, ModelSource, PromotionConfig, RunInfo
 from rollout_core.dataset_sources import import_dataset, read_dataset
 from rollout_core.datasets import PromptRow, Row, SftRow
 from rollout_core.ids import ContentId, is_content_id
 from rollout_core.models import import_model as file_model
 from rollout_core.preferences import JudgedRow, PairRow
 from rollout_core.records import Checkpoint, Dataset, EvalReport, Model, Record, SnapshotRecord
+from rollout_core.resume import find_start
 from rollout_core.rewards import RewardSpec, with_models
 from rollout_core.snapshots import SnapshotStore
 from rollout_core.store import LLM
@@ -62,6 +64,21 @@ def import_pairs(source: DatasetSource) -> Dataset:
 def import_judged(source: DatasetSource) -> Dataset:
     """File judged answers in the object store in canonical form."""
     return _import(source, JudgedRow)
+
+
+def import_held_out(
+    evaluation: HeldOutRows | None, import_rows: Callable[[DatasetSource], Dataset]
+) -> ContentId | None:
+    """File the rows of an evaluation during training, if there is one, in the form of the training rows."""
+    return None if evaluation is None else import_rows(evaluation.dataset).data
+
+
+def start_snapshot(run: RunInfo, algorithm: str, *, steps_per_iteration: int = 1) -> ContentId | None:
+    """The snapshot that a run is told to start from, if it is; raises as `find_start` does."""
+    if run.resume is None:
+        return None
+    options = {"algorithm": algorithm, "run_name": run.name, "steps_per_iteration": steps_per_iteration}
+    return find_start(places.objects(), run.resume, **options).id
 
 
 def import_reward(spec: RewardSpec) -> RewardSpec:

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from prefect.runtime import flow_run
+
 from rollout_core.algorithms import learners, preference_learners
 from rollout_core.algorithms.data_report import DataReport
 from rollout_core.algorithms.workshop import Workshop
@@ -24,7 +26,7 @@ from tasks import artifacts, places
 from tasks.stage import StageRun, current_stage, stage, stage_logger
 
 
-@stage(version=2, concurrency="learner")
+@stage(version=2, concurrency="learner", optional=("held_out", "start_from"))
 def sft_update(
     model: ContentId,
     dataset: ContentId,
@@ -32,22 +34,28 @@ def sft_update(
     *,
     seed: int,
     num_threads: int | None = None,
+    held_out: ContentId | None = None,
+    start_from: ContentId | None = None,
     label: str = "",
 ) -> Checkpoint:
     """Fine-tune a model on prompt/completion or chat rows; resumes from its last snapshot."""
     run = current_stage()
-    with _workshop(run, seed, num_threads, "SFT") as workshop:
+    with _workshop(run, seed, num_threads, "SFT", start_from) as workshop:
         checkpoint, report = learners.sft_update(
-            model, dataset, settings, workshop, on_data=lambda report: _show_data("sft", report)
+            model, dataset, settings, workshop, held_out=held_out, on_data=lambda report: _show_data("sft", report)
         )
     checkpoint = _with_data_report(run, checkpoint, report)
     losses = [row["loss"] for row in _metrics(run, checkpoint)]
     artifacts.curve("sft-loss", losses, title=f"SFT loss {label}".strip(), x_label="step", y_label="loss")
-    _show(checkpoint, {"model": model, "dataset": dataset}, f"SFT checkpoint {label}".strip())
+    _show(
+        checkpoint,
+        {"model": model, "dataset": dataset, "held out": held_out, "start": start_from},
+        f"SFT checkpoint {label}".strip(),
+    )
     return checkpoint
 
 
-@stage(version=1, concurrency="learner")
+@stage(version=1, concurrency="learner", optional=("held_out", "start_from"))
 def rm_update(
     model: ContentId,
     dataset: ContentId,
@@ -55,20 +63,23 @@ def rm_update(
     *,
     seed: int,
     num_threads: int | None = None,
+    held_out: ContentId | None = None,
+    start_from: ContentId | None = None,
     label: str = "",
 ) -> Checkpoint:
     """Train a reward model on pairs; resumes from its last snapshot."""
     run = current_stage()
-    with _workshop(run, seed, num_threads, "reward model") as workshop:
+    with _workshop(run, seed, num_threads, "reward model", start_from) as workshop:
         checkpoint, report = preference_learners.rm_update(
-            model, dataset, settings, workshop, on_data=lambda report: _show_data("rm", report)
+            model, dataset, settings, workshop, held_out=held_out, on_data=lambda report: _show_data("rm", report)
         )
     checkpoint = _with_data_report(run, checkpoint, report)
-    _show_preferences(run, "rm", checkpoint, {"model": model, "dataset": dataset}, label)
+    made_from = {"model": model, "dataset": dataset, "held out": held_out, "start": start_from}
+    _show_preferences(run, "rm", checkpoint, made_from, label)
     return checkpoint
 
 
-@stage(version=1, concurrency="learner")
+@stage(version=1, concurrency="learner", optional=("held_out", "start_from"))
 def dpo_update(
     model: ContentId,
     reference: ContentId,
@@ -77,21 +88,29 @@ def dpo_update(
     *,
     seed: int,
     num_threads: int | None = None,
+    held_out: ContentId | None = None,
+    start_from: ContentId | None = None,
     label: str = "",
 ) -> Checkpoint:
     """DPO or IPO of a model on pairs; resumes from its last snapshot."""
     run = current_stage()
-    with _workshop(run, seed, num_threads, settings.kind.upper()) as workshop:
+    with _workshop(run, seed, num_threads, settings.kind.upper(), start_from) as workshop:
         checkpoint, report = preference_learners.dpo_update(
-            model, reference, dataset, settings, workshop, on_data=lambda report: _show_data(settings.kind, report)
+            model,
+            reference,
+            dataset,
+            settings,
+            workshop,
+            held_out=held_out,
+            on_data=lambda report: _show_data(settings.kind, report),
         )
-    made_from = {"model": model, "reference": reference, "dataset": dataset}
+    made_from = {"model": model, "reference": reference, "dataset": dataset, "held out": held_out, "start": start_from}
     checkpoint = _with_data_report(run, checkpoint, report)
     _show_preferences(run, settings.kind, checkpoint, made_from, label)
     return checkpoint
 
 
-@stage(version=1, concurrency="learner")
+@stage(version=1, concurrency="learner", optional=("held_out", "start_from"))
 def kto_update(
     model: ContentId,
     reference: ContentId,
@@ -100,15 +119,23 @@ def kto_update(
     *,
     seed: int,
     num_threads: int | None = None,
+    held_out: ContentId | None = None,
+    start_from: ContentId | None = None,
     label: str = "",
 ) -> Checkpoint:
     """KTO of a model on judged answers; resumes from its last snapshot."""
     run = current_stage()
-    with _workshop(run, seed, num_threads, "KTO") as workshop:
+    with _workshop(run, seed, num_threads, "KTO", start_from) as workshop:
         checkpoint, report = preference_learners.kto_update(
-            model, reference, dataset, settings, workshop, on_data=lambda report: _show_data("kto", report)
+            model,
+            reference,
+            dataset,
+            settings,
+            workshop,
+            held_out=held_out,
+            on_data=lambda report: _show_data("kto", report),
         )
-    made_from = {"model": model, "reference": reference, "dataset": dataset}
+    made_from = {"model": model, "reference": reference, "dataset": dataset, "held out": held_out, "start": start_from}
     checkpoint = _with_data_report(run, checkpoint, report)
     _show_preferences(run, settings.kind, checkpoint, made_from, label)
     return checkpoint
@@ -201,7 +228,9 @@ def _show_iteration(
 
 
 @contextmanager
-def _workshop(run: StageRun, seed: int, num_threads: int | None, title: str) -> Iterator[Workshop]:
+def _workshop(
+    run: StageRun, seed: int, num_threads: int | None, title: str, start_from: ContentId | None = None
+) -> Iterator[Workshop]:
     last_step = 0
 
     def on_start(first: int, last: int) -> None:
@@ -220,6 +249,8 @@ def _workshop(run: StageRun, seed: int, num_threads: int | None, title: str) -> 
             key=run.key,
             run_id=run.run_id,
             seed=seed,
+            run_name=flow_run.name or "",
+            start_from=start_from,
             num_threads=num_threads,
             on_step=on_step,
             on_start=on_start,

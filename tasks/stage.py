@@ -99,17 +99,18 @@ def stage(
     retries: int = RETRIES,
     timeout_seconds: float | None = None,
     concurrency: str | None = None,
+    optional: tuple[str, ...] = (),
 ) -> Callable[[Callable[P, R]], Stage[P, R]]:
     """Make a function from ids and small settings to a `Record` a stage.
 
     ``version`` is raised by hand when the meaning of the stage changes; old results then no longer count. Stages with
     an effect outside the object store are not ``cached``. ``concurrency`` names a limit: where ``ROLLOUT_LIMITS`` lists
     it, the Prefect server holds runs to ``prefect concurrency-limit create rollout:NAME N``. A parameter named
-    ``label`` is for people only and stays out of the cache key.
+    ``label`` is for people only and stays out of the cache key, and so do the ``optional`` ones while they are None.
     """
 
     def decorate(function: Callable[P, R]) -> Stage[P, R]:
-        return Stage(function, version, cached, retries, timeout_seconds, concurrency)
+        return Stage(function, version, cached, retries, timeout_seconds, concurrency, optional)
 
     return decorate
 
@@ -125,6 +126,7 @@ class Stage(Generic[P, R]):
         retries: int,
         timeout_seconds: float | None,
         concurrency: str | None,
+        optional: tuple[str, ...] = (),
     ) -> None:
         functools.update_wrapper(self, function)
         self.name = function.__name__
@@ -134,6 +136,7 @@ class Stage(Generic[P, R]):
         self._signature = inspect.signature(function)
         self._record: type[R] = get_type_hints(function)["return"]
         self._concurrency = concurrency
+        self._optional = optional
         self._task: Task[..., dict[str, Any]] = Task(
             self._as_task_function(),
             name=self.name,
@@ -178,7 +181,11 @@ class Stage(Generic[P, R]):
         return plain if refresh is None else content_id("stage-refresh/1", [plain, refresh])
 
     def _plain_key(self, inputs: dict[str, Any]) -> ContentId:
-        counted = {name: value for name, value in inputs.items() if name != LABEL}
+        counted = {
+            name: value
+            for name, value in inputs.items()
+            if name != LABEL and not (value is None and name in self._optional)
+        }
         return content_id(f"stage/{self.name}/{self.version}", identity(counted))
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

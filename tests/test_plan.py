@@ -155,7 +155,12 @@ def test_a_plan_tells_what_it_found(work: Path):
         ("train-sft", "algorithm.optimizer.lr", -1e-3, "algorithm.optimizer.lr: Input should be greater than 0"),
         ("train-sft", "algorithm.optimizer.lr", float("inf"), "algorithm.optimizer.lr: Input should be a finite"),
         ("train-sft", "algorithm.optimizer.betas", [0.9, 1.0], "algorithm.optimizer.betas.1: Input should be less"),
-        ("train-sft", "algorithm.optimizer.kind", "lion", "algorithm.optimizer.kind: Input should be 'adamw'"),
+        (
+            "train-sft",
+            "algorithm.optimizer.kind",
+            "lion",
+            "algorithm.optimizer.kind: no optimizer 'lion' in torch.optim; expected one of sgd, adam, adamw, ASGD",
+        ),
         ("train-sft", "algorithm.gradient_accumulation", 0, "algorithm.gradient_accumulation: Input should be greater"),
         ("train-sft", "algorithm.budget.max_steps", 0, "algorithm.budget.max_steps: Input should be greater"),
         ("train-sft", "algorithm.snapshots.every_steps", 0, "algorithm.snapshots.every_steps: Input should be greater"),

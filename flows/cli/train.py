@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -29,13 +29,27 @@ ALGORITHMS = {
     "kto": "Kahneman-Tversky optimization on single judged answers.",
 }
 
+Resume = Annotated[
+    str | None,
+    typer.Option(
+        "--resume", help="Start from a snapshot: latest (of this run's name), its id or the first digits of it."
+    ),
+]
+
 app = typer.Typer(no_args_is_help=True, help="Train a model.")
 
 
 def _command(kind: str) -> Callable[..., None]:
-    def command(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, debug: Debug = False) -> None:
+    def command(
+        config: ConfigPath,
+        resume: Resume = None,
+        dry_run: DryRun = False,
+        set_: Overrides = None,
+        debug: Debug = False,
+    ) -> None:
         with one_line_errors(debug):
-            _train(kind, config, dry_run, parse_overrides(set_))
+            overrides = parse_overrides(set_) | ({} if resume is None else {"run.resume": resume})
+            _train(kind, config, dry_run, overrides)
 
     return command
 

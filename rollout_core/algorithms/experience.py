@@ -204,7 +204,7 @@ class OnPolicyUpdate:
         self._group_size = group_size
         self._rows_per_minibatch = settings.minibatch_size
         self._rows_per_step = settings.minibatch_size * settings.gradient_accumulation
-        self._steps_per_epoch = steps_per_epoch(settings, len(batch.mask))
+        self._steps_per_epoch = settings.steps_per_epoch(len(batch.mask))
         self.num_steps = first_step + settings.epochs * self._steps_per_epoch
 
     def minibatches(self, step: int) -> list[PolicyBatch]:
@@ -222,13 +222,5 @@ class OnPolicyUpdate:
     def num_tokens(self, batch: PolicyBatch) -> int:
         return batch.num_tokens
 
-
-def steps_per_epoch(settings: OnPolicySettings, num_trajectories: int) -> int:
-    """Optimizer steps of one pass over an iteration's trajectories."""
-    return math.ceil(num_trajectories / (settings.minibatch_size * settings.gradient_accumulation))
-
-
-def steps_per_iteration(settings: OnPolicySettings) -> int:
-    """Optimizer steps of one iteration."""
-    trajectories = settings.prompts_per_iteration * settings.samples_per_prompt
-    return settings.epochs * steps_per_epoch(settings, trajectories)
+    def sequences(self, batch: PolicyBatch) -> list[list[int]]:
+        return [[*prompt, *rest] for prompt, rest in zip(batch.prompts, batch.completions, strict=True)]

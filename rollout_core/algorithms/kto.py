@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout_core.algorithms.budget import num_steps
 from rollout_core.algorithms.data import positions_at
 from rollout_core.algorithms.item_table import Mapped
 from rollout_core.algorithms.loop import MinibatchLoss
@@ -20,7 +21,6 @@ from rollout_core.algorithms.losses import kto_loss
 from rollout_core.algorithms.packing import Document, PackedTokens, pack_branches
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.preference_data import Judged
-from rollout_core.algorithms.sft import num_steps
 from rollout_core.config import KTOSettings
 
 
@@ -94,7 +94,13 @@ class KTO:
         self._seed = seed
         self._device = device
         self._kl: tuple[Sequence[JudgedBatch], Tensor] | None = None
-        self.num_steps = num_steps(settings, len(items))
+        self.num_items = len(items)
+        self.num_steps = num_steps(
+            settings,
+            self.num_items,
+            seed=seed,
+            item_tokens=lambda item: len(items[item].prompt) + len(items[item].completion),
+        )
 
     def minibatches(self, step: int) -> list[JudgedBatch]:
         size, count = self._settings.minibatch_size, self._settings.gradient_accumulation
@@ -165,3 +171,6 @@ class KTO:
 
     def num_tokens(self, batch: JudgedBatch) -> int:
         return batch.tokens.num_tokens
+
+    def sequences(self, batch: JudgedBatch) -> list[list[int]]:
+        return [*batch.tokens.sequences(), *batch.mismatched.sequences()]

@@ -16,16 +16,19 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
+from rollout_core.algorithms.data import Example
 from rollout_core.algorithms.data_report import DataReport
-from rollout_core.algorithms.experience import Trajectory, build_batch, steps_per_iteration
+from rollout_core.algorithms.evaluation import evaluation_of
+from rollout_core.algorithms.experience import Trajectory, build_batch
 from rollout_core.algorithms.grpo import GRPO, compare_groups
-from rollout_core.algorithms.loop import LoopHooks, build_accelerator, build_optimizer, train
+from rollout_core.algorithms.loop import build_accelerator, build_optimizer
 from rollout_core.algorithms.policy import Policy, ValueModel, zero_head
 from rollout_core.algorithms.ppo import PPO, KLController, assign_credit
 from rollout_core.algorithms.sft import SFT
 from rollout_core.algorithms.state import TrainState, load_policy, load_state
+from rollout_core.algorithms.training import train_to_end
 from rollout_core.algorithms.training_data import sft_examples
-from rollout_core.algorithms.workshop import Resumption, Workshop
+from rollout_core.algorithms.workshop import Workshop
 from rollout_core.config import GRPOSettings, OnPolicySettings, PPOSettings, SFTSettings
 from rollout_core.errors import ConfigError
 from rollout_core.ids import ContentId
@@ -44,32 +47,43 @@ def sft_update(
     settings: SFTSettings,
     workshop: Workshop,
     *,
+    held_out: ContentId | None = None,
     on_data: Callable[[DataReport], None] = lambda report: None,
 ) -> tuple[Checkpoint, DataReport]:
     """Fine-tune ``model`` on the rows of ``dataset``; ``on_data`` hears of them before training starts.
 
-    Raises ConfigError when rows and tokenizer do not fit.
+    The rows ``held_out`` are looked at as ``settings.evaluation`` says. Raises ConfigError when rows and tokenizer do
+    not fit.
     """
     folder = workshop.model(model)
     examples, report = sft_examples(workshop.objects, workshop.cache, dataset, folder, settings)
     on_data(report)
+    others = None
+    if held_out is not None:
+        others, _ = sft_examples(workshop.objects, workshop.cache, held_out, folder, settings)
     seed_everything(workshop.seed, num_threads=workshop.num_threads)
     accelerator = build_accelerator(settings.precision)
     trained = load_policy(folder).to(accelerator.device).train()
-    check_sequence_length(trained, int(examples.lengths("token_ids").max()))
+    check_sequence_length(
+        trained, max(int(table.lengths("token_ids").max()) for table in (examples, others or examples))
+    )
+    policy = Policy(trained)
+
+    def algorithm(rows: Sequence[Example]) -> SFT:
+        return SFT(policy, rows, settings, seed=workshop.seed, device=accelerator.device)
+
     state = TrainState(trained, build_optimizer(settings.optimizer, list(trained.parameters())), seed=workshop.seed)
-    algorithm = SFT(Policy(trained), examples, settings, seed=workshop.seed, device=accelerator.device)
-    resumption = Resumption(workshop, "sft", settings, folder)
-    resumption.restore(state)
-    workshop.on_start(state.step, algorithm.num_steps)
-    train(
-        algorithm,
+    checkpoint = train_to_end(
+        algorithm(examples),
         state,
         settings,
         accelerator,
-        hooks=LoopHooks(on_step=workshop.on_step, on_snapshot=resumption.save),
+        workshop,
+        folder,
+        max_minutes=settings.budget.max_minutes,
+        evaluation=evaluation_of(None if others is None else algorithm(others), settings, accelerator),
     )
-    return resumption.finish(state), report
+    return checkpoint, report
 
 
 def ppo_update(
@@ -175,24 +189,10 @@ def _train_iteration(
     tokenizer_from: Path,
     figures: Mapping[str, float],
 ) -> Checkpoint:
-    first_step = state.step
-    resumption = Resumption(workshop, algorithm.name, settings, tokenizer_from)
-    resumption.restore(state)
-    workshop.on_start(state.step - first_step, algorithm.num_steps - first_step)
-    train(
-        algorithm,
-        state,
-        settings,
-        accelerator,
-        total_steps=settings.iterations * steps_per_iteration(settings),
-        hooks=LoopHooks(
-            on_step=lambda row: workshop.on_step({**row, "step": row["step"] - first_step}),
-            on_snapshot=resumption.save,
-        ),
+    total_steps = settings.iterations * settings.steps_per_iteration
+    return train_to_end(
+        algorithm, state, settings, accelerator, workshop, tokenizer_from, total_steps=total_steps, figures=figures
     )
-    for row in state.metrics:
-        row.update(figures)
-    return resumption.finish(state)
 
 
 def load_trajectories(objects: ObjectStore, samples: ContentId, scores: Scores) -> list[Trajectory]:

@@ -6,7 +6,9 @@ So a run is resumed by its step alone, and what a minibatch contains never depen
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -19,8 +21,13 @@ from rollout_core.algorithms.state import TrainState
 from rollout_core.config import LearnerSettings, OptimizerConfig
 from rollout_core.devices import mixed_precision
 from rollout_core.errors import Fatal
+from rollout_core.ids import ContentId, canonical_json, hash_bytes
+from rollout_core.optimizers import optimizer_class
 
+log = logging.getLogger(__name__)
 BatchT = TypeVar("BatchT")
+_OTHER_KERNELS = {"fused", "foreach", "differentiable"}
+"""Arguments of Adam that choose its kernel."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +59,25 @@ class Algorithm(Protocol, Generic[BatchT]):
         """Real tokens of a minibatch."""
         ...
 
+    def sequences(self, batch: BatchT) -> list[list[int]]:
+        """Token ids of a minibatch, for people to look at."""
+        ...
+
 
 @dataclass(frozen=True)
 class LoopHooks:
     """What surrounds training. All are optional."""
 
+    evaluate: Callable[[TrainState, bool], dict[str, float]] = lambda state, is_last: {}
+    """After each optimizer step; gives further figures for its row. Told whether the step was the last."""
     on_step: Callable[[dict[str, float]], None] = lambda row: None
     """After each optimizer step, with its row of figures."""
     on_snapshot: Callable[[TrainState], None] = lambda state: None
-    """Every ``snapshots.every_steps`` steps, not after the last; and when a step fails, with the state before it."""
+    """Every ``snapshots.every_steps`` steps, not after the last."""
+    on_failure: Callable[[TrainState], None] = lambda state: None
+    """When a step is not finite, with the state before it."""
+    keep_batch: Callable[[list[list[int]]], ContentId] = lambda sequences: hash_bytes(canonical_json(sequences))
+    """Then also with the token ids of each minibatch; gives the content id by which they can be looked at."""
 
 
 def build_accelerator(precision: str) -> Accelerator:
@@ -68,19 +85,12 @@ def build_accelerator(precision: str) -> Accelerator:
     return Accelerator(mixed_precision="bf16" if mixed_precision(precision) == "bfloat16" else "no")
 
 
-def build_optimizer(config: OptimizerConfig, state_parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer ``config`` names, over parameters in the given order."""
-    if config.kind == "sgd":
-        return torch.optim.SGD(state_parameters, lr=config.lr, weight_decay=config.weight_decay)
-    kind = torch.optim.AdamW if config.kind == "adamw" else torch.optim.Adam
-    return kind(
-        state_parameters,
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
+def build_optimizer(config: OptimizerConfig, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer ``config`` names, over parameters in the given order; Adam in one fused kernel."""
+    cls, arguments = optimizer_class(config.kind), config.arguments()
+    if cls in (torch.optim.Adam, torch.optim.AdamW) and not _OTHER_KERNELS & arguments.keys():
+        arguments["fused"] = True
+    return cls(parameters, **arguments)
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
@@ -103,24 +113,33 @@ def train(
     accelerator: Accelerator,
     *,
     total_steps: int | None = None,
+    max_seconds: float | None = None,
     hooks: LoopHooks | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Run ``algorithm`` from ``state.step`` to its last step, changing ``state``.
 
-    ``total_steps`` is what the learning-rate schedule spans; default: the algorithm's own number of steps.
+    ``total_steps`` is what the learning-rate schedule spans; default: the algorithm's own number of steps. The step in
+    which ``state.seconds`` reach ``max_seconds`` is the last one.
     Raises Fatal when a loss or gradient is not finite; the state is then still that of the last good step.
     """
     hooks = hooks or LoopHooks()
     total_steps = total_steps or algorithm.num_steps
     parameters = [parameter for _, parameter in state.trained_parameters()]
-    while state.step < algorithm.num_steps:
+    started = clock() - state.seconds
+
+    def is_over() -> bool:
+        return state.step >= algorithm.num_steps or (max_seconds is not None and state.seconds >= max_seconds)
+
+    over = is_over()
+    while not over:
         step = state.step
         rate = learning_rate(settings.optimizer, step, total_steps)
         for group in state.optimizer.param_groups:
             group["lr"] = rate
 
         batches = algorithm.minibatches(step)
-        figures = _Figures()
+        figures = StepFigures()
         for batch in batches:
             with accelerator.autocast():
                 result = algorithm.loss(batch, batches)
@@ -128,30 +147,37 @@ def train(
             figures.add(result)
 
         grad_norm = accelerator.clip_grad_norm_(parameters, settings.optimizer.max_grad_norm)
-        row = figures.row(grad_norm=float(grad_norm if grad_norm is not None else math.nan))  # pyright: ignore[reportArgumentType]
+        row = figures.row() | {"grad_norm": float(grad_norm if grad_norm is not None else math.nan)}  # pyright: ignore[reportArgumentType]
         if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
             state.optimizer.zero_grad(set_to_none=True)
-            hooks.on_snapshot(state)
+            hooks.on_failure(state)
+            kept = ", ".join(hooks.keep_batch(algorithm.sequences(batch)) for batch in batches)
             raise Fatal(
                 f"{algorithm.name} step {step + 1}: loss {row['loss']}, gradient norm {row['grad_norm']}; both must be "
-                "finite. The last snapshot is from before this step; lower optimizer.lr or look at the step's data"
+                "finite. The last snapshot is from before this step; lower optimizer.lr or look at the token ids of "
+                f"its minibatches, JSON in the object store: {kept}"
             )
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
         state.step += 1
+        state.seconds = clock() - started
+        over = is_over()
 
         row |= {
             "step": state.step,
             "learning_rate": rate,
             "num_tokens": sum(algorithm.num_tokens(batch) for batch in batches),
         }
+        row |= hooks.evaluate(state, over)
         state.metrics.append(row)
         hooks.on_step(row)
-        if state.step % settings.snapshots.every_steps == 0 and state.step < algorithm.num_steps:
+        if state.step % settings.snapshots.every_steps == 0 and not over:
             hooks.on_snapshot(state)
+    if state.step < algorithm.num_steps:
+        log.info("%s: wall time is used up at step %d of %d", algorithm.name, state.step, algorithm.num_steps)
 
 
-class _Figures:
+class StepFigures:
     """Sums a step's figures on the device and reads them once."""
 
     def __init__(self) -> None:
@@ -160,15 +186,17 @@ class _Figures:
         self._weights: dict[str, float] = {}
 
     def add(self, result: MinibatchLoss) -> None:
+        """Those of one minibatch."""
         self._loss = self._loss + result.loss.detach()
         for name, (value, weight) in result.metrics.items():
             value = value.detach() if isinstance(value, Tensor) else value
             self._sums[name] = self._sums.get(name, 0.0) + value * weight
             self._weights[name] = self._weights.get(name, 0.0) + weight
 
-    def row(self, *, grad_norm: float) -> dict[str, float]:
+    def row(self) -> dict[str, float]:
+        """The loss, and the weighted mean of every other figure."""
         means = {
             name: float(total) / self._weights[name] if self._weights[name] else 0.0
             for name, total in self._sums.items()
         }
-        return {"loss": float(self._loss), "grad_norm": grad_norm, **means}
+        return {"loss": float(self._loss), **means}

@@ -97,6 +97,10 @@ class PackedTokens:
         """[R] int64: targets of each row."""
         return torch.bincount(self.rows, minlength=self.num_rows)
 
+    def sequences(self) -> list[list[int]]:
+        """Token ids of every row, its prefix included."""
+        return [self.input_ids[row].tolist() for row in unpacked_rows(self.layout)]
+
     def to(self, device: torch.device) -> PackedTokens:
         """The same on another device."""
         if self.input_ids.device == device:
@@ -189,6 +193,13 @@ def pack_branches(documents: Sequence[Document]) -> PackedTokens:
         else:
             separate += [Document(prefix, [branch]) if prefix else Document(branch) for branch in document.branches]
     return pack(separate)
+
+
+def num_branch_tokens(document: Document) -> int:
+    """Tokens that `pack_branches` makes of a document."""
+    answers = sum(map(len, document.branches))
+    shared = len(document.prefix) >= SHARED_PREFIX_TOKENS
+    return len(document.prefix) * (1 if shared else len(document.branches)) + answers
 
 
 def unpacked_rows(layout: Layout) -> list[list[int]]:

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rollout_core.algorithms.budget import num_steps
 from rollout_core.algorithms.data import positions_at
 from rollout_core.algorithms.item_table import Mapped
 from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.losses import dpo_loss, ipo_loss
-from rollout_core.algorithms.packing import Document, PackedTokens, pack_branches
+from rollout_core.algorithms.packing import Document, PackedTokens, num_branch_tokens, pack_branches
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.preference_data import Pair
-from rollout_core.algorithms.sft import num_steps
 from rollout_core.config import DPOSettings, IPOSettings
 
 
@@ -58,7 +58,10 @@ class DPO:
         self._settings = settings
         self._seed = seed
         self._device = device
-        self.num_steps = num_steps(settings, len(pairs))
+        self.num_items = len(pairs)
+        self.num_steps = num_steps(
+            settings, self.num_items, seed=seed, item_tokens=lambda item: num_branch_tokens(self._documents[item])
+        )
 
     def minibatches(self, step: int) -> list[PairBatch]:
         size, count = self._settings.minibatch_size, self._settings.gradient_accumulation
@@ -100,3 +103,6 @@ class DPO:
 
     def num_tokens(self, batch: PairBatch) -> int:
         return batch.tokens.num_tokens
+
+    def sequences(self, batch: PairBatch) -> list[list[int]]:
+        return batch.tokens.sequences()

@@ -7,24 +7,28 @@ object store or are computed before training starts; the reference is never in m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import chain
 from typing import Any
 
 from accelerate import Accelerator
 from torch import Tensor
 
+from rollout_core.algorithms.evaluation import Evaluation, evaluation_of
 from rollout_core.algorithms.item_table import Mapped
 from rollout_core.algorithms.kto import KTO, judged_documents
 from rollout_core.algorithms.learners import check_sequence_length
-from rollout_core.algorithms.loop import Algorithm, LoopHooks, build_accelerator, build_optimizer, train
+from rollout_core.algorithms.loop import Algorithm, build_accelerator, build_optimizer
 from rollout_core.algorithms.packing import Document
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.preference import DPO, pair_documents
-from rollout_core.algorithms.preference_data import Pair, PreferenceReport
+from rollout_core.algorithms.preference_data import Judged, Pair, PreferenceReport
 from rollout_core.algorithms.reference import reference_logprobs
 from rollout_core.algorithms.reward_model import BradleyTerry, RewardModel, load_reward_model, set_padding, until_eos
 from rollout_core.algorithms.state import TrainState, load_policy
+from rollout_core.algorithms.training import train_to_end
 from rollout_core.algorithms.training_data import judged_answers, preference_pairs
-from rollout_core.algorithms.workshop import Resumption, Workshop
+from rollout_core.algorithms.workshop import Workshop
 from rollout_core.config import DPOSettings, IPOSettings, KTOSettings, PreferenceSettings, RewardModelSettings
 from rollout_core.ids import ContentId
 from rollout_core.models import check_reference, load_tokenizer
@@ -41,24 +45,37 @@ def rm_update(
     settings: RewardModelSettings,
     workshop: Workshop,
     *,
+    held_out: ContentId | None = None,
     on_data: OnData = lambda report: None,
 ) -> tuple[Checkpoint, PreferenceReport]:
     """Train a reward model on the pairs of ``dataset``, from the trunk of ``model`` (or that reward model itself).
 
-    Raises ConfigError when rows, tokenizer and model do not fit.
+    The pairs ``held_out`` are looked at as ``settings.evaluation`` says. Raises ConfigError when rows, tokenizer and
+    model do not fit.
     """
     folder = workshop.model(model)
     tokenizer = load_tokenizer(folder)
-    kept, report = preference_pairs(workshop.objects, workshop.cache, dataset, folder, settings, need_prompts=False)
+
+    def read(rows: ContentId) -> tuple[Sequence[Pair], PreferenceReport]:
+        kept, report = preference_pairs(workshop.objects, workshop.cache, rows, folder, settings, need_prompts=False)
+        return Mapped(kept, lambda pair: _ended(pair, tokenizer.eos_token_id)), report
+
+    pairs, report = read(dataset)
     on_data(report)
-    pairs = Mapped(kept, lambda pair: _ended(pair, tokenizer.eos_token_id))
+    others = () if held_out is None else read(held_out)[0]
     seed_everything(workshop.seed, num_threads=workshop.num_threads)
     accelerator = build_accelerator(settings.precision)
     trained = load_reward_model(folder, new_head=True).to(accelerator.device).eval()  # no dropout
     set_padding(trained, tokenizer)
-    check_sequence_length(trained, max(len(p.prompt) + max(len(p.chosen), len(p.rejected)) for p in pairs))
-    algorithm = BradleyTerry(RewardModel(trained), pairs, settings, seed=workshop.seed, device=accelerator.device)
-    return _train_to_end(algorithm, trained, settings, accelerator, model, workshop), report
+    longest = max(len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) for pair in chain(pairs, others))
+    check_sequence_length(trained, longest)
+    scorer = RewardModel(trained)
+
+    def algorithm(items: Sequence[Pair]) -> BradleyTerry:
+        return BradleyTerry(scorer, items, settings, seed=workshop.seed, device=accelerator.device)
+
+    evaluation = evaluation_of(algorithm(others) if held_out else None, settings, accelerator)
+    return _train(algorithm(pairs), evaluation, trained, settings, accelerator, model, workshop), report
 
 
 def _ended(pair: Pair, eos_token_id: int) -> Pair:
@@ -73,19 +90,32 @@ def dpo_update(
     settings: DPOSettings | IPOSettings,
     workshop: Workshop,
     *,
+    held_out: ContentId | None = None,
     on_data: OnData = lambda report: None,
 ) -> tuple[Checkpoint, PreferenceReport]:
     """DPO or IPO of ``model`` against ``reference`` on the pairs of ``dataset``.
 
-    Raises ConfigError when rows, tokenizer, model and reference do not fit.
+    The pairs ``held_out`` are looked at as ``settings.evaluation`` says. Raises ConfigError when rows, tokenizer, model
+    and reference do not fit.
     """
     folder = workshop.model(model)
-    pairs, report = preference_pairs(workshop.objects, workshop.cache, dataset, folder, settings, need_prompts=True)
+
+    def read(rows: ContentId) -> tuple[Sequence[Pair], PreferenceReport]:
+        return preference_pairs(workshop.objects, workshop.cache, rows, folder, settings, need_prompts=True)
+
+    pairs, report = read(dataset)
     on_data(report)
-    accelerator, ref_logps = _reference_pass(model, reference, pair_documents(pairs), settings, workshop)
+    others = () if held_out is None else read(held_out)[0]
+    documents = pair_documents(pairs), pair_documents(others)
+    accelerator, ref_logps, ref_others = _reference_pass(model, reference, *documents, settings, workshop)
     trained = load_policy(workshop.model(model)).to(accelerator.device).eval()  # no dropout: the reference had none
-    algorithm = DPO(Policy(trained), pairs, ref_logps, settings, seed=workshop.seed, device=accelerator.device)
-    return _train_to_end(algorithm, trained, settings, accelerator, model, workshop), report
+    policy = Policy(trained)
+
+    def algorithm(items: Sequence[Pair], logps: Tensor) -> DPO:
+        return DPO(policy, items, logps, settings, seed=workshop.seed, device=accelerator.device)
+
+    evaluation = evaluation_of(algorithm(others, ref_others) if held_out else None, settings, accelerator)
+    return _train(algorithm(pairs, ref_logps), evaluation, trained, settings, accelerator, model, workshop), report
 
 
 def kto_update(
@@ -95,53 +125,74 @@ def kto_update(
     settings: KTOSettings,
     workshop: Workshop,
     *,
+    held_out: ContentId | None = None,
     on_data: OnData = lambda report: None,
 ) -> tuple[Checkpoint, PreferenceReport]:
     """KTO of ``model`` against ``reference`` on the judged answers of ``dataset``.
 
-    Raises ConfigError when rows, tokenizer, model and reference do not fit.
+    The answers ``held_out`` are looked at as ``settings.evaluation`` says. Raises ConfigError when rows, tokenizer,
+    model and reference do not fit.
     """
-    items, report = judged_answers(workshop.objects, workshop.cache, dataset, workshop.model(model), settings)
+
+    def read(rows: ContentId) -> tuple[Sequence[Judged], PreferenceReport]:
+        return judged_answers(workshop.objects, workshop.cache, rows, workshop.model(model), settings)
+
+    items, report = read(dataset)
     on_data(report)
-    accelerator, ref_logps = _reference_pass(model, reference, judged_documents(items), settings, workshop)
+    others = () if held_out is None else read(held_out)[0]
+    documents = judged_documents(items), judged_documents(others)
+    accelerator, ref_logps, ref_others = _reference_pass(model, reference, *documents, settings, workshop)
     trained = load_policy(workshop.model(model)).to(accelerator.device).eval()  # no dropout: the reference had none
-    algorithm = KTO(Policy(trained), items, ref_logps, settings, seed=workshop.seed, device=accelerator.device)
-    return _train_to_end(algorithm, trained, settings, accelerator, model, workshop), report
+    policy = Policy(trained)
+
+    def algorithm(answers: Sequence[Judged], logps: Tensor) -> KTO:
+        return KTO(policy, answers, logps, settings, seed=workshop.seed, device=accelerator.device)
+
+    evaluation = evaluation_of(algorithm(others, ref_others) if held_out else None, settings, accelerator)
+    return _train(algorithm(items, ref_logps), evaluation, trained, settings, accelerator, model, workshop), report
 
 
 def _reference_pass(
     model: ContentId,
     reference: ContentId,
     documents: Sequence[Document],
+    held_out: Sequence[Document],
     settings: PreferenceSettings,
     workshop: Workshop,
-) -> tuple[Accelerator, Tensor]:
+) -> tuple[Accelerator, Tensor, Tensor]:
+    """The accelerator, and the reference's log-probabilities of both sets of documents."""
     folder = workshop.model(reference)
     check_reference(workshop.model(model), folder)
     seed_everything(workshop.seed, num_threads=workshop.num_threads)
     accelerator = build_accelerator(settings.precision)
 
+    @cache
     def load() -> Policy:
         loaded = load_policy(folder).to(accelerator.device).eval().requires_grad_(False)
-        check_sequence_length(loaded, max(len(item.prefix) + max(map(len, item.branches)) for item in documents))
+        longest = max(len(item.prefix) + max(map(len, item.branches)) for item in chain(documents, held_out))
+        check_sequence_length(loaded, longest)
         return Policy(loaded)
 
-    ref_logps = reference_logprobs(
-        workshop.objects,
-        reference,
-        documents,
-        load,
-        precision=f"{accelerator.mixed_precision}/{accelerator.device.type}",
-        autocast=lambda: accelerator.autocast(),
-        device=accelerator.device,
+    ref_logps, ref_held_out = (
+        reference_logprobs(
+            workshop.objects,
+            reference,
+            items,
+            load,
+            precision=f"{accelerator.mixed_precision}/{accelerator.device.type}",
+            autocast=lambda: accelerator.autocast(),
+            device=accelerator.device,
+        )
+        for items in (documents, held_out)
     )
     # Loading the reference may or may not have drawn random numbers.
     seed_everything(workshop.seed, num_threads=workshop.num_threads)
-    return accelerator, ref_logps
+    return accelerator, ref_logps, ref_held_out
 
 
-def _train_to_end(
+def _train(
     algorithm: Algorithm[Any],
+    evaluation: Evaluation[Any] | None,
     trained: Any,
     settings: PreferenceSettings,
     accelerator: Accelerator,
@@ -149,9 +200,13 @@ def _train_to_end(
     workshop: Workshop,
 ) -> Checkpoint:
     state = TrainState(trained, build_optimizer(settings.optimizer, list(trained.parameters())), seed=workshop.seed)
-    resumption = Resumption(workshop, algorithm.name, settings, workshop.model(model))
-    resumption.restore(state)
-    workshop.on_start(state.step, algorithm.num_steps)
-    hooks = LoopHooks(on_step=workshop.on_step, on_snapshot=resumption.save)
-    train(algorithm, state, settings, accelerator, hooks=hooks)
-    return resumption.finish(state)
+    return train_to_end(
+        algorithm,
+        state,
+        settings,
+        accelerator,
+        workshop,
+        workshop.model(model),
+        max_minutes=settings.budget.max_minutes,
+        evaluation=evaluation,
+    )

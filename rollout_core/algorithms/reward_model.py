@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rollout_core.algorithms.budget import num_steps
 from rollout_core.algorithms.data import positions_at
 from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.losses import bradley_terry_loss
-from rollout_core.algorithms.packing import Document, PackedTokens, pack, pack_branches
+from rollout_core.algorithms.packing import Document, PackedTokens, num_branch_tokens, pack, pack_branches
 from rollout_core.algorithms.policy import PackedModel
 from rollout_core.algorithms.preference_data import Pair
-from rollout_core.algorithms.sft import num_steps
 from rollout_core.config import RewardModelSettings
 from rollout_core.errors import ConfigError
 
@@ -65,7 +65,13 @@ class BradleyTerry:
         self._settings = settings
         self._seed = seed
         self._device = device
-        self.num_steps = num_steps(settings, len(pairs))
+        self.num_items = len(pairs)
+        self.num_steps = num_steps(
+            settings,
+            self.num_items,
+            seed=seed,
+            item_tokens=lambda item: num_branch_tokens(_shared_document(pairs[item])),
+        )
 
     def minibatches(self, step: int) -> list[ScoredPairs]:
         size, count = self._settings.minibatch_size, self._settings.gradient_accumulation
@@ -96,6 +102,9 @@ class BradleyTerry:
 
     def num_tokens(self, batch: ScoredPairs) -> int:
         return batch.tokens.num_tokens
+
+    def sequences(self, batch: ScoredPairs) -> list[list[int]]:
+        return batch.tokens.sequences()
 
 
 def _shared_document(pair: Pair) -> Document:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 
+from rollout_core.algorithms.budget import num_steps
 from rollout_core.algorithms.data import Example, positions_at
 from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.packing import Document, PackedTokens, pack
 from rollout_core.algorithms.policy import Policy
-from rollout_core.config import PreferenceSettings, SFTSettings
+from rollout_core.config import SFTSettings
 
 
 class SFT:
@@ -31,14 +31,20 @@ class SFT:
         self._settings = settings
         self._seed = seed
         self._device = device
-        self.num_steps = num_steps(settings, len(examples))
+        self.num_items = len(examples)
+        self.num_steps = num_steps(
+            settings, self.num_items, seed=seed, item_tokens=lambda item: len(examples[item].token_ids)
+        )
 
     def minibatches(self, step: int) -> list[PackedTokens]:
         size, count = self._settings.minibatch_size, self._settings.gradient_accumulation
         positions = positions_at(step, num_items=len(self._examples), per_step=size * count, seed=self._seed)
+        return [self.minibatch(positions[start : start + size]) for start in range(0, len(positions), size)]
+
+    def minibatch(self, positions: Sequence[int]) -> PackedTokens:
+        """The examples at ``positions``."""
         examples = [self._examples[position] for position in positions]
-        documents = [Document(example.token_ids, trained=example.trained) for example in examples]
-        return [pack(documents[start : start + size]) for start in range(0, len(documents), size)]
+        return pack([Document(example.token_ids, trained=example.trained) for example in examples])
 
     def loss(self, batch: PackedTokens, step_batches: Sequence[PackedTokens]) -> MinibatchLoss:
         num_items = sum(other.num_targets for other in step_batches)
@@ -50,10 +56,5 @@ class SFT:
     def num_tokens(self, batch: PackedTokens) -> int:
         return batch.num_tokens
 
-
-def num_steps(settings: SFTSettings | PreferenceSettings, num_examples: int) -> int:
-    """Optimizer steps of a run: ``budget.max_steps``, else what ``budget.epochs`` takes."""
-    if settings.budget.max_steps is not None:
-        return settings.budget.max_steps
-    per_step = settings.minibatch_size * settings.gradient_accumulation
-    return math.ceil(num_examples * settings.budget.epochs / per_step)
+    def sequences(self, batch: PackedTokens) -> list[list[int]]:
+        return batch.sequences()

@@ -7,6 +7,7 @@ library, the algorithm's own figures).
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ class TrainState:
     seed: int = 0
     """Of the run; with the step it seeds the generators of random and numpy that a saved state carries."""
     extras: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    """Wall time of the steps done, in all processes. No part of the files of a saved state."""
     metrics: list[dict[str, float]] = field(default_factory=list)
     """One row an optimizer step."""
 
@@ -56,31 +59,62 @@ class TrainState:
         ]
 
 
-def save_state(state: TrainState, folder: Path, *, tokenizer_from: Path) -> None:
-    """Write ``state`` into the empty ``folder``. Equal states give equal files, byte for byte."""
-    model_folder = folder / MODEL_FOLDER
-    model_folder.mkdir(parents=True)
-    state.model.save_pretrained(model_folder)  # pyright: ignore[reportCallIssue]
-    copy_tokenizer(tokenizer_from, model_folder)
-    if len(state.modules):
-        save_file(
-            {name: _plain(tensor) for name, tensor in state.modules.state_dict().items()},
-            folder / "modules.safetensors",
-        )
-    tensors, scalars = _flatten_optimizer(state)
-    save_file(tensors, folder / "optimizer.safetensors")
+@dataclass(frozen=True)
+class StateCopy:
+    """A train state at one moment, in memory of the host; training may go on while it is written."""
+
+    model: nn.Module
+    """Whose weights these are; only its configuration is read."""
+    weights: Mapping[str, Tensor]
+    modules: Mapping[str, Tensor]
+    moments: Mapping[str, Tensor]
+    metrics: tuple[Mapping[str, float], ...]
+    document: Mapping[str, Any]
+    """All the rest, as JSON."""
+    step: int
+    seconds: float
+
+
+def copy_state(state: TrainState) -> StateCopy:
+    """Copy ``state`` and the RNGs. The generators of random and numpy start anew, as they will after `load_state`."""
+    moments, scalars = _flatten_optimizer(state)
     rng = capture_rng(host_seed=state.seed * 1_000_003 + state.step)
     restore_rng(rng)
-    rows = b"".join(canonical_json(row) + b"\n" for row in state.metrics)
-    (folder / METRICS_FILE).write_bytes(rows)
     document = {
         "version": STATE_VERSION,
         "step": state.step,
-        "extras": state.extras,
+        "extras": copy.deepcopy(state.extras),
         "optimizer": {"kind": type(state.optimizer).__name__, "scalars": scalars},
         "rng": rng.to_json(),
     }
-    (folder / "state.json").write_bytes(canonical_json(document))
+    return StateCopy(
+        model=state.model,
+        weights=_copies(state.model.state_dict()),
+        modules=_copies(state.modules.state_dict()),
+        moments=_copies(moments),
+        metrics=tuple(dict(row) for row in state.metrics),
+        document=document,
+        step=state.step,
+        seconds=state.seconds,
+    )
+
+
+def write_state(state: StateCopy, folder: Path, *, tokenizer_from: Path) -> None:
+    """Write a copy into the empty ``folder``. Equal states give equal files, byte for byte."""
+    model_folder = folder / MODEL_FOLDER
+    model_folder.mkdir(parents=True)
+    state.model.save_pretrained(model_folder, state_dict=dict(state.weights))  # pyright: ignore[reportCallIssue]
+    copy_tokenizer(tokenizer_from, model_folder)
+    if state.modules:
+        save_file(dict(state.modules), folder / "modules.safetensors")
+    save_file(dict(state.moments), folder / "optimizer.safetensors")
+    (folder / METRICS_FILE).write_bytes(b"".join(canonical_json(row) + b"\n" for row in state.metrics))
+    (folder / "state.json").write_bytes(canonical_json(state.document))
+
+
+def save_state(state: TrainState, folder: Path, *, tokenizer_from: Path) -> None:
+    """`copy_state` and `write_state` in one."""
+    write_state(copy_state(state), folder, tokenizer_from=tokenizer_from)
 
 
 def load_state(state: TrainState, folder: Path) -> None:
@@ -139,8 +173,16 @@ def _check_tensors(what: str, saved: Mapping[str, Tensor], module: nn.Module) ->
             )
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous()
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous copies on the host. Names of one tensor, such as tied weights, stay names of one copy."""
+    made: dict[tuple[Any, ...], Tensor] = {}
+    copies = {}
+    for name, tensor in tensors.items():
+        place = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
+        if place not in made or not tensor.numel():
+            made[place] = tensor.detach().to("cpu", copy=True).contiguous()
+        copies[name] = made[place]
+    return copies
 
 
 def _flatten_optimizer(state: TrainState) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -150,7 +192,7 @@ def _flatten_optimizer(state: TrainState) -> tuple[dict[str, Tensor], dict[str, 
     for name, parameter in state.trained_parameters():
         for quantity, value in sorted(state.optimizer.state.get(parameter, {}).items()):
             if isinstance(value, Tensor):
-                tensors[f"{name}|{quantity}"] = _plain(value)
+                tensors[f"{name}|{quantity}"] = value
             else:
                 scalars[f"{name}|{quantity}"] = value
     return tensors, scalars
@@ -164,10 +206,11 @@ def _check_trained(state: TrainState, moments: Mapping[str, Any]) -> None:
 
 
 def _unflatten_optimizer(state: TrainState, moments: Mapping[str, Any]) -> None:
-    parameters = dict(state.trained_parameters())
+    positions = {name: position for position, (name, _) in enumerate(state.trained_parameters())}
+    found: dict[int, dict[str, Any]] = {}
     for key, value in moments.items():
         name, quantity = key.split("|")
-        parameter = parameters[name]
-        # Adam's step counter stays on the CPU; moments live beside their parameter.
-        on_device = isinstance(value, Tensor) and value.dim() > 0
-        state.optimizer.state[parameter][quantity] = value.to(parameter.device) if on_device else value
+        found.setdefault(positions[name], {})[quantity] = value
+    # Torch knows which quantities live beside their parameter and which, such as a step counter, may not.
+    groups = state.optimizer.state_dict()["param_groups"]
+    state.optimizer.load_state_dict({"state": found, "param_groups": groups})

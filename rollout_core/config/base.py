@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,9 +17,17 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
+    identity_without_default: ClassVar[frozenset[str]] = frozenset()
+    """Fields that came after results were kept: they stay out of the cache key while they have their default."""
+
     def cache_identity(self) -> Any:
         """What of this model enters a stage's cache key: by default the identities of all its fields."""
-        return {name: identity(getattr(self, name)) for name in type(self).model_fields}
+        return {
+            name: identity(getattr(self, name))
+            for name, field in type(self).model_fields.items()
+            if name not in self.identity_without_default
+            or getattr(self, name) != field.get_default(call_default_factory=True)
+        }
 
 
 def identity(value: Any) -> Any:
@@ -51,6 +59,10 @@ class RunInfo(Settings):
     retry`); a name, such as a date, under that name, so that a killed run goes on where it was when it is started again
     with the same name. Later runs without a refresh find the new results. Samples already in the store's ledger are not
     generated twice either way."""
+
+    resume: str | None = None
+    """Training starts from a snapshot: ``latest`` of this run's name and algorithm, or its id or the first digits of
+    it. A run that was killed goes on by itself when it is started again; this is for one that is to go on otherwise."""
 
     def cache_identity(self) -> Any:
         return None

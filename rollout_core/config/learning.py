@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rollout_core.config.base import SamplingParams, Settings
 from rollout_core.config.datasets import DatasetSource
 from rollout_core.devices import mixed_precision, probe_device
+from rollout_core.optimizers import ADAM_KEYS, OWN_KEYS, check_optimizer, optimizer_arguments, optimizer_class
 
+PLAIN_OPTIMIZERS = ("adamw", "adam", "sgd")
+"""Known without asking torch."""
 AveragingRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Settings):
     """Optimizer and learning-rate schedule."""
 
-    kind: Literal["adamw", "adam", "sgd"] = "adamw"
+    identity_without_default = frozenset({"options"})
+
+    kind: str = "adamw"
+    """``adamw``, ``adam`` or ``sgd``, or a class of torch.optim by its name, such as ``Adafactor``."""
     lr: float = Field(gt=0)
     """Peak learning rate."""
     weight_decay: float = Field(default=0.0, ge=0)
     betas: tuple[AveragingRate, AveragingRate] = (0.9, 0.999)
+    """Of adam and adamw; others have theirs among the options."""
     eps: float = Field(default=1e-8, gt=0)
+    """Of adam and adamw; others have theirs among the options."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """More arguments of the optimizer's class, such as ``{momentum = 0.9}`` of sgd."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -29,14 +40,53 @@ class OptimizerConfig(Settings):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global L2 norm."""
 
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of the optimizer's class."""
+        return optimizer_arguments(self.kind, **self._own())
+
+    def _own(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in (*OWN_KEYS, *ADAM_KEYS, "options")}
+
+    @field_validator("kind")
+    @classmethod
+    def _known_to_torch(cls, kind: str) -> str:
+        if kind not in PLAIN_OPTIMIZERS:
+            optimizer_class(kind)
+        return kind
+
+    @model_validator(mode="after")
+    def _taken_by_torch(self) -> OptimizerConfig:
+        if self.kind in PLAIN_OPTIMIZERS and not self.options:
+            return self
+        for name in ADAM_KEYS:
+            default = type(self).model_fields[name].default
+            if self.kind not in PLAIN_OPTIMIZERS and getattr(self, name) != default:
+                raise ValueError(f"{name} is of adam and adamw; what {self.kind} takes belongs into its options")
+        check_optimizer(self.kind, **self._own())
+        return self
+
 
 class BudgetConfig(Settings):
     """When training ends: whichever limit comes first."""
 
     max_steps: int | None = Field(default=None, ge=1)
-    """Optimizer steps; default: as many as ``epochs`` gives."""
-    epochs: int = Field(default=1, ge=1)
-    """Passes over the data when max_steps is not given."""
+    """Optimizer steps."""
+    epochs: int | None = Field(default=None, ge=1)
+    """Passes over the data; default: 1 where neither max_steps nor max_tokens is given."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Computed tokens, as ``num_tokens`` counts them; the step that reaches them is the last."""
+    max_minutes: float | None = Field(default=None, gt=0)
+    """Wall time of training, that of earlier processes of the run included. It only cuts short what the other limits
+    give, which is what a schedule spans."""
+
+    def cache_identity(self) -> Any:
+        named: dict[str, Any] = {"max_steps": self.max_steps, "epochs": self.epochs or 1}
+        named |= {
+            name: getattr(self, name) for name in ("max_tokens", "max_minutes") if getattr(self, name) is not None
+        }
+        if self.epochs is not None and (self.max_steps or self.max_tokens):
+            named["also_epochs"] = True
+        return named
 
 
 class Padded(Settings):
@@ -48,15 +98,27 @@ class Padded(Settings):
 
 
 class SnapshotPolicy(Settings):
-    """When training is made resumable. Changes speed only."""
+    """When training is made resumable, and which snapshots stay. Changes speed only."""
 
     every_steps: int = Field(default=100, ge=1)
-    """Optimizer steps between train-state snapshots."""
+    """Optimizer steps between train-state snapshots. They are written beside training: one that falls due while
+    another is being written is taken as soon as that is done."""
     keep_last: int = Field(default=3, ge=1)
-    """Older unlabelled snapshots of the run are dropped from the list."""
+    """Of the run. Older ones are dropped from the list, but for labelled ones and those an update in progress needs."""
+    keep_every: int | None = Field(default=None, ge=1)
+    """Snapshots of steps that this divides stay too."""
 
     def cache_identity(self) -> Any:
         return None
+
+
+class HeldOutRows(Settings):
+    """Rows that are not trained, whose loss is looked at after the last step and perhaps between."""
+
+    dataset: DatasetSource
+    """In the form of the training rows."""
+    every_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps between evaluations; default: only after the last."""
 
 
 class LossOn(Settings):
@@ -76,20 +138,28 @@ class LearnerSettings(Settings):
     """Minibatches in one optimizer step."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """``auto``: bfloat16 autocast where the GPU has it, else float32."""
+    gradient_checkpointing: bool = False
+    """Keep only the input of each layer and compute the rest again in the backward pass: less memory, more time, the
+    same gradients."""
     snapshots: SnapshotPolicy = SnapshotPolicy()
 
     def cache_identity(self) -> Any:
-        return {**super().cache_identity(), "precision": [probe_device(), mixed_precision(self.precision)]}
+        named = super().cache_identity()
+        del named["gradient_checkpointing"]
+        return {**named, "precision": [probe_device(), mixed_precision(self.precision)]}
 
 
 class SFTSettings(LearnerSettings):
     """Supervised fine-tuning."""
+
+    identity_without_default = frozenset({"evaluation"})
 
     dataset: DatasetSource
     """Rows ``{prompt, completion}`` or ``{messages: [...]}``."""
     packing: Padded = Padded()
     loss_on: LossOn = LossOn()
     budget: BudgetConfig = BudgetConfig()
+    evaluation: HeldOutRows | None = None
 
 
 class AdaptiveKL(Settings):
@@ -130,6 +200,15 @@ class OnPolicySettings(LearnerSettings):
     """Taken off the reward of a completion cut at max_tokens."""
     correction: ImportanceCorrection | None = None
     """Old log-probabilities are then the trainer's own, and tokens weighed by how likely the engine drew them."""
+
+    def steps_per_epoch(self, num_trajectories: int) -> int:
+        """Optimizer steps of one pass over an iteration's completions."""
+        return math.ceil(num_trajectories / (self.minibatch_size * self.gradient_accumulation))
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """Optimizer steps of one iteration."""
+        return self.epochs * self.steps_per_epoch(self.prompts_per_iteration * self.samples_per_prompt)
 
     def cache_identity(self) -> Any:
         """Without the number of iterations, where no schedule spans them: one more leaves those before as they are."""

@@ -7,15 +7,18 @@ from typing import Literal
 from pydantic import Field
 
 from rollout_core.config.datasets import DatasetSource
-from rollout_core.config.learning import BudgetConfig, LearnerSettings, Padded
+from rollout_core.config.learning import BudgetConfig, HeldOutRows, LearnerSettings, Padded
 
 
 class PreferenceSettings(LearnerSettings):
     """What learners from preference data share. ``minibatch_size`` counts pairs, or judged answers."""
 
+    identity_without_default = frozenset({"evaluation"})
+
     dataset: DatasetSource
     packing: Padded = Padded()
     budget: BudgetConfig = BudgetConfig()
+    evaluation: HeldOutRows | None = None
 
 
 class RewardModelSettings(PreferenceSettings):

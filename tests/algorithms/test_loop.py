@@ -20,8 +20,9 @@ from rollout_core.algorithms.loop import (
     train,
 )
 from rollout_core.algorithms.state import TrainState
-from rollout_core.config import LearnerSettings, OptimizerConfig, SnapshotPolicy
-from rollout_core.errors import Fatal
+from rollout_core.config import LearnerSettings, OptimizerConfig, SnapshotPolicy, identity, parse_config
+from rollout_core.errors import ConfigError, Fatal
+from rollout_core.ids import canonical_json, hash_bytes
 
 
 @dataclass
@@ -46,6 +47,9 @@ class Regression:
 
     def num_tokens(self, batch: tuple[int, torch.Tensor]) -> int:
         return len(batch[1])
+
+    def sequences(self, batch: tuple[int, torch.Tensor]) -> list[list[int]]:
+        return [[batch[0]]] * len(batch[1])
 
 
 def settings(**optimizer: Any) -> LearnerSettings:
@@ -107,6 +111,24 @@ def test_a_schedule_may_span_more_steps_than_this_update():
     assert [row["learning_rate"] for row in state.metrics] == pytest.approx([0.4, 0.3])
 
 
+def test_wall_time_cuts_training_short_and_changes_no_step_before():
+    """Each step takes 10 s by this clock; what earlier processes used counts."""
+    whole_algorithm, whole = start(num_steps=5)
+    run(whole_algorithm, whole, settings(schedule="linear"))
+    algorithm, state = start(num_steps=5)
+    ticks = iter(range(0, 1000, 10))
+    taken: list[int] = []
+    hooks = LoopHooks(on_snapshot=lambda at: taken.append(at.step))
+    options = {"max_seconds": 35.0, "clock": lambda: next(ticks), "hooks": hooks}
+    run(algorithm, state, settings(schedule="linear"), **options)
+    assert (state.step, state.seconds, taken) == (4, 40.0, [2]), "the last step gets no snapshot of its own"
+    assert state.metrics == whole.metrics[:4]
+    run(algorithm, state, settings(schedule="linear"), **options)
+    assert state.step == 4, "the time is used up"
+    run(algorithm, state, settings(schedule="linear"), **options | {"max_seconds": 50.0})
+    assert state.step == 5 and weights(state) == weights(whole) and state.metrics == whole.metrics
+
+
 # Steps
 
 
@@ -156,6 +178,81 @@ def test_every_optimizer_is_torchs_own_with_its_settings(kind: str):
     assert group.get("betas", (0.5, 0.6)) == (0.5, 0.6) and group.get("momentum", 0) == 0
 
 
+NAMED = [
+    ("Adafactor", {}),
+    ("torch.optim.RAdam", {"betas": (0.8, 0.9)}),
+    ("NAdam", {"decoupled_weight_decay": True}),
+    ("Adagrad", {}),
+    ("RMSprop", {"momentum": 0.5}),
+    ("Rprop", {}),
+    ("ASGD", {}),
+    ("sgd", {"momentum": 0.9, "nesterov": True}),
+    ("adam", {"amsgrad": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), NAMED)
+def test_whatever_torch_has_trains_as_torch_trains_it(kind: str, options: dict[str, Any]):
+    algorithm, state = start(num_steps=4)
+    config = OptimizerConfig(kind=kind, lr=0.05, max_grad_norm=1e9, options=options)
+    state.optimizer = build_optimizer(config, list(algorithm.model.parameters()))
+    run(algorithm, state, settings(kind=kind, lr=0.05, options=options))
+
+    model = nn.Linear(1, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    name = {"sgd": "SGD", "adam": "Adam"}.get(kind, kind.removeprefix("torch.optim."))
+    plain = getattr(torch.optim, name)(model.parameters(), lr=0.05, **options)
+    for step in range(4):
+        [(_, x)] = algorithm.minibatches(step)
+        ((model(x) - (2 * x - 1)) ** 2).mean().backward()
+        plain.step()
+        plain.zero_grad()
+    assert weights(state) == pytest.approx([float(parameter.detach()) for parameter in model.parameters()], rel=1e-5)
+
+
+def test_adam_is_fused_where_it_exists_unless_told_otherwise():
+    parameters = list(nn.Linear(1, 1).parameters())
+
+    def is_fused(config: OptimizerConfig) -> bool:
+        return bool(build_optimizer(config, parameters).param_groups[0]["fused"])
+
+    assert is_fused(OptimizerConfig(lr=0.1)) and is_fused(OptimizerConfig(kind="adam", lr=0.1))
+    assert not is_fused(OptimizerConfig(lr=0.1, options={"fused": False}))
+    assert not is_fused(OptimizerConfig(lr=0.1, options={"foreach": True}))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"kind": "Adafacto"}, "no optimizer 'Adafacto' in torch.optim; did you mean 'Adafactor'"),
+        ({"kind": "Optimizer"}, "no optimizer 'Optimizer' in torch.optim"),
+        ({"kind": "LBFGS"}, "LBFGS cannot train here: it evaluates the loss several times"),
+        ({"kind": "Adafactor", "options": {"beta2_deca": 0.1}}, "no such argument; did you mean 'beta2_decay'"),
+        ({"kind": "Adafactor", "betas": (0.9, 0.95)}, "betas is of adam and adamw; what Adafactor takes belongs into"),
+        ({"kind": "Rprop", "weight_decay": 0.1}, "Rprop has no weight_decay"),
+        ({"kind": "sgd", "options": {"momentum": -1}}, "SGD refuses its settings: Invalid momentum value: -1"),
+        ({"kind": "adamw", "options": {"betas": (0.9, 0.9)}}, "options.betas: write optimizer.betas instead"),
+        ({"kind": "adamw", "options": {"params": []}}, "options.params: AdamW has no such argument"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_made_is_told_when_the_configuration_is_read(config: dict[str, Any], message: str):
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"optimizer": {"lr": 0.1, **config}}, LearnerSettings)
+    [line] = str(caught.value).splitlines()
+    assert message in line and line.startswith("config: optimizer")
+
+
+def test_a_configuration_that_uses_nothing_new_keeps_its_identity():
+    before = {
+        "kind": "adamw", "lr": 0.1, "weight_decay": 0.0, "betas": [0.9, 0.999], "eps": 1e-8,
+        "warmup_steps": 0, "schedule": "constant", "max_grad_norm": 1.0,
+    }  # fmt: skip
+    assert identity(OptimizerConfig(lr=0.1)) == before
+    named = OptimizerConfig(kind="sgd", lr=0.1, options={"momentum": 0.9})
+    assert identity(named) == {**before, "kind": "sgd", "options": {"momentum": 0.9}}
+
+
 # Snapshots and faults
 
 
@@ -196,10 +293,16 @@ def test_a_step_that_is_not_finite_is_fatal_and_leaves_the_last_good_state(
     run(good_algorithm, good, settings())
     algorithm, state = start(spoil=spoil, minibatch_size=minibatch_size)
     taken, seen = [], []
-    hooks = LoopHooks(on_step=lambda row: seen.append(row["step"]), on_snapshot=lambda at: taken.append(at.step))
-    with pytest.raises(Fatal, match=rf"^regression step 4: .*{reason}; both must be finite"):
+    hooks = LoopHooks(
+        on_step=lambda row: seen.append(row["step"]),
+        on_snapshot=lambda at: taken.append(at.step),
+        on_failure=lambda at: taken.append(at.step),
+    )
+    with pytest.raises(Fatal, match=rf"^regression step 4: .*{reason}; both must be finite") as caught:
         run(algorithm, state, settings(), hooks=hooks)
     assert state.step == 3 and seen == [1, 2, 3] and taken == [2, 3]
+    content_id = hash_bytes(canonical_json([[3]] * minibatch_size))
+    assert str(caught.value).count(content_id) == 4 // minibatch_size, "one for each minibatch"
     assert weights(state) == pytest.approx(weights(good)) and len(state.metrics) == 3
     assert all(parameter.grad is None for parameter in algorithm.model.parameters())
     algorithm.spoil = lambda step, loss: loss

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from updates import COMMON, KINDS, preference_data, rows_of, workshop
+from updates import preference_update as update
 
 from rollout_core.algorithms import reference as reference_module
 from rollout_core.algorithms.packing import Document
 from rollout_core.algorithms.policy import Policy
-from rollout_core.algorithms.preference_learners import dpo_update, kto_update, rm_update
+from rollout_core.algorithms.preference_learners import dpo_update
 from rollout_core.algorithms.reference import reference_logprobs
 from rollout_core.algorithms.reward_model import load_reward_model, set_padding, until_eos
 from rollout_core.algorithms.state import load_policy
-from rollout_core.algorithms.workshop import Workshop
-from rollout_core.config import DPOSettings, IPOSettings, KTOSettings, RewardModelSettings
-from rollout_core.datasets import to_jsonl
+from rollout_core.config import DPOSettings
 from rollout_core.errors import ConfigError, Fatal
 from rollout_core.ids import ContentId, hash_bytes
 from rollout_core.models import load_tokenizer
 from rollout_core.objects import ObjectStore
-from rollout_core.preferences import parse_judged, parse_pairs
 from rollout_core.records import Checkpoint
 from rollout_core.rewards import (
     CompositeReward,
@@ -37,75 +35,6 @@ from rollout_core.rewards import (
 )
 
 CPU = torch.device("cpu")
-KINDS = ("rm", "dpo", "ipo", "kto")
-COMMON = {
-    "dataset": {"path": "x"},
-    "optimizer": {"lr": 1e-3},
-    "minibatch_size": 4,
-    "gradient_accumulation": 2,
-    "budget": {"max_steps": 6},
-    "packing": {"max_seq_len": 64},
-    "snapshots": {"every_steps": 2},
-}
-
-
-def lines(rows) -> bytes:
-    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
-
-
-def data(kind: str) -> bytes:
-    from make_tiny import make_judged, make_pairs, make_problems
-
-    problems = make_problems(24, random.Random(3))
-    if kind == "kto":
-        return to_jsonl(parse_judged(lines(make_judged(problems, random.Random(4))), "judged"))
-    return to_jsonl(parse_pairs(lines(make_pairs(problems, random.Random(4))), "pairs"))
-
-
-def workshop(folder: Path, **changes) -> Workshop:
-    objects = ObjectStore.from_url(str(folder / "objects"))
-    fields = {"key": hash_bytes(b"key"), "run_id": "run", "seed": 1, "num_threads": 1, **changes}
-    return Workshop(objects=objects, cache=folder / "cache", **fields)
-
-
-def update(kind: str, folder: Path, place: Workshop, **changes) -> Checkpoint:
-    model = place.objects.put_tree(folder)
-    dataset = place.objects.put_bytes(data(kind))
-    settings = {**COMMON, **changes}
-    if kind == "rm":
-        return rm_update(model, dataset, RewardModelSettings.model_validate(settings), place)[0]
-    if kind == "kto":
-        return kto_update(model, model, dataset, KTOSettings.model_validate(settings), place)[0]
-    kinds = {"dpo": DPOSettings, "ipo": IPOSettings}
-    return dpo_update(model, model, dataset, kinds[kind].model_validate(settings), place)[0]
-
-
-def rows_of(checkpoint: Checkpoint, objects: ObjectStore) -> list[dict[str, float]]:
-    return [json.loads(line) for line in objects.get_bytes(checkpoint.metrics).splitlines()]
-
-
-class Interrupted(Exception):
-    pass
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_interrupted_update_ends_in_the_same_record(kind, tiny_model, tmp_path):
-    expected = update(kind, tiny_model, workshop(tmp_path / "quiet"))
-    assert expected.algorithm == kind and expected.step == 6
-    started: list[int] = []
-    for stop_after in range(1, 6):
-
-        def stop(row, last=stop_after):
-            random.random()  # what other threads do to the global generator must not matter
-            if row["step"] == last:
-                raise Interrupted
-
-        folder = tmp_path / f"disturbed-{stop_after}"
-        with pytest.raises(Interrupted):
-            update(kind, tiny_model, workshop(folder, on_step=stop))
-        resumed = update(kind, tiny_model, workshop(folder, on_start=lambda first, last: started.append(first)))
-        assert resumed == expected
-    assert started == [0, 0, 2, 2, 4], "a step is saved after its row is shown"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -261,7 +190,7 @@ def test_a_model_of_another_architecture_or_vocabulary_is_no_reference(tiny_mode
     LlamaForCausalLM(config).save_pretrained(other)
     load_tokenizer(tiny_model).save_pretrained(other)
     settings = DPOSettings.model_validate(COMMON)
-    model, dataset = place.objects.put_tree(tiny_model), place.objects.put_bytes(data("dpo"))
+    model, dataset = place.objects.put_tree(tiny_model), place.objects.put_bytes(preference_data("dpo"))
     with pytest.raises(ConfigError, match="is a 'llama', the model a 'qwen2'"):
         dpo_update(model, place.objects.put_tree(other), dataset, settings, place)
 

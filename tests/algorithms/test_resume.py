@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from updates import UPDATES, StepCounter, sft_settings, workshop
+from updates import ON_POLICY, UPDATES, StepCounter, sft_settings, workshop
 
 from rollout_core.algorithms.learners import sft_update
-from rollout_core.algorithms.workshop import FINISHED
+from rollout_core.algorithms.resumption import FINISHED
 from rollout_core.config import OptimizerConfig, SnapshotPolicy
 from rollout_core.errors import Fatal
 from rollout_core.records import Checkpoint
@@ -45,26 +45,19 @@ def started(folder: Path, model: Path, name: str) -> tuple[Checkpoint, list[int]
     return UPDATES[name](place, model), steps
 
 
+def check_resumed(name: str, steps: list[int], killed_at: int) -> None:
+    """The part that was interrupted goes on after its start; parts before it are not trained again."""
+    if name in ON_POLICY and killed_at > 6:
+        assert steps[0] == 6, "the first iteration is done"
+        steps, killed_at = steps[1:], killed_at - 6
+    assert 0 < steps[0] <= killed_at
+
+
 @pytest.mark.parametrize(
-    ("name", "stop_after", "resumed_at"),
-    [
-        ("sft", 1, [0]),
-        ("sft", 3, [2]),
-        ("sft", 6, [4]),
-        ("sgd", 3, [2]),
-        # PPO takes a snapshot every step; a step's own comes after its figures are reported.
-        ("ppo", 3, [2, 0]),
-        ("ppo", 7, [6, 0]),
-        ("ppo", 10, [6, 3]),
-    ],
+    ("name", "stop_after"), [("sft", 1), ("sft", 3), ("sft", 6), ("sgd", 3), ("ppo", 3), ("ppo", 7), ("ppo", 10)]
 )
 def test_an_interrupted_update_ends_in_the_same_record(
-    undisturbed: dict[str, Checkpoint],
-    tiny_model: Path,
-    tmp_path: Path,
-    name: str,
-    stop_after: int,
-    resumed_at: list[int],
+    undisturbed: dict[str, Checkpoint], tiny_model: Path, tmp_path: Path, name: str, stop_after: int
 ):
     def stop() -> None:
         disturb()
@@ -73,26 +66,47 @@ def test_an_interrupted_update_ends_in_the_same_record(
     with pytest.raises(Interrupted):
         UPDATES[name](workshop(tmp_path, on_step=StepCounter(stop_after, stop)), tiny_model)
     disturb()
-    assert started(tmp_path, tiny_model, name) == (undisturbed[name], resumed_at)
+    checkpoint, steps = started(tmp_path, tiny_model, name)
+    assert checkpoint == undisturbed[name]
+    assert sum(steps) <= stop_after
 
 
-@pytest.mark.parametrize(("name", "stop_after", "resumed_at"), [("sft", 4, [2]), ("ppo", 9, [6, 2])])
+def killed(start_process: Callable, *arguments: str) -> None:
+    process = start_process(str(Path(__file__).with_name("updates.py")), *arguments)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == -signal.SIGKILL, output
+
+
+@pytest.mark.parametrize("name", [name for name in UPDATES if name != "sgd"])
 def test_killed_and_taken_up_by_another_process_it_ends_in_the_same_record(
+    undisturbed: dict[str, Checkpoint], tiny_model: Path, tmp_path: Path, start_process: Callable, name: str
+):
+    """PPO and GRPO are killed in the second epoch of their second iteration. Equal records name equal snapshots, byte
+    for byte."""
+    stop_after = 9 if name in ON_POLICY else 5
+    killed(start_process, str(tmp_path), str(tiny_model), name, "step", str(stop_after))
+    checkpoint, steps = started(tmp_path, tiny_model, name)
+    assert checkpoint == undisturbed[name]
+    check_resumed(name, steps, stop_after)
+
+
+@pytest.mark.parametrize("moment", ["files", "filed"])
+@pytest.mark.parametrize("name", ["sft", "dpo", "grpo"])
+def test_killed_while_a_snapshot_is_written_it_goes_on_from_the_one_before(
     undisturbed: dict[str, Checkpoint],
     tiny_model: Path,
     tmp_path: Path,
     start_process: Callable,
     name: str,
-    stop_after: int,
-    resumed_at: list[int],
+    moment: str,
 ):
-    """PPO is killed in the second epoch of its second iteration. Equal records name equal snapshots, byte for byte."""
-    process = start_process(
-        str(Path(__file__).with_name("updates.py")), str(tmp_path), str(tiny_model), name, str(stop_after)
-    )
-    output, _ = process.communicate(timeout=180)
-    assert process.returncode == -signal.SIGKILL, output
-    assert started(tmp_path, tiny_model, name) == (undisturbed[name], resumed_at)
+    killed(start_process, str(tmp_path), str(tiny_model), name, moment, "2")
+    place = workshop(tmp_path)
+    [(_, before)] = place.objects.list_refs("progress")
+    step = SnapshotStore(place.objects).get(before).step
+    checkpoint, steps = started(tmp_path, tiny_model, name)
+    assert checkpoint == undisturbed[name]
+    assert steps[0] == step > 0
 
 
 def test_a_finished_update_whose_record_was_lost_trains_no_step_again(
@@ -114,7 +128,9 @@ def test_a_loss_that_is_not_finite_is_fatal_and_the_last_good_state_stays(tiny_m
     model = place.objects.put_tree(tiny_model)
     dataset = place.objects.put_bytes(b'{"prompt":"sort 2 1 =","completion":" 1 2"}\n')
     for _ in range(2):
-        with pytest.raises(Fatal, match=r"^sft step 2: loss .*, gradient norm nan; .*; lower optimizer\.lr or look at"):
+        with pytest.raises(
+            Fatal, match=r"^sft step 2: loss .*, gradient norm nan; .*; lower optimizer\.lr or look at the token ids"
+        ):
             sft_update(model, dataset, settings, place)
     assert steps == [0, 1], "it is taken up at the last good step, and told again"
     [last] = SnapshotStore(place.objects).list()

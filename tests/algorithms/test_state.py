@@ -60,8 +60,10 @@ def other_shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adam", "adamw"])
-@pytest.mark.parametrize("head", [None, 1])
+OPTIMIZERS = ["sgd", "adam", "adamw", "Adafactor", "NAdam", "RAdam", "Adagrad", "RMSprop", "Rprop", "ASGD"]
+
+
+@pytest.mark.parametrize(("kind", "head"), [*((kind, 1) for kind in OPTIMIZERS), ("sgd", None), ("adamw", None)])
 def test_a_loaded_state_goes_on_bit_for_bit(tiny_model: Path, tmp_path: Path, kind: str, head: int | None):
     """The next batch is drawn by torch's own generator, which is part of the state."""
     state = build(tiny_model, kind=kind, head=head, steps=2)

@@ -1,35 +1,46 @@
 """Small updates of real models, for tests and for the processes they kill.
 
-``python updates.py FOLDER MODEL NAME STOP`` runs update NAME in FOLDER and kills itself after optimizer step STOP,
-counted over the whole update.
+``python updates.py FOLDER MODEL NAME MOMENT NUMBER`` runs update NAME in FOLDER and kills itself: MOMENT step: after
+optimizer step NUMBER, counted over the whole update, and not before there is a snapshot; files, filed: while it writes
+snapshot NUMBER.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollout_core.algorithms.learners import ppo_update, sft_update
+from rollout_core.algorithms.learners import grpo_update, ppo_update, sft_update
+from rollout_core.algorithms.preference_learners import dpo_update, kto_update, rm_update
 from rollout_core.algorithms.workshop import Workshop
 from rollout_core.config import (
     BudgetConfig,
+    DPOSettings,
+    GRPOSettings,
+    IPOSettings,
     JsonlDataset,
+    KTOSettings,
     OptimizerConfig,
     PPOSettings,
+    RewardModelSettings,
     SFTSettings,
     SnapshotPolicy,
 )
 from rollout_core.datasets import SftRow, to_jsonl
-from rollout_core.ids import canonical_json, hash_bytes
+from rollout_core.ids import ContentId, canonical_json, hash_bytes
 from rollout_core.inference.base import Completion
 from rollout_core.inference.samples import Sample, encode_completion, encode_samples
-from rollout_core.objects import ObjectStore
+from rollout_core.objects import ObjectStore, TreeManifest
+from rollout_core.preferences import parse_judged, parse_pairs
 from rollout_core.records import Checkpoint, Scores
 
 
@@ -49,11 +60,14 @@ def sft_settings(**changes: Any) -> SFTSettings:
     ).model_copy(update=changes)
 
 
+def sft_rows(count: int, *, first: int = 0) -> list[SftRow]:
+    return [SftRow(prompt=f"sort {n} 1 =", completion=f" 1 {n}") for n in range(first, first + count)]
+
+
 def sft(place: Workshop, model: Path, **optimizer: Any) -> Checkpoint:
     """Six steps on 20 rows, so that the third step goes around the end of the data."""
-    rows = [SftRow(prompt=f"sort {n} 1 =", completion=f" 1 {n}") for n in range(20)]
     settings = sft_settings(optimizer=OptimizerConfig(**{"lr": 1e-3, "schedule": "cosine", **optimizer}))
-    dataset = place.objects.put_bytes(to_jsonl(rows))
+    dataset = place.objects.put_bytes(to_jsonl(sft_rows(20)))
     return sft_update(place.objects.put_tree(model), dataset, settings, place)[0]
 
 
@@ -74,14 +88,41 @@ PPO_SETTINGS = PPOSettings(
 )
 
 
-def ppo(place: Workshop, model: Path) -> Checkpoint:
+def ppo(place: Workshop, model: Path, **changes: Any) -> Checkpoint:
     """Two iterations of three epochs of two steps; the second goes on from the state of the first."""
     start = place.objects.put_tree(model)
     policy, train_state, checkpoint = start, None, None
     for iteration in (1, 2):
         scores, samples = scored_completions(place.objects, seed=iteration)
         own = replace(place, key=hash_bytes(b"iteration %d" % iteration), seed=iteration)
-        checkpoint = ppo_update(policy, train_state, start, scores, samples, PPO_SETTINGS, own)
+        settings = PPO_SETTINGS.model_copy(update=changes)
+        checkpoint = ppo_update(policy, train_state, start, scores, samples, settings, own)
+        policy, train_state = checkpoint.model, checkpoint.train_state
+    assert checkpoint is not None
+    return checkpoint
+
+
+GRPO_SETTINGS = GRPOSettings(
+    prompts=JsonlDataset(path="x"),
+    optimizer=OptimizerConfig(lr=1e-3),
+    samples_per_prompt=2,
+    minibatch_size=4,
+    epochs=3,
+    iterations=2,
+    prompts_per_iteration=4,
+    kl_coef=0.1,
+    snapshots=SnapshotPolicy(every_steps=1),
+)
+
+
+def grpo(place: Workshop, model: Path) -> Checkpoint:
+    """As `ppo`, with groups of two and a KL to the reference."""
+    start = place.objects.put_tree(model)
+    policy, train_state, checkpoint = start, None, None
+    for iteration in (1, 2):
+        scores, samples = scored_completions(place.objects, seed=iteration)
+        own = replace(place, key=hash_bytes(b"iteration %d" % iteration), seed=iteration)
+        checkpoint = grpo_update(policy, train_state, start, scores, samples, GRPO_SETTINGS, own)
         policy, train_state = checkpoint.model, checkpoint.train_state
     assert checkpoint is not None
     return checkpoint
@@ -111,7 +152,61 @@ def scored_completions(objects: ObjectStore, *, seed: int) -> tuple[Scores, Any]
     return scores, objects.put_bytes(encode_samples(samples))
 
 
-UPDATES: dict[str, Callable[[Workshop, Path], Checkpoint]] = {"sft": sft, "sgd": sgd, "ppo": ppo}
+KINDS = ("rm", "dpo", "ipo", "kto")
+COMMON = {
+    "dataset": {"path": "x"},
+    "optimizer": {"lr": 1e-3},
+    "minibatch_size": 4,
+    "gradient_accumulation": 2,
+    "budget": {"max_steps": 6},
+    "packing": {"max_seq_len": 64},
+    "snapshots": {"every_steps": 2},
+}
+
+
+def lines(rows) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def preference_data(kind: str, *, count: int = 24, seed: int = 3) -> bytes:
+    from make_tiny import make_judged, make_pairs, make_problems
+
+    problems = make_problems(count, random.Random(seed))
+    if kind == "kto":
+        return to_jsonl(parse_judged(lines(make_judged(problems, random.Random(4))), "judged"))
+    return to_jsonl(parse_pairs(lines(make_pairs(problems, random.Random(4))), "pairs"))
+
+
+def preference_update(
+    kind: str, folder: Path, place: Workshop, held_out: ContentId | None = None, **changes
+) -> Checkpoint:
+    model = place.objects.put_tree(folder)
+    dataset = place.objects.put_bytes(preference_data(kind))
+    settings = {**COMMON, **changes}
+    if kind == "rm":
+        return rm_update(model, dataset, RewardModelSettings.model_validate(settings), place, held_out=held_out)[0]
+    if kind == "kto":
+        return kto_update(model, model, dataset, KTOSettings.model_validate(settings), place, held_out=held_out)[0]
+    kinds = {"dpo": DPOSettings, "ipo": IPOSettings}
+    return dpo_update(model, model, dataset, kinds[kind].model_validate(settings), place, held_out=held_out)[0]
+
+
+def rows_of(checkpoint: Checkpoint, objects: ObjectStore) -> list[dict[str, float]]:
+    return [json.loads(line) for line in objects.get_bytes(checkpoint.metrics).splitlines()]
+
+
+def _preference(kind: str, place: Workshop, model: Path) -> Checkpoint:
+    return preference_update(kind, model, place)
+
+
+UPDATES: dict[str, Callable[[Workshop, Path], Checkpoint]] = {
+    "sft": sft,
+    "sgd": sgd,
+    "ppo": ppo,
+    "grpo": grpo,
+    **{kind: partial(_preference, kind) for kind in KINDS},
+}
+ON_POLICY = ("ppo", "grpo")
 
 
 class StepCounter:
@@ -127,10 +222,48 @@ class StepCounter:
             self._stop()
 
 
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_write(number: int, *, having_filed: bool) -> None:
+    """Arrange for death while snapshot ``number`` is written: with part of its files in the store, or when everything
+    of it is there but the ref that leads to it."""
+    writes = 0
+
+    def put_files(self: ObjectStore, manifest: TreeManifest, paths: Mapping[str, Path]) -> ContentId:
+        nonlocal writes
+        writes += "state.json" in paths
+        if writes == number and not having_filed:
+            self.put_file(paths[manifest.files[0].path])
+            die()
+        return whole(self, manifest, paths)
+
+    def set_ref(self: ObjectStore, name: str, content_id: ContentId) -> None:
+        if writes == number and name.startswith("progress/"):
+            die()
+        named(self, name, content_id)
+
+    whole, named = ObjectStore.put_files, ObjectStore.set_ref
+    ObjectStore.put_files, ObjectStore.set_ref = put_files, set_ref
+
+
 def main() -> None:
-    folder, model, name, stop_after = sys.argv[1:]
-    counter = StepCounter(int(stop_after), lambda: os.kill(os.getpid(), signal.SIGKILL))
-    UPDATES[name](workshop(Path(folder), on_step=counter), Path(model))
+    folder, model, name, moment, number = sys.argv[1:]
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+    place = workshop(Path(folder))
+
+    def stop() -> None:
+        """Not before a snapshot is there to go on from."""
+        parts = 2 if name in ON_POLICY else 1
+        while len(place.objects.ref_names("progress")) < parts:
+            time.sleep(0.01)
+        die()
+
+    counter = StepCounter(int(number) if moment == "step" else 0, stop)
+    if moment != "step":
+        die_in_write(int(number), having_filed=moment == "filed")
+    UPDATES[name](replace(place, on_step=counter), Path(model))
 
 
 if __name__ == "__main__":

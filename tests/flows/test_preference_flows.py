@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from rollout_core.config import CONFIG_KINDS, NightlyConfig, TrainPPOConfig, TrainRMConfig, load_config, parse_config
+from rollout_core.config import (
+    CONFIG_KINDS,
+    NightlyConfig,
+    TrainGRPOConfig,
+    TrainPPOConfig,
+    TrainRMConfig,
+    load_config,
+    parse_config,
+)
 from rollout_core.errors import ConfigError
 from rollout_core.plan import plan_nightly, plan_on_policy
 from rollout_core.preference_plan import plan_kto, plan_pairs
@@ -41,14 +49,17 @@ def example(kind: str, tiny_model: Path, files: dict[str, Path], **changes):
         "algorithm.dataset.path": str(files["judged" if kind == "kto" else "pairs"]),
         "algorithm.budget.max_steps": 12,
         "algorithm.optimizer.lr": 1e-3,
+        "algorithm.evaluation.dataset.path": str(files["judged" if kind == "kto" else "pairs"]),
         "num_threads": 1,
         **changes,
     }
     return load_config(PROJECT / "examples" / f"{kind}-tiny.toml", CONFIG_KINDS[f"train-{kind}"], overrides)
 
 
-def plan(kind: str, config, base: Path = PROJECT):
-    return (plan_kto if kind == "kto" else plan_pairs)(config, base)
+def plan(kind: str, config, base: Path = PROJECT, *, connect: bool = False):
+    from tasks.places import connections
+
+    return (plan_kto if kind == "kto" else plan_pairs)(config, base, connections() if connect else None)
 
 
 @pytest.mark.server
@@ -59,6 +70,7 @@ def test_the_example_trains_and_a_second_run_is_cached(kind, tiny_model, prefere
     config = example(kind, tiny_model, preference_data)
     flow = getattr(preference, f"train_{kind}")
     result = flow(config)
+    assert "eval_loss" in result["summary"]
     rows = [json.loads(line) for line in objects().get_bytes(result["metrics"]).splitlines()]
     assert result["step"] == len(rows) == 12 and result["algorithm"] == kind
     assert sum(row["loss"] for row in rows[-4:]) < sum(row["loss"] for row in rows[:4])
@@ -158,6 +170,51 @@ def test_a_nightly_run_has_one_algorithm_after_sft(small_nightly, preference_dat
         )
 
 
+@pytest.mark.server
+def test_a_run_goes_on_from_its_latest_snapshot(tiny_model, preference_data, prefect_server):
+    from flows.preference import train_dpo
+
+    def config(steps: int, **changes):
+        return example("dpo", tiny_model, preference_data, **{"algorithm.budget.max_steps": steps, **changes})
+
+    with pytest.raises(ConfigError, match=r"run\.resume: no dpo snapshot of a run named 'dpo-tiny'"):
+        train_dpo(config(2, **{"run.resume": "latest"}))
+    train_dpo(config(2))
+    resumed = train_dpo(config(4, **{"run.resume": "latest"}))
+    whole = train_dpo(config(4))
+    assert (resumed["model"], resumed["step"]) == (whole["model"], 4)
+    assert (
+        train_dpo(config(4, **{"run.resume": whole["train_state"][:10], "algorithm.budget.max_steps": 5}))["step"] == 5
+    )
+    with pytest.raises(ConfigError, match="is a train_state of dpo; this run trains ipo"):
+        plan("ipo", example("ipo", tiny_model, preference_data, **{"run.resume": whole["train_state"]}), connect=True)
+
+
+@pytest.mark.server
+def test_iterations_go_on_where_a_shorter_run_ended(tiny_model, sorting_task, prefect_server):
+    from flows.train import train_grpo
+
+    def config(iterations: int, **changes):
+        overrides = {
+            "algorithm.base_model.uri": str(tiny_model),
+            "algorithm.prompts.path": str(sorting_task.prompts),
+            "algorithm.iterations": iterations,
+            "algorithm.prompts_per_iteration": 4,
+            "algorithm.minibatch_size": 8,
+            "backend": {"kind": "transformers"},
+            "num_threads": 1,
+            **changes,
+        }
+        return load_config(PROJECT / "examples" / "grpo-tiny.toml", TrainGRPOConfig, overrides)
+
+    first = train_grpo(config(1))
+    with pytest.raises(ConfigError, match=r"has 1 iterations behind it; raise algorithm.iterations"):
+        train_grpo(config(1, **{"run.resume": "latest"}))
+    resumed = train_grpo(config(2, **{"run.resume": first["train_state"][:12]}))
+    whole = train_grpo(config(2))
+    assert resumed["train_state"] == whole["train_state"] and resumed["rewards"] == whole["rewards"][1:]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_dry_run_says_what_the_data_gives(kind, tiny_model, preference_data):
     done = subprocess.run(
@@ -180,6 +237,7 @@ def test_dry_run_says_what_the_data_gives(kind, tiny_model, preference_data):
         ("rm", {"algorithm.head": "linear"}, r"algorithm\.head: .*got 'linear'"),
         ("dpo", {"algorithm.packing.max_seq_len": 9999}, r"max_seq_len: 9999 tokens, but the model has 256 positions"),
         ("dpo", {"algorithm.dataset.path": "none.jsonl"}, r"dataset\.path: dataset 'none\.jsonl' cannot be read"),
+        ("rm", {"algorithm.evaluation.dataset.path": "none"}, r"evaluation\.dataset\.path: dataset 'none' cannot be"),
         ("dpo", {"algorithm.reference": {"uri": "nowhere/at/all"}}, r"algorithm\.reference: model folder"),
     ],
 )

@@ -1,0 +1,175 @@
+"""The snapshots of one update, written beside training, and how the update goes on from the last of them.
+
+A step waits only while the state is copied in memory; a thread then writes the copy, files it and moves the update's
+ref to it, which is the last thing it does: killed at any moment, the update goes on from the snapshot before.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+
+from rollout_core.algorithms.state import (
+    METRICS_FILE,
+    MODEL_FOLDER,
+    StateCopy,
+    TrainState,
+    copy_state,
+    load_state,
+    write_state,
+)
+from rollout_core.algorithms.workshop import Workshop
+from rollout_core.config import LearnerSettings
+from rollout_core.errors import CorruptObject, NotFound
+from rollout_core.ids import ContentId
+from rollout_core.records import Checkpoint
+from rollout_core.resume import RUN_NAME
+from rollout_core.snapshots import Snapshot, SnapshotStore
+
+log = logging.getLogger(__name__)
+
+FINISHED = "finished"
+"""Label of an update's last snapshot, unless people give it a better one."""
+SECONDS = "training_seconds"
+"""Key of a snapshot's record; the snapshot itself does not depend on the clock."""
+PROGRESS_REFS = "progress"
+
+
+class Origin(Enum):
+    """Which snapshot an update goes on from."""
+
+    NONE = "none"
+    OWN = "its own last one"
+    GIVEN = "the one it is told to start from"
+
+
+class Resumption:
+    """The snapshots of one update in progress. As a context manager it waits at the end for what is being written."""
+
+    def __init__(self, workshop: Workshop, algorithm: str, settings: LearnerSettings, tokenizer_from: Path) -> None:
+        self._workshop = workshop
+        self._algorithm = algorithm
+        self._settings = settings
+        self._tokenizer_from = tokenizer_from
+        self._snapshots = SnapshotStore(workshop.objects)
+        self._ref = f"{PROGRESS_REFS}/{workshop.key}"
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
+        self._writing: Future[None] | None = None
+        self._is_due = False
+
+    def __enter__(self) -> Resumption:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._writer.shutdown(wait=True)
+
+    def restore(self, state: TrainState) -> Origin:
+        """Bring ``state`` to the last snapshot of this update, else to the one it is to start from, if there is one.
+
+        Of its own one that cannot be read counts as none. Raises ConfigError where the other is not of this model.
+        """
+        if self._restore_own(state):
+            return Origin.OWN
+        if self._workshop.start_from is None:
+            return Origin.NONE
+        self._restore_from(self._workshop.start_from, state)
+        return Origin.GIVEN
+
+    def _restore_own(self, state: TrainState) -> bool:
+        snapshot_id = self._workshop.objects.get_ref(self._ref)
+        if snapshot_id is None:
+            return False
+        try:
+            self._restore_from(snapshot_id, state)
+        except (CorruptObject, NotFound) as error:
+            log.warning("%s update starts over: its last snapshot cannot be read (%s)", self._algorithm, error)
+            return False
+        return True
+
+    def _restore_from(self, snapshot_id: ContentId, state: TrainState) -> None:
+        with tempfile.TemporaryDirectory(prefix="rollout-restore-") as scratch:
+            folder = Path(scratch) / "state"
+            snapshot = self._snapshots.restore(snapshot_id, folder)
+            load_state(state, folder)
+            state.seconds = snapshot.meta.get(SECONDS, 0.0)
+        log.info("%s update resumes at step %d from snapshot %s", self._algorithm, state.step, snapshot_id.short)
+
+    def save(self, state: TrainState) -> None:
+        """Have the current step made resumable, or the next one that finds no other snapshot being written."""
+        self._is_due = True
+        self.after_step(state)
+
+    def after_step(self, state: TrainState) -> None:
+        """Start what is due, if nothing else is being written. Raises what went wrong with an earlier snapshot."""
+        if self._writing is not None and self._writing.done():
+            self._wait()
+        if self._is_due and self._writing is None:
+            self._is_due = False
+            self._writing = self._writer.submit(self._write, copy_state(state))
+
+    def save_now(self, state: TrainState) -> None:
+        """Make the current step resumable; when this returns, a kill loses nothing before it."""
+        self._wait()
+        self._write(copy_state(state))
+
+    def finish(self, state: TrainState) -> Checkpoint:
+        """File the outcome: the model by itself, and the state training can go on from."""
+        self._wait()
+        objects, copied = self._workshop.objects, copy_state(state)
+        with self._written(copied) as folder:
+            model = objects.put_tree(folder / MODEL_FOLDER)
+            metrics = objects.put_file(folder / METRICS_FILE)
+            # Labelled, or a later update of the same run would prune what its own training goes on from.
+            snapshot = self._file(copied, folder, label=FINISHED)
+        # Until the caller has filed this outcome, a retry finds the finished state here and need not train again.
+        objects.set_ref(self._ref, snapshot.id)
+        last = state.metrics[-1] if state.metrics else {}
+        return Checkpoint(
+            model=model,
+            train_state=snapshot.id,
+            metrics=metrics,
+            algorithm=self._algorithm,
+            step=state.step,
+            summary={name: value for name, value in last.items() if name != "step"},
+        )
+
+    def _wait(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _write(self, copied: StateCopy) -> None:
+        with self._written(copied) as folder:
+            snapshot = self._file(copied, folder)
+        self._workshop.objects.set_ref(self._ref, snapshot.id)
+        policy = self._settings.snapshots
+        in_use = {snapshot_id for _, snapshot_id in self._workshop.objects.list_refs(PROGRESS_REFS)}
+        self._snapshots.prune(
+            self._workshop.run_id, keep_last=policy.keep_last, keep_every=policy.keep_every, keep=in_use
+        )
+
+    def _file(self, copied: StateCopy, folder: Path, *, label: str | None = None) -> Snapshot:
+        return self._snapshots.save(
+            folder,
+            run_id=self._workshop.run_id,
+            step=copied.step,
+            algorithm=self._algorithm,
+            label=label,
+            meta={SECONDS: round(copied.seconds, 3), RUN_NAME: self._workshop.run_name},
+        )
+
+    @contextmanager
+    def _written(self, copied: StateCopy) -> Iterator[Path]:
+        """A temporary folder holding a state."""
+        scratch = Path(tempfile.mkdtemp(prefix="rollout-state-"))
+        try:
+            write_state(copied, scratch / "state", tokenizer_from=self._tokenizer_from)
+            yield scratch / "state"
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,67 @@
+"""One update around the loop: go on from its last snapshot, train to the end, file the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from rollout_core.algorithms.checkpointing import checkpoint_layers
+from rollout_core.algorithms.evaluation import Evaluation
+from rollout_core.algorithms.loop import Algorithm, LoopHooks, train
+from rollout_core.algorithms.resumption import Origin, Resumption
+from rollout_core.algorithms.state import TrainState
+from rollout_core.algorithms.workshop import Workshop
+from rollout_core.config import LearnerSettings
+from rollout_core.errors import ConfigError
+from rollout_core.records import Checkpoint
+
+
+def train_to_end(
+    algorithm: Algorithm[Any],
+    state: TrainState,
+    settings: LearnerSettings,
+    accelerator: Accelerator,
+    workshop: Workshop,
+    tokenizer_from: Path,
+    *,
+    total_steps: int | None = None,
+    max_minutes: float | None = None,
+    evaluation: Evaluation[Any] | None = None,
+    figures: Mapping[str, float] | None = None,
+) -> Checkpoint:
+    """Train ``state`` by ``algorithm``, from the last snapshot of this update if there is one, and file the outcome.
+
+    ``state`` is that at the update's start, which may be at a later step than 0. ``total_steps`` as in `train`,
+    ``max_minutes`` in a budget; ``figures`` of the whole update go into each of its rows.
+    """
+    first_step = state.step
+    if settings.gradient_checkpointing:
+        checkpoint_layers(state.model, *state.modules.values())
+    max_seconds = None if max_minutes is None else 60.0 * max_minutes
+    with Resumption(workshop, algorithm.name, settings, tokenizer_from) as resumption:
+        if resumption.restore(state) is Origin.GIVEN and state.step >= algorithm.num_steps:
+            raise ConfigError(
+                f"the snapshot to start from is of step {state.step}, and the budget ends at step "
+                f"{algorithm.num_steps}; raise algorithm.budget"
+            )
+        workshop.on_start(state.step - first_step, algorithm.num_steps - first_step)
+
+        def on_step(row: dict[str, float]) -> None:
+            if state.step < algorithm.num_steps:
+                resumption.after_step(state)
+            workshop.on_step({**row, "step": row["step"] - first_step})
+
+        hooks = LoopHooks(
+            evaluate=evaluation.after_step if evaluation is not None else lambda state, is_last: {},
+            on_step=on_step,
+            on_snapshot=resumption.save,
+            on_failure=resumption.save_now,
+            keep_batch=workshop.objects.put_json,
+        )
+        train(algorithm, state, settings, accelerator, total_steps=total_steps, max_seconds=max_seconds, hooks=hooks)
+        for row in state.metrics:
+            row.update(figures or {})
+        return resumption.finish(state)
