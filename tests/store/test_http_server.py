@@ -295,6 +295,24 @@ async def test_slow_clients_block_nobody_and_are_cut_off(make_server, monkeypatc
         connection.close()
 
 
+async def test_replies_are_sent_at_once_on_any_event_loop():
+    """asyncio leaves small packets to wait for each other on a socket that does not say it is TCP."""
+    nodelay = asyncio.get_running_loop().create_future()
+
+    class Look(asyncio.Protocol):
+        def connection_made(self, transport):
+            connection = transport.get_extra_info("socket")
+            nodelay.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            transport.close()
+
+    listener = listening.listen("127.0.0.1", 0)
+    server = await asyncio.get_running_loop().create_server(Look, sock=listener)
+    async with server:
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        assert await nodelay
+        writer.close()
+
+
 def _tcp_state(connection: socket.socket) -> int:
     return struct.unpack("B", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1))[0]
 
