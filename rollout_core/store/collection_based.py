@@ -25,6 +25,7 @@ from rollout_core.store.copies import (
 )
 from rollout_core.store.lifecycle import FINISHED, RUNNING, lost_status
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
+from rollout_core.store.span_fields import SpanFields, span_fields
 from rollout_core.store.spans import Span
 from rollout_core.store.types import (
     UNSET,
@@ -234,15 +235,18 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
     # Spans
 
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
-        kept = [kept_span(span) for span in spans]
-        is_new = await self._do(lambda work: self._add_spans(work, kept), watched=False)
+        is_new = await self.add_span_fields([span_fields(span) for span in spans])
         return [span for span, new in zip(spans, is_new, strict=True) if new]
+
+    async def add_span_fields(self, spans: Sequence[SpanFields]) -> Sequence[bool]:
+        kept = [kept_span(span) for span in spans]
+        return await self._do(lambda work: self._add_spans(work, kept), watched=False)
 
     async def add_otel_span(
         self, rollout_id: str, attempt_id: str, readable_span: ReadableSpan, sequence_id: int | None = None
     ) -> Span | None:
         span = Span.from_opentelemetry(readable_span, rollout_id, attempt_id, sequence_id or 0)
-        kept = kept_span(span)
+        kept = kept_span(span_fields(span))
 
         async def add(work: Work) -> list[bool]:
             if sequence_id is None:

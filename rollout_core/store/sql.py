@@ -21,6 +21,7 @@ from rollout_core.store.codec import encode
 from rollout_core.store.group_commit import Hooks
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
 from rollout_core.store.span_bodies import SpanBodies, SpanModel, StoredSpan, if_here
+from rollout_core.store.span_fields import SpanFields, span_fields
 from rollout_core.store.spans import Span
 from rollout_core.store.sql_attempts import find_lost_attempts, update_attempts, update_rollout
 from rollout_core.store.sql_columns import SEQUENCE_ID
@@ -234,16 +235,18 @@ class SqlLightningStore(LightningStore):
     # Spans
 
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
-        rows = await self._bodies.offload([StoredSpan(span.rollout_id, span_columns(span)) for span in spans])
-        is_new = await self._database.write_batch(sql_spans.add_spans, rows, watched=False)
+        is_new = await self.add_span_fields([span_fields(span) for span in spans])
         return [span for span, new in zip(spans, is_new, strict=True) if new]
+
+    async def add_span_fields(self, spans: Sequence[SpanFields]) -> Sequence[bool]:
+        rows = await self._bodies.offload([StoredSpan(span["rollout_id"], span_columns(span)) for span in spans])
+        return await self._database.write_batch(sql_spans.add_spans, rows, watched=False)
 
     async def add_otel_span(
         self, rollout_id: str, attempt_id: str, readable_span: ReadableSpan, sequence_id: int | None = None
     ) -> Span | None:
         span = Span.from_opentelemetry(readable_span, rollout_id, attempt_id, sequence_id or 0)
-
-        [stored] = await self._bodies.offload([StoredSpan(rollout_id, span_columns(span))])
+        [stored] = await self._bodies.offload([StoredSpan(rollout_id, span_columns(span_fields(span)))])
 
         def add(tx: Transaction) -> bool:
             if sequence_id is None:

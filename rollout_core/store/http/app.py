@@ -65,9 +65,9 @@ def create_app(
     metrics = Metrics() if settings.prometheus else None
     memo = Memo()
     app = FastAPI(title="LightningStore", lifespan=lifespan, redirect_slashes=False)
-    # One raw endpoint an operation: bodies are read, checked and written here, once, without FastAPI's own passes.
+    # Plain routes: bodies are read, checked and written here, once, without FastAPI's own passes.
     for operation in OPERATIONS:
-        app.add_api_route(
+        app.add_route(
             operation.path,
             _endpoint(store, operation, limits, memo),
             methods=[operation.method],
@@ -81,14 +81,14 @@ def create_app(
     async def traces(request: Request) -> Response:
         return await receive_traces(store, request.scope, request.receive, limits)
 
-    app.add_api_route(HEALTH_PATH, health, methods=["GET"], include_in_schema=False)
-    app.add_api_route(wire.TRACES_PATH, traces, methods=["POST"], name="traces", include_in_schema=False)
+    app.add_route(HEALTH_PATH, health, methods=["GET"], include_in_schema=False)
+    app.add_route(wire.TRACES_PATH, traces, methods=["POST"], name="traces", include_in_schema=False)
     if metrics is not None:
 
         async def show_metrics(request: Request) -> Response:
             return await metrics.show(store)
 
-        app.add_api_route(METRICS_PATH, show_metrics, methods=["GET"], include_in_schema=False)
+        app.add_route(METRICS_PATH, show_metrics, methods=["GET"], include_in_schema=False)
     app.add_exception_handler(HTTPException, _say_http_error)
     app.openapi = lambda: describe(app.title, OPERATIONS)  # pyright: ignore[reportAttributeAccessIssue]
     app.add_middleware(_Gate, api_key=settings.api_key, metrics=metrics)

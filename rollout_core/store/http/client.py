@@ -225,7 +225,7 @@ class LightningStoreClient(LightningStore):
     # Spans
 
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
-        reply = await self._post("/spans/batch", {"spans": list(spans)}, "span", Repeat.KNOWN)
+        reply = await self._transport.post(wire.PREFIX + "/spans/batch", wire.dump_spans(spans), Repeat.KNOWN)
         duplicates = set(wire.SpansReply.model_validate_json(reply).duplicates)
         return [span for place, span in enumerate(spans) if place not in duplicates]
 

@@ -6,6 +6,7 @@ typed errors are ours. Bodies are JSON, written by ``codec`` and read by pydanti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
@@ -20,7 +21,8 @@ from rollout_core.errors import (
     Recoverable,
     RolloutError,
 )
-from rollout_core.store.codec import encode, encode_stored, model_fields
+from rollout_core.store.codec import encode_bytes, encode_stored, model_fields
+from rollout_core.store.span_fields import SpanFields, num_nulls, span_fields
 from rollout_core.store.spans import Span
 from rollout_core.store.types import (
     Attempt,
@@ -142,7 +144,7 @@ class AttemptOutcome(BaseModel):
 class SpansRequest(BaseModel):
     """Spans to be stored."""
 
-    spans: list[Span]
+    spans: list[SpanFields]
 
 
 class SpansReply(BaseModel):
@@ -269,7 +271,13 @@ class RolloutPage(PaginatedResult[AnyRollout]):
 
 def dump_checked(value: Any, what: str) -> bytes:
     """JSON of what a caller gave us. Raises ConfigError, which names the place, for what JSON cannot hold."""
-    return encode(value, what, model_fields).encode()
+    return encode_bytes(value, what, model_fields)
+
+
+def dump_spans(spans: Sequence[Span]) -> bytes:
+    """The JSON of a ``SpansRequest``. Raises ConfigError as ``dump_checked`` does."""
+    fields = [span_fields(span) for span in spans]
+    return encode_bytes({"spans": fields}, "span", model_fields, sum(map(num_nulls, fields)))
 
 
 # Errors
