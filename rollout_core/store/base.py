@@ -2,7 +2,8 @@
 
 Every coroutine is atomic: it happens as a whole or not at all, also among concurrent callers. Batch forms are the
 primary ones; the single forms wrap them. Unknown ids raise NotFound (a ValueError), values that cannot be stored
-ConfigError (a ValueError), passing trouble of the storage Recoverable; a call that raised has changed nothing.
+ConfigError (a ValueError), passing trouble of the storage Recoverable; a call that raised has changed nothing, unless
+it says by UnknownOutcome, a Recoverable, that it cannot know.
 
 An attempt is a lease: the worker that got it may complete the rollout until the watchdog or another worker ends the
 lease. The watchdog is not a thread. It runs before most calls, at most once per debounce interval, and marks attempts

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rollout_core.errors import ConfigError, NotFound, Recoverable
+from rollout_core.errors import ConfigError, NotFound, Recoverable, UnknownOutcome
 from rollout_core.store.base import LightningStore
 from rollout_core.store.codec import encode_stored
 from rollout_core.store.http import wire
@@ -113,7 +113,7 @@ def _endpoint(
             if call.key is None or not operation.remembered:
                 return await _answer(store, operation, call)
             if call.final and not memo.known(call.key):
-                raise Recoverable(
+                raise UnknownOutcome(
                     "the connection was lost while this was sent, and this server does not know whether it was done; "
                     "look before you repeat it"
                 )

@@ -20,6 +20,7 @@ from rollout_core.errors import (
     NotFound,
     Recoverable,
     RolloutError,
+    UnknownOutcome,
 )
 from rollout_core.store.codec import encode_bytes, encode_stored, model_fields
 from rollout_core.store.span_fields import SpanFields, num_nulls, span_fields
@@ -308,6 +309,7 @@ _KINDS = {
     "ConfigError": _Kind(ConfigError, 400),
     "NotFound": _Kind(NotFound, 404),
     "Conflict": _Kind(Conflict, 409),
+    "UnknownOutcome": _Kind(UnknownOutcome, 503),
     "Recoverable": _Kind(Recoverable, 503),
     "Fatal": _Kind(Fatal, 503),
     # The contract's answer for spans that a store has evicted.
