@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from rollout_core.errors import ConfigError
 from rollout_core.store import collection_operations as operations
 from rollout_core.store.base import LightningStore
-from rollout_core.store.checks import check_id_list, check_ids, check_statuses, resources_json
+from rollout_core.store.checks import check_id_list, check_ids, check_statuses, resources_json, rollout_changes
 from rollout_core.store.codec import decode
 from rollout_core.store.collection import LightningCollections, SortOptions
 from rollout_core.store.collection_work import RolloutState, Work, latest_attempts
@@ -46,7 +46,6 @@ from rollout_core.store.types import (
     Unset,
     Worker,
     WorkerStatus,
-    build,
     enqueue_request,
 )
 from rollout_core.store.waiting import Waiters
@@ -211,20 +210,17 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         config: RolloutConfig | Unset = UNSET,
         metadata: dict[str, Any] | Unset | None = UNSET,
     ) -> Rollout:
-        given = {
-            "input": input,
-            "mode": mode,
-            "resources_id": resources_id,
-            "status": status,
-            "config": config,
-            "metadata": metadata,
-        }
-        changes = {name: value for name, value in given.items() if not isinstance(value, Unset)}
-        # Checks what these fields of a rollout may be, and turns a config given as a dict into one.
-        checked = build(Rollout, rollout_id=rollout_id, start_time=0.0, **{"input": None, **changes})
-        for name in changes:
-            value = getattr(checked, name)
-            changes[name] = kept_json(value, name) if name in ("input", "metadata") else value
+        changes = rollout_changes(
+            rollout_id,
+            input=input,
+            mode=mode,
+            resources_id=resources_id,
+            status=status,
+            config=config,
+            metadata=metadata,
+        )
+        for name in changes.keys() & {"input", "metadata"}:
+            changes[name] = kept_json(changes[name], name)
         return await self._do(lambda work: operations.update_rollout(work, rollout_id, changes))
 
     async def update_many_attempts(

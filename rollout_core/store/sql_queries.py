@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from rollout_core.errors import ConfigError
+from rollout_core.store.checks import check_page
 from rollout_core.store.lifecycle import FINISHED
 from rollout_core.store.resources import ResourcesUpdate
 from rollout_core.store.sql_counts import count, count_rollouts
@@ -145,14 +146,6 @@ def order_by(columns: Mapping[str, str], sort_by: str | None, sort_order: SortOr
     if sort_by not in columns:
         raise ConfigError(f"cannot sort by {sort_by!r}; expected one of {', '.join(columns)}")
     return f" ORDER BY {columns[sort_by]} {sort_order.upper()}, {', '.join(ties)}"
-
-
-def check_page(limit: int, offset: int) -> None:
-    """Raise ConfigError for a limit or offset that means nothing."""
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < -1:
-        raise ConfigError(f"limit is {limit!r}; expected a number of items, or -1 for no limit")
-    if isinstance(offset, bool) or not isinstance(offset, int) or offset < 0:
-        raise ConfigError(f"offset is {offset!r}; expected a number of items to skip, from 0")
 
 
 def _page(

@@ -6,7 +6,7 @@ writes back once, together with all others of its batch.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -15,6 +15,7 @@ import orjson
 
 from rollout_core.errors import NotFound
 from rollout_core.store import lifecycle
+from rollout_core.store.checks import refuse_missing
 from rollout_core.store.codec import decode, encode, model_fields
 from rollout_core.store.resources import ResourcesUpdate
 from rollout_core.store.span_fields import num_nulls
@@ -98,14 +99,6 @@ def load_rollouts(tx: Transaction, rollout_ids: Iterable[str]) -> dict[str, Roll
     states = {row[1]: RolloutState(*row) for row in found}
     refuse_missing(wanted, states)
     return states
-
-
-def refuse_missing(wanted: Iterable[str], found: Container[str]) -> None:
-    """Raise NotFound if a wanted rollout was not found."""
-    missing = [rollout_id for rollout_id in wanted if rollout_id not in found]
-    if missing:
-        others = f" (and {len(missing) - 1} others asked for)" if len(missing) > 1 else ""
-        raise NotFound(f"rollout {missing[0]}{others} does not exist in this store")
 
 
 def load_attempts(tx: Transaction, states: Iterable[RolloutState]) -> dict[tuple[int, int], Attempt]:
