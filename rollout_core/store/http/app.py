@@ -23,6 +23,7 @@ from rollout_core.store.codec import encode_stored
 from rollout_core.store.http import wire
 from rollout_core.store.http.bodies import BodyLimits, read_body
 from rollout_core.store.http.description import describe
+from rollout_core.store.http.errors import Unauthorized, Unprocessable, error_body, status_of
 from rollout_core.store.http.memo import Memo
 from rollout_core.store.http.metrics import Metrics
 from rollout_core.store.http.operations import OPERATIONS, Call, Operation
@@ -158,13 +159,13 @@ def _unprocessable(error: ValidationError) -> ConfigError:
     problems = error.errors(include_url=False, include_context=False, include_input=False)
     # A body may have a million places.
     lines = [f"{'.'.join(map(str, problem['loc'])) or 'body'}: {problem['msg']}" for problem in problems[:20]]
-    kind = ConfigError if problems[0]["type"] == "json_invalid" else wire.Unprocessable
+    kind = ConfigError if problems[0]["type"] == "json_invalid" else Unprocessable
     return kind(f"not a valid request: {'; '.join(lines)}", lines)
 
 
 def error_reply(error: Exception) -> Response:
     """The reply that says ``error``; what nobody foresaw is logged."""
-    status = wire.status_of(error)
+    status = status_of(error)
     if status >= 500:
         logger.error("a request failed: %s", error, exc_info=error if status == 500 else None)
     headers: dict[str, str] = {}
@@ -172,7 +173,7 @@ def error_reply(error: Exception) -> Response:
         headers["retry-after"] = str(max(1, round(error.hint.delay_seconds)))
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(wire.error_body(error), status, headers, media_type=wire.JSON)
+    return Response(error_body(error), status, headers, media_type=wire.JSON)
 
 
 async def _say_http_error(request: Request, error: Exception) -> Response:
@@ -197,7 +198,7 @@ class _Gate:
         # Ids may hold slashes. So routes are matched before %2F is decoded, and endpoints decode their parts.
         scope["path"] = scope["raw_path"].decode("latin-1")
         if not self._is_allowed(scope):
-            reply = error_reply(wire.Unauthorized("no valid API key; send it as Authorization: Bearer KEY"))
+            reply = error_reply(Unauthorized("no valid API key; send it as Authorization: Bearer KEY"))
             return await reply(scope, receive, send)
         if self._metrics is None:
             return await self._app(scope, receive, send)

@@ -23,6 +23,7 @@ from yarl import URL
 
 from rollout_core.errors import ConfigError, Recoverable, UnknownOutcome
 from rollout_core.store.http import wire
+from rollout_core.store.http.errors import error_from
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +177,7 @@ class Transport:
             return Reply(body, reply_headers)
         if status == 408:
             raise _NoAnswer(Recoverable("the server waited too long for the body"), sent=False)
-        raise wire.error_from(status, body, f"{method} {path}")
+        raise error_from(status, body, f"{method} {path}")
 
     def _session(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
