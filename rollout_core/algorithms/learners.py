@@ -23,6 +23,7 @@ from rollout_core.algorithms.evaluation import evaluation_of
 from rollout_core.algorithms.experience import Trajectory, build_batch
 from rollout_core.algorithms.grpo import GRPO, compare_groups
 from rollout_core.algorithms.loop import build_accelerator, build_optimizer
+from rollout_core.algorithms.lora import with_lora
 from rollout_core.algorithms.parallel import divided, parts_per_minibatch, shard, world_size
 from rollout_core.algorithms.policy import Policy, ValueModel, zero_head
 from rollout_core.algorithms.ppo import PPO, KLController, assign_credit
@@ -66,7 +67,7 @@ def sft_update(
     seed_everything(workshop.seed, num_threads=workshop.num_threads)
     accelerator = build_accelerator(settings.precision)
     settings = divided(settings)
-    trained = load_policy(folder).to(accelerator.device).train()
+    trained = with_lora(load_policy(folder), settings.lora, seed=workshop.seed).to(accelerator.device).train()
     check_sequence_length(
         trained, max(int(table.lengths("token_ids").max()) for table in (examples, others or examples))
     )
@@ -106,7 +107,7 @@ def ppo_update(
     seed_everything(workshop.seed, num_threads=workshop.num_threads)
     accelerator = build_accelerator(settings.precision)
     device, settings = accelerator.device, divided(settings)
-    trained = load_on_policy(workshop.model(model)).to(device)
+    trained = load_on_policy(model, reference, settings, workshop).to(device)
     values = ValueModel(copy.deepcopy(trained.base_model)) if settings.values == "model" else zero_head(trained)
     policy = shard(Policy(trained, values.to(device)), settings.parallel, device)
     state = _on_policy_state(trained, {VALUES: values}, train_state, settings, workshop)
@@ -146,7 +147,7 @@ def grpo_update(
     device = accelerator.device
     parts = parts_per_minibatch(settings.minibatch_size, settings.gradient_accumulation, world_size())
     settings = divided(settings)
-    trained = load_on_policy(workshop.model(model)).to(device)
+    trained = load_on_policy(model, reference, settings, workshop).to(device)
     policy = shard(Policy(trained), settings.parallel, device)
     state = _on_policy_state(trained, {}, train_state, settings, workshop)
     reference_policy = _reference_policy(reference, settings, workshop, device) if settings.kl_coef else None
@@ -157,10 +158,15 @@ def grpo_update(
     return _train_iteration(algorithm, state, settings, accelerator, workshop, workshop.model(model), figures)
 
 
-def load_on_policy(folder: Path) -> Any:
+def load_on_policy(model: ContentId, reference: ContentId, settings: OnPolicySettings, workshop: Workshop) -> Any:
     """The model that drew an iteration's completions, without dropout: the engine had none, and with it the ratio of
-    new to old probabilities would not start at 1."""
-    return load_policy(folder).eval()
+    new to old probabilities would not start at 1.
+
+    With adapters it is the reference, which every iteration starts from, and those of the iteration's train state;
+    ``model`` has them merged.
+    """
+    start = model if settings.lora is None else reference
+    return with_lora(load_policy(workshop.model(start)), settings.lora, seed=workshop.seed).eval()
 
 
 def _reference_policy(

@@ -91,11 +91,11 @@ def build_accelerator(precision: str) -> Accelerator:
 
 
 def build_optimizer(config: OptimizerConfig, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer ``config`` names, over parameters in the given order; Adam in one fused kernel."""
+    """The optimizer ``config`` names, over what of ``parameters`` is trained, in order; Adam in one fused kernel."""
     cls, arguments = optimizer_class(config.kind), config.arguments()
     if cls in (torch.optim.Adam, torch.optim.AdamW) and not _OTHER_KERNELS & arguments.keys():
         arguments["fused"] = True
-    return cls(parameters, **arguments)
+    return cls([parameter for parameter in parameters if parameter.requires_grad], **arguments)
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:

@@ -19,6 +19,7 @@ from rollout_core.algorithms.item_table import Mapped
 from rollout_core.algorithms.kto import KTO, judged_documents
 from rollout_core.algorithms.learners import check_sequence_length
 from rollout_core.algorithms.loop import Algorithm, build_accelerator, build_optimizer
+from rollout_core.algorithms.lora import with_lora
 from rollout_core.algorithms.packing import Document
 from rollout_core.algorithms.parallel import divided, shard
 from rollout_core.algorithms.policy import Policy
@@ -67,7 +68,8 @@ def rm_update(
     seed_everything(workshop.seed, num_threads=workshop.num_threads)
     accelerator = build_accelerator(settings.precision)
     settings = divided(settings)
-    trained = load_reward_model(folder, new_head=True).to(accelerator.device).eval()  # no dropout
+    trained = with_lora(load_reward_model(folder, new_head=True), settings.lora, seed=workshop.seed)
+    trained = trained.to(accelerator.device).eval()  # no dropout
     set_padding(trained, tokenizer)
     longest = max(len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) for pair in chain(pairs, others))
     check_sequence_length(trained, longest)
@@ -110,7 +112,8 @@ def dpo_update(
     others = () if held_out is None else read(held_out)[0]
     documents = pair_documents(pairs), pair_documents(others)
     accelerator, ref_logps, ref_others = _reference_pass(model, reference, *documents, settings, workshop)
-    trained = load_policy(workshop.model(model)).to(accelerator.device).eval()  # no dropout: the reference had none
+    trained = with_lora(load_policy(workshop.model(model)), settings.lora, seed=workshop.seed)
+    trained = trained.to(accelerator.device).eval()  # no dropout: the reference had none
     settings = divided(settings)
     policy = shard(Policy(trained), settings.parallel, accelerator.device)
 
@@ -145,7 +148,8 @@ def kto_update(
     others = () if held_out is None else read(held_out)[0]
     documents = judged_documents(items), judged_documents(others)
     accelerator, ref_logps, ref_others = _reference_pass(model, reference, *documents, settings, workshop)
-    trained = load_policy(workshop.model(model)).to(accelerator.device).eval()  # no dropout: the reference had none
+    trained = with_lora(load_policy(workshop.model(model)), settings.lora, seed=workshop.seed)
+    trained = trained.to(accelerator.device).eval()  # no dropout: the reference had none
     settings = divided(settings)
     policy = shard(Policy(trained), settings.parallel, accelerator.device)
 

@@ -1,7 +1,8 @@
 """The whole state of a training run, to disk and back, bit for bit and without pickle.
 
 A state folder holds ``model/`` (a Hugging Face folder, usable as it is), ``modules.safetensors`` (modules beside the
-model, such as a value head), ``optimizer.safetensors``, ``metrics.jsonl`` and ``state.json`` (step, RNG of every
+model, such as a value head), ``adapter.safetensors`` (low-rank adapters, which ``model/`` has merged),
+``optimizer.safetensors``, ``metrics.jsonl`` and ``state.json`` (step, RNG of every
 library, the algorithm's own figures).
 """
 
@@ -18,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from rollout_core.algorithms.lora import adapter_weights, has_lora, merged_weights
 from rollout_core.algorithms.parallel import host_copies, laid_out_like
 from rollout_core.errors import ConfigError
 from rollout_core.ids import canonical_json
@@ -28,6 +30,7 @@ from rollout_core.weights import load_causal_lm, load_whole
 STATE_VERSION = 2
 MODEL_FOLDER = "model"
 METRICS_FILE = "metrics.jsonl"
+ADAPTER_FILE = "adapter.safetensors"
 _REMEDY = "Go on with what made it, or train from the start: run.refresh = true"
 
 
@@ -112,7 +115,11 @@ def write_state(state: StateCopy, folder: Path, *, tokenizer_from: Path) -> None
     """Write a copy into the empty ``folder``. Equal states give equal files, byte for byte."""
     model_folder = folder / MODEL_FOLDER
     model_folder.mkdir(parents=True)
-    state.model.save_pretrained(model_folder, state_dict=dict(state.weights))  # pyright: ignore[reportCallIssue]
+    weights = dict(state.weights)
+    if has_lora(state.model):
+        save_file(adapter_weights(weights), folder / ADAPTER_FILE)
+        weights = merged_weights(state.model, weights)
+    state.model.save_pretrained(model_folder, state_dict=weights)  # pyright: ignore[reportCallIssue]
     copy_tokenizer(tokenizer_from, model_folder)
     if state.modules:
         save_file(dict(state.modules), folder / "modules.safetensors")
@@ -139,7 +146,7 @@ def load_state(state: TrainState, folder: Path) -> None:
     kind, wanted = document["optimizer"]["kind"], type(state.optimizer).__name__
     if kind != wanted:
         raise ConfigError(f"train state is of the optimizer {kind}, this run has {wanted}. {_REMEDY}")
-    weights = _saved_weights(state.model, folder / MODEL_FOLDER)
+    weights = _saved_weights(state.model, folder)
     modules_file = folder / "modules.safetensors"
     modules = load_file(modules_file) if modules_file.exists() else {}
     _check_tensors("model", weights, state.model)
@@ -161,11 +168,21 @@ def load_policy(folder: Path) -> Any:
 
 
 def _saved_weights(model: Any, folder: Path) -> Mapping[str, Tensor]:
-    """Read by the model's own class: a reward model saves another head than a language model."""
-    kinds = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
+    """Read by the model's own class: a reward model saves another head than a language model.
+
+    Of a model with adapters only what is trained was saved apart; all else is as ``model`` has it.
+    """
+    adapter_file = folder / ADAPTER_FILE
+    if adapter_file.exists() != has_lora(model):
+        there, here = ("with" if found else "without" for found in (adapter_file.exists(), has_lora(model)))
+        raise ConfigError(f"train state is of a run {there} lora, this one is {here}. {_REMEDY}")
+    model_folder = folder / MODEL_FOLDER
+    kinds = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))["architectures"]
     if kinds != [type(model).__name__]:
         raise ConfigError(f"train state is of a {kinds[0]}, this run trains a {type(model).__name__}. {_REMEDY}")
-    return load_whole(type(model), folder, dtype=torch.float32).state_dict()
+    if adapter_file.exists():
+        return {**model.state_dict(), **load_file(adapter_file)}
+    return load_whole(type(model), model_folder, dtype=torch.float32).state_dict()
 
 
 def _check_tensors(what: str, saved: Mapping[str, Tensor], module: nn.Module) -> None:

@@ -143,6 +143,21 @@ class ParallelConfig(Settings):
         return [self.kind, self.nproc]
 
 
+class LoRAConfig(Settings):
+    """Low-rank adapters (arXiv:2106.09685): the model's own weights stay as they are."""
+
+    r: int = Field(default=16, ge=1)
+    """Rank of a change of weights."""
+    alpha: float = Field(default=32.0, gt=0)
+    """The change is scaled by alpha / r."""
+    rank_stabilized: bool = False
+    """By alpha / sqrt(r) instead (arXiv:2312.03732)."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Of an adapter's input, in SFT only: other learners train without dropout."""
+    target_modules: tuple[str, ...] = ()
+    """Last parts of the names of the layers that get one; default: every linear layer but the output."""
+
+
 class LearnerSettings(Settings):
     """What every learner shares."""
 
@@ -156,12 +171,16 @@ class LearnerSettings(Settings):
     gradient_checkpointing: bool = False
     """Keep only the input of each layer and compute the rest again in the backward pass: less memory, more time, the
     same gradients."""
+    lora: LoRAConfig | None = None
+    """Train adapters instead of all weights. Checkpoints hold the merged weights."""
     snapshots: SnapshotPolicy = SnapshotPolicy()
     parallel: ParallelConfig = ParallelConfig()
 
     def cache_identity(self) -> Any:
         named = super().cache_identity()
         del named["gradient_checkpointing"]
+        if self.lora is None:
+            del named["lora"]
         if self.parallel.nproc == 1:
             del named["parallel"]
         return {**named, "precision": [probe_device(), mixed_precision(self.precision)]}
@@ -174,6 +193,8 @@ class LearnerSettings(Settings):
                 f"parallel.nproc is {parallel.nproc}, but a step has {rows} rows (minibatch_size times "
                 "gradient_accumulation), which are dealt out among the processes; take fewer processes or larger steps"
             )
+        if parallel.nproc > 1 and parallel.kind == "fsdp2" and self.lora is not None:
+            raise ValueError('adapters are not sharded: with lora, set parallel.kind = "ddp"')
         if parallel.nproc > 1 and parallel.kind == "fsdp2" and self.optimizer.kind.rpartition(".")[2] in WHOLE_MATRICES:
             raise ValueError(
                 f"optimizer.kind {self.optimizer.kind} needs whole matrices, which fsdp2 cuts up; use adamw or "

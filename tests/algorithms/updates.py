@@ -29,6 +29,7 @@ from rollout_core.config import (
     IPOSettings,
     JsonlDataset,
     KTOSettings,
+    LoRAConfig,
     OptimizerConfig,
     PPOSettings,
     RewardModelSettings,
@@ -76,6 +77,15 @@ def sgd(place: Workshop, model: Path) -> Checkpoint:
     return sft(place, model, kind="sgd", lr=0.1)
 
 
+LORA = LoRAConfig(r=4, dropout=0.1)
+
+
+def sft_lora(place: Workshop, model: Path) -> Checkpoint:
+    """Adapters with dropout."""
+    dataset = place.objects.put_bytes(to_jsonl(sft_rows(20)))
+    return sft_update(place.objects.put_tree(model), dataset, sft_settings(lora=LORA), place)[0]
+
+
 PPO_SETTINGS = PPOSettings(
     prompts=JsonlDataset(path="x"),
     optimizer=OptimizerConfig(lr=1e-3, schedule="linear", warmup_steps=2),
@@ -115,14 +125,15 @@ GRPO_SETTINGS = GRPOSettings(
 )
 
 
-def grpo(place: Workshop, model: Path) -> Checkpoint:
+def grpo(place: Workshop, model: Path, **changes: Any) -> Checkpoint:
     """As `ppo`, with groups of two and a KL to the reference."""
+    settings = GRPO_SETTINGS.model_copy(update=changes)
     start = place.objects.put_tree(model)
     policy, train_state, checkpoint = start, None, None
     for iteration in (1, 2):
         scores, samples = scored_completions(place.objects, seed=iteration)
         own = replace(place, key=hash_bytes(b"iteration %d" % iteration), seed=iteration)
-        checkpoint = grpo_update(policy, train_state, start, scores, samples, GRPO_SETTINGS, own)
+        checkpoint = grpo_update(policy, train_state, start, scores, samples, settings, own)
         policy, train_state = checkpoint.model, checkpoint.train_state
     assert checkpoint is not None
     return checkpoint
@@ -202,11 +213,13 @@ def _preference(kind: str, place: Workshop, model: Path) -> Checkpoint:
 UPDATES: dict[str, Callable[[Workshop, Path], Checkpoint]] = {
     "sft": sft,
     "sgd": sgd,
+    "sft-lora": sft_lora,
     "ppo": ppo,
     "grpo": grpo,
+    "grpo-lora": partial(grpo, lora=LORA),
     **{kind: partial(_preference, kind) for kind in KINDS},
 }
-ON_POLICY = ("ppo", "grpo")
+ON_POLICY = ("ppo", "grpo", "grpo-lora")
 
 
 class StepCounter:

@@ -1,0 +1,146 @@
+"""Low-rank adapters: what they change, what is saved of them, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from updates import UPDATES, sft_settings, workshop
+
+from rollout_core.algorithms.loop import build_optimizer
+from rollout_core.algorithms.lora import has_lora, merged_weights, with_lora
+from rollout_core.algorithms.policy import Policy
+from rollout_core.algorithms.preference_learners import rm_update
+from rollout_core.algorithms.state import TrainState, load_policy, load_state, save_state
+from rollout_core.config import LoRAConfig, OptimizerConfig, ParallelConfig, RewardModelSettings, parse_config
+from rollout_core.datasets import to_jsonl
+from rollout_core.errors import ConfigError
+from rollout_core.preferences import PairRow
+
+IDS = torch.arange(2, 12)[None]
+
+
+def scatter(model) -> None:
+    """Adapters as after training."""
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+
+
+def gpt2() -> GPT2LMHeadModel:
+    """Its layers keep weights the other way round."""
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=32)).eval()
+
+
+@pytest.mark.parametrize("config", [LoRAConfig(), LoRAConfig(r=4, alpha=3.0, rank_stabilized=True)])
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
+def test_adapters_change_nothing_at_first_and_merge_into_the_same_function(tiny_model: Path, kind, config):
+    def load():
+        return load_policy(tiny_model).eval() if kind == "qwen2" else gpt2()
+
+    if kind == "gpt2":
+        config = config.model_copy(update={"target_modules": ("c_attn", "c_fc")})
+    plain = load()
+    expected = plain(IDS).logits
+    model = with_lora(load(), config, seed=1).eval()
+    assert has_lora(model) and not has_lora(plain)
+    torch.testing.assert_close(model(IDS).logits, expected, rtol=0, atol=0)
+
+    scatter(model)
+    changed = model(IDS).logits
+    assert (changed - expected).abs().max() > 1e-2
+    plain.load_state_dict(merged_weights(model, model.state_dict()))
+    torch.testing.assert_close(plain(IDS).logits, changed, rtol=1e-4, atol=1e-5)
+
+
+def test_only_adapters_are_trained_and_a_seed_gives_them(tiny_model: Path):
+    model, same, other = (with_lora(load_policy(tiny_model), LoRAConfig(), seed=seed) for seed in (1, 1, 2))
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained and all(".lora_" in name for name in trained)
+    assert not any("lm_head" in name or "embed" in name for name in trained)
+    for name in trained:
+        assert torch.equal(model.state_dict()[name], same.state_dict()[name])
+    assert any(not torch.equal(model.state_dict()[name], other.state_dict()[name]) for name in trained)
+    assert Policy(model).packed, "packed attention goes through adapters"
+    optimizer = build_optimizer(OptimizerConfig(lr=1.0), list(model.parameters()))
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(trained)
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [(("nothing",), "names no layer of Qwen2ForCausalLM; its linear layers are down_proj, "), (("lm_head",), "output")],
+)
+def test_layers_that_cannot_have_an_adapter_are_refused(tiny_model: Path, targets, message):
+    with pytest.raises(ConfigError, match=message):
+        with_lora(load_policy(tiny_model), LoRAConfig(target_modules=targets), seed=1)
+
+
+def test_adapters_are_not_sharded():
+    with pytest.raises(ConfigError, match=r"with lora, set parallel\.kind"):
+        document = sft_settings(lora=LoRAConfig(), parallel=ParallelConfig(kind="fsdp2", nproc=2)).model_dump()
+        parse_config(document, type(sft_settings()))
+
+
+def test_without_lora_the_identity_is_as_it_was():
+    assert "lora" not in sft_settings().cache_identity()
+    assert sft_settings(lora=LoRAConfig()).cache_identity()["lora"] is not None
+
+
+def state_of(model) -> TrainState:
+    return TrainState(model, build_optimizer(OptimizerConfig(lr=1e-2), list(model.parameters())))
+
+
+def test_a_state_restores_adapters_to_the_last_bit_and_holds_a_model_usable_as_it_is(tiny_model: Path, tmp_path: Path):
+    state = state_of(with_lora(load_policy(tiny_model), LoRAConfig(), seed=1))
+    scatter(state.model)
+    state.model(IDS, labels=IDS).loss.backward()
+    state.optimizer.step()
+    save_state(state, tmp_path / "state", tokenizer_from=tiny_model)
+
+    other = state_of(with_lora(load_policy(tiny_model), LoRAConfig(), seed=2))
+    load_state(other, tmp_path / "state")
+    for name, tensor in state.model.state_dict().items():
+        assert torch.equal(tensor, other.model.state_dict()[name]), name
+    usable = AutoModelForCausalLM.from_pretrained(tmp_path / "state/model").eval()
+    torch.testing.assert_close(usable(IDS).logits, state.model.eval()(IDS).logits, rtol=1e-4, atol=1e-5)
+
+    with pytest.raises(ConfigError, match="of a run with lora, this one is without"):
+        load_state(state_of(load_policy(tiny_model)), tmp_path / "state")
+    save_state(state_of(load_policy(tiny_model)), tmp_path / "plain", tokenizer_from=tiny_model)
+    with pytest.raises(ConfigError, match="of a run without lora, this one is with"):
+        load_state(other, tmp_path / "plain")
+
+
+def test_on_policy_iterations_go_on_with_one_adapter(tiny_model: Path, tmp_path: Path):
+    """Merged into the policy each time, it must not be counted twice."""
+    place = workshop(tmp_path)
+    checkpoint = UPDATES["grpo-lora"](place, tiny_model)
+    assert checkpoint.step == 12
+    merged = load_policy(place.model(checkpoint.model))
+    start = load_policy(tiny_model).state_dict()
+    ranks = {
+        name: int(torch.linalg.matrix_rank((tensor - start[name]).double(), rtol=1e-3))
+        for name, tensor in merged.state_dict().items()
+        if name.endswith("proj.weight")
+    }
+    assert ranks and all(0 < rank <= 4 for rank in ranks.values()), ranks
+
+
+def test_a_reward_model_with_adapters_trains_its_head_too(tiny_model: Path, tmp_path: Path):
+    place = workshop(tmp_path)
+    rows = [PairRow(prompt=f"sort {n} 1 =", chosen=f" 1 {n}", rejected=f" {n} 1") for n in range(2, 18)]
+    settings = RewardModelSettings.model_validate(
+        {
+            "dataset": {"path": "x"},
+            "optimizer": {"lr": 1e-2},
+            "lora": {"r": 4},
+            "packing": {"max_seq_len": 64},
+            "budget": {"max_steps": 8},
+        }
+    )
+    data = place.objects.put_bytes(to_jsonl(rows))
+    checkpoint, _ = rm_update(place.objects.put_tree(tiny_model), data, settings, place)
+    assert checkpoint.summary["loss"] < 0.6 and checkpoint.summary["rewards/margins"] > 0
