@@ -16,11 +16,13 @@ from rollout_core.config import (
     GRPOSettings,
     IPOSettings,
     KTOSettings,
+    OnPolicySettings,
     PPOSettings,
     RewardModelSettings,
     SFTSettings,
+    identity,
 )
-from rollout_core.ids import ContentId
+from rollout_core.ids import ContentId, content_id
 from rollout_core.records import Checkpoint, Scores
 from tasks import artifacts, places
 from tasks.stage import StageRun, current_stage, stage, stage_logger
@@ -182,7 +184,8 @@ def ppo_update(
 ) -> Checkpoint:
     """One PPO iteration over scored completions of ``model``; resumes from its last snapshot."""
     run = current_stage()
-    with _workshop(run, seed, num_threads, f"PPO {label}".strip()) as workshop:
+    series = _series(run, reference, settings)
+    with _workshop(run, seed, num_threads, f"PPO {label}".strip(), series=series) as workshop:
         checkpoint = learners.ppo_update(model, train_state, reference, scores, samples, settings, workshop)
     _show_iteration("PPO", checkpoint, model, train_state, reference, scores, label)
     return checkpoint
@@ -203,7 +206,8 @@ def grpo_update(
 ) -> Checkpoint:
     """One GRPO iteration over scored groups of completions of ``model``; resumes from its last snapshot."""
     run = current_stage()
-    with _workshop(run, seed, num_threads, f"GRPO {label}".strip()) as workshop:
+    series = _series(run, reference, settings)
+    with _workshop(run, seed, num_threads, f"GRPO {label}".strip(), series=series) as workshop:
         checkpoint = learners.grpo_update(model, train_state, reference, scores, samples, settings, workshop)
     _show_iteration("GRPO", checkpoint, model, train_state, reference, scores, label)
     return checkpoint
@@ -227,9 +231,19 @@ def _show_iteration(
     )
 
 
+def _series(run: StageRun, reference: ContentId, settings: OnPolicySettings) -> ContentId:
+    """Identity of the curve that the iterations of a run draw together."""
+    return content_id("series/1", [flow_run.name, run.name, reference, identity(settings)])
+
+
 @contextmanager
 def _workshop(
-    run: StageRun, seed: int, num_threads: int | None, title: str, start_from: ContentId | None = None
+    run: StageRun,
+    seed: int,
+    num_threads: int | None,
+    title: str,
+    start_from: ContentId | None = None,
+    series: ContentId | None = None,
 ) -> Iterator[Workshop]:
     last_step = 0
 
@@ -251,6 +265,8 @@ def _workshop(
             seed=seed,
             run_name=flow_run.name or "",
             start_from=start_from,
+            tracking=places.tracking_folder(),
+            series=series,
             num_threads=num_threads,
             on_step=on_step,
             on_start=on_start,

@@ -30,6 +30,7 @@ from rollout_core.config.learning import (
     PPOSettings,
     SFTSettings,
     SnapshotPolicy,
+    TrackerName,
 )
 from rollout_core.config.parsing import apply_overrides, load_config, parse_config
 from rollout_core.config.preference import (
@@ -114,6 +115,7 @@ __all__ = [
     "Settings",
     "SnapshotPolicy",
     "StoredDataset",
+    "TrackerName",
     "TrainDPOConfig",
     "TrainGRPOConfig",
     "TrainIPOConfig",

@@ -14,6 +14,7 @@ from rollout_core.optimizers import ADAM_KEYS, OWN_KEYS, check_optimizer, optimi
 
 PLAIN_OPTIMIZERS = ("adamw", "adam", "sgd")
 """Known without asking torch."""
+TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 AveragingRate = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -142,10 +143,12 @@ class LearnerSettings(Settings):
     """Keep only the input of each layer and compute the rest again in the backward pass: less memory, more time, the
     same gradients."""
     snapshots: SnapshotPolicy = SnapshotPolicy()
+    trackers: tuple[TrackerName, ...] = ()
+    """Where figures go beside the checkpoint's own rows; changes nothing of what is trained."""
 
     def cache_identity(self) -> Any:
         named = super().cache_identity()
-        del named["gradient_checkpointing"]
+        del named["gradient_checkpointing"], named["trackers"]
         return {**named, "precision": [probe_device(), mixed_precision(self.precision)]}
 
 
