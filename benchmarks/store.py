@@ -8,7 +8,7 @@ With ``--flat`` it measures instead how the cost of a call in SQLite changes wit
 call that runs the watchdog with nothing due, and one that finds lost attempts, at 10,000 and at 1,000,000 rollouts, a
 tenth of them under way. Rounds alternate between the two files; the ratio is the median of the rounds' own.
 
-Run: python benchmarks/store.py [--quick] [--flat] [--stores memory,sqlite]
+Run: python benchmarks/store.py [--quick] [--flat] [--stores "memory;http, memory"]
 The row of PostgreSQL needs ROLLOUT_BENCH_POSTGRES=postgresql://... of a database it may make schemas in.
 """
 
@@ -89,12 +89,36 @@ async def postgres(folder: Path) -> AsyncIterator[LightningStore]:
         yield store
 
 
+def http(folder: Path) -> AbstractAsyncContextManager[LightningStore]:
+    """A server over SQLite."""
+    command = ["from flows.cli import main; main()", "store", "serve", "--port", "0", "--database"]
+    return _client_of([*command, f"sqlite:///{folder}/store.db"])
+
+
+def http_memory(folder: Path) -> AbstractAsyncContextManager[LightningStore]:
+    """A server over memory: what HTTP itself lets through."""
+    return _client_of([SERVE_MEMORY])
+
+
+SERVE_MEMORY = """
+import asyncio
+from rollout_core.store import InMemoryLightningStore, LightningStoreServer
+
+async def serve():
+    async with LightningStoreServer(InMemoryLightningStore(), launch_mode="asyncio") as server:
+        await server.start()
+        print(server.endpoint, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(serve())
+"""
+
+
 @asynccontextmanager
-async def http(folder: Path) -> AsyncIterator[LightningStore]:
-    """A server in a process of its own, over SQLite."""
-    command = ["-c", "from flows.cli import main; main()", "store", "serve", "--port", "0", "--database"]
+async def _client_of(program: list[str]) -> AsyncIterator[LightningStore]:
+    """A client of a server in a process of its own, a Python program whose first line ends with its address."""
     server = subprocess.Popen(
-        [sys.executable, *command, f"sqlite:///{folder}/store.db"],
+        [sys.executable, "-c", *program],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(PROJECT)},
@@ -113,7 +137,8 @@ STORES: dict[str, Callable[[Path], AbstractAsyncContextManager[LightningStore]]]
     "memory": memory,
     "threaded": threaded,
     "sqlite": sqlite,
-    "http": http,
+    "http, memory": http_memory,
+    "http, SQLite": http,
 }
 """For each row a function that opens an empty store, in a folder of its own, for the length of a block."""
 if "ROLLOUT_BENCH_POSTGRES" in os.environ:
@@ -363,14 +388,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small form, to see that it runs")
     parser.add_argument("--flat", action="store_true", help="cost of a call with many rollouts stored")
-    parser.add_argument("--stores", default=",".join(STORES), help="the rows, joined by commas")
+    parser.add_argument("--stores", default=";".join(STORES), help="the rows, joined by semicolons")
     arguments = parser.parse_args()
     if arguments.flat:
         sizes, calls, rounds = ((1_000, 10_000), 20, 2) if arguments.quick else ((10_000, 1_000_000), 200, 5)
         asyncio.run(measure_flat(sizes, calls, rounds)).show()
         return
     size = Size(calls=100, batches=2, rounds=1) if arguments.quick else Size(calls=1_000, batches=10, rounds=5)
-    table = asyncio.run(measure_all(arguments.stores.split(","), size))
+    table = asyncio.run(measure_all(arguments.stores.split(";"), size))
     Console(width=170).print(table)
 
 

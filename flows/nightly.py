@@ -1,27 +1,30 @@
-"""The nightly flow: fine-tune, PPO or GRPO, evaluate before and after, promote what did not get worse, report."""
+"""The nightly flow: fine-tune, PPO, GRPO or DPO, evaluate before and after, promote what did not get worse, report."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from prefect import flow
 
 from flows.healing import run_body
-from flows.report import Report, SampleComparison, write_report
+from flows.report import Progress, Report, SampleComparison, write_report
 from flows.train import policy_iterations
 from rollout_core.config import NightlyConfig, apply_overrides, parse_config
+from rollout_core.ids import ContentId
 from rollout_core.inference.engines import close_engine
 from rollout_core.inference.samples import decode_completions_blob, decode_samples
 from rollout_core.objects import ObjectStore
 from rollout_core.plan import context_limit, plan_nightly
 from rollout_core.records import Checkpoint, EvalReport
-from rollout_core.rewards import source_id
+from rollout_core.rewards import ModelReward, RewardSpec, source_id
 from tasks import artifacts, places
 from tasks.journal import Journal
 from tasks.keep import (
     import_held_out,
     import_model,
+    import_pairs,
     import_prompts,
     import_reward,
     import_sft,
@@ -29,7 +32,7 @@ from tasks.keep import (
     promote,
     snapshot,
 )
-from tasks.learn import sft_update
+from tasks.learn import dpo_update, rm_update, sft_update
 from tasks.places import connections, working_folder
 from tasks.prompts import enqueue_prompts
 from tasks.score import evaluate
@@ -39,7 +42,7 @@ SHOWN_SAMPLES = 8
 
 @flow(name="nightly", flow_run_name="{config.run.name}", persist_result=False)
 def nightly(config: NightlyConfig, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Fine-tune, run PPO or GRPO iterations, evaluate held-out prompts before and after, promote, write a report.
+    """Fine-tune, learn on by PPO, GRPO or DPO, evaluate held-out prompts before and after, promote, write a report.
 
     ``overrides`` maps dotted keys of the configuration to values, such as ``{"ppo.iterations": 3}``.
     """
@@ -53,12 +56,18 @@ def nightly(config: NightlyConfig, overrides: dict[str, Any] | None = None) -> d
         close_engine()
 
 
+@dataclass(frozen=True)
+class _Learned:
+    """What came of the part after SFT."""
+
+    checkpoint: Checkpoint
+    progress: Progress
+
+
 def _nightly(config: NightlyConfig, journal: Journal) -> dict[str, Any]:
-    name = "PPO" if config.ppo is not None else "GRPO"
-    after_policy = f"after {name}"
+    after_policy = f"after {_algorithm(config)}"
     model = import_model(config.model).model
     rows = import_sft(config.sft.dataset)
-    prompts = import_prompts(config.policy.prompts)
     held_out = import_prompts(config.evaluation.prompts)
     reward = import_reward(config.reward)
     reward_source = source_id(reward, base=working_folder())
@@ -88,25 +97,14 @@ def _nightly(config: NightlyConfig, journal: Journal) -> dict[str, Any]:
     snapshot(tuned, f"{config.run.name}/sft", label="after SFT")
     after_sft = held_out_reward(tuned.model, "after SFT")
 
-    iterations = policy_iterations(
-        tuned.model,
-        tuned.model,
-        prompts.data,
-        config.policy,
-        config.backend,
-        reward,
-        seed=config.seed,
-        num_threads=config.num_threads,
-        run_name=config.run.name,
-    )
-    final = iterations[-1].checkpoint
+    learned = _from_pairs(config, tuned.model) if config.dpo is not None else _on_policy(config, tuned.model, reward)
+    final = learned.checkpoint
     after = held_out_reward(final.model, after_policy)
     latest = latest_model(config.promotion.resource).model
     # Most often cached: last night's run evaluated it on the same prompts.
     rival = held_out_reward(latest, "latest") if latest not in (None, model, final.model) else None
     promotion = promote(before, rival, after, config.promotion)
 
-    rewards = [iteration.scores.mean for iteration in iterations]
     objects = places.objects()
     report = Report(
         name=config.run.name,
@@ -115,8 +113,8 @@ def _nightly(config: NightlyConfig, journal: Journal) -> dict[str, Any]:
             "after SFT": after_sft.mean_reward,
             after_policy: after.mean_reward,
         },
-        rewards=rewards,
-        sft_losses=_losses(objects, tuned),
+        progress=learned.progress,
+        sft_losses=_figures(objects, tuned, "loss"),
         promotion=promotion.reason,
         promoted=promotion.promoted,
         model=final.model,
@@ -124,12 +122,13 @@ def _nightly(config: NightlyConfig, journal: Journal) -> dict[str, Any]:
         samples=_compare(objects, before, after_sft, after),
     )
     folder = write_report(report, working_folder() / config.report_dir)
+    progress = learned.progress
     artifacts.curve(
         "reward",
-        rewards,
-        title=f"{config.run.name}: training reward",
-        x_label=f"{name} iteration",
-        y_label="mean reward",
+        progress.values,
+        title=f"{config.run.name}: {progress.what}",
+        x_label=progress.x_label,
+        y_label=progress.what,
     )
     artifacts.table(
         "stages",
@@ -140,15 +139,73 @@ def _nightly(config: NightlyConfig, journal: Journal) -> dict[str, Any]:
         "model": final.model,
         "train_state": final.train_state,
         "held_out": report.held_out,
-        "rewards": rewards,
+        "rewards": progress.values if progress.is_reward else [],
         "promoted": promotion.promoted,
         "report": str(folder),
         "stages": [entry.row() for entry in journal.entries],
     }
 
 
-def _losses(objects: ObjectStore, checkpoint: Checkpoint) -> list[float]:
-    return [json.loads(line)["loss"] for line in objects.get_bytes(checkpoint.metrics).splitlines()]
+def _algorithm(config: NightlyConfig) -> str:
+    """Of the part after SFT, as people write it."""
+    return next(name.upper() for name in ("ppo", "grpo", "dpo") if getattr(config, name) is not None)
+
+
+def _on_policy(config: NightlyConfig, start: ContentId, reward: RewardSpec) -> _Learned:
+    """PPO or GRPO iterations, rewarded by ``reward`` or by a reward model that is trained first."""
+    settings = config.ppo or config.grpo
+    assert settings is not None, "validated"
+    if config.rm is not None:
+        pairs = import_pairs(config.rm.dataset)
+        judge = rm_update(
+            start,
+            pairs.data,
+            config.rm,
+            seed=config.seed,
+            num_threads=config.num_threads,
+            held_out=import_held_out(config.rm.evaluation, import_pairs),
+        )
+        snapshot(judge, f"{config.run.name}/rm", label="reward model")
+        reward = ModelReward(model=judge.model)
+    prompts = import_prompts(settings.prompts)
+    iterations = policy_iterations(
+        start,
+        start,
+        prompts.data,
+        settings,
+        config.backend,
+        reward,
+        seed=config.seed,
+        num_threads=config.num_threads,
+        run_name=config.run.name,
+    )
+    rewards = [iteration.scores.mean for iteration in iterations]
+    is_reward = config.rm is None
+    what = "mean training reward" if is_reward else "mean score of the reward model"
+    return _Learned(iterations[-1].checkpoint, Progress(what, rewards, f"{_algorithm(config)} iteration", is_reward))
+
+
+def _from_pairs(config: NightlyConfig, start: ContentId) -> _Learned:
+    """DPO."""
+    assert config.dpo is not None, "validated"
+    pairs = import_pairs(config.dpo.dataset)
+    checkpoint = dpo_update(
+        start,
+        start,
+        pairs.data,
+        config.dpo,
+        seed=config.seed,
+        num_threads=config.num_threads,
+        held_out=import_held_out(config.dpo.evaluation, import_pairs),
+        label="nightly",
+    )
+    snapshot(checkpoint, f"{config.run.name}/dpo", label="after DPO")
+    margins = _figures(places.objects(), checkpoint, "rewards/margins")
+    return _Learned(checkpoint, Progress("margin of chosen over rejected", margins, "DPO step", is_reward=False))
+
+
+def _figures(objects: ObjectStore, checkpoint: Checkpoint, name: str) -> list[float]:
+    return [json.loads(line)[name] for line in objects.get_bytes(checkpoint.metrics).splitlines()]
 
 
 def _compare(objects: ObjectStore, *reports: EvalReport) -> list[SampleComparison]:

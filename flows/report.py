@@ -28,14 +28,25 @@ class SampleComparison:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """How training after SFT went: a curve."""
+
+    what: str
+    """Of the values, for the y axis."""
+    values: Sequence[float]
+    x_label: str
+    is_reward: bool = True
+    """On the scale of the held-out reward, which is then marked beside it."""
+
+
+@dataclass(frozen=True)
 class Report:
     """What a nightly run has to say."""
 
     name: str
     held_out: Mapping[str, float]
     """Mean held-out reward by moment, in order."""
-    rewards: Sequence[float]
-    """Mean training reward of each iteration."""
+    progress: Progress
     sft_losses: Sequence[float]
     promotion: str
     promoted: bool
@@ -47,13 +58,15 @@ class Report:
 def write_report(report: Report, folder: Path) -> Path:
     """Write page and curves into ``folder`` and return it."""
     folder.mkdir(parents=True, exist_ok=True)
+    progress = report.progress
+    marks = report.held_out if progress.is_reward else {}
     draw_curve(
         folder / REWARD_PNG,
-        {"mean training reward": report.rewards},
-        title="Reward per iteration",
-        x_label="iteration",
-        y_label="reward",
-        marks={f"held out {moment}: {value:.3f}": value for moment, value in report.held_out.items()},
+        {progress.what: progress.values},
+        title=f"{progress.what.capitalize()} per {progress.x_label}",
+        x_label=progress.x_label,
+        y_label=progress.what,
+        marks={f"held out {moment}: {value:.3f}": value for moment, value in marks.items()},
     )
     draw_curve(
         folder / LOSS_PNG, {"loss": report.sft_losses}, title="SFT loss", x_label="optimizer step", y_label="loss"
@@ -86,7 +99,8 @@ td.number {{ text-align: right; font-variant-numeric: tabular-nums; }}
 <h1>{html.escape(report.name)}</h1>
 <p>Checkpoint <code>{report.model}</code>: <b>{verdict}</b> ({html.escape(report.promotion)}).</p>
 <div class="figures">{moments}</div>
-<div class="curves"><img src="{REWARD_PNG}" alt="reward per iteration"><img src="{LOSS_PNG}" alt="SFT loss"></div>
+<div class="curves"><img src="{REWARD_PNG}" alt="{html.escape(report.progress.what)}">
+<img src="{LOSS_PNG}" alt="SFT loss"></div>
 <h2>Held-out prompts, before and after</h2>
 {_samples_table(report)}
 <h2>Stages</h2>

@@ -93,5 +93,10 @@ class Recoverable(RolloutError, RuntimeError):
         return type(self), (self.args[0], self.hint)
 
 
+class UnknownOutcome(Recoverable):
+    """A passing fault in the midst of a write, which may have been done. Trying again is right only where doing it
+    twice is the same as once; otherwise look first."""
+
+
 class Fatal(RolloutError, RuntimeError):
     """Work cannot go on and trying again would not help, such as a loss that is not finite."""

@@ -200,7 +200,7 @@ class PromotionConfig(Settings):
 
 
 class NightlyConfig(Settings):
-    """SFT, then PPO or GRPO iterations, evaluation before and after, promotion, report."""
+    """SFT, then PPO or GRPO iterations or DPO, evaluation before and after, promotion, report."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
     run: RunInfo = RunInfo(name="nightly")
@@ -209,11 +209,15 @@ class NightlyConfig(Settings):
     """CPU threads of the trainer; fixed threads make CPU training repeatable bit for bit."""
     model: ModelSource
     reward: RewardSpec = ExactMatchReward()
+    """What held-out completions are worth, and those of training where there is no ``rm``."""
     backend: BackendConfig = VLLMBackend()
     sft: SFTSettings
+    rm: RewardModelSettings | None = None
+    """A reward model, trained on pairs from the fine-tuned model, that ppo or grpo is rewarded by."""
     ppo: PPOSettings | None = None
     grpo: GRPOSettings | None = None
-    """Give one of ppo and grpo."""
+    dpo: DPOSettings | None = None
+    """Give one of ppo, grpo and dpo. The reference is the fine-tuned model."""
     evaluation: EvaluationConfig
     promotion: PromotionConfig = PromotionConfig()
     report_dir: str = "data/report"
@@ -221,15 +225,17 @@ class NightlyConfig(Settings):
 
     @model_validator(mode="after")
     def _one_policy_algorithm(self) -> NightlyConfig:
-        given = [name for name in ("ppo", "grpo") if getattr(self, name) is not None]
+        given = [name for name in ("ppo", "grpo", "dpo") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"give exactly one of the tables ppo and grpo; got {' and '.join(given) or 'neither'}")
+            raise ValueError(f"give exactly one of the tables ppo, grpo and dpo; got {' and '.join(given) or 'none'}")
+        if self.rm is not None and self.dpo is not None:
+            raise ValueError("the table rm is for ppo and grpo; dpo learns from pairs itself")
         return self
 
     @property
-    def policy(self) -> PPOSettings | GRPOSettings:
-        """Settings of the on-policy part."""
-        settings = self.ppo or self.grpo
+    def policy(self) -> PPOSettings | GRPOSettings | DPOSettings:
+        """Settings of what follows SFT."""
+        settings = self.ppo or self.grpo or self.dpo
         assert settings is not None, "validated"
         return settings
 

@@ -2,7 +2,8 @@
 
 Every coroutine is atomic: it happens as a whole or not at all, also among concurrent callers. Batch forms are the
 primary ones; the single forms wrap them. Unknown ids raise NotFound (a ValueError), values that cannot be stored
-ConfigError (a ValueError), passing trouble of the storage Recoverable; a call that raised has changed nothing.
+ConfigError (a ValueError), passing trouble of the storage Recoverable; a call that raised has changed nothing, unless
+it says by UnknownOutcome, a Recoverable, that it cannot know.
 
 An attempt is a lease: the worker that got it may complete the rollout until the watchdog or another worker ends the
 lease. The watchdog is not a thread. It runs before most calls, at most once per debounce interval, and marks attempts
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rollout_core.errors import Conflict
 from rollout_core.store.codec import encode_stored
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
+from rollout_core.store.span_fields import SpanFields
 from rollout_core.store.spans import Span
 from rollout_core.store.types import (
     UNSET,
@@ -250,6 +252,21 @@ class LightningStore(ABC):
 
         Raises NotFound if a rollout or attempt is unknown, ConfigError if a value is not JSON. Then none is stored.
         """
+
+    async def add_span_fields(self, spans: Sequence[SpanFields]) -> Sequence[bool]:
+        """``add_many_spans`` of spans that are plain dicts and were checked, for a server that only passes them on.
+
+        For each span, whether it was new. A store that keeps spans as JSON has no need of models here.
+        """
+        added = await self.add_many_spans([Span.model_validate(span) for span in spans])
+        # Those that were added are in order, so both lists can be walked together.
+        left = [(span.rollout_id, span.attempt_id, span.span_id) for span in reversed(added)]
+        is_new: list[bool] = []
+        for span in spans:
+            is_new.append(bool(left) and left[-1] == (span["rollout_id"], span["attempt_id"], span["span_id"]))
+            if is_new[-1]:
+                left.pop()
+        return is_new
 
     async def add_span(self, span: Span) -> Span | None:
         """Store one span, see ``add_many_spans``; None if it is a duplicate."""

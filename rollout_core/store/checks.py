@@ -11,6 +11,7 @@ from rollout_core.errors import ConfigError, NotFound
 from rollout_core.ids import canonical_json
 from rollout_core.store.codec import decode, encode
 from rollout_core.store.resources import NamedResources
+from rollout_core.store.types import Rollout, Unset, build
 
 _NAMED_RESOURCES = TypeAdapter(NamedResources)
 
@@ -60,6 +61,14 @@ def refuse_missing(wanted: Iterable[str], found: Container[str]) -> None:
 def same_json(left: str, right: str) -> bool:
     """Whether two texts are the same value but for the order of keys; 1, 1.0 and true are three values."""
     return left == right or canonical_json(decode(left)) == canonical_json(decode(right))
+
+
+def rollout_changes(rollout_id: str, **fields: Any) -> dict[str, Any]:
+    """The new values of a rollout's fields, UNSET ones left out. Raises ConfigError for what a field may not be."""
+    changes = {name: value for name, value in fields.items() if not isinstance(value, Unset)}
+    # A config given as a dict becomes one.
+    checked = build(Rollout, rollout_id=rollout_id, start_time=0.0, **{"input": None, **changes})
+    return {name: getattr(checked, name) for name in changes}
 
 
 def resources_json(resources: NamedResources) -> str:

@@ -22,8 +22,15 @@ from rollout_core.errors import ConfigError
 _OPTIONS = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS
 
 
-def encode(value: Any, what: str, default: Callable[[Any], Any] | None = None) -> str:
-    """JSON text of ``value``. ``what`` names it in errors; ``default`` turns our own objects into dicts.
+def encode(value: Any, what: str, default: Callable[[Any], Any] | None = None, known_nulls: int = 0) -> str:
+    """JSON text of ``value``, see ``encode_bytes``."""
+    return encode_bytes(value, what, default, known_nulls).decode()
+
+
+def encode_bytes(value: Any, what: str, default: Callable[[Any], Any] | None = None, known_nulls: int = 0) -> bytes:
+    """JSON of ``value``. ``what`` names it in errors; ``default`` turns our own objects into dicts.
+
+    ``known_nulls`` says how many values in it the caller knows to be None, which spares a search for NaN.
 
     Raises ConfigError that names the place and the value that JSON cannot hold.
     """
@@ -31,10 +38,10 @@ def encode(value: Any, what: str, default: Callable[[Any], Any] | None = None) -
         data = orjson.dumps(value, default, _OPTIONS)
     except TypeError as error:
         return _encode_slowly(value, what, default, error)
-    # orjson writes NaN and infinities as null, so only texts with a null need the search for them.
-    if b"null" in data and _may_hold_nan(value, default):
+    # orjson writes NaN and infinities as null, so only texts with a null of unknown origin need the search for them.
+    if data.count(b"null") != known_nulls and _may_hold_nan(value, default):
         _refuse(value, what, default)
-    return data.decode()
+    return data
 
 
 def encode_stored(value: Any) -> bytes:
@@ -69,11 +76,12 @@ def _may_hold_nan(value: Any, default: Callable[[Any], Any] | None) -> bool:
     return b"NaN" in named or b"Infinity" in named
 
 
-def _encode_slowly(value: Any, what: str, default: Callable[[Any], Any] | None, cause: TypeError) -> str:
+def _encode_slowly(value: Any, what: str, default: Callable[[Any], Any] | None, cause: TypeError) -> bytes:
     """Second chance for what JSON holds and orjson does not: big integers and subclasses of float."""
     _refuse(value, what, default)
     try:
-        return json.dumps(value, default=default, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        text = json.dumps(value, default=default, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        return text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{what} cannot be stored as JSON: {error}") from cause
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from rollout_core.errors import ConfigError
 from rollout_core.store import collection_operations as operations
 from rollout_core.store.base import LightningStore
-from rollout_core.store.checks import check_id_list, check_ids, check_statuses, resources_json
+from rollout_core.store.checks import check_id_list, check_ids, check_statuses, resources_json, rollout_changes
 from rollout_core.store.codec import decode
 from rollout_core.store.collection import LightningCollections, SortOptions
 from rollout_core.store.collection_work import RolloutState, Work, latest_attempts
@@ -25,6 +25,7 @@ from rollout_core.store.copies import (
 )
 from rollout_core.store.lifecycle import FINISHED, RUNNING, lost_status
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
+from rollout_core.store.span_fields import SpanFields, span_fields
 from rollout_core.store.spans import Span
 from rollout_core.store.types import (
     UNSET,
@@ -45,7 +46,6 @@ from rollout_core.store.types import (
     Unset,
     Worker,
     WorkerStatus,
-    build,
     enqueue_request,
 )
 from rollout_core.store.waiting import Waiters
@@ -210,20 +210,17 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         config: RolloutConfig | Unset = UNSET,
         metadata: dict[str, Any] | Unset | None = UNSET,
     ) -> Rollout:
-        given = {
-            "input": input,
-            "mode": mode,
-            "resources_id": resources_id,
-            "status": status,
-            "config": config,
-            "metadata": metadata,
-        }
-        changes = {name: value for name, value in given.items() if not isinstance(value, Unset)}
-        # Checks what these fields of a rollout may be, and turns a config given as a dict into one.
-        checked = build(Rollout, rollout_id=rollout_id, start_time=0.0, **{"input": None, **changes})
-        for name in changes:
-            value = getattr(checked, name)
-            changes[name] = kept_json(value, name) if name in ("input", "metadata") else value
+        changes = rollout_changes(
+            rollout_id,
+            input=input,
+            mode=mode,
+            resources_id=resources_id,
+            status=status,
+            config=config,
+            metadata=metadata,
+        )
+        for name in changes.keys() & {"input", "metadata"}:
+            changes[name] = kept_json(changes[name], name)
         return await self._do(lambda work: operations.update_rollout(work, rollout_id, changes))
 
     async def update_many_attempts(
@@ -234,15 +231,18 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
     # Spans
 
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
-        kept = [kept_span(span) for span in spans]
-        is_new = await self._do(lambda work: self._add_spans(work, kept), watched=False)
+        is_new = await self.add_span_fields([span_fields(span) for span in spans])
         return [span for span, new in zip(spans, is_new, strict=True) if new]
+
+    async def add_span_fields(self, spans: Sequence[SpanFields]) -> Sequence[bool]:
+        kept = [kept_span(span) for span in spans]
+        return await self._do(lambda work: self._add_spans(work, kept), watched=False)
 
     async def add_otel_span(
         self, rollout_id: str, attempt_id: str, readable_span: ReadableSpan, sequence_id: int | None = None
     ) -> Span | None:
         span = Span.from_opentelemetry(readable_span, rollout_id, attempt_id, sequence_id or 0)
-        kept = kept_span(span)
+        kept = kept_span(span_fields(span))
 
         async def add(work: Work) -> list[bool]:
             if sequence_id is None:

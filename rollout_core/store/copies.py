@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from rollout_core.store.codec import decode, encode
+from rollout_core.store.span_fields import SpanFields
 from rollout_core.store.spans import Event, Link, OtelResource, Span, SpanContext, StatusCode, TraceStatus
 from rollout_core.store.types import Attempt, AttemptedRollout, Rollout, RolloutConfig, Worker
 
@@ -112,41 +113,48 @@ def kept_json(value: Any, what: str) -> Any:
     return decode(encode(value, what))
 
 
-def kept_span(span: Span) -> Span:
+def kept_span(span: SpanFields) -> Span:
     """A span as the store keeps it. Raises ConfigError if JSON cannot hold it."""
     # Only what may hold anything goes through JSON; and no missing values, for the encoder is quicker without nulls.
-    fields = span.__dict__.copy()
-    loose = {"name": span.name, "attributes": span.attributes}
-    if span.__pydantic_extra__:
-        loose["extra"] = span.__pydantic_extra__
-    status, resource = span.status, span.resource
-    if status.__pydantic_extra__:
-        loose["status"] = _plain(status)
+    fields = dict(span)
+    loose = {"name": span["name"], "attributes": span["attributes"]}
+    if len(span) > _NUM_FIELDS:
+        loose["extra"] = {name: fields.pop(name) for name in span if name not in Span.model_fields}
+    status, resource = span["status"], span["resource"]
+    if len(status) > _NUM_STATUS_FIELDS:
+        loose["status"] = status
     else:
-        fields["status"] = _status(status.status_code, status.description)
-    if resource.__pydantic_extra__ or resource.attributes:
-        loose["resource"] = _plain(resource)
+        fields["status"] = _status(status["status_code"], status["description"])
+    if resource["attributes"] or len(resource) > _NUM_RESOURCE_FIELDS:
+        loose["resource"] = resource
     else:
-        fields["resource"] = _empty_resource(resource.schema_url)
+        fields["resource"] = _empty_resource(resource["schema_url"])
     for name in ("context", "parent"):
-        context = fields[name]
-        if context is not None and context.__pydantic_extra__:
-            loose[name] = _plain(context)
+        context = span[name]
+        if context is not None and len(context) > _NUM_CONTEXT_FIELDS:
+            loose[name] = context
         elif context is not None:
-            fields[name] = changed(context, trace_state=context.trace_state.copy())
+            fields[name] = with_fields(SpanContext, _CONTEXT, {**context, "trace_state": {**context["trace_state"]}})
     for name in ("events", "links"):
-        if fields[name]:
-            loose[name] = [_plain(part) for part in fields[name]]
+        if span[name]:
+            loose[name] = span[name]
         else:
             fields[name] = _EMPTY
-    kept = decode(encode(loose, f"span {span.name}"))
+    kept = decode(encode(loose, f"span {span['name']}"))
     fields["attributes"] = kept["attributes"]
     for name in loose.keys() & _PARTS.keys():
         fields[name] = _PARTS[name](kept[name])
-    made = with_fields(Span, span, fields)
+    made = with_fields(Span, _SPAN, fields)
     _SET_EXTRA(made, kept.get("extra", {}))
     return made
 
+
+_NUM_FIELDS, _NUM_STATUS_FIELDS, _NUM_CONTEXT_FIELDS, _NUM_RESOURCE_FIELDS = [
+    len(model.model_fields) for model in (Span, TraceStatus, SpanContext, OtelResource)
+]
+# Models with all of their fields and no others, for ``with_fields``.
+_SPAN = Span.from_attributes(attributes={})
+_CONTEXT = SpanContext(trace_id="", span_id="", is_remote=False, trace_state={})
 
 # Parts that nearly all spans have in common are kept once: each object less is less for Python's collector to visit.
 _EMPTY: list[Any] = []
@@ -170,10 +178,3 @@ _PARTS: Mapping[str, Callable[[Any], Any]] = {
     "events": lambda parts: [Event.model_validate(part) for part in parts],
     "links": lambda parts: [Link.model_validate(part) for part in parts],
 }
-
-
-def _plain(part: Any) -> Any:
-    """A part of a span as plain values."""
-    if isinstance(part, BaseModel):
-        return {name: _plain(value) for name, value in {**part.__dict__, **(part.__pydantic_extra__ or {})}.items()}
-    return part

@@ -17,7 +17,7 @@ def _forwarded(method: Method) -> Method:
 
     @functools.wraps(method)
     async def forward(self: ForwardingLightningStore, *args: Any, **kwargs: Any) -> Any:
-        return await getattr(self.backend(), name)(*args, **kwargs)
+        return await self.forward(name, *args, **kwargs)
 
     # Taken over by ``wraps`` from the contract, where the method is abstract.
     forward.__dict__.pop("__isabstractmethod__", None)
@@ -25,11 +25,15 @@ def _forwarded(method: Method) -> Method:
 
 
 class ForwardingLightningStore(LightningStore):
-    """Every coroutine of the contract, forwarded to ``backend()``."""
+    """Every coroutine of the contract but ``close``, forwarded to ``backend()``."""
 
     @abstractmethod
     def backend(self) -> LightningStore:
         """The store that is to serve the present call."""
+
+    async def forward(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the method of this name of ``backend()``. Overridden where something is to be done around each call."""
+        return await getattr(self.backend(), name)(*args, **kwargs)
 
     statistics = _forwarded(LightningStore.statistics)
     enqueue_many_rollouts = _forwarded(LightningStore.enqueue_many_rollouts)
@@ -45,6 +49,7 @@ class ForwardingLightningStore(LightningStore):
     update_many_attempts = _forwarded(LightningStore.update_many_attempts)
     update_attempt = _forwarded(LightningStore.update_attempt)
     add_many_spans = _forwarded(LightningStore.add_many_spans)
+    add_span_fields = _forwarded(LightningStore.add_span_fields)
     add_span = _forwarded(LightningStore.add_span)
     add_otel_span = _forwarded(LightningStore.add_otel_span)
     get_many_span_sequence_ids = _forwarded(LightningStore.get_many_span_sequence_ids)

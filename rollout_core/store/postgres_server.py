@@ -10,7 +10,7 @@ from typing import Any
 
 import asyncpg
 
-from rollout_core.errors import ConfigError, Fatal, Recoverable, RolloutError
+from rollout_core.errors import ConfigError, Fatal, Recoverable, RolloutError, UnknownOutcome
 
 CONNECT_SECONDS = 10.0
 """How long to wait for a connection before the server counts as unreachable."""
@@ -116,9 +116,9 @@ def _translate(error: Exception, where: str) -> RolloutError | None:
     return None
 
 
-def unknown_outcome(error: Exception, url: str) -> Recoverable:
+def unknown_outcome(error: Exception, url: str) -> UnknownOutcome:
     """The error for a connection that was lost while a transaction was being committed."""
-    return Recoverable(
+    return UnknownOutcome(
         f"{shown(url)} was lost while it committed ({error}): whether this call was stored is not known; look before "
         "you repeat it, or repeat it if it is idempotent"
     )

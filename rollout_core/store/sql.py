@@ -10,23 +10,25 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rollout_core.errors import ConfigError, Conflict
 from rollout_core.objects.store import ObjectStore
 from rollout_core.store import sql_queries as queries
 from rollout_core.store import sql_queue, sql_spans
 from rollout_core.store.base import LightningStore
+from rollout_core.store.checks import check_statuses, resources_json, rollout_changes
 from rollout_core.store.codec import encode
 from rollout_core.store.group_commit import Hooks
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
 from rollout_core.store.span_bodies import SpanBodies, SpanModel, StoredSpan, if_here
+from rollout_core.store.span_fields import SpanFields, span_fields
 from rollout_core.store.spans import Span
 from rollout_core.store.sql_attempts import find_lost_attempts, update_attempts, update_rollout
 from rollout_core.store.sql_columns import SEQUENCE_ID
 from rollout_core.store.sql_database import open_database
 from rollout_core.store.sql_dialect import Transaction
-from rollout_core.store.sql_resources import add_resources, resources_json, update_resources
+from rollout_core.store.sql_resources import add_resources, update_resources
 from rollout_core.store.sql_rows import span_columns, span_json, span_model
 from rollout_core.store.sql_workers import record_heartbeat
 from rollout_core.store.types import (
@@ -48,7 +50,6 @@ from rollout_core.store.types import (
     Unset,
     Worker,
     WorkerStatus,
-    build,
     enqueue_request,
 )
 from rollout_core.store.waiting import Waiters
@@ -207,17 +208,15 @@ class SqlLightningStore(LightningStore):
         config: RolloutConfig | Unset = UNSET,
         metadata: dict[str, Any] | Unset | None = UNSET,
     ) -> Rollout:
-        changes = {
-            "input": input,
-            "mode": mode,
-            "resources_id": resources_id,
-            "status": status,
-            "config": config,
-            "metadata": metadata,
-        }
-        changes = {name: value for name, value in changes.items() if not isinstance(value, Unset)}
-        # Built only for its checks: it refuses what these fields of a rollout may not be.
-        build(Rollout, rollout_id=rollout_id, start_time=0.0, **{"input": None, **changes})
+        changes = rollout_changes(
+            rollout_id,
+            input=input,
+            mode=mode,
+            resources_id=resources_id,
+            status=status,
+            config=config,
+            metadata=metadata,
+        )
         for name in changes.keys() & {"input", "metadata"}:
             if name == "input" or changes[name] is not None:
                 changes[name] = encode(changes[name], name)
@@ -234,16 +233,18 @@ class SqlLightningStore(LightningStore):
     # Spans
 
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
-        rows = await self._bodies.offload([StoredSpan(span.rollout_id, span_columns(span)) for span in spans])
-        is_new = await self._database.write_batch(sql_spans.add_spans, rows, watched=False)
+        is_new = await self.add_span_fields([span_fields(span) for span in spans])
         return [span for span, new in zip(spans, is_new, strict=True) if new]
+
+    async def add_span_fields(self, spans: Sequence[SpanFields]) -> Sequence[bool]:
+        rows = await self._bodies.offload([StoredSpan(span["rollout_id"], span_columns(span)) for span in spans])
+        return await self._database.write_batch(sql_spans.add_spans, rows, watched=False)
 
     async def add_otel_span(
         self, rollout_id: str, attempt_id: str, readable_span: ReadableSpan, sequence_id: int | None = None
     ) -> Span | None:
         span = Span.from_opentelemetry(readable_span, rollout_id, attempt_id, sequence_id or 0)
-
-        [stored] = await self._bodies.offload([StoredSpan(rollout_id, span_columns(span))])
+        [stored] = await self._bodies.offload([StoredSpan(rollout_id, span_columns(span_fields(span)))])
 
         def add(tx: Transaction) -> bool:
             if sequence_id is None:
@@ -274,7 +275,7 @@ class SqlLightningStore(LightningStore):
         rollout_ids: Sequence[str] | None = None,
     ) -> PaginatedResult[Rollout]:
         statuses = status if status_in is None else status_in
-        _check_statuses(statuses, RolloutStatus)
+        check_statuses(statuses, RolloutStatus)
         return await self._watched_read(
             partial(
                 queries.find_rollouts,
@@ -455,7 +456,7 @@ class SqlLightningStore(LightningStore):
         limit: int = -1,
         offset: int = 0,
     ) -> PaginatedResult[Worker]:
-        _check_statuses(status_in, WorkerStatus)
+        check_statuses(status_in, WorkerStatus)
         return await self._watched_read(
             partial(
                 queries.find_workers,
@@ -528,9 +529,3 @@ def _span_query(
         "sort_by": sort_by,
         "sort_order": sort_order,
     }
-
-
-def _check_statuses(statuses: Sequence[str] | None, kind: Any) -> None:
-    for status in statuses or ():
-        if status not in get_args(kind):
-            raise ConfigError(f"status is {status!r}; expected any of {', '.join(get_args(kind))}")

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from blake3 import blake3
 
 from rollout_core.errors import Conflict
-from rollout_core.ids import canonical_json
-from rollout_core.store.codec import decode, encode
+from rollout_core.store.checks import refuse_missing, same_json
+from rollout_core.store.codec import encode
 from rollout_core.store.sql_columns import NUM_ROLLOUT
 from rollout_core.store.sql_dialect import Transaction
 from rollout_core.store.sql_rows import (
@@ -20,7 +20,6 @@ from rollout_core.store.sql_rows import (
     config_json,
     load_attempts,
     load_rollouts,
-    refuse_missing,
     rollout_model,
     rollout_of,
     save_rollouts,
@@ -94,7 +93,7 @@ def enqueue(tx: Transaction, requests: Sequence[NewRollout]) -> list[Rollout]:
             stored_json = known[request.rollout_id].input_json
         else:
             stored_json = fresh.setdefault(request.rollout_id, request).input_json
-        if request.input_json != stored_json and not _same_json(request.input_json, stored_json):
+        if not same_json(request.input_json, stored_json):
             raise Conflict(
                 f"rollout {request.rollout_id} exists with another input; one id stands for one input, use a new id"
             )
@@ -224,11 +223,6 @@ def _find_known(tx: Transaction, rollout_ids: list[str]) -> dict[str, _Known]:
         return {}
     found = tx.rows(ROLLOUTS_WITH_ATTEMPT + " WHERE r.rollout_id {in_texts}", tx.texts(rollout_ids))
     return {row[1]: _Known(rollout_model(row), row[NUM_ROLLOUT]) for row in found}
-
-
-def _same_json(left: str, right: str) -> bool:
-    """Whether two texts are the same value but for the order of keys; 1, 1.0 and true are three values."""
-    return canonical_json(decode(left)) == canonical_json(decode(right))
 
 
 def _insert(tx: Transaction, requests: Sequence[NewRollout], status: RolloutStatus) -> list[RolloutState]:

@@ -4,24 +4,9 @@ from __future__ import annotations
 
 import secrets
 
-from pydantic import TypeAdapter, ValidationError
-
-from rollout_core.errors import ConfigError
-from rollout_core.store.codec import encode
-from rollout_core.store.resources import NamedResources, ResourcesUpdate
+from rollout_core.store.resources import ResourcesUpdate
 from rollout_core.store.sql_dialect import Transaction
 from rollout_core.store.sql_rows import resources_model
-
-_NAMED_RESOURCES = TypeAdapter(NamedResources)
-
-
-def resources_json(resources: NamedResources) -> str:
-    """Check and encode named resources, outside of the transaction. Raises ConfigError if they are not resources."""
-    try:
-        checked = _NAMED_RESOURCES.validate_python(resources)
-    except ValidationError as error:
-        raise ConfigError(f"not valid resources: {error}") from error
-    return encode(_NAMED_RESOURCES.dump_python(checked), "resources")
 
 
 def add_resources(tx: Transaction, resources: str) -> ResourcesUpdate:

@@ -6,18 +6,21 @@ writes back once, together with all others of its batch.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import orjson
 
 from rollout_core.errors import NotFound
 from rollout_core.store import lifecycle
+from rollout_core.store.checks import refuse_missing
 from rollout_core.store.codec import decode, encode, model_fields
 from rollout_core.store.resources import ResourcesUpdate
+from rollout_core.store.span_fields import num_nulls
 from rollout_core.store.spans import Span
-from rollout_core.store.sql_columns import NUM_ROLLOUT, SPAN
+from rollout_core.store.sql_columns import BODY, NUM_ROLLOUT, SPAN
 from rollout_core.store.sql_dialect import Transaction
 from rollout_core.store.types import Attempt, AttemptedRollout, Rollout, RolloutConfig, RolloutStatus, Worker
 
@@ -27,9 +30,9 @@ ROLLOUTS_WITH_ATTEMPT = (
     " LEFT JOIN attempts a ON a.rollout_key = r.key AND a.sequence_id = r.attempt_count"
 )
 """All there is to know of rollouts, as ``rollout_model`` reads it; a WHERE follows."""
-_SPAN_COLUMN_FIELDS = frozenset(
-    ["rollout_id", "attempt_id", "span_id", "sequence_id", "trace_id", "parent_id", "name", "start_time", "end_time"]
-)
+_SPAN_COLUMNS = [column.removeprefix("s.") for column in SPAN.split(", ")[:BODY]]
+"""The fields of a span that have columns of their own, the rollout's id left out."""
+_columns_of = itemgetter(*_SPAN_COLUMNS)
 
 
 @dataclass(slots=True)
@@ -96,14 +99,6 @@ def load_rollouts(tx: Transaction, rollout_ids: Iterable[str]) -> dict[str, Roll
     states = {row[1]: RolloutState(*row) for row in found}
     refuse_missing(wanted, states)
     return states
-
-
-def refuse_missing(wanted: Iterable[str], found: Container[str]) -> None:
-    """Raise NotFound if a wanted rollout was not found."""
-    missing = [rollout_id for rollout_id in wanted if rollout_id not in found]
-    if missing:
-        others = f" (and {len(missing) - 1} others asked for)" if len(missing) > 1 else ""
-        raise NotFound(f"rollout {missing[0]}{others} does not exist in this store")
 
 
 def load_attempts(tx: Transaction, states: Iterable[RolloutState]) -> dict[tuple[int, int], Attempt]:
@@ -223,23 +218,13 @@ def attempt_model(rollout_id: str, columns: Sequence[Any]) -> Attempt:
     )
 
 
-def span_columns(span: Span) -> tuple[Any, ...]:
-    """A span in the order of ``sql_columns.SPAN``. Raises ConfigError if JSON cannot hold it."""
-    body = {name: value for name, value in span.__dict__.items() if name not in _SPAN_COLUMN_FIELDS}
-    if span.__pydantic_extra__:
-        body.update(span.__pydantic_extra__)
-    return (
-        span.attempt_id,
-        span.span_id,
-        span.sequence_id,
-        span.trace_id,
-        span.parent_id,
-        span.name,
-        span.start_time,
-        span.end_time,
-        encode(body, f"span {span.name}", model_fields),
-        None,
-    )
+def span_columns(span: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A span, given as its ``SpanFields``, in the order of ``sql_columns.SPAN``. Raises ConfigError if JSON cannot hold
+    it."""
+    body = dict(span)
+    for name in ("rollout_id", *_SPAN_COLUMNS):
+        del body[name]
+    return (*_columns_of(span), encode(body, f"span {span['name']}", model_fields, num_nulls(body)), None)
 
 
 def span_model(rollout_id: str, columns: Sequence[Any]) -> Span:
@@ -265,9 +250,6 @@ def span_json(rollout_id: str, columns: Sequence[Any]) -> bytes:
     *fields, body, _ = columns
     head = orjson.dumps({"rollout_id": rollout_id, **dict(zip(_SPAN_COLUMNS, fields, strict=True))})
     return b"%b,%b" % (head[:-1], body.encode()[1:])
-
-
-_SPAN_COLUMNS = [column.removeprefix("s.") for column in SPAN.split(", ")[:-2]]
 
 
 def resources_model(columns: Sequence[Any]) -> ResourcesUpdate:

@@ -10,9 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from rollout_core.config import CONFIG_KINDS, TrainGRPOConfig, TrainPPOConfig, TrainRMConfig, load_config
+from rollout_core.config import (
+    CONFIG_KINDS,
+    NightlyConfig,
+    TrainGRPOConfig,
+    TrainPPOConfig,
+    TrainRMConfig,
+    load_config,
+    parse_config,
+)
 from rollout_core.errors import ConfigError
-from rollout_core.plan import plan_on_policy
+from rollout_core.plan import plan_nightly, plan_on_policy
 from rollout_core.preference_plan import plan_kto, plan_pairs
 from tests.flows.conftest import objects, snapshots_of
 
@@ -102,6 +110,64 @@ def test_a_reward_model_rewards_the_completions_of_another_run(
     )
     [reward] = train_ppo(config)["rewards"]
     assert reward != 0.0
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("variant", ["dpo", "rm and grpo"])
+def test_the_nightly_flow_learns_from_pairs(
+    variant, tiny_model, sorting_task, preference_data, small_nightly, prefect_server
+):
+    from flows.nightly import nightly
+
+    learner = {
+        "minibatch_size": 16,
+        "optimizer": {"lr": 1e-3},
+        "dataset": {"path": str(preference_data["pairs"])},
+        "packing": {"max_seq_len": 64},
+    }
+    document = {**small_nightly, "run": {"name": variant.replace(" ", "-")}}
+    ppo = document.pop("ppo")
+    if variant == "dpo":
+        document["dpo"] = {**learner, "budget": {"max_steps": 6}}
+    else:
+        document["rm"] = {**learner, "budget": {"max_steps": 6}}
+        sizes = {
+            "iterations": 1,
+            "prompts_per_iteration": 4,
+            "samples_per_prompt": 4,
+            "minibatch_size": 16,
+            "epochs": 1,
+        }
+        document["grpo"] = {**ppo, **sizes}
+    config = parse_config(document, NightlyConfig)
+    assert plan_nightly(config, PROJECT)["rm rows" if config.rm else "dpo rows"] == 96
+    result = nightly(config)
+    assert list(result["held_out"]) == ["before", "after SFT", "after DPO" if variant == "dpo" else "after GRPO"]
+    stages = [row["stage"] for row in result["stages"]]
+    learnt = ["dpo_update"] if variant == "dpo" else ["rm_update", "grpo_update"]
+    assert [name for name in stages if name.endswith("_update")] == ["sft_update", *learnt]
+    assert result["rewards"] == []
+    folder = Path(result["report"])
+    assert {file.name for file in folder.iterdir()} == {"index.html", "reward.png", "sft-loss.png"}
+    assert {row["state"] for row in nightly(config)["stages"]} == {"cached", "checked"}
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"dpo", "ppo"}, "exactly one of the tables ppo, grpo and dpo; got ppo and dpo"),
+        (set(), "exactly one of the tables ppo, grpo and dpo; got none"),
+        ({"dpo", "rm"}, "the table rm is for ppo and grpo"),
+    ],
+)
+def test_a_nightly_run_has_one_algorithm_after_sft(small_nightly, preference_data, tables, message):
+    learner = {"optimizer": {"lr": 1e-3}, "dataset": {"path": str(preference_data["pairs"])}}
+    document = {**small_nightly, "dpo": learner, "rm": learner}
+    with pytest.raises(ConfigError, match=message):
+        parse_config(
+            {key: value for key, value in document.items() if key in tables or key not in ("dpo", "ppo", "rm")},
+            NightlyConfig,
+        )
 
 
 @pytest.mark.server

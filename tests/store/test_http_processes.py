@@ -17,6 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
+from rollout_core.errors import Recoverable
 from rollout_core.store import AttemptedRollout, LightningStoreClient, SqlLightningStore
 
 ROOT = Path(__file__).parents[2]
@@ -72,46 +73,77 @@ def database(request, url, tmp_path) -> str:
     return url if request.param == "sqlite" else request.getfixturevalue("postgres").database_of(tmp_path)
 
 
+class Crew:
+    """Worker processes, and what was acknowledged to them."""
+
+    def __init__(self, address: str) -> None:
+        self.acknowledged: list[list[str]] = []
+        self._workers = [start(str(CHILD), address, f"w{n}") for n in range(NUM_WORKERS)]
+        self._readers = [threading.Thread(target=self._read, args=(worker,), daemon=True) for worker in self._workers]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, worker: subprocess.Popen[str]) -> None:
+        assert worker.stdout is not None
+        for line in worker.stdout:
+            self.acknowledged.append(line.split())
+
+    async def finish(self) -> None:
+        """Have them finish what they have begun."""
+        for worker in self._workers:
+            assert worker.stdin is not None
+            worker.stdin.write("stop\n")
+            worker.stdin.flush()
+        for worker, reader in zip(self._workers, self._readers, strict=True):
+            await asyncio.to_thread(reader.join, 60)
+            assert worker.wait(60) == 0
+
+    async def check(self, client: LightningStoreClient, at_least: int) -> None:
+        """Nothing that was acknowledged is lost or was done twice, and nothing is held by nobody."""
+        assert list(await client.query_rollouts(status_in=["preparing", "running"])) == []
+        stored = {rollout.rollout_id: rollout for rollout in await client.query_rollouts()}
+        spans = {span.span_id for span in await client.query_many_spans(list(stored))}
+        counts = dict.fromkeys(("enqueued", "claimed", "span", "succeeded"), 0)
+        for kind, rollout_id, *details in self.acknowledged:
+            counts[kind] += 1
+            rollout = stored[rollout_id]
+            if kind == "claimed":
+                assert isinstance(rollout, AttemptedRollout)
+                assert (rollout.attempt.attempt_id, rollout.attempt.sequence_id) == (details[0], 1)
+            elif kind == "span":
+                assert details[0] in spans
+            elif kind == "succeeded":
+                assert rollout.status == "succeeded"
+        assert min(counts.values()) >= at_least, counts
+        for kind in ("claimed", "enqueued"):
+            ids = [rollout_id for what, rollout_id, *_ in self.acknowledged if what == kind]
+            assert len(ids) == len(set(ids)), f"a rollout was {kind} twice"
+        assert len(stored) == counts["enqueued"], "nothing was enqueued twice"
+
+
+async def wait_until_succeeded(client: LightningStoreClient, count: int) -> None:
+    while (await client.query_rollouts(status_in=["succeeded"], limit=1)).total < count:
+        await asyncio.sleep(0.02)
+
+
 async def test_nothing_acknowledged_is_lost_when_servers_are_killed(database):
     port = str(free_port())
     server, address = serve(database, "--port", port)
-    workers = [start(str(CHILD), address, f"w{n}") for n in range(NUM_WORKERS)]
-    acknowledged: list[list[str]] = []
-    readers = [threading.Thread(target=_read_all, args=(worker, acknowledged), daemon=True) for worker in workers]
-    for reader in readers:
-        reader.start()
+    crew = Crew(address)
     async with LightningStoreClient(address, retry_delays=(0.05,) * 600, health_retry_delays=()) as client:
         num_done = 0
         for _ in range(NUM_KILLS):
             # Let some work be done between any two kills, then strike in the midst of it.
             num_done += 20
-            while (await client.query_rollouts(status_in=["succeeded"], limit=1)).total < num_done:
-                await asyncio.sleep(0.02)
+            await wait_until_succeeded(client, num_done)
             server.send_signal(signal.SIGKILL)
             await asyncio.to_thread(server.communicate)
             num_done = max(num_done, await _count_succeeded(database))
             server, _ = await asyncio.to_thread(serve, database, "--port", port)
-        for worker in workers:
-            assert worker.stdin is not None
-            worker.stdin.write("stop\n")
-            worker.stdin.flush()
-        for worker, reader in zip(workers, readers, strict=True):
-            await asyncio.to_thread(reader.join, 60)
-            assert worker.wait(60) == 0
-        # What is left is queued: nothing is held by nobody.
-        stuck = await client.query_rollouts(status_in=["preparing", "running"])
-        assert list(stuck) == []
-        stored = {rollout.rollout_id: rollout for rollout in await client.query_rollouts()}
-        spans = {span.span_id for span in await client.query_many_spans(list(stored))}
+        await crew.finish()
+        await crew.check(client, 20 * NUM_KILLS)
     server.send_signal(signal.SIGTERM)
     assert server.wait(20) == 0
-    _check(acknowledged, stored, spans)
-
-
-def _read_all(process: subprocess.Popen[str], lines: list[list[str]]) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        lines.append(line.split())
 
 
 async def _count_succeeded(database: str) -> int:
@@ -119,23 +151,29 @@ async def _count_succeeded(database: str) -> int:
         return (await store.query_rollouts(status_in=["succeeded"], limit=0)).total
 
 
-def _check(acknowledged, stored, spans) -> None:
-    counts = dict.fromkeys(("enqueued", "claimed", "span", "succeeded"), 0)
-    for kind, rollout_id, *details in acknowledged:
-        counts[kind] += 1
-        rollout = stored[rollout_id]
-        if kind == "claimed":
-            assert isinstance(rollout, AttemptedRollout)
-            assert (rollout.attempt.attempt_id, rollout.attempt.sequence_id) == (details[0], 1)
-        elif kind == "span":
-            assert details[0] in spans
-        elif kind == "succeeded":
-            assert rollout.status == "succeeded"
-    assert min(counts.values()) >= 20 * NUM_KILLS, counts
-    for kind in ("claimed", "enqueued"):
-        ids = [rollout_id for what, rollout_id, *_ in acknowledged if what == kind]
-        assert len(ids) == len(set(ids)), f"a rollout was {kind} twice"
-    assert len(stored) == counts["enqueued"], "nothing was enqueued twice"
+async def test_nothing_acknowledged_is_lost_when_postgres_is_killed_under_a_server(postgres, tmp_path):
+    server, address = serve(postgres.database_of(tmp_path), "--port", "0")
+    assert server.stderr is not None
+    # It has much to log; a full pipe would stop it.
+    threading.Thread(target=server.stderr.read, daemon=True).start()
+    crew = Crew(address)
+    async with LightningStoreClient(address, retry_delays=(0.05,) * 600, health_retry_delays=()) as client:
+        num_done = 0
+        for _ in range(NUM_KILLS):
+            num_done += 20
+            await wait_until_succeeded(client, num_done)
+            postgres.stop(at_once=True)
+            async with LightningStoreClient(address, retry_delays=()) as hasty:
+                assert await hasty.is_healthy(), "the server is there, its database is not"
+                with pytest.raises(Recoverable, match="could not do this now"):
+                    await hasty.query_rollouts()
+                with pytest.raises(Recoverable):
+                    await hasty.start_rollout("refused")
+            postgres.start()  # not in a thread: it would end with it
+            num_done = max(num_done, (await client.query_rollouts(status_in=["succeeded"], limit=1)).total)
+        await crew.finish()
+        await crew.check(client, 20 * NUM_KILLS)
+    assert server.poll() is None, "it was never started again"
 
 
 async def test_two_servers_on_one_postgres_serve_one_queue(postgres, tmp_path):
@@ -220,3 +258,13 @@ def test_bad_arguments_end_with_2_and_a_reason(tmp_path, options, reason):
     given = [option.replace("{folder}", str(tmp_path)) for option in options]
     result = CliRunner().invoke(app, ["store", "serve", *given], env={"COLUMNS": "200"})
     assert (result.exit_code, reason in result.output) == (2, True), result.output
+
+
+def test_a_database_that_is_away_ends_the_server_with_one_line(tmp_path):
+    command = ["-c", "from flows.cli import main; main()", "store", "serve", "--port", "0", "--database"]
+    for address in ("postgresql://user:secret@127.0.0.1:1/store", f"postgresql://user:secret@/store?host={tmp_path}"):
+        process = start(*command, address)
+        output, errors = process.communicate(timeout=60)
+        assert (process.returncode, output) == (1, "")
+        [line] = errors.splitlines()
+        assert "could not do this now" in line and "secret" not in line

@@ -14,15 +14,26 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from rollout_core.errors import ConfigError, Conflict, CorruptObject, Fatal, MissingObject, NotFound, Recoverable
+from rollout_core.errors import (
+    ConfigError,
+    Conflict,
+    CorruptObject,
+    Fatal,
+    MissingObject,
+    NotFound,
+    Recoverable,
+    UnknownOutcome,
+)
 from rollout_core.store import (
     AttemptUpdate,
     EnqueueRolloutRequest,
     InMemoryLightningStore,
+    LightningStore,
     LightningStoreClient,
     LightningStoreServer,
     SqlLightningStore,
 )
+from rollout_core.store.forwarding import ForwardingLightningStore
 from rollout_core.store.http import listening, wire
 from rollout_core.store.http.transport import path_part
 from tests.store.conftest import FailingStore
@@ -132,6 +143,7 @@ async def test_bad_requests_are_refused_with_their_kind(web, method, path, body,
         NotFound("no such thing"),
         Conflict("changed"),
         Recoverable("later"),
+        UnknownOutcome("perhaps"),
         Fatal("broken"),
         MissingObject("ab" * 32, "gone"),
         CorruptObject("ab" * 32, "damaged"),
@@ -295,6 +307,24 @@ async def test_slow_clients_block_nobody_and_are_cut_off(make_server, monkeypatc
         connection.close()
 
 
+async def test_replies_are_sent_at_once_on_any_event_loop():
+    """asyncio leaves small packets to wait for each other on a socket that does not say it is TCP."""
+    nodelay = asyncio.get_running_loop().create_future()
+
+    class Look(asyncio.Protocol):
+        def connection_made(self, transport):
+            connection = transport.get_extra_info("socket")
+            nodelay.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            transport.close()
+
+    listener = listening.listen("127.0.0.1", 0)
+    server = await asyncio.get_running_loop().create_server(Look, sock=listener)
+    async with server:
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        assert await nodelay
+        writer.close()
+
+
 def _tcp_state(connection: socket.socket) -> int:
     return struct.unpack("B", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1))[0]
 
@@ -388,6 +418,53 @@ async def test_writes_whose_answers_are_lost_are_done_once(cut, make):
     assert cutter.num_cut == 9
 
 
+class LosingStore(ForwardingLightningStore):
+    """A store that loses its database just as writes are committed, ``num_to_lose`` times."""
+
+    def __init__(self, store: LightningStore) -> None:
+        self.store = store
+        self.num_to_lose = 0
+
+    def backend(self) -> LightningStore:
+        return self.store
+
+    async def forward(self, name: str, /, *args, **kwargs):
+        result = await super().forward(name, *args, **kwargs)
+        if self.num_to_lose:
+            self.num_to_lose -= 1
+            raise UnknownOutcome("the database was lost")
+        return result
+
+    async def close(self) -> None:
+        await self.store.close()
+
+
+async def test_writes_that_the_store_is_unsure_of_are_done_once(make_server, url, make):
+    losing = LosingStore(SqlLightningStore.from_url(url))
+    server = await make_server(losing)
+    store = losing.store
+    async with LightningStoreClient(server.endpoint, retry_delays=(0.01,) * 5) as client:
+        losing.num_to_lose = 2
+        queued = await client.enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(3)])
+        losing.num_to_lose = 2
+        claimed = await client.dequeue_many_rollouts(limit=2)
+        assert [item.rollout_id for item in claimed] == [item.rollout_id for item in queued[:2]]
+        assert len(await store.query_rollouts(status_in=["preparing"])) == 2
+        losing.num_to_lose = 1
+        await client.add_many_spans([make.span(claimed[0])])
+        assert len(await store.query_spans(claimed[0].rollout_id)) == 1
+        losing.num_to_lose = 1
+        ids = claimed[0].rollout_id, claimed[0].attempt.attempt_id
+        assert (await client.update_attempt(*ids, status="succeeded", fenced=True)).status == "succeeded"
+        for call in (client.start_rollout("x"), client.start_attempt(queued[2].rollout_id), client.add_resources({})):
+            losing.num_to_lose = 1
+            with pytest.raises(UnknownOutcome, match="the database was lost"):
+                await call
+        assert len(await store.query_rollouts()) == 4
+        assert (await store.get_latest_attempt(queued[2].rollout_id)).sequence_id == 1
+        assert len(await store.query_resources()) == 1
+
+
 async def test_a_claim_survives_the_server_that_made_it(server):
     await server.store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(3)])
     # What another server would see: the claim is in the database, and nobody remembers its answer.
@@ -403,7 +480,7 @@ async def test_a_claim_survives_the_server_that_made_it(server):
 async def test_a_write_that_must_not_be_repeated_is_refused_by_a_server_that_does_not_know(server, web):
     headers = {wire.KEY_HEADER: "k", wire.REPEATED_HEADER: "final"}
     status, answer = await ask(web, "POST", f"{AGL}/rollouts", json={"input": 1}, headers=headers)
-    assert (status, answer["error"]) == (503, "Recoverable") and "look before you repeat" in answer["detail"]
+    assert (status, answer["error"]) == (503, "UnknownOutcome") and "look before you repeat" in answer["detail"]
     assert (await ask(web, "GET", f"{AGL}/rollouts"))[1]["total"] == 0
 
 

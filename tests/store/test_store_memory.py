@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import multiprocessing
 import pickle
 import threading
+from inspect import iscoroutinefunction
 
 import pytest
 
@@ -16,6 +18,7 @@ from rollout_core.store import (
     AttemptUpdate,
     EnqueueRolloutRequest,
     InMemoryLightningStore,
+    LightningStore,
     LightningStoreThreaded,
     RolloutConfig,
     SqlLightningStore,
@@ -258,10 +261,28 @@ async def test_the_threaded_store_adds_thread_safety_to_the_capabilities(url):
         rollout = await store.enqueue_rollout(1)
         async with pickle.loads(pickle.dumps(store)) as copied:  # noqa: S301 - our own bytes
             assert await copied.get_rollout_by_id(rollout.rollout_id) == rollout
-        claimed = await store.claim_rollouts("claim-1")
-        assert await store.claim_rollouts("claim-1", repeated=True) == claimed, "the store's own memory of claims"
-        await store.release_rollouts(claimed)
-        assert (await store.get_rollout_by_id(rollout.rollout_id)).status == "queuing"
+
+
+async def test_the_threaded_store_passes_on_what_the_store_does_better_than_the_contract(url, make):
+    """Claims are remembered, released claims leave no attempt, and JSON comes straight from the table."""
+    async with LightningStoreThreaded(SqlLightningStore.from_url(url)) as store:
+        first, second = [await store.enqueue_rollout(n) for n in range(2)]
+        [claimed] = await store.claim_rollouts("claim", worker_id="w")
+        assert list(await store.claim_rollouts("claim", worker_id="w", repeated=True)) == [claimed]
+        await store.release_rollouts([claimed])
+        [again] = await store.dequeue_many_rollouts()
+        assert (again.rollout_id, again.attempt.sequence_id) == (first.rollout_id, 1)
+        await store.add_span(make.span(again))
+        page = await store.query_spans_json(again.rollout_id, limit=1)
+        assert page == await store.store.query_spans_json(again.rollout_id, limit=1)
+        assert json.loads(page)["total"] == 1
+        assert (await store.get_rollout_by_id(second.rollout_id)).status == "queuing"
+
+
+async def test_every_coroutine_of_the_contract_is_passed_on():
+    coroutines = {name for name, value in vars(LightningStore).items() if iscoroutinefunction(value)}
+    inherited = {name for name in coroutines if getattr(LightningStoreThreaded, name) is getattr(LightningStore, name)}
+    assert inherited == {"__aenter__", "__aexit__"}
 
 
 async def test_a_store_in_memory_is_not_pickled_into_another():

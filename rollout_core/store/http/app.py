@@ -17,12 +17,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rollout_core.errors import ConfigError, NotFound, Recoverable
+from rollout_core.errors import ConfigError, NotFound, Recoverable, UnknownOutcome
 from rollout_core.store.base import LightningStore
 from rollout_core.store.codec import encode_stored
 from rollout_core.store.http import wire
 from rollout_core.store.http.bodies import BodyLimits, read_body
 from rollout_core.store.http.description import describe
+from rollout_core.store.http.errors import Unauthorized, Unprocessable, error_body, status_of
 from rollout_core.store.http.memo import Memo
 from rollout_core.store.http.metrics import Metrics
 from rollout_core.store.http.operations import OPERATIONS, Call, Operation
@@ -65,9 +66,9 @@ def create_app(
     metrics = Metrics() if settings.prometheus else None
     memo = Memo()
     app = FastAPI(title="LightningStore", lifespan=lifespan, redirect_slashes=False)
-    # One raw endpoint an operation: bodies are read, checked and written here, once, without FastAPI's own passes.
+    # Plain routes: bodies are read, checked and written here, once, without FastAPI's own passes.
     for operation in OPERATIONS:
-        app.add_api_route(
+        app.add_route(
             operation.path,
             _endpoint(store, operation, limits, memo),
             methods=[operation.method],
@@ -81,14 +82,14 @@ def create_app(
     async def traces(request: Request) -> Response:
         return await receive_traces(store, request.scope, request.receive, limits)
 
-    app.add_api_route(HEALTH_PATH, health, methods=["GET"], include_in_schema=False)
-    app.add_api_route(wire.TRACES_PATH, traces, methods=["POST"], name="traces", include_in_schema=False)
+    app.add_route(HEALTH_PATH, health, methods=["GET"], include_in_schema=False)
+    app.add_route(wire.TRACES_PATH, traces, methods=["POST"], name="traces", include_in_schema=False)
     if metrics is not None:
 
         async def show_metrics(request: Request) -> Response:
             return await metrics.show(store)
 
-        app.add_api_route(METRICS_PATH, show_metrics, methods=["GET"], include_in_schema=False)
+        app.add_route(METRICS_PATH, show_metrics, methods=["GET"], include_in_schema=False)
     app.add_exception_handler(HTTPException, _say_http_error)
     app.openapi = lambda: describe(app.title, OPERATIONS)  # pyright: ignore[reportAttributeAccessIssue]
     app.add_middleware(_Gate, api_key=settings.api_key, metrics=metrics)
@@ -113,7 +114,7 @@ def _endpoint(
             if call.key is None or not operation.remembered:
                 return await _answer(store, operation, call)
             if call.final and not memo.known(call.key):
-                raise Recoverable(
+                raise UnknownOutcome(
                     "the connection was lost while this was sent, and this server does not know whether it was done; "
                     "look before you repeat it"
                 )
@@ -158,13 +159,13 @@ def _unprocessable(error: ValidationError) -> ConfigError:
     problems = error.errors(include_url=False, include_context=False, include_input=False)
     # A body may have a million places.
     lines = [f"{'.'.join(map(str, problem['loc'])) or 'body'}: {problem['msg']}" for problem in problems[:20]]
-    kind = ConfigError if problems[0]["type"] == "json_invalid" else wire.Unprocessable
+    kind = ConfigError if problems[0]["type"] == "json_invalid" else Unprocessable
     return kind(f"not a valid request: {'; '.join(lines)}", lines)
 
 
 def error_reply(error: Exception) -> Response:
     """The reply that says ``error``; what nobody foresaw is logged."""
-    status = wire.status_of(error)
+    status = status_of(error)
     if status >= 500:
         logger.error("a request failed: %s", error, exc_info=error if status == 500 else None)
     headers: dict[str, str] = {}
@@ -172,7 +173,7 @@ def error_reply(error: Exception) -> Response:
         headers["retry-after"] = str(max(1, round(error.hint.delay_seconds)))
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(wire.error_body(error), status, headers, media_type=wire.JSON)
+    return Response(error_body(error), status, headers, media_type=wire.JSON)
 
 
 async def _say_http_error(request: Request, error: Exception) -> Response:
@@ -197,7 +198,7 @@ class _Gate:
         # Ids may hold slashes. So routes are matched before %2F is decoded, and endpoints decode their parts.
         scope["path"] = scope["raw_path"].decode("latin-1")
         if not self._is_allowed(scope):
-            reply = error_reply(wire.Unauthorized("no valid API key; send it as Authorization: Bearer KEY"))
+            reply = error_reply(Unauthorized("no valid API key; send it as Authorization: Bearer KEY"))
             return await reply(scope, receive, send)
         if self._metrics is None:
             return await self._app(scope, receive, send)

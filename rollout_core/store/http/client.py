@@ -13,11 +13,11 @@ from pydantic import BaseModel, TypeAdapter
 
 from rollout_core.errors import ConfigError, Conflict, Recoverable
 from rollout_core.store.base import LightningStore
+from rollout_core.store.checks import resources_json
 from rollout_core.store.http import wire
 from rollout_core.store.http.transport import Repeat, Transport, TransportSettings, path_part
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
 from rollout_core.store.spans import Span
-from rollout_core.store.sql_resources import resources_json
 from rollout_core.store.types import (
     UNSET,
     Attempt,
@@ -225,7 +225,7 @@ class LightningStoreClient(LightningStore):
     # Spans
 
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
-        reply = await self._post("/spans/batch", {"spans": list(spans)}, "span", Repeat.KNOWN)
+        reply = await self._transport.post(wire.PREFIX + "/spans/batch", wire.dump_spans(spans), Repeat.KNOWN)
         duplicates = set(wire.SpansReply.model_validate_json(reply).duplicates)
         return [span for place, span in enumerate(spans) if place not in duplicates]
 

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from rollout_core.store.http import wire
+from rollout_core.store.http.errors import ErrorBody
 from rollout_core.store.http.operations import Operation
 
 _ERRORS = {
@@ -28,7 +29,7 @@ _ERRORS = {
 def describe(title: str, operations: Sequence[Operation]) -> dict[str, Any]:
     """The whole description, as JSON."""
     wanted = [(operation, mode, adapter) for operation in operations for mode, adapter in _adapters(operation)]
-    error = TypeAdapter(wire.ErrorBody)
+    error = TypeAdapter(ErrorBody)
     schemas, definitions = TypeAdapter.json_schemas(
         [*wanted, ("error", "serialization", error)], ref_template="#/components/schemas/{model}"
     )

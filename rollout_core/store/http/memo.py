@@ -32,7 +32,8 @@ class Memo:
     async def once(self, key: str, call: Callable[[], Awaitable[Response]]) -> Response:
         """The reply to the call of this key: of the first one, should there be several.
 
-        A call that raises is forgotten, for it has changed nothing. A client that goes away does not stop a call.
+        A call that raises is forgotten: it has changed nothing, or does not know. A client that goes away does not stop
+        a call.
         """
         entry = self._entries.get(key)
         if entry is None:

@@ -251,19 +251,8 @@ async def _add_span(store: LightningStore, call: Call) -> Any:
 @_operation("POST", "/spans/batch", takes=wire.SpansRequest, gives=wire.SpansReply, status=201)
 async def _add_spans(store: LightningStore, call: Call) -> Any:
     """Store spans, all or none; the places of duplicates, which are left out."""
-    spans = call.body.spans
-    added = await store.add_many_spans(spans)
-    if len(added) == len(spans):
-        return {"duplicates": []}
-    # What was added is in order, so both lists can be walked together.
-    rest = [(span.rollout_id, span.attempt_id, span.span_id) for span in reversed(added)]
-    duplicates: list[int] = []
-    for place, span in enumerate(spans):
-        if rest and rest[-1] == (span.rollout_id, span.attempt_id, span.span_id):
-            rest.pop()
-        else:
-            duplicates.append(place)
-    return {"duplicates": duplicates}
+    is_new = await store.add_span_fields(call.body.spans)
+    return {"duplicates": [place for place, new in enumerate(is_new) if not new]}
 
 
 @_query("/spans", takes=wire.SpansQuery, gives=PaginatedResult[Span])

@@ -33,6 +33,7 @@ from rollout_core.errors import ConfigError, NotFound, Recoverable
 from rollout_core.store.base import LightningStore
 from rollout_core.store.http import wire
 from rollout_core.store.http.bodies import BodyLimits, read_body
+from rollout_core.store.http.errors import WrongMediaType, status_of
 from rollout_core.store.semconv import LightningResourceAttributes as Keys
 from rollout_core.store.spans import (
     Attributes,
@@ -62,7 +63,7 @@ async def receive_traces(store: LightningStore, scope: Scope, receive: Receive, 
     packed = "gzip" in headers.get(b"content-encoding", "") or "gzip" in headers.get(b"accept-encoding", "")
     try:
         if media_type not in (PROTOBUF, wire.JSON):
-            raise wire.WrongMediaType(f"content-type is {media_type!r:.100}; expected {PROTOBUF} or {wire.JSON}")
+            raise WrongMediaType(f"content-type is {media_type!r:.100}; expected {PROTOBUF} or {wire.JSON}")
         request = parse_request(await read_body(scope, receive, limits), media_type)
         rejected = await store_spans(store, request)
     except ClientDisconnect:
@@ -265,7 +266,7 @@ def _value(value: AnyValue) -> Any:
 
 def _refusal(error: Exception, media_type: str) -> Response:
     """An error as OTLP has it: a ``Status`` in the encoding of the request; 503 asks for another try."""
-    status = wire.status_of(error)
+    status = status_of(error)
     if status >= 500:
         logger.error("an OTLP request failed: %s", error, exc_info=error if status == 500 else None)
     # Exporters give up on what is final, and 422 is no status of the protocol.

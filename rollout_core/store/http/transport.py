@@ -21,8 +21,9 @@ from urllib.parse import quote, urlsplit
 import aiohttp
 from yarl import URL
 
-from rollout_core.errors import ConfigError, Recoverable
+from rollout_core.errors import ConfigError, Recoverable, UnknownOutcome
 from rollout_core.store.http import wire
+from rollout_core.store.http.errors import error_from
 
 logger = logging.getLogger(__name__)
 
@@ -131,13 +132,15 @@ class Transport:
                 return await self._send_once(method, path, data, headers)
             except _NoAnswer as error:
                 failure: Exception = error
-                if error.sent and repeat is not Repeat.HARMLESS:
-                    headers[wire.REPEATED_HEADER] = "final" if repeat is Repeat.MATTERS else "true"
+                may_be_done = error.sent
             except Recoverable as error:
-                # Our server says so only when nothing was done, or when it does not know: then it says so again.
+                # Any other kind of it says that nothing was done.
                 failure = error
-                if headers.get(wire.REPEATED_HEADER) == "final":
+                may_be_done = isinstance(error, UnknownOutcome)
+                if repeat is Repeat.MATTERS and (may_be_done or wire.REPEATED_HEADER in headers):
                     raise
+            if may_be_done and repeat is not Repeat.HARMLESS:
+                headers[wire.REPEATED_HEADER] = "final" if repeat is Repeat.MATTERS else "true"
             if not await self._wait_until_healthy(delays):
                 if isinstance(failure, Recoverable):
                     raise failure
@@ -174,7 +177,7 @@ class Transport:
             return Reply(body, reply_headers)
         if status == 408:
             raise _NoAnswer(Recoverable("the server waited too long for the body"), sent=False)
-        raise wire.error_from(status, body, f"{method} {path}")
+        raise error_from(status, body, f"{method} {path}")
 
     def _session(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()

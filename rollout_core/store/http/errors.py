@@ -1,0 +1,119 @@
+"""Errors between server and client: the status and body that say one, and the exception that the client raises."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pydantic import BaseModel, TypeAdapter
+
+from rollout_core.errors import (
+    ConfigError,
+    Conflict,
+    CorruptObject,
+    Fatal,
+    MissingObject,
+    NotFound,
+    Recoverable,
+    RolloutError,
+    UnknownOutcome,
+)
+from rollout_core.store.codec import encode_stored
+
+
+class ErrorBody(BaseModel):
+    """The body of every reply that is not a success."""
+
+    detail: str
+    """What was wrong, and what to do."""
+    error: str = "Fatal"
+    """Kind of the error, by which the client raises the same one."""
+    violations: list[str] = []
+    """One line for each thing that is wrong."""
+    content_id: str | None = None
+    """The object that is missing or damaged."""
+
+
+class _Kind(NamedTuple):
+    error: type[Exception]
+    status: int
+
+
+_KINDS = {
+    # Subclasses before their bases.
+    "MissingObject": _Kind(MissingObject, 410),
+    "CorruptObject": _Kind(CorruptObject, 410),
+    "ConfigError": _Kind(ConfigError, 400),
+    "NotFound": _Kind(NotFound, 404),
+    "Conflict": _Kind(Conflict, 409),
+    "UnknownOutcome": _Kind(UnknownOutcome, 503),
+    "Recoverable": _Kind(Recoverable, 503),
+    "Fatal": _Kind(Fatal, 503),
+    # The contract's answer for spans that a store has evicted.
+    "RuntimeError": _Kind(RuntimeError, 410),
+}
+
+
+class Unprocessable(ConfigError):
+    """JSON that is not what this request takes."""
+
+
+class TooLarge(ConfigError):
+    """A body above the server's limit."""
+
+
+class TooSlow(ConfigError):
+    """A body that did not arrive in time."""
+
+
+class WrongMediaType(ConfigError):
+    """A body of a kind that this request does not take."""
+
+
+class Unauthorized(ConfigError):
+    """No API key, or a wrong one."""
+
+
+_STATUS = {Unprocessable: 422, TooLarge: 413, TooSlow: 408, WrongMediaType: 415, Unauthorized: 401}
+
+
+def status_of(error: Exception) -> int:
+    """The HTTP status that says ``error``; 500 for what nobody foresaw."""
+    if type(error) in _STATUS:
+        return _STATUS[type(error)]
+    if isinstance(error, RuntimeError) and not isinstance(error, RolloutError):
+        return 410 if type(error) is RuntimeError else 500
+    return next((kind.status for kind in _KINDS.values() if isinstance(error, kind.error)), 500)
+
+
+def error_body(error: Exception) -> bytes:
+    """The body that says ``error``. What nobody foresaw keeps its details to itself."""
+    if status_of(error) == 500:
+        return encode_stored(ErrorBody(detail="the server failed; its log says why", error="Fatal"))
+    name = next(name for name, kind in _KINDS.items() if isinstance(error, kind.error))
+    body = ErrorBody(
+        detail=str(error),
+        error=name,
+        violations=list(getattr(error, "violations", ())),
+        content_id=getattr(error, "content_id", None),
+    )
+    return encode_stored(body)
+
+
+_ERROR_BODY = TypeAdapter(ErrorBody)
+
+
+def error_from(status: int, data: bytes, request: str) -> Exception:
+    """The error that a reply says. ``request`` names what was asked, for replies of servers that are not ours."""
+    try:
+        body = _ERROR_BODY.validate_json(data)
+    except ValueError:
+        body = ErrorBody(detail=data[:200].decode(errors="replace"), error="")
+    kind = _KINDS.get(body.error)
+    if kind is None:
+        text = f"{request}: the server answered {status}: {body.detail}"
+        return Recoverable(text) if status >= 500 else ConfigError(text)
+    if kind.error in (MissingObject, CorruptObject):
+        return kind.error(body.content_id or "", body.detail)
+    if kind.error is ConfigError:
+        return ConfigError(body.detail, body.violations)
+    return kind.error(body.detail)
