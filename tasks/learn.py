@@ -16,11 +16,13 @@ from rollout_core.config import (
     GRPOSettings,
     IPOSettings,
     KTOSettings,
+    OnPolicySettings,
     PPOSettings,
     RewardModelSettings,
     SFTSettings,
+    identity,
 )
-from rollout_core.ids import ContentId
+from rollout_core.ids import ContentId, content_id
 from rollout_core.launch import run_update
 from rollout_core.launch.job import UpdateName
 from rollout_core.records import Checkpoint, Scores
@@ -198,7 +200,8 @@ def ppo_update(
 ) -> Checkpoint:
     """One PPO iteration over scored completions of ``model``; resumes from its last snapshot."""
     run = current_stage()
-    with _workshop(run, seed, num_threads, f"PPO {label}".strip()) as workshop:
+    series = _series(run, reference, settings)
+    with _workshop(run, seed, num_threads, f"PPO {label}".strip(), series=series) as workshop:
         checkpoint = _update(
             "ppo",
             workshop,
@@ -228,7 +231,8 @@ def grpo_update(
 ) -> Checkpoint:
     """One GRPO iteration over scored groups of completions of ``model``; resumes from its last snapshot."""
     run = current_stage()
-    with _workshop(run, seed, num_threads, f"GRPO {label}".strip()) as workshop:
+    series = _series(run, reference, settings)
+    with _workshop(run, seed, num_threads, f"GRPO {label}".strip(), series=series) as workshop:
         checkpoint = _update(
             "grpo",
             workshop,
@@ -261,6 +265,11 @@ def _show_iteration(
     )
 
 
+def _series(run: StageRun, reference: ContentId, settings: OnPolicySettings) -> ContentId:
+    """Identity of the curve that the iterations of a run draw together."""
+    return content_id("series/1", [flow_run.name, run.name, reference, identity(settings)])
+
+
 def _update(name: UpdateName, workshop: Workshop, **inputs: Any) -> Any:
     """What the update returns; lines of processes of its own go to the run's log."""
     return run_update(name, workshop, on_line=stage_logger().info, **inputs)
@@ -268,7 +277,12 @@ def _update(name: UpdateName, workshop: Workshop, **inputs: Any) -> Any:
 
 @contextmanager
 def _workshop(
-    run: StageRun, seed: int, num_threads: int | None, title: str, start_from: ContentId | None = None
+    run: StageRun,
+    seed: int,
+    num_threads: int | None,
+    title: str,
+    start_from: ContentId | None = None,
+    series: ContentId | None = None,
 ) -> Iterator[Workshop]:
     last_step = 0
 
@@ -290,6 +304,8 @@ def _workshop(
             seed=seed,
             run_name=flow_run.name or "",
             start_from=start_from,
+            tracking=places.tracking_folder(),
+            series=series,
             num_threads=num_threads,
             on_step=on_step,
             on_start=on_start,

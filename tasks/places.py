@@ -61,6 +61,11 @@ def cache_folder() -> Path:
     return locations().cache
 
 
+def tracking_folder() -> Path:
+    """Local folder of trackers."""
+    return locations().tracking
+
+
 def lock_folder() -> Path:
     """Where processes of this machine that share the object storage meet to spare double work."""
     folder = _local_folder()

@@ -11,8 +11,10 @@ from accelerate import Accelerator
 from rollout_core.algorithms.checkpointing import checkpoint_layers
 from rollout_core.algorithms.evaluation import Evaluation
 from rollout_core.algorithms.loop import Algorithm, LoopHooks, train
+from rollout_core.algorithms.parallel import is_first
 from rollout_core.algorithms.resumption import Origin, Resumption
 from rollout_core.algorithms.state import TrainState
+from rollout_core.algorithms.tracking import Series, Tracking
 from rollout_core.algorithms.workshop import Workshop
 from rollout_core.config import LearnerSettings
 from rollout_core.errors import ConfigError
@@ -41,17 +43,28 @@ def train_to_end(
     if settings.gradient_checkpointing:
         checkpoint_layers(state.model, *state.modules.values())
     max_seconds = None if max_minutes is None else 60.0 * max_minutes
-    with Resumption(workshop, algorithm.name, settings, tokenizer_from) as resumption:
+    series = Series(
+        folder=workshop.tracking or workshop.cache.parent / "tracking",
+        run_name=f"{workshop.run_name}-{algorithm.name}" if workshop.run_name else algorithm.name,
+        id=workshop.series or workshop.key,
+        update=workshop.key,
+    )
+    with (
+        Resumption(workshop, algorithm.name, settings, tokenizer_from) as resumption,
+        Tracking(settings.trackers if is_first() else (), series) as tracking,
+    ):
         if resumption.restore(state) is Origin.GIVEN and state.step >= algorithm.num_steps:
             raise ConfigError(
                 f"the snapshot to start from is of step {state.step}, and the budget ends at step "
                 f"{algorithm.num_steps}; raise algorithm.budget"
             )
+        tracking.catch_up({**row, **(figures or {})} for row in state.metrics)
         workshop.on_start(state.step - first_step, algorithm.num_steps - first_step)
 
         def on_step(row: dict[str, float]) -> None:
             if state.step < algorithm.num_steps:
                 resumption.after_step(state)
+            tracking.log({**row, **(figures or {})})
             workshop.on_step({**row, "step": row["step"] - first_step})
 
         hooks = LoopHooks(

@@ -25,6 +25,10 @@ class Workshop:
     """What people call the run; `rollout_core.resume` finds its snapshots by it."""
     start_from: ContentId | None = None
     """Snapshot to start from where the update has none of its own."""
+    tracking: Path | None = None
+    """Folder of trackers; default: beside the cache."""
+    series: ContentId | None = None
+    """Identity of the curve that trackers draw; default: the update's own."""
     num_threads: int | None = None
     on_step: Callable[[dict[str, float]], None] = field(default=lambda row: None)
     on_start: Callable[[int, int], None] = field(default=lambda first_step, last_step: None)

@@ -32,6 +32,7 @@ from rollout_core.config.learning import (
     PPOSettings,
     SFTSettings,
     SnapshotPolicy,
+    TrackerName,
 )
 from rollout_core.config.parsing import apply_overrides, load_config, parse_config
 from rollout_core.config.preference import (
@@ -118,6 +119,7 @@ __all__ = [
     "Settings",
     "SnapshotPolicy",
     "StoredDataset",
+    "TrackerName",
     "TrainDPOConfig",
     "TrainGRPOConfig",
     "TrainIPOConfig",

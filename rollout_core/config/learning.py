@@ -16,6 +16,7 @@ PLAIN_OPTIMIZERS = ("adamw", "adam", "sgd")
 """Known without asking torch."""
 WHOLE_MATRICES = ("Adafactor",)
 """Optimizers whose state does not have the shape of its parameter."""
+TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 AveragingRate = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -175,10 +176,12 @@ class LearnerSettings(Settings):
     """Train adapters instead of all weights. Checkpoints hold the merged weights."""
     snapshots: SnapshotPolicy = SnapshotPolicy()
     parallel: ParallelConfig = ParallelConfig()
+    trackers: tuple[TrackerName, ...] = ()
+    """Where figures go beside the checkpoint's own rows; changes nothing of what is trained."""
 
     def cache_identity(self) -> Any:
         named = super().cache_identity()
-        del named["gradient_checkpointing"]
+        del named["gradient_checkpointing"], named["trackers"]
         if self.lora is None:
             del named["lora"]
         if self.parallel.nproc == 1:

@@ -37,6 +37,8 @@ class Job(BaseModel):
     seed: int
     run_name: str
     start_from: ContentId | None
+    tracking: Path | None
+    series: ContentId | None
     num_threads: int | None
     """CPU threads of each rank."""
     nproc: int

@@ -86,6 +86,8 @@ def run_update(
             seed=workshop.seed,
             run_name=workshop.run_name,
             start_from=workshop.start_from,
+            tracking=workshop.tracking and workshop.tracking.absolute(),
+            series=workshop.series,
             num_threads=workshop.num_threads and max(1, workshop.num_threads // nproc),
             nproc=nproc,
             result=folder / "result.json",

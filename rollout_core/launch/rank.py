@@ -91,6 +91,8 @@ def run(job: Job, messenger: Messenger) -> None:
         seed=job.seed,
         run_name=job.run_name,
         start_from=job.start_from,
+        tracking=job.tracking,
+        series=job.series,
         num_threads=job.num_threads,
         on_start=lambda first, last: messenger.send("start", [first, last]) if is_first() else None,
         on_step=lambda row: messenger.send("step", row) if is_first() else None,

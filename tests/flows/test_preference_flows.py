@@ -237,6 +237,12 @@ def test_dry_run_says_what_the_data_gives(kind, tiny_model, preference_data):
         ("rm", {"algorithm.head": "linear"}, r"algorithm\.head: .*got 'linear'"),
         ("dpo", {"algorithm.packing.max_seq_len": 9999}, r"max_seq_len: 9999 tokens, but the model has 256 positions"),
         ("dpo", {"algorithm.dataset.path": "none.jsonl"}, r"dataset\.path: dataset 'none\.jsonl' cannot be read"),
+        (
+            "kto",
+            {"algorithm.trackers": ["wandb"]},
+            r"algorithm\.trackers: wandb is not installed; install rollout\[wandb\]",
+        ),
+        ("dpo", {"algorithm.trackers": ["wandbb"]}, r"algorithm\.trackers.*got 'wandbb'"),
         ("rm", {"algorithm.evaluation.dataset.path": "none"}, r"evaluation\.dataset\.path: dataset 'none' cannot be"),
         ("dpo", {"algorithm.reference": {"uri": "nowhere/at/all"}}, r"algorithm\.reference: model folder"),
     ],

@@ -1,0 +1,79 @@
+"""Trackers: each step once and in order, whatever happens to the process, and never at the cost of training."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from updates import ppo, rows_of, sft_rows, sft_settings, workshop
+
+from rollout_core.algorithms import tracking
+from rollout_core.algorithms.learners import sft_update
+from rollout_core.algorithms.workshop import Workshop
+from rollout_core.config import identity
+from rollout_core.datasets import to_jsonl
+from rollout_core.ids import hash_bytes
+from rollout_core.records import Checkpoint
+
+
+class Interrupted(Exception):
+    pass
+
+
+def sft(place: Workshop, model: Path) -> Checkpoint:
+    dataset = place.objects.put_bytes(to_jsonl(sft_rows(20)))
+    settings = sft_settings(trackers=("tensorboard",))
+    return sft_update(place.objects.put_tree(model), dataset, settings, place)[0]
+
+
+def told(folder: Path, figure: str = "loss") -> list[tuple[int, float]]:
+    """Steps and values in the order TensorBoard reads them."""
+    [series] = (folder / "tensorboard").iterdir()
+    events = EventAccumulator(str(series)).Reload()
+    return [(event.step, event.value) for event in events.Scalars(figure)]
+
+
+def test_a_run_that_was_interrupted_tells_each_step_once(tiny_model: Path, tmp_path: Path):
+    def stop(row: dict[str, float]) -> None:
+        if row["step"] == 5:
+            raise Interrupted
+
+    curves = tmp_path / "curves"
+    with pytest.raises(Interrupted):
+        sft(workshop(tmp_path, on_step=stop, tracking=curves, run_name="mine"), tiny_model)
+    assert [step for step, _ in told(curves)] == [1, 2, 3, 4, 5]
+    place = workshop(tmp_path, tracking=curves, run_name="mine")
+    rows = rows_of(sft(place, tiny_model), place.objects)
+    assert told(curves) == [(row["step"], pytest.approx(row["loss"])) for row in rows] and len(rows) == 6
+    assert [path.name for path in (curves / "tensorboard").iterdir()] == [f"mine-sft-{place.key[:8]}"]
+    sft(place, tiny_model)
+    assert len(told(curves)) == 6, "nor is a finished update told again"
+
+
+def test_iterations_draw_one_curve(tiny_model: Path, tmp_path: Path):
+    ppo(workshop(tmp_path, tracking=tmp_path, series=hash_bytes(b"all")), tiny_model, trackers=("tensorboard",))
+    assert [step for step, _ in told(tmp_path)] == list(range(1, 13))
+    assert len(told(tmp_path, "reward")) == 12, "figures of the whole iteration too"
+
+
+def test_a_tracker_that_fails_is_given_up_and_training_goes_on(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    class Full(tracking.TensorBoardTracker):
+        def log(self, values: dict, step: int | None = None, **kwargs) -> None:
+            if step == 3:
+                raise OSError("no space left on device")
+            super().log(values, step=step, **kwargs)
+
+    quiet = sft(workshop(tmp_path / "quiet"), tiny_model)
+    monkeypatch.setattr(tracking, "TensorBoardTracker", Full)
+    with caplog.at_level(logging.WARNING):
+        assert sft(workshop(tmp_path / "full", tracking=tmp_path / "curves"), tiny_model) == quiet
+    assert caplog.text.count("tensorboard is given up: OSError: no space left on device") == 1
+    assert [step for step, _ in told(tmp_path / "curves")] == [1, 2]
+
+
+def test_they_stay_out_of_the_cache_key():
+    assert identity(sft_settings(trackers=("tensorboard", "wandb"))) == identity(sft_settings())
