@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 
 from rollout_core.algorithms.loop import MinibatchLoss, StepFigures
+from rollout_core.algorithms.parallel import deal
 from rollout_core.algorithms.state import TrainState
 from rollout_core.config import PreferenceSettings, SFTSettings
 from rollout_core.errors import Fatal
@@ -64,16 +65,19 @@ class Evaluation(Generic[BatchT]):
 
     @torch.no_grad()
     def run(self, state: TrainState) -> dict[str, float]:
-        """``eval_loss`` over all rows, the loss of a step that had them all, and the other figures by their names."""
+        """``eval_loss`` over all rows, the loss of a step that had them all, and the other figures by their names.
+
+        Several processes share the rows. Collective.
+        """
         size, count = self._minibatch_size, self._algorithm.num_items
         batches = [self._algorithm.minibatch(range(start, min(start + size, count))) for start in range(0, count, size)]
         was_training = state.model.training
         state.model.eval()
         figures = StepFigures()
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            for batch in batches:
+            for batch, counts in deal(batches):
                 with self._accelerator.autocast():
-                    figures.add(self._algorithm.loss(batch, batches))
+                    figures.add(self._algorithm.loss(batch, batches), counts=counts)
         state.model.train(was_training)
         row = {f"{PREFIX}{name}": value for name, value in figures.row().items()}
         if not all(map(math.isfinite, row.values())):

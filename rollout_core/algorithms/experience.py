@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rollout_core.algorithms.data import epoch_order
 from rollout_core.algorithms.packing import pack_completions
+from rollout_core.algorithms.parallel import add_up, deal
 from rollout_core.algorithms.policy import Policy
 from rollout_core.config import ImportanceCorrection, OnPolicySettings
 from rollout_core.errors import Fatal
@@ -134,17 +135,18 @@ def score_completions(
     device: torch.device,
     entropy: bool = False,
 ) -> CompletionOutput:
-    """`completion_forward` over a whole batch in minibatches, without gradient, on the CPU."""
+    """`completion_forward` over a whole batch in minibatches, without gradient, on the CPU. Collective."""
     parts: dict[str, Tensor] = {}
-    for start in range(0, len(batch.mask), minibatch_size):
+    for start, counts in deal(range(0, len(batch.mask), minibatch_size)):
         rows = range(start, min(start + minibatch_size, len(batch.mask)))
         part = batch.rows(rows)
         found = completion_forward(policy, part, temperature=temperature, device=device, entropy=entropy)
         for name, values in (("logprobs", found.logprobs), ("entropy", found.entropy), ("values", found.values)):
             if values is not None:
                 whole = parts.setdefault(name, torch.zeros(batch.mask.shape))
-                whole[start : start + len(rows), : values.shape[1]] = values.float().cpu()
-    return CompletionOutput(**parts)
+                if counts:
+                    whole[start : start + len(rows), : values.shape[1]] = values.float().cpu()
+    return CompletionOutput(**{name: add_up(whole.to(device)).cpu() for name, whole in parts.items()})
 
 
 def logprob_differences(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> dict[str, float]:

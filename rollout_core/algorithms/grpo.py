@@ -6,6 +6,7 @@ the engine's own, unless a correction for the difference between engine and trai
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -85,12 +86,15 @@ class GRPO(OnPolicyUpdate):
         first_step: int,
         seed: int,
         device: torch.device,
+        parts: int = 1,
     ) -> None:
+        """parts: so many minibatches that follow each other were one before several processes shared them."""
         group_size = settings.samples_per_prompt
         super().__init__(
             policy, batch, settings, first_step=first_step, seed=seed, device=device, group_size=group_size
         )
         self._settings = settings
+        self._parts = parts
 
     def loss(self, batch: PolicyBatch, step_batches: Sequence[PolicyBatch]) -> MinibatchLoss:
         settings, device = self._settings, self._device
@@ -132,8 +136,14 @@ class GRPO(OnPolicyUpdate):
     def _share(self, batch: PolicyBatch, step_batches: Sequence[PolicyBatch]) -> float:
         """Weight of a minibatch's own mean, so that the sum over a step is the loss of the whole (bnpo: the mean)."""
         if self._settings.loss_type == "bnpo":
-            return 1.0 / len(step_batches)
+            place = next(number for number, other in enumerate(step_batches) if other is batch)
+            first = place - place % self._parts
+            minibatches = math.ceil(len(step_batches) / self._parts)
+            return self._token_share(batch, step_batches[first : first + self._parts]) / minibatches
         if self._settings.loss_type == "dapo":
-            total = sum(int(self._trained(other).sum()) for other in step_batches)
-            return int(self._trained(batch).sum()) / max(1, total)
+            return self._token_share(batch, step_batches)
         return len(batch.mask) / sum(len(other.mask) for other in step_batches)
+
+    def _token_share(self, batch: PolicyBatch, batches: Sequence[PolicyBatch]) -> float:
+        total = sum(int(self._trained(other).sum()) for other in batches)
+        return int(self._trained(batch).sum()) / max(1, total)

@@ -19,6 +19,7 @@ from rollout_core.algorithms.item_table import Mapped
 from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.losses import kto_loss
 from rollout_core.algorithms.packing import Document, PackedTokens, pack_branches
+from rollout_core.algorithms.parallel import add_up, deal
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.preference_data import Judged
 from rollout_core.config import KTOSettings
@@ -159,14 +160,17 @@ class KTO:
 
     @torch.no_grad()
     def _step_kl(self, step_batches: Sequence[JudgedBatch]) -> Tensor:
-        """Scalar, not below 0: mean log-ratio over the mismatched answers of the whole step."""
+        """Scalar, not below 0: mean log-ratio over the mismatched answers of the whole step. Collective."""
         if self._kl is None or self._kl[0] is not step_batches:
             ratios = []
-            for batch in step_batches:
+            for batch, counts in deal(step_batches):
                 tokens = batch.mismatched.to(self._device)
                 logps = tokens.row_sums(self._policy(tokens).logprobs)
-                ratios.append(logps - batch.ref_mismatched.to(logps))
-            self._kl = step_batches, torch.cat(ratios).mean().clamp(min=0)
+                found = logps - batch.ref_mismatched.to(logps)
+                ratios.append(found if counts else found[:0])
+            own = torch.cat(ratios)
+            rows = sum(len(batch.desirable) for batch in step_batches)
+            self._kl = step_batches, (add_up(own.sum()) / rows).clamp(min=0)
         return self._kl[1]
 
     def num_tokens(self, batch: JudgedBatch) -> int:

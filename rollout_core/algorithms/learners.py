@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch import nn
 
@@ -22,6 +23,7 @@ from rollout_core.algorithms.evaluation import evaluation_of
 from rollout_core.algorithms.experience import Trajectory, build_batch
 from rollout_core.algorithms.grpo import GRPO, compare_groups
 from rollout_core.algorithms.loop import build_accelerator, build_optimizer
+from rollout_core.algorithms.parallel import divided, parts_per_minibatch, shard, world_size
 from rollout_core.algorithms.policy import Policy, ValueModel, zero_head
 from rollout_core.algorithms.ppo import PPO, KLController, assign_credit
 from rollout_core.algorithms.sft import SFT
@@ -63,11 +65,12 @@ def sft_update(
         others, _ = sft_examples(workshop.objects, workshop.cache, held_out, folder, settings)
     seed_everything(workshop.seed, num_threads=workshop.num_threads)
     accelerator = build_accelerator(settings.precision)
+    settings = divided(settings)
     trained = load_policy(folder).to(accelerator.device).train()
     check_sequence_length(
         trained, max(int(table.lengths("token_ids").max()) for table in (examples, others or examples))
     )
-    policy = Policy(trained)
+    policy = shard(Policy(trained), settings.parallel, accelerator.device)
 
     def algorithm(rows: Sequence[Example]) -> SFT:
         return SFT(policy, rows, settings, seed=workshop.seed, device=accelerator.device)
@@ -102,13 +105,13 @@ def ppo_update(
     trajectories = load_trajectories(workshop.objects, samples, scores)
     seed_everything(workshop.seed, num_threads=workshop.num_threads)
     accelerator = build_accelerator(settings.precision)
-    device = accelerator.device
+    device, settings = accelerator.device, divided(settings)
     trained = load_on_policy(workshop.model(model)).to(device)
     values = ValueModel(copy.deepcopy(trained.base_model)) if settings.values == "model" else zero_head(trained)
-    state = _on_policy_state(trained, {VALUES: values.to(device)}, train_state, settings, workshop)
-    policy = Policy(trained, values)
+    policy = shard(Policy(trained, values.to(device)), settings.parallel, device)
+    state = _on_policy_state(trained, {VALUES: values}, train_state, settings, workshop)
     controller = KLController(settings.kl, state.extras.get("kl_coef"))
-    reference_policy = Policy(load_policy(workshop.model(reference)).to(device).eval())
+    reference_policy = _reference_policy(reference, settings, workshop, device)
     batch, figures, mean_kl = assign_credit(
         policy,
         reference_policy,
@@ -141,16 +144,16 @@ def grpo_update(
     seed_everything(workshop.seed, num_threads=workshop.num_threads)
     accelerator = build_accelerator(settings.precision)
     device = accelerator.device
+    parts = parts_per_minibatch(settings.minibatch_size, settings.gradient_accumulation, world_size())
+    settings = divided(settings)
     trained = load_on_policy(workshop.model(model)).to(device)
+    policy = shard(Policy(trained), settings.parallel, device)
     state = _on_policy_state(trained, {}, train_state, settings, workshop)
-    policy = Policy(trained)
-    reference_policy = None
-    if settings.kl_coef:
-        reference_policy = Policy(load_policy(workshop.model(reference)).to(device).eval())
+    reference_policy = _reference_policy(reference, settings, workshop, device) if settings.kl_coef else None
     batch = build_batch(trajectories, missing_eos_penalty=settings.missing_eos_penalty)
     batch, figures = compare_groups(policy, reference_policy, batch, settings, device=device)
     del reference_policy
-    algorithm = GRPO(policy, batch, settings, first_step=state.step, seed=workshop.seed, device=device)
+    algorithm = GRPO(policy, batch, settings, first_step=state.step, seed=workshop.seed, device=device, parts=parts)
     return _train_iteration(algorithm, state, settings, accelerator, workshop, workshop.model(model), figures)
 
 
@@ -158,6 +161,13 @@ def load_on_policy(folder: Path) -> Any:
     """The model that drew an iteration's completions, without dropout: the engine had none, and with it the ratio of
     new to old probabilities would not start at 1."""
     return load_policy(folder).eval()
+
+
+def _reference_policy(
+    reference: ContentId, settings: OnPolicySettings, workshop: Workshop, device: torch.device
+) -> Policy:
+    frozen = load_policy(workshop.model(reference)).to(device).eval().requires_grad_(False)
+    return shard(Policy(frozen), settings.parallel, device)
 
 
 def _on_policy_state(

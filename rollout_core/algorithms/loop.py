@@ -17,9 +17,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from rollout_core.algorithms.gradients import GradientSum
+from rollout_core.algorithms.parallel import add_up, clip_gradients, deal, of_first, seed_step, world_size
 from rollout_core.algorithms.state import TrainState
 from rollout_core.config import LearnerSettings, OptimizerConfig
-from rollout_core.devices import mixed_precision
+from rollout_core.devices import mixed_precision, probe_device
 from rollout_core.errors import Fatal
 from rollout_core.ids import ContentId, canonical_json, hash_bytes
 from rollout_core.optimizers import optimizer_class
@@ -82,7 +84,10 @@ class LoopHooks:
 
 def build_accelerator(precision: str) -> Accelerator:
     """One accelerator a process; ``auto`` means bfloat16 where a GPU has it, else float32."""
-    return Accelerator(mixed_precision="bf16" if mixed_precision(precision) == "bfloat16" else "no")
+    return Accelerator(
+        mixed_precision="bf16" if mixed_precision(precision) == "bfloat16" else "no",
+        cpu=world_size() > 1 and probe_device() == "cpu",  # or accelerate would look for GPUs to divide
+    )
 
 
 def build_optimizer(config: OptimizerConfig, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -121,11 +126,13 @@ def train(
 
     ``total_steps`` is what the learning-rate schedule spans; default: the algorithm's own number of steps. The step in
     which ``state.seconds`` reach ``max_seconds`` is the last one.
+    Several processes share the minibatches of each step; the figures are those of all. Collective.
     Raises Fatal when a loss or gradient is not finite; the state is then still that of the last good step.
     """
     hooks = hooks or LoopHooks()
     total_steps = total_steps or algorithm.num_steps
     parameters = [parameter for _, parameter in state.trained_parameters()]
+    gradients = GradientSum(parameters)
     started = clock() - state.seconds
 
     def is_over() -> bool:
@@ -138,16 +145,20 @@ def train(
         for group in state.optimizer.param_groups:
             group["lr"] = rate
 
+        seed_step(state.seed, step)
         batches = algorithm.minibatches(step)
+        own = list(deal(batches))
         figures = StepFigures()
-        for batch in batches:
+        for number, (batch, counts) in enumerate(own, start=1):
             with accelerator.autocast():
                 result = algorithm.loss(batch, batches)
-            accelerator.backward(result.loss)
-            figures.add(result)
+            if number == len(own):
+                gradients.before_last_backward()
+            accelerator.backward(result.loss if counts else 0.0 * result.loss)
+            figures.add(result, counts=counts)
+        gradients.finish()
 
-        grad_norm = accelerator.clip_grad_norm_(parameters, settings.optimizer.max_grad_norm)
-        row = figures.row() | {"grad_norm": float(grad_norm if grad_norm is not None else math.nan)}  # pyright: ignore[reportArgumentType]
+        row = figures.row() | {"grad_norm": clip_gradients(parameters, settings.optimizer.max_grad_norm)}
         if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
             state.optimizer.zero_grad(set_to_none=True)
             hooks.on_failure(state)
@@ -160,7 +171,7 @@ def train(
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
         state.step += 1
-        state.seconds = clock() - started
+        state.seconds = of_first(clock() - started, accelerator.device)
         over = is_over()
 
         row |= {
@@ -181,22 +192,34 @@ class StepFigures:
     """Sums a step's figures on the device and reads them once."""
 
     def __init__(self) -> None:
+        self._device = torch.device("cpu")
         self._loss: Any = 0.0
         self._sums: dict[str, Any] = {}
         self._weights: dict[str, float] = {}
 
-    def add(self, result: MinibatchLoss) -> None:
-        """Those of one minibatch."""
-        self._loss = self._loss + result.loss.detach()
+    def add(self, result: MinibatchLoss, *, counts: bool = True) -> None:
+        """Those of one minibatch; of one that does not count, only the names."""
+        self._device = result.loss.device
+        if counts:
+            self._loss = self._loss + result.loss.detach()
         for name, (value, weight) in result.metrics.items():
             value = value.detach() if isinstance(value, Tensor) else value
-            self._sums[name] = self._sums.get(name, 0.0) + value * weight
-            self._weights[name] = self._weights.get(name, 0.0) + weight
+            self._sums[name] = self._sums.get(name, 0.0) + (value * weight if counts else 0.0)
+            self._weights[name] = self._weights.get(name, 0.0) + (weight if counts else 0.0)
 
     def row(self) -> dict[str, float]:
-        """The loss, and the weighted mean of every other figure."""
+        """The loss, and the weighted mean of every other figure, of all processes. Collective."""
+        if world_size() > 1:
+            self._add_up()
         means = {
             name: float(total) / self._weights[name] if self._weights[name] else 0.0
             for name, total in self._sums.items()
         }
         return {"loss": float(self._loss), **means}
+
+    def _add_up(self) -> None:
+        own = [self._loss, *self._sums.values(), *self._weights.values()]
+        sums = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=self._device) for value in own])
+        self._loss, *rest = add_up(sums).tolist()
+        self._sums = dict(zip(self._sums, rest, strict=False))
+        self._weights = dict(zip(self._weights, rest[len(self._sums) :], strict=True))

@@ -20,6 +20,7 @@ from rollout_core.algorithms.kto import KTO, judged_documents
 from rollout_core.algorithms.learners import check_sequence_length
 from rollout_core.algorithms.loop import Algorithm, build_accelerator, build_optimizer
 from rollout_core.algorithms.packing import Document
+from rollout_core.algorithms.parallel import divided, shard
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.preference import DPO, pair_documents
 from rollout_core.algorithms.preference_data import Judged, Pair, PreferenceReport
@@ -65,11 +66,12 @@ def rm_update(
     others = () if held_out is None else read(held_out)[0]
     seed_everything(workshop.seed, num_threads=workshop.num_threads)
     accelerator = build_accelerator(settings.precision)
+    settings = divided(settings)
     trained = load_reward_model(folder, new_head=True).to(accelerator.device).eval()  # no dropout
     set_padding(trained, tokenizer)
     longest = max(len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) for pair in chain(pairs, others))
     check_sequence_length(trained, longest)
-    scorer = RewardModel(trained)
+    scorer = shard(RewardModel(trained), settings.parallel, accelerator.device)
 
     def algorithm(items: Sequence[Pair]) -> BradleyTerry:
         return BradleyTerry(scorer, items, settings, seed=workshop.seed, device=accelerator.device)
@@ -109,7 +111,8 @@ def dpo_update(
     documents = pair_documents(pairs), pair_documents(others)
     accelerator, ref_logps, ref_others = _reference_pass(model, reference, *documents, settings, workshop)
     trained = load_policy(workshop.model(model)).to(accelerator.device).eval()  # no dropout: the reference had none
-    policy = Policy(trained)
+    settings = divided(settings)
+    policy = shard(Policy(trained), settings.parallel, accelerator.device)
 
     def algorithm(items: Sequence[Pair], logps: Tensor) -> DPO:
         return DPO(policy, items, logps, settings, seed=workshop.seed, device=accelerator.device)
@@ -143,7 +146,8 @@ def kto_update(
     documents = judged_documents(items), judged_documents(others)
     accelerator, ref_logps, ref_others = _reference_pass(model, reference, *documents, settings, workshop)
     trained = load_policy(workshop.model(model)).to(accelerator.device).eval()  # no dropout: the reference had none
-    policy = Policy(trained)
+    settings = divided(settings)
+    policy = shard(Policy(trained), settings.parallel, accelerator.device)
 
     def algorithm(answers: Sequence[Judged], logps: Tensor) -> KTO:
         return KTO(policy, answers, logps, settings, seed=workshop.seed, device=accelerator.device)
@@ -171,7 +175,7 @@ def _reference_pass(
         loaded = load_policy(folder).to(accelerator.device).eval().requires_grad_(False)
         longest = max(len(item.prefix) + max(map(len, item.branches)) for item in chain(documents, held_out))
         check_sequence_length(loaded, longest)
-        return Policy(loaded)
+        return shard(Policy(loaded), settings.parallel, accelerator.device)
 
     ref_logps, ref_held_out = (
         reference_logprobs(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rollout_core.algorithms.packing import Document, pack_branches
+from rollout_core.algorithms.parallel import add_up, deal, everywhere, is_first
 from rollout_core.algorithms.policy import Policy
 from rollout_core.errors import CorruptObject, Fatal, NotFound
 from rollout_core.ids import ContentId, content_id
@@ -37,7 +38,7 @@ def reference_logprobs(
     """[R] float32: summed log-probability (nats) of every branch after its prefix, in order.
 
     ``load`` gives the policy with content id ``reference``; it is called only where something is not in the store yet.
-    Raises Fatal where a log-probability is not finite.
+    Collective. Raises Fatal where a log-probability is not finite.
     """
     policy: Policy | None = None
     found: list[float] = []
@@ -46,13 +47,15 @@ def reference_logprobs(
         tokens = [[document.prefix, *document.branches] for document in chunk]
         ref = f"reference-logprobs/{content_id('reference-logprobs/1', [reference, precision, tokens])}"
         values = _kept(objects, ref)
-        if values is None:
+        if not everywhere(values is not None, device):
             policy = policy or load()
             with torch.no_grad(), autocast():
-                values = [value for batch in _batches(chunk) for value in _sums(policy, batch, device)]
+                values = _computed(policy, list(_batches(chunk)), device)
             if not all(map(math.isfinite, values)):
                 raise Fatal(f"reference model {reference.short} gives log-probabilities that are not finite")
-            objects.set_ref(ref, objects.put_json(values))
+            if is_first():
+                objects.set_ref(ref, objects.put_json(values))
+        assert values is not None, "kept everywhere, or computed"
         found += values
     return torch.tensor(found, dtype=torch.float32)
 
@@ -67,9 +70,19 @@ def _kept(objects: ObjectStore, ref: str) -> list[float] | None:
         return None
 
 
-def _sums(policy: Policy, documents: Sequence[Document], device: torch.device) -> list[float]:
+def _computed(policy: Policy, batches: Sequence[Sequence[Document]], device: torch.device) -> list[float]:
+    """Of all batches in order; each is computed by one rank."""
+    parts = [torch.zeros(sum(len(document.branches) for document in batch), device=device) for batch in batches]
+    for number, counts in deal(range(len(batches))):
+        sums = _sums(policy, batches[number], device)
+        if counts:
+            parts[number] = sums
+    return add_up(torch.cat(parts)).tolist()
+
+
+def _sums(policy: Policy, documents: Sequence[Document], device: torch.device) -> Tensor:
     batch = pack_branches(documents).to(device)
-    return batch.row_sums(policy(batch).logprobs).float().tolist()
+    return batch.row_sums(policy(batch).logprobs).float()
 
 
 def _batches(documents: Sequence[Document]) -> Iterator[list[Document]]:

@@ -15,18 +15,20 @@ from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 
+from rollout_core.algorithms.parallel import agree, is_first, of_first, text_of_first
 from rollout_core.algorithms.state import (
     METRICS_FILE,
     MODEL_FOLDER,
     StateCopy,
     TrainState,
     copy_state,
+    device_of,
     load_state,
     write_state,
 )
 from rollout_core.algorithms.workshop import Workshop
 from rollout_core.config import LearnerSettings
-from rollout_core.errors import CorruptObject, NotFound
+from rollout_core.errors import CorruptObject, NotFound, Recoverable
 from rollout_core.ids import ContentId
 from rollout_core.records import Checkpoint
 from rollout_core.resume import RUN_NAME
@@ -50,7 +52,10 @@ class Origin(Enum):
 
 
 class Resumption:
-    """The snapshots of one update in progress. As a context manager it waits at the end for what is being written."""
+    """The snapshots of one update in progress. As a context manager it waits at the end for what is being written.
+
+    Of several processes all read them, and the first one writes them. What concerns a state is collective.
+    """
 
     def __init__(self, workshop: Workshop, algorithm: str, settings: LearnerSettings, tokenizer_from: Path) -> None:
         self._workshop = workshop
@@ -72,9 +77,16 @@ class Resumption:
     def restore(self, state: TrainState) -> Origin:
         """Bring ``state`` to the last snapshot of this update, else to the one it is to start from, if there is one.
 
-        Of its own one that cannot be read counts as none. Raises ConfigError where the other is not of this model.
+        Of its own one that cannot be read counts as none. Raises ConfigError where the other is not of this model, and
+        Recoverable where only some of several processes could read their own.
         """
-        if self._restore_own(state):
+        found = self._restore_own(state)
+        if not agree(float(found), device_of(state)):
+            raise Recoverable(
+                f"{self._algorithm}: only some of the processes could read the last snapshot, this one "
+                f"{'among them' if found else 'not'}. The next try finds a damaged one set aside"
+            )
+        if found:
             return Origin.OWN
         if self._workshop.start_from is None:
             return Origin.NONE
@@ -109,19 +121,31 @@ class Resumption:
         """Start what is due, if nothing else is being written. Raises what went wrong with an earlier snapshot."""
         if self._writing is not None and self._writing.done():
             self._wait()
-        if self._is_due and self._writing is None:
+        # The first process writes, so it knows whether a copy would have to wait; all take part in making one.
+        if self._is_due and of_first(self._writing is None, device_of(state)):
             self._is_due = False
-            self._writing = self._writer.submit(self._write, copy_state(state))
+            copied = copy_state(state)
+            if is_first():
+                self._writing = self._writer.submit(self._write, copied)
 
     def save_now(self, state: TrainState) -> None:
         """Make the current step resumable; when this returns, a kill loses nothing before it."""
         self._wait()
-        self._write(copy_state(state))
+        copied = copy_state(state)
+        if is_first():
+            self._write(copied)
+        # Nobody fails before it is there: who started the processes would end the first one, too.
+        of_first(state.step, device_of(state))
 
     def finish(self, state: TrainState) -> Checkpoint:
         """File the outcome: the model by itself, and the state training can go on from."""
         self._wait()
-        objects, copied = self._workshop.objects, copy_state(state)
+        copied = copy_state(state)
+        filed = self._filed(state, copied).model_dump_json() if is_first() else ""
+        return Checkpoint.model_validate_json(text_of_first(filed, device_of(state)))
+
+    def _filed(self, state: TrainState, copied: StateCopy) -> Checkpoint:
+        objects = self._workshop.objects
         with self._written(copied) as folder:
             model = objects.put_tree(folder / MODEL_FOLDER)
             metrics = objects.put_file(folder / METRICS_FILE)

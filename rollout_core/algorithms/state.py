@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from rollout_core.algorithms.parallel import host_copies, laid_out_like
 from rollout_core.errors import ConfigError
 from rollout_core.ids import canonical_json
 from rollout_core.models import copy_tokenizer
@@ -75,8 +76,16 @@ class StateCopy:
     seconds: float
 
 
+def device_of(state: TrainState) -> torch.device:
+    """Where the state is trained."""
+    return next(state.model.parameters()).device
+
+
 def copy_state(state: TrainState) -> StateCopy:
-    """Copy ``state`` and the RNGs. The generators of random and numpy start anew, as they will after `load_state`."""
+    """Copy ``state`` and the RNGs. The generators of random and numpy start anew, as they will after `load_state`.
+
+    Of several processes only the first one gets a copy, of whole tensors whoever holds their parts. Collective.
+    """
     moments, scalars = _flatten_optimizer(state)
     rng = capture_rng(host_seed=state.seed * 1_000_003 + state.step)
     restore_rng(rng)
@@ -89,9 +98,9 @@ def copy_state(state: TrainState) -> StateCopy:
     }
     return StateCopy(
         model=state.model,
-        weights=_copies(state.model.state_dict()),
-        modules=_copies(state.modules.state_dict()),
-        moments=_copies(moments),
+        weights=host_copies(state.model.state_dict(keep_vars=True)),
+        modules=host_copies(state.modules.state_dict(keep_vars=True)),
+        moments=host_copies(moments),
         metrics=tuple(dict(row) for row in state.metrics),
         document=document,
         step=state.step,
@@ -137,8 +146,8 @@ def load_state(state: TrainState, folder: Path) -> None:
     _check_tensors("modules", modules, state.modules)
     moments = {**load_file(folder / "optimizer.safetensors"), **document["optimizer"]["scalars"]}
     _check_trained(state, moments)
-    state.model.load_state_dict(weights)
-    state.modules.load_state_dict(modules)
+    _load(state.model, weights)
+    _load(state.modules, modules)
     _unflatten_optimizer(state, moments)
     state.step = document["step"]
     state.extras = document["extras"]
@@ -173,16 +182,9 @@ def _check_tensors(what: str, saved: Mapping[str, Tensor], module: nn.Module) ->
             )
 
 
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous copies on the host. Names of one tensor, such as tied weights, stay names of one copy."""
-    made: dict[tuple[Any, ...], Tensor] = {}
-    copies = {}
-    for name, tensor in tensors.items():
-        place = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
-        if place not in made or not tensor.numel():
-            made[place] = tensor.detach().to("cpu", copy=True).contiguous()
-        copies[name] = made[place]
-    return copies
+def _load(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    own = module.state_dict()
+    module.load_state_dict({name: laid_out_like(tensor, own[name]) for name, tensor in tensors.items()})
 
 
 def _flatten_optimizer(state: TrainState) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -206,11 +208,14 @@ def _check_trained(state: TrainState, moments: Mapping[str, Any]) -> None:
 
 
 def _unflatten_optimizer(state: TrainState, moments: Mapping[str, Any]) -> None:
-    positions = {name: position for position, (name, _) in enumerate(state.trained_parameters())}
+    places = {name: (number, parameter) for number, (name, parameter) in enumerate(state.trained_parameters())}
     found: dict[int, dict[str, Any]] = {}
     for key, value in moments.items():
         name, quantity = key.split("|")
-        found.setdefault(positions[name], {})[quantity] = value
+        position, parameter = places[name]
+        if isinstance(value, Tensor) and value.shape == parameter.shape:
+            value = laid_out_like(value, parameter)
+        found.setdefault(position, {})[quantity] = value
     # Torch knows which quantities live beside their parameter and which, such as a step counter, may not.
     groups = state.optimizer.state_dict()["param_groups"]
     state.optimizer.load_state_dict({"state": found, "param_groups": groups})

@@ -15,6 +15,8 @@ from rollout_core.optimizers import ADAM_KEYS, OWN_KEYS, check_optimizer, optimi
 PLAIN_OPTIMIZERS = ("adamw", "adam", "sgd")
 """Known without asking torch."""
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
+WHOLE_MATRICES = ("Adafactor",)
+"""Optimizers whose state does not have the shape of its parameter."""
 AveragingRate = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -129,6 +131,19 @@ class LossOn(Settings):
     """``custom``: what rows say by ``loss_mask`` or ``labels``."""
 
 
+class ParallelConfig(Settings):
+    """Training in several processes of one machine. The rows of a step, and what is learnt from them, stay the same."""
+
+    nproc: int = Field(default=1, ge=1)
+    """Processes that share the rows of every step; one a GPU where there are GPUs."""
+    kind: Literal["ddp", "fsdp2"] = "ddp"
+    """``ddp``: every process has the whole weights. ``fsdp2``: weights, gradients and optimizer are cut among them."""
+
+    def cache_identity(self) -> Any:
+        """Sums over processes differ in their last bits, so other processes are another result."""
+        return [self.kind, self.nproc]
+
+
 class LearnerSettings(Settings):
     """What every learner shares."""
 
@@ -145,11 +160,29 @@ class LearnerSettings(Settings):
     snapshots: SnapshotPolicy = SnapshotPolicy()
     trackers: tuple[TrackerName, ...] = ()
     """Where figures go beside the checkpoint's own rows; changes nothing of what is trained."""
+    parallel: ParallelConfig = ParallelConfig()
 
     def cache_identity(self) -> Any:
         named = super().cache_identity()
         del named["gradient_checkpointing"], named["trackers"]
+        if self.parallel.nproc == 1:
+            del named["parallel"]
         return {**named, "precision": [probe_device(), mixed_precision(self.precision)]}
+
+    @model_validator(mode="after")
+    def _work_for_every_process(self) -> LearnerSettings:
+        rows, parallel = self.minibatch_size * self.gradient_accumulation, self.parallel
+        if parallel.nproc > rows:
+            raise ValueError(
+                f"parallel.nproc is {parallel.nproc}, but a step has {rows} rows (minibatch_size times "
+                "gradient_accumulation), which are dealt out among the processes; take fewer processes or larger steps"
+            )
+        if parallel.nproc > 1 and parallel.kind == "fsdp2" and self.optimizer.kind.rpartition(".")[2] in WHOLE_MATRICES:
+            raise ValueError(
+                f"optimizer.kind {self.optimizer.kind} needs whole matrices, which fsdp2 cuts up; use adamw or "
+                'parallel.kind = "ddp"'
+            )
+        return self
 
 
 class SFTSettings(LearnerSettings):

@@ -1,0 +1,177 @@
+"""Training in several processes: who takes which rows, what is added up, and where a sharded tensor is whole.
+
+Every rank knows every minibatch of a step, and losses are normalised over the whole step. So ranks deal the minibatches
+out among themselves and *add* gradients and figures up; nothing is averaged, and the sum is that of one process to
+rounding. In a process by itself all of this does nothing. Functions that say so are collective: every rank has to call
+them, in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rollout_core.config import LearnerSettings, ParallelConfig
+
+T = TypeVar("T")
+SettingsT = TypeVar("SettingsT", bound=LearnerSettings)
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def world_size() -> int:
+    """Number of processes that train together."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process's number among them, from 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def is_first() -> bool:
+    """Whether this process writes what all of them made."""
+    return rank() == 0
+
+
+def parts_per_minibatch(minibatch_size: int, gradient_accumulation: int, processes: int) -> int:
+    """Into how many equal parts each minibatch is cut, so that the busiest of ``processes`` has the fewest rows."""
+
+    def busiest(parts: int) -> tuple[int, int]:
+        rounds = math.ceil(gradient_accumulation * parts / processes)
+        return rounds * (minibatch_size // parts), parts
+
+    return min((parts for parts in range(1, minibatch_size + 1) if minibatch_size % parts == 0), key=busiest)
+
+
+def divided(settings: SettingsT) -> SettingsT:
+    """The same rows a step, in minibatches that can be dealt out evenly."""
+    size, count = settings.minibatch_size, settings.gradient_accumulation
+    parts = parts_per_minibatch(size, count, world_size())
+    return settings.model_copy(update={"minibatch_size": size // parts, "gradient_accumulation": count * parts})
+
+
+def deal(items: Sequence[T]) -> Iterator[tuple[T, bool]]:
+    """This rank's share of ``items``, and whether each counts.
+
+    All ranks get equally many, for sharded weights are gathered by all or none: where a share is short, it ends in an
+    item that counts elsewhere already.
+    """
+    for start in range(0, len(items), world_size()):
+        place = start + rank()
+        yield items[min(place, len(items) - 1)], place < len(items)
+
+
+def add_up(tensor: Tensor) -> Tensor:
+    """Sum of the ranks' tensors, in place. Collective."""
+    if world_size() > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def of_first(value: float, device: torch.device) -> float:
+    """The first rank's value, on all of them. Collective."""
+    if world_size() == 1:
+        return value
+    tensor = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.broadcast(tensor, src=0)
+    return float(tensor)
+
+
+def text_of_first(text: str, device: torch.device) -> str:
+    """The first rank's text, on all of them. Collective."""
+    if world_size() == 1:
+        return text
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    length = int(of_first(len(data), device))
+    if not is_first():
+        data = torch.empty(length, dtype=torch.uint8, device=device)
+    dist.broadcast(data, src=0)
+    return bytes(data.tolist()).decode()
+
+
+def agree(value: float, device: torch.device) -> bool:
+    """Whether all ranks hold the same value. Collective."""
+    if world_size() == 1:
+        return True
+    bounds = torch.tensor([value, -value], dtype=torch.float64, device=device)
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+    return float(bounds.sum()) == 0
+
+
+def everywhere(here: bool, device: torch.device) -> bool:
+    """Whether ``here`` is true on all ranks. Collective."""
+    return int(add_up(torch.tensor(int(here), device=device))) == world_size()
+
+
+def seed_step(seed: int, step: int) -> None:
+    """Dropout of a step follows from seed, step and rank alone, so a resumed run needs no rank's generator but one's.
+
+    A process by itself goes on with the generator it has, as ever.
+    """
+    if world_size() > 1:
+        torch.manual_seed(((seed * 1_000_003 + step) * world_size() + rank()) % 2**63)
+
+
+def shard(module: ModuleT, config: ParallelConfig, device: torch.device) -> ModuleT:
+    """Cut the weights of ``module`` among the ranks if ``config`` says so (ZeRO stage 3, arXiv:1910.02054).
+
+    ``module`` must be what is called in training; parameters become DTensors in place, so this comes before the
+    optimizer. Layers that transformers marks are gathered one at a time, what is left with the call itself. Collective.
+    """
+    if world_size() == 1 or config.kind != "fsdp2":
+        return module
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    mesh = init_device_mesh(device.type, (world_size(),))
+    layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    for part in (*layers, module):
+        # Also the outermost part gives its whole weights up after each call: a pass without gradient, as for a
+        # reference or an evaluation, is followed by no backward pass that would do it, and by a change of the shards.
+        fully_shard(part, mesh=mesh, reshard_after_forward=True)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    return module
+
+
+def host_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous copies on the host, whole where they are sharded, on the first rank; nothing elsewhere. Collective.
+
+    Names of one tensor, such as tied weights, stay names of one copy.
+    """
+    made: dict[int, Tensor] = {}
+    for number, tensor in {id(tensor): tensor for tensor in tensors.values()}.items():
+        plain = tensor.detach()
+        if isinstance(plain, DTensor):
+            plain = plain.full_tensor()
+        if is_first():
+            made[number] = plain.to("cpu", copy=True).contiguous()
+    return {name: made[id(tensor)] for name, tensor in tensors.items()} if is_first() else {}
+
+
+def laid_out_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """This rank's part of the whole ``tensor``, where ``other`` has only a part; all ranks hold the same whole."""
+    if not isinstance(other, DTensor):
+        return tensor
+    return distribute_tensor(
+        tensor.to(other.device, other.dtype), other.device_mesh, other.placements, src_data_rank=None
+    )
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
+    """Scale gradients down to the global L2 norm ``max_norm``; the norm before, over all ranks. Collective."""
+    parameters = list(parameters)
+    norm: Any = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return float(norm)

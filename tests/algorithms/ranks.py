@@ -1,0 +1,155 @@
+"""Small updates by several processes: ``python -m torch.distributed.run --nproc-per-node 2 ranks.py FOLDER MODEL``.
+
+Every update runs with replicated and with sharded weights in one pair of processes, most of whose time goes into
+importing torch. Each has a folder of its own below FOLDER; the first process writes what they made to checkpoints.json.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from updates import (
+    PPO_SETTINGS,
+    StepCounter,
+    preference_update,
+    scored_completions,
+    sft_rows,
+    sft_settings,
+    workshop,
+)
+
+from rollout_core.algorithms.learners import grpo_update, ppo_update, sft_update
+from rollout_core.algorithms.workshop import Workshop
+from rollout_core.config import BudgetConfig, GRPOSettings, HeldOutRows, OptimizerConfig, ParallelConfig
+from rollout_core.datasets import to_jsonl
+from rollout_core.ids import hash_bytes
+from rollout_core.records import Checkpoint
+
+KINDS = ("ddp", "fsdp2")
+INTERRUPTED = ("sft", "ppo")
+"""Updates that are also left by some processes and taken up by others."""
+
+
+class Interrupted(Exception):
+    """Stops an update, in every process alike."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An update, and what is changed in its settings."""
+
+    update: Callable[..., Checkpoint]
+    changes: dict[str, Any]
+
+    def run(self, place: Workshop, model: Path, parallel: ParallelConfig) -> Checkpoint:
+        """Train in the processes there are."""
+        return self.update(place, model, {**self.changes, "parallel": parallel})
+
+
+def sft(place: Workshop, model: Path, changes: dict[str, Any]) -> Checkpoint:
+    rows = sft_rows(20)
+    dataset = place.objects.put_bytes(to_jsonl(rows))
+    held_out = place.objects.put_bytes(to_jsonl(rows[:5]))
+    settings = sft_settings(evaluation=HeldOutRows.model_validate({"dataset": {"path": "x"}, "every_steps": 2}))
+    settings = settings.model_copy(update=changes)
+    return sft_update(place.objects.put_tree(model), dataset, settings, place, held_out=held_out)[0]
+
+
+def on_policy(update: Callable[..., Checkpoint], settings: Any) -> Callable[..., Checkpoint]:
+    def run(place: Workshop, model: Path, changes: dict[str, Any]) -> Checkpoint:
+        start = place.objects.put_tree(model)
+        policy, train_state, checkpoint = start, None, None
+        for iteration in (1, 2):
+            scores, samples = scored_completions(place.objects, seed=iteration)
+            own = replace(place, key=hash_bytes(b"iteration %d" % iteration), seed=iteration)
+            checkpoint = update(policy, train_state, start, scores, samples, settings.model_copy(update=changes), own)
+            policy, train_state = checkpoint.model, checkpoint.train_state
+        assert checkpoint is not None
+        return checkpoint
+
+    return run
+
+
+def preferences(kind: str) -> Callable[..., Checkpoint]:
+    def run(place: Workshop, model: Path, changes: dict[str, Any]) -> Checkpoint:
+        return preference_update(kind, model, place, **changes)
+
+    return run
+
+
+GRPO_SETTINGS = GRPOSettings(
+    prompts=PPO_SETTINGS.prompts,
+    optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1),
+    samples_per_prompt=4,
+    prompts_per_iteration=2,
+    iterations=2,
+    epochs=2,
+    minibatch_size=4,
+    kl_coef=0.1,
+    snapshots=PPO_SETTINGS.snapshots,
+)
+ppo = on_policy(ppo_update, PPO_SETTINGS)
+grpo = on_policy(grpo_update, GRPO_SETTINGS)
+CASES = {
+    "sft": Case(sft, {}),
+    "sft, three minibatches": Case(sft, {"minibatch_size": 3, "gradient_accumulation": 3}),
+    "sft, layers computed twice": Case(sft, {"gradient_checkpointing": True, "budget": BudgetConfig(max_steps=2)}),
+    "rm": Case(preferences("rm"), {}),
+    "dpo": Case(preferences("dpo"), {}),
+    "ipo": Case(preferences("ipo"), {"minibatch_size": 5, "gradient_accumulation": 1}),
+    "kto": Case(preferences("kto"), {"minibatch_size": 8, "gradient_accumulation": 1}),
+    "ppo": Case(ppo, {}),
+    "ppo, value model": Case(ppo, {"values": "model", "minibatch_size": 8, "gradient_accumulation": 1}),
+    "grpo": Case(grpo, {}),
+    "grpo, bnpo": Case(grpo, {"loss_type": "bnpo", "minibatch_size": 3, "gradient_accumulation": 3}),
+    "grpo, dapo": Case(grpo, {"loss_type": "dapo"}),
+}
+
+
+def leave(name: str, folder: Path, model: Path, parallel: ParallelConfig) -> None:
+    """Stop update ``name`` after three optimizer steps."""
+
+    def stop() -> None:
+        raise Interrupted
+
+    with contextlib.suppress(Interrupted):
+        CASES[name].run(workshop(folder, on_step=StepCounter(3, stop)), model, parallel)
+
+
+def place_of(folder: Path, kind: str, name: str) -> Path:
+    return folder / kind / name.replace(" ", "-").replace(",", "")
+
+
+def main() -> None:
+    import torch.distributed as dist
+
+    from rollout_core.algorithms import gradients
+    from rollout_core.algorithms.parallel import is_first, world_size
+    from rollout_core.launch.rank import join
+
+    folder, model = map(Path, sys.argv[1:])
+    gradients.BUCKET_BYTES = 2**17  # so that these small models have several
+    join()
+    made: dict[str, dict[str, Any]] = {"whole": {}, "taken up": {}}
+    for kind in KINDS:
+        parallel = ParallelConfig(nproc=world_size(), kind=kind)
+        for name, case in CASES.items():
+            checkpoint = case.run(workshop(place_of(folder, kind, name)), model, parallel)
+            made["whole"][f"{kind} {name}"] = checkpoint.model_dump(mode="json")
+        for name in INTERRUPTED:
+            leave(name, place_of(folder / "left by two", kind, name), model, parallel)
+            place = workshop(place_of(folder / "left by one", kind, name))
+            made["taken up"][f"{kind} {name}"] = CASES[name].run(place, model, parallel).model_dump(mode="json")
+    if is_first():
+        (folder / "checkpoints.json").write_text(json.dumps(made))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
