@@ -13,6 +13,13 @@ def probe_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def num_gpus() -> int:
+    """GPUs that processes of this machine can share out among themselves."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def mixed_precision(asked: str) -> str:
     """``float32`` or ``bfloat16``: what a precision of ``auto`` means here, else ``asked`` itself."""
     import torch

@@ -37,6 +37,7 @@ from rollout_core.config import (
 from rollout_core.connections import Connections
 from rollout_core.dataset_sources import RowStream, hash_rows, read_dataset
 from rollout_core.datasets import PromptRow, Row, RowT, SftRow, read_prompts
+from rollout_core.devices import num_gpus
 from rollout_core.errors import ConfigError, DataError, NotFound
 from rollout_core.ids import ContentId
 from rollout_core.inference.output import earlier_run_id
@@ -193,6 +194,7 @@ class Plan:
         from rollout_core.algorithms.data_report import DataReport
         from rollout_core.algorithms.training_data import sft_options
 
+        self.processes(what, settings)
         self.sequence_length(what, settings.packing)
         training_rows = TrainingRows("sft", SftRow, each_example, DataReport, sft_options(settings))
         report = self.training_rows(f"{what}.dataset", settings.dataset, training_rows)
@@ -262,6 +264,21 @@ class Plan:
         if report is not None:
             self.facts["held-out rows"] = report.num_rows
 
+    def processes(self, what: str, settings: LearnerSettings) -> None:
+        """A GPU for each process, where there are GPUs, and an object store that all of them reach."""
+        nproc = settings.parallel.nproc
+        if nproc == 1:
+            return
+        self.facts["processes"] = nproc
+        gpus = num_gpus()
+        if gpus and nproc > gpus:
+            self.violations.append(f"{what}.parallel.nproc: {nproc} processes, and {gpus} GPUs for them")
+        if self.objects is not None and self.objects.url.startswith("memory://"):
+            self.violations.append(
+                f"{what}.parallel.nproc: {nproc} processes, but the object store {self.objects.url} exists in this one "
+                "only; set ROLLOUT_STORAGE to a folder or bucket"
+            )
+
     def sequence_length(self, what: str, packing: Padded) -> None:
         """Rows are cut at no more than the model has positions."""
         positions = self._model_facts.max_positions if self._model_facts else None
@@ -277,6 +294,7 @@ class Plan:
         self.trackers(what, settings)
         rows = self.prompt_rows(f"{what}.prompts", settings.prompts)
         self.facts["training prompts"] = len(rows or ())
+        self.processes(what, settings)
         where = f"{what}.prompts.{settings.prompts.address_key}"
         longest = self.prompts(where, rows, context_limit(backend), settings.sampling)
         training = training_of(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from prefect.runtime import flow_run
 
-from rollout_core.algorithms import learners, preference_learners
 from rollout_core.algorithms.data_report import DataReport
 from rollout_core.algorithms.workshop import Workshop
 from rollout_core.config import (
@@ -23,6 +23,8 @@ from rollout_core.config import (
     identity,
 )
 from rollout_core.ids import ContentId, content_id
+from rollout_core.launch import run_update
+from rollout_core.launch.job import UpdateName
 from rollout_core.records import Checkpoint, Scores
 from tasks import artifacts, places
 from tasks.stage import StageRun, current_stage, stage, stage_logger
@@ -43,8 +45,14 @@ def sft_update(
     """Fine-tune a model on prompt/completion or chat rows; resumes from its last snapshot."""
     run = current_stage()
     with _workshop(run, seed, num_threads, "SFT", start_from) as workshop:
-        checkpoint, report = learners.sft_update(
-            model, dataset, settings, workshop, held_out=held_out, on_data=lambda report: _show_data("sft", report)
+        checkpoint, report = _update(
+            "sft",
+            workshop,
+            on_data=lambda report: _show_data("sft", report),
+            model=model,
+            dataset=dataset,
+            settings=settings,
+            held_out=held_out,
         )
     checkpoint = _with_data_report(run, checkpoint, report)
     losses = [row["loss"] for row in _metrics(run, checkpoint)]
@@ -72,8 +80,14 @@ def rm_update(
     """Train a reward model on pairs; resumes from its last snapshot."""
     run = current_stage()
     with _workshop(run, seed, num_threads, "reward model", start_from) as workshop:
-        checkpoint, report = preference_learners.rm_update(
-            model, dataset, settings, workshop, held_out=held_out, on_data=lambda report: _show_data("rm", report)
+        checkpoint, report = _update(
+            "rm",
+            workshop,
+            on_data=lambda report: _show_data("rm", report),
+            model=model,
+            dataset=dataset,
+            settings=settings,
+            held_out=held_out,
         )
     checkpoint = _with_data_report(run, checkpoint, report)
     made_from = {"model": model, "dataset": dataset, "held out": held_out, "start": start_from}
@@ -97,14 +111,15 @@ def dpo_update(
     """DPO or IPO of a model on pairs; resumes from its last snapshot."""
     run = current_stage()
     with _workshop(run, seed, num_threads, settings.kind.upper(), start_from) as workshop:
-        checkpoint, report = preference_learners.dpo_update(
-            model,
-            reference,
-            dataset,
-            settings,
+        checkpoint, report = _update(
+            "dpo",
             workshop,
-            held_out=held_out,
             on_data=lambda report: _show_data(settings.kind, report),
+            model=model,
+            reference=reference,
+            dataset=dataset,
+            settings=settings,
+            held_out=held_out,
         )
     made_from = {"model": model, "reference": reference, "dataset": dataset, "held out": held_out, "start": start_from}
     checkpoint = _with_data_report(run, checkpoint, report)
@@ -128,14 +143,15 @@ def kto_update(
     """KTO of a model on judged answers; resumes from its last snapshot."""
     run = current_stage()
     with _workshop(run, seed, num_threads, "KTO", start_from) as workshop:
-        checkpoint, report = preference_learners.kto_update(
-            model,
-            reference,
-            dataset,
-            settings,
+        checkpoint, report = _update(
+            "kto",
             workshop,
+            on_data=lambda report: _show_data(settings.kind, report),
+            model=model,
+            reference=reference,
+            dataset=dataset,
+            settings=settings,
             held_out=held_out,
-            on_data=lambda report: _show_data("kto", report),
         )
     made_from = {"model": model, "reference": reference, "dataset": dataset, "held out": held_out, "start": start_from}
     checkpoint = _with_data_report(run, checkpoint, report)
@@ -186,7 +202,16 @@ def ppo_update(
     run = current_stage()
     series = _series(run, reference, settings)
     with _workshop(run, seed, num_threads, f"PPO {label}".strip(), series=series) as workshop:
-        checkpoint = learners.ppo_update(model, train_state, reference, scores, samples, settings, workshop)
+        checkpoint = _update(
+            "ppo",
+            workshop,
+            model=model,
+            train_state=train_state,
+            reference=reference,
+            scores=scores,
+            samples=samples,
+            settings=settings,
+        )
     _show_iteration("PPO", checkpoint, model, train_state, reference, scores, label)
     return checkpoint
 
@@ -208,7 +233,16 @@ def grpo_update(
     run = current_stage()
     series = _series(run, reference, settings)
     with _workshop(run, seed, num_threads, f"GRPO {label}".strip(), series=series) as workshop:
-        checkpoint = learners.grpo_update(model, train_state, reference, scores, samples, settings, workshop)
+        checkpoint = _update(
+            "grpo",
+            workshop,
+            model=model,
+            train_state=train_state,
+            reference=reference,
+            scores=scores,
+            samples=samples,
+            settings=settings,
+        )
     _show_iteration("GRPO", checkpoint, model, train_state, reference, scores, label)
     return checkpoint
 
@@ -234,6 +268,11 @@ def _show_iteration(
 def _series(run: StageRun, reference: ContentId, settings: OnPolicySettings) -> ContentId:
     """Identity of the curve that the iterations of a run draw together."""
     return content_id("series/1", [flow_run.name, run.name, reference, identity(settings)])
+
+
+def _update(name: UpdateName, workshop: Workshop, **inputs: Any) -> Any:
+    """What the update returns; lines of processes of its own go to the run's log."""
+    return run_update(name, workshop, on_line=stage_logger().info, **inputs)
 
 
 @contextmanager

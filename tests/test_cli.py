@@ -155,6 +155,15 @@ def test_overrides_change_the_plan(work: Path, nothing_starts: None):
     assert result.exit_code == 0 and result.stdout.endswith("inputs=2 workers=2\n")
 
 
+def test_nproc_changes_the_processes_of_every_learner(work: Path, nothing_starts: None):
+    for kind in ("train-sft", "train-ppo", "nightly"):
+        result = run(kind, "--dry-run", "--nproc", "2")
+        assert result.exit_code == 0 and "processes=2" in result.stdout, result.stderr
+    assert "processes" not in run("train-sft", "--dry-run", "--nproc", "1").stdout
+    expected = "train-sft.toml: algorithm: parallel.nproc is 3, but a step has 2 rows"
+    assert refused(run("train-sft", "--nproc", "3")).startswith(expected)
+
+
 # Bad input
 
 

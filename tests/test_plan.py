@@ -463,6 +463,18 @@ def test_vllm_that_is_not_installed_is_told(work: Path, monkeypatch: pytest.Monk
     assert message.startswith("backend: vLLM is not installed; install rollout[vllm]")
 
 
+def test_processes_that_have_no_gpu_or_no_common_store_are_refused(work: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rollout_core.plan.num_gpus", lambda: 1)
+    message = refusal("train-sft", work, algorithm__minibatch_size=2, algorithm__parallel__nproc=2)
+    assert message == "algorithm.parallel.nproc: 2 processes, and 1 GPUs for them"
+    monkeypatch.setattr("rollout_core.plan.num_gpus", lambda: 0)
+    monkeypatch.setenv("ROLLOUT_STORAGE", "memory://plan")
+    message = refusal("train-sft", work, algorithm__minibatch_size=2, algorithm__parallel__nproc=2)
+    assert message.startswith(
+        "algorithm.parallel.nproc: 2 processes, but the object store memory://plan exists in this"
+    )
+
+
 def test_all_that_is_wrong_is_told_at_once(work: Path):
     (work / "sft.jsonl").write_text("")
     jsonl(work / "held-out.jsonl", {"prompt": "sort 1 ="})

@@ -20,6 +20,9 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything reacha
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="Change one value, such as --set ppo.iterations=3. Repeatable.")
 ]
+Processes = Annotated[
+    int | None, typer.Option("--nproc", min=1, help="Processes that train together, instead of parallel.nproc.")
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")]
 
 

@@ -14,6 +14,7 @@ from flows.cli.common import (
     Debug,
     DryRun,
     Overrides,
+    Processes,
     one_line_errors,
     parse_overrides,
     print_plan,
@@ -54,14 +55,25 @@ def infer_batch(
         typer.echo(f"run {written['run_id']}: {written['num_rows']} completions in {written['path']}")
 
 
-def nightly(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, debug: Debug = False) -> None:
+def nightly(
+    config: ConfigPath,
+    nproc: Processes = None,
+    dry_run: DryRun = False,
+    set_: Overrides = None,
+    debug: Debug = False,
+) -> None:
     """Fine-tune, PPO, evaluate, promote, report."""
     with one_line_errors(debug):
         from flows.connections import connections
         from rollout_core.config import NightlyConfig, load_config
         from rollout_core.plan import plan_nightly
 
-        parsed = load_config(config, NightlyConfig, parse_overrides(set_))
+        overrides = parse_overrides(set_)
+        parsed = load_config(config, NightlyConfig, overrides)
+        if nproc is not None:
+            learners = [name for name in ("sft", "ppo", "grpo") if getattr(parsed, name) is not None]
+            overrides |= {f"{name}.parallel.nproc": nproc for name in learners}
+            parsed = load_config(config, NightlyConfig, overrides)
         facts = plan_nightly(parsed, Path.cwd(), connections())
         if dry_run:
             print_plan(facts)

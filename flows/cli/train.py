@@ -13,6 +13,7 @@ from flows.cli.common import (
     Debug,
     DryRun,
     Overrides,
+    Processes,
     one_line_errors,
     parse_overrides,
     print_plan,
@@ -43,12 +44,14 @@ def _command(kind: str) -> Callable[..., None]:
     def command(
         config: ConfigPath,
         resume: Resume = None,
+        nproc: Processes = None,
         dry_run: DryRun = False,
         set_: Overrides = None,
         debug: Debug = False,
     ) -> None:
         with one_line_errors(debug):
             overrides = parse_overrides(set_) | ({} if resume is None else {"run.resume": resume})
+            overrides |= {} if nproc is None else {"algorithm.parallel.nproc": nproc}
             _train(kind, config, dry_run, overrides)
 
     return command

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from rollout_core.algorithms.checkpointing import checkpoint_layers
 from rollout_core.algorithms.evaluation import Evaluation
 from rollout_core.algorithms.loop import Algorithm, LoopHooks, train
+from rollout_core.algorithms.parallel import is_first
 from rollout_core.algorithms.resumption import Origin, Resumption
 from rollout_core.algorithms.state import TrainState
 from rollout_core.algorithms.tracking import Series, Tracking
@@ -50,7 +51,7 @@ def train_to_end(
     )
     with (
         Resumption(workshop, algorithm.name, settings, tokenizer_from) as resumption,
-        Tracking(settings.trackers, series) as tracking,
+        Tracking(settings.trackers if is_first() else (), series) as tracking,
     ):
         if resumption.restore(state) is Origin.GIVEN and state.step >= algorithm.num_steps:
             raise ConfigError(

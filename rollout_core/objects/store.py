@@ -60,7 +60,8 @@ class ObjectStore:
         """Normalised: a local folder is absolute, so that it means the same in another process."""
         self.files = files
         """Where the bytes are; for this package's own use."""
-        self._storage_options = dict(storage_options)
+        self.storage_options = dict(storage_options)
+        """What another process needs to build this store, beside the URL. May hold secrets."""
 
     @classmethod
     def from_url(cls, url: str, *, storage_options: Mapping[str, Any] | None = None) -> ObjectStore:
@@ -98,7 +99,7 @@ class ObjectStore:
         return cls(f"{scheme}://{root}", RemoteFiles(scheme, path, options), options)
 
     def __reduce__(self):
-        return _rebuild, (self.url, self._storage_options)
+        return _rebuild, (self.url, self.storage_options)
 
     def __repr__(self) -> str:
         return f"ObjectStore({self.url!r})"

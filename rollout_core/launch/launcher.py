@@ -1,0 +1,285 @@
+"""Starts the ranks of an update, watches them, and sees to it that none is left when one ends.
+
+Ranks are plain child processes that meet at a file, so there is no port to lose to another process. Their lines go to
+the caller's log as they come; what they report comes back in the caller's own thread.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import rollout_core
+from rollout_core.errors import ConfigError, Recoverable, RolloutError
+from rollout_core.launch.job import (
+    LAUNCHER,
+    RENDEZVOUS,
+    STORAGE_OPTIONS,
+    Job,
+    UpdateName,
+    decode_outcome,
+    decode_report,
+    encode_inputs,
+    update_function,
+)
+from rollout_core.launch.messages import PIPE, error_of, is_own_error
+
+if TYPE_CHECKING:
+    from rollout_core.algorithms.workshop import Workshop
+    from rollout_core.objects import ObjectStore
+
+log = logging.getLogger(__name__)
+
+LAST_LINES = 5
+SETTLE_SECONDS = 1.0
+"""After the first failure: within it the others', one of which may be the cause, have been told too."""
+GRACE_SECONDS = 5.0
+"""From SIGTERM to SIGKILL."""
+
+
+def run_update(
+    name: UpdateName,
+    workshop: Workshop,
+    *,
+    on_line: Callable[[str], None] = log.info,
+    on_data: Callable[[Any], None] | None = None,
+    **inputs: Any,
+) -> Any:
+    """What the update ``name`` returns for ``inputs``: computed here, or by ``settings.parallel.nproc`` processes.
+
+    The processes share out the threads of ``workshop``. ``on_line`` gets each line they write; ``on_data`` is the
+    argument of that name that updates from data sets have. Raises what the update raises, and Recoverable when a
+    process dies: the next try then goes on from the last snapshot.
+    """
+    nproc = inputs["settings"].parallel.nproc
+    if nproc == 1:
+        hears = {} if on_data is None else {"on_data": on_data}
+        return update_function(name)(**inputs, **hears, workshop=workshop)
+    if workshop.objects.url.startswith("memory://"):
+        raise ConfigError(
+            f"parallel.nproc is {nproc}, but the object store {workshop.objects.url} exists in this process only; set "
+            "ROLLOUT_STORAGE to a folder or bucket"
+        )
+    folder = Path(tempfile.mkdtemp(prefix="rollout-ranks-"))
+    try:
+        job = Job(
+            update=name,
+            inputs=encode_inputs(name, inputs),
+            storage=workshop.objects.url,
+            cache=workshop.cache.absolute(),
+            key=workshop.key,
+            run_id=workshop.run_id,
+            seed=workshop.seed,
+            run_name=workshop.run_name,
+            start_from=workshop.start_from,
+            tracking=workshop.tracking and workshop.tracking.absolute(),
+            series=workshop.series,
+            num_threads=workshop.num_threads and max(1, workshop.num_threads // nproc),
+            nproc=nproc,
+            result=folder / "result.json",
+        )
+        (folder / "job.json").write_text(job.model_dump_json(indent=1), encoding="utf-8")
+        with _Ranks(job, folder, workshop.objects) as ranks:
+            for message in ranks.messages():
+                if message.kind == "line":
+                    on_line(f"rank {message.rank}: {message.content}")
+                elif message.kind == "start":
+                    workshop.on_start(*message.content)
+                elif message.kind == "step":
+                    workshop.on_step(message.content)
+                elif message.kind == "data" and on_data is not None:
+                    on_data(decode_report(name, message.content))
+        return decode_outcome(name, job.result.read_bytes())
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class _Message:
+    rank: int
+    kind: str
+    """``line``, ``data``, ``start``, ``step``, ``error``, or ``exit``."""
+    content: Any
+
+
+@dataclass
+class _Rank:
+    process: subprocess.Popen[str]
+    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
+
+
+class _Ranks:
+    """The processes of a job; ends all of them when left, whatever the reason."""
+
+    def __init__(self, job: Job, folder: Path, objects: ObjectStore) -> None:
+        self._job = job
+        self._folder = folder
+        self._environment = _environment(job, folder, objects)
+        self._ranks: list[_Rank] = []
+        self._queue: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+
+    def __enter__(self) -> _Ranks:
+        try:
+            for rank in range(self._job.nproc):
+                self._start(rank)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._end()
+
+    def messages(self) -> Iterable[_Message]:
+        """What the ranks write and report, until all are done. Raises the error of the one that failed."""
+        running = set(range(self._job.nproc))
+        while running:
+            message = self._next(timeout=0.5)
+            if message is None:
+                continue
+            if message.kind == "exit":
+                running.discard(message.rank)
+            if message.kind == "error" or (message.kind == "exit" and message.content != 0):
+                failures = [message]
+                for later in self._settle():
+                    yield later
+                    failures.append(later)
+                raise self._error(failures)
+            yield message
+
+    def _settle(self) -> Iterable[_Message]:
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while (left := deadline - time.monotonic()) > 0:
+            message = self._next(timeout=left)
+            if message is not None:
+                yield message
+
+    def _next(self, *, timeout: float) -> _Message | None:
+        try:
+            message = self._queue.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        if message.kind == "line":
+            self._ranks[message.rank].last_lines.append(message.content)
+        return message
+
+    def _error(self, messages: list[_Message]) -> RolloutError:
+        """Of the rank that failed first: the others lose their connection to it and fail as well.
+
+        A signal is nobody's consequence, and an error of this project says what is wrong; a lost connection comes last.
+        """
+
+        def suspicion(message: _Message) -> int:
+            if message.kind == "error":
+                return 0 if is_own_error(message.content) else 2
+            return 1 if message.content < 0 else 3
+
+        failures = [item for item in messages if item.kind == "error" or (item.kind == "exit" and item.content != 0)]
+        first = min(failures, key=suspicion)
+        where = f"rank {first.rank} of {self._job.nproc} of the {self._job.update} update"
+        if first.kind == "error":
+            return error_of(first.content, where)
+        code = first.content
+        end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        lines = " / ".join(self._ranks[first.rank].last_lines) or "none"
+        return Recoverable(
+            f"{where} {end}; the others were ended too. Run again, the update goes on from its last snapshot. Its last "
+            f"lines: {lines}"
+        )
+
+    def _start(self, rank: int) -> None:
+        reading, writing = os.pipe()
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "rollout_core.launch.rank", str(self._folder / "job.json")],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                env={**self._environment, "RANK": str(rank), "LOCAL_RANK": str(rank), PIPE: str(writing)},
+                pass_fds=(writing,),
+                # Its own session: Ctrl-C in the terminal reaches the launcher, which ends the ranks.
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(reading)
+            raise
+        finally:
+            os.close(writing)
+        self._ranks.append(_Rank(process))
+        assert process.stdout is not None, "piped"
+        readers = [
+            threading.Thread(target=self._read_lines, args=(rank, process.stdout), daemon=True),
+            threading.Thread(
+                target=self._read_messages, args=(rank, os.fdopen(reading, encoding="utf-8")), daemon=True
+            ),
+        ]
+        for thread in (*readers, threading.Thread(target=self._wait, args=(rank, process, readers), daemon=True)):
+            thread.start()
+
+    def _read_lines(self, rank: int, output: IO[str]) -> None:
+        with output:
+            for line in output:
+                if line.strip():
+                    self._queue.put(_Message(rank, "line", line.rstrip()))
+
+    def _read_messages(self, rank: int, pipe: IO[str]) -> None:
+        with pipe:
+            for line in pipe:
+                if line.endswith("\n"):  # or it was killed while it wrote
+                    self._queue.put(_Message(rank, *json.loads(line)))
+
+    def _wait(self, rank: int, process: subprocess.Popen[str], readers: list[threading.Thread]) -> None:
+        code = process.wait()
+        if code == 0:  # a failure is told at once, an end after all that came before
+            for reader in readers:
+                reader.join(timeout=GRACE_SECONDS)
+        self._queue.put(_Message(rank, "exit", code))
+
+    def _end(self) -> None:
+        for rank in self._ranks:
+            rank.process.terminate()
+        deadline = time.monotonic() + GRACE_SECONDS
+        for rank in self._ranks:
+            try:
+                rank.process.wait(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                rank.process.kill()
+                rank.process.wait()
+
+
+def _environment(job: Job, folder: Path, objects: ObjectStore) -> dict[str, str]:
+    """Of all ranks. Threads are shared out where nothing says how many there should be."""
+    threads = job.num_threads or max(1, (os.cpu_count() or 1) // job.nproc)
+    package = str(Path(rollout_core.__file__).parents[1])
+    search_path = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONHASHSEED": "0",
+        "TQDM_DISABLE": "1",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(search_path),
+        "PYTHONUNBUFFERED": "1",
+        "WORLD_SIZE": str(job.nproc),
+        "LOCAL_WORLD_SIZE": str(job.nproc),
+        LAUNCHER: str(os.getpid()),
+        RENDEZVOUS: f"file://{folder / 'rendezvous'}",
+    }
+    if objects.storage_options:
+        environment[STORAGE_OPTIONS] = json.dumps(objects.storage_options)
+    return environment

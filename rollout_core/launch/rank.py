@@ -1,0 +1,136 @@
+"""One rank of an update: ``python -m rollout_core.launch.rank JOB.json``.
+
+Which rank of how many is in the environment, as torchrun and ``accelerate launch`` set it too (RANK, WORLD_SIZE,
+LOCAL_RANK, MASTER_ADDR, MASTER_PORT). The first one writes the outcome to the file that the job names.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+import signal
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+from rollout_core.errors import ConfigError, RolloutError
+from rollout_core.launch.job import (
+    LAUNCHER,
+    RENDEZVOUS,
+    STORAGE_OPTIONS,
+    Job,
+    decode_inputs,
+    encode_outcome,
+    encode_report,
+    update_function,
+)
+from rollout_core.launch.messages import Messenger, error_message
+from rollout_core.seeding import prepare_environment
+
+PATIENCE = timedelta(hours=2)
+"""For the other ranks: a launcher ends all when one dies; who waits may wait for a large upload by the first."""
+
+
+def main() -> None:
+    """Run the job named on the command line. Exit codes: 0 done, 1 it failed, 2 bad job or configuration."""
+    end_with_launcher()
+    prepare_environment()
+    messenger = Messenger()
+    rank = int(os.environ.get("RANK", "0"))
+    logging.basicConfig(
+        level=logging.WARNING if rank else logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr
+    )
+    try:
+        if len(sys.argv) != 2:
+            raise ConfigError("expected one argument: the path of a job file")
+        run(Job.model_validate_json(Path(sys.argv[1]).read_bytes()), messenger)
+    except Exception as error:  # noqa: BLE001 - told to the launcher, whatever it is
+        messenger.send("error", error_message(error))
+        text = f"ERROR {error}" if isinstance(error, RolloutError) else traceback.format_exc()
+        sys.stderr.write(text.rstrip() + "\n")
+        sys.stderr.flush()
+        # Not by way of destructors: those of a communicator wait for ranks that will not answer any more.
+        os._exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def end_with_launcher() -> None:
+    """Ask the kernel to end this process when its launcher dies, also by ``kill -9``."""
+    launcher = os.environ.get(LAUNCHER)
+    if launcher is None:
+        return
+    if sys.platform == "linux":
+        import ctypes
+
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != int(launcher):  # it died before it could be asked for
+        os._exit(1)
+
+
+def run(job: Job, messenger: Messenger) -> None:
+    """Take part in the update. Raises what the update raises, and ConfigError where the ranks are not as many."""
+    import torch.distributed as dist
+
+    from rollout_core.algorithms.parallel import is_first
+    from rollout_core.algorithms.workshop import Workshop
+    from rollout_core.objects import ObjectStore
+
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes != job.nproc:
+        raise ConfigError(f"this job is for {job.nproc} processes, and {processes} were started")
+    join()
+    options = json.loads(os.environ.pop(STORAGE_OPTIONS, "{}"))
+    workshop = Workshop(
+        objects=ObjectStore.from_url(job.storage, storage_options=options),
+        cache=job.cache,
+        key=job.key,
+        run_id=job.run_id,
+        seed=job.seed,
+        run_name=job.run_name,
+        start_from=job.start_from,
+        tracking=job.tracking,
+        series=job.series,
+        num_threads=job.num_threads,
+        on_start=lambda first, last: messenger.send("start", [first, last]) if is_first() else None,
+        on_step=lambda row: messenger.send("step", row) if is_first() else None,
+    )
+    function = update_function(job.update)
+    hears = {}
+    if "on_data" in inspect.signature(function).parameters and is_first():
+        hears["on_data"] = lambda report: messenger.send("data", encode_report(job.update, report))
+    outcome = function(**decode_inputs(job.update, job.inputs), **hears, workshop=workshop)
+    if is_first():
+        job.result.write_bytes(encode_outcome(job.update, outcome))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def join() -> None:
+    """Meet the other ranks, by NCCL where each has a GPU and by gloo elsewhere. Nothing to do for a rank by itself."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes == 1:
+        return
+    import torch
+    import torch.distributed as dist
+
+    from rollout_core.devices import probe_device
+
+    device = None
+    if probe_device() == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device is not None else "gloo",
+        init_method=os.environ.get(RENDEZVOUS, "env://"),
+        rank=int(os.environ["RANK"]),
+        world_size=processes,
+        timeout=PATIENCE,
+        device_id=device,
+    )
+
+
+if __name__ == "__main__":
+    main()
