@@ -138,13 +138,22 @@ def describe_model(folder: Path) -> ModelFacts:
     )
 
 
-def _size(config: Any) -> ModelSize:
-    """Of a language model of this configuration, which is built without memory for its parameters."""
+def blank_model(folder: Path) -> Any:
+    """The language model that a folder's configuration describes, without memory for its parameters."""
+    return _blank(_read_config(folder))
+
+
+def _blank(config: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _size(config: Any) -> ModelSize:
+    """Of a language model of this configuration."""
+    model = _blank(config)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     intermediate_size = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return ModelSize(num_parameters, config.num_hidden_layers, config.hidden_size, intermediate_size)

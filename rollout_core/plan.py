@@ -46,6 +46,7 @@ from rollout_core.inference.text import tokenize_prompts
 from rollout_core.models import (
     ModelFacts,
     Unchecked,
+    blank_model,
     check_model,
     check_reward_model,
     describe,
@@ -93,6 +94,7 @@ class Plan:
     """What could not be looked at, in words."""
     objects: ObjectStore | None = None
     _model_facts: ModelFacts | None = None
+    _model_source: ModelSource | None = None
 
     def check(self, what: str, look: Callable[[], T]) -> T | None:
         """Result of ``look``; a ConfigError it raises becomes violations under ``what``, Unchecked a remark."""
@@ -146,6 +148,7 @@ class Plan:
     def model(self, what: str, source: ModelSource, *, may_be_reward_model: bool = False) -> None:
         """The model is there, a language model, and its tokenizer fits it."""
         self.facts["model"] = source.uri
+        self._model_source = source
         self._model_facts = self.check(what, lambda: check_model(source, self.base, self.objects))
         if self._model_facts is None:
             return
@@ -155,7 +158,26 @@ class Plan:
                 f"{what}: {source.uri!r} is a reward model, which has no output for tokens; give a language model"
             )
 
-    def trackers(self, what: str, settings: LearnerSettings) -> None:
+    def learner(self, what: str, settings: LearnerSettings) -> None:
+        """What the settings of every learner ask of machine and model is there."""
+        self._trackers(what, settings)
+        self._processes(what, settings)
+        self._adapters(what, settings)
+
+    def _adapters(self, what: str, settings: LearnerSettings) -> None:
+        """The layers that are to have adapters are there."""
+        source = self._model_source
+        if settings.lora is None or self._model_facts is None or source is None:
+            return
+        from rollout_core.algorithms.lora import with_lora
+
+        def look() -> None:
+            with describe(source, self.base, self.objects) as found:
+                with_lora(blank_model(found.folder), settings.lora, seed=0)
+
+        self.check(what, look)
+
+    def _trackers(self, what: str, settings: LearnerSettings) -> None:
         """The software of every tracker is installed."""
         missing = [name for name in settings.trackers if importlib.util.find_spec(name) is None]
         self.violations += [f"{what}.trackers: {name} is not installed; install rollout[{name}]" for name in missing]
@@ -189,12 +211,11 @@ class Plan:
 
     def sft(self, what: str, settings: SFTSettings) -> None:
         """Rows of the SFT file, what of them is trained, and sequences no longer than the model."""
-        self.trackers(what, settings)
         from rollout_core.algorithms.data import each_example
         from rollout_core.algorithms.data_report import DataReport
         from rollout_core.algorithms.training_data import sft_options
 
-        self.processes(what, settings)
+        self.learner(what, settings)
         self.sequence_length(what, settings.packing)
         training_rows = TrainingRows("sft", SftRow, each_example, DataReport, sft_options(settings))
         report = self.training_rows(f"{what}.dataset", settings.dataset, training_rows)
@@ -211,6 +232,7 @@ class Plan:
         from rollout_core.algorithms.preference_data import PreferenceReport, each_pair
         from rollout_core.algorithms.training_data import pair_options
 
+        self.learner(what, settings)
         self.sequence_length(what, settings.packing)
         options = pair_options(settings, need_prompts=need_prompts)
         rows = TrainingRows("pairs", PairRow, each_pair, PreferenceReport, options)
@@ -264,7 +286,7 @@ class Plan:
         if report is not None:
             self.facts["held-out rows"] = report.num_rows
 
-    def processes(self, what: str, settings: LearnerSettings) -> None:
+    def _processes(self, what: str, settings: LearnerSettings) -> None:
         """A GPU for each process, where there are GPUs, and an object store that all of them reach."""
         nproc = settings.parallel.nproc
         if nproc == 1:
@@ -291,10 +313,9 @@ class Plan:
         self, what: str, settings: PPOSettings | GRPOSettings, backend: BackendConfig
     ) -> Sequence[PromptRow] | None:
         """Training prompts."""
-        self.trackers(what, settings)
         rows = self.prompt_rows(f"{what}.prompts", settings.prompts)
         self.facts["training prompts"] = len(rows or ())
-        self.processes(what, settings)
+        self.learner(what, settings)
         where = f"{what}.prompts.{settings.prompts.address_key}"
         longest = self.prompts(where, rows, context_limit(backend), settings.sampling)
         training = training_of(

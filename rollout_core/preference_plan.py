@@ -50,8 +50,7 @@ def _plan(plan: Plan, config: PreferenceConfig, rows: TrainingRows) -> dict[str,
     plan.resume(config.run, settings.kind)
     plan.model("algorithm.base_model", settings.base_model, may_be_reward_model=settings.kind == "rm")
     plan.sequence_length("algorithm", settings.packing)
-    plan.trackers("algorithm", settings)
-    plan.processes("algorithm", settings)
+    plan.learner("algorithm", settings)
     _reference(plan, settings)
     report = plan.training_rows("algorithm.dataset", settings.dataset, rows)
     if report is not None:

@@ -485,3 +485,13 @@ def test_all_that_is_wrong_is_told_at_once(work: Path):
         "evaluation.prompts.path",
         "report_dir",
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [("train-sft", "algorithm"), ("train-grpo", "algorithm"), ("nightly", "ppo")],
+)
+def test_layers_that_are_to_have_adapters_are_looked_up(work: Path, kind: str, what: str):
+    plan(kind, work, **{f"{what}.lora": {"r": 4}})
+    message = refusal(kind, work, **{f"{what}.lora": {"target_modules": ["query"]}})
+    assert message.startswith(f"{what}: lora.target_modules ['query'] names no layer of Qwen2ForCausalLM; its linear")
