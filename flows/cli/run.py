@@ -71,7 +71,7 @@ def nightly(
         overrides = parse_overrides(set_)
         parsed = load_config(config, NightlyConfig, overrides)
         if nproc is not None:
-            learners = [name for name in ("sft", "ppo", "grpo") if getattr(parsed, name) is not None]
+            learners = [name for name in ("sft", "rm", "dpo", "ppo", "grpo") if getattr(parsed, name) is not None]
             overrides |= {f"{name}.parallel.nproc": nproc for name in learners}
             parsed = load_config(config, NightlyConfig, overrides)
         facts = plan_nightly(parsed, Path.cwd(), connections())
