@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import asyncpg
 from harness import PROJECT, Figures, median_ratio
 from rich.console import Console
 from rich.table import Table
@@ -82,11 +83,17 @@ async def sqlite(folder: Path) -> AsyncIterator[LightningStore]:
 
 @asynccontextmanager
 async def postgres(folder: Path) -> AsyncIterator[LightningStore]:
-    """A schema of its own in the database that ROLLOUT_BENCH_POSTGRES names; left behind, to be dropped with it."""
+    """A schema of its own in the database that ROLLOUT_BENCH_POSTGRES names."""
     url = os.environ["ROLLOUT_BENCH_POSTGRES"]
-    mark = "&" if "?" in url else "?"
-    async with SqlLightningStore.from_url(f"{url}{mark}search_path={folder.name.lower().replace('-', '_')}") as store:
-        yield store
+    schema = folder.name.lower().replace("-", "_")
+    connection = await asyncpg.connect(url)
+    await connection.execute(f"CREATE SCHEMA {schema}")
+    try:
+        async with SqlLightningStore.from_url(f"{url}{'&' if '?' in url else '?'}search_path={schema}") as store:
+            yield store
+    finally:
+        await connection.execute(f"DROP SCHEMA {schema} CASCADE")
+        await connection.close()
 
 
 def http(folder: Path) -> AbstractAsyncContextManager[LightningStore]:

@@ -26,7 +26,9 @@ from rollout_core.store.sqlite_file import breaks_transaction, connect, explain,
 
 Result = TypeVar("Result")
 
-NUM_READERS = 4
+NUM_READERS = 2
+"""Two, so that a long query does not hold up short ones. More only fight for the interpreter's lock, which is let go at
+each row: with four, 16 callers read spans at 0.6 of the speed."""
 MAX_ROWS = 64
 """Most rows that one INSERT takes. The interpreter's lock is let go and fought for once a statement."""
 
