@@ -15,8 +15,9 @@ from rollout_core.config import NightlyConfig, apply_overrides, parse_config
 from rollout_core.ids import ContentId
 from rollout_core.inference.engines import close_engine
 from rollout_core.inference.samples import decode_completions_blob, decode_samples
+from rollout_core.nightly_plan import plan_nightly
 from rollout_core.objects import ObjectStore
-from rollout_core.plan import context_limit, plan_nightly
+from rollout_core.plan import context_limit
 from rollout_core.records import Checkpoint, EvalReport
 from rollout_core.rewards import ModelReward, RewardSpec, source_id
 from tasks import artifacts, places

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from prefect import flow
 
 from flows.healing import run_body
-from rollout_core.config import TrainDPOConfig, TrainIPOConfig, TrainKTOConfig, TrainRMConfig
+from rollout_core.config import DatasetSource, TrainDPOConfig, TrainIPOConfig, TrainKTOConfig, TrainRMConfig
 from rollout_core.preference_plan import plan_kto, plan_pairs
+from rollout_core.records import Checkpoint, Dataset
 from tasks.journal import Journal
 from tasks.keep import import_held_out, import_judged, import_model, import_pairs, snapshot, start_snapshot
 from tasks.learn import dpo_update, kto_update, rm_update
@@ -55,44 +57,33 @@ def train_ipo(config: TrainIPOConfig) -> dict[str, Any]:
 def train_kto(config: TrainKTOConfig) -> dict[str, Any]:
     """KTO of one model on judged answers; returns the checkpoint record."""
     plan_kto(config, working_folder(), connections())
-
-    def body(journal: Journal) -> dict[str, Any]:
-        settings = config.algorithm
-        model = import_model(settings.base_model).model
-        reference = import_model(settings.reference or settings.base_model).model
-        dataset = import_judged(settings.dataset).data
-        held_out = import_held_out(settings.evaluation, import_judged)
-        start_from = start_snapshot(config.run, settings.kind)
-        options = {
-            "seed": config.seed,
-            "num_threads": config.num_threads,
-            "held_out": held_out,
-            "start_from": start_from,
-        }
-        checkpoint = kto_update(model, reference, dataset, settings, **options)
-        snapshot(checkpoint, f"{config.run.name}/kto")
-        return checkpoint.model_dump(mode="json")
-
-    return run_body(body, config.run)
+    return _train_against_reference(config, import_judged, kto_update)
 
 
 def _train_on_pairs(config: TrainDPOConfig | TrainIPOConfig) -> dict[str, Any]:
     plan_pairs(config, working_folder(), connections())
+    return _train_against_reference(config, import_pairs, dpo_update)
 
+
+def _train_against_reference(
+    config: TrainDPOConfig | TrainIPOConfig | TrainKTOConfig,
+    import_rows: Callable[[DatasetSource], Dataset],
+    update: Callable[..., Checkpoint],
+) -> dict[str, Any]:
     def body(journal: Journal) -> dict[str, Any]:
         settings = config.algorithm
         model = import_model(settings.base_model).model
         reference = import_model(settings.reference or settings.base_model).model
-        dataset = import_pairs(settings.dataset).data
-        held_out = import_held_out(settings.evaluation, import_pairs)
-        start_from = start_snapshot(config.run, settings.kind)
-        options = {
-            "seed": config.seed,
-            "num_threads": config.num_threads,
-            "held_out": held_out,
-            "start_from": start_from,
-        }
-        checkpoint = dpo_update(model, reference, dataset, settings, **options)
+        checkpoint = update(
+            model,
+            reference,
+            import_rows(settings.dataset).data,
+            settings,
+            seed=config.seed,
+            num_threads=config.num_threads,
+            held_out=import_held_out(settings.evaluation, import_rows),
+            start_from=start_snapshot(config.run, settings.kind),
+        )
         snapshot(checkpoint, f"{config.run.name}/{settings.kind}")
         return checkpoint.model_dump(mode="json")
 

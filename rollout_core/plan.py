@@ -22,10 +22,8 @@ from rollout_core.config import (
     InferBatchConfig,
     LearnerSettings,
     ModelSource,
-    NightlyConfig,
     Padded,
     PPOSettings,
-    PreferenceSettings,
     RunInfo,
     SamplingParams,
     SFTSettings,
@@ -52,7 +50,6 @@ from rollout_core.models import (
     describe,
 )
 from rollout_core.objects import ObjectStore
-from rollout_core.preferences import PairRow
 from rollout_core.resources import Training, row_tokens, tell_disk, tell_memory, training_of
 from rollout_core.resume import find_start
 from rollout_core.rewards import ExactMatchReward, ModelReward, RewardSpec, load_reward, plain_rewards
@@ -226,22 +223,6 @@ class Plan:
             self.facts[DATA_REPORT] = report.figures()
         self.held_out_rows(f"{what}.evaluation.dataset", settings.evaluation, training_rows)
         self.resources("sft", settings, training_of(settings, row_tokens(report, settings.packing.max_seq_len)))
-
-    def pairs(self, what: str, settings: PreferenceSettings, *, need_prompts: bool) -> None:
-        """Rows of a file of preference pairs, and sequences no longer than the model."""
-        from rollout_core.algorithms.preference_data import PreferenceReport, each_pair
-        from rollout_core.algorithms.training_data import pair_options
-
-        self.learner(what, settings)
-        self.sequence_length(what, settings.packing)
-        options = pair_options(settings, need_prompts=need_prompts)
-        rows = TrainingRows("pairs", PairRow, each_pair, PreferenceReport, options)
-        report = self.training_rows(f"{what}.dataset", settings.dataset, rows)
-        if report is not None:
-            self.facts[f"{what} rows"] = report.num_rows
-        self.held_out_rows(f"{what}.evaluation.dataset", settings.evaluation, rows)
-        tokens = row_tokens(report, settings.packing.max_seq_len)
-        self.resources(what, settings, training_of(settings, tokens, rows=2))
 
     def training_rows(self, what: str, dataset: DatasetSource, asked: TrainingRows) -> DataReport | None:
         """What becomes of the rows of a data set; without a tokenizer they are only read.
@@ -420,30 +401,3 @@ def plan_batch(
     folder = plan.output_folder("output.dir", config.output.dir)
     plan.check("output.dir", lambda: earlier_run_id(folder, run_id))
     return {**plan.done(), "inputs": len(rows or ()), "workers": config.workers.count}
-
-
-def plan_nightly(config: NightlyConfig, base: Path, connections: Connections | None = None) -> dict[str, Any]:
-    """Check a nightly run. Raises ConfigError naming all that is wrong."""
-    plan = Plan(base, connections)
-    plan.places()
-    plan.model("model", config.model)
-    plan.backend("backend", config.backend)
-    plan.sft("sft", config.sft)
-    if config.rm is not None:
-        plan.pairs("rm", config.rm, need_prompts=False)
-    if config.dpo is not None:
-        plan.pairs("dpo", config.dpo, need_prompts=True)
-    held_out = plan.prompt_rows("evaluation.prompts", config.evaluation.prompts)
-    held_out_key = f"evaluation.prompts.{config.evaluation.prompts.address_key}"
-    plan.prompts(held_out_key, held_out, context_limit(config.backend), config.evaluation.sampling)
-    plan.reward("reward", config.reward)
-    on_policy = config.ppo or config.grpo
-    if on_policy is not None:
-        policy = "ppo" if config.ppo is not None else "grpo"
-        rows = plan.on_policy(policy, on_policy, config.backend)
-        if config.rm is None:
-            plan.answers(f"{policy}.prompts.{on_policy.prompts.address_key}", rows, config.reward)
-    plan.answers(held_out_key, held_out, config.reward)
-    plan.facts["held-out prompts"] = len(held_out or ())
-    plan.output_folder("report_dir", config.report_dir)
-    return plan.done()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollout_core.config import (
     DPOAlgorithm,
@@ -22,16 +22,15 @@ from rollout_core.plan import DATA_REPORT, Plan, TrainingRows
 from rollout_core.preferences import JudgedRow, PairRow
 from rollout_core.resources import row_tokens, training_of
 
+if TYPE_CHECKING:  # imports torch, which --help need not wait for
+    from rollout_core.algorithms.data_report import DataReport
+
 
 def plan_pairs(
     config: TrainRMConfig | TrainDPOConfig | TrainIPOConfig, base: Path, connections: Connections | None = None
 ) -> dict[str, Any]:
     """Check a run on pairs: a reward model, DPO or IPO. Raises ConfigError naming all that is wrong."""
-    from rollout_core.algorithms.preference_data import PreferenceReport, each_pair
-    from rollout_core.algorithms.training_data import pair_options
-
-    options = pair_options(config.algorithm, need_prompts=not isinstance(config, TrainRMConfig))
-    rows = TrainingRows("pairs", PairRow, each_pair, PreferenceReport, options)
+    rows = pair_rows(config.algorithm, need_prompts=not isinstance(config, TrainRMConfig))
     return _plan(Plan(base, connections), config, rows)
 
 
@@ -44,21 +43,38 @@ def plan_kto(config: TrainKTOConfig, base: Path, connections: Connections | None
     return _plan(Plan(base, connections), config, rows)
 
 
+def pair_rows(settings: PreferenceSettings, *, need_prompts: bool) -> TrainingRows:
+    """How a learner takes pairs in."""
+    from rollout_core.algorithms.preference_data import PreferenceReport, each_pair
+    from rollout_core.algorithms.training_data import pair_options
+
+    options = pair_options(settings, need_prompts=need_prompts)
+    return TrainingRows("pairs", PairRow, each_pair, PreferenceReport, options)
+
+
+def plan_preferences(
+    plan: Plan, what: str, kind: str, settings: PreferenceSettings, rows: TrainingRows
+) -> DataReport | None:
+    """Check the settings and rows of one learner, under the key ``what``; the plan knows the model already."""
+    plan.sequence_length(what, settings.packing)
+    plan.learner(what, settings)
+    report = plan.training_rows(f"{what}.dataset", settings.dataset, rows)
+    plan.held_out_rows(f"{what}.evaluation.dataset", settings.evaluation, rows)
+    sequences = 1 if kind == "kto" else 2
+    tokens = row_tokens(report, settings.packing.max_seq_len)
+    plan.resources(kind, settings, training_of(settings, tokens, rows=sequences))
+    return report
+
+
 def _plan(plan: Plan, config: PreferenceConfig, rows: TrainingRows) -> dict[str, Any]:
     settings = config.algorithm
     plan.places()
     plan.resume(config.run, settings.kind)
     plan.model("algorithm.base_model", settings.base_model, may_be_reward_model=settings.kind == "rm")
-    plan.sequence_length("algorithm", settings.packing)
-    plan.learner("algorithm", settings)
     _reference(plan, settings)
-    report = plan.training_rows("algorithm.dataset", settings.dataset, rows)
+    report = plan_preferences(plan, "algorithm", settings.kind, settings, rows)
     if report is not None:
         plan.facts |= {"rows": report.num_rows, "examples": report.num_examples, DATA_REPORT: report.figures()}
-    plan.held_out_rows("algorithm.evaluation.dataset", settings.evaluation, rows)
-    sequences = 1 if settings.kind == "kto" else 2
-    tokens = row_tokens(report, settings.packing.max_seq_len)
-    plan.resources(settings.kind, settings, training_of(settings, tokens, rows=sequences))
     return plan.done()
 
 

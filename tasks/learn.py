@@ -78,21 +78,8 @@ def rm_update(
     label: str = "",
 ) -> Checkpoint:
     """Train a reward model on pairs; resumes from its last snapshot."""
-    run = current_stage()
-    with _workshop(run, seed, num_threads, "reward model", start_from) as workshop:
-        checkpoint, report = _update(
-            "rm",
-            workshop,
-            on_data=lambda report: _show_data("rm", report),
-            model=model,
-            dataset=dataset,
-            settings=settings,
-            held_out=held_out,
-        )
-    checkpoint = _with_data_report(run, checkpoint, report)
-    made_from = {"model": model, "dataset": dataset, "held out": held_out, "start": start_from}
-    _show_preferences(run, "rm", checkpoint, made_from, label)
-    return checkpoint
+    inputs = {"model": model, "dataset": dataset}
+    return _learn_preferences("rm", inputs, settings, seed, num_threads, held_out, start_from, label)
 
 
 @stage(version=1, concurrency="learner", optional=("held_out", "start_from"))
@@ -109,22 +96,8 @@ def dpo_update(
     label: str = "",
 ) -> Checkpoint:
     """DPO or IPO of a model on pairs; resumes from its last snapshot."""
-    run = current_stage()
-    with _workshop(run, seed, num_threads, settings.kind.upper(), start_from) as workshop:
-        checkpoint, report = _update(
-            "dpo",
-            workshop,
-            on_data=lambda report: _show_data(settings.kind, report),
-            model=model,
-            reference=reference,
-            dataset=dataset,
-            settings=settings,
-            held_out=held_out,
-        )
-    made_from = {"model": model, "reference": reference, "dataset": dataset, "held out": held_out, "start": start_from}
-    checkpoint = _with_data_report(run, checkpoint, report)
-    _show_preferences(run, settings.kind, checkpoint, made_from, label)
-    return checkpoint
+    inputs = {"model": model, "reference": reference, "dataset": dataset}
+    return _learn_preferences("dpo", inputs, settings, seed, num_threads, held_out, start_from, label)
 
 
 @stage(version=1, concurrency="learner", optional=("held_out", "start_from"))
@@ -141,22 +114,8 @@ def kto_update(
     label: str = "",
 ) -> Checkpoint:
     """KTO of a model on judged answers; resumes from its last snapshot."""
-    run = current_stage()
-    with _workshop(run, seed, num_threads, "KTO", start_from) as workshop:
-        checkpoint, report = _update(
-            "kto",
-            workshop,
-            on_data=lambda report: _show_data(settings.kind, report),
-            model=model,
-            reference=reference,
-            dataset=dataset,
-            settings=settings,
-            held_out=held_out,
-        )
-    made_from = {"model": model, "reference": reference, "dataset": dataset, "held out": held_out, "start": start_from}
-    checkpoint = _with_data_report(run, checkpoint, report)
-    _show_preferences(run, settings.kind, checkpoint, made_from, label)
-    return checkpoint
+    inputs = {"model": model, "reference": reference, "dataset": dataset}
+    return _learn_preferences("kto", inputs, settings, seed, num_threads, held_out, start_from, label)
 
 
 def _show_data(kind: str, report: DataReport) -> None:
@@ -171,18 +130,36 @@ def _with_data_report(run: StageRun, checkpoint: Checkpoint, report: DataReport)
     return checkpoint.model_copy(update={"data_report": run.objects.put_json(report.document())})
 
 
-def _show_preferences(
-    run: StageRun,
-    kind: str,
-    checkpoint: Checkpoint,
-    made_from: Mapping[str, ContentId | None],
+def _learn_preferences(
+    name: UpdateName,
+    inputs: Mapping[str, ContentId],
+    settings: RewardModelSettings | DPOSettings | IPOSettings | KTOSettings,
+    seed: int,
+    num_threads: int | None,
+    held_out: ContentId | None,
+    start_from: ContentId | None,
     label: str,
-) -> None:
+) -> Checkpoint:
+    run = current_stage()
+    kind = name if isinstance(settings, RewardModelSettings) else settings.kind
+    with _workshop(run, seed, num_threads, kind.upper(), start_from) as workshop:
+        checkpoint, report = _update(
+            name,
+            workshop,
+            on_data=lambda report: _show_data(kind, report),
+            settings=settings,
+            held_out=held_out,
+            **inputs,
+        )
+    checkpoint = _with_data_report(run, checkpoint, report)
     metrics = _metrics(run, checkpoint)
-    for figure, name in (("loss", "loss"), ("rewards/margins", "margins")):
-        title = f"{kind.upper()} {name} {label}".strip()
-        artifacts.curve(f"{kind}-{name}", [row[figure] for row in metrics], title=title, x_label="step", y_label=figure)
+    for figure, short in (("loss", "loss"), ("rewards/margins", "margins")):
+        title = f"{kind.upper()} {short} {label}".strip()
+        values = [row[figure] for row in metrics]
+        artifacts.curve(f"{kind}-{short}", values, title=title, x_label="step", y_label=figure)
+    made_from = {**inputs, "held out": held_out, "start": start_from}
     _show(checkpoint, made_from, f"{kind.upper()} checkpoint {label}".strip())
+    return checkpoint
 
 
 @stage(version=2, concurrency="learner")
@@ -199,21 +176,8 @@ def ppo_update(
     label: str = "",
 ) -> Checkpoint:
     """One PPO iteration over scored completions of ``model``; resumes from its last snapshot."""
-    run = current_stage()
-    series = _series(run, reference, settings)
-    with _workshop(run, seed, num_threads, f"PPO {label}".strip(), series=series) as workshop:
-        checkpoint = _update(
-            "ppo",
-            workshop,
-            model=model,
-            train_state=train_state,
-            reference=reference,
-            scores=scores,
-            samples=samples,
-            settings=settings,
-        )
-    _show_iteration("PPO", checkpoint, model, train_state, reference, scores, label)
-    return checkpoint
+    inputs = {"model": model, "train_state": train_state, "reference": reference, "samples": samples}
+    return _learn_on_policy("ppo", inputs, scores, settings, seed, num_threads, label)
 
 
 @stage(version=1, concurrency="learner")
@@ -230,44 +194,30 @@ def grpo_update(
     label: str = "",
 ) -> Checkpoint:
     """One GRPO iteration over scored groups of completions of ``model``; resumes from its last snapshot."""
-    run = current_stage()
-    series = _series(run, reference, settings)
-    with _workshop(run, seed, num_threads, f"GRPO {label}".strip(), series=series) as workshop:
-        checkpoint = _update(
-            "grpo",
-            workshop,
-            model=model,
-            train_state=train_state,
-            reference=reference,
-            scores=scores,
-            samples=samples,
-            settings=settings,
-        )
-    _show_iteration("GRPO", checkpoint, model, train_state, reference, scores, label)
-    return checkpoint
+    inputs = {"model": model, "train_state": train_state, "reference": reference, "samples": samples}
+    return _learn_on_policy("grpo", inputs, scores, settings, seed, num_threads, label)
 
 
-def _show_iteration(
-    name: str,
-    checkpoint: Checkpoint,
-    model: ContentId,
-    train_state: ContentId | None,
-    reference: ContentId,
+def _learn_on_policy(
+    name: UpdateName,
+    inputs: Mapping[str, ContentId | None],
     scores: Scores,
+    settings: OnPolicySettings,
+    seed: int,
+    num_threads: int | None,
     label: str,
-) -> None:
+) -> Checkpoint:
+    run = current_stage()
+    # The same in all iterations of a run, which draw one curve together.
+    series = content_id("series/1", [flow_run.name, run.name, inputs["reference"], identity(settings)])
+    title = f"{name.upper()} {label}".strip()
+    with _workshop(run, seed, num_threads, title, series=series) as workshop:
+        checkpoint = _update(name, workshop, scores=scores, settings=settings, **inputs)
     rows = [{"figure": figure, "value": value} for figure, value in checkpoint.summary.items()]
-    artifacts.table(name.lower(), rows, f"{name} {label}".strip())
-    _show(
-        checkpoint,
-        {"model": model, "train state": train_state, "reference": reference, "scores": scores.scores},
-        f"{name} checkpoint {label}".strip(),
-    )
-
-
-def _series(run: StageRun, reference: ContentId, settings: OnPolicySettings) -> ContentId:
-    """Identity of the curve that the iterations of a run draw together."""
-    return content_id("series/1", [flow_run.name, run.name, reference, identity(settings)])
+    artifacts.table(name, rows, title)
+    made_from = {key.replace("_", " "): value for key, value in inputs.items() if key != "samples"}
+    _show(checkpoint, {**made_from, "scores": scores.scores}, f"{name.upper()} checkpoint {label}".strip())
+    return checkpoint
 
 
 def _update(name: UpdateName, workshop: Workshop, **inputs: Any) -> Any:

@@ -20,8 +20,9 @@ from rollout_core.errors import ConfigError
 from rollout_core.ids import hash_bytes
 from rollout_core.inference import engines
 from rollout_core.models import import_model
+from rollout_core.nightly_plan import plan_nightly
 from rollout_core.objects import ObjectStore
-from rollout_core.plan import plan_batch, plan_nightly, plan_on_policy, plan_sft
+from rollout_core.plan import plan_batch, plan_on_policy, plan_sft
 
 PLANS: dict[str, Callable[..., dict[str, Any]]] = {
     "nightly": plan_nightly,

@@ -66,7 +66,7 @@ def nightly(
     with one_line_errors(debug):
         from flows.connections import connections
         from rollout_core.config import NightlyConfig, load_config
-        from rollout_core.plan import plan_nightly
+        from rollout_core.nightly_plan import plan_nightly
 
         overrides = parse_overrides(set_)
         parsed = load_config(config, NightlyConfig, overrides)
