@@ -65,9 +65,11 @@ def with_lora(model: ModelT, config: LoRAConfig | None, *, seed: int) -> ModelT:
 
 
 def linear_layers(model: nn.Module) -> list[str]:
-    """Last parts of the names of a model's linear layers, each once."""
-    names = (name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    return sorted(set(names) - set(_HEADS))
+    """Last parts of the names of a model's linear layers that can have adapters, each once."""
+    output = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    names = {name.rpartition(".")[2] for name, module in linear.items() if module is not output}
+    return sorted(names - set(_HEADS))
 
 
 def has_lora(model: nn.Module) -> bool:

@@ -74,8 +74,9 @@ def test_only_adapters_are_trained_and_a_seed_gives_them(tiny_model: Path):
     [(("nothing",), "names no layer of Qwen2ForCausalLM; its linear layers are down_proj, "), (("lm_head",), "output")],
 )
 def test_layers_that_cannot_have_an_adapter_are_refused(tiny_model: Path, targets, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         with_lora(load_policy(tiny_model), LoRAConfig(target_modules=targets), seed=1)
+    assert "lm_head" not in str(caught.value), "what it offers can be chosen"
 
 
 def test_adapters_are_not_sharded():
