@@ -105,8 +105,10 @@ class Figures:
             self._table.add_column(column, justify="left" if column == "what" else "right", no_wrap=True)
 
     def add(self, what: str, ours: str, baseline: str = "", ratio: float | None = None, rounds: int = 1) -> None:
-        """One row; figures come with their units."""
-        self._table.add_row(what, ours, baseline, "" if ratio is None else f"{ratio:.3f}", str(rounds))
+        """One row; figures come with their units. A line says so at once: a table that takes minutes may be cut off."""
+        shown = "" if ratio is None else f"{ratio:.3f}"
+        self._table.add_row(what, ours, baseline, shown, str(rounds))
+        print(f"{what}: {ours} {baseline} {shown}".rstrip(), file=sys.stderr, flush=True)
 
     def compare(self, what: str, ours: Sequence[float], baseline: Sequence[float], *, form: str = "{:,.0f}") -> None:
         """A row of two sides measured in alternation: their medians and the median ratio."""

@@ -1,22 +1,29 @@
-"""The batch inference flow: prompts in a file, completions in a file, in the same order."""
+"""The batch inference flow: prompts in files, completions in a file, in the same order."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from prefect import flow
+from prefect.context import FlowRunContext
 
+from flows.batch_progress import RunProgress, close_run
+from flows.fan_out import local_runner, run_all
 from flows.healing import run_body
+from rollout_core.batch_plan import plan_batch
 from rollout_core.config import InferBatchConfig
+from rollout_core.errors import Fatal
+from rollout_core.ids import ContentId
 from rollout_core.inference.engines import close_engine
 from rollout_core.inference.output import resolve_run_id
-from rollout_core.plan import context_limit, plan_batch
-from tasks.generate import batch_inference as generate
+from rollout_core.inference.prompt_shards import shards_of
+from rollout_core.records import ShardCompletions
 from tasks.journal import Journal
 from tasks.keep import import_model
-from tasks.output import import_glob, write_completions
-from tasks.places import connections, working_folder
-from tasks.prompts import enqueue_prompts
+from tasks.output import write_completions
+from tasks.places import connections, objects, working_folder
+from tasks.shards import import_prompts, infer_shard
+from tasks.stage import Submitted
 
 
 @flow(name="batch-inference", flow_run_name="{config.model.uri}", persist_result=False)
@@ -30,23 +37,53 @@ def batch_inference(config: InferBatchConfig, run_id: str | None = None) -> dict
 
     def body(journal: Journal) -> dict[str, Any]:
         model = import_model(config.model)
-        prompts = import_glob(config.input.glob)
-        shards = []
-        share = -(-prompts.num_rows // config.workers.count)
-        for first in range(0, prompts.num_rows, share):
-            prompt_set = enqueue_prompts(
-                prompts.data,
-                model.model,
-                config.sampling,
-                first=first,
-                count=min(share, prompts.num_rows - first),
-                max_model_len=context_limit(config.backend),
-                mode="test",
-            )
-            shards.append(generate(prompt_set, config.sampling, config.backend, mode="test"))
-        return write_completions(shards, config, run_id).model_dump(mode="json")
+        prompts = import_prompts(config)
+        shards = shards_of(objects(), prompts)
+        records = _complete(config, model.model, shards, prompts.num_rows * config.sampling.n)
+        return write_completions(records, config, run_id).model_dump(mode="json")
 
     try:
         return run_body(body, config.run)
     finally:
         close_engine()
+
+
+def _complete(
+    config: InferBatchConfig, model: ContentId, shards: list[tuple[ContentId, int]], num_samples: int
+) -> list[ShardCompletions]:
+    context = FlowRunContext.get()
+    assert context is not None and context.flow_run is not None, "called inside the flow"
+    sampling = config.sampling.params
+    places = {shard: f"{number}/{len(shards)}" for number, (shard, _) in enumerate(shards, start=1)}
+    with local_runner(config.workers) as runner, RunProgress(str(context.flow_run.id), num_samples) as progress:
+
+        def submit(item: tuple[ContentId, int]) -> Submitted[ShardCompletions]:
+            shard, _ = item
+            return infer_shard.submit(
+                runner,
+                shard,
+                model,
+                sampling,
+                config.backend,
+                config.workers,
+                samples_per_prompt=config.sampling.n,
+                label=places[shard],
+            )
+
+        def on_result(item: tuple[ContentId, int], record: ShardCompletions) -> None:
+            progress.finish(item[0], record)
+            refuse_failures(config, progress.failed, num_samples, record)
+
+        records = run_all(shards, submit, at_once=config.workers.count + 1, on_result=on_result)
+    close_run(config, str(context.flow_run.id), records)
+    return records
+
+
+def refuse_failures(config: InferBatchConfig, failed: int, num_samples: int, record: ShardCompletions) -> None:
+    """Raise Fatal as soon as more samples failed than the run may lose."""
+    limit = config.failures.max_share
+    if failed > limit * num_samples:
+        raise Fatal(
+            f"{failed} of {num_samples} samples failed, more than failures.max_share = {limit:g} allows; such as: "
+            f"{record.first_failure}. What is complete is kept: mend the input and run again, or raise the limit"
+        )

@@ -99,7 +99,9 @@ def sample_id(model: ContentId, prompt: Any, params: BaseModel | Mapping[str, An
     ``prompt`` is the text or the list of chat messages, ``params`` the sampling parameters, ``index`` tells repeated
     samples of one prompt apart. Changing any of them, or the content of the model, gives another id.
     """
-    body = canonical_json([model, prompt, params, index])
+    # A model of settings says itself which of its fields count, so that a later field with its default changes no id.
+    counted = params.cache_identity() if hasattr(params, "cache_identity") else params  # pyright: ignore
+    body = canonical_json([model, prompt, counted, index])
     return ContentId(blake3(bytes([SAMPLING_PARAMS_SCHEMA_VERSION]) + b"sample\x00" + body).hexdigest())
 
 

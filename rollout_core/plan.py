@@ -19,7 +19,6 @@ from rollout_core.config import (
     DatasetSource,
     GRPOSettings,
     HeldOutRows,
-    InferBatchConfig,
     LearnerSettings,
     ModelSource,
     Padded,
@@ -34,11 +33,10 @@ from rollout_core.config import (
 )
 from rollout_core.connections import Connections
 from rollout_core.dataset_sources import RowStream, hash_rows, read_dataset
-from rollout_core.datasets import PromptRow, Row, RowT, SftRow, read_prompts
+from rollout_core.datasets import PromptRow, Row, RowT, SftRow
 from rollout_core.devices import num_gpus
 from rollout_core.errors import ConfigError, DataError, NotFound
 from rollout_core.ids import ContentId
-from rollout_core.inference.output import earlier_run_id
 from rollout_core.inference.samples import refuse_long_prompts
 from rollout_core.inference.text import tokenize_prompts
 from rollout_core.models import (
@@ -386,18 +384,3 @@ def plan_on_policy(
     settings = config.algorithm
     plan.answers(f"algorithm.prompts.{settings.prompts.address_key}", rows, settings.reward)
     return plan.done()
-
-
-def plan_batch(
-    config: InferBatchConfig, base: Path, run_id: str | None = None, connections: Connections | None = None
-) -> dict[str, Any]:
-    """Check a batch inference run, perhaps one to go on with. Raises ConfigError naming all that is wrong."""
-    plan = Plan(base, connections)
-    plan.places()
-    plan.model("model", config.model)
-    plan.backend("backend", config.backend)
-    rows = plan.check("input.glob", lambda: read_prompts(config.input.glob, base=base))
-    plan.prompts("input.glob", rows, context_limit(config.backend), config.sampling)
-    folder = plan.output_folder("output.dir", config.output.dir)
-    plan.check("output.dir", lambda: earlier_run_id(folder, run_id))
-    return {**plan.done(), "inputs": len(rows or ()), "workers": config.workers.count}

@@ -24,6 +24,11 @@ class Record(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    @property
+    def is_final(self) -> bool:
+        """False where computing the stage again may do better; such a result counts for its own run only."""
+        return True
+
     def references(self) -> Iterator[tuple[Literal["blob", "tree", "snapshot"], ContentId]]:
         """What of the object store this record stands on."""
         for name, field in type(self).model_fields.items():
@@ -71,6 +76,40 @@ class Completions(Record):
     num_samples: int
     num_tokens: int
     finish_reasons: dict[str, int]
+
+
+class PromptShards(Record):
+    """A prompt set of any size, cut into shards of rows."""
+
+    index: BlobId
+    """JSON: ids of the shards, in order, and their numbers of rows."""
+    num_rows: int
+    shard_size: int
+
+
+class ShardCompletions(Record):
+    """What became of the samples of one shard, in its order."""
+
+    completions: BlobId
+    """JSONL, a row a sample: id, token_ids, logprobs, text, finish_reason; error, where it failed."""
+    rows: BlobId
+    """The shard."""
+    model: ContentId
+    num_samples: int
+    num_failed: int
+    num_passing: int
+    """Of those failed, the ones that another run tries again."""
+    num_prompt_tokens: int
+    num_tokens: int
+    finish_reasons: dict[str, int]
+    lengths: tuple[int, ...]
+    """Completions by length, in buckets of equal width from 1 to ``max_tokens``."""
+    first_failure: str | None = None
+    """Why the first failed sample did."""
+
+    @property
+    def is_final(self) -> bool:
+        return not self.num_passing
 
 
 class Scores(Record):

@@ -38,3 +38,21 @@ def draw_curve(
     if len(series) > 1:
         axes.legend(frameon=False)
     figure.savefig(target, format="png")
+
+
+def draw_histogram(
+    target: Path | IO[bytes], counts: Sequence[int], *, width: int, title: str, x_label: str, y_label: str
+) -> None:
+    """Write a PNG of ``counts``, of which bucket i holds values from ``i * width + 1`` to ``(i + 1) * width``."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.2), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.bar([bucket * width + 0.5 for bucket in range(len(counts))], counts, width=0.95 * width, align="edge")
+    axes.set_title(title)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.grid(alpha=0.25, axis="y")
+    figure.savefig(target, format="png")

@@ -38,10 +38,15 @@ def curve(key: str, values: Sequence[float], *, title: str, x_label: str, y_labe
     """A PNG curve of ``values`` over 1, 2, 3, ..."""
     if len(values) < 2:
         return
-    image = io.BytesIO()
-    draw_curve(image, {y_label: values}, title=title, x_label=x_label, y_label=y_label)
-    url = "data:image/png;base64," + base64.b64encode(image.getvalue()).decode()
-    _tolerate(lambda: create_image_artifact(image_url=url, key=key, description=title))
+    drawn = io.BytesIO()
+    draw_curve(drawn, {y_label: values}, title=title, x_label=x_label, y_label=y_label)
+    image(key, drawn.getvalue(), title)
+
+
+def image(key: str, png: bytes, description: str) -> None:
+    """A picture."""
+    url = "data:image/png;base64," + base64.b64encode(png).decode()
+    _tolerate(lambda: create_image_artifact(image_url=url, key=key, description=description))
 
 
 def origin(key: str, title: str, outputs: Mapping[str, ContentId], made_from: Mapping[str, ContentId | None]) -> None:
@@ -54,6 +59,30 @@ def origin(key: str, title: str, outputs: Mapping[str, ContentId], made_from: Ma
     _tolerate(lambda: create_markdown_artifact("\n".join(lines), key=key, description=title))
 
 
+class ProgressArtifact:
+    """Progress of long work in the UI, refreshed at most every two seconds; work that ends sooner shows nothing."""
+
+    def __init__(self, key: str, description: str) -> None:
+        self._key = key
+        self._description = description
+        self._artifact: Any = None
+        self._next = time.monotonic() + PROGRESS_INTERVAL_SECONDS
+
+    def show(self, done: int, total: int) -> None:
+        """Show ``done`` of ``total``, if it is time."""
+        if time.monotonic() < self._next or not total:
+            return
+        self._next = time.monotonic() + PROGRESS_INTERVAL_SECONDS
+        _tolerate(lambda: self._show(100.0 * done / total))
+
+    def _show(self, percent: float) -> None:
+        # _sync: the caller may be on a thread that runs an event loop, where these would only return a coroutine.
+        if self._artifact is None:
+            self._artifact = create_progress_artifact(percent, key=self._key, description=self._description, _sync=True)  # pyright: ignore[reportCallIssue]
+        else:
+            update_progress_artifact(self._artifact, progress=percent, _sync=True)  # pyright: ignore[reportCallIssue]
+
+
 class ProgressBar:
     """Progress of long work: an artifact in the UI, refreshed at most every two seconds, and a bar in a terminal.
 
@@ -61,9 +90,8 @@ class ProgressBar:
     """
 
     def __init__(self, key: str, description: str) -> None:
-        self._key = key
         self._description = description
-        self._artifact: Any = None
+        self._artifact = ProgressArtifact(key, description)
         self._bar: Progress | None = None
         self._bar_task: TaskID | None = None
         self._next = time.monotonic() + PROGRESS_INTERVAL_SECONDS
@@ -82,7 +110,7 @@ class ProgressBar:
             return
         self._next = now + PROGRESS_INTERVAL_SECONDS
         self._show_in_terminal(done, total)
-        _tolerate(lambda: self._show_artifact(100.0 * done / total))
+        self._artifact.show(done, total)
 
     def _show_in_terminal(self, done: int, total: int) -> None:
         if not sys.stderr.isatty():
@@ -95,13 +123,6 @@ class ProgressBar:
             self._bar.start()
         assert self._bar_task is not None
         self._bar.update(self._bar_task, completed=done, total=total)
-
-    def _show_artifact(self, percent: float) -> None:
-        # _sync: the caller may be on a thread that runs an event loop, where these would only return a coroutine.
-        if self._artifact is None:
-            self._artifact = create_progress_artifact(percent, key=self._key, description=self._description, _sync=True)  # pyright: ignore[reportCallIssue]
-        else:
-            update_progress_artifact(self._artifact, progress=percent, _sync=True)  # pyright: ignore[reportCallIssue]
 
 
 def _tolerate(create: Callable[[], Any]) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 import time
 from contextlib import nullcontext
 
 from rollout_core.config import BackendConfig, SamplingParams, identity
 from rollout_core.ids import content_id
 from rollout_core.inference.base import ModelRef
-from rollout_core.inference.batch import BatchOptions, Progress, complete_batch
-from rollout_core.inference.engines import engine
+from rollout_core.inference.batch import BatchOptions, Work, complete_batch
+from rollout_core.inference.engines import EngineOf
+from rollout_core.inference.workers import this_worker
 from rollout_core.locks import exclusive
 from rollout_core.objects import ObjectStore
 from rollout_core.records import Completions, PromptSet
@@ -61,42 +60,32 @@ def generate(
     mode: RolloutMode,
     deterministic: bool,
 ) -> tuple[Completions, float, int]:
-    """Completions of ``prompts``, the seconds it took with the engine running, and the tokens generated now."""
+    """Completions of ``prompts``, the seconds it took, and the tokens generated now."""
     model = ModelRef(prompts.model, objects.local_tree(prompts.model, places.cache_folder()))
-    latest = Progress(0, prompts.num_samples, 0)
+    local = places.storage_is_local()
 
-    def on_progress(progress: Progress) -> None:
-        nonlocal latest
-        latest = progress
-        bar.show(progress.done, progress.total)
-
-    async def complete() -> Completions:
+    async def complete() -> tuple[Completions, Work]:
         async with places.open_store() as store:
             return await complete_batch(
                 store,
                 objects,
-                running,
+                EngineOf(backend, model),
                 prompts.samples,
                 sampling,
-                worker_id=f"{socket.gethostname()}-{os.getpid()}",
+                worker_id=this_worker(),
                 options=BatchOptions(
                     mode=mode, deterministic=deterministic, exclusive=local, generator=generator_id(backend)
                 ),
-                on_progress=on_progress,
+                on_progress=lambda progress: bar.show(progress.done, progress.total),
             )
 
-    local = places.storage_is_local()
     # Other settings of the same samples are another stage with another key, which may run at the same time.
     alone = exclusive(places.lock_folder() / f"samples-{prompts.samples}.lock") if local else nullcontext()
-    with (
-        alone,
-        engine(backend, model) as running,
-        artifacts.ProgressBar("inference-progress", "Batch inference") as bar,
-    ):
+    with alone, artifacts.ProgressBar("inference-progress", "Batch inference") as bar:
         started = time.monotonic()
-        completions = asyncio.run(complete())
+        completions, work = asyncio.run(complete())
         seconds = time.monotonic() - started
     stage_logger().info(
-        "%d samples complete, %d tokens generated now in %.1f s", completions.num_samples, latest.tokens, seconds
+        "%d samples complete, %d tokens generated now in %.1f s", completions.num_samples, work.tokens, seconds
     )
-    return completions, seconds, latest.tokens
+    return completions, seconds, work.tokens

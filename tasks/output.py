@@ -1,16 +1,20 @@
-"""Stages with an effect outside the object store: reading input patterns and writing result files. Never cached."""
+"""The stage that writes the result of batch inference where the user wants it. Never cached."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from contextlib import suppress
+
+import orjson
 
 from rollout_core.config import InferBatchConfig
-from rollout_core.datasets import read_prompts, to_jsonl
-from rollout_core.ids import ContentId
-from rollout_core.inference.output import COMPLETIONS_FILE, output_rows, write_atomically
-from rollout_core.inference.samples import decode_completions_blob, decode_samples
-from rollout_core.records import Completions, Dataset, Record
+from rollout_core.errors import CorruptObject, NotFound
+from rollout_core.ids import ContentId, content_id
+from rollout_core.inference.output import COMPLETIONS_FILE, is_unchanged, shard_lines, write_known
+from rollout_core.inference.samples import decode_completions_blob
+from rollout_core.inference.shard_run import finished_ref
+from rollout_core.objects import ObjectStore
+from rollout_core.records import Record, ShardCompletions
 from tasks import artifacts, places
 from tasks.stage import current_stage, stage, stage_logger
 
@@ -20,41 +24,38 @@ class OutputFile(Record):
 
     path: str
     num_rows: int
+    num_failed: int
     run_id: str
 
 
-@stage(version=1, cached=False)
-def import_glob(glob: str) -> Dataset:
-    """File all prompt rows of a file or pattern, in order, in the object store."""
-    rows = read_prompts(glob, base=places.working_folder())
-    return Dataset(data=current_stage().objects.put_bytes(to_jsonl(rows)), num_rows=len(rows))
-
-
-@stage(version=1, cached=False)
-def write_completions(shards: list[Completions], config: InferBatchConfig, run_id: str) -> OutputFile:
+@stage(version=2, cached=False)
+def write_completions(shards: list[ShardCompletions], config: InferBatchConfig, run_id: str) -> OutputFile:
     """Write the completions of all shards in input order; the file is replaced at once."""
-    objects = current_stage().objects
+    storage = current_stage().objects
     path = places.working_folder() / config.output.dir / COMPLETIONS_FILE
-
-    def lines() -> Iterator[bytes]:
-        for shard in shards:
-            samples = decode_samples(objects.get_bytes(shard.samples))
-            yield from output_rows(
-                samples,
-                decode_completions_blob(objects.get_bytes(shard.completions)),
-                params=config.sampling,
-                model_uri=config.model.uri,
-                model_id=shard.model,
-                blob_id=shard.completions,
-                finished_at=asyncio.run(_end_times([sample.id for sample in samples])),
-            )
-
-    write_atomically(path, lines())
+    name = content_id("output-file/1", [config.model_dump(mode="json"), [shard.completions for shard in shards]])
+    if not is_unchanged(storage, name, path):
+        parts = ((shard, _ended(storage, shard, config)) for shard in shards)
+        lines = (line for shard, ended in parts for line in shard_lines(storage, shard, config, ended))
+        write_known(storage, name, path, lines)
     count = sum(shard.num_samples for shard in shards)
-    stage_logger().info("%d completions written to %s", count, path)
+    stage_logger().info("%d completions in %s", count, path)
     tokens = sum(shard.num_tokens for shard in shards)
-    artifacts.table("output", [{"file": str(path), "rows": count, "tokens": tokens}], "Completions written")
-    return OutputFile(path=str(path), num_rows=count, run_id=run_id)
+    failed = sum(shard.num_failed for shard in shards)
+    row = {"file": str(path), "rows": count, "failed": failed, "tokens": tokens}
+    artifacts.table("output", [row], "Completions written")
+    return OutputFile(path=str(path), num_rows=count, num_failed=failed, run_id=run_id)
+
+
+def _ended(storage: ObjectStore, shard: ShardCompletions, config: InferBatchConfig) -> list[float]:
+    """When each of a shard's samples was finished: from the note beside it, or else from the store."""
+    noted = storage.get_ref(finished_ref(shard.completions))
+    if noted is not None:
+        with suppress(NotFound, CorruptObject):
+            return orjson.loads(storage.get_bytes(noted))
+    ids = [row.id for row in decode_completions_blob(storage.get_bytes(shard.completions))]
+    times = asyncio.run(_end_times(ids))
+    return [times.get(sample_id, 0.0) for sample_id in ids]
 
 
 async def _end_times(sample_ids: list[ContentId]) -> dict[str, float]:

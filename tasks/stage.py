@@ -24,8 +24,10 @@ from prefect.cache_policies import CacheKeyFnPolicy
 from prefect.client.schemas.objects import State
 from prefect.context import TagsContext, TaskRunContext
 from prefect.exceptions import MissingContextError
+from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 from prefect.results import get_result_store
+from prefect.task_runners import TaskRunner
 
 from blocks import ContentAddressedStorage
 from rollout_core.config import identity
@@ -46,6 +48,8 @@ R = TypeVar("R", bound=Record)
 RETRIES = 3
 RETRY_DELAYS_SECONDS = [1.0, 4.0, 16.0]
 LABEL = "label"
+REFRESH = "refresh_name"
+"""Argument of every task beside those of its stage."""
 
 _refresh: ContextVar[str | None] = ContextVar("rollout_refresh", default=None)
 
@@ -153,19 +157,33 @@ class Stage(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         inputs = self._bind(args, kwargs)
+        prepared = self._prepare(inputs)
+        started = time.monotonic()
+        with TagsContext(current_tags=set()):
+            state = cast(State[dict[str, Any]], prepared(**inputs, **{REFRESH: _refresh.get()}, return_state=True))
+        return self._result(inputs, state, time.monotonic() - started)
+
+    def submit(self, runner: TaskRunner[Any], *args: P.args, **kwargs: P.kwargs) -> Submitted[R]:
+        """Run the stage on a started task runner, which may be of another machine, and go on meanwhile."""
+        inputs = self._bind(args, kwargs)
+        prepared = self._prepare(inputs)
+        with TagsContext(current_tags=set()):
+            future = runner.submit(prepared, {**inputs, REFRESH: _refresh.get()})
+        return Submitted(future, lambda state, seconds: self._result(inputs, state, seconds))
+
+    def _prepare(self, inputs: dict[str, Any]) -> Task[..., dict[str, Any]]:
         storage = places.result_storage()
         if self.cached:
             self._forget_if_broken(storage, self.key(inputs))
-        started = time.monotonic()
         # A tag costs a call to the server for each task run (and, where that keeps its data in SQLite, now and then a
         # refusal and a pause of 2 s), so there is one only where a limit is wanted; those of the flow run stay with it.
         limited = self._concurrency in locations().limits
         prepared = self._task.with_options(tags=[f"rollout:{self._concurrency}"] if limited else [])
         # Set here, not by with_options, which takes saved blocks only; this one is built from this process's settings.
         prepared.result_storage = storage
-        with TagsContext(current_tags=set()):
-            state = cast(State[dict[str, Any]], prepared(**inputs, return_state=True))
-        seconds = time.monotonic() - started
+        return prepared
+
+    def _result(self, inputs: dict[str, Any], state: State[dict[str, Any]], seconds: float) -> R:
         if state.is_completed():
             record = self._record.model_validate(state.result())
             name = (state.name or "") if self.cached else CHECKED
@@ -194,15 +212,24 @@ class Stage(Generic[P, R]):
         return dict(bound.arguments)
 
     def _prefect_key(self, context: TaskRunContext, inputs: dict[str, Any]) -> str:
-        return self.key(inputs)
+        inputs = dict(inputs)
+        with refreshing(inputs.pop(REFRESH)):
+            return self.key(inputs)
 
     def _as_task_function(self) -> Callable[..., dict[str, Any]]:
-        @functools.wraps(self._function)
-        def run(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            inputs = self._bind(args, kwargs)
-            return self._run(inputs).model_dump(mode="json")
+        """The function with one more argument: the name of a refresh has to reach other processes too."""
 
-        run.__annotations__ = {**self._function.__annotations__, "return": dict}
+        @functools.wraps(self._function)
+        def run(**inputs: Any) -> dict[str, Any]:
+            with refreshing(inputs.pop(REFRESH)):
+                return self._run(inputs).model_dump(mode="json")
+
+        refresh = inspect.Parameter(REFRESH, inspect.Parameter.KEYWORD_ONLY, annotation=str | None)
+        parameters = [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in self._signature.parameters.values()
+        ]
+        run.__signature__ = inspect.Signature([*parameters, refresh])  # pyright: ignore[reportAttributeAccessIssue]
+        run.__annotations__ = {**self._function.__annotations__, REFRESH: str | None, "return": dict}
         return run
 
     def _run(self, inputs: dict[str, Any]) -> R:
@@ -259,11 +286,13 @@ class Stage(Generic[P, R]):
 
     def _forget_if_broken(self, storage: ContentAddressedStorage, key: ContentId) -> None:
         record = self._stored(storage, key)
-        if record is not None and not is_whole(record, storage.objects()):
+        if record is None or (record.is_final and is_whole(record, storage.objects())):
+            return
+        if record.is_final:
             stage_logger().warning(
                 "the cached result of %s names objects that are no longer in storage; it is computed again", self.name
             )
-            storage.forget(key)
+        storage.forget(key)
 
     def _note(self, inputs: dict[str, Any], state: str, seconds: float, outputs: tuple[ContentId, ...]) -> None:
         journal = current_journal()
@@ -271,6 +300,24 @@ class Stage(Generic[P, R]):
             ids = tuple(ContentId(value) for value in inputs.values() if is_content_id(value))
             records = (item for value in inputs.values() if isinstance(value, Record) for item in value.outputs())
             journal.add(StageEntry(self.name, str(inputs.get(LABEL, "")), state, seconds, (*ids, *records), outputs))
+
+
+class Submitted(Generic[R]):
+    """A stage that runs on a task runner."""
+
+    def __init__(self, future: PrefectFuture[Any], finish: Callable[[State[Any], float], R]) -> None:
+        self._future = future
+        self._finish = finish
+        self._started = time.monotonic()
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call, from any thread, once `result` would not wait."""
+        self._future.add_done_callback(lambda _: call())
+
+    def result(self) -> R:
+        """Wait for the record. Raises what the stage raised."""
+        self._future.wait()
+        return self._finish(self._future.state, time.monotonic() - self._started)
 
 
 def progress_ref(key: ContentId) -> str:

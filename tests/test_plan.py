@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rollout_core.algorithms import state
+from rollout_core.batch_plan import plan_batch
 from rollout_core.config import CONFIG_KINDS, ModelSource, apply_overrides, parse_config
 from rollout_core.connections import plain_connections
 from rollout_core.errors import ConfigError
@@ -22,7 +23,7 @@ from rollout_core.inference import engines
 from rollout_core.models import import_model
 from rollout_core.nightly_plan import plan_nightly
 from rollout_core.objects import ObjectStore
-from rollout_core.plan import plan_batch, plan_on_policy, plan_sft
+from rollout_core.plan import plan_on_policy, plan_sft
 
 PLANS: dict[str, Callable[..., dict[str, Any]]] = {
     "nightly": plan_nightly,

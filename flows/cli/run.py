@@ -36,8 +36,8 @@ def infer_batch(
     """Complete every prompt of the input, exactly once."""
     with one_line_errors(debug):
         from flows.connections import connections
+        from rollout_core.batch_plan import plan_batch
         from rollout_core.config import InferBatchConfig, load_config
-        from rollout_core.plan import plan_batch
 
         overrides = parse_overrides(set_) | ({} if workers is None else {"workers.count": workers})
         parsed = load_config(config, InferBatchConfig, overrides)

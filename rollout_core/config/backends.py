@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import os
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -36,6 +37,13 @@ class VLLMBackend(Settings):
         """The dtype on this machine; ``auto`` is left on a GPU only, and means the model's own there."""
         return "float32" if self.dtype == "auto" and probe_device() == "cpu" else self.dtype
 
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a request's tokens and logprobs are bitwise the same whatever else is in its batch."""
+        if probe_device() == "cpu":
+            return self.concrete_dtype == "float32" and not self.enable_prefix_caching
+        return os.environ.get("VLLM_BATCH_INVARIANT") == "1" and not self.enable_prefix_caching
+
     def cache_identity(self) -> Any:
         named = {
             "kind": self.kind,
@@ -51,6 +59,8 @@ class VLLMBackend(Settings):
 
 class TransformersBackend(Settings):
     """Plain ``transformers`` generation: slow, needs nothing else."""
+
+    batch_invariant: ClassVar[bool] = True
 
     kind: Literal["transformers"] = "transformers"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -69,6 +79,8 @@ class TransformersBackend(Settings):
 
 class ScriptedBackend(Settings):
     """Deterministic answers without a model, for trying out a pipeline."""
+
+    batch_invariant: ClassVar[bool] = True
 
     kind: Literal["scripted"] = "scripted"
     text: str = "SCRIPTED:{prompt}"

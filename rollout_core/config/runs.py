@@ -162,10 +162,38 @@ class OutputDir(Settings):
 
 
 class WorkersConfig(Settings):
-    """Fan-out on this machine. Changes speed only."""
+    """Fan-out. Changes speed only."""
 
     count: int = Field(default=1, ge=1)
-    """Shards of the input; each is one retryable task."""
+    """Shards worked on at the same time. One more is made ready meanwhile, so that the engine never waits for it."""
+    shard_size: int = Field(default=4096, ge=1)
+    """Prompts of a shard, which is one retryable, cached task."""
+    claim_size: int = Field(default=256, ge=1)
+    """Samples a worker claims at a time; an idle worker may take what a busy one has not claimed."""
+    price_per_hour: float | None = Field(default=None, ge=0)
+    """What a worker costs in an hour; the closing table then tells what a million tokens cost."""
+
+    def cache_identity(self) -> Any:
+        return None
+
+
+class BatchSampling(SamplingParams):
+    """How tokens are drawn, and how often."""
+
+    n: int = Field(default=1, ge=1)
+    """Completions of each prompt; more of them keep those there are."""
+
+    @property
+    def params(self) -> SamplingParams:
+        """What enters the sample ids: all but ``n``."""
+        return SamplingParams.model_validate(self.model_dump(exclude={"n"}))
+
+
+class FailurePolicy(Settings):
+    """What becomes of a run whose samples fail. A failed sample keeps its row in the output, with the reason."""
+
+    max_share: float = Field(default=0.1, ge=0, le=1)
+    """The run fails, and writes no output, when more than this share of its samples failed."""
 
 
 class InferBatchConfig(Settings):
@@ -174,10 +202,11 @@ class InferBatchConfig(Settings):
     schema_version: Literal[1] = SCHEMA_VERSION
     run: RunInfo = RunInfo(name="batch")
     model: ModelSource
-    sampling: SamplingParams
+    sampling: BatchSampling
     input: InputGlob
     output: OutputDir
     workers: WorkersConfig = WorkersConfig()
+    failures: FailurePolicy = FailurePolicy()
     backend: BackendConfig = VLLMBackend()
 
 

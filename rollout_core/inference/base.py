@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from rollout_core.config import SamplingParams
+from rollout_core.errors import Fatal
 from rollout_core.ids import ContentId
 
 FinishReason = Literal["stop", "length"]
@@ -41,6 +42,20 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """A request that cannot be completed. The others go on."""
+
+    key: str
+    reason: str
+    """One line for people."""
+    passing: bool = False
+    """Another try later may succeed (an overloaded endpoint); False where it never will (a prompt that is too long)."""
+
+
+Outcome = Completion | Failure
+
+
+@dataclass(frozen=True)
 class ModelRef:
     """A model's content id and a local folder that holds it."""
 
@@ -69,12 +84,15 @@ class InferenceBackend(Protocol):
         """Longest prompt plus completion, in tokens; None where the backend knows no limit."""
         ...
 
-    def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """Yield completions as they finish, in any order. Requests are drawn from the iterable as there is room."""
+    def stream(self, requests: Iterable[Request | None]) -> Iterator[Outcome]:
+        """Yield outcomes as they are known, in any order. Requests are drawn from the iterable as there is room.
+
+        None among the requests means: none now, ask again soon. It comes only while requests are under way.
+        """
         ...
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Completions of ``requests``, in their order."""
+        """Completions of ``requests``, in their order. Raises Fatal where one fails."""
         ...
 
     def update_weights(self, model: ModelRef) -> None:
@@ -89,9 +107,13 @@ class InferenceBackend(Protocol):
 class GathersStream:
     """`generate` in terms of `stream`."""
 
-    def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
+    def stream(self, requests: Iterable[Request | None]) -> Iterator[Outcome]:
         raise NotImplementedError("a backend implements stream")
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        finished = {completion.key: completion for completion in self.stream(requests)}
+        finished: dict[str, Completion] = {}
+        for outcome in self.stream(requests):
+            if isinstance(outcome, Failure):
+                raise Fatal(f"request {outcome.key[:12]} failed: {outcome.reason}")
+            finished[outcome.key] = outcome
         return [finished[request.key] for request in requests]

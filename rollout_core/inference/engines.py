@@ -1,16 +1,17 @@
-"""One engine a process: built once, shared by all stages that run there, its weights swapped between models."""
+"""One engine a process: built when a sample first needs it, shared by all that run there, its weights swapped."""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from rollout_core.config import BackendConfig, ScriptedBackend, TransformersBackend
-from rollout_core.ids import hash_bytes
+from rollout_core.ids import ContentId, hash_bytes
 from rollout_core.inference.base import InferenceBackend, ModelRef
+from rollout_core.inference.lanes import Lanes
 from rollout_core.models import tokenizer_files
 
 
@@ -19,10 +20,15 @@ class _Resident:
     config: BackendConfig
     architecture: str
     backend: InferenceBackend
+    lanes: Lanes
+    users: int = 0
+    in_doubt: bool = False
+    """A failure inside a block may have left it in any state: nobody else joins, and the last one drops it."""
 
 
-_lock = threading.Lock()
+_changed = threading.Condition()
 _resident: _Resident | None = None
+_preparing = False
 
 
 def build_backend(config: BackendConfig, model: ModelRef) -> InferenceBackend:
@@ -40,32 +46,134 @@ def build_backend(config: BackendConfig, model: ModelRef) -> InferenceBackend:
     return VLLMEngine(config, model)
 
 
+@dataclass(frozen=True)
+class EngineOf:
+    """A model on a backend, started when it is opened: the engine that batch inference is given."""
+
+    config: BackendConfig
+    model: ModelRef
+
+    @property
+    def model_id(self) -> ContentId:
+        """Content of the weights."""
+        return self.model.content_id
+
+    @property
+    def batch_invariant(self) -> bool:
+        """See `InferenceBackend`."""
+        return self.config.batch_invariant
+
+    def open(self) -> AbstractContextManager[Lanes]:
+        """The lanes of this process's engine; entering may take as long as an engine's start."""
+        return _lanes(self.config, self.model)
+
+
 @contextmanager
 def engine(config: BackendConfig, model: ModelRef) -> Iterator[InferenceBackend]:
-    """This process's engine with ``model`` in it, for one caller at a time.
+    """This process's engine with ``model`` in it.
 
     The engine stays when the block ends. Another configuration or architecture replaces it; another model of the same
-    architecture only replaces its weights. A failure inside the block may leave an engine in doubt, so it is dropped.
+    architecture only replaces its weights. Callers with the same configuration and model share it, others wait for its
+    turn. A failure inside the block drops it.
     """
-    global _resident
-    with _lock:
-        architecture = _architecture(model)
-        if _resident and (_resident.config != config or _resident.architecture != architecture):
-            _drop()
-        if _resident is None:
-            _resident = _Resident(config, architecture, build_backend(config, model))
-        try:
-            _resident.backend.update_weights(model)
-            yield _resident.backend
-        except BaseException:
-            _drop()
-            raise
+    with _shared(config, model) as resident:
+        yield resident.backend
+
+
+@contextmanager
+def _lanes(config: BackendConfig, model: ModelRef) -> Iterator[Lanes]:
+    with _shared(config, model) as resident:
+        yield resident.lanes
+
+
+@contextmanager
+def _shared(config: BackendConfig, model: ModelRef) -> Iterator[_Resident]:
+    resident = _enter(config, model)
+    try:
+        yield resident
+    except BaseException:
+        resident.in_doubt = True
+        raise
+    finally:
+        _leave(resident)
 
 
 def close_engine() -> None:
-    """Stop this process's engine, if there is one."""
-    with _lock:
+    """Stop this process's engine, if there is one; waits for those who use it."""
+    global _preparing
+    with _changed:
+        _changed.wait_for(lambda: not _preparing and (_resident is None or not _resident.users))
+        _preparing = True
+    try:
         _drop()
+    finally:
+        _prepared()
+
+
+def _enter(config: BackendConfig, model: ModelRef) -> _Resident:
+    global _preparing
+    architecture = _architecture(model)
+    with _changed:
+        while True:
+            if not _preparing and (_resident is None or not _resident.users):
+                _preparing = True
+                break
+            if not _preparing and _resident is not None and _fits(_resident, config, model, architecture):
+                _resident.users += 1
+                return _resident
+            _changed.wait()
+    # Outside the lock: a start takes half a minute.
+    try:
+        resident = _prepare(config, model, architecture)
+        resident.users = 1
+    finally:
+        _prepared()
+    return resident
+
+
+def _prepare(config: BackendConfig, model: ModelRef, architecture: str) -> _Resident:
+    global _resident
+    if _resident and (_resident.config != config or _resident.architecture != architecture or _resident.in_doubt):
+        _drop()
+    if _resident is None:
+        backend = build_backend(config, model)
+        _resident = _Resident(config, architecture, backend, Lanes(backend))
+    try:
+        _resident.backend.update_weights(model)
+    except BaseException:
+        _drop()
+        raise
+    return _resident
+
+
+def _prepared() -> None:
+    global _preparing
+    with _changed:
+        _preparing = False
+        _changed.notify_all()
+
+
+def _leave(resident: _Resident) -> None:
+    global _preparing
+    with _changed:
+        resident.users -= 1
+        drop = resident.in_doubt and not resident.users
+        _preparing = _preparing or drop
+        _changed.notify_all()
+    if drop:
+        try:
+            _drop()
+        finally:
+            _prepared()
+
+
+def _fits(resident: _Resident, config: BackendConfig, model: ModelRef, architecture: str) -> bool:
+    return (
+        not resident.in_doubt
+        and resident.config == config
+        and resident.architecture == architecture
+        and resident.backend.model_id == model.content_id
+    )
 
 
 def _drop() -> None:

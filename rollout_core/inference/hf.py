@@ -56,8 +56,10 @@ class TransformersEngine(GathersStream):
     def max_model_len(self) -> int | None:
         return self._config.max_model_len or getattr(self._policy.config, "max_position_embeddings", None)
 
-    def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
+    def stream(self, requests: Iterable[Request | None]) -> Iterator[Completion]:
         for request in requests:
+            if request is None:
+                continue
             with cpu_threads(self._config.num_threads):
                 completion = self._generate_one(request)
             yield completion

@@ -3,25 +3,37 @@
 A sample is a rollout of the store (``rollout_id`` = sample id). Its completion is a row of a blob in object storage,
 named by a span of the attempt that made it. A completion counts once three things happened in this order: the blob is
 on disk, the span is committed, and the attempt's fenced update to ``succeeded`` went through. A worker whose attempt
-was superseded in the meantime is refused there, so exactly one attempt of a sample wins.
+was superseded in the meantime is refused there, so exactly one attempt of a sample wins. A sample that fails for good
+is kept in the same way under the status ``failed``; one that failed for a passing reason is free for the next run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_core.errors import Conflict, CorruptObject, MissingObject
 from rollout_core.ids import ContentId
 from rollout_core.inference.samples import Sample
+from rollout_core.inference.workers import is_gone
 from rollout_core.objects import ObjectStore
-from rollout_core.store import Attempt, AttemptedRollout, AttemptUpdate, EnqueueRolloutRequest, LightningStore, Span
+from rollout_core.store import (
+    Attempt,
+    AttemptedRollout,
+    AttemptUpdate,
+    EnqueueRolloutRequest,
+    LightningStore,
+    Rollout,
+    Span,
+)
 from rollout_core.store.types import RolloutMode
 
 COMPLETION_SPAN = "rollout.completion"
+FAILURE_SPAN = "rollout.failure"
+REASON_ATTRIBUTE = "rollout.failure.reason"
 BLOB_ATTRIBUTE = "rollout.completion.blob"
 GENERATOR_ATTRIBUTE = "rollout.completion.generator"
 ROW_ATTRIBUTE = "rollout.completion.row"
@@ -33,13 +45,30 @@ class Standing:
     """Where each of the asked samples stands."""
 
     done: dict[ContentId, bytes] = field(default_factory=dict)
-    """Completion line of every finished sample."""
+    """Line of every sample that is completed, or failed for good."""
+    failed: set[ContentId] = field(default_factory=set)
+    """Those of ``done`` that failed."""
     free: list[ContentId] = field(default_factory=list)
     """Samples anyone may claim."""
     busy: list[ContentId] = field(default_factory=list)
     """Samples whose attempt belongs to a worker that still seems alive."""
+    ended: dict[ContentId, float] = field(default_factory=dict)
+    """When those of ``done`` were, in seconds since the epoch."""
     attempts: dict[ContentId, int] = field(default_factory=dict)
     """Attempts of every sample so far."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The outcome of an attempt."""
+
+    rollout: AttemptedRollout
+    line: bytes
+    """One row of a completions blob."""
+    failure: str | None = None
+    """Why there is no completion."""
+    passing: bool = False
+    """The failure is not for good."""
 
 
 class SampleLedger:
@@ -64,10 +93,14 @@ class SampleLedger:
         self._stale_after_seconds = stale_after_seconds
         self._generator = generator
 
-    async def enqueue(self, samples: Sequence[Sample], *, mode: RolloutMode, source: ContentId) -> None:
-        """Make every sample a rollout; those already known stay as they are. ``source`` is the samples' blob."""
+    async def enqueue(self, samples: Sequence[Sample], *, mode: RolloutMode, source: ContentId) -> list[Rollout]:
+        """Make every sample a rollout, and return them all; those already known stay as they are.
+
+        ``source`` is the blob that the samples come from.
+        """
+        rollouts: list[Rollout] = []
         for start in range(0, len(samples), CHUNK):
-            await self._store.enqueue_many_rollouts(
+            rollouts += await self._store.enqueue_many_rollouts(
                 [
                     EnqueueRolloutRequest(
                         rollout_id=sample.id,
@@ -78,31 +111,42 @@ class SampleLedger:
                     for sample in samples[start : start + CHUNK]
                 ]
             )
+        return rollouts
 
     async def standing(self, sample_ids: Sequence[ContentId], *, exclusive: bool) -> Standing:
         """Look every sample up. With ``exclusive`` no one else works on them, so unfinished ones are free at once."""
-        standing = Standing()
-        succeeded: list[ContentId] = []
-        underway: list[AttemptedRollout] = []
+        rollouts: list[Rollout] = []
         for start in range(0, len(sample_ids), CHUNK):
-            for rollout in await self._store.query_rollouts(rollout_id_in=sample_ids[start : start + CHUNK]):
-                sample = ContentId(rollout.rollout_id)
-                attempted = isinstance(rollout, AttemptedRollout)
-                standing.attempts[sample] = rollout.attempt.sequence_id if attempted else 0
-                if rollout.status == "succeeded":
-                    succeeded.append(sample)
-                elif rollout.status in ("preparing", "running") and attempted and not exclusive:
-                    underway.append(rollout)
-                else:
-                    standing.free.append(sample)
+            rollouts += await self._store.query_rollouts(rollout_id_in=sample_ids[start : start + CHUNK])
+        return await self.standing_of(rollouts, exclusive=exclusive)
+
+    async def standing_of(self, rollouts: Iterable[Rollout], *, exclusive: bool) -> Standing:
+        """Where samples stand whose rollouts were just looked at."""
+        standing = Standing()
+        finished: dict[ContentId, Rollout] = {}
+        underway: list[AttemptedRollout] = []
+        for rollout in rollouts:
+            sample = ContentId(rollout.rollout_id)
+            attempted = isinstance(rollout, AttemptedRollout)
+            standing.attempts[sample] = rollout.attempt.sequence_id if attempted else 0
+            if rollout.status in ("succeeded", "failed"):
+                finished[sample] = rollout
+            elif rollout.status in ("preparing", "running") and attempted and not exclusive:
+                underway.append(rollout)
+            else:
+                standing.free.append(sample)
         signs = await self._signs_of_life(rollout.attempt for rollout in underway)
         stale_before = time.time() - self._stale_after_seconds
         for rollout in underway:
             alive = max(rollout.attempt.start_time, signs.get(rollout.attempt.worker_id, 0.0)) >= stale_before
+            alive = alive and not is_gone(rollout.attempt.worker_id)
             (standing.busy if alive else standing.free).append(ContentId(rollout.rollout_id))
-        standing.done = await self._lines(succeeded)
-        # A finished sample whose completion is another generator's or cannot be read any more is generated again.
-        standing.free += [sample for sample in succeeded if sample not in standing.done]
+        standing.done = await self._lines(finished)
+        standing.failed = {sample for sample in standing.done if finished[sample].status == "failed"}
+        standing.ended = {sample: finished[sample].end_time or 0.0 for sample in standing.done}
+        # A finished sample whose completion is another generator's or cannot be read any more is generated again, and
+        # so is one that failed for a passing reason.
+        standing.free += [sample for sample in finished if sample not in standing.done]
         return standing
 
     async def _signs_of_life(self, attempts: Iterable[Attempt]) -> dict[str | None, float]:
@@ -118,17 +162,23 @@ class SampleLedger:
         """Say that this worker lives: what it has claimed stays busy."""
         await self._store.update_worker(self._worker_id)
 
-    async def _lines(self, sample_ids: Sequence[ContentId]) -> dict[ContentId, bytes]:
+    async def _lines(self, finished: Mapping[ContentId, Rollout]) -> dict[ContentId, bytes]:
+        """The line of each finished sample that has one; of a failed sample, its last attempt's."""
         lines: dict[ContentId, bytes] = {}
         blobs: dict[str, list[bytes]] = {}
+        sample_ids = list(finished)
         for start in range(0, len(sample_ids), CHUNK):
             spans = await self._store.query_many_spans(sample_ids[start : start + CHUNK], name=COMPLETION_SPAN)
             for span in filter(self._is_ours, spans):
+                sample = ContentId(span.rollout_id)
+                rollout = finished[sample]
+                if rollout.status == "failed" and not _made_by_last(span, rollout):
+                    continue
                 blob, row = str(span.attributes[BLOB_ATTRIBUTE]), int(span.attributes[ROW_ATTRIBUTE])  # pyright: ignore[reportArgumentType]
                 if blob not in blobs:
-                    blobs[blob] = self._read_blob(blob)
+                    blobs[blob] = await asyncio.to_thread(self._read_blob, blob)
                 if row < len(blobs[blob]):
-                    lines[ContentId(span.rollout_id)] = blobs[blob][row]
+                    lines[sample] = blobs[blob][row]
         return lines
 
     def _is_ours(self, span: Span) -> bool:
@@ -167,35 +217,44 @@ class SampleLedger:
             if span.attempt_id in finished and self._is_ours(span)
         ]
         if places:
-            await self._record([(rollout, *places[-1])])
+            await self._record([Answer(rollout, b"")], [places[-1]])
         return bool(places)
 
-    async def commit(self, group: Sequence[tuple[AttemptedRollout, bytes]]) -> list[bool]:
-        """Make completion lines durable and their attempts succeed. False marks a sample another attempt took over."""
-        blob = await asyncio.to_thread(self._objects.put_bytes, b"".join(line for _, line in group))
-        return await self._record([(rollout, blob, row) for row, (rollout, _) in enumerate(group)])
+    async def commit(self, answers: Sequence[Answer]) -> list[float | None]:
+        """Make outcomes durable and end their attempts. Gives the time of each attempt's end, in seconds since the
+        epoch; None where another attempt took the sample over."""
+        blob = await asyncio.to_thread(self._objects.put_bytes, b"".join(answer.line for answer in answers))
+        return await self._record(answers, [(blob, row) for row in range(len(answers))])
 
-    async def _record(self, completions: Sequence[tuple[AttemptedRollout, str, Any]]) -> list[bool]:
-        """Name the blob and row of each completion in a span, and let its attempt succeed."""
+    async def _record(self, answers: Sequence[Answer], places: Sequence[tuple[str, Any]]) -> list[float | None]:
+        """Name the blob and row of each outcome in a span, and end its attempt."""
         spans = [
             Span.from_attributes(
-                rollout_id=rollout.rollout_id,
-                attempt_id=rollout.attempt.attempt_id,
+                rollout_id=answer.rollout.rollout_id,
+                attempt_id=answer.rollout.attempt.attempt_id,
                 sequence_id=1,
-                name=COMPLETION_SPAN,
-                attributes={BLOB_ATTRIBUTE: blob, ROW_ATTRIBUTE: row, GENERATOR_ATTRIBUTE: self._generator},
+                name=FAILURE_SPAN if answer.passing else COMPLETION_SPAN,
+                attributes=self._attributes(answer, blob, row),
             )
-            for rollout, blob, row in completions
+            for answer, (blob, row) in zip(answers, places, strict=True)
         ]
         updates = [
-            AttemptUpdate(rollout_id=rollout.rollout_id, attempt_id=rollout.attempt.attempt_id, status="succeeded")
-            for rollout, _, _ in completions
+            AttemptUpdate(
+                rollout_id=answer.rollout.rollout_id,
+                attempt_id=answer.rollout.attempt.attempt_id,
+                status="succeeded" if answer.failure is None else "failed",
+            )
+            for answer in answers
         ]
         # The store works in order of arrival, so both may share one commit to disk.
         _, outcomes = await asyncio.gather(
             self._store.add_many_spans(spans), self._store.update_many_attempts(updates, fenced=True)
         )
-        return [not isinstance(outcome, Conflict) for outcome in outcomes]
+        return [None if isinstance(outcome, Conflict) else outcome.end_time or time.time() for outcome in outcomes]
+
+    def _attributes(self, answer: Answer, blob: str, row: Any) -> dict[str, Any]:
+        found = {BLOB_ATTRIBUTE: blob, ROW_ATTRIBUTE: row, GENERATOR_ATTRIBUTE: self._generator}
+        return found if answer.failure is None else found | {REASON_ATTRIBUTE: answer.failure}
 
     async def release(self, rollouts: Iterable[AttemptedRollout]) -> None:
         """Give claimed, unfinished samples back after a failure, so that others need not wait for them to go stale."""
@@ -205,3 +264,7 @@ class SampleLedger:
         ]
         for start in range(0, len(updates), CHUNK):
             await self._store.update_many_attempts(updates[start : start + CHUNK], fenced=True)
+
+
+def _made_by_last(span: Span, rollout: Rollout) -> bool:
+    return isinstance(rollout, AttemptedRollout) and span.attempt_id == rollout.attempt.attempt_id

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import orjson
+from blake3 import blake3
 
-from rollout_core.config import SamplingParams
-from rollout_core.errors import ConfigError
+from rollout_core.config import InferBatchConfig
+from rollout_core.errors import ConfigError, CorruptObject, NotFound
 from rollout_core.ids import ContentId, new_run_id
-from rollout_core.inference.samples import Sample, SampledCompletion
+from rollout_core.inference.prompt_shards import read_shard
+from rollout_core.objects import ObjectStore
+from rollout_core.records import ShardCompletions
 
 COMPLETIONS_FILE = "completions.jsonl"
 RUN_ID_FILE = "run-id"
@@ -50,37 +53,37 @@ def _checked(run_id: str, where: str) -> str:
     return run_id
 
 
-def output_rows(
-    samples: Sequence[Sample],
-    completions: Sequence[SampledCompletion],
-    *,
-    params: SamplingParams,
-    model_uri: str,
-    model_id: ContentId,
-    blob_id: ContentId,
-    finished_at: Mapping[str, float],
-) -> Iterable[bytes]:
-    """Lines of the output file, in input order; ``finished_at`` maps sample ids to seconds since the epoch."""
-    sampling = params.model_dump(mode="json")
-    for sample, completion in zip(samples, completions, strict=True):
-        row: dict[str, Any] = {
-            "id": sample.row_id or sample.id,
-            "prompt": sample.prompt,
-            "completion": completion.text,
+def shard_lines(
+    objects: ObjectStore, shard: ShardCompletions, config: InferBatchConfig, ended: Sequence[float]
+) -> Iterator[bytes]:
+    """Lines of the output file for one shard, in input order; ``ended`` are seconds since the epoch, a sample each."""
+    rows = read_shard(objects, shard.rows)
+    completions = map(orjson.loads, objects.get_bytes(shard.completions).splitlines())
+    samples = (shard_row.row for shard_row in rows for _ in range(config.sampling.n))
+    sampling = config.sampling.model_dump(mode="json")
+    for number, (row, completion, moment) in enumerate(zip(samples, completions, ended, strict=True)):
+        line: dict[str, Any] = {
+            "id": row.id or completion["id"],
+            "prompt": row.prompt if row.prompt is not None else [item.model_dump() for item in row.messages or ()],
+            "completion": completion["text"],
             "sampling_params": sampling,
-            "model_uri": model_uri,
-            "finish_reason": completion.finish_reason,
-            "model_content_id": model_id,
-            "completion_blob_id": blob_id,
-            "generated_at": _timestamp(finished_at.get(sample.id)),
+            "model_uri": config.model.uri,
+            "finish_reason": completion["finish_reason"],
+            "model_content_id": shard.model,
+            "completion_blob_id": shard.completions,
+            "generated_at": _timestamp(moment),
         }
-        for key, value in sample.extras.items():
-            row.setdefault(key, value)
-        yield orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
+        if config.sampling.n > 1:
+            line["index"] = number % config.sampling.n
+        if "error" in completion:
+            line |= {"completion": None, "error": completion["error"]}
+        for key, value in row.extras.items():
+            line.setdefault(key, value)
+        yield orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
 
 
-def _timestamp(seconds: float | None) -> str | None:
-    if seconds is None:
+def _timestamp(seconds: float) -> str | None:
+    if not seconds:
         return None
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
@@ -97,3 +100,28 @@ def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
         scratch.replace(path)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def write_known(objects: ObjectStore, name: ContentId, path: Path, chunks: Iterable[bytes]) -> None:
+    """`write_atomically`, and keep the digest of the file under ``name``."""
+    hasher = blake3()
+
+    def hashed() -> Iterator[bytes]:
+        for chunk in chunks:
+            hasher.update(chunk)
+            yield chunk
+
+    write_atomically(path, hashed())
+    objects.set_ref(f"output-files/{name}", objects.put_bytes(hasher.hexdigest().encode()))
+
+
+def is_unchanged(objects: ObjectStore, name: ContentId, path: Path) -> bool:
+    """Whether the file is still what `write_known` wrote under ``name``."""
+    kept = objects.get_ref(f"output-files/{name}")
+    if kept is None or not path.is_file():
+        return False
+    try:
+        digest = objects.get_bytes(kept).decode()
+    except (NotFound, CorruptObject):
+        return False
+    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest() == digest

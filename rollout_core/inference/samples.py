@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import orjson
 
-from rollout_core.config import SamplingParams
+from rollout_core.config import SamplingParams, identity
 from rollout_core.datasets import PromptRow
 from rollout_core.errors import ConfigError, Fatal
 from rollout_core.ids import ContentId, sample_id
-from rollout_core.inference.base import Completion
+from rollout_core.inference.base import Completion, Failure
 from rollout_core.inference.text import tokenize_prompts
 
 _DUMP = orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
@@ -49,6 +49,9 @@ class SampledCompletion:
     logprobs: list[float]
     text: str
     finish_reason: str
+    """``stop``, ``length``, or ``error``."""
+    error: str | None = None
+    """Why there is no completion."""
 
 
 def make_samples(
@@ -70,15 +73,30 @@ def make_samples(
     if max_model_len is not None:
         refuse_long_prompts(token_ids, params.max_tokens, max_model_len)
     seen = Counter(_prompt_key(row) for row in earlier)
-    samples = []
-    for row, ids in zip(rows, token_ids, strict=True):
+    occurrences = []
+    for row in rows:
         key = _prompt_key(row)
-        first = seen[key] * samples_per_prompt
+        occurrences.append(seen[key])
         seen[key] += 1
-        for index in range(first, first + samples_per_prompt):
-            prompt = _prompt_value(row)
-            identity = sample_id(model, prompt, params, index)
-            samples.append(Sample(identity, prompt, ids, index, row.id, dict(row.extras)))
+    return identify(rows, token_ids, occurrences, model=model, params=params, samples_per_prompt=samples_per_prompt)
+
+
+def identify(
+    rows: Sequence[PromptRow],
+    token_ids: Sequence[list[int]],
+    occurrences: Sequence[int],
+    *,
+    model: ContentId,
+    params: SamplingParams,
+    samples_per_prompt: int,
+) -> list[Sample]:
+    """``samples_per_prompt`` samples of each row, whose prompt occurred so many times before."""
+    dumped = identity(params)  # once: it is the same for all
+    samples = []
+    for row, ids, occurrence in zip(rows, token_ids, occurrences, strict=True):
+        prompt = _prompt_value(row)
+        for index in range(occurrence * samples_per_prompt, (occurrence + 1) * samples_per_prompt):
+            samples.append(Sample(sample_id(model, prompt, dumped, index), prompt, ids, index, row.id, row.extras))
     return samples
 
 
@@ -93,13 +111,21 @@ def _prompt_key(row: PromptRow) -> str | bytes:
 def refuse_long_prompts(token_ids: Sequence[Sequence[int]], max_tokens: int, max_model_len: int) -> None:
     """Raise ConfigError where a prompt leaves no room for ``max_tokens`` of completion, naming the first and the number
     of the others."""
-    long = [number for number, ids in enumerate(token_ids, start=1) if len(ids) + max_tokens > max_model_len]
+    problems = [length_problem(len(ids), max_tokens, max_model_len) for ids in token_ids]
+    long = [number for number, problem in enumerate(problems, start=1) if problem]
     if long:
-        more = f" (and {len(long) - 1} more)" if len(long) > 1 else ""
-        raise ConfigError(
-            f"prompt {long[0]}: {len(token_ids[long[0] - 1])} tokens + sampling.max_tokens {max_tokens} exceed the "
-            f"model's context of {max_model_len} tokens{more}; shorten the prompt or lower sampling.max_tokens"
-        )
+        more = f" (and {len(long) - 1} more prompts)" if len(long) > 1 else ""
+        raise ConfigError(f"prompt {long[0]}: {problems[long[0] - 1]}{more}")
+
+
+def length_problem(prompt_tokens: int, max_tokens: int, max_model_len: int | None) -> str | None:
+    """Why a prompt of so many tokens cannot be completed, if so."""
+    if max_model_len is None or prompt_tokens + max_tokens <= max_model_len:
+        return None
+    return (
+        f"{prompt_tokens} tokens + sampling.max_tokens {max_tokens} exceed the model's context of {max_model_len} "
+        "tokens; shorten the prompt or lower sampling.max_tokens"
+    )
 
 
 def encode_samples(samples: Iterable[Sample]) -> bytes:
@@ -126,6 +152,19 @@ def encode_completion(completion: Completion) -> bytes:
         "logprobs": logprobs,
         "text": completion.text,
         "finish_reason": completion.finish_reason,
+    }
+    return orjson.dumps(row, option=_DUMP)
+
+
+def encode_failure(failure: Failure) -> bytes:
+    """One line in the place of a completion."""
+    row = {
+        "id": failure.key,
+        "token_ids": [],
+        "logprobs": [],
+        "text": "",
+        "finish_reason": "error",
+        "error": failure.reason,
     }
     return orjson.dumps(row, option=_DUMP)
 

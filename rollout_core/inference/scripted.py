@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from rollout_core.config import ScriptedBackend
 from rollout_core.ids import ContentId
 from rollout_core.inference.base import Completion, GathersStream, ModelRef, Request
 from rollout_core.models import load_tokenizer
+
+GROUP = 256
+"""Prompts whose texts are tokenised together."""
 
 
 class ScriptedEngine(GathersStream):
@@ -25,12 +28,28 @@ class ScriptedEngine(GathersStream):
     def model_id(self) -> ContentId:
         return self._model.content_id
 
-    def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        for request in requests:
+    def stream(self, requests: Iterable[Request | None]) -> Iterator[Completion]:
+        waiting = iter(requests)
+        while group := self._next_group(waiting):
+            yield from self._complete(group)
+
+    def _next_group(self, waiting: Iterator[Request | None]) -> list[Request]:
+        """What is there now, up to the size of a group; one request where each takes its time."""
+        group: list[Request] = []
+        while len(group) < (1 if self._config.delay_seconds else GROUP):
+            request = next(waiting, None)
+            if request is None:
+                break
+            group.append(request)
+        return group
+
+    def _complete(self, group: Sequence[Request]) -> Iterator[Completion]:
+        texts = [self._config.text.replace("{prompt}", request.prompt_text) for request in group]
+        encoded = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        for request, text, ids in zip(group, texts, encoded, strict=True):
             if self._config.delay_seconds:
                 time.sleep(self._config.delay_seconds)
-            text = self._config.text.replace("{prompt}", request.prompt_text)
-            token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"] + [self._tokenizer.eos_token_id]
+            token_ids = [*ids, self._tokenizer.eos_token_id]
             cut = token_ids[: request.params.max_tokens]
             whole = len(cut) == len(token_ids)
             yield Completion(

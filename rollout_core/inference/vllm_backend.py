@@ -24,7 +24,7 @@ from rollout_core.config import SamplingParams, VLLMBackend
 from rollout_core.devices import probe_device
 from rollout_core.errors import ConfigError, Fatal, Recoverable
 from rollout_core.ids import ContentId
-from rollout_core.inference.base import Completion, GathersStream, ModelRef, Request
+from rollout_core.inference.base import Completion, Failure, GathersStream, ModelRef, Outcome, Request
 from rollout_core.inference.text import decode_completions
 from rollout_core.models import load_tokenizer
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 CANARY_TOKENS = 8
 _CANARY = SamplingParams(temperature=0.0, max_tokens=CANARY_TOKENS)
+_END: Any = object()
 _WORKER_EXTENSION = "rollout_core.inference.vllm_worker.InPlaceReload"
 
 
@@ -107,19 +108,17 @@ class VLLMEngine(GathersStream):
 
     @property
     def batch_invariant(self) -> bool:
-        if self._device == "cpu":
-            return self._dtype == "float32" and not self._config.enable_prefix_caching
-        return os.environ.get("VLLM_BATCH_INVARIANT") == "1" and not self._config.enable_prefix_caching
+        return self._config.batch_invariant
 
     @property
     def max_model_len(self) -> int | None:
         return self._llm.llm_engine.model_config.max_model_len
 
-    def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
+    def stream(self, requests: Iterable[Request | None]) -> Iterator[Outcome]:
         with _death_is_recoverable():
             yield from self._stream(requests)
 
-    def _stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
+    def _stream(self, requests: Iterable[Request | None]) -> Iterator[Outcome]:
         engine = self._llm.llm_engine
         waiting = iter(requests)
         in_flight: dict[str, Request] = {}
@@ -129,12 +128,15 @@ class VLLMEngine(GathersStream):
         try:
             while True:
                 while not exhausted and len(in_flight) < room:
-                    request = next(waiting, None)
-                    if request is None:
-                        exhausted = True
+                    request = next(waiting, _END)
+                    if request is _END or request is None:
+                        exhausted = request is _END
                         break
-                    self._add(request)
-                    in_flight[request.key] = request
+                    refused = self._add(request)
+                    if refused is None:
+                        in_flight[request.key] = request
+                    else:
+                        yield refused
                 if not in_flight:
                     return
                 finished: list[RequestOutput] = [output for output in engine.step() if output.finished]  # pyright: ignore[reportAssignmentType]
@@ -144,7 +146,8 @@ class VLLMEngine(GathersStream):
             if in_flight:
                 engine.abort_request(list(in_flight))
 
-    def _add(self, request: Request) -> None:
+    def _add(self, request: Request) -> Failure | None:
+        """Hand a request to the engine, unless that refuses it."""
         import vllm
         from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import RequestOutputKind
@@ -171,7 +174,8 @@ class VLLMEngine(GathersStream):
                 ),
             )
         except (VLLMValidationError, ValueError) as error:
-            raise ConfigError(f"vLLM refuses sample {request.key[:12]}: {error}") from error
+            return Failure(request.key, f"vLLM refuses it: {' '.join(str(error).split())}")
+        return None
 
     def _completions(self, outputs: Sequence[RequestOutput], requests: Sequence[Request]) -> Iterator[Completion]:
         texts = decode_completions(

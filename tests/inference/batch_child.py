@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from batches import Ready
+
 from rollout_core.config import SamplingParams, ScriptedBackend
 from rollout_core.ids import ContentId
 from rollout_core.inference.base import Completion, ModelRef, Request
@@ -29,10 +31,11 @@ def say(*words: object) -> None:
 
 
 class SayingEngine(ScriptedEngine):
-    def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        def seen() -> Iterator[Request]:
+    def stream(self, requests: Iterable[Request | None]) -> Iterator[Completion]:
+        def seen() -> Iterator[Request | None]:
             for request in requests:
-                say("asked", request.key)
+                if request is not None:
+                    say("asked", request.key)
                 yield request
 
         return super().stream(seen())
@@ -41,8 +44,8 @@ class SayingEngine(ScriptedEngine):
 class SayingLedger(SampleLedger):
     async def commit(self, group):
         kept = await super().commit(group)
-        for (rollout, _), won in zip(group, kept, strict=True):
-            say("kept" if won else "lost", rollout.rollout_id)
+        for answer, won in zip(group, kept, strict=True):
+            say("kept" if won else "lost", answer.rollout.rollout_id)
         return kept
 
 
@@ -57,10 +60,10 @@ async def main(folder: Path, model_folder: Path, samples_id: str, options: dict)
         say("ready")
         sys.stdin.readline()
     async with SqlLightningStore.from_url(f"sqlite:///{folder / 'rollout.db'}") as store:
-        record = await complete_batch(
+        record, _ = await complete_batch(
             store,
             objects,
-            engine,
+            Ready(engine),
             ContentId(samples_id),
             SamplingParams(max_tokens=64),
             worker_id=f"w{os.getpid()}",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from rollout_core.datasets import PromptRow
 from rollout_core.ids import ContentId
 from rollout_core.inference.base import Completion, ModelRef, Request
 from rollout_core.inference.batch import BatchOptions, Progress, complete_batch
+from rollout_core.inference.lanes import Lanes
 from rollout_core.inference.samples import Sample, encode_samples, make_samples
 from rollout_core.inference.scripted import ScriptedEngine
 from rollout_core.models import load_tokenizer
@@ -43,17 +46,18 @@ class WatchedEngine(ScriptedEngine):
         self.batch_invariant = True
         self._made = 0
 
-    def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        requests = list(requests)
-        self.asked += [request.key for request in requests]
-        shuffled = random.Random(len(requests)).sample(requests, len(requests))
+    def stream(self, requests: Iterable[Request | None]) -> Iterator[Completion]:
+        waiting, position = iter(requests), 0
         try:
-            for position, completion in enumerate(super().stream(shuffled)):
-                if position == self.fail_after:
-                    raise RuntimeError("the engine broke")
-                self._made += 1
-                self.at.get(self._made, lambda: None)()
-                yield self.finish(completion)
+            while group := list(takewhile(bool, waiting)):
+                self.asked += [request.key for request in group]
+                for completion in super().stream(random.Random(len(group)).sample(group, len(group))):
+                    if position == self.fail_after:
+                        raise RuntimeError("the engine broke")
+                    position += 1
+                    self._made += 1
+                    self.at.get(self._made, lambda: None)()
+                    yield self.finish(completion)
         finally:
             self.closed_streams += 1
 
@@ -72,6 +76,18 @@ class MoodyEngine(WatchedEngine):
         return replace(completion, text=f"{completion.text} in stream {self.closed_streams}")
 
 
+class Ready:
+    """A backend that already runs, as batch inference is given it."""
+
+    def __init__(self, backend: Any) -> None:
+        self.model_id = backend.model_id
+        self.batch_invariant = backend.batch_invariant
+        self._lanes = Lanes(backend)
+
+    def open(self) -> Any:
+        return nullcontext(self._lanes)
+
+
 @dataclass
 class Batch:
     """A set of samples, the places where it is kept, and how to complete it."""
@@ -88,16 +104,17 @@ class Batch:
 
     async def complete(self, backend: Any, *, worker: str = "w1", **options: Any) -> Completions:
         async with SqlLightningStore.from_url(self.database) as store:
-            return await complete_batch(
+            record, _ = await complete_batch(
                 store,
                 self.objects,
-                backend,
+                Ready(backend),
                 self.samples_id,
                 PARAMS,
                 worker_id=worker,
                 options=BatchOptions(**{"commit_size": 3, "wait_seconds": 0.05, **options}),
                 on_progress=self.progress.append,
             )
+            return record
 
     async def rollouts(self) -> dict[str, AttemptedRollout]:
         async with SqlLightningStore.from_url(self.database) as store:

@@ -308,20 +308,24 @@ def test_an_engine_that_cannot_take_the_weights_is_dropped(tiny, other_tiny, bui
         assert backend.model_id == other_tiny.content_id
 
 
-def test_one_caller_at_a_time_has_the_engine(tiny):
+def test_callers_with_the_same_model_share_the_engine_and_others_wait(tiny, other_tiny):
     order: list[str] = []
 
-    def second() -> None:
-        with engine(SCRIPTED, tiny):
-            order.append("second")
+    def enter(name: str, model: ModelRef) -> None:
+        with engine(SCRIPTED, model):
+            order.append(name)
 
     with engine(SCRIPTED, tiny):
-        thread = threading.Thread(target=second)
-        thread.start()
-        thread.join(0.1)
+        threads = [
+            threading.Thread(target=enter, args=arguments) for arguments in (("other", other_tiny), ("same", tiny))
+        ]
+        for thread in threads:
+            thread.start()
+        threads[1].join(5)
+        threads[0].join(0.1)
         order.append("first")
-    thread.join(5)
-    assert order == ["first", "second"]
+    threads[0].join(5)
+    assert order == ["same", "first", "other"]
 
 
 def test_without_vllm_the_error_names_what_to_install(tiny, monkeypatch):

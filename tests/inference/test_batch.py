@@ -22,9 +22,9 @@ from rollout_core.config import ScriptedBackend, TransformersBackend
 from rollout_core.errors import Recoverable
 from rollout_core.ids import ContentId
 from rollout_core.inference.base import Completion
-from rollout_core.inference.batch import Progress, _in_thread
+from rollout_core.inference.batch import Progress
 from rollout_core.inference.hf import TransformersEngine
-from rollout_core.inference.ledger import COMPLETION_SPAN, SampleLedger
+from rollout_core.inference.ledger import COMPLETION_SPAN, Answer, SampleLedger
 from rollout_core.inference.samples import decode_completions_blob, encode_completion
 from rollout_core.inference.scripted import ScriptedEngine
 from rollout_core.store import SqlLightningStore
@@ -276,10 +276,10 @@ async def test_a_superseded_attempt_cannot_commit(batch):
         early, late = await enqueued(batch, store, "early"), await enqueued(batch, store, "late")
         old, new = await claim(early, batch.ids), await claim(late, batch.ids)
         sample = batch.ids[0]
-        assert await early.commit([(old[sample], line_of(batch, 0, "from the early"))]) == [False]
+        assert await early.commit([Answer(old[sample], line_of(batch, 0, "from the early"))]) == [None]
         assert (await late.standing([sample], exclusive=True)).done == {}
-        assert await late.commit([(new[sample], line_of(batch, 0, "from the late"))]) == [True]
-        assert await early.commit([(old[sample], line_of(batch, 0, "from the early"))]) == [False]
+        assert all(await late.commit([Answer(new[sample], line_of(batch, 0, "from the late"))]))
+        assert await early.commit([Answer(old[sample], line_of(batch, 0, "from the early"))]) == [None]
         [line] = (await early.standing([sample], exclusive=True)).done.values()
         assert b"from the late" in line
     assert (await batch.successes())[sample] == 1
@@ -290,8 +290,8 @@ async def test_of_a_group_only_the_superseded_samples_are_refused(batch):
         early, late = await enqueued(batch, store, "early"), await enqueued(batch, store, "late")
         old = await claim(early, batch.ids)
         await claim(late, batch.ids[1:2])
-        group = [(old[sample], line_of(batch, number, "early")) for number, sample in enumerate(batch.ids[:3])]
-        assert await early.commit(group) == [True, False, True]
+        group = [Answer(old[sample], line_of(batch, number, "early")) for number, sample in enumerate(batch.ids[:3])]
+        assert [ended is not None for ended in await early.commit(group)] == [True, False, True]
 
 
 async def test_releasing_a_superseded_attempt_leaves_the_new_one_alone(batch):
@@ -300,7 +300,7 @@ async def test_releasing_a_superseded_attempt_leaves_the_new_one_alone(batch):
         old, new = await claim(early, batch.ids), await claim(late, batch.ids)
         await early.release(old.values())
         assert len((await early.standing(batch.ids, exclusive=False)).busy) == 10
-        assert await late.commit([(new[batch.ids[0]], line_of(batch, 0, "late"))]) == [True]
+        assert all(await late.commit([Answer(new[batch.ids[0]], line_of(batch, 0, "late"))]))
 
 
 async def test_a_batch_that_is_superseded_takes_the_other_ones_completions(batch, tiny):
@@ -348,12 +348,14 @@ async def test_a_sample_finished_between_look_and_claim_is_not_generated_again(b
         mine, other = await enqueued(batch, store, "mine"), await enqueued(batch, store, "other")
         standing = await mine.standing(batch.ids, exclusive=False)
         claimed = await claim(other, batch.ids[:2])
-        group = [(claimed[sample], line_of(batch, number, "other")) for number, sample in enumerate(batch.ids[:1])]
-        assert await other.commit(group) == [True]
+        group = [
+            Answer(claimed[sample], line_of(batch, number, "other")) for number, sample in enumerate(batch.ids[:1])
+        ]
+        assert all(await other.commit(group))
         assert list(await mine.claim(standing.free, standing)) == batch.ids[1:], "the finished one stays finished"
         standing = await mine.standing(batch.ids, exclusive=False)
         assert list(standing.done) == batch.ids[:1]
-        assert await other.commit([(claimed[batch.ids[1]], line_of(batch, 1, "other"))]) == [False]
+        assert await other.commit([Answer(claimed[batch.ids[1]], line_of(batch, 1, "other"))]) == [None]
 
 
 # Whole sets: engines whose answers depend on the batch
@@ -499,23 +501,3 @@ async def test_a_killed_batch_goes_on_where_it_was_and_ends_byte_equal(tmp_path,
     assert record_of(last) == expected.model_dump(mode="json")
     assert batch.objects.get_bytes(expected.completions) == undisturbed.objects.get_bytes(expected.completions)
     assert set((await batch.successes()).values()) == {1}
-
-
-# The thread that runs the engine
-
-
-async def test_the_engine_runs_only_a_bounded_stretch_ahead():
-    made = 0
-
-    def stream(requests):
-        nonlocal made
-        for _ in requests:
-            made += 1
-            yield Completion("k", [], [], "", "stop")
-
-    items = _in_thread(stream, iter(range(1000)), ahead=10)  # type: ignore[arg-type]
-    await anext(items)
-    await asyncio.sleep(0.1)
-    assert made <= 12
-    await items.aclose()
-    assert made <= 13

@@ -1,0 +1,182 @@
+"""One training case by TRL's trainer, on exact token ids: the other side of ``training.py --case``.
+
+Runs under an interpreter that has TRL (`against_trl.py` starts it there); rollout is not imported. Rows go to the
+trainer as they are, in their order: its own preparation of data, which would tokenise, is replaced by nothing. All
+trainers are given what makes them quicker on a CPU where it changes no result: no logging, no checkpoints, no
+gradient checkpointing, fused AdamW.
+
+Run: python benchmarks/trl_side.py --case dpo --work rows.jsonl --model FOLDER --batch 8 --steps 20 --json out.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import resource
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+WARM = 2
+"""Steps that do not count."""
+
+MODES = {"sft": {"packing": False}, "sft-packed": {"packing": True, "packing_strategy": "bfd"}}
+
+
+class Stopwatch:
+    """Seconds of each optimizer step, from the end of the one before."""
+
+    def __init__(self) -> None:
+        self.moments: list[float] = []
+
+    def callback(self) -> Any:
+        from transformers import TrainerCallback
+
+        moments = self.moments
+
+        class Watch(TrainerCallback):
+            def on_train_begin(self, *_: Any, **__: Any) -> None:
+                moments.append(time.perf_counter())
+
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                moments.append(time.perf_counter())
+
+        return Watch()
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of the steps that count."""
+        return [after - before for before, after in zip(self.moments, self.moments[1:], strict=False)][WARM:]
+
+
+def word_tokenizer(vocabulary: int) -> Any:
+    """Id 17 is the word "17", so that prompts given as text are exact ids."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({str(number): number for number in range(vocabulary)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token=str(vocabulary - 1))
+    tokenizer.padding_side = "left"
+    return tokenizer
+
+
+def common(folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What all trainers are told alike."""
+    return {
+        "output_dir": folder,
+        "per_device_train_batch_size": arguments.batch,
+        "max_steps": arguments.steps + WARM,
+        "learning_rate": 1e-4,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1.0,
+        "optim": "adamw_torch_fused",
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "dataloader_pin_memory": False,
+        "train_sampling_strategy": "sequential",
+    }
+
+
+def build(case: str, model: Any, rows: list[dict[str, Any]], folder: str, arguments: argparse.Namespace) -> Any:
+    """The trainer, its data in place."""
+    import trl
+    from datasets import Dataset
+    from transformers import AutoModelForSequenceClassification
+
+    options = common(folder, arguments)
+    tokenizer = word_tokenizer(model.config.vocab_size)
+    dataset = Dataset.from_list(rows)
+
+    def kept(kind: type[Any]) -> type[Any]:
+        return type(kind.__name__, (kind,), {"_prepare_dataset": lambda _, given, *__, **___: given})
+
+    if case in MODES:
+        config = trl.SFTConfig(max_length=256 if case == "sft-packed" else None, **MODES[case], **options)
+        trainer = trl.SFTTrainer if case == "sft-packed" else kept(trl.SFTTrainer)
+        return trainer(model, config, train_dataset=dataset, processing_class=tokenizer)
+    if case == "reward":
+        changed = {**model.config.to_dict(), "num_labels": 1, "pad_token_id": 0}
+        scorer = AutoModelForSequenceClassification.from_config(type(model.config).from_dict(changed))
+        scorer.base_model.load_state_dict(model.base_model.state_dict())
+        config = trl.RewardConfig(max_length=None, **options)
+        return kept(trl.RewardTrainer)(scorer, config, train_dataset=dataset, processing_class=tokenizer)
+    if case in ("dpo", "ipo"):
+        config = trl.DPOConfig(beta=0.1, loss_type=["ipo" if case == "ipo" else "sigmoid"], max_length=None, **options)
+        trainer = kept(trl.DPOTrainer)
+    elif case == "kto":
+        config = trl.KTOConfig(beta=0.1, max_length=None, **options)
+        trainer = kept(trl.KTOTrainer)
+    else:
+        texts = Dataset.from_list([{"prompt": " ".join(map(str, row["prompt_ids"]))} for row in rows])
+        options |= {"per_device_train_batch_size": arguments.batch * arguments.completions, "learning_rate": 1e-5}
+        config = trl.GRPOConfig(
+            num_generations=arguments.completions,
+            max_completion_length=arguments.tokens,
+            generation_kwargs={"min_new_tokens": arguments.tokens},
+            temperature=1.0,
+            top_k=0,
+            beta=0.0,
+            shuffle_dataset=False,
+            **options,
+        )
+
+        def even_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
+            return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+        return trl.GRPOTrainer(model, even_share, config, train_dataset=texts, processing_class=tokenizer)
+    reference = copy.deepcopy(model)
+    return trainer(model, reference, config, train_dataset=dataset, processing_class=tokenizer)
+
+
+def num_tokens(row: dict[str, Any], completions: int, tokens: int) -> int:
+    """Real tokens of a row, counted as ``cases.num_tokens`` does; of a prompt alone, with its completions."""
+    if "input_ids" in row:
+        return len(row["input_ids"])
+    answers = [row[key] for key in ("chosen_ids", "rejected_ids", "completion_ids") if key in row]
+    prompt = len(row.get("prompt_ids", ()))
+    return sum(prompt + len(answer) for answer in answers) if answers else completions * (prompt + tokens)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--completions", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--json", type=Path, required=True)
+    arguments = parser.parse_args()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+    from transformers import AutoModelForCausalLM
+
+    rows = [json.loads(line) for line in arguments.work.read_text(encoding="utf-8").splitlines()]
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="float32")
+    watch = Stopwatch()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["HF_DATASETS_CACHE"] = folder
+        trainer = build(arguments.case, model, rows, folder, arguments)
+        trainer.add_callback(watch.callback())
+        trainer.train()
+    each = sum(num_tokens(row, arguments.completions, arguments.tokens) for row in rows) / len(rows)
+    found = {
+        "step_ms": 1e3 * statistics.median(watch.seconds),
+        "tokens_per_second": each * arguments.batch * len(watch.seconds) / sum(watch.seconds),
+        "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+    arguments.json.write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

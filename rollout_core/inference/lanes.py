@@ -1,0 +1,168 @@
+"""Several sets of requests through one engine at once, so that it never runs dry between two of them.
+
+Each caller opens a lane, submits requests as it has them ready, and takes outcomes as they come. One thread feeds the
+engine from all lanes, the oldest first: while the last requests of one set are generated, the engine already works on
+the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from rollout_core.inference.base import InferenceBackend, Outcome, Request
+
+
+class Lanes:
+    """The open lanes of one backend. Thread-safe; nothing else uses the backend's ``stream`` while a lane is open."""
+
+    def __init__(self, backend: InferenceBackend) -> None:
+        self._backend = backend
+        self._lanes: list[Lane] = []
+        self._owners: dict[str, Lane] = {}
+        self._changed = threading.Condition()
+        self._pump: threading.Thread | None = None
+
+    def open(self) -> Lane:
+        """A new lane, for the event loop that calls; close it when done."""
+        lane = Lane(self, asyncio.get_running_loop())
+        with self._changed:
+            self._lanes.append(lane)
+            if self._pump is None:
+                self._pump = threading.Thread(target=self._run, name="rollout-engine-lanes", daemon=True)
+                self._pump.start()
+        return lane
+
+    def submit(self, lane: Lane, requests: Sequence[Request]) -> None:
+        """Append requests to a lane."""
+        with self._changed:
+            lane.queue.extend(requests)
+            self._changed.notify()
+
+    def close(self, lane: Lane) -> None:
+        """Forget a lane; outcomes of what it has under way are dropped. The last one waits until the engine rests."""
+        with self._changed:
+            if lane in self._lanes:
+                self._lanes.remove(lane)
+            last, pump = not self._lanes, self._pump
+            self._changed.notify()
+        if last and pump is not None and pump is not threading.current_thread():
+            pump.join()
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        stream = self._backend.stream(self._requests())
+        try:
+            for outcome in stream:
+                with self._changed:
+                    lane = self._owners.pop(outcome.key)
+                    if not self._lanes:
+                        break
+                lane.deliver(outcome)
+        except BaseException as raised:  # noqa: BLE001 - handed over to the lanes, which raise it
+            error = raised
+        close = getattr(stream, "close", None)
+        if close is not None:
+            with suppress(Exception):
+                close()
+        with self._changed:
+            self._owners.clear()
+            self._pump = None
+            lanes, restart = list(self._lanes), error is None and bool(self._lanes)
+            if restart:
+                # A lane was opened while the thread was on its way out.
+                self._pump = threading.Thread(target=self._run, name="rollout-engine-lanes", daemon=True)
+                self._pump.start()
+        for lane in () if restart else lanes:
+            lane.fail(error or RuntimeError("the backend's stream ended early"))
+
+    def _requests(self) -> Iterator[Request | None]:
+        while True:
+            with self._changed:
+                if not self._lanes:
+                    return
+                request = self._next()
+                if request is None and not self._owners:
+                    self._changed.wait()
+                    continue
+            yield request
+
+    def _next(self) -> Request | None:
+        for lane in self._lanes:
+            # The same request may be under way for another lane; an engine knows requests by their key.
+            if lane.queue and lane.queue[0].key not in self._owners:
+                request = lane.queue.popleft()
+                self._owners[request.key] = lane
+                lane.started[request.key] = time.monotonic()
+                return request
+        return None
+
+
+class Lane:
+    """One caller's requests and their outcomes."""
+
+    def __init__(self, lanes: Lanes, loop: asyncio.AbstractEventLoop) -> None:
+        self._lanes = lanes
+        self._loop = loop
+        self._ready = asyncio.Event()
+        self._lock = threading.Lock()
+        self._outcomes: list[Outcome] = []
+        self._error: BaseException | None = None
+        self.queue: deque[Request] = deque()
+        """Not yet taken by the engine; changed under the lanes' lock."""
+        self.started: dict[str, float] = {}
+        """Monotonic seconds at which the engine took each request whose outcome was not yet looked at."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests that the engine has not yet taken."""
+        return len(self.queue)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Append requests; their keys are unique in this lane."""
+        self._lanes.submit(self, requests)
+
+    async def outcomes(self, timeout: float | None = None) -> list[Outcome]:
+        """All outcomes that are known and were not taken yet; waits for one, or until ``timeout`` seconds passed.
+
+        Raises what the backend raised, after the outcomes from before.
+        """
+        if timeout is None:
+            await self._ready.wait()
+        else:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ready.wait(), timeout)
+        with self._lock:
+            self._ready.clear()
+            outcomes, self._outcomes = self._outcomes, []
+            if not outcomes and self._error is not None:
+                raise self._error
+            if self._error is not None:
+                self._ready.set()
+        return outcomes
+
+    def deliver(self, outcome: Outcome) -> None:
+        """Called by the thread of the lanes."""
+        with self._lock:
+            self._outcomes.append(outcome)
+            first = len(self._outcomes) == 1
+        if first:
+            self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """Called by the thread of the lanes: no more outcomes come."""
+        with self._lock:
+            self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._ready.set)
+
+    def close(self) -> None:
+        """Take no more outcomes. Blocks until the engine rests if this was the last lane."""
+        self._lanes.close(self)

@@ -1,0 +1,170 @@
+"""A prompt set of any size, cut into shards: files of rows in the object store, each worked on as one task.
+
+A set is read as a stream, so it may be larger than memory. What has been read once is known by the content of its
+files: a set that is unchanged is not read again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from blake3 import blake3
+
+from rollout_core.config import SamplingParams
+from rollout_core.datasets import PromptRow
+from rollout_core.errors import ConfigError, CorruptObject, NotFound
+from rollout_core.ids import ContentId, content_id
+from rollout_core.inference.samples import Sample, identify
+from rollout_core.inference.text import tokenize_prompts
+from rollout_core.objects import ObjectStore
+from rollout_core.records import PromptShards
+
+SHARD_FORMAT = 1
+"""Raised when the bytes of shards change for the same rows."""
+_DUMP = orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE
+
+
+@dataclass(frozen=True)
+class ShardRow:
+    """One prompt of a shard."""
+
+    row: PromptRow
+    occurrence: int
+    """How many rows of the whole set before this one have the same prompt."""
+
+
+def import_shards(
+    objects: ObjectStore, rows: Iterable[PromptRow], *, shard_size: int, source: ContentId | None = None
+) -> PromptShards:
+    """Cut ``rows`` into shards of ``shard_size`` and file them, and nothing of a shard that is not complete.
+
+    ``source`` stands for the content of what is read: where it was imported before, nothing is read.
+    """
+    known = None if source is None else _ref(source, shard_size)
+    if known is not None and (found := _imported(objects, known)) is not None:
+        return found
+    counts: Counter[bytes] = Counter()
+    shards: list[ContentId] = []
+    sizes: list[int] = []
+    for lines in _batched(_lines(rows, counts), shard_size):
+        shards.append(objects.put_bytes(b"".join(lines)))
+        sizes.append(len(lines))
+    index = objects.put_bytes(orjson.dumps({"shards": shards, "sizes": sizes}))
+    record = PromptShards(index=index, num_rows=sum(sizes), shard_size=shard_size)
+    if known is not None:
+        objects.set_ref(known, objects.put_bytes(record.model_dump_json().encode()))
+    return record
+
+
+def imported_before(objects: ObjectStore, source: ContentId, shard_size: int) -> PromptShards | None:
+    """What `import_shards` made of this source, if it did and all of it is still there."""
+    return _imported(objects, _ref(source, shard_size))
+
+
+def shards_of(objects: ObjectStore, prompts: PromptShards) -> list[tuple[ContentId, int]]:
+    """Shards of a set in order, with their numbers of rows."""
+    index = orjson.loads(objects.get_bytes(prompts.index))
+    return [(ContentId(shard), size) for shard, size in zip(index["shards"], index["sizes"], strict=True)]
+
+
+def read_shard(objects: ObjectStore, shard: ContentId) -> list[ShardRow]:
+    """Rows of one shard."""
+    return [_shard_row(orjson.loads(line)) for line in objects.get_bytes(shard).splitlines()]
+
+
+def shard_samples(
+    tokenizer: Any, rows: Sequence[ShardRow], *, model: ContentId, params: SamplingParams, samples_per_prompt: int = 1
+) -> tuple[list[Sample], dict[ContentId, str]]:
+    """The samples of a shard's rows, tokenised and identified; and of those that cannot be tokenised the reason.
+
+    Ids do not depend on how a set was cut.
+    """
+    prompts = [shard_row.row for shard_row in rows]
+    token_ids, problems = _tokenize(tokenizer, prompts)
+    occurrences = [shard_row.occurrence for shard_row in rows]
+    samples = identify(
+        prompts, token_ids, occurrences, model=model, params=params, samples_per_prompt=samples_per_prompt
+    )
+    return samples, {
+        samples[place * samples_per_prompt + copy].id: problem
+        for place, problem in problems.items()
+        for copy in range(samples_per_prompt)
+    }
+
+
+def _tokenize(tokenizer: Any, rows: Sequence[PromptRow]) -> tuple[list[list[int]], dict[int, str]]:
+    """Token ids of each row, none of those that are refused, and why they are."""
+    try:
+        return tokenize_prompts(tokenizer, rows), {}
+    except ConfigError:
+        token_ids: list[list[int]] = []
+        problems: dict[int, str] = {}
+    for place, row in enumerate(rows):
+        try:
+            token_ids += tokenize_prompts(tokenizer, [row])
+        except ConfigError as error:
+            token_ids.append([])
+            problems[place] = str(error).removeprefix("prompt 1").lstrip(": ")
+    return token_ids, problems
+
+
+def _ref(source: ContentId, shard_size: int) -> str:
+    return f"prompt-shards/{content_id('prompt-shards/1', [SHARD_FORMAT, source, shard_size])}"
+
+
+def _imported(objects: ObjectStore, ref: str) -> PromptShards | None:
+    kept = objects.get_ref(ref)
+    if kept is None:
+        return None
+    try:
+        record = PromptShards.model_validate_json(objects.get_bytes(kept))
+        shards = shards_of(objects, record)
+    except (NotFound, CorruptObject):
+        return None
+    return record if all(objects.exists(shard) for shard, _ in shards) else None
+
+
+def _lines(rows: Iterable[PromptRow], counts: Counter[bytes]) -> Iterator[bytes]:
+    for row in rows:
+        document: dict[str, Any] = {}
+        if row.prompt is not None:
+            document["prompt"] = row.prompt
+            key = row.prompt.encode()
+        else:
+            document["messages"] = [message.model_dump() for message in row.messages or ()]
+            key = orjson.dumps(document["messages"], option=orjson.OPT_SORT_KEYS)
+        digest = blake3(key).digest(8)
+        if row.id is not None:
+            document["id"] = row.id
+        if row.extras:
+            document["extras"] = row.extras
+        if counts[digest]:
+            document["occurrence"] = counts[digest]
+        counts[digest] += 1
+        yield orjson.dumps(document, option=_DUMP)
+
+
+def _shard_row(document: dict[str, Any]) -> ShardRow:
+    occurrence = document.pop("occurrence", 0)
+    if "messages" in document:
+        return ShardRow(PromptRow.model_validate(document), occurrence)
+    # Checked when it was filed.
+    row = PromptRow.model_construct(
+        prompt=document["prompt"], messages=None, id=document.get("id"), extras=document.get("extras", {})
+    )
+    return ShardRow(row, occurrence)
+
+
+def _batched(lines: Iterable[bytes], size: int) -> Iterator[list[bytes]]:
+    batch: list[bytes] = []
+    for line in lines:
+        batch.append(line)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

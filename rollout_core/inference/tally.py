@@ -1,0 +1,132 @@
+"""How far a run is and what it did, for people: kept beside its results, which do not depend on it."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import asdict, dataclass, field
+
+import orjson
+
+from rollout_core.ids import ContentId, new_run_id
+from rollout_core.inference.batch import Progress, Work
+from rollout_core.objects import ObjectStore
+
+LATENCY_BUCKETS_PER_DECADE = 20
+_FIRST_BUCKET_SECONDS = 1e-3
+
+
+class Tally:
+    """Progress of one run's shards in this process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._shards: dict[str, Progress] = {}
+
+    def note(self, shard: str, progress: Progress) -> None:
+        """How far a shard is now."""
+        with self._lock:
+            self._shards[shard] = progress
+
+    def tokens_of(self, shard: str) -> int:
+        """Tokens generated for a shard by this run, as far as noted."""
+        with self._lock:
+            return self._shards[shard].tokens if shard in self._shards else 0
+
+    def total(self) -> Progress:
+        """All shards noted so far together."""
+        with self._lock:
+            shards = list(self._shards.values())
+        return Progress(
+            done=sum(shard.done for shard in shards),
+            total=sum(shard.total for shard in shards),
+            tokens=sum(shard.tokens for shard in shards),
+            failed=sum(shard.failed for shard in shards),
+        )
+
+
+_tallies: dict[str, Tally] = {}
+_lock = threading.Lock()
+
+
+def tally(run_id: str) -> Tally:
+    """The tally of a run in this process."""
+    with _lock:
+        return _tallies.setdefault(run_id, Tally())
+
+
+def forget_tally(run_id: str) -> None:
+    """The run is over."""
+    with _lock:
+        _tallies.pop(run_id, None)
+
+
+@dataclass
+class RunWork:
+    """What a part of a run generated, in any process of it."""
+
+    samples: int = 0
+    tokens: int = 0
+    started: float = float("inf")
+    """Seconds since the epoch; of the earliest part."""
+    ended: float = 0.0
+    latencies: dict[int, int] = field(default_factory=dict)
+    """Samples by bucket of their seconds in the engine; 20 buckets a decade."""
+
+    @classmethod
+    def of(cls, work: Work, started: float, ended: float) -> RunWork:
+        """The summary of ``work``."""
+        made = cls(work.samples, work.tokens, started, ended)
+        for seconds in work.latencies:
+            bucket = _bucket(seconds)
+            made.latencies[bucket] = made.latencies.get(bucket, 0) + 1
+        return made
+
+    def add(self, other: RunWork) -> None:
+        """Count ``other`` in."""
+        self.samples += other.samples
+        self.tokens += other.tokens
+        self.started = min(self.started, other.started)
+        self.ended = max(self.ended, other.ended)
+        for bucket, count in other.latencies.items():
+            self.latencies[bucket] = self.latencies.get(bucket, 0) + count
+
+    @property
+    def seconds(self) -> float:
+        """From the beginning of the first part to the end of the last."""
+        return max(0.0, self.ended - self.started) if self.samples else 0.0
+
+    def latency(self, share: float) -> float:
+        """Seconds that ``share`` of the samples took at most, within 12 %."""
+        seen, wanted = 0, share * sum(self.latencies.values())
+        for bucket, count in sorted(self.latencies.items()):
+            seen += count
+            if seen >= wanted:
+                return _FIRST_BUCKET_SECONDS * 10 ** ((bucket + 1) / LATENCY_BUCKETS_PER_DECADE)
+        return 0.0
+
+
+def _bucket(seconds: float) -> int:
+    return max(0, math.floor(LATENCY_BUCKETS_PER_DECADE * math.log10(max(seconds, 1e-9) / _FIRST_BUCKET_SECONDS)))
+
+
+def note_work(objects: ObjectStore, run_id: str, shard: ContentId, work: RunWork) -> None:
+    """File what a part of a run did where `work_of` finds it, from whatever machine."""
+    document = asdict(work) | {"latencies": {str(bucket): count for bucket, count in work.latencies.items()}}
+    objects.set_ref(f"work/{run_id}/{shard}-{new_run_id()}", objects.put_bytes(orjson.dumps(document)))
+
+
+def work_of(objects: ObjectStore, run_id: str) -> RunWork:
+    """What all parts of a run did together."""
+    total = RunWork()
+    for _, blob in objects.list_refs(f"work/{run_id}"):
+        document = orjson.loads(objects.get_bytes(blob))
+        document["latencies"] = {int(bucket): count for bucket, count in document["latencies"].items()}
+        total.add(RunWork(**document))
+    return total
+
+
+def forget_work(objects: ObjectStore, run_id: str) -> None:
+    """Drop what `work_of` summed up."""
+    for name, _ in list(objects.list_refs(f"work/{run_id}")):
+        objects.delete_ref(name)

@@ -1,0 +1,154 @@
+"""Stages of batch inference: a prompt set cut into shards, each brought to its completions where there is an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from rollout_core.config import BackendConfig, InferBatchConfig, SamplingParams, WorkersConfig
+from rollout_core.ids import ContentId
+from rollout_core.inference.base import ModelRef
+from rollout_core.inference.batch import BatchOptions, Progress, Work
+from rollout_core.inference.engines import EngineOf
+from rollout_core.inference.prompt_files import open_prompts
+from rollout_core.inference.prompt_shards import import_shards
+from rollout_core.inference.shard_run import ShardWork, assist_shard, complete_shard
+from rollout_core.inference.tally import RunWork, note_work, tally
+from rollout_core.inference.workers import this_worker
+from rollout_core.models import inspect_model
+from rollout_core.objects import ObjectStore
+from rollout_core.plan import context_limit
+from rollout_core.records import PromptShards, Record, ShardCompletions
+from tasks import places
+from tasks.generate import generator_id
+from tasks.stage import current_stage, stage, stage_logger
+
+
+@stage(version=1, cached=False)
+def import_prompts(config: InferBatchConfig) -> PromptShards:
+    """Cut the input into shards in the object store; an input that was read before is not read again."""
+    prompts = open_prompts(config.input, places.working_folder())
+    record = import_shards(
+        current_stage().objects, prompts.rows(), shard_size=config.workers.shard_size, source=prompts.identity()
+    )
+    stage_logger().info("%d prompts in shards of %d", record.num_rows, record.shard_size)
+    return record
+
+
+@stage(version=1, concurrency="engine")
+def infer_shard(
+    rows: ContentId,
+    model: ContentId,
+    sampling: SamplingParams,
+    backend: BackendConfig,
+    workers: WorkersConfig,
+    *,
+    samples_per_prompt: int = 1,
+    shared: bool = False,
+    label: str = "",
+) -> ShardCompletions:
+    """Bring every sample of a shard to its outcome, exactly once; an interrupted run goes on with what is missing.
+
+    ``shared``: other processes may take unclaimed samples meanwhile (`help_shard`).
+    """
+    run = _ShardRun(rows, model, sampling, backend, workers, samples_per_prompt)
+    record, work = run.complete(shared)
+    stage_logger().info("shard %s: %d samples, %d generated now", label or rows.short, record.num_samples, work.samples)
+    return record
+
+
+class Help(Record):
+    """What an idle worker did for a busy one."""
+
+    num_samples: int
+
+
+@stage(version=1, cached=False, retries=0, concurrency="engine")
+def help_shard(
+    rows: ContentId,
+    model: ContentId,
+    sampling: SamplingParams,
+    backend: BackendConfig,
+    workers: WorkersConfig,
+    *,
+    samples_per_prompt: int = 1,
+    label: str = "",
+) -> Help:
+    """Generate samples of a shard that its worker has not claimed yet."""
+    run = _ShardRun(rows, model, sampling, backend, workers, samples_per_prompt)
+    return Help(num_samples=run.help().samples)
+
+
+class _ShardRun:
+    """A shard with the places of this process."""
+
+    def __init__(
+        self,
+        rows: ContentId,
+        model: ContentId,
+        sampling: SamplingParams,
+        backend: BackendConfig,
+        workers: WorkersConfig,
+        samples_per_prompt: int,
+    ) -> None:
+        self._objects: ObjectStore = current_stage().objects
+        self._run_id = current_stage().run_id
+        self._rows = rows
+        folder = self._objects.local_tree(model, places.cache_folder())
+        self._work = ShardWork(rows, sampling, samples_per_prompt, folder)
+        self._engine = EngineOf(backend, ModelRef(model, folder))
+        self._backend = backend
+        self._claim_size = workers.claim_size
+        self._limit = context_limit(backend) or inspect_model(folder).max_positions
+
+    def _options(self, *, alone: bool) -> BatchOptions:
+        return BatchOptions(
+            mode="test",
+            deterministic=True,
+            exclusive=alone,
+            claim_size=self._claim_size,
+            max_model_len=self._limit,
+            generator=generator_id(self._backend),
+        )
+
+    def complete(self, shared: bool) -> tuple[ShardCompletions, Work]:
+        async def run() -> tuple[ShardCompletions, Work]:
+            async with places.open_store() as store:
+                return await complete_shard(
+                    store,
+                    self._objects,
+                    self._engine,
+                    self._work,
+                    worker_id=this_worker(),
+                    options=self._options(alone=places.storage_is_local() and not shared),
+                    on_progress=self._note,
+                )
+
+        started = time.time()
+        record, work = asyncio.run(run())
+        self._file_work(started, work)
+        return record, work
+
+    def help(self) -> Work:
+        async def run() -> Work:
+            async with places.open_store() as store:
+                return await assist_shard(
+                    store,
+                    self._objects,
+                    self._engine,
+                    self._work,
+                    worker_id=this_worker(),
+                    options=self._options(alone=False),
+                )
+
+        started = time.time()
+        work = asyncio.run(run())
+        self._file_work(started, work)
+        return work
+
+    def _note(self, progress: Progress) -> None:
+        tally(self._run_id).note(self._rows, progress)
+
+    def _file_work(self, started: float, work: Work) -> None:
+        if work.samples:
+            note_work(self._objects, self._run_id, self._rows, RunWork.of(work, started, time.time()))
