@@ -1,4 +1,4 @@
-"""Secrets from the environment: ``ROLLOUT_SECRET_<NAME>``, and only names on the list. Their values are never logged."""
+"""Secrets from the environment: ``ROLLOUT_SECRET_<NAME>``, and only names on the list. Never logged."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Files outside this machine's folders, named by URL: ``s3://bucket/key``, ``gs://bucket/key``, ``memory://name/key``.
 
-Credentials and endpoints come from the environment, as the clients of S3 and GCS read them. Where the object store is of
-the same kind, its storage options hold for these files too.
+Credentials and endpoints come from the environment, as the clients of S3 and GCS read them. Where the object store is
+of the same kind, its storage options hold for these files too.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from rollout_core.datasets import (
     numbered_lines,
     parse_documents,
 )
-from rollout_core.errors import ConfigError
+from rollout_core.errors import ConfigError, NotFound
 from rollout_core.ids import ContentId, content_id
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import storage_faults
@@ -51,8 +51,11 @@ class PromptFiles:
         self._objects = objects
 
     def rows(self) -> Iterator[PromptRow]:
-        """All rows, one at a time. Raises ConfigError where there is none, DataError where some are malformed, Unchecked
-        for what is in an object store that is not given."""
+        """All rows, one at a time.
+
+        Raises ConfigError where there is none, DataError where some are malformed, Unchecked for what is in an object
+        store that is not given.
+        """
         row = None
         documents = (document for part in self._parts for document in part.documents())
         for _, _, row in parse_documents(documents, PromptRow):
@@ -103,11 +106,14 @@ class PromptFiles:
 
     def _stored(self, digits: str) -> _Part:
         objects = self._objects
-        source = StoredDataset(kind="object", id=digits)
-        return _Part(
-            partial(stored_documents, source, objects),
-            lambda: None if objects is None else ["object", complete_object_id(objects, digits)],
-        )
+
+        def identity() -> Any:
+            try:
+                return None if objects is None else ["object", complete_object_id(objects, digits)]
+            except NotFound:
+                return None  # reading it says so
+
+        return _Part(partial(stored_documents, StoredDataset(kind="object", id=digits), objects), identity)
 
 
 def _jsonl_at_url(files: RemoteFiles, file: UrlFile) -> Iterator[PlacedDocument]:
