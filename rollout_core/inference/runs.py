@@ -82,30 +82,30 @@ def begin_run(
 
     Raises ConfigError as `check_run`.
     """
-    check_run(objects, run_id, parameters, folder, asked)
-    known = objects.get_ref(_ref(run_id))
-    if known is None:
-        document = {"run_id": run_id, "begun": datetime.now(UTC).isoformat(), "parameters": parameters}
-        known = objects.put_json(document)
-        objects.set_ref(_ref(run_id), known)
-        return False
-    objects.set_ref(_ref(run_id), known)  # garbage collection goes by when it was last set
-    return True
+    begun = check_run(objects, run_id, parameters, folder, asked)
+    document = begun or {"run_id": run_id, "begun": datetime.now(UTC).isoformat(), "parameters": parameters}
+    # Also where it is there: garbage collection goes by when it was last set.
+    objects.set_ref(_ref(run_id), objects.put_json(document))
+    return begun is not None
 
 
 def check_run(
     objects: ObjectStore, run_id: str, parameters: Mapping[str, Any], folder: OutputFolder, asked: str | None
-) -> None:
-    """Raise ConfigError where the run was begun by other parameters, naming each; and where a run that was asked for is
-    unknown. A name that is not among ``parameters`` yet is not compared."""
-    begun = _begun(objects, run_id)
-    if begun is None:
+) -> dict[str, Any] | None:
+    """What was noted when the run was begun; None where it was not, as far as the object store knows.
+
+    Raises ConfigError where it was begun by other parameters, naming each, and where a run that was asked for is
+    unknown. The model is compared where it is among ``parameters``.
+    """
+    document = _noted(objects, run_id)
+    if document is None:
         if asked is not None:
             raise ConfigError(
                 f"run {run_id} is unknown to the object store {objects.url}; expected the id of a run that was begun "
                 "there: leave out --resume to begin a new one"
             )
-        return
+        return None
+    begun = document["parameters"]
     differing = [
         f"{name}: got {_shown(parameters, name)}, expected {_shown(begun, name)}"
         for name in sorted({*parameters, *begun})
@@ -117,14 +117,15 @@ def check_run(
             f"run {run_id} was begun with other parameters: {'; '.join(differing)}. Go on with those, or begin a new "
             f"run: give another output.dir, or {other}"
         )
+    return document
 
 
-def _begun(objects: ObjectStore, run_id: str) -> dict[str, Any] | None:
+def _noted(objects: ObjectStore, run_id: str) -> dict[str, Any] | None:
     known = objects.get_ref(_ref(run_id))
     if known is None:
         return None
     try:
-        return orjson.loads(objects.get_bytes(known))["parameters"]
+        return orjson.loads(objects.get_bytes(known))
     except (NotFound, CorruptObject):
         return None
 
