@@ -14,6 +14,7 @@ from ulid import ULID
 from rollout_core.errors import ConfigError
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import storage_faults
+from rollout_core.objects.folders import hash_file
 from rollout_core.objects.remote import UPLOAD_PART_BYTES, RemoteFiles
 from rollout_core.urls import bucket_exists, files_at, is_url, local_path, mark_of
 
@@ -105,8 +106,7 @@ class LocalFolder:
         path = self._path / name
         if not path.is_file():
             return None
-        with storage_faults("read", str(path)):
-            return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+        return hash_file(path)[1]
 
     @contextmanager
     def _written(self, name: str) -> Iterator[tuple[BinaryIO, Path]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -27,7 +28,7 @@ class OutputRow:
     """A completion with what was asked."""
 
     fields: dict[str, Any]
-    """By the names of the output, in its order."""
+    """By the names of the output, in its order; ``sampling_params`` is JSON already, as it is the same for all."""
     index: int
     """Number of the completion among those of its prompt."""
     extras: dict[str, Any]
@@ -53,7 +54,7 @@ def output_chunks(config: InferBatchConfig, rows: Iterable[OutputRow]) -> Iterat
 def _jsonl_chunks(rows: Iterable[OutputRow], *, with_index: bool) -> Iterator[bytes]:
     lines: list[bytes] = []
     for row in rows:
-        document = dict(row.fields)
+        document = {**row.fields, "sampling_params": orjson.Fragment(row.fields["sampling_params"])}
         if with_index:
             document["index"] = row.index
         if document["error"] is None:
@@ -74,7 +75,7 @@ def shard_rows(
     copies = config.sampling.n
     prompts = (shard_row.row for shard_row in read_shard(objects, shard.rows) for _ in range(copies))
     completions = map(orjson.loads, objects.get_bytes(shard.completions).splitlines())
-    sampling = config.sampling.model_dump(mode="json")
+    sampling = orjson.dumps(config.sampling.model_dump(mode="json")).decode()
     for number, (row, completion, moment) in enumerate(zip(prompts, completions, ended, strict=True)):
         error = completion.get("error")
         fields: dict[str, Any] = {
@@ -96,6 +97,7 @@ def shard_rows(
         yield OutputRow(fields, number % copies, row.extras)
 
 
+@functools.lru_cache(maxsize=1024)  # samples that were committed together ended together
 def _timestamp(seconds: float) -> str | None:
     if not seconds:
         return None

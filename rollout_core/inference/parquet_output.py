@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
@@ -70,10 +71,12 @@ def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
         **row,
         "prompt": row["prompt"] if is_text else None,
         "messages": None if is_text else row["prompt"],
-        "sampling_params": orjson.dumps(row["sampling_params"]).decode(),
-        "generated_at": None if moment is None else datetime.fromisoformat(moment),
+        "generated_at": None if moment is None else _moment(moment),
         "extras": orjson.dumps(row["extras"]).decode(),
     }
+
+
+_moment = functools.lru_cache(maxsize=1024)(datetime.fromisoformat)
 
 
 class _Sink(io.RawIOBase):

@@ -9,8 +9,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from blake3 import blake3
-
 from rollout_core.config import InputGlob, StoredDataset
 from rollout_core.dataset_sources import parquet_documents, split_lines, stored_documents
 from rollout_core.datasets import (
@@ -25,6 +23,7 @@ from rollout_core.errors import ConfigError, NotFound
 from rollout_core.ids import ContentId, content_id
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import storage_faults
+from rollout_core.objects.folders import hash_file
 from rollout_core.objects.remote import READ_BYTES, RemoteFiles
 from rollout_core.short_ids import complete_object_id
 from rollout_core.urls import UrlFile, files_at, is_url, local_path, matching_urls
@@ -93,7 +92,7 @@ class PromptFiles:
         parquet = self._is_parquet(path.name)
         return _Part(
             partial(parquet_documents if parquet else jsonl_documents, [(str(path), path)]),
-            lambda: [parquet, blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()],
+            lambda: [parquet, hash_file(path)[1]],
         )
 
     def _at_url(self, files: RemoteFiles, file: UrlFile) -> _Part:
