@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
@@ -405,6 +406,74 @@ def test_batch_inference_prints_its_run_and_goes_on_with_it(work: Path, prefect_
     assert first.exit_code == 0, first.stderr
     run_id = (work / "out" / "run-id").read_text().strip()
     path = work / "out" / "completions.jsonl"
-    assert first.stdout == again.stdout == f"run {run_id}: 4 completions in {path}\n"
+    *figures, last = first.stdout.splitlines()
+    assert last == again.stdout.splitlines()[-1] == f"run {run_id}: 4 completions in {path}"
+    assert ["samples", "4"] in [line.split() for line in figures]
+    assert ["generated", "now", "4"] in [line.split() for line in figures]
+    assert ["generated", "now", "0"] in [line.split() for line in again.stdout.splitlines()]
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["prompt"] for row in rows] == [f"sort {number} 1 =" for number in range(2, 6)]
+    assert "sample_completed" not in first.stderr
+
+    # Other parameters are refused, by a dry run too, with exit code 2 and in one line that names them.
+    for more in (["--dry-run"], [], ["--resume", run_id]):
+        message = refused(
+            run("infer-batch", "--set", "sampling.temperature=0.5", *more, PREFECT_API_URL=prefect_server)
+        )
+        expected = (
+            f"output.dir: run {run_id} was begun with other parameters: sampling.temperature: got 0.5, expected 1.0."
+        )
+        assert message.startswith(expected)
+    unknown = "01ARZ3NDEKTSV4RRFFQ69G5FAV"
+    assert f"run {unknown} is unknown to the object store" in refused(run("infer-batch", "--resume", unknown))
+
+    # What decides over no completion may change; --resume goes on in another folder.
+    (work / "prompts.jsonl").write_text(
+        (work / "prompts.jsonl").read_text() + '{"prompt": "sort 9 1 =", "id": "new"}\n'
+    )
+    result = run(
+        *("infer-batch", "--resume", run_id, "--workers", "2", "--events"),
+        *("--set", "output.dir=elsewhere", "--set", "output.format=parquet"),
+        PREFECT_API_URL=prefect_server,
+    )
+    assert result.exit_code == 0, result.stderr
+    table = pyarrow.parquet.read_table(work / "elsewhere" / "completions.parquet").to_pylist()
+    assert [row["prompt"] for row in table] == [*(row["prompt"] for row in rows), "sort 9 1 ="]
+    assert [row["completion"] for row in table[:4]] == [row["completion"] for row in rows]
+    [event] = [json.loads(line) for line in result.stderr.splitlines() if line.startswith("{")]
+    assert (event["topic"], event["id"], event["run_id"]) == ("sample_completed", "new", run_id)
+    assert not (work / "elsewhere" / "run-id").exists()
+
+
+@pytest.mark.server
+def test_another_model_is_refused_before_the_first_sample(work: Path, prefect_server: str, other_tiny_model: Path):
+    """Its content counts, which is known once it is filed."""
+    server = {"PREFECT_API_URL": prefect_server}
+    assert run("infer-batch", **server).exit_code == 0
+    before = (work / "out" / "completions.jsonl").read_bytes()
+    result = run("infer-batch", "--set", f"model.uri={other_tiny_model}", **server)
+    assert result.exit_code == 2 and result.stdout == ""
+    last = result.stderr.splitlines()[-1]
+    assert "was begun with other parameters: model: got " in last
+    assert last.endswith(f"or remove {work / 'out' / 'run-id'}")
+    assert (work / "out" / "completions.jsonl").read_bytes() == before
+
+
+@pytest.mark.server
+def test_failed_samples_keep_their_row_and_too_many_fail_the_run(work: Path, prefect_server: str):
+    server = {"PREFECT_API_URL": prefect_server}
+    with (work / "prompts.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "9 " * 300, "id": "long"}) + "\n")
+    result = run("infer-batch", **server)
+    assert result.exit_code == 1 and result.stdout == ""
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith(
+        "rollout: 1 of 5 samples failed, more than failures.max_share = 0.1 allows; such as: 600 tokens"
+    )
+    assert not (work / "out" / "completions.jsonl").exists()
+    result = run("infer-batch", "--set", "failures.max_share=0.5", **server)
+    assert result.exit_code == 0, result.stderr
+    assert ["failed", "1"] in [line.split() for line in result.stdout.splitlines()]
+    row = json.loads((work / "out" / "completions.jsonl").read_text().splitlines()[-1])
+    assert (row["id"], row["completion"], row["finish_reason"]) == ("long", None, "error")
+    assert "exceed the model's context of 256 tokens" in row["error"]
