@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import io
 import logging
 import math
@@ -11,9 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from contextvars import copy_context
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 from prefect.logging.handlers import PrefectConsoleHandler
@@ -44,9 +43,9 @@ class RunProgress:
         self._tally = tally(run_id)
         self._speed = Speed()
         self._stopped = threading.Event()
-        # The thread belongs to the flow run, as its artifact and log lines do.
-        show = partial(copy_context().run, self._show)
-        self._thread = threading.Thread(target=show, name="rollout-progress", daemon=True)
+        # In the flow run's context, to which artifacts and log lines belong.
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=lambda: context.run(self._show), name="rollout-progress", daemon=True)
 
     def __enter__(self) -> RunProgress:
         self._thread.start()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
-from pathlib import Path
 from typing import Any
 
 from rollout_core.config import BackendConfig, InferBatchConfig, SamplingParams, Settings, WorkersConfig
@@ -19,7 +17,7 @@ from rollout_core.inference.prompt_shards import import_shards
 from rollout_core.inference.shard_run import ShardWork, assist_shard, complete_shard
 from rollout_core.inference.tally import RunWork, note_work, tally
 from rollout_core.inference.workers import this_worker
-from rollout_core.models import describe_model
+from rollout_core.models import max_positions
 from rollout_core.objects import ObjectStore
 from rollout_core.plan import context_limit
 from rollout_core.records import PromptShards, Record, ShardCompletions
@@ -96,12 +94,6 @@ def help_shard(
     return Help(num_samples=run.help().samples)
 
 
-@functools.lru_cache(maxsize=1)
-def _positions(folder: Path) -> int | None:
-    """Longest sequence that the model in ``folder``, which is filed and therefore checked, supports."""
-    return describe_model(folder).max_positions
-
-
 class _ShardRun:
     """A shard with the places of this process."""
 
@@ -124,7 +116,7 @@ class _ShardRun:
         self._backend = backend
         self._events = events
         self._claim_size = workers.claim_size
-        self._limit = context_limit(backend) or _positions(folder)
+        self._limit = context_limit(backend) or max_positions(folder)
 
     def _options(self, *, alone: bool) -> BatchOptions:
         return BatchOptions(
