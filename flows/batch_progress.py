@@ -162,7 +162,7 @@ def closing_figures(config: InferBatchConfig, records: Sequence[ShardCompletions
         **{f"finish: {reason}": count for reason, count in sorted(reasons.items())},
         "generated now": work.samples,
         "generated now, tokens": work.tokens,
-        "seconds": round(work.seconds, 2),
+        "seconds, with the engine's start": round(work.seconds, 2),
     }
     if work.seconds:
         figures["samples/s"] = round(work.samples / work.seconds, 1)

@@ -20,6 +20,7 @@ from rollout_core.ids import ContentId, hash_bytes
 from rollout_core.lineage import Lineage, record_lineage
 from rollout_core.objects import ObjectStore
 from rollout_core.snapshots import Snapshot, SnapshotStore
+from tests.conftest import BUCKET
 from tests.flows.conftest import write_toml
 
 COMMANDS = {
@@ -443,6 +444,40 @@ def test_batch_inference_prints_its_run_and_goes_on_with_it(work: Path, prefect_
     [event] = [json.loads(line) for line in result.stderr.splitlines() if line.startswith("{")]
     assert (event["topic"], event["id"], event["run_id"]) == ("sample_completed", "new", run_id)
     assert not (work / "elsewhere" / "run-id").exists()
+
+
+@pytest.mark.server
+def test_batch_inference_from_a_bucket_into_a_bucket(
+    work: Path, prefect_server: str, s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    import s3fs
+
+    files = s3fs.S3FileSystem(**s3, use_listings_cache=False)
+    for name, value in (("ENDPOINT_URL", "endpoint_url"), ("ACCESS_KEY_ID", "key"), ("SECRET_ACCESS_KEY", "secret")):
+        monkeypatch.setenv(f"AWS_{name}", s3[value])
+    place = f"{BUCKET}/{work.name}"
+    files.pipe_file(f"{place}/in/a.jsonl", (work / "prompts.jsonl").read_bytes())
+    places = ("--set", f"input.glob=s3://{place}/in/*.jsonl", "--set", f"output.dir=s3://{place}/out")
+    environment = {"PREFECT_API_URL": prefect_server, "ROLLOUT_STORAGE": f"s3://{place}/objects"}
+
+    result = run("infer-batch", *places, "--dry-run", **environment)
+    assert result.exit_code == 0 and " inputs=4 " in result.stdout, result.stderr
+    assert files.find(f"{place}/out") == files.find(f"{place}/objects") == []
+    result = run("infer-batch", *places, **environment)
+    assert result.exit_code == 0, result.stderr
+    run_id = files.cat(f"{place}/out/run-id").decode().strip()
+    written = files.cat(f"{place}/out/completions.jsonl")
+    assert result.stdout.endswith(f"run {run_id}: 4 completions in s3://{place}/out/completions.jsonl\n")
+    assert [json.loads(line)["prompt"] for line in written.splitlines()] == [f"sort {n} 1 =" for n in range(2, 6)]
+
+    before = files.info(f"{place}/out/completions.jsonl")["LastModified"]
+    result = run("infer-batch", *places, **environment)
+    assert result.exit_code == 0 and ["generated", "now", "0"] in [line.split() for line in result.stdout.splitlines()]
+    assert files.info(f"{place}/out/completions.jsonl")["LastModified"] == before, "it was there already"
+    message = refused(run("infer-batch", *places, "--set", "sampling.n=2", **environment))
+    assert "sampling.n: got 2, expected 1." in message and message.endswith(f"or remove s3://{place}/out/run-id")
+    message = refused(run("infer-batch", *places, "--set", "output.dir=s3://none-such/out", **environment))
+    assert message.startswith("output.dir: there is no bucket at s3://none-such/")
 
 
 @pytest.mark.server

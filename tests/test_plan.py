@@ -382,7 +382,7 @@ def test_prompts_that_will_fail_are_counted_and_stop_nothing(work: Path):
     facts = plan("infer-batch", work)
     assert facts["prompts too long"].startswith("1, which will fail, such as: 602 tokens + sampling.max_tokens 16")
     assert facts["prompts refused"].startswith("1, which will fail, such as: has no tokens")
-    assert plan("infer-batch", work, backend__max_model_len=20)["prompts too long"].startswith("2, which")
+    assert plan("infer-batch", work, backend__max_model_len=17)["prompts too long"].startswith("2, which")
     assert plan("infer-batch", work, sampling__max_tokens=254)["prompts too long"].startswith("2, which")
 
 

@@ -15,7 +15,7 @@ from rollout_core.ids import ContentId
 from rollout_core.inference.ledger import BLOB_ATTRIBUTE, ROW_ATTRIBUTE
 from rollout_core.inference.samples import Sample
 from rollout_core.objects import ObjectStore
-from rollout_core.store import AttemptUpdate, LightningStore, Span
+from rollout_core.store import AttemptUpdate, LightningStore
 from rollout_core.store.forwarding import ForwardingLightningStore
 
 
@@ -52,18 +52,18 @@ class WatchedStore(ForwardingLightningStore):
         await self._store.close()
 
     async def forward(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        if name == "add_many_spans":
-            self._note_places(args[0])
+        if name in ("add_many_spans", "add_span_fields"):
+            self._note_places([span if isinstance(span, Mapping) else vars(span) for span in args[0]])
         result = await super().forward(name, *args, **kwargs)
         if name == "update_many_attempts":
             await self._tell(args[0], result)
         return result
 
-    def _note_places(self, spans: Sequence[Span]) -> None:
+    def _note_places(self, spans: Sequence[Mapping[str, Any]]) -> None:
         for span in spans:
-            blob, row = span.attributes.get(BLOB_ATTRIBUTE), span.attributes.get(ROW_ATTRIBUTE)
-            if blob is not None and isinstance(row, int):
-                self._places[span.attempt_id] = (ContentId(str(blob)), row)
+            attributes = span["attributes"]
+            if BLOB_ATTRIBUTE in attributes:
+                self._places[span["attempt_id"]] = (ContentId(attributes[BLOB_ATTRIBUTE]), attributes[ROW_ATTRIBUTE])
 
     async def _tell(self, updates: Sequence[AttemptUpdate], outcomes: Sequence[Any]) -> None:
         ended: dict[ContentId, list[int]] = {}
