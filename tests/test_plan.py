@@ -388,7 +388,7 @@ def test_prompts_that_will_fail_are_counted_and_stop_nothing(work: Path):
 
 def test_of_many_prompts_some_are_looked_at(work: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(batch_plan, "SAMPLED_ROWS", 50)
-    jsonl(work / "prompts.jsonl", *[{"prompt": LONG if number % 2 else "sort 1 ="} for number in range(1000)])
+    jsonl(work / "prompts.jsonl", *[{"prompt": LONG if number >= 500 else "sort 1 ="} for number in range(1000)])
     fresh = plan("infer-batch", work)
     assert fresh["inputs"] == 1000
     count, _, rest = fresh["prompts too long"].partition(" ")

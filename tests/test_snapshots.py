@@ -506,5 +506,7 @@ def test_what_is_noted_of_a_blob_lives_as_long_as_the_blob(snapshots: SnapshotSt
     objects.delete_ref("results/a")
     age(objects, blob_key(completions), 2)
     assert snapshots.gc().deleted_notes == 0, "a note that is young is spared, like a blob"
+    report = collect(snapshots, extra_roots=[completions], dry_run=True)
+    assert report.deleted_notes == 0 and report.live_blobs == 2, "what is named elsewhere lives, with its note"
     report = collect(snapshots)
     assert report.deleted_notes == 1 and not objects.exists(times) and not objects.ref_names("finished")
