@@ -11,6 +11,7 @@ from rollout_core.config import InferBatchConfig
 from rollout_core.datasets import PromptRow
 from rollout_core.errors import ConfigError
 from rollout_core.hub import has_token, is_gated
+from rollout_core.ids import ContentId
 from rollout_core.inference.folders import output_folder
 from rollout_core.inference.prompt_files import open_prompts
 from rollout_core.inference.prompt_shards import imported_before, read_shard, shards_of, tokenize_rows
@@ -68,17 +69,26 @@ class _Rows:
                 self.sampled[place] = row
 
 
+_read_last: dict[ContentId, _Rows] = {}
+"""By the identity of the input: a command plans, and then the flow that it starts in this process does."""
+
+
 def _read(plan: Plan, config: InferBatchConfig) -> _Rows:
     prompts = open_prompts(config.input, plan.base, plan.objects)
+    source = prompts.identity()
     known = None
-    if plan.objects is not None and (source := prompts.identity()) is not None:
+    if plan.objects is not None and source is not None:
         known = imported_before(plan.objects, source, config.workers.shard_size)
-    if known is None or plan.objects is None:
-        rows = _Rows()
-        rows.see(prompts.rows())
-    else:
+    if known is not None and plan.objects is not None:
         rows = _Rows(known.num_rows, known.num_chats)
         rows.sampled = _sample(plan.objects, known)
+    elif source is not None and source in _read_last:
+        rows = _read_last[source]
+    else:
+        rows = _Rows()
+        rows.see(prompts.rows())
+        _read_last.clear()
+        _read_last.update({} if source is None else {source: rows})
     if rows.num_chats and plan.tokenizer is not None and not plan.tokenizer.chat_template:
         raise ConfigError(
             f"{rows.num_chats} of {rows.count} rows hold chat messages, but the tokenizer has no chat template; give "
@@ -102,8 +112,10 @@ def _check_output(plan: Plan, config: InferBatchConfig, asked: str | None) -> No
     if run_id is None:
         return
     plan.facts["goes on with run"] = run_id
-    if plan.objects is not None:
-        check_run(plan.objects, run_id, parameters_of(config), folder, asked)
+    if plan.objects is None:
+        return
+    if check_run(plan.objects, run_id, parameters_of(config), folder, asked) is None:
+        plan.facts["goes on with run"] = f"{run_id} (unknown to this object store, so it begins anew)"
 
 
 def _count_failures(plan: Plan, config: InferBatchConfig, rows: _Rows) -> None:

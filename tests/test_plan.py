@@ -386,6 +386,23 @@ def test_prompts_that_will_fail_are_counted_and_stop_nothing(work: Path):
     assert plan("infer-batch", work, sampling__max_tokens=254)["prompts too long"].startswith("2, which")
 
 
+def test_rows_that_were_just_read_are_not_read_again(work: Path, monkeypatch: pytest.MonkeyPatch):
+    """A command plans, and the flow that it starts plans again."""
+    first = plan("infer-batch", work)
+    with monkeypatch.context() as patch:
+        patch.setattr(PromptFiles, "rows", lambda self: pytest.fail("they were just read"))
+        assert plan("infer-batch", work) == first
+    jsonl(work / "prompts.jsonl", {"prompt": "another"})
+    assert plan("infer-batch", work)["inputs"] == 1
+
+
+def test_an_earlier_run_is_told(work: Path):
+    (work / "out").mkdir()
+    (work / "out" / "run-id").write_text("01ARZ3NDEKTSV4RRFFQ69G5FAV\n")
+    told = plan("infer-batch", work)["goes on with run"]
+    assert told == "01ARZ3NDEKTSV4RRFFQ69G5FAV (unknown to this object store, so it begins anew)"
+
+
 def test_of_many_prompts_some_are_looked_at(work: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(batch_plan, "SAMPLED_ROWS", 50)
     jsonl(work / "prompts.jsonl", *[{"prompt": LONG if number >= 500 else "sort 1 ="} for number in range(1000)])
