@@ -24,6 +24,7 @@ def plan_batch(
     plan.places()
     plan.model("model", config.model)
     plan.backend("backend", config.backend)
+    plan.sampling("sampling", config.sampling, config.backend)
     inputs = plan.check("input.glob", lambda: _count_prompts(plan, config))
     folder = plan.output_folder("output.dir", config.output.dir)
     plan.check("output.dir", lambda: earlier_run_id(folder, run_id))
