@@ -145,6 +145,8 @@ class Plan:
     def model(self, what: str, source: ModelSource, *, may_be_reward_model: bool = False) -> None:
         """The model is there, a language model, and its tokenizer fits it."""
         self.facts["model"] = source.uri
+        if source.adapter is not None:
+            self.facts["adapter"] = source.adapter
         self._model_source = source
         self._model_facts = self.check(what, lambda: check_model(source, self.base, self.objects))
         if self._model_facts is None:

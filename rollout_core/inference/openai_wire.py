@@ -94,6 +94,14 @@ def outcome_of(config: OpenAIBackend, tokenizer: Any, request: Request, answer: 
     if reason not in ("stop", "length"):
         # An aborted request has fallen to something at the server; a filter will answer alike again.
         return Failure(request.key, f"the endpoint ended it with {reason!r}", passing=reason in ("abort", "error"))
+    cut_at = _tokens_told(answer, choice)
+    if reason == "length" and cut_at is not None and cut_at < request.params.max_tokens:
+        # Servers shorten what would not fit into their context, without a word.
+        return Failure(
+            request.key,
+            f"the endpoint cut it after {cut_at} tokens, before sampling.max_tokens {request.params.max_tokens}: "
+            "prompt and completion exceed its context; shorten the prompt or lower sampling.max_tokens",
+        )
     if config.dialect == "openai":
         text = text or ""
         token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -112,6 +120,13 @@ def outcome_of(config: OpenAIBackend, tokenizer: Any, request: Request, answer: 
         [text] = decode_completions(tokenizer, [request.prompt_token_ids], [told_tokens(token_ids, request.params)])
     cut = [entries[: request.params.logprobs] for entries in top] if request.params.logprobs else []
     return Completion(request.key, token_ids, logprobs, text, reason, cut)
+
+
+def _tokens_told(answer: Mapping[str, Any], choice: Mapping[str, Any]) -> int | None:
+    """Length of the completion, if the answer tells."""
+    if choice.get("token_ids") is not None:
+        return len(choice["token_ids"])
+    return (answer.get("usage") or {}).get("completion_tokens")
 
 
 def _logprobs(told: Mapping[str, Any]) -> tuple[list[float], list[TopLogprobs]]:

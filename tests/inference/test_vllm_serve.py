@@ -125,9 +125,11 @@ def test_guided_completions_have_their_form(engine_of, tokenizer, structured, fi
 
 
 def test_a_prompt_too_long_for_the_server_fails_alone(engine_of, tokenizer):
-    long = Request("long", [5] * 95, GREEDY, 0)
-    found = {outcome.key: outcome for outcome in engine_of().stream([*requests(tokenizer, GREEDY), long])}
-    assert "HTTP 400" in found["long"].reason and not found["long"].passing
+    """One longer than its context is refused, one that leaves too little room is cut by the server, unasked."""
+    long = [Request(f"long{tokens}", [5] * tokens, GREEDY, 0) for tokens in (97, 90)]
+    found = {outcome.key: outcome for outcome in engine_of().stream([*requests(tokenizer, GREEDY), *long])}
+    assert "HTTP 400" in found["long97"].reason and not found["long97"].passing
+    assert "the endpoint cut it after 6 tokens" in found["long90"].reason and not found["long90"].passing
     assert sum(isinstance(outcome, Completion) for outcome in found.values()) == 5
 
 
