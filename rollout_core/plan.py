@@ -38,7 +38,7 @@ from rollout_core.datasets import PromptRow, Row, RowT, SftRow
 from rollout_core.devices import num_gpus
 from rollout_core.errors import ConfigError, DataError, NotFound, Recoverable
 from rollout_core.ids import ContentId
-from rollout_core.inference.capabilities import refuse_unsupported
+from rollout_core.inference.capabilities import unsupported
 from rollout_core.inference.samples import refuse_long_prompts
 from rollout_core.inference.text import tokenize_prompts
 from rollout_core.models import (
@@ -340,7 +340,7 @@ class Plan:
 
     def sampling(self, what: str, params: SamplingParams, backend: BackendConfig) -> None:
         """The backend can do what is asked of it, with tokens that the model has."""
-        self.check(what, lambda: refuse_unsupported(params, backend))
+        self.violations += [f"{what}.{name}: {problem}" for name, problem in unsupported(params, backend)]
         size = self._model_facts.vocab_size if self._model_facts else None
         beyond = [token for token in params.stop_token_ids if size is not None and token >= size]
         if beyond:

@@ -38,6 +38,8 @@ EXAMPLES = {
     "ipo-tiny.toml": TrainIPOConfig,
     "kto-tiny.toml": TrainKTOConfig,
     "batch-tiny.toml": InferBatchConfig,
+    "batch-endpoint.toml": InferBatchConfig,
+    "batch-guided.toml": InferBatchConfig,
 }
 
 

@@ -13,7 +13,6 @@ from rollout_core.config import (
     TransformersBackend,
     VLLMBackend,
 )
-from rollout_core.errors import ConfigError
 
 _SCRIPTED = SamplingParams.identity_without_default
 """A scripted text is not sampled; the oldest fields say nothing of it either way."""
@@ -22,14 +21,8 @@ _MAX_TEMPERATURE = 2.0
 _MAX_CHAT_LOGPROBS = 19
 
 
-def refuse_unsupported(params: SamplingParams, backend: BackendConfig) -> None:
-    """Raise ConfigError naming every field of ``params`` that the backend cannot honour."""
-    problems = tuple(f"{name}: {problem}" for name, problem in _problems(params, backend))
-    if problems:
-        raise ConfigError("\n".join(problems), problems)
-
-
-def _problems(params: SamplingParams, backend: BackendConfig) -> Iterator[tuple[str, str]]:
+def unsupported(params: SamplingParams, backend: BackendConfig) -> Iterator[tuple[str, str]]:
+    """Fields of ``params`` that the backend cannot honour, and why."""
     match backend:
         case VLLMBackend():
             yield from _vllm(params)

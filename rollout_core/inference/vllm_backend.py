@@ -74,6 +74,9 @@ class VLLMEngine(GathersStream):
             options["gpu_memory_utilization"] = config.gpu_memory_utilization
         else:
             options["worker_extension_cls"] = _WORKER_EXTENSION
+            # Of a prompt that is taken in by parts vLLM turns the request's generator of chance back, which a CPU's
+            # cannot be: the engine dies. Any prompt may be cut that arrives among many.
+            options["enable_chunked_prefill"] = False
         try:
             llm = LLM(
                 str(model.folder),
