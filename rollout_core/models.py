@@ -138,6 +138,11 @@ def describe_model(folder: Path) -> ModelFacts:
     )
 
 
+def longest_sequence(folder: Path) -> int | None:
+    """Longest sequence the architecture in ``folder`` supports, in tokens, by its configuration alone."""
+    return getattr(_read_config(folder), "max_position_embeddings", None)
+
+
 def blank_model(folder: Path) -> Any:
     """The language model that a folder's configuration describes, without memory for its parameters."""
     return _blank(_read_config(folder))

@@ -71,13 +71,14 @@ class OpenAIEngine(GathersStream):
         try:
             while True:
                 paused = False
-                while not exhausted and not paused and len(in_flight) < self._config.max_concurrency:
+                while not exhausted and len(in_flight) < self._config.max_concurrency:
                     request = next(waiting, _END)
-                    exhausted, paused = request is _END, request is None
-                    if not exhausted and not paused:
-                        future = asyncio.run_coroutine_threadsafe(self._complete(request), self._loop)
-                        in_flight.add(future)
-                        future.add_done_callback(answered.put)
+                    if request is _END or request is None:
+                        exhausted, paused = request is _END, request is None
+                        break
+                    future = asyncio.run_coroutine_threadsafe(self._complete(request), self._loop)
+                    in_flight.add(future)
+                    future.add_done_callback(answered.put)
                 if not in_flight:
                     return
                 try:
