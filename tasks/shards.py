@@ -121,7 +121,8 @@ class _ShardRun:
     def _options(self, *, alone: bool) -> BatchOptions:
         return BatchOptions(
             mode="test",
-            deterministic=True,
+            # Whole shards, where that makes them repeatable; see `rollout_core.config.backends`.
+            deterministic=self._backend.owns_batches,
             exclusive=alone,
             claim_size=self._claim_size,
             max_model_len=self._limit,

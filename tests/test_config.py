@@ -41,6 +41,8 @@ EXAMPLES = {
     "batch-many.toml": InferBatchConfig,
     "batch-parquet.toml": InferBatchConfig,
     "batch-s3.toml": InferBatchConfig,
+    "batch-endpoint.toml": InferBatchConfig,
+    "batch-guided.toml": InferBatchConfig,
 }
 
 

@@ -561,3 +561,86 @@ def test_layers_that_are_to_have_adapters_are_looked_up(work: Path, kind: str, w
     plan(kind, work, **{f"{what}.lora": {"r": 4}})
     message = refusal(kind, work, **{f"{what}.lora": {"target_modules": ["query"]}})
     assert message.startswith(f"{what}: lora.target_modules ['query'] names no layer of Qwen2ForCausalLM; its linear")
+
+
+# Sampling
+
+
+SCHEMA = {"kind": "json_schema", "definition": {"type": "object"}}
+VLLM_SERVER = {"kind": "openai", "url": "http://127.0.0.1:9/v1"}
+OTHER_SERVER = {**VLLM_SERVER, "dialect": "openai"}
+
+
+@pytest.mark.parametrize(
+    ("structured", "expected"),
+    [
+        ({"kind": "json_schema", "definition": "{"}, "structured.definition: not JSON: "),
+        ({"kind": "json_schema", "definition": "[]"}, "structured.definition: a JSON Schema is an object here"),
+        (
+            {"kind": "json_schema", "definition": {"properties": {"a": {"type": "strin"}}}},
+            "structured.definition: not a JSON Schema: properties.a.type: 'strin' is not valid",
+        ),
+        ({"kind": "regex", "pattern": "("}, "structured.pattern: not a regular expression: missing )"),
+        ({"kind": "choice", "choices": []}, "structured.choices: Tuple should have at least 1 item"),
+        ({"kind": "grammar", "grammar": ""}, "structured.grammar: String should have at least 1 character"),
+        ({"kind": "xml"}, "structured.kind: Input should be 'json_schema' or 'regex' or 'choice' or 'grammar'"),
+    ],
+)
+def test_a_form_that_is_none_is_told_when_it_is_read(work: Path, structured: dict[str, Any], expected: str):
+    assert f"sampling.{expected}" in refusal("infer-batch", work, sampling__structured=structured)
+
+
+@pytest.mark.parametrize(
+    ("backend", "sampling", "expected"),
+    [
+        ({"kind": "transformers"}, {"structured": SCHEMA}, "sampling.structured: backend 'transformers' has no guided"),
+        ({"kind": "scripted"}, {"logprobs": 2}, "sampling.logprobs: backend 'scripted' has its text from"),
+        ({"kind": "vllm"}, {"temperature": 2.5}, "sampling.temperature: vLLM takes at most 2, got 2.5"),
+        (VLLM_SERVER, {"temperature": 2.5}, "sampling.temperature: vLLM takes at most 2, got 2.5"),
+        ({**VLLM_SERVER, "api": "chat"}, {"logprobs": 20}, "with api 'chat' has at most 19"),
+        (OTHER_SERVER, {"top_k": 5}, "sampling.top_k: backend 'openai' with dialect 'openai' knows no such field"),
+        (OTHER_SERVER, {"structured": SCHEMA}, "guided decoding for kind 'json_schema' with api 'chat' only"),
+        (
+            OTHER_SERVER,
+            {"stop": list("abcde")},
+            "sampling.stop: backend 'openai' with dialect 'openai' takes at most 4",
+        ),
+        ({"kind": "transformers"}, {"stop_token_ids": [99999]}, "sampling.stop_token_ids: token 99999, but the model"),
+        ({"kind": "transformers"}, {"min_tokens": 17}, "sampling: min_tokens 17 is more than max_tokens 16"),
+    ],
+)
+def test_what_a_backend_cannot_do_is_refused_by_the_plan(work: Path, backend, sampling, expected):
+    changes = {f"sampling__{name}": value for name, value in sampling.items()}
+    assert expected in refusal("infer-batch", work, backend=backend, **changes)
+
+
+def test_what_a_backend_can_do_is_planned(work: Path):
+    every = {
+        "min_tokens": 2,
+        "stop_token_ids": [3],
+        "ignore_eos": True,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.1,
+        "logprobs": 3,
+    }
+    for backend, more in (({"kind": "transformers"}, {}), ({"kind": "vllm"}, {"structured": SCHEMA})):
+        changes = {f"sampling__{name}": value for name, value in (every | more).items()}
+        assert plan("infer-batch", work, backend=backend, **changes)["inputs"] == 2
+
+
+@pytest.mark.parametrize("field", [{"min_tokens": 2}, {"presence_penalty": 0.5}, {"structured": SCHEMA}])
+def test_training_takes_samples_of_the_policy_itself(work: Path, field: dict[str, Any]):
+    [(name, value)] = field.items()
+    expected = f"on-policy training needs samples of the policy itself: leave out sampling.{name}"
+    assert expected in refusal("train-ppo", work, **{f"algorithm__sampling__{name}": value})
+
+
+def test_an_endpoint_that_is_out_of_reach_is_named_and_one_without_its_key_refused(work: Path, monkeypatch):
+    facts = plan("infer-batch", work, backend=VLLM_SERVER)
+    assert "backend (the endpoint does not answer: http://127.0.0.1:9/v1: ConnectError" in facts["not checked"]
+    assert "secret 'A_KEY' is not among those allowed here" in refusal(
+        "infer-batch", work, backend={**VLLM_SERVER, "api_key": "A_KEY"}
+    )
+    monkeypatch.setenv("ROLLOUT_SECRETS", "A_KEY")
+    assert "set ROLLOUT_SECRET_A_KEY" in refusal("infer-batch", work, backend={**VLLM_SERVER, "api_key": "A_KEY"})

@@ -6,11 +6,12 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from rollout_core.config.backends import BackendConfig, VLLMBackend
-from rollout_core.config.base import SCHEMA_VERSION, ModelSource, RunInfo, SamplingParams, Settings
+from rollout_core.config.backends import BackendConfig, EngineConfig, VLLMBackend
+from rollout_core.config.base import SCHEMA_VERSION, ModelSource, RunInfo, Settings
 from rollout_core.config.datasets import DatasetSource
 from rollout_core.config.learning import GRPOSettings, PPOSettings, SFTSettings
 from rollout_core.config.preference import DPOSettings, IPOSettings, KTOSettings, RewardModelSettings
+from rollout_core.config.sampling import SamplingParams
 from rollout_core.rewards import ExactMatchReward, RewardSpec
 
 
@@ -89,7 +90,7 @@ class TrainPPOConfig(Settings):
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of the trainer; fixed threads make CPU training repeatable bit for bit."""
     algorithm: PPOAlgorithm
-    backend: BackendConfig = VLLMBackend()
+    backend: EngineConfig = VLLMBackend()
 
 
 class TrainGRPOConfig(Settings):
@@ -101,7 +102,7 @@ class TrainGRPOConfig(Settings):
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of the trainer; fixed threads make CPU training repeatable bit for bit."""
     algorithm: GRPOAlgorithm
-    backend: BackendConfig = VLLMBackend()
+    backend: EngineConfig = VLLMBackend()
 
 
 class TrainRMConfig(Settings):
@@ -251,7 +252,7 @@ class NightlyConfig(Settings):
     model: ModelSource
     reward: RewardSpec = ExactMatchReward()
     """What held-out completions are worth, and those of training where there is no ``rm``."""
-    backend: BackendConfig = VLLMBackend()
+    backend: EngineConfig = VLLMBackend()
     sft: SFTSettings
     rm: RewardModelSettings | None = None
     """A reward model, trained on pairs from the fine-tuned model, that ppo or grpo is rewarded by."""
