@@ -48,7 +48,7 @@ from rollout_core.models import (
     describe,
 )
 from rollout_core.objects import ObjectStore
-from rollout_core.resources import Training, row_tokens, tell_disk, tell_memory, training_of
+from rollout_core.resources import row_tokens, tell_disk, tell_memory, training_of
 from rollout_core.resume import find_start
 from rollout_core.rewards import ExactMatchReward, ModelReward, RewardSpec, load_reward, plain_rewards
 from rollout_core.snapshots import Snapshot
@@ -90,6 +90,8 @@ class Plan:
     objects: ObjectStore | None = None
     _model_facts: ModelFacts | None = None
     _model_source: ModelSource | None = None
+    _trained_parameters: dict[str, int | None] = field(default_factory=dict)
+    """Of learners with adapters, by their keys."""
 
     def check(self, what: str, look: Callable[[], T]) -> T | None:
         """Result of ``look``; a ConfigError it raises becomes violations under ``what``, Unchecked a remark."""
@@ -160,27 +162,34 @@ class Plan:
         self._adapters(what, settings)
 
     def _adapters(self, what: str, settings: LearnerSettings) -> None:
-        """The layers that are to have adapters are there."""
+        """The layers that are to have adapters are there; what is trained of them is counted."""
         source = self._model_source
         if settings.lora is None or self._model_facts is None or source is None:
             return
         from rollout_core.algorithms.lora import with_lora
 
-        def look() -> None:
+        def look() -> int:
             with describe(source, self.base, self.objects) as found:
-                with_lora(blank_model(found.folder), settings.lora, seed=0)
+                model = with_lora(blank_model(found.folder), settings.lora, seed=0)
+            return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
-        self.check(what, look)
+        self._trained_parameters[what] = self.check(what, look)
 
     def _trackers(self, what: str, settings: LearnerSettings) -> None:
         """The software of every tracker is installed."""
         missing = [name for name in settings.trackers if importlib.util.find_spec(name) is None]
         self.violations += [f"{what}.trackers: {name} is not installed; install rollout[{name}]" for name in missing]
 
-    def resources(self, name: str, settings: LearnerSettings, training: Training) -> None:
-        """An estimate of memory and disk; an error only where the certain part of it exceeds all there is."""
+    def resources(self, what: str, name: str, settings: LearnerSettings, sequence_tokens: int, **models: int) -> None:
+        """An estimate of memory and disk; an error only where the certain part of it exceeds all there is.
+
+        ``what`` is the key of the learner, which `learner` has looked at; ``models`` as of `training_of`.
+        """
         if self._model_facts is None:
             return
+        training = training_of(
+            settings, sequence_tokens, trained_parameters=self._trained_parameters.get(what), **models
+        )
         needs = tell_memory(self._model_facts.size, training)
         if self.objects is not None and self.objects.url.startswith("file://"):
             folder = Path(self.objects.url.removeprefix("file://"))
@@ -220,7 +229,7 @@ class Plan:
             self.facts["truncated rows"] = report.num_truncated
             self.facts[DATA_REPORT] = report.figures()
         self.held_out_rows(f"{what}.evaluation.dataset", settings.evaluation, training_rows)
-        self.resources("sft", settings, training_of(settings, row_tokens(report, settings.packing.max_seq_len)))
+        self.resources(what, "sft", settings, row_tokens(report, settings.packing.max_seq_len))
 
     def training_rows(self, what: str, dataset: DatasetSource, asked: TrainingRows) -> DataReport | None:
         """What becomes of the rows of a data set; without a tokenizer they are only read.
@@ -297,13 +306,14 @@ class Plan:
         self.learner(what, settings)
         where = f"{what}.prompts.{settings.prompts.address_key}"
         longest = self.prompts(where, rows, context_limit(backend), settings.sampling)
-        training = training_of(
+        self.resources(
+            what,
+            "ppo" if isinstance(settings, PPOSettings) else "grpo",
             settings,
             longest + settings.sampling.max_tokens,
             trained_models=2 if isinstance(settings, PPOSettings) and settings.values == "model" else 1,
             frozen_models=1 if isinstance(settings, PPOSettings) or settings.kl_coef else 0,
         )
-        self.resources("ppo" if isinstance(settings, PPOSettings) else "grpo", settings, training)
         return rows
 
     def reward(self, what: str, spec: RewardSpec) -> None:

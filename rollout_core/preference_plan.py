@@ -20,7 +20,7 @@ from rollout_core.connections import Connections
 from rollout_core.models import check_reference, describe
 from rollout_core.plan import DATA_REPORT, Plan, TrainingRows
 from rollout_core.preferences import JudgedRow, PairRow
-from rollout_core.resources import row_tokens, training_of
+from rollout_core.resources import row_tokens
 
 if TYPE_CHECKING:  # imports torch, which --help need not wait for
     from rollout_core.algorithms.data_report import DataReport
@@ -62,7 +62,7 @@ def plan_preferences(
     plan.held_out_rows(f"{what}.evaluation.dataset", settings.evaluation, rows)
     sequences = 1 if kind == "kto" else 2
     tokens = row_tokens(report, settings.packing.max_seq_len)
-    plan.resources(kind, settings, training_of(settings, tokens, rows=sequences))
+    plan.resources(what, kind, settings, tokens, rows=sequences)
     return report
 
 

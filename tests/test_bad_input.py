@@ -260,4 +260,12 @@ def test_the_estimate_counts_what_each_way_of_training_holds():
     assert (estimate_memory(model, sgd).fixed, estimate_memory(model, sgd).activations) == (12_000, 7500)
     both = Training(100, "adamw", trained_models=2, frozen_models=1)
     assert estimate_memory(model, both).fixed == 36_000
+    assert estimate_memory(model, plain).copy == 12_000 and estimate_memory(model, plain, "cuda").copy == 0
+    adapters = Training(100, "adamw", frozen_models=1, trained_parameters=10)
+    assert state_bytes(model, adapters) == 4_000 + 3 * 40, "the merged model, adapters, their optimizer state"
+    assert estimate_memory(model, adapters).fixed == 2 * 4_000 + 4 * 40
+    replicas, shards = (Training(100, "adamw", processes=4, sharded=sharded) for sharded in (False, True))
+    assert [estimate_memory(model, four).fixed for four in (replicas, shards)] == [64_000, 16_000], "on one CPU"
+    assert [estimate_memory(model, four, "cuda").fixed for four in (replicas, shards)] == [16_000, 4_000], "on each GPU"
+    assert estimate_memory(model, shards).activations == 4 * estimate_memory(model, plain).activations
     assert [readable(size) for size in (5, 2048, 3 * 2**29)] == ["5 B", "2.0 KiB", "1.5 GiB"]
