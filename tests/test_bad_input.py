@@ -16,7 +16,7 @@ from rollout_core.algorithms import state
 from rollout_core.config import CONFIG_KINDS, apply_overrides, parse_config
 from rollout_core.connections import plain_connections
 from rollout_core.errors import ConfigError
-from rollout_core.plan import plan_on_policy, plan_sft
+from rollout_core.learner_plan import plan_on_policy, plan_sft
 from rollout_core.preference_plan import plan_kto, plan_pairs
 from rollout_core.resources import ModelSize, Training, estimate_memory, readable, state_bytes
 from rollout_core.rewards import FunctionReward, RewardInput, load_reward, score

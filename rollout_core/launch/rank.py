@@ -81,7 +81,8 @@ def end_with_launcher() -> None:
 
 
 def run(job: Job, messenger: Messenger, *, is_stopping: Callable[[], bool] = lambda: False) -> None:
-    """Take part in the update, until ``is_stopping`` says otherwise. Raises what the update raises, and ConfigError where the ranks are not as many."""
+    """Take part in the update, until ``is_stopping`` says otherwise. Raises what the update raises, and ConfigError
+    where the ranks are not as many."""
     import torch.distributed as dist
 
     from rollout_core.algorithms.parallel import is_first

@@ -175,9 +175,7 @@ def test_sigterm_of_the_launcher_keeps_the_step_that_the_ranks_are_in(tiny_model
     assert "told" in output
 
     firsts: list[int] = []
-    again = update(
-        tmp_path / "stopped", tiny_model, changes=never, on_start=lambda first, last: firsts.append(first)
-    )
+    again = update(tmp_path / "stopped", tiny_model, changes=never, on_start=lambda first, last: firsts.append(first))
     assert seen <= firsts[0] < 120, "no snapshot was due: it is that of the stop"
     assert again == quiet
 
