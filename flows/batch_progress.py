@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import io
 import math
 import sys
@@ -35,7 +36,9 @@ class RunProgress:
         self._total = total
         self._tally = tally(run_id)
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._show, name="rollout-progress", daemon=True)
+        # In the flow run's context, to which artifacts and log lines belong.
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=lambda: context.run(self._show), name="rollout-progress", daemon=True)
         self._began = time.monotonic()
 
     def __enter__(self) -> RunProgress:

@@ -15,7 +15,7 @@ from rollout_core.inference.prompt_shards import import_shards
 from rollout_core.inference.shard_run import ShardWork, assist_shard, complete_shard
 from rollout_core.inference.tally import RunWork, note_work, tally
 from rollout_core.inference.workers import this_worker
-from rollout_core.models import inspect_model
+from rollout_core.models import max_positions
 from rollout_core.objects import ObjectStore
 from rollout_core.plan import context_limit
 from rollout_core.records import PromptShards, Record, ShardCompletions
@@ -99,7 +99,7 @@ class _ShardRun:
         self._engine = EngineOf(backend, ModelRef(model, folder))
         self._backend = backend
         self._claim_size = workers.claim_size
-        self._limit = context_limit(backend) or inspect_model(folder).max_positions
+        self._limit = context_limit(backend) or max_positions(folder)
 
     def _options(self, *, alone: bool) -> BatchOptions:
         return BatchOptions(

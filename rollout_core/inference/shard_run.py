@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -15,6 +17,7 @@ from rollout_core.config import SamplingParams
 from rollout_core.ids import ContentId
 from rollout_core.inference.batch import BatchOptions, Completed, Engine, Progress, Work, complete_samples
 from rollout_core.inference.batch import assist as assist_samples
+from rollout_core.inference.garbage import collected_at_end
 from rollout_core.inference.prompt_shards import read_shard, shard_samples
 from rollout_core.inference.samples import Sample
 from rollout_core.models import load_tokenizer
@@ -47,20 +50,21 @@ async def complete_shard(
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> tuple[ShardCompletions, Work]:
     """Bring every sample of a shard to its outcome and file them all, in order, as one blob."""
-    samples, problems = await asyncio.to_thread(_samples, objects, engine, work)
-    completed = await complete_samples(
-        store,
-        objects,
-        engine,
-        samples,
-        work.params,
-        source=work.rows,
-        problems=problems,
-        worker_id=worker_id,
-        options=options,
-        on_progress=on_progress,
-    )
-    record = await asyncio.to_thread(_file, objects, engine, work, samples, completed)
+    with collected_at_end():
+        samples, problems = await asyncio.to_thread(_samples, objects, engine, work)
+        completed = await complete_samples(
+            store,
+            objects,
+            engine,
+            samples,
+            work.params,
+            source=work.rows,
+            problems=problems,
+            worker_id=worker_id,
+            options=options,
+            on_progress=on_progress,
+        )
+        record = await asyncio.to_thread(_file, objects, engine, work, samples, completed)
     return record, completed.work
 
 
@@ -85,13 +89,29 @@ def finished_ref(completions: ContentId) -> str:
 
 
 def _samples(objects: ObjectStore, engine: Engine, work: ShardWork) -> tuple[list[Sample], dict[ContentId, str]]:
-    return shard_samples(
-        load_tokenizer(work.tokenizer_folder),
-        read_shard(objects, work.rows),
-        model=engine.model_id,
-        params=work.params,
-        samples_per_prompt=work.samples_per_prompt,
-    )
+    with _tokenizer(work.tokenizer_folder) as tokenizer:
+        return shard_samples(
+            tokenizer,
+            read_shard(objects, work.rows),
+            model=engine.model_id,
+            params=work.params,
+            samples_per_prompt=work.samples_per_prompt,
+        )
+
+
+_idle_tokenizers: dict[Path, list[Any]] = {}
+
+
+@contextmanager
+def _tokenizer(folder: Path) -> Iterator[Any]:
+    """The tokenizer of a folder, loaded once; for one thread at a time, as tokenizers are not thread-safe."""
+    idle = _idle_tokenizers.setdefault(folder, [])
+    try:
+        tokenizer = idle.pop()
+    except IndexError:
+        tokenizer = load_tokenizer(folder)
+    yield tokenizer
+    idle.append(tokenizer)
 
 
 def _file(
