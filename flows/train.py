@@ -83,7 +83,14 @@ def policy_iterations(
             max_model_len=context_limit(backend),
             label=label,
         )
-        completions = batch_inference(prompt_set, settings.sampling, backend, label=label)
+        completions = batch_inference(
+            prompt_set,
+            settings.sampling,
+            backend,
+            failed=settings.failed,
+            group_size=settings.samples_per_prompt if isinstance(settings, GRPOSettings) else 1,
+            label=label,
+        )
         scores = score_rewards(completions, reward, reward_source, label=label)
         inputs = model, train_state, reference, scores, completions.samples
         options = {"seed": seed + number, "num_threads": num_threads, "label": label}

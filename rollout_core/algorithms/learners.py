@@ -126,6 +126,7 @@ def ppo_update(
     controller.update(mean_kl, len(trajectories))
     state.extras = {"kl_coef": controller.coef}
     algorithm = PPO(policy, batch, settings, first_step=state.step, seed=workshop.seed, device=device)
+    figures["completions/num_left_out"] = scores.num_left_out
     return _train_iteration(algorithm, state, settings, accelerator, workshop, workshop.model(model), figures)
 
 
@@ -156,6 +157,7 @@ def grpo_update(
     batch, figures = compare_groups(policy, reference_policy, batch, settings, device=device)
     del reference_policy
     algorithm = GRPO(policy, batch, settings, first_step=state.step, seed=workshop.seed, device=device, parts=parts)
+    figures["completions/num_left_out"] = scores.num_left_out
     return _train_iteration(algorithm, state, settings, accelerator, workshop, workshop.model(model), figures)
 
 
