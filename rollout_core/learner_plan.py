@@ -110,7 +110,7 @@ class LearnerPlan(Plan):
 
     def sequence_length(self, what: str, packing: Padded) -> None:
         """Rows are cut at no more than the model has positions."""
-        positions = self.model_facts.max_positions if self.model_facts else None
+        positions = self.max_positions
         if positions is not None and packing.max_seq_len > positions:
             self.violations.append(
                 f"{what}.packing.max_seq_len: {packing.max_seq_len} tokens, but the model has {positions} positions"
@@ -162,6 +162,7 @@ class LearnerPlan(Plan):
     ) -> Sequence[PromptRow] | None:
         """Training prompts."""
         rows = self.prompt_rows(f"{what}.prompts", settings.prompts)
+        self.sampling(f"{what}.sampling", settings.sampling, backend)
         self.facts["training prompts"] = len(rows or ())
         self.learner(what, settings)
         where = f"{what}.prompts.{settings.prompts.address_key}"

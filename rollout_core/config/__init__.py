@@ -7,8 +7,15 @@ cache keys (`cache_identity`).
 
 from __future__ import annotations
 
-from rollout_core.config.backends import BackendConfig, ScriptedBackend, TransformersBackend, VLLMBackend
-from rollout_core.config.base import SCHEMA_VERSION, ModelSource, RunInfo, SamplingParams, Settings, identity
+from rollout_core.config.backends import (
+    BackendConfig,
+    EngineConfig,
+    OpenAIBackend,
+    ScriptedBackend,
+    TransformersBackend,
+    VLLMBackend,
+)
+from rollout_core.config.base import SCHEMA_VERSION, ModelSource, RunInfo, Settings, identity
 from rollout_core.config.datasets import (
     DatasetSource,
     HuggingFaceDataset,
@@ -71,6 +78,14 @@ from rollout_core.config.runs import (
     WorkersConfig,
     json_schema,
 )
+from rollout_core.config.sampling import SamplingParams
+from rollout_core.config.structured import (
+    ChoiceOutput,
+    GrammarOutput,
+    JsonSchemaOutput,
+    RegexOutput,
+    StructuredOutput,
+)
 
 __all__ = [
     "CONFIG_KINDS",
@@ -79,13 +94,16 @@ __all__ = [
     "BackendConfig",
     "BatchSampling",
     "BudgetConfig",
+    "ChoiceOutput",
     "DPOAlgorithm",
     "DPOSettings",
     "DatasetSource",
+    "EngineConfig",
     "EvaluationConfig",
     "FailurePolicy",
     "GRPOAlgorithm",
     "GRPOSettings",
+    "GrammarOutput",
     "HeldOutRows",
     "HuggingFaceDataset",
     "IPOAlgorithm",
@@ -93,6 +111,7 @@ __all__ = [
     "ImportanceCorrection",
     "InferBatchConfig",
     "InputGlob",
+    "JsonSchemaOutput",
     "JsonlDataset",
     "KTOAlgorithm",
     "KTOSettings",
@@ -102,6 +121,7 @@ __all__ = [
     "ModelSource",
     "NightlyConfig",
     "OnPolicySettings",
+    "OpenAIBackend",
     "OptimizerConfig",
     "OutputDir",
     "PPOAlgorithm",
@@ -112,6 +132,7 @@ __all__ = [
     "PreferenceConfig",
     "PreferenceSettings",
     "PromotionConfig",
+    "RegexOutput",
     "RewardModelAlgorithm",
     "RewardModelSettings",
     "RunConfig",
@@ -123,6 +144,7 @@ __all__ = [
     "Settings",
     "SnapshotPolicy",
     "StoredDataset",
+    "StructuredOutput",
     "TrackerName",
     "TrainDPOConfig",
     "TrainGRPOConfig",

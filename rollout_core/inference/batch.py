@@ -349,6 +349,7 @@ class _BatchRun:
             params=self._params,
             seed=seed_of(sample_id),
             prompt_text=sample.prompt if isinstance(sample.prompt, str) else "",
+            messages=() if isinstance(sample.prompt, str) else sample.prompt,
         )
 
     async def commit(self, group: Sequence[tuple[AttemptedRollout, Outcome]]) -> None:

@@ -17,11 +17,13 @@ from rollout_core.config import SamplingParams
 from rollout_core.ids import ContentId
 from rollout_core.inference.batch import BatchOptions, Completed, Engine, Progress, Work, complete_samples
 from rollout_core.inference.batch import assist as assist_samples
+from rollout_core.inference.events import EventLog
 from rollout_core.inference.garbage import collected_at_end
 from rollout_core.inference.prompt_shards import read_shard, shard_samples
 from rollout_core.inference.samples import Sample
 from rollout_core.models import load_tokenizer
 from rollout_core.objects import ObjectStore
+from rollout_core.objects.gc import FINISHED_REFS
 from rollout_core.records import ShardCompletions
 from rollout_core.store import LightningStore
 
@@ -48,10 +50,13 @@ async def complete_shard(
     worker_id: str,
     options: BatchOptions,
     on_progress: Callable[[Progress], None] = lambda progress: None,
+    events: EventLog | None = None,
 ) -> tuple[ShardCompletions, Work]:
     """Bring every sample of a shard to its outcome and file them all, in order, as one blob."""
     with collected_at_end():
         samples, problems = await asyncio.to_thread(_samples, objects, engine, work)
+        if events is not None:
+            store = events.watching(store, objects, samples)
         completed = await complete_samples(
             store,
             objects,
@@ -76,16 +81,19 @@ async def assist_shard(
     *,
     worker_id: str,
     options: BatchOptions,
+    events: EventLog | None = None,
 ) -> Work:
     """Take work off the hands of the shard's worker; see `batch.assist`."""
     samples, problems = await asyncio.to_thread(_samples, objects, engine, work)
+    if events is not None:
+        store = events.watching(store, objects, samples)
     sound = [sample for sample in samples if sample.id not in problems]
     return await assist_samples(store, objects, engine, sound, work.params, worker_id=worker_id, options=options)
 
 
 def finished_ref(completions: ContentId) -> str:
     """Ref of the times, as JSON list of seconds since the epoch, at which the rows of a completions blob were made."""
-    return f"finished/{completions}"
+    return f"{FINISHED_REFS}{completions}"
 
 
 def _samples(objects: ObjectStore, engine: Engine, work: ShardWork) -> tuple[list[Sample], dict[ContentId, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -178,7 +179,7 @@ def test_credit_equals_an_independent_reference(policy, other_tiny_model):
 def test_masked_truncated_completions_give_ppo_no_gradient(policy, tiny_model, minibatch_size):
     """The loss of a step is then the one of the other completions by themselves, however the step is cut."""
 
-    def gradient(rows: list[int], *, truncated: str, size: int) -> tuple[float, torch.Tensor]:
+    def gradient(rows: list[int], *, truncated: Literal["keep", "mask"], size: int) -> tuple[float, torch.Tensor]:
         settings = PPOSettings(
             prompts=JsonlDataset(path="x"), optimizer=OptimizerConfig(lr=1e-3), truncated=truncated,
             minibatch_size=size, gradient_accumulation=len(rows) // size, entropy_coef=0.1,
@@ -194,7 +195,9 @@ def test_masked_truncated_completions_give_ppo_no_gradient(policy, tiny_model, m
             result = learner.loss(part, parts)
             result.loss.backward()
             total += float(result.loss.detach())
-        return total, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        return total, torch.cat(
+            [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+        )
 
     assert [item.truncated for item in trajectories()] == [False, True, False]
     masked = gradient([0, 1, 2], truncated="mask", size=minibatch_size)
