@@ -185,7 +185,8 @@ def _kto(model: Any, rows: Sequence[dict[str, Any]], batch: int, steps: int) -> 
 
     import torch
 
-    from rollout_core.algorithms.kto import KTO
+    from rollout_core.algorithms.kto import KTO, judged_documents
+    from rollout_core.algorithms.packing import pack_branches
     from rollout_core.algorithms.policy import Policy
     from rollout_core.algorithms.preference_data import Judged
     from rollout_core.config import KTOSettings
@@ -193,13 +194,14 @@ def _kto(model: Any, rows: Sequence[dict[str, Any]], batch: int, steps: int) -> 
     config = settings(KTOSettings, batch, steps)
     reference = Policy(copy.deepcopy(model).requires_grad_(False))
     items = [Judged(row["prompt_ids"], row["completion_ids"], row["label"]) for row in rows]
+    documents = judged_documents(items)
     inner = KTO(Policy(model), items, torch.zeros(2 * len(items)), config, seed=0, device=torch.device("cpu"))
 
     def make(positions: list[int]) -> Any:
-        made = inner.minibatch(positions)
+        tokens = pack_branches([documents[position] for position in positions])
         with torch.no_grad():
-            logps = [part.row_sums(reference(part).logprobs) for part in (made.tokens, made.mismatched)]
-        return dataclasses.replace(made, ref_logps=logps[0], ref_mismatched=logps[1])
+            own, mismatched = tokens.row_sums(reference(tokens).logprobs).view(-1, 2).T
+        return dataclasses.replace(inner.minibatch(positions), ref_logps=own, ref_mismatched=mismatched)
 
     return _InOrder(inner, config, rows, make), model
 

@@ -50,7 +50,7 @@ def nightly(config: NightlyConfig, overrides: dict[str, Any] | None = None) -> d
     if overrides:
         changed = apply_overrides(config.model_dump(mode="json"), overrides)
         config = parse_config(changed, NightlyConfig, name="overrides")
-    plan_nightly(config, working_folder(), connections())
+    plan_nightly(config, working_folder(), connections(), keep=True)
     try:
         return run_body(lambda journal: _nightly(config, journal), config.run)
     finally:

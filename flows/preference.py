@@ -20,7 +20,7 @@ from tasks.places import connections, working_folder
 @flow(name="train-rm", flow_run_name="{config.run.name}", persist_result=False)
 def train_rm(config: TrainRMConfig) -> dict[str, Any]:
     """A reward model from preference pairs; returns the checkpoint record."""
-    plan_pairs(config, working_folder(), connections())
+    plan_pairs(config, working_folder(), connections(), keep=True)
 
     def body(journal: Journal) -> dict[str, Any]:
         settings = config.algorithm
@@ -56,12 +56,12 @@ def train_ipo(config: TrainIPOConfig) -> dict[str, Any]:
 @flow(name="train-kto", flow_run_name="{config.run.name}", persist_result=False)
 def train_kto(config: TrainKTOConfig) -> dict[str, Any]:
     """KTO of one model on judged answers; returns the checkpoint record."""
-    plan_kto(config, working_folder(), connections())
+    plan_kto(config, working_folder(), connections(), keep=True)
     return _train_against_reference(config, import_judged, kto_update)
 
 
 def _train_on_pairs(config: TrainDPOConfig | TrainIPOConfig) -> dict[str, Any]:
-    plan_pairs(config, working_folder(), connections())
+    plan_pairs(config, working_folder(), connections(), keep=True)
     return _train_against_reference(config, import_pairs, dpo_update)
 
 

@@ -20,7 +20,8 @@ from rollout_core.config import (
 from rollout_core.errors import ConfigError
 from rollout_core.ids import ContentId
 from rollout_core.inference.engines import close_engine
-from rollout_core.plan import context_limit, plan_on_policy, plan_sft
+from rollout_core.learner_plan import plan_on_policy, plan_sft
+from rollout_core.plan import context_limit
 from rollout_core.records import Checkpoint, Scores
 from rollout_core.rewards import RewardSpec, source_id
 from rollout_core.snapshots import SnapshotStore
@@ -82,7 +83,14 @@ def policy_iterations(
             max_model_len=context_limit(backend),
             label=label,
         )
-        completions = batch_inference(prompt_set, settings.sampling, backend, label=label)
+        completions = batch_inference(
+            prompt_set,
+            settings.sampling,
+            backend,
+            failed=settings.failed,
+            group_size=settings.samples_per_prompt if isinstance(settings, GRPOSettings) else 1,
+            label=label,
+        )
         scores = score_rewards(completions, reward, reward_source, label=label)
         inputs = model, train_state, reference, scores, completions.samples
         options = {"seed": seed + number, "num_threads": num_threads, "label": label}
@@ -100,7 +108,7 @@ def policy_iterations(
 @flow(name="train-sft", flow_run_name="{config.run.name}", persist_result=False)
 def train_sft(config: TrainSFTConfig) -> dict[str, Any]:
     """Supervised fine-tuning of one model on one data set; returns the checkpoint record."""
-    plan_sft(config, working_folder(), connections())
+    plan_sft(config, working_folder(), connections(), keep=True)
 
     def body(journal: Journal) -> dict[str, Any]:
         settings = config.algorithm

@@ -7,13 +7,16 @@ from typing import Any
 
 from rollout_core.config import NightlyConfig, PreferenceSettings
 from rollout_core.connections import Connections
-from rollout_core.plan import Plan, context_limit
-from rollout_core.preference_plan import pair_rows, plan_preferences
+from rollout_core.learner_plan import LearnerPlan
+from rollout_core.plan import context_limit
+from rollout_core.preference_plan import plan_preferences
 
 
-def plan_nightly(config: NightlyConfig, base: Path, connections: Connections | None = None) -> dict[str, Any]:
-    """Check a nightly run. Raises ConfigError naming all that is wrong."""
-    plan = Plan(base, connections)
+def plan_nightly(
+    config: NightlyConfig, base: Path, connections: Connections | None = None, *, keep: bool = False
+) -> dict[str, Any]:
+    """Check a nightly run; ``keep`` what was tokenised for it. Raises ConfigError naming all that is wrong."""
+    plan = LearnerPlan(base, connections, keeps_tokens=keep)
     plan.places()
     plan.model("model", config.model)
     plan.backend("backend", config.backend)
@@ -39,7 +42,9 @@ def plan_nightly(config: NightlyConfig, base: Path, connections: Connections | N
     return plan.done()
 
 
-def _pairs(plan: Plan, what: str, settings: PreferenceSettings) -> None:
-    report = plan_preferences(plan, what, what, settings, pair_rows(settings, need_prompts=what == "dpo"))
+def _pairs(plan: LearnerPlan, what: str, settings: PreferenceSettings) -> None:
+    from rollout_core.algorithms.training_data import pair_form
+
+    report = plan_preferences(plan, what, what, settings, pair_form(settings, need_prompts=what == "dpo"))
     if report is not None:
         plan.facts[f"{what} rows"] = report.num_rows

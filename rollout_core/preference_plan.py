@@ -17,43 +17,41 @@ from rollout_core.config import (
     TrainRMConfig,
 )
 from rollout_core.connections import Connections
+from rollout_core.learner_plan import DATA_REPORT, LearnerPlan
 from rollout_core.models import check_reference, describe
-from rollout_core.plan import DATA_REPORT, Plan, TrainingRows
-from rollout_core.preferences import JudgedRow, PairRow
-from rollout_core.resources import row_tokens, training_of
+from rollout_core.resources import row_tokens
 
 if TYPE_CHECKING:  # imports torch, which --help need not wait for
     from rollout_core.algorithms.data_report import DataReport
+    from rollout_core.algorithms.training_data import RowForm
 
 
 def plan_pairs(
-    config: TrainRMConfig | TrainDPOConfig | TrainIPOConfig, base: Path, connections: Connections | None = None
+    config: TrainRMConfig | TrainDPOConfig | TrainIPOConfig,
+    base: Path,
+    connections: Connections | None = None,
+    *,
+    keep: bool = False,
 ) -> dict[str, Any]:
-    """Check a run on pairs: a reward model, DPO or IPO. Raises ConfigError naming all that is wrong."""
-    rows = pair_rows(config.algorithm, need_prompts=not isinstance(config, TrainRMConfig))
-    return _plan(Plan(base, connections), config, rows)
+    """Check a run on pairs: a reward model, DPO or IPO; ``keep`` what was tokenised. Raises ConfigError naming all that
+    is wrong."""
+    from rollout_core.algorithms.training_data import pair_form
+
+    rows = pair_form(config.algorithm, need_prompts=not isinstance(config, TrainRMConfig))
+    return _plan(LearnerPlan(base, connections, keeps_tokens=keep), config, rows)
 
 
-def plan_kto(config: TrainKTOConfig, base: Path, connections: Connections | None = None) -> dict[str, Any]:
-    """Check a KTO run. Raises ConfigError naming all that is wrong."""
-    from rollout_core.algorithms.preference_data import PreferenceReport, each_judged
-    from rollout_core.algorithms.training_data import judged_options
+def plan_kto(
+    config: TrainKTOConfig, base: Path, connections: Connections | None = None, *, keep: bool = False
+) -> dict[str, Any]:
+    """Check a KTO run; ``keep`` what was tokenised. Raises ConfigError naming all that is wrong."""
+    from rollout_core.algorithms.training_data import judged_form
 
-    rows = TrainingRows("judged", JudgedRow, each_judged, PreferenceReport, judged_options(config.algorithm))
-    return _plan(Plan(base, connections), config, rows)
-
-
-def pair_rows(settings: PreferenceSettings, *, need_prompts: bool) -> TrainingRows:
-    """How a learner takes pairs in."""
-    from rollout_core.algorithms.preference_data import PreferenceReport, each_pair
-    from rollout_core.algorithms.training_data import pair_options
-
-    options = pair_options(settings, need_prompts=need_prompts)
-    return TrainingRows("pairs", PairRow, each_pair, PreferenceReport, options)
+    return _plan(LearnerPlan(base, connections, keeps_tokens=keep), config, judged_form(config.algorithm))
 
 
 def plan_preferences(
-    plan: Plan, what: str, kind: str, settings: PreferenceSettings, rows: TrainingRows
+    plan: LearnerPlan, what: str, kind: str, settings: PreferenceSettings, rows: RowForm[Any, Any]
 ) -> DataReport | None:
     """Check the settings and rows of one learner, under the key ``what``; the plan knows the model already."""
     plan.sequence_length(what, settings.packing)
@@ -62,11 +60,11 @@ def plan_preferences(
     plan.held_out_rows(f"{what}.evaluation.dataset", settings.evaluation, rows)
     sequences = 1 if kind == "kto" else 2
     tokens = row_tokens(report, settings.packing.max_seq_len)
-    plan.resources(kind, settings, training_of(settings, tokens, rows=sequences))
+    plan.resources(what, kind, settings, tokens, rows=sequences)
     return report
 
 
-def _plan(plan: Plan, config: PreferenceConfig, rows: TrainingRows) -> dict[str, Any]:
+def _plan(plan: LearnerPlan, config: PreferenceConfig, rows: RowForm[Any, Any]) -> dict[str, Any]:
     settings = config.algorithm
     plan.places()
     plan.resume(config.run, settings.kind)
@@ -78,7 +76,7 @@ def _plan(plan: Plan, config: PreferenceConfig, rows: TrainingRows) -> dict[str,
     return plan.done()
 
 
-def _reference(plan: Plan, settings: PreferenceSettings) -> None:
+def _reference(plan: LearnerPlan, settings: PreferenceSettings) -> None:
     """The reference is there, of the model's architecture, and reads the same token ids."""
     if not isinstance(settings, DPOAlgorithm | IPOAlgorithm | KTOAlgorithm) or settings.reference is None:
         return

@@ -76,6 +76,8 @@ class Completions(Record):
     num_samples: int
     num_tokens: int
     finish_reasons: dict[str, int]
+    num_left_out: int = 0
+    """Samples of the prompt set that failed, or were to be compared with one that did."""
 
 
 class PromptShards(Record):
@@ -123,6 +125,8 @@ class Scores(Record):
     num_samples: int
     mean: float
     std: float
+    num_left_out: int = 0
+    """Samples that were to be scored and have no completion."""
 
 
 class Experience(Record):

@@ -9,13 +9,14 @@ from contextlib import nullcontext
 from rollout_core.config import BackendConfig, SamplingParams, identity
 from rollout_core.ids import content_id
 from rollout_core.inference.base import ModelRef
-from rollout_core.inference.batch import BatchOptions, Work, complete_batch
+from rollout_core.inference.batch import BatchOptions, Work
 from rollout_core.inference.engines import EngineOf
 from rollout_core.inference.workers import this_worker
 from rollout_core.locks import exclusive
 from rollout_core.objects import ObjectStore
 from rollout_core.records import Completions, PromptSet
 from rollout_core.store.types import RolloutMode
+from rollout_core.training_completions import Failed, FailedSamples, complete_for_training
 from tasks import artifacts, places
 from tasks.stage import current_stage, stage, stage_logger
 
@@ -28,14 +29,28 @@ def batch_inference(
     *,
     mode: RolloutMode = "train",
     deterministic: bool = True,
+    failed: Failed = "stop",
+    group_size: int = 1,
     label: str = "",
 ) -> Completions:
-    """Complete every sample of a prompt set exactly once; an interrupted run goes on with what is missing."""
+    """Complete every sample of a prompt set exactly once; an interrupted run goes on with what is missing.
+
+    Where one fails for good, the stage does, or with ``failed = "leave_out"`` leaves its group out and counts it.
+    """
     completions, seconds, fresh = generate(
-        current_stage().objects, prompts, sampling, backend, mode=mode, deterministic=deterministic
+        current_stage().objects,
+        prompts,
+        sampling,
+        backend,
+        mode=mode,
+        deterministic=deterministic,
+        failed=FailedSamples(failed, group_size),
     )
+    if completions.num_left_out:
+        stage_logger().warning("%d samples are left out: they failed, or their group did", completions.num_left_out)
     rows = {
         "samples": completions.num_samples,
+        "left out": completions.num_left_out,
         "tokens": completions.num_tokens,
         "generated now (tokens)": fresh,
         "seconds": round(seconds, 2),
@@ -59,6 +74,7 @@ def generate(
     *,
     mode: RolloutMode,
     deterministic: bool,
+    failed: FailedSamples | None = None,
 ) -> tuple[Completions, float, int]:
     """Completions of ``prompts``, the seconds it took, and the tokens generated now."""
     model = ModelRef(prompts.model, objects.local_tree(prompts.model, places.cache_folder()))
@@ -66,12 +82,13 @@ def generate(
 
     async def complete() -> tuple[Completions, Work]:
         async with places.open_store() as store:
-            return await complete_batch(
+            return await complete_for_training(
                 store,
                 objects,
                 EngineOf(backend, model),
                 prompts.samples,
                 sampling,
+                failed=failed or FailedSamples(),
                 worker_id=this_worker(),
                 options=BatchOptions(
                     mode=mode, deterministic=deterministic, exclusive=local, generator=generator_id(backend)

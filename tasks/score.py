@@ -94,6 +94,7 @@ def compute_scores(objects: ObjectStore, completions: Completions, reward: Rewar
         num_samples=len(values),
         mean=statistics.fmean(values),
         std=statistics.pstdev(values),
+        num_left_out=completions.num_left_out,
     )
 
 

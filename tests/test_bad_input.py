@@ -16,7 +16,7 @@ from rollout_core.algorithms import state
 from rollout_core.config import CONFIG_KINDS, apply_overrides, parse_config
 from rollout_core.connections import plain_connections
 from rollout_core.errors import ConfigError
-from rollout_core.plan import plan_on_policy, plan_sft
+from rollout_core.learner_plan import plan_on_policy, plan_sft
 from rollout_core.preference_plan import plan_kto, plan_pairs
 from rollout_core.resources import ModelSize, Training, estimate_memory, readable, state_bytes
 from rollout_core.rewards import FunctionReward, RewardInput, load_reward, score
@@ -260,4 +260,12 @@ def test_the_estimate_counts_what_each_way_of_training_holds():
     assert (estimate_memory(model, sgd).fixed, estimate_memory(model, sgd).activations) == (12_000, 7500)
     both = Training(100, "adamw", trained_models=2, frozen_models=1)
     assert estimate_memory(model, both).fixed == 36_000
+    assert estimate_memory(model, plain).copy == 12_000 and estimate_memory(model, plain, "cuda").copy == 0
+    adapters = Training(100, "adamw", frozen_models=1, trained_parameters=10)
+    assert state_bytes(model, adapters) == 4_000 + 3 * 40, "the merged model, adapters, their optimizer state"
+    assert estimate_memory(model, adapters).fixed == 2 * 4_000 + 4 * 40
+    replicas, shards = (Training(100, "adamw", processes=4, sharded=sharded) for sharded in (False, True))
+    assert [estimate_memory(model, four).fixed for four in (replicas, shards)] == [64_000, 16_000], "on one CPU"
+    assert [estimate_memory(model, four, "cuda").fixed for four in (replicas, shards)] == [16_000, 4_000], "on each GPU"
+    assert estimate_memory(model, shards).activations == 4 * estimate_memory(model, plain).activations
     assert [readable(size) for size in (5, 2048, 3 * 2**29)] == ["5 B", "2.0 KiB", "1.5 GiB"]

@@ -24,10 +24,10 @@ from rollout_core.ids import hash_bytes
 from rollout_core.inference import engines
 from rollout_core.inference.prompt_files import PromptFiles, open_prompts
 from rollout_core.inference.prompt_shards import import_shards
+from rollout_core.learner_plan import plan_on_policy, plan_sft
 from rollout_core.models import import_model
 from rollout_core.nightly_plan import plan_nightly
 from rollout_core.objects import ObjectStore
-from rollout_core.plan import plan_on_policy, plan_sft
 
 PLANS: dict[str, Callable[..., dict[str, Any]]] = {
     "nightly": plan_nightly,
@@ -434,7 +434,7 @@ def test_a_model_that_was_imported_is_known_without_its_tokenizer_until_it_chang
         with pytest.raises(ConfigError, match="the tokenizer has no chat template"):
             plan_batch(config, work, None, connections)
     (work / "model" / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="config.json"):
+    with pytest.raises(ConfigError, match=r"config\.json"):
         plan_batch(config, work, None, connections)
 
 
@@ -549,10 +549,10 @@ def test_vllm_that_is_not_installed_is_told(work: Path, monkeypatch: pytest.Monk
 
 
 def test_processes_that_have_no_gpu_or_no_common_store_are_refused(work: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rollout_core.plan.num_gpus", lambda: 1)
+    monkeypatch.setattr("rollout_core.learner_plan.num_gpus", lambda: 1)
     message = refusal("train-sft", work, algorithm__minibatch_size=2, algorithm__parallel__nproc=2)
     assert message == "algorithm.parallel.nproc: 2 processes, and 1 GPUs for them"
-    monkeypatch.setattr("rollout_core.plan.num_gpus", lambda: 0)
+    monkeypatch.setattr("rollout_core.learner_plan.num_gpus", lambda: 0)
     monkeypatch.setenv("ROLLOUT_STORAGE", "memory://plan")
     message = refusal("train-sft", work, algorithm__minibatch_size=2, algorithm__parallel__nproc=2)
     assert message.startswith(

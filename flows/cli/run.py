@@ -90,7 +90,7 @@ def nightly(
             learners = [name for name in ("sft", "rm", "dpo", "ppo", "grpo") if getattr(parsed, name) is not None]
             overrides |= {f"{name}.parallel.nproc": nproc for name in learners}
             parsed = load_config(config, NightlyConfig, overrides)
-        facts = plan_nightly(parsed, Path.cwd(), connections())
+        facts = plan_nightly(parsed, Path.cwd(), connections(), keep=not dry_run)
         if dry_run:
             print_plan(facts)
             return

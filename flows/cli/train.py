@@ -66,7 +66,7 @@ def _train(kind: str, config: Path, dry_run: bool, overrides: dict[str, Any]) ->
     from rollout_core.config import CONFIG_KINDS, load_config
 
     parsed: Any = load_config(config, CONFIG_KINDS[f"train-{kind}"], overrides)
-    facts = _planner(kind)(parsed, Path.cwd(), connections())
+    facts = _planner(kind)(parsed, Path.cwd(), connections(), keep=not dry_run)
     if dry_run:
         settings = parsed.algorithm
         data = settings.prompts if kind in ("ppo", "grpo") else settings.dataset
@@ -80,9 +80,9 @@ def _train(kind: str, config: Path, dry_run: bool, overrides: dict[str, Any]) ->
 
 
 def _planner(kind: str) -> Callable[..., dict[str, Any]]:
-    from rollout_core import plan, preference_plan
+    from rollout_core import learner_plan, preference_plan
 
-    plans = {"sft": plan.plan_sft, "ppo": plan.plan_on_policy, "grpo": plan.plan_on_policy}
+    plans = {"sft": learner_plan.plan_sft, "ppo": learner_plan.plan_on_policy, "grpo": learner_plan.plan_on_policy}
     return plans.get(kind) or (preference_plan.plan_kto if kind == "kto" else preference_plan.plan_pairs)
 
 

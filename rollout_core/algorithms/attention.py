@@ -50,8 +50,8 @@ def packed_attention(
             "set packing.enabled = false for this model"
         )
     groups = query.shape[1] // key.shape[1]
-    # [N,H,D], which is how the projections laid them out
-    q, k, v = (item[0].transpose(0, 1) for item in (query, key, value))
+    # [N,H,D], which is how the projections laid them out. Not item[0]: its backward pass would copy into zeros.
+    q, k, v = (item.squeeze(0).transpose(0, 1) for item in (query, key, value))
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout and not sliding_window:
         return _attend_varlen(q, k, v, layout, scaling, groups)[None], None
     if groups > 1:

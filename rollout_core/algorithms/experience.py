@@ -204,6 +204,7 @@ class OnPolicyUpdate:
         self._seed = seed
         self._device = device
         self._group_size = group_size
+        self._masks_truncated = settings.truncated == "mask"
         self._rows_per_minibatch = settings.minibatch_size
         self._rows_per_step = settings.minibatch_size * settings.gradient_accumulation
         self._steps_per_epoch = settings.steps_per_epoch(len(batch.mask))
@@ -220,6 +221,15 @@ class OnPolicyUpdate:
             for start in range(0, len(chosen), self._rows_per_minibatch)
         ]
         return [self._batch.rows(sorted(part)) for part in parts]
+
+    def _trained(self, batch: PolicyBatch) -> Tensor:
+        """[N,C] bool: completion tokens that count in the loss."""
+        return batch.mask & ~batch.truncated[:, None] if self._masks_truncated else batch.mask
+
+    def _token_share(self, batch: PolicyBatch, batches: Sequence[PolicyBatch]) -> float:
+        """Share of ``batch`` in the trained tokens of all ``batches``."""
+        total = sum(int(self._trained(other).sum()) for other in batches)
+        return int(self._trained(batch).sum()) / max(1, total)
 
     def num_tokens(self, batch: PolicyBatch) -> int:
         return batch.num_tokens

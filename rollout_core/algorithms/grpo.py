@@ -129,10 +129,6 @@ class GRPO(OnPolicyUpdate):
             },
         )
 
-    def _trained(self, batch: PolicyBatch) -> Tensor:
-        """[N,C] bool: completion tokens that count."""
-        return batch.mask & ~batch.truncated[:, None] if self._settings.mask_truncated else batch.mask
-
     def _share(self, batch: PolicyBatch, step_batches: Sequence[PolicyBatch]) -> float:
         """Weight of a minibatch's own mean, so that the sum over a step is the loss of the whole (bnpo: the mean)."""
         if self._settings.loss_type == "bnpo":
@@ -143,7 +139,3 @@ class GRPO(OnPolicyUpdate):
         if self._settings.loss_type == "dapo":
             return self._token_share(batch, step_batches)
         return len(batch.mask) / sum(len(other.mask) for other in step_batches)
-
-    def _token_share(self, batch: PolicyBatch, batches: Sequence[PolicyBatch]) -> float:
-        total = sum(int(self._trained(other).sum()) for other in batches)
-        return int(self._trained(batch).sum()) / max(1, total)

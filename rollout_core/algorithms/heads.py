@@ -130,8 +130,9 @@ class _TargetLogprobs(torch.autograd.Function):
             else:
                 logits = _logits(hidden[chunk], cast, cast_bias) / ctx.temperature
                 probabilities = logits.sub_(logsums[chunk, None]).exp_()
-            grad = torch.zeros_like(probabilities)
-            if grad_logprobs is not None:
+            if grad_logprobs is None:
+                grad = torch.zeros_like(probabilities)
+            else:
                 grad = probabilities * -grad_logprobs[chunk, None]
                 grad[torch.arange(len(grad), device=grad.device), targets[chunk]] += grad_logprobs[chunk]
             if grad_entropy is not None:

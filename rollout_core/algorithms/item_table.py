@@ -161,7 +161,7 @@ class _Column:
         np.lib.format.write_array_header_1_0(self._file, described)
 
 
-def kept_items(
+def open_items(
     objects: ObjectStore,
     cache: Path,
     key: ContentId,
@@ -173,26 +173,31 @@ def kept_items(
 
     Where there are none, ``make`` makes them, calling its argument with each; they are kept from then on.
     """
-    ref = f"{_REFS}/{key}"
-    kept = objects.get_ref(ref)
+    kept = objects.get_ref(f"{_REFS}/{key}")
     if kept is not None:
         try:
             return _open(objects.local_tree(kept, cache), form, report)
         except (CorruptObject, NotFound) as error:
             log.warning("rows are tokenised again: what was kept of them cannot be read (%s)", error)
+    kept, _ = keep_items(objects, key, form, make)
+    return _open(objects.local_tree(kept, cache), form, report)
+
+
+def keep_items(
+    objects: ObjectStore,
+    key: ContentId,
+    form: ItemForm[ItemT],
+    make: Callable[[Callable[[ItemT], None]], ReportT],
+) -> tuple[ContentId, ReportT]:
+    """Have ``make`` make items, calling its argument with each, and keep them under ``key``."""
     with tempfile.TemporaryDirectory(prefix="rollout-tokenized-") as scratch:
         folder = Path(scratch)
         with ItemWriter(form, folder) as writer:
             made = make(writer.append)
         (folder / REPORT_FILE).write_text(json.dumps(made.document()), encoding="utf-8")
         kept = objects.put_tree(folder)
-    objects.set_ref(ref, kept)
-    return _open(objects.local_tree(kept, cache), form, report)
-
-
-def any_kept(objects: ObjectStore) -> bool:
-    """Whether items are kept under any key."""
-    return bool(objects.ref_names(_REFS))
+    objects.set_ref(f"{_REFS}/{key}", kept)
+    return kept, made
 
 
 def kept_report(objects: ObjectStore, key: ContentId, report: type[ReportT]) -> ReportT | None:

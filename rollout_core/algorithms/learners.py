@@ -30,7 +30,7 @@ from rollout_core.algorithms.ppo import PPO, KLController, assign_credit
 from rollout_core.algorithms.sft import SFT
 from rollout_core.algorithms.state import TrainState, load_policy, load_state
 from rollout_core.algorithms.training import train_to_end
-from rollout_core.algorithms.training_data import sft_examples
+from rollout_core.algorithms.training_data import sft_form, training_items
 from rollout_core.algorithms.workshop import Workshop
 from rollout_core.config import GRPOSettings, OnPolicySettings, PPOSettings, SFTSettings
 from rollout_core.errors import ConfigError
@@ -59,11 +59,12 @@ def sft_update(
     not fit.
     """
     folder = workshop.model(model)
-    examples, report = sft_examples(workshop.objects, workshop.cache, dataset, folder, settings)
+    form = sft_form(settings)
+    examples, report = training_items(workshop.objects, workshop.cache, dataset, folder, form)
     on_data(report)
     others = None
     if held_out is not None:
-        others, _ = sft_examples(workshop.objects, workshop.cache, held_out, folder, settings)
+        others, _ = training_items(workshop.objects, workshop.cache, held_out, folder, form)
     seed_everything(workshop.seed, num_threads=workshop.num_threads)
     accelerator = build_accelerator(settings.precision)
     settings = divided(settings)
@@ -125,6 +126,7 @@ def ppo_update(
     controller.update(mean_kl, len(trajectories))
     state.extras = {"kl_coef": controller.coef}
     algorithm = PPO(policy, batch, settings, first_step=state.step, seed=workshop.seed, device=device)
+    figures["completions/num_left_out"] = scores.num_left_out
     return _train_iteration(algorithm, state, settings, accelerator, workshop, workshop.model(model), figures)
 
 
@@ -155,6 +157,7 @@ def grpo_update(
     batch, figures = compare_groups(policy, reference_policy, batch, settings, device=device)
     del reference_policy
     algorithm = GRPO(policy, batch, settings, first_step=state.step, seed=workshop.seed, device=device, parts=parts)
+    figures["completions/num_left_out"] = scores.num_left_out
     return _train_iteration(algorithm, state, settings, accelerator, workshop, workshop.model(model), figures)
 
 

@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from rollout_core.algorithms.allocation import keep_freed_memory
 from rollout_core.algorithms.gradients import GradientSum
 from rollout_core.algorithms.parallel import add_up, clip_gradients, deal, of_first, seed_step, world_size
 from rollout_core.algorithms.state import TrainState
@@ -84,6 +85,8 @@ class LoopHooks:
 
 def build_accelerator(precision: str) -> Accelerator:
     """One accelerator a process; ``auto`` means bfloat16 where a GPU has it, else float32."""
+    if probe_device() == "cpu":
+        keep_freed_memory()
     return Accelerator(
         mixed_precision="bf16" if mixed_precision(precision) == "bfloat16" else "no",
         cpu=world_size() > 1 and probe_device() == "cpu",  # or accelerate would look for GPUs to divide

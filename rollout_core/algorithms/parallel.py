@@ -109,6 +109,11 @@ def everywhere(here: bool, device: torch.device) -> bool:
     return int(add_up(torch.tensor(int(here), device=device))) == world_size()
 
 
+def anywhere(here: bool, device: torch.device) -> bool:
+    """Whether ``here`` is true on any rank. Collective."""
+    return int(add_up(torch.tensor(int(here), device=device))) > 0
+
+
 def seed_step(seed: int, step: int) -> None:
     """Dropout of a step follows from seed, step and rank alone, so a resumed run needs no rank's generator but one's.
 

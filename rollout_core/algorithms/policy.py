@@ -62,7 +62,7 @@ class PackedModel(nn.Module):
             position_ids=batch.position_ids[None],
             use_cache=False,
             layout=batch.layout,
-        ).last_hidden_state[0]
+        ).last_hidden_state.squeeze(0)
 
     def _padded_trunk(self, trunk: Any, batch: PackedTokens) -> Tensor:
         rows = unpacked_rows(batch.layout)

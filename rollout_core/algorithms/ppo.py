@@ -110,9 +110,15 @@ class PPO(OnPolicyUpdate):
 
     def loss(self, batch: PolicyBatch, step_batches: Sequence[PolicyBatch]) -> MinibatchLoss:
         settings, device = self._settings, self._device
-        output = completion_forward(self._policy, batch, temperature=settings.sampling.temperature, device=device)
+        output = completion_forward(
+            self._policy,
+            batch,
+            temperature=settings.sampling.temperature,
+            device=device,
+            entropy=bool(settings.entropy_coef),
+        )
         assert output.values is not None, "a PPO policy has a value head"
-        mask = batch.mask.to(device)
+        mask = self._trained(batch).to(device)
         policy = ppo_policy_loss(
             output.logprobs,
             batch.column("old_logprobs", device),
@@ -127,15 +133,13 @@ class PPO(OnPolicyUpdate):
             mask,
             clip=settings.value_clip,
         )
-        tokens = batch.num_actions
-        entropy = output.entropy.sum() / tokens
-        # The losses are means over this minibatch; the step's denominator is its number of tokens over all minibatches.
-        share = tokens / sum(other.num_actions for other in step_batches)
+        tokens = int(mask.sum())
         total = policy.loss + settings.value_coef * value.loss
         if settings.entropy_coef:
-            total = total - settings.entropy_coef * entropy
+            total = total - settings.entropy_coef * (output.entropy * mask).sum() / max(1, tokens)
         return MinibatchLoss(
-            share * total,
+            # The losses are means over this minibatch; the step's denominator is its tokens over all minibatches.
+            self._token_share(batch, step_batches) * total,
             {
                 "policy_loss": (policy.loss, tokens),
                 "value_loss": (value.loss, tokens),

@@ -29,7 +29,7 @@ from rollout_core.algorithms.reference import reference_logprobs
 from rollout_core.algorithms.reward_model import BradleyTerry, RewardModel, load_reward_model, set_padding, until_eos
 from rollout_core.algorithms.state import TrainState, load_policy
 from rollout_core.algorithms.training import train_to_end
-from rollout_core.algorithms.training_data import judged_answers, preference_pairs
+from rollout_core.algorithms.training_data import judged_form, pair_form, training_items
 from rollout_core.algorithms.workshop import Workshop
 from rollout_core.config import DPOSettings, IPOSettings, KTOSettings, PreferenceSettings, RewardModelSettings
 from rollout_core.ids import ContentId
@@ -59,7 +59,8 @@ def rm_update(
     tokenizer = load_tokenizer(folder)
 
     def read(rows: ContentId) -> tuple[Sequence[Pair], PreferenceReport]:
-        kept, report = preference_pairs(workshop.objects, workshop.cache, rows, folder, settings, need_prompts=False)
+        form = pair_form(settings, need_prompts=False)
+        kept, report = training_items(workshop.objects, workshop.cache, rows, folder, form)
         return Mapped(kept, lambda pair: _ended(pair, tokenizer.eos_token_id)), report
 
     pairs, report = read(dataset)
@@ -105,7 +106,8 @@ def dpo_update(
     folder = workshop.model(model)
 
     def read(rows: ContentId) -> tuple[Sequence[Pair], PreferenceReport]:
-        return preference_pairs(workshop.objects, workshop.cache, rows, folder, settings, need_prompts=True)
+        form = pair_form(settings, need_prompts=True)
+        return training_items(workshop.objects, workshop.cache, rows, folder, form)
 
     pairs, report = read(dataset)
     on_data(report)
@@ -141,7 +143,8 @@ def kto_update(
     """
 
     def read(rows: ContentId) -> tuple[Sequence[Judged], PreferenceReport]:
-        return judged_answers(workshop.objects, workshop.cache, rows, workshop.model(model), settings)
+        form = judged_form(settings)
+        return training_items(workshop.objects, workshop.cache, rows, workshop.model(model), form)
 
     items, report = read(dataset)
     on_data(report)

@@ -11,13 +11,13 @@ from accelerate import Accelerator
 from rollout_core.algorithms.checkpointing import checkpoint_layers
 from rollout_core.algorithms.evaluation import Evaluation
 from rollout_core.algorithms.loop import Algorithm, LoopHooks, train
-from rollout_core.algorithms.parallel import is_first
+from rollout_core.algorithms.parallel import anywhere, is_first
 from rollout_core.algorithms.resumption import Origin, Resumption
 from rollout_core.algorithms.state import TrainState
 from rollout_core.algorithms.tracking import Series, Tracking
 from rollout_core.algorithms.workshop import Workshop
 from rollout_core.config import LearnerSettings
-from rollout_core.errors import ConfigError
+from rollout_core.errors import ConfigError, Recoverable
 from rollout_core.records import Checkpoint
 
 
@@ -37,7 +37,8 @@ def train_to_end(
     """Train ``state`` by ``algorithm``, from the last snapshot of this update if there is one, and file the outcome.
 
     ``state`` is that at the update's start, which may be at a later step than 0. ``total_steps`` as in `train`,
-    ``max_minutes`` in a budget; ``figures`` of the whole update go into each of its rows.
+    ``max_minutes`` in a budget; ``figures`` of the whole update go into each of its rows. Raises Recoverable, with the
+    state of the step kept, when the workshop is stopping.
     """
     first_step = state.step
     if settings.gradient_checkpointing:
@@ -66,6 +67,12 @@ def train_to_end(
                 resumption.after_step(state)
             tracking.log({**row, **(figures or {})})
             workshop.on_step({**row, "step": row["step"] - first_step})
+            if state.step < algorithm.num_steps and anywhere(workshop.is_stopping(), accelerator.device):
+                resumption.save_now(state)
+                raise Recoverable(
+                    f"the {algorithm.name} update was told to stop and did at step {state.step} of "
+                    f"{algorithm.num_steps}, which is kept: run again, and it goes on from there"
+                )
 
         hooks = LoopHooks(
             evaluate=evaluation.after_step if evaluation is not None else lambda state, is_last: {},

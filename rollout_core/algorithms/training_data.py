@@ -1,14 +1,15 @@
-"""Rows of the object store as training items: tokenised once for a data set, a tokenizer and settings, then kept."""
+"""Rows of a data set as training items: tokenised once for a data set, a tokenizer and settings, then kept."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from rollout_core.algorithms.data import EXAMPLES, Example, each_example
 from rollout_core.algorithms.data_report import DataReport
-from rollout_core.algorithms.item_table import ItemTable, kept_items
+from rollout_core.algorithms.item_table import ItemForm, ItemTable, keep_items, kept_report, open_items
 from rollout_core.algorithms.preference_data import (
     JUDGED,
     PAIRS,
@@ -19,83 +20,102 @@ from rollout_core.algorithms.preference_data import (
     each_pair,
 )
 from rollout_core.config import PreferenceSettings, SFTSettings
-from rollout_core.dataset_sources import stored_rows
-from rollout_core.datasets import SftRow
+from rollout_core.dataset_sources import RowStream, hash_rows, stored_rows
+from rollout_core.datasets import Row, SftRow
+from rollout_core.errors import ConfigError, DataError
 from rollout_core.ids import ContentId, content_id
 from rollout_core.models import load_tokenizer, tokenizer_id
 from rollout_core.objects import ObjectStore
 from rollout_core.preferences import JudgedRow, PairRow
 
-
-def sft_options(settings: SFTSettings) -> dict[str, Any]:
-    """What of the settings decides how SFT rows are tokenised."""
-    return {"loss_on": settings.loss_on, "max_seq_len": settings.packing.max_seq_len}
+ItemT = TypeVar("ItemT")
+ReportT = TypeVar("ReportT", bound=DataReport)
 
 
-def pair_options(settings: PreferenceSettings, *, need_prompts: bool) -> dict[str, Any]:
-    """What of the settings decides how pairs are tokenised."""
-    return {"max_seq_len": settings.packing.max_seq_len, "need_prompts": need_prompts}
+@dataclass(frozen=True)
+class RowForm(Generic[ItemT, ReportT]):
+    """How a learner takes its rows in."""
+
+    kind: str
+    row: type[Row]
+    tokenize: Callable[..., ReportT]
+    """Of a tokenizer and rows; hands each item to its third argument."""
+    items: ItemForm[ItemT]
+    report: type[ReportT]
+    options: Mapping[str, Any]
+    """What of the settings decides how rows are tokenised."""
+
+    def key(self, dataset: ContentId, tokenizer: ContentId) -> ContentId:
+        """Identity of a tokenised data set. Its version is raised when the same rows would give other items."""
+        return content_id("tokenized/1", [self.kind, dataset, tokenizer, self.options])
 
 
-def judged_options(settings: PreferenceSettings) -> dict[str, Any]:
-    """What of the settings decides how judged answers are tokenised."""
-    return {"max_seq_len": settings.packing.max_seq_len}
+def sft_form(settings: SFTSettings) -> RowForm[Example, DataReport]:
+    """Rows of SFT; tokenising raises ConfigError as `each_example`."""
+    options = {"loss_on": settings.loss_on, "max_seq_len": settings.packing.max_seq_len}
+    return RowForm("sft", SftRow, each_example, EXAMPLES, DataReport, options)
 
 
-def tokenized_key(kind: str, dataset: ContentId, tokenizer: ContentId, options: Mapping[str, Any]) -> ContentId:
-    """Identity of a tokenised data set. Its version is raised when the same rows would give other items."""
-    return content_id("tokenized/1", [kind, dataset, tokenizer, options])
+def pair_form(settings: PreferenceSettings, *, need_prompts: bool) -> RowForm[Pair, PreferenceReport]:
+    """Pairs; tokenising raises ConfigError as `each_pair`."""
+    options = {"max_seq_len": settings.packing.max_seq_len, "need_prompts": need_prompts}
+    return RowForm("pairs", PairRow, each_pair, PAIRS, PreferenceReport, options)
 
 
-def sft_examples(
-    objects: ObjectStore, cache: Path, dataset: ContentId, tokenizer_from: Path, settings: SFTSettings
-) -> tuple[ItemTable[Example], DataReport]:
-    """Examples of SFT rows. Raises ConfigError as `each_example`."""
-    options, rows = sft_options(settings), stored_rows(objects, dataset, SftRow)
+def judged_form(settings: PreferenceSettings) -> RowForm[Judged, PreferenceReport]:
+    """Judged answers; tokenising raises ConfigError as `each_judged`."""
+    options = {"max_seq_len": settings.packing.max_seq_len}
+    return RowForm("judged", JudgedRow, each_judged, JUDGED, PreferenceReport, options)
+
+
+def training_items(
+    objects: ObjectStore, cache: Path, dataset: ContentId, tokenizer_from: Path, form: RowForm[ItemT, ReportT]
+) -> tuple[ItemTable[ItemT], ReportT]:
+    """Items of the rows that blob ``dataset`` holds, and what became of the rows."""
+    rows = stored_rows(objects, dataset, form.row)
     tokenizer = load_tokenizer(tokenizer_from)
-    return kept_items(
+    return open_items(
         objects,
         cache,
-        tokenized_key("sft", dataset, tokenizer_id(tokenizer_from), options),
-        EXAMPLES,
-        DataReport,
-        lambda keep: each_example(tokenizer, rows, keep, place=rows.place, **options),
+        form.key(dataset, tokenizer_id(tokenizer_from)),
+        form.items,
+        form.report,
+        lambda keep: form.tokenize(tokenizer, rows, keep, place=rows.place, **form.options),
     )
 
 
-def preference_pairs(
-    objects: ObjectStore,
-    cache: Path,
-    dataset: ContentId,
-    tokenizer_from: Path,
-    settings: PreferenceSettings,
+def look_at_rows(
+    rows: RowStream[Any],
+    tokenizer: Any,
+    form: RowForm[Any, ReportT],
     *,
-    need_prompts: bool,
-) -> tuple[ItemTable[Pair], PreferenceReport]:
-    """Pairs. Raises ConfigError as `each_pair`."""
-    options, rows = pair_options(settings, need_prompts=need_prompts), stored_rows(objects, dataset, PairRow)
-    tokenizer = load_tokenizer(tokenizer_from)
-    return kept_items(
-        objects,
-        cache,
-        tokenized_key("pairs", dataset, tokenizer_id(tokenizer_from), options),
-        PAIRS,
-        PreferenceReport,
-        lambda keep: each_pair(tokenizer, rows, keep, place=rows.place, **options),
-    )
+    objects: ObjectStore | None,
+    tokenizer_id: ContentId,
+    keep: bool,
+) -> ReportT:
+    """What becomes of rows that are not imported yet, or was found out when the same were tokenised before.
 
+    With ``keep`` the items are kept in ``objects``, where `training_items` finds them.
+    Raises DataError for malformed rows, all of them, and ConfigError as tokenising does.
+    """
 
-def judged_answers(
-    objects: ObjectStore, cache: Path, dataset: ContentId, tokenizer_from: Path, settings: PreferenceSettings
-) -> tuple[ItemTable[Judged], PreferenceReport]:
-    """Judged answers. Raises ConfigError as `each_judged`."""
-    options, rows = judged_options(settings), stored_rows(objects, dataset, JudgedRow)
-    tokenizer = load_tokenizer(tokenizer_from)
-    return kept_items(
-        objects,
-        cache,
-        tokenized_key("judged", dataset, tokenizer_id(tokenizer_from), options),
-        JUDGED,
-        PreferenceReport,
-        lambda keep: each_judged(tokenizer, rows, keep, place=rows.place, **options),
-    )
+    def tokenize(take: Callable[[Any], None], place: Callable[[int], str]) -> ReportT:
+        return form.tokenize(tokenizer, rows, take, place=place, **form.options)
+
+    try:
+        if objects is None:
+            return tokenize(lambda item: None, rows.place)
+        key = form.key(hash_rows(rows), tokenizer_id)
+        report = kept_report(objects, key, form.report)
+        if report is None and not keep:
+            return tokenize(lambda item: None, rows.place)
+        if report is None:
+            # Rows of one content may stand in many files, so what is kept of them numbers them.
+            _, report = keep_items(objects, key, form.items, lambda take: tokenize(take, lambda row: f"row {row + 1}"))
+        return report.placed(rows.place)
+    except DataError:
+        raise
+    except ConfigError:
+        rows.check()  # malformed rows come first, and all of them
+        tokenize(lambda item: None, rows.place)  # raises it again, naming files and lines
+        raise

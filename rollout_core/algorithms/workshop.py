@@ -30,6 +30,8 @@ class Workshop:
     series: ContentId | None = None
     """Identity of the curve that trackers draw; default: the update's own."""
     num_threads: int | None = None
+    is_stopping: Callable[[], bool] = field(default=lambda: False)
+    """Asked after each step. Once it says True, here or in another process, the update keeps its state and ends."""
     on_step: Callable[[dict[str, float]], None] = field(default=lambda row: None)
     on_start: Callable[[int, int], None] = field(default=lambda first_step, last_step: None)
     """Called with the step training starts at and the one it ends at."""

@@ -260,6 +260,13 @@ class OnPolicySettings(LearnerSettings):
     """Passes over each iteration's samples."""
     missing_eos_penalty: float = Field(default=0.0, ge=0)
     """Taken off the reward of a completion cut at max_tokens."""
+    truncated: Literal["keep", "mask"] = "keep"
+    """Completions cut at max_tokens are trained on like others, or only count where completions are compared: in
+    their group's mean, in whitening, in the figures."""
+    failed: Literal["stop", "leave_out"] = "stop"
+    """A completion that fails for good ends the run, or is left out (with GRPO its whole group) and counted in
+    ``completions/num_left_out``. `--resume` counts an iteration by its steps, of which fewer completions may make
+    fewer."""
     correction: ImportanceCorrection | None = None
     """Old log-probabilities are then the trainer's own, and tokens weighed by how likely the engine drew them."""
 
@@ -331,5 +338,3 @@ class GRPOSettings(OnPolicySettings):
     """The ratio counts up to 1 + clip_high; above clip_low it is clip-higher of arXiv:2503.14476."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL to the starting policy in the loss; 0 loads no reference."""
-    mask_truncated: bool = False
-    """Completions cut at max_tokens count in their group's mean, but are not trained on."""

@@ -6,6 +6,7 @@ the caller's log as they come; what they report comes back in the caller's own t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -48,7 +49,9 @@ LAST_LINES = 5
 SETTLE_SECONDS = 1.0
 """After the first failure: within it the others', one of which may be the cause, have been told too."""
 GRACE_SECONDS = 5.0
-"""From SIGTERM to SIGKILL."""
+"""From SIGTERM to SIGKILL where a rank has failed: the others wait for it and will not get to their next step."""
+STOP_SECONDS = 25.0
+"""The same where the work is to stop: for a step and its snapshot. Who stops us has most often 30 seconds' patience."""
 
 
 def run_update(
@@ -137,12 +140,14 @@ class _Ranks:
             for rank in range(self._job.nproc):
                 self._start(rank)
         except BaseException:
-            self._end()
+            self._end(GRACE_SECONDS)
             raise
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._end()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # What is no Exception is a signal, or the flow's end: the ranks are well, and can keep what they have done.
+        told_to_stop = kind is not None and not issubclass(kind, Exception)
+        self._end(STOP_SECONDS if told_to_stop else GRACE_SECONDS)
 
     def messages(self) -> Iterable[_Message]:
         """What the ranks write and report, until all are done. Raises the error of the one that failed."""
@@ -251,14 +256,17 @@ class _Ranks:
                 reader.join(timeout=GRACE_SECONDS)
         self._queue.put(_Message(rank, "exit", code))
 
-    def _end(self) -> None:
+    def _end(self, grace_seconds: float) -> None:
+        """Ask the ranks to end, and then make them; also when this is interrupted itself."""
         for rank in self._ranks:
             rank.process.terminate()
-        deadline = time.monotonic() + GRACE_SECONDS
-        for rank in self._ranks:
-            try:
-                rank.process.wait(timeout=max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+        deadline = time.monotonic() + grace_seconds
+        try:
+            for rank in self._ranks:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    rank.process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        finally:
+            for rank in self._ranks:
                 rank.process.kill()
                 rank.process.wait()
 

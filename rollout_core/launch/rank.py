@@ -12,7 +12,9 @@ import logging
 import os
 import signal
 import sys
+import threading
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -37,6 +39,7 @@ PATIENCE = timedelta(hours=2)
 def main() -> None:
     """Run the job named on the command line. Exit codes: 0 done, 1 it failed, 2 bad job or configuration."""
     end_with_launcher()
+    stopping = _heed_sigterm()
     prepare_environment()
     messenger = Messenger()
     rank = int(os.environ.get("RANK", "0"))
@@ -46,7 +49,7 @@ def main() -> None:
     try:
         if len(sys.argv) != 2:
             raise ConfigError("expected one argument: the path of a job file")
-        run(Job.model_validate_json(Path(sys.argv[1]).read_bytes()), messenger)
+        run(Job.model_validate_json(Path(sys.argv[1]).read_bytes()), messenger, is_stopping=stopping.is_set)
     except Exception as error:  # noqa: BLE001 - told to the launcher, whatever it is
         messenger.send("error", error_message(error))
         text = f"ERROR {error}" if isinstance(error, RolloutError) else traceback.format_exc()
@@ -54,6 +57,13 @@ def main() -> None:
         sys.stderr.flush()
         # Not by way of destructors: those of a communicator wait for ranks that will not answer any more.
         os._exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def _heed_sigterm() -> threading.Event:
+    """What SIGTERM sets from now on, instead of ending the process: the update ends after its step, with a snapshot."""
+    told = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: told.set())
+    return told
 
 
 def end_with_launcher() -> None:
@@ -70,8 +80,9 @@ def end_with_launcher() -> None:
         os._exit(1)
 
 
-def run(job: Job, messenger: Messenger) -> None:
-    """Take part in the update. Raises what the update raises, and ConfigError where the ranks are not as many."""
+def run(job: Job, messenger: Messenger, *, is_stopping: Callable[[], bool] = lambda: False) -> None:
+    """Take part in the update, until ``is_stopping`` says otherwise. Raises what the update raises, and ConfigError
+    where the ranks are not as many."""
     import torch.distributed as dist
 
     from rollout_core.algorithms.parallel import is_first
@@ -94,6 +105,7 @@ def run(job: Job, messenger: Messenger) -> None:
         tracking=job.tracking,
         series=job.series,
         num_threads=job.num_threads,
+        is_stopping=is_stopping,
         on_start=lambda first, last: messenger.send("start", [first, last]) if is_first() else None,
         on_step=lambda row: messenger.send("step", row) if is_first() else None,
     )

@@ -86,7 +86,7 @@ def reference_loss(model, reference, items: list[Trajectory], settings: GRPOSett
         if settings.kl_coef:
             log_r = plain_logprobs(reference, item.prompt_token_ids, item.token_ids, 0.8).detach() - now
             tokens = tokens + settings.kl_coef * (torch.exp(log_r) - 1 - log_r)
-        if settings.mask_truncated and item.truncated:
+        if settings.truncated == "mask" and item.truncated:
             tokens = tokens * 0
             length = 0
         else:
@@ -105,8 +105,8 @@ def reference_loss(model, reference, items: list[Trajectory], settings: GRPOSett
         {},
         {"loss_type": "dapo", "clip_high": 0.3},
         {"loss_type": "dr_grpo", "kl_coef": 0.1},
-        {"kl_coef": 0.05, "mask_truncated": True},
-        {"loss_type": "dapo", "mask_truncated": True},
+        {"kl_coef": 0.05, "truncated": "mask"},
+        {"loss_type": "dapo", "truncated": "mask"},
     ],
 )
 def test_loss_and_gradient_equal_an_independent_reference_however_the_step_is_cut(

@@ -27,12 +27,12 @@ from rollout_core.algorithms.preference_data import (
     tokenize_judged,
     tokenize_pairs,
 )
-from rollout_core.algorithms.training_data import judged_answers, preference_pairs, sft_examples
+from rollout_core.algorithms.training_data import judged_form, look_at_rows, pair_form, sft_form, training_items
 from rollout_core.config import DPOSettings, JsonlDataset, KTOSettings, OptimizerConfig, Padded, SFTSettings
-from rollout_core.dataset_sources import import_dataset
-from rollout_core.datasets import SftRow, parse_sft
+from rollout_core.dataset_sources import import_dataset, read_dataset
+from rollout_core.datasets import SftRow, parse_sft, to_jsonl
 from rollout_core.ids import ContentId
-from rollout_core.models import load_tokenizer
+from rollout_core.models import load_tokenizer, tokenizer_id
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.gc import collect_garbage
 from rollout_core.preferences import JudgedRow, PairRow
@@ -102,20 +102,49 @@ def test_kept_items_are_those_tokenised_at_once_whatever_the_chunks(
     tokenizer = load_tokenizer(tiny_model)
     rows = sft_rows(10)
     dataset = import_dataset(objects, rows).data
-    examples, report = sft_examples(objects, tmp_path / "cache", dataset, tiny_model, SFT)
+    examples, report = training_items(objects, tmp_path / "cache", dataset, tiny_model, sft_form(SFT))
     expected, told = tokenize_sft(tokenizer, rows, loss_on=SFT.loss_on, max_seq_len=24)
     assert (list(examples), report) == (expected, told)
 
     dpo, kto = DPOSettings(**COMMON), KTOSettings(**COMMON)
     pairs = [PairRow(prompt=f"{number} =", chosen="1", rejected="2", margin=0.1) for number in range(7)]
     dataset = import_dataset(objects, pairs).data
-    found = preference_pairs(objects, tmp_path / "cache", dataset, tiny_model, dpo, need_prompts=True)
+    found = training_items(objects, tmp_path / "cache", dataset, tiny_model, pair_form(dpo, need_prompts=True))
     plain = tokenize_pairs(tokenizer, pairs, max_seq_len=1024, need_prompts=True)
     assert (list(found[0]), found[1]) == plain
     judged = [JudgedRow(prompt=f"{number} =", completion="1", label=number % 2 == 0) for number in range(7)]
     dataset = import_dataset(objects, judged).data
-    found = judged_answers(objects, tmp_path / "cache", dataset, tiny_model, kto)
+    found = training_items(objects, tmp_path / "cache", dataset, tiny_model, judged_form(kto))
     assert (list(found[0]), found[1]) == tokenize_judged(tokenizer, judged, max_seq_len=1024)
+
+
+def test_what_a_plan_tokenised_training_does_not_again(
+    tiny_model: Path, tmp_path: Path, objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
+):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(to_jsonl(sft_rows(10)))
+    source = JsonlDataset(path=str(file))
+    calls: list[int] = []
+    whole = training_data.each_example
+
+    def counting(*arguments: Any, **options: Any) -> DataReport:
+        calls.append(1)
+        return whole(*arguments, **options)
+
+    monkeypatch.setattr(training_data, "each_example", counting)
+
+    def look(*, keep: bool) -> DataReport:
+        rows = read_dataset(source, SftRow, base=tmp_path, objects=objects, download=False)
+        tokenizer, found = load_tokenizer(tiny_model), tokenizer_id(tiny_model)
+        return look_at_rows(rows, tokenizer, sft_form(SFT), objects=objects, tokenizer_id=found, keep=keep)
+
+    reports = [look(keep=keep) for keep in (False, True, True, False)]
+    assert len(calls) == 2, "a plan that only looks keeps nothing; one that does spares the next"
+    assert all(report == reports[0] for report in reports) and reports[0].longest[0][0].startswith(str(file))
+    dataset = import_dataset(objects, sft_rows(10)).data
+    examples, report = training_items(objects, tmp_path / "cache", dataset, tiny_model, sft_form(SFT))
+    assert len(calls) == 2 and len(examples) == report.num_examples
+    assert all(place.startswith("row ") for place, _ in report.longest), "of rows, wherever they stood"
 
 
 def test_a_second_run_tokenises_nothing_and_any_change_of_what_counts_does(
@@ -123,7 +152,7 @@ def test_a_second_run_tokenises_nothing_and_any_change_of_what_counts_does(
 ):
     def run(dataset: ContentId, folder: Path = tiny_model, settings: SFTSettings = SFT, cache: str = "cache") -> int:
         calls.clear()
-        sft_examples(objects, tmp_path / cache, dataset, folder, settings)
+        training_items(objects, tmp_path / cache, dataset, folder, sft_form(settings))
         return len(calls)
 
     calls: list[int] = []
@@ -154,9 +183,9 @@ def test_a_second_run_tokenises_nothing_and_any_change_of_what_counts_does(
 
 def test_what_is_kept_outlives_a_cleaning_of_the_object_store(tiny_model: Path, tmp_path: Path, objects: ObjectStore):
     dataset = import_dataset(objects, sft_rows(4)).data
-    before, _ = sft_examples(objects, tmp_path / "cache", dataset, tiny_model, SFT)
+    before, _ = training_items(objects, tmp_path / "cache", dataset, tiny_model, sft_form(SFT))
     collect_garbage(objects, min_age=timedelta(0))
-    after, _ = sft_examples(objects, tmp_path / "other cache", dataset, tiny_model, SFT)
+    after, _ = training_items(objects, tmp_path / "other cache", dataset, tiny_model, sft_form(SFT))
     assert list(after) == list(before) and not objects.exists(dataset)
 
 
@@ -164,7 +193,7 @@ def test_a_failed_tokenisation_keeps_nothing(tiny_model: Path, tmp_path: Path, o
     dataset = import_dataset(objects, sft_rows(2)).data
     short = SFT.model_copy(update={"packing": Padded(max_seq_len=2)})
     with pytest.raises(ValueError, match="none of 2 rows has a token to train"):
-        sft_examples(objects, tmp_path / "cache", dataset, tiny_model, short)
+        training_items(objects, tmp_path / "cache", dataset, tiny_model, sft_form(short))
     assert objects.ref_names("tokenized") == []
 
 
@@ -174,7 +203,7 @@ def test_memory_does_not_grow_with_the_rows(tiny_model: Path, tmp_path: Path, ob
     for count in (1000, 41_000):
         dataset = import_dataset(objects, sft_rows(count)).data
         tracemalloc.start()
-        examples, _ = sft_examples(objects, tmp_path / "cache", dataset, tiny_model, SFT)
+        examples, _ = training_items(objects, tmp_path / "cache", dataset, tiny_model, sft_form(SFT))
         [examples[place] for place in positions_at(3, num_items=count, per_step=64, seed=1)]
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -15,8 +16,8 @@ from rollout_core.algorithms.data import Example, epoch_order, positions_at, tok
 from rollout_core.algorithms.experience import Trajectory, build_batch, completion_forward
 from rollout_core.algorithms.learners import sft_update
 from rollout_core.algorithms.packing import Document, pack
-from rollout_core.algorithms.policy import Policy
-from rollout_core.algorithms.ppo import KLController, assign_credit
+from rollout_core.algorithms.policy import Policy, zero_head
+from rollout_core.algorithms.ppo import PPO, KLController, assign_credit
 from rollout_core.algorithms.sft import SFT
 from rollout_core.algorithms.state import load_policy
 from rollout_core.config import (
@@ -172,6 +173,39 @@ def test_credit_equals_an_independent_reference(policy, other_tiny_model):
         white = (advantages[row] - flat.mean()) / np.sqrt(flat.var(ddof=1) + 1e-8)
         assert np.allclose(credit.columns["advantages"][row, :count].numpy(), white, atol=1e-4)
         assert np.allclose(credit.columns["returns"][row, :count].numpy(), returns[row], atol=1e-5)
+
+
+@pytest.mark.parametrize("minibatch_size", [3, 1])
+def test_masked_truncated_completions_give_ppo_no_gradient(policy, tiny_model, minibatch_size):
+    """The loss of a step is then the one of the other completions by themselves, however the step is cut."""
+
+    def gradient(rows: list[int], *, truncated: Literal["keep", "mask"], size: int) -> tuple[float, torch.Tensor]:
+        settings = PPOSettings(
+            prompts=JsonlDataset(path="x"), optimizer=OptimizerConfig(lr=1e-3), truncated=truncated,
+            minibatch_size=size, gradient_accumulation=len(rows) // size, entropy_coef=0.1,
+        )  # fmt: skip
+        trained = load_policy(tiny_model)
+        model = Policy(trained, zero_head(trained))
+        batch, _, _ = assign_credit(
+            model, Policy(policy), build_batch(trajectories()), settings, kl_coef=0.1, device=CPU
+        )
+        learner = PPO(model, batch.rows(rows), settings, first_step=0, seed=0, device=CPU)
+        parts, total = learner.minibatches(0), 0.0
+        for part in parts:
+            result = learner.loss(part, parts)
+            result.loss.backward()
+            total += float(result.loss.detach())
+        return total, torch.cat(
+            [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+        )
+
+    assert [item.truncated for item in trajectories()] == [False, True, False]
+    masked = gradient([0, 1, 2], truncated="mask", size=minibatch_size)
+    without = gradient([0, 2], truncated="keep", size=2)
+    kept = gradient([0, 1, 2], truncated="keep", size=3)
+    assert masked[0] == pytest.approx(without[0], abs=1e-6)
+    torch.testing.assert_close(masked[1], without[1], rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(masked[1], kept[1], rtol=1e-2, atol=1e-4)
 
 
 def test_the_kl_controller_by_hand():

@@ -20,8 +20,8 @@ from rollout_core.config import (
     parse_config,
 )
 from rollout_core.errors import ConfigError
+from rollout_core.learner_plan import plan_on_policy
 from rollout_core.nightly_plan import plan_nightly
-from rollout_core.plan import plan_on_policy
 from rollout_core.preference_plan import plan_kto, plan_pairs
 from tests.flows.conftest import objects, snapshots_of
 

@@ -133,6 +133,64 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed(tiny_model, tmp_path, s
     assert not alive
 
 
+STOPPED = """
+import signal, sys
+sys.path.insert(0, {folder!r})
+from pathlib import Path
+from test_launcher import update
+
+class Told(BaseException):  # as a flow is told of SIGTERM
+    pass
+
+def handler(number, frame):
+    raise Told
+
+signal.signal(signal.SIGTERM, handler)
+try:
+    update(
+        Path(sys.argv[1]),
+        Path(sys.argv[2]),
+        changes={{"snapshots": {{"every_steps": 1000}}}},
+        on_step=lambda row: print("step", int(row["step"]), flush=True),
+    )
+except Told:
+    print("told", flush=True)
+"""
+
+
+def test_sigterm_of_the_launcher_keeps_the_step_that_the_ranks_are_in(tiny_model, tmp_path, start_process):
+    never = {"snapshots": {"every_steps": 1000}}
+    quiet = update(tmp_path / "quiet", tiny_model, changes=never)
+
+    launcher = start_process("-c", STOPPED.format(folder=str(Path(__file__).parent)), tmp_path / "stopped", tiny_model)
+    seen = 0
+    while seen < 5:
+        line = launcher.stdout.readline()
+        assert line, "it ended before it was told to"
+        seen = int(line.split()[1]) if line.startswith("step") else seen
+    ranks = ranks_of(psutil.Process(launcher.pid))
+    launcher.terminate()
+    output, _ = launcher.communicate(timeout=60)
+    assert sorted(ranks) == [0, 1] and not any(rank.is_running() for rank in ranks.values())
+    assert "told" in output
+
+    firsts: list[int] = []
+    again = update(tmp_path / "stopped", tiny_model, changes=never, on_start=lambda first, last: firsts.append(first))
+    assert seen <= firsts[0] < 120, "no snapshot was due: it is that of the stop"
+    assert again == quiet
+
+
+def test_ranks_that_are_told_to_stop_themselves_say_so(tiny_model, tmp_path):
+    """Some send SIGTERM to every process of a service."""
+
+    def terminate(row: dict[str, float]) -> None:
+        if row["step"] == 5:
+            ranks_of(psutil.Process())[1].terminate()
+
+    with pytest.raises(Recoverable, match=r"^rank \d of 2 of the sft update: the sft update was told to stop and did"):
+        update(tmp_path, tiny_model, on_step=terminate)
+
+
 def test_what_is_wrong_comes_back_as_the_error_it_is(tiny_model, tmp_path):
     with pytest.raises(ConfigError, match=r"^rank \d of 2 of the sft update: none of 20 rows has a token to train"):
         update(tmp_path, tiny_model, changes={"packing": {"max_seq_len": 2}})
