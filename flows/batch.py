@@ -15,32 +15,37 @@ from rollout_core.config import InferBatchConfig
 from rollout_core.errors import Fatal
 from rollout_core.ids import ContentId
 from rollout_core.inference.engines import close_engine
-from rollout_core.inference.output import resolve_run_id
+from rollout_core.inference.folders import output_folder
 from rollout_core.inference.prompt_shards import shards_of
+from rollout_core.inference.runs import begin_run, parameters_of, resolve_run_id
 from rollout_core.records import ShardCompletions
 from tasks.journal import Journal
 from tasks.keep import import_model
 from tasks.output import write_completions
 from tasks.places import connections, objects, working_folder
-from tasks.shards import import_prompts, infer_shard
-from tasks.stage import Submitted
+from tasks.shards import Reporting, import_prompts, infer_shard
+from tasks.stage import Submitted, stage_logger
 
 
 @flow(name="batch-inference", flow_run_name="{config.model.uri}", persist_result=False)
 def batch_inference(config: InferBatchConfig, run_id: str | None = None) -> dict[str, Any]:
-    """Complete every prompt of the input and write ``completions.jsonl`` in input order; returns what was written.
+    """Complete every prompt of the input and write the completions in input order; returns what was written.
 
     ``run_id`` names an earlier run to go on with; without it the output folder's own run is taken up.
     """
     plan_batch(config, working_folder(), run_id, connections())
-    run_id = resolve_run_id(working_folder() / config.output.dir, run_id)
+    folder = output_folder(config.output.dir, working_folder(), objects())
+    asked, run_id = run_id, resolve_run_id(folder, run_id)
 
     def body(journal: Journal) -> dict[str, Any]:
         model = import_model(config.model)
+        goes_on = begin_run(objects(), run_id, parameters_of(config, model.model), folder, asked)
+        stage_logger().info("run %s %s", run_id, "goes on" if goes_on else "begins")
         prompts = import_prompts(config)
         shards = shards_of(objects(), prompts)
-        records = _complete(config, model.model, shards, prompts.num_rows * config.sampling.n)
-        return write_completions(records, config, run_id).model_dump(mode="json")
+        records, figures = _complete(config, run_id, model.model, shards, prompts.num_rows * config.sampling.n)
+        written = write_completions(records, config, run_id)
+        return {**written.model_dump(mode="json"), "figures": figures}
 
     try:
         return run_body(body, config.run)
@@ -49,13 +54,17 @@ def batch_inference(config: InferBatchConfig, run_id: str | None = None) -> dict
 
 
 def _complete(
-    config: InferBatchConfig, model: ContentId, shards: list[tuple[ContentId, int]], num_samples: int
-) -> list[ShardCompletions]:
+    config: InferBatchConfig, run_id: str, model: ContentId, shards: list[tuple[ContentId, int]], num_samples: int
+) -> tuple[list[ShardCompletions], dict[str, Any]]:
+    """Records of all shards, and the figures of the closing table."""
     context = FlowRunContext.get()
     assert context is not None and context.flow_run is not None, "called inside the flow"
     sampling = config.sampling.params
+    reporting = Reporting(run_id=run_id, events=config.output.events)
     places = {shard: f"{number}/{len(shards)}" for number, (shard, _) in enumerate(shards, start=1)}
-    with local_runner(config.workers) as runner, RunProgress(str(context.flow_run.id), num_samples) as progress:
+    flow_run_id = str(context.flow_run.id)
+    bar = not config.output.events
+    with local_runner(config.workers) as runner, RunProgress(flow_run_id, num_samples, bar=bar) as progress:
 
         def submit(item: tuple[ContentId, int]) -> Submitted[ShardCompletions]:
             shard, _ = item
@@ -67,6 +76,7 @@ def _complete(
                 config.backend,
                 config.workers,
                 samples_per_prompt=config.sampling.n,
+                reporting=reporting,
                 label=places[shard],
             )
 
@@ -75,8 +85,7 @@ def _complete(
             refuse_failures(config, progress.failed, num_samples, record)
 
         records = run_all(shards, submit, at_once=config.workers.count + 1, on_result=on_result)
-    close_run(config, str(context.flow_run.id), records)
-    return records
+    return records, close_run(config, flow_run_id, records)
 
 
 def refuse_failures(config: InferBatchConfig, failed: int, num_samples: int, record: ShardCompletions) -> None:

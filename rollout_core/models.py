@@ -138,8 +138,8 @@ def describe_model(folder: Path) -> ModelFacts:
     )
 
 
-def longest_sequence(folder: Path) -> int | None:
-    """Longest sequence the architecture in ``folder`` supports, in tokens, by its configuration alone."""
+def max_positions(folder: Path) -> int | None:
+    """The longest sequence that a model's configuration allows, in tokens, if it says so."""
     return getattr(_read_config(folder), "max_position_embeddings", None)
 
 

@@ -8,7 +8,6 @@ together.
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +38,7 @@ from rollout_core.devices import num_gpus
 from rollout_core.errors import ConfigError, DataError, NotFound, Recoverable
 from rollout_core.ids import ContentId
 from rollout_core.inference.capabilities import unsupported
+from rollout_core.inference.folders import LocalFolder
 from rollout_core.inference.samples import refuse_long_prompts
 from rollout_core.inference.text import tokenize_prompts
 from rollout_core.models import (
@@ -157,6 +157,11 @@ class Plan:
                 f"{what}: {source.uri!r} is a reward model, which has no output for tokens; give a language model"
             )
 
+    @property
+    def max_positions(self) -> int | None:
+        """Longest sequence the model supports, in tokens, as far as is known."""
+        return self._model_facts.max_positions if self._model_facts else None
+
     def learner(self, what: str, settings: LearnerSettings) -> None:
         """What the settings of every learner ask of machine and model is there."""
         self._trackers(what, settings)
@@ -196,7 +201,7 @@ class Plan:
 
     def prompts(self, what: str, rows: Sequence[PromptRow] | None, limit: int | None, sampling: SamplingParams) -> int:
         """Every prompt can be tokenised and leaves room for the completion. Returns the tokens of the longest."""
-        limit = limit or (self._model_facts.max_positions if self._model_facts else None)
+        limit = limit or self.max_positions
         if rows is None or self.tokenizer is None:
             return 0
         token_ids = self.check(what, lambda: tokenize_prompts(self.tokenizer, rows))
@@ -286,7 +291,7 @@ class Plan:
 
     def sequence_length(self, what: str, packing: Padded) -> None:
         """Rows are cut at no more than the model has positions."""
-        positions = self._model_facts.max_positions if self._model_facts else None
+        positions = self.max_positions
         if positions is not None and packing.max_seq_len > positions:
             self.violations.append(
                 f"{what}.packing.max_seq_len: {packing.max_seq_len} tokens, but the model has {positions} positions"
@@ -355,19 +360,13 @@ class Plan:
         if isinstance(config, OpenAIBackend):
             self.check(what, lambda: _try_endpoint(config))
         limit = context_limit(config)
-        positions = self._model_facts.max_positions if self._model_facts else None
+        positions = self.max_positions
         if limit and positions and limit > positions:
             self.violations.append(f"{what}.max_model_len: {limit} tokens, but the model has {positions} positions")
 
-    def output_folder(self, what: str, path: str) -> Path:
+    def output_folder(self, what: str, path: str) -> None:
         """What is written there at the end can be written."""
-        folder = self.base / path
-        nearest = next(place for place in (folder, *folder.parents) if place.exists())
-        if not nearest.is_dir():
-            self.violations.append(f"{what}: {nearest} is a file; expected a folder, or one that can be made")
-        elif not os.access(nearest, os.W_OK):
-            self.violations.append(f"{what}: no permission to write in {nearest}")
-        return folder
+        self.check(what, LocalFolder(self.base / path).check)
 
 
 def _try_endpoint(config: OpenAIBackend) -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
-from rollout_core.config import BackendConfig, InferBatchConfig, SamplingParams, WorkersConfig
+from rollout_core.config import BackendConfig, InferBatchConfig, SamplingParams, Settings, WorkersConfig
 from rollout_core.ids import ContentId
 from rollout_core.inference.base import ModelRef
 from rollout_core.inference.batch import BatchOptions, Progress, Work
 from rollout_core.inference.engines import EngineOf
+from rollout_core.inference.events import EventLog
 from rollout_core.inference.prompt_files import open_prompts
 from rollout_core.inference.prompt_shards import import_shards
 from rollout_core.inference.shard_run import ShardWork, assist_shard, complete_shard
 from rollout_core.inference.tally import RunWork, note_work, tally
 from rollout_core.inference.workers import this_worker
-from rollout_core.models import longest_sequence
+from rollout_core.models import max_positions
 from rollout_core.objects import ObjectStore
 from rollout_core.plan import context_limit
 from rollout_core.records import PromptShards, Record, ShardCompletions
@@ -27,12 +29,21 @@ from tasks.stage import current_stage, stage, stage_logger
 @stage(version=1, cached=False)
 def import_prompts(config: InferBatchConfig) -> PromptShards:
     """Cut the input into shards in the object store; an input that was read before is not read again."""
-    prompts = open_prompts(config.input, places.working_folder())
-    record = import_shards(
-        current_stage().objects, prompts.rows(), shard_size=config.workers.shard_size, source=prompts.identity()
-    )
+    objects = current_stage().objects
+    prompts = open_prompts(config.input, places.working_folder(), objects)
+    record = import_shards(objects, prompts.rows(), shard_size=config.workers.shard_size, source=prompts.identity())
     stage_logger().info("%d prompts in shards of %d", record.num_rows, record.shard_size)
     return record
+
+
+class Reporting(Settings):
+    """What is told of a shard while it is worked on; no part of its cache key."""
+
+    run_id: str
+    events: bool
+
+    def cache_identity(self) -> Any:
+        return None
 
 
 @stage(version=1, concurrency="engine")
@@ -45,13 +56,15 @@ def infer_shard(
     *,
     samples_per_prompt: int = 1,
     shared: bool = False,
+    reporting: Reporting,
     label: str = "",
 ) -> ShardCompletions:
     """Bring every sample of a shard to its outcome, exactly once; an interrupted run goes on with what is missing.
 
     ``shared``: other processes may take unclaimed samples meanwhile (`help_shard`).
     """
-    run = _ShardRun(rows, model, sampling, backend, workers, samples_per_prompt)
+    events = EventLog(reporting.run_id, label) if reporting.events else None
+    run = _ShardRun(rows, model, sampling, backend, workers, samples_per_prompt, events)
     record, work = run.complete(shared)
     stage_logger().info("shard %s: %d samples, %d generated now", label or rows.short, record.num_samples, work.samples)
     return record
@@ -72,10 +85,12 @@ def help_shard(
     workers: WorkersConfig,
     *,
     samples_per_prompt: int = 1,
+    reporting: Reporting,
     label: str = "",
 ) -> Help:
     """Generate samples of a shard that its worker has not claimed yet."""
-    run = _ShardRun(rows, model, sampling, backend, workers, samples_per_prompt)
+    events = EventLog(reporting.run_id, label) if reporting.events else None
+    run = _ShardRun(rows, model, sampling, backend, workers, samples_per_prompt, events)
     return Help(num_samples=run.help().samples)
 
 
@@ -90,6 +105,7 @@ class _ShardRun:
         backend: BackendConfig,
         workers: WorkersConfig,
         samples_per_prompt: int,
+        events: EventLog | None,
     ) -> None:
         self._objects: ObjectStore = current_stage().objects
         self._run_id = current_stage().run_id
@@ -98,9 +114,9 @@ class _ShardRun:
         self._work = ShardWork(rows, sampling, samples_per_prompt, folder)
         self._engine = EngineOf(backend, ModelRef(model, folder))
         self._backend = backend
+        self._events = events
         self._claim_size = workers.claim_size
-        # Not by all of `inspect_model`: shards run in threads, and transformers loads one model at a time.
-        self._limit = context_limit(backend) or longest_sequence(folder)
+        self._limit = context_limit(backend) or max_positions(folder)
 
     def _options(self, *, alone: bool) -> BatchOptions:
         return BatchOptions(
@@ -124,6 +140,7 @@ class _ShardRun:
                     worker_id=this_worker(),
                     options=self._options(alone=places.storage_is_local() and not shared),
                     on_progress=self._note,
+                    events=self._events,
                 )
 
         started = time.time()
@@ -141,6 +158,7 @@ class _ShardRun:
                     self._work,
                     worker_id=this_worker(),
                     options=self._options(alone=False),
+                    events=self._events,
                 )
 
         started = time.time()

@@ -40,6 +40,9 @@ EXAMPLES = {
     "batch-tiny.toml": InferBatchConfig,
     "batch-endpoint.toml": InferBatchConfig,
     "batch-guided.toml": InferBatchConfig,
+    "batch-many.toml": InferBatchConfig,
+    "batch-parquet.toml": InferBatchConfig,
+    "batch-s3.toml": InferBatchConfig,
 }
 
 

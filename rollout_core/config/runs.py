@@ -153,13 +153,25 @@ class InputGlob(Settings):
     """Prompts to complete."""
 
     glob: str = Field(min_length=1)
-    """A JSONL file, or a pattern with ``*`` or ``?``; lines hold ``prompt`` or ``messages``, optional ``id``, more."""
+    """A file, or a pattern with ``*`` or ``?``, of rows that hold ``prompt`` or ``messages``, optional ``id``, more: a
+    path, a URL such as ``s3://bucket/prompts/*.jsonl``, or the content id of a file or folder in the object store."""
+    format: Literal["jsonl", "parquet"] | None = None
+    """Default: as each file's name ends, Parquet for ``.parquet`` and ``.pq``, else JSON lines."""
 
 
 class OutputDir(Settings):
     """Where results go; the run id lives there too."""
 
     dir: str = Field(min_length=1)
+    """A folder, or a URL such as ``s3://bucket/completions``."""
+    format: Literal["jsonl", "parquet"] = "jsonl"
+    """Of the file ``completions.jsonl`` or ``completions.parquet``."""
+    token_ids: bool = False
+    """Also write each completion's token ids."""
+    logprobs: bool = False
+    """Also write the log-probability of each token, in nats."""
+    events: bool = False
+    """Write a line of JSON to stderr for every sample that finishes, in the process that works on it."""
 
 
 class WorkersConfig(Settings):

@@ -22,11 +22,20 @@ class Tally:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._shards: dict[str, Progress] = {}
+        self._earlier = 0
 
     def note(self, shard: str, progress: Progress) -> None:
         """How far a shard is now."""
         with self._lock:
+            if shard not in self._shards:
+                self._earlier += progress.done
             self._shards[shard] = progress
+
+    @property
+    def earlier(self) -> int:
+        """Samples that were done when their shard was first noted: this run did not generate them."""
+        with self._lock:
+            return self._earlier
 
     def tokens_of(self, shard: str) -> int:
         """Tokens generated for a shard by this run, as far as noted."""
