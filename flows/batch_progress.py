@@ -86,6 +86,7 @@ class RunProgress:
                 if time.monotonic() > next_log and not self._bar:
                     next_log = time.monotonic() + LOG_SECONDS
                     stage_logger().info("%d of %d samples, %s", now.done, self._total, self._told(now))
+        artifact.end(self._tally.total().done, self._total)
 
     def _told(self, now: ShardProgress) -> str:
         samples, tokens = self._speed.per_second

@@ -27,15 +27,21 @@ _SAMPLED_SHARDS = 4
 
 
 def plan_batch(
-    config: InferBatchConfig, base: Path, run_id: str | None = None, connections: Connections | None = None
+    config: InferBatchConfig,
+    base: Path,
+    run_id: str | None = None,
+    connections: Connections | None = None,
+    *,
+    thorough: bool = False,
 ) -> dict[str, Any]:
     """Check a batch inference run, perhaps one to go on with. Raises ConfigError naming all that is wrong.
 
-    Every line of the input is read, unless the same files were read before.
+    Every line of the input is read, unless the same files were read before. ``thorough``: a model that an earlier run
+    found good is looked at again, and some rows are tokenised to tell how many will fail.
     """
     plan = Plan(base, connections)
     plan.places()
-    plan.model("model", config.model)
+    (plan.model if thorough else plan.known_model)("model", config.model)
     gated = [uri for uri in (config.model.uri, config.model.tokenizer) if uri and is_gated(uri)]
     if gated:
         plan.facts["hub token"] = "set" if has_token() else f"not set; {gated[0]} may ask for ROLLOUT_SECRET_HF_TOKEN"
@@ -45,7 +51,7 @@ def plan_batch(
     plan.facts["inputs"] = rows.count if rows else 0
     plan.facts["workers"] = config.workers.count
     plan.check("output.dir", lambda: _check_output(plan, config, run_id))
-    if rows:
+    if rows and thorough:
         _count_failures(plan, config, rows)
     return plan.done()
 
@@ -90,7 +96,7 @@ def _read(plan: Plan, config: InferBatchConfig) -> _Rows:
         rows.see(prompts.rows())
         _read_last.clear()
         _read_last.update({} if source is None else {source: rows})
-    if rows.num_chats and plan.tokenizer is not None and not plan.tokenizer.chat_template:
+    if rows.num_chats and plan.has_chat_template is False:
         raise ConfigError(
             f"{rows.num_chats} of {rows.count} rows hold chat messages, but the tokenizer has no chat template; give "
             "plain text, or a model or model.tokenizer with a template"

@@ -329,10 +329,23 @@ def _import_folder(source: ModelSource, objects: ObjectStore, base: Path) -> Con
         return content_id
     tokenizer = locate_tokenizer(source, base)
     assert tokenizer is not None, "what was downloaded has a folder"
+    from rollout_core.known_models import recall, remember
+
     files = _files(folder, tokenizer)
-    with _linked(files) as linked:
-        inspect_model(linked)
+    if recall(objects, files) is None:
+        with _linked(files) as linked:
+            remember(objects, files, inspect_model(linked))
     return file_tree(objects, files)
+
+
+def recall_model(source: ModelSource, base: Path, objects: ObjectStore) -> ModelFacts | None:
+    """What an earlier `import_model` found of ``source``, if it is a folder that has not changed since."""
+    from rollout_core.known_models import recall
+
+    folder, tokenizer = base / source.uri, base / (source.tokenizer or source.uri)
+    if source.adapter is not None or not folder.is_dir() or not tokenizer.is_dir():
+        return None
+    return recall(objects, _files(folder, tokenizer))
 
 
 def file_tree(objects: ObjectStore, files: Mapping[str, Path]) -> ContentId:

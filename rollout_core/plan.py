@@ -48,6 +48,7 @@ from rollout_core.models import (
     check_model,
     check_reward_model,
     describe,
+    recall_model,
 )
 from rollout_core.objects import ObjectStore
 from rollout_core.resources import Training, row_tokens, tell_disk, tell_memory, training_of
@@ -161,6 +162,20 @@ class Plan:
     def max_positions(self) -> int | None:
         """Longest sequence the model supports, in tokens, as far as is known."""
         return self._model_facts.max_positions if self._model_facts else None
+
+    def known_model(self, what: str, source: ModelSource) -> None:
+        """`model`, quicker and without a tokenizer where an earlier run found the same folder good."""
+        known = recall_model(source, self.base, self.objects) if self.objects is not None else None
+        if known is None or known.is_reward_model:
+            self.model(what, source)
+            return
+        self.facts["model"] = source.uri
+        self._model_source, self._model_facts = source, known
+
+    @property
+    def has_chat_template(self) -> bool | None:
+        """Whether the model's tokenizer has one; None where that could not be found out."""
+        return self._model_facts.has_chat_template if self._model_facts else None
 
     def learner(self, what: str, settings: LearnerSettings) -> None:
         """What the settings of every learner ask of machine and model is there."""

@@ -38,11 +38,11 @@ EXAMPLES = {
     "ipo-tiny.toml": TrainIPOConfig,
     "kto-tiny.toml": TrainKTOConfig,
     "batch-tiny.toml": InferBatchConfig,
-    "batch-endpoint.toml": InferBatchConfig,
-    "batch-guided.toml": InferBatchConfig,
     "batch-many.toml": InferBatchConfig,
     "batch-parquet.toml": InferBatchConfig,
     "batch-s3.toml": InferBatchConfig,
+    "batch-endpoint.toml": InferBatchConfig,
+    "batch-guided.toml": InferBatchConfig,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import sqlite3
@@ -17,7 +18,7 @@ from rollout_core import batch_plan
 from rollout_core.algorithms import state
 from rollout_core.batch_plan import plan_batch
 from rollout_core.config import CONFIG_KINDS, InputGlob, ModelSource, apply_overrides, parse_config
-from rollout_core.connections import plain_connections
+from rollout_core.connections import Connections, plain_connections
 from rollout_core.errors import ConfigError
 from rollout_core.ids import hash_bytes
 from rollout_core.inference import engines
@@ -33,7 +34,7 @@ PLANS: dict[str, Callable[..., dict[str, Any]]] = {
     "train-sft": plan_sft,
     "train-ppo": plan_on_policy,
     "train-grpo": plan_on_policy,
-    "infer-batch": plan_batch,
+    "infer-batch": functools.partial(plan_batch, thorough=True),
 }
 CHAT = {"messages": [{"role": "user", "content": "sort 2 1"}, {"role": "assistant", "content": "1 2"}]}
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -347,9 +348,8 @@ def test_every_malformed_line_is_told_at_once(work: Path):
 def test_prompts_longer_than_the_context_are_one_line(work: Path, kind: str, name: str, key: str):
     jsonl(work / name, {"prompt": "sort 1 =", "answer": "1"}, *[{"prompt": LONG, "answer": "9"}] * 3)
     message = refusal(kind, work)
-    assert message.startswith(f"{key}: prompt 2: ")
+    assert message.startswith(f"{key}: prompt 2 (and 2 more): ")
     assert "exceed the model's context of 256 tokens; shorten the prompt or lower" in message
-    assert message.endswith("(and 2 more prompts)")
 
 
 def test_room_for_the_completion_counts_and_so_does_the_backends_own_limit(work: Path):
@@ -417,6 +417,25 @@ def test_of_many_prompts_some_are_looked_at(work: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(PromptFiles, "rows", lambda self: pytest.fail("they were read before"))
     known = plan("infer-batch", work, workers__shard_size=100)
     assert known["inputs"] == 1000 and " of 50 looked at" in known["prompts too long"]
+
+
+def test_a_model_that_was_imported_is_known_without_its_tokenizer_until_it_changes(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = parse_config(document("infer-batch"), CONFIG_KINDS["infer-batch"])
+    objects = ObjectStore.from_url(str(work / "objects"))
+    connections = Connections(lambda: objects, lambda: f"sqlite:///{work / 'rollout.db'}")
+    import_model(config.model, objects, work)
+    with monkeypatch.context() as patched:
+        patched.setattr("rollout_core.models.load_tokenizer", lambda folder: pytest.fail("it was looked at before"))
+        assert plan_batch(config, work, None, connections)["model"] == "model"
+        import_model(config.model, objects, work)
+        jsonl(work / "prompts.jsonl", CHAT)
+        with pytest.raises(ConfigError, match="the tokenizer has no chat template"):
+            plan_batch(config, work, None, connections)
+    (work / "model" / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="config.json"):
+        plan_batch(config, work, None, connections)
 
 
 def test_a_gated_model_is_held_against_the_secrets(work: Path, monkeypatch: pytest.MonkeyPatch):

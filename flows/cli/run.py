@@ -45,7 +45,7 @@ def infer_batch(
         overrides = parse_overrides(set_) | ({} if workers is None else {"workers.count": workers})
         overrides |= {"output.events": True} if events else {}
         parsed = load_config(config, InferBatchConfig, overrides)
-        facts = plan_batch(parsed, Path.cwd(), resume, connections())
+        facts = plan_batch(parsed, Path.cwd(), resume, connections(), thorough=dry_run)
         if dry_run:
             print_plan(facts)
             return

@@ -116,8 +116,8 @@ def refuse_long_prompts(token_ids: Sequence[Sequence[int]], max_tokens: int, max
     problems = [length_problem(len(ids), max_tokens, max_model_len) for ids in token_ids]
     long = [number for number, problem in enumerate(problems, start=1) if problem]
     if long:
-        more = f" (and {len(long) - 1} more prompts)" if len(long) > 1 else ""
-        raise ConfigError(f"prompt {long[0]}: {problems[long[0] - 1]}{more}")
+        more = f" (and {len(long) - 1} more)" if len(long) > 1 else ""
+        raise ConfigError(f"prompt {long[0]}{more}: {problems[long[0] - 1]}")
 
 
 def length_problem(prompt_tokens: int, max_tokens: int, max_model_len: int | None) -> str | None:

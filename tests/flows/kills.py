@@ -250,6 +250,10 @@ class Campaign:
                         return kills  # it was faster
                 part = rng.choice(self._setting.parts)
                 if self._kill(part, process, rng):
+                    if part not in ("driver", "engine"):
+                        # As a supervisor would: a run outlives a short absence of its servers, or else the next does.
+                        time.sleep(rng.uniform(0, 3))
+                        self.start_parts()
                     code = process.wait(RUN_SECONDS)
                     kills.append(Kill(part, moment, code, self.num_done()))
                     print(f"kill {part} after {moment:.1f} s: run ended {code}, {kills[-1].done} done", flush=True)

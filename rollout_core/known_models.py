@@ -1,0 +1,49 @@
+"""Models that were found good before: what is known of them, for plans that need not load a tokenizer to say more.
+
+A folder is known again by its files' names, sizes, times and places on disk. That spares looking into it, never
+hashing it: results depend on content alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+import orjson
+
+from rollout_core.errors import CorruptObject, NotFound
+from rollout_core.ids import ContentId, content_id
+from rollout_core.models import ModelFacts
+from rollout_core.objects import ObjectStore
+from rollout_core.resources import ModelSize
+
+MODEL_NOTES = "model-facts"
+
+
+def recall(objects: ObjectStore, files: Mapping[str, Path]) -> ModelFacts | None:
+    """What `remember` noted of a folder of these files, without its tokenizer; None where they are new or changed."""
+    kept = objects.get_ref(_ref(files))
+    if kept is None:
+        return None
+    try:
+        noted = orjson.loads(objects.get_bytes(kept))
+    except (NotFound, CorruptObject):
+        return None
+    size, tokenizer_id = ModelSize(**noted.pop("size")), ContentId(noted.pop("tokenizer_id"))
+    return ModelFacts(**noted, size=size, tokenizer_id=tokenizer_id, tokenizer=None)
+
+
+def remember(objects: ObjectStore, files: Mapping[str, Path], facts: ModelFacts) -> None:
+    """Note what was found of a folder of these files."""
+    noted = {item.name: getattr(facts, item.name) for item in dataclasses.fields(facts) if item.name != "tokenizer"}
+    objects.set_ref(_ref(files), objects.put_bytes(orjson.dumps(noted | {"tokenizer_id": str(facts.tokenizer_id)})))
+
+
+def _ref(files: Mapping[str, Path]) -> str:
+    marks = []
+    for name, path in sorted(files.items()):
+        stat = path.stat()
+        marks.append([name, stat.st_size, stat.st_mtime_ns, stat.st_ino])
+    return f"{MODEL_NOTES}/{content_id('model-facts/1', [version('transformers'), marks])}"
