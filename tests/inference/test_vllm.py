@@ -182,10 +182,10 @@ def test_requests_that_fail_leave_the_engine_idle_and_usable(vllm_engine, tokeni
     too_long = Request("long", [5] * 200, GREEDY, 0)
     too_hot = Request("hot", [5], SamplingParams(temperature=2.1), 0)
     for refused, reason in (
-        (too_long, "sample long: .* 96 tokens"),
-        (too_hot, r"sample hot: .*temperature .*\[0, 2\]"),
+        (too_long, "request long failed: vLLM refuses it: .* 96 tokens"),
+        (too_hot, r"request hot failed: vLLM refuses it: .*temperature .*\[0, 2\]"),
     ):
-        with pytest.raises(ConfigError, match=reason):
+        with pytest.raises(Fatal, match=reason):
             vllm_engine.generate([asked[0], refused])
     assert len(vllm_engine.generate(asked)) == len(asked)
 
