@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from prefect import flow
 from prefect.context import FlowRunContext
 
 from flows.batch_progress import RunProgress, close_run
-from flows.fan_out import local_runner, run_all
+from flows.fan_out import FanOut, open_fleet
 from flows.healing import run_body
 from rollout_core.batch_plan import plan_batch
 from rollout_core.config import InferBatchConfig
@@ -17,13 +18,15 @@ from rollout_core.ids import ContentId
 from rollout_core.inference.engines import close_engine
 from rollout_core.inference.output import resolve_run_id
 from rollout_core.inference.prompt_shards import shards_of
-from rollout_core.records import ShardCompletions
+from rollout_core.records import Record, ShardCompletions
 from tasks.journal import Journal
 from tasks.keep import import_model
 from tasks.output import write_completions
 from tasks.places import connections, objects, working_folder
-from tasks.shards import import_prompts, infer_shard
-from tasks.stage import Submitted
+from tasks.shards import help_shard, import_prompts, infer_shard
+from tasks.stage import RunsTasks, Stage, Submitted
+
+R = TypeVar("R", bound=Record)
 
 
 @flow(name="batch-inference", flow_run_name="{config.model.uri}", persist_result=False)
@@ -53,29 +56,33 @@ def _complete(
 ) -> list[ShardCompletions]:
     context = FlowRunContext.get()
     assert context is not None and context.flow_run is not None, "called inside the flow"
-    sampling = config.sampling.params
+    run_id = str(context.flow_run.id)
     places = {shard: f"{number}/{len(shards)}" for number, (shard, _) in enumerate(shards, start=1)}
-    with local_runner(config.workers) as runner, RunProgress(str(context.flow_run.id), num_samples) as progress:
 
-        def submit(item: tuple[ContentId, int]) -> Submitted[ShardCompletions]:
+    def call(stage: Stage[..., R]) -> Callable[[RunsTasks, tuple[ContentId, int]], Submitted[R]]:
+        def submit(runner: RunsTasks, item: tuple[ContentId, int]) -> Submitted[R]:
             shard, _ = item
-            return infer_shard.submit(
+            return stage.submit(
                 runner,
                 shard,
                 model,
-                sampling,
+                config.sampling.params,
                 config.backend,
                 config.workers,
                 samples_per_prompt=config.sampling.n,
                 label=places[shard],
             )
 
-        def on_result(item: tuple[ContentId, int], record: ShardCompletions) -> None:
-            progress.finish(item[0], record)
-            refuse_failures(config, progress.failed, num_samples, record)
+        return submit
 
-        records = run_all(shards, submit, at_once=config.workers.count + 1, on_result=on_result)
-    close_run(config, str(context.flow_run.id), records)
+    def on_result(item: tuple[ContentId, int], record: ShardCompletions) -> None:
+        progress.finish(item[0], record)
+        refuse_failures(config, progress.failed, num_samples, record)
+
+    with open_fleet(config.workers, run_id) as fleet, RunProgress(run_id, num_samples) as progress:
+        work = FanOut(call(infer_shard), call(help_shard), lambda item: progress.left(item[0]), on_result)
+        records = fleet.run_all(shards, work)
+    close_run(config, run_id, records, fleet.average_workers())
     return records
 
 

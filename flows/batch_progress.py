@@ -54,8 +54,13 @@ class RunProgress:
 
     def finish(self, shard: ContentId, record: ShardCompletions) -> None:
         """A shard's result is there, computed or cached."""
-        tokens = self._tally.tokens_of(shard)
+        tokens = self._tally.of(shard).tokens
         self._tally.note(shard, ShardProgress(record.num_samples, record.num_samples, tokens, record.num_failed))
+
+    def left(self, shard: ContentId) -> int:
+        """Samples of a shard that are not known to be done; 0 before its worker told of any."""
+        known = self._tally.of(shard)
+        return known.total - known.done
 
     def _show(self) -> None:
         columns = (
@@ -85,11 +90,11 @@ class RunProgress:
         return f"{failed}{now.done / seconds:,.0f} samples/s, {now.tokens / seconds:,.0f} tokens/s"
 
 
-def close_run(config: InferBatchConfig, run_id: str, records: Sequence[ShardCompletions]) -> None:
-    """File the table and the histogram of a finished run."""
+def close_run(config: InferBatchConfig, run_id: str, records: Sequence[ShardCompletions], workers: float) -> None:
+    """File the table and the histogram of a finished run. ``workers``: how many there were, on the average."""
     objects = places.objects()
     work = work_of(objects, run_id)
-    artifacts.table("batch-inference", closing_table(config, records, work), "Batch inference")
+    artifacts.table("batch-inference", closing_table(config, records, work, workers), "Batch inference")
     lengths = [sum(counts) for counts in zip(*(record.lengths for record in records), strict=True)]
     if any(lengths):
         width = math.ceil(config.sampling.max_tokens / len(lengths))
@@ -99,7 +104,9 @@ def close_run(config: InferBatchConfig, run_id: str, records: Sequence[ShardComp
     forget_work(objects, run_id)
 
 
-def closing_table(config: InferBatchConfig, records: Sequence[ShardCompletions], work: RunWork) -> list[dict[str, Any]]:
+def closing_table(
+    config: InferBatchConfig, records: Sequence[ShardCompletions], work: RunWork, workers: float
+) -> list[dict[str, Any]]:
     """Rows of figure and value."""
     reasons: Counter[str] = Counter()
     for record in records:
@@ -120,6 +127,6 @@ def closing_table(config: InferBatchConfig, records: Sequence[ShardCompletions],
         for share in (0.5, 0.9, 0.99):
             figures[f"latency, {share:.0%} of samples (s)"] = float(f"{work.latency(share):.3g}")
     if config.workers.price_per_hour is not None and work.tokens:
-        cost = config.workers.price_per_hour * config.workers.count * work.seconds / 3600
+        cost = config.workers.price_per_hour * workers * work.seconds / 3600
         figures["cost per million tokens"] = round(1e6 * cost / work.tokens, 4)
     return [{"figure": name, "value": value} for name, value in figures.items()]

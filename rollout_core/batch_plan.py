@@ -27,7 +27,13 @@ def plan_batch(
     inputs = plan.check("input.glob", lambda: _count_prompts(plan, config))
     folder = plan.output_folder("output.dir", config.output.dir)
     plan.check("output.dir", lambda: earlier_run_id(folder, run_id))
-    return {**plan.done(), "inputs": inputs or 0, "workers": config.workers.count}
+    workers: int | str | None = config.workers.count
+    if config.workers.dask is not None:
+        from rollout_core.dask_cluster import check_cluster
+
+        dask = config.workers.dask
+        workers = plan.check("workers.dask", lambda: check_cluster(dask))
+    return {**plan.done(), "inputs": inputs or 0, "workers": workers}
 
 
 def _count_prompts(plan: Plan, config: InferBatchConfig) -> int:

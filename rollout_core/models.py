@@ -138,6 +138,11 @@ def describe_model(folder: Path) -> ModelFacts:
     )
 
 
+def max_positions(folder: Path) -> int | None:
+    """The longest sequence that a model's configuration allows, in tokens, if it says so."""
+    return getattr(_read_config(folder), "max_position_embeddings", None)
+
+
 def blank_model(folder: Path) -> Any:
     """The language model that a folder's configuration describes, without memory for its parameters."""
     return _blank(_read_config(folder))

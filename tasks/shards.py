@@ -15,7 +15,7 @@ from rollout_core.inference.prompt_shards import import_shards
 from rollout_core.inference.shard_run import ShardWork, assist_shard, complete_shard
 from rollout_core.inference.tally import RunWork, note_work, tally
 from rollout_core.inference.workers import this_worker
-from rollout_core.models import inspect_model
+from rollout_core.models import max_positions
 from rollout_core.objects import ObjectStore
 from rollout_core.plan import context_limit
 from rollout_core.records import PromptShards, Record, ShardCompletions
@@ -44,15 +44,14 @@ def infer_shard(
     workers: WorkersConfig,
     *,
     samples_per_prompt: int = 1,
-    shared: bool = False,
     label: str = "",
 ) -> ShardCompletions:
     """Bring every sample of a shard to its outcome, exactly once; an interrupted run goes on with what is missing.
 
-    ``shared``: other processes may take unclaimed samples meanwhile (`help_shard`).
+    On a cluster other processes may take unclaimed samples meanwhile (`help_shard`).
     """
     run = _ShardRun(rows, model, sampling, backend, workers, samples_per_prompt)
-    record, work = run.complete(shared)
+    record, work = run.complete()
     stage_logger().info("shard %s: %d samples, %d generated now", label or rows.short, record.num_samples, work.samples)
     return record
 
@@ -74,9 +73,11 @@ def help_shard(
     samples_per_prompt: int = 1,
     label: str = "",
 ) -> Help:
-    """Generate samples of a shard that its worker has not claimed yet."""
+    """Generate samples of a shard that its worker has not claimed yet; returns at once where there are none."""
     run = _ShardRun(rows, model, sampling, backend, workers, samples_per_prompt)
-    return Help(num_samples=run.help().samples)
+    work = run.help()
+    stage_logger().info("shard %s: %d samples generated for its worker", label or rows.short, work.samples)
+    return Help(num_samples=work.samples)
 
 
 class _ShardRun:
@@ -98,20 +99,22 @@ class _ShardRun:
         self._work = ShardWork(rows, sampling, samples_per_prompt, folder)
         self._engine = EngineOf(backend, ModelRef(model, folder))
         self._backend = backend
-        self._claim_size = workers.claim_size
-        self._limit = context_limit(backend) or inspect_model(folder).max_positions
+        self._workers = workers
+        self._limit = context_limit(backend) or max_positions(folder)
 
-    def _options(self, *, alone: bool) -> BatchOptions:
+    def _options(self) -> BatchOptions:
         return BatchOptions(
             mode="test",
             deterministic=True,
-            exclusive=alone,
-            claim_size=self._claim_size,
+            # Otherwise the stage's lock, a file, does not keep all others out.
+            exclusive=places.storage_is_local() and self._workers.dask is None,
+            claim_size=self._workers.claim_size,
+            stale_after_seconds=self._workers.stale_after_seconds,
             max_model_len=self._limit,
             generator=generator_id(self._backend),
         )
 
-    def complete(self, shared: bool) -> tuple[ShardCompletions, Work]:
+    def complete(self) -> tuple[ShardCompletions, Work]:
         async def run() -> tuple[ShardCompletions, Work]:
             async with places.open_store() as store:
                 return await complete_shard(
@@ -120,7 +123,7 @@ class _ShardRun:
                     self._engine,
                     self._work,
                     worker_id=this_worker(),
-                    options=self._options(alone=places.storage_is_local() and not shared),
+                    options=self._options(),
                     on_progress=self._note,
                 )
 
@@ -138,7 +141,8 @@ class _ShardRun:
                     self._engine,
                     self._work,
                     worker_id=this_worker(),
-                    options=self._options(alone=False),
+                    options=self._options(),
+                    on_progress=self._note_help,
                 )
 
         started = time.time()
@@ -148,6 +152,10 @@ class _ShardRun:
 
     def _note(self, progress: Progress) -> None:
         tally(self._run_id).note(self._rows, progress)
+
+    def _note_help(self, progress: Progress) -> None:
+        # What is done of the shard is its own worker's to tell.
+        tally(self._run_id).note(f"{self._rows} {this_worker()}", Progress(0, 0, progress.tokens))
 
     def _file_work(self, started: float, work: Work) -> None:
         if work.samples:

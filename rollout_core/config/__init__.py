@@ -68,19 +68,21 @@ from rollout_core.config.runs import (
     TrainPPOConfig,
     TrainRMConfig,
     TrainSFTConfig,
-    WorkersConfig,
     json_schema,
 )
+from rollout_core.config.workers import AdaptConfig, DaskConfig, WorkersConfig
 
 __all__ = [
     "CONFIG_KINDS",
     "SCHEMA_VERSION",
+    "AdaptConfig",
     "AdaptiveKL",
     "BackendConfig",
     "BatchSampling",
     "BudgetConfig",
     "DPOAlgorithm",
     "DPOSettings",
+    "DaskConfig",
     "DatasetSource",
     "EvaluationConfig",
     "FailurePolicy",

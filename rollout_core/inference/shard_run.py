@@ -72,11 +72,14 @@ async def assist_shard(
     *,
     worker_id: str,
     options: BatchOptions,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Work:
     """Take work off the hands of the shard's worker; see `batch.assist`."""
     samples, problems = await asyncio.to_thread(_samples, objects, engine, work)
     sound = [sample for sample in samples if sample.id not in problems]
-    return await assist_samples(store, objects, engine, sound, work.params, worker_id=worker_id, options=options)
+    return await assist_samples(
+        store, objects, engine, sound, work.params, worker_id=worker_id, options=options, on_progress=on_progress
+    )
 
 
 def finished_ref(completions: ContentId) -> str:
