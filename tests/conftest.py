@@ -6,8 +6,10 @@ import contextlib
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,8 @@ os.environ.update(
 
 import pytest
 
+BUCKET = "objects"
+"""On the S3 server of the tests."""
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT / "examples"))
 
@@ -124,6 +128,33 @@ def sorting_task(tmp_path_factory: pytest.TempPathFactory) -> SortingTask:
         write("prompts.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in problems[:64]]),
         write("held-out.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in problems[64:]]),
     )
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[dict[str, Any]]:
+    """Storage options for a moto server with one bucket, in a process of its own."""
+    import s3fs
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    options: dict[str, Any] = {"endpoint_url": f"http://127.0.0.1:{port}", "key": "test", "secret": "test"}
+    try:
+        for _ in range(200):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        s3fs.S3FileSystem(**options).call_s3("create_bucket", Bucket=BUCKET)
+        yield options
+    finally:
+        server.kill()
+        server.wait()
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 from blake3 import blake3
@@ -33,36 +32,9 @@ from rollout_core.objects.files import TOUCH_AFTER_SECONDS, storage_faults
 from rollout_core.objects.local import LocalFiles
 from rollout_core.objects.store import blob_key
 from rollout_core.snapshots import SnapshotStore
+from tests.conftest import BUCKET
 
-BUCKET = "objects"
 NOTHING = hash_bytes(b"nothing has these bytes")
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[dict]:
-    """Storage options for a moto server with one bucket, in a process of its own."""
-    import s3fs
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    options: dict[str, Any] = {"endpoint_url": f"http://127.0.0.1:{port}", "key": "test", "secret": "test"}
-    try:
-        for _ in range(200):
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.1)
-        s3fs.S3FileSystem(**options).call_s3("create_bucket", Bucket=BUCKET)
-        yield options
-    finally:
-        server.kill()
-        server.wait()
 
 
 @pytest.fixture(params=["local", "memory", "s3"])
