@@ -80,7 +80,7 @@ def _complete(
         refuse_failures(config, progress.failed, num_samples, record)
 
     with open_fleet(config.workers, run_id) as fleet, RunProgress(run_id, num_samples) as progress:
-        work = FanOut(call(infer_shard), call(help_shard), lambda item: progress.left(item[0]), on_result)
+        work = FanOut(call(infer_shard), call(help_shard), lambda item: progress.of(item[0]), on_result)
         records = fleet.run_all(shards, work)
     close_run(config, run_id, records, fleet.average_workers())
     return records

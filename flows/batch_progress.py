@@ -57,10 +57,9 @@ class RunProgress:
         tokens = self._tally.of(shard).tokens
         self._tally.note(shard, ShardProgress(record.num_samples, record.num_samples, tokens, record.num_failed))
 
-    def left(self, shard: ContentId) -> int:
-        """Samples of a shard that are not known to be done; 0 before its worker told of any."""
-        known = self._tally.of(shard)
-        return known.total - known.done
+    def of(self, shard: ContentId) -> ShardProgress:
+        """How far a shard is; zeros before its worker told."""
+        return self._tally.of(shard)
 
     def _show(self) -> None:
         columns = (

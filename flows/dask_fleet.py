@@ -63,9 +63,10 @@ class _Job:
     place: int
     """Of its item."""
     is_help: bool
-    left_before: int
+    done_before: int
+    """Samples of the shard that were known to be done."""
     worker: str | None
-    """Address of the worker it is on; None while that is open."""
+    """Address of the worker it is on, which may have gone since; None while that is open."""
     submitted: Submitted[Any] | None = None
 
 
@@ -118,18 +119,16 @@ class DaskFleet:
             if job is None:
                 continue
             assert job.submitted is not None, "only submitted jobs finish"
-            try:
-                result = job.submitted.result()
-            except _Deadly as error:
-                self._refuse_deadly(job, work.left(items[job.place]), error)
-                if not job.is_help:
-                    waiting.appendleft(job.place)
-                continue
             if job.is_help:
-                self._helped[job.place] = time.monotonic()
+                self._end_help(job)
                 continue
-            results[job.place] = result
-            work.on_result(items[job.place], result)
+            try:
+                results[job.place] = job.submitted.result()
+            except _Deadly as error:
+                self._refuse_deadly(job, work.progress(items[job.place]).done, error)
+                waiting.appendleft(job.place)
+                continue
+            work.on_result(items[job.place], results[job.place])
         return [results[place] for place in range(len(items))]
 
     def submit(self, task: Task[..., Any], inputs: dict[str, Any], job: _Job) -> PrefectDaskFuture[Any]:
@@ -169,7 +168,7 @@ class DaskFleet:
         now = time.monotonic()
         if self._slots and now - self._looked < LOOK_SECONDS:
             return
-        found: dict[str, Any] = self._client.scheduler_info(n_workers=-1)["workers"]
+        found = self._ask_for_workers()
         wanted = self._config.gpus_per_worker or 0
         slots = {
             address: min(SHARDS_PER_WORKER, worker["nthreads"])
@@ -180,9 +179,6 @@ class DaskFleet:
         if slots.keys() != self._slots.keys():
             stage_logger().info("%d Dask workers", len(slots))
         self._slots, self._looked = slots, now
-        for job in self._jobs.values():
-            if job.worker not in slots:
-                job.worker = None
         if slots:
             self._had_workers = now
             return
@@ -196,6 +192,14 @@ class DaskFleet:
             self._next_log = now + LOG_SECONDS
             stage_logger().warning("waiting for Dask workers%s; %d others are there", lacking, len(found))
 
+    def _ask_for_workers(self) -> dict[str, Any]:
+        # Not Client.scheduler_info, whose answer a refresh in the background may replace by one without workers.
+        scheduler: Any = self._client.scheduler
+        try:
+            return self._client.sync(scheduler.identity, n_workers=-1)["workers"]
+        except OSError as error:
+            raise Recoverable(LOST) from error
+
     def _has_room(self) -> bool:
         # With none yet, or more to come, Dask sees by what waits that workers are wanted.
         most = self._config.adapt.maximum if self._config.adapt is not None else 1
@@ -206,11 +210,11 @@ class DaskFleet:
         load = self._load()
         free = [worker for worker, slots in self._slots.items() if load[worker] < slots]
         worker = min(free, key=load.__getitem__, default=None)
-        job = _Job(place, False, work.left(items[place]), worker)
+        job = _Job(place, False, work.progress(items[place]).done, worker)
         job.submitted = work.submit(_Spot(self, job), items[place])
 
     def _load(self) -> Counter[str | None]:
-        return Counter(job.worker for job in self._jobs.values())
+        return Counter(job.worker for job in self._jobs.values() if job.worker in self._slots)
 
     def _assist(self, items: Sequence[T], work: FanOut[T, R]) -> None:
         """Give every idle worker the shard that has the most left for each who works on it."""
@@ -219,9 +223,9 @@ class DaskFleet:
         # Claims become free again when they go stale, so what had nothing left may have.
         pause = self._workers.stale_after_seconds
         shards = {
-            job.place: work.left(items[job.place])
+            job.place: _left(work.progress(items[job.place]))
             for job in self._jobs.values()
-            if not job.is_help and job.worker is not None and now - self._helped.get(job.place, -math.inf) > pause
+            if not job.is_help and job.worker in self._slots and now - self._helped.get(job.place, -math.inf) > pause
         }
         for worker in [worker for worker in self._slots if not load[worker]]:
             worth = {
@@ -233,7 +237,7 @@ class DaskFleet:
                 return
             place = max(worth, key=worth.__getitem__)
             helpers[place] += 1
-            job = _Job(place, True, shards[place], worker)
+            job = _Job(place, True, 0, worker)
             job.submitted = work.assist(_Spot(self, job), items[place])
 
     def _next_finished(self) -> _Job | None:
@@ -241,14 +245,26 @@ class DaskFleet:
             return self._jobs.pop(self._finished.get(timeout=LOOK_SECONDS))
         return None
 
-    def _refuse_deadly(self, job: _Job, left: int, error: _Deadly) -> None:
-        """A task that Dask gave up is tried again as long as its shard gets further."""
-        if job.is_help or left < job.left_before:
+    def _end_help(self, job: _Job) -> None:
+        self._helped[job.place] = time.monotonic()
+        try:
+            assert job.submitted is not None
+            job.submitted.result()
+        except Exception as error:  # noqa: BLE001 - what is wrong with the shard itself, its own task tells
+            stage_logger().warning("help with shard %d ended: %s", job.place + 1, error)
+
+    def _refuse_deadly(self, job: _Job, done: int, error: _Deadly) -> None:
+        """A shard that Dask gave up is tried again as long as it gets further."""
+        if done > job.done_before:
             return
         raise Fatal(
             f"the workers that shard {job.place + 1} ran on died, and none completed a sample of it ({error}); see "
             "their logs (often memory ran out: give the workers more, or the engine less), and run again"
         ) from error
+
+
+def _left(known: Progress) -> int:
+    return known.total - known.done
 
 
 def _flow_context() -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from rollout_core.config import WorkersConfig
+from rollout_core.inference.batch import Progress
 from rollout_core.records import Record
 from tasks.stage import RunsTasks, Submitted
 
@@ -25,8 +26,8 @@ class FanOut(Generic[T, R]):
     submit: Callable[[RunsTasks, T], Submitted[R]]
     assist: Callable[[RunsTasks, T], Submitted[Any]]
     """Take work off the hands of the item's worker."""
-    left: Callable[[T], int]
-    """Samples of an item that its worker still has before it; 0 where nothing is known."""
+    progress: Callable[[T], Progress]
+    """How far an item is, as its worker told; zeros before it did."""
     on_result: Callable[[T, R], None]
     """Told of each result as it comes; what it raises ends the fan-out."""
 
