@@ -194,9 +194,9 @@ class DaskFleet:
 
     def _ask_for_workers(self) -> dict[str, Any]:
         # Not Client.scheduler_info, whose answer a refresh in the background may replace by one without workers.
-        scheduler: Any = self._client.scheduler
+        client: Any = self._client
         try:
-            return self._client.sync(scheduler.identity, n_workers=-1)["workers"]
+            return client.sync(client.scheduler.identity, n_workers=-1)["workers"]
         except OSError as error:
             raise Recoverable(LOST) from error
 

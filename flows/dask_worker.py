@@ -76,6 +76,7 @@ _use = _Use(set())
 _lock = threading.Lock()
 _met: set[Driver] = set()
 _meeting = threading.Lock()
+_importing = threading.Lock()
 
 
 def address_of(function: Callable[..., Any]) -> str:
@@ -143,14 +144,15 @@ def _meet(driver: Driver, inputs: dict[str, Any]) -> None:
         )
     with _meeting:
         if driver not in _met:
-            _load_imports()
             _refuse_other_places(driver)
+            _load_imports()
             _met.add(driver)
 
 
 def _load_imports() -> None:
     """transformers makes its names when they are first asked for, and not for two threads at once."""
-    from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+    with _importing:
+        from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
 
 def _refuse_other_places(driver: Driver) -> None:
@@ -186,6 +188,8 @@ class EngineKeeper(WorkerPlugin):
 
     async def setup(self, worker: Worker) -> None:
         _use.runs.add(self._run_id)
+        # Takes seconds, in which the first shard is on its way.
+        threading.Thread(target=_load_imports, name="rollout-imports", daemon=True).start()
         self._watch = asyncio.create_task(self._close_when_idle())
 
     async def teardown(self, worker: Worker) -> None:
