@@ -96,7 +96,10 @@ class Benchmark:
             started = time.perf_counter()
             written = batch.batch_inference(config)
             seconds = time.perf_counter() - started
-        stages = {entry.stage: entry.seconds for entry in journals[-1].entries}
+        stages: dict[str, float] = {}
+        for entry in journals[-1].entries:
+            # Shards run beside each other, so theirs is the longest.
+            stages[entry.stage] = max(entry.seconds, stages.get(entry.stage, 0.0))
         return seconds, self._tokens_in(Path(written["path"])), stages
 
     def _tokens_in(self, path: Path) -> list[list[int]]:
@@ -104,8 +107,9 @@ class Benchmark:
         from tasks import places
 
         with path.open(encoding="utf-8") as file:
-            blob = json.loads(file.readline())["completion_blob_id"]
-        return [list(row.token_ids) for row in decode_completions_blob(places.objects().get_bytes(blob))]
+            blobs = dict.fromkeys(json.loads(line)["completion_blob_id"] for line in file)
+        rows = (row for blob in blobs for row in decode_completions_blob(places.objects().get_bytes(blob)))
+        return [list(row.token_ids) for row in rows]
 
     def generate(self, seed: int, *, lean: bool) -> tuple[float, list[list[int]]]:
         """Seconds of `LLM.generate` and the tokens it drew."""
@@ -116,7 +120,7 @@ class Benchmark:
         from rollout_core.inference.samples import make_samples
 
         sampling = self._sampling(seed)
-        samples = make_samples(self._tokenizer, self._rows, model=self._model.content_id, params=sampling)
+        samples = make_samples(self._tokenizer, self._rows, model=self._model.content_id, params=sampling.params)
         options: dict[str, Any] = {"detokenize": False, "flat_logprobs": True} if lean else {}
         params = [
             vllm.SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, seed=seed_of(sample.id), logprobs=0, **options)
@@ -135,9 +139,9 @@ class Benchmark:
 
     @staticmethod
     def _sampling(seed: int) -> Any:
-        from rollout_core.config import SamplingParams
+        from rollout_core.config import BatchSampling
 
-        return SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, seed=seed)
+        return BatchSampling(temperature=1.0, max_tokens=MAX_TOKENS, seed=seed)
 
 
 @contextmanager
@@ -146,12 +150,12 @@ def kept_engine(batch: Any) -> Iterator[list[Any]]:
     journals: list[Any] = []
     run_body = batch.run_body
 
-    def run_and_keep_journal(body: Callable[[Any], Any], *, refresh: bool) -> Any:
+    def run_and_keep_journal(body: Callable[[Any], Any], run: Any) -> Any:
         def keep(journal: Any) -> Any:
             journals.append(journal)
             return body(journal)
 
-        return run_body(keep, refresh=refresh)
+        return run_body(keep, run)
 
     with patch.object(batch, "close_engine", lambda: None), patch.object(batch, "run_body", run_and_keep_journal):
         yield journals
@@ -202,7 +206,7 @@ def measure(size: Size) -> Figures:
 
 
 def main() -> None:
-    size = Size(num_prompts=200, rounds=3) if quick_asked(__doc__) else Size(num_prompts=2_000, rounds=2)
+    size = Size(num_prompts=200, rounds=3) if quick_asked(__doc__) else Size(num_prompts=5_000, rounds=2)
     with own_place() as folder, own_server(folder):
         make_inputs(folder, size.num_prompts)
         from rollout_core.inference.engines import close_engine

@@ -89,7 +89,7 @@ def common(folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def build(case: str, model: Any, rows: list[dict[str, Any]], folder: str, arguments: argparse.Namespace) -> Any:
     """The trainer, its data in place."""
-    import trl
+    import trl  # pyright: ignore[reportMissingImports] - of another interpreter
     from datasets import Dataset
     from transformers import AutoModelForSequenceClassification
 

@@ -24,7 +24,7 @@ NUM_PROMPTS = 8_000
 NUM_HELD_OUT = 512
 VOCABULARY = 320
 NUM_PAIRS = 2_000
-FILES = ("sft.jsonl", "prompts.jsonl", "held-out.jsonl", "pairs.jsonl", "judged.jsonl")
+FILES = ("sft.jsonl", "prompts.jsonl", "held-out.jsonl", "held-out.parquet", "pairs.jsonl", "judged.jsonl")
 
 
 def make_problems(count: int, rng: random.Random) -> list[tuple[str, str]]:
@@ -61,9 +61,14 @@ def make_judged(problems: list[tuple[str, str]], rng: random.Random) -> list[dic
 
 def make_data(folder: Path) -> None:
     """Write all rows; the held-out prompts appear nowhere else."""
+    import pyarrow
+    import pyarrow.parquet
+
     problems = make_problems(NUM_HELD_OUT + NUM_PROMPTS, random.Random(SEED))
     held_out, training = problems[:NUM_HELD_OUT], problems[NUM_HELD_OUT:]
     _write(folder / "held-out.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in held_out])
+    rows = {"prompt": [prompt for prompt, _ in held_out], "answer": [answer for _, answer in held_out]}
+    pyarrow.parquet.write_table(pyarrow.table(rows), folder / "held-out.parquet")
     _write(folder / "prompts.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in training])
     _write(folder / "sft.jsonl", [{"prompt": prompt, "completion": answer} for prompt, answer in training[:NUM_SFT]])
     _write(folder / "pairs.jsonl", make_pairs(training[-NUM_PAIRS:], random.Random(SEED)))

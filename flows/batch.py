@@ -16,34 +16,39 @@ from rollout_core.config import InferBatchConfig
 from rollout_core.errors import Fatal
 from rollout_core.ids import ContentId
 from rollout_core.inference.engines import close_engine
-from rollout_core.inference.output import resolve_run_id
+from rollout_core.inference.folders import output_folder
 from rollout_core.inference.prompt_shards import shards_of
+from rollout_core.inference.runs import begin_run, parameters_of, resolve_run_id
 from rollout_core.records import Record, ShardCompletions
 from tasks.journal import Journal
 from tasks.keep import import_model
 from tasks.output import write_completions
 from tasks.places import connections, objects, working_folder
-from tasks.shards import help_shard, import_prompts, infer_shard
-from tasks.stage import RunsTasks, Stage, Submitted
+from tasks.shards import Reporting, help_shard, import_prompts, infer_shard
+from tasks.stage import RunsTasks, Stage, Submitted, stage_logger
 
 R = TypeVar("R", bound=Record)
 
 
 @flow(name="batch-inference", flow_run_name="{config.model.uri}", persist_result=False)
 def batch_inference(config: InferBatchConfig, run_id: str | None = None) -> dict[str, Any]:
-    """Complete every prompt of the input and write ``completions.jsonl`` in input order; returns what was written.
+    """Complete every prompt of the input and write the completions in input order; returns what was written.
 
     ``run_id`` names an earlier run to go on with; without it the output folder's own run is taken up.
     """
     plan_batch(config, working_folder(), run_id, connections())
-    run_id = resolve_run_id(working_folder() / config.output.dir, run_id)
+    folder = output_folder(config.output.dir, working_folder(), objects())
+    asked, run_id = run_id, resolve_run_id(folder, run_id)
 
     def body(journal: Journal) -> dict[str, Any]:
         model = import_model(config.model)
+        goes_on = begin_run(objects(), run_id, parameters_of(config, model.model), folder, asked)
+        stage_logger().info("run %s %s", run_id, "goes on" if goes_on else "begins")
         prompts = import_prompts(config)
         shards = shards_of(objects(), prompts)
-        records = _complete(config, model.model, shards, prompts.num_rows * config.sampling.n)
-        return write_completions(records, config, run_id).model_dump(mode="json")
+        records, figures = _complete(config, run_id, model.model, shards, prompts.num_rows * config.sampling.n)
+        written = write_completions(records, config, run_id)
+        return {**written.model_dump(mode="json"), "figures": figures}
 
     try:
         return run_body(body, config.run)
@@ -52,11 +57,13 @@ def batch_inference(config: InferBatchConfig, run_id: str | None = None) -> dict
 
 
 def _complete(
-    config: InferBatchConfig, model: ContentId, shards: list[tuple[ContentId, int]], num_samples: int
-) -> list[ShardCompletions]:
+    config: InferBatchConfig, run_id: str, model: ContentId, shards: list[tuple[ContentId, int]], num_samples: int
+) -> tuple[list[ShardCompletions], dict[str, Any]]:
+    """Records of all shards, and the figures of the closing table."""
     context = FlowRunContext.get()
     assert context is not None and context.flow_run is not None, "called inside the flow"
-    run_id = str(context.flow_run.id)
+    flow_run_id = str(context.flow_run.id)
+    reporting = Reporting(run_id=run_id, events=config.output.events)
     places = {shard: f"{number}/{len(shards)}" for number, (shard, _) in enumerate(shards, start=1)}
 
     def call(stage: Stage[..., R]) -> Callable[[RunsTasks, tuple[ContentId, int]], Submitted[R]]:
@@ -70,6 +77,7 @@ def _complete(
                 config.backend,
                 config.workers,
                 samples_per_prompt=config.sampling.n,
+                reporting=reporting,
                 label=places[shard],
             )
 
@@ -79,11 +87,14 @@ def _complete(
         progress.finish(item[0], record)
         refuse_failures(config, progress.failed, num_samples, record)
 
-    with open_fleet(config.workers, run_id) as fleet, RunProgress(run_id, num_samples) as progress:
+    bar = not config.output.events
+    with (
+        open_fleet(config.workers, flow_run_id) as fleet,
+        RunProgress(flow_run_id, num_samples, bar=bar) as progress,
+    ):
         work = FanOut(call(infer_shard), call(help_shard), lambda item: progress.of(item[0]), on_result)
         records = fleet.run_all(shards, work)
-    close_run(config, run_id, records, fleet.average_workers())
-    return records
+    return records, close_run(config, flow_run_id, records, fleet.average_workers())
 
 
 def refuse_failures(config: InferBatchConfig, failed: int, num_samples: int, record: ShardCompletions) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextvars
 import io
+import logging
 import math
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
+from prefect.logging.handlers import PrefectConsoleHandler
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from rollout_core.config import InferBatchConfig
 from rollout_core.ids import ContentId
@@ -25,18 +30,22 @@ from tasks.stage import stage_logger
 
 REFRESH_SECONDS = 0.5
 LOG_SECONDS = 30.0
+SPEED_SECONDS = 30.0
 
 
 class RunProgress:
-    """Shows how far a run is until the block ends."""
+    """Shows how far a run is until the block ends: a bar in a terminal, log lines elsewhere, an artifact in the UI."""
 
-    def __init__(self, run_id: str, total: int) -> None:
+    def __init__(self, run_id: str, total: int, *, bar: bool = True) -> None:
         self._run_id = run_id
         self._total = total
+        self._bar = bar and sys.stderr.isatty()
         self._tally = tally(run_id)
+        self._speed = Speed()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._show, name="rollout-progress", daemon=True)
-        self._began = time.monotonic()
+        # In the flow run's context, to which artifacts and log lines belong.
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=lambda: context.run(self._show), name="rollout-progress", daemon=True)
 
     def __enter__(self) -> RunProgress:
         self._thread.start()
@@ -63,37 +72,83 @@ class RunProgress:
 
     def _show(self) -> None:
         columns = (
-            TextColumn("batch inference"),
-            BarColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[rates]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[told]}"),
         )
-        bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-        task = bar.add_task("", total=self._total, rates="")
+        bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not self._bar)
+        task = bar.add_task("completions", total=self._total, told="")
         artifact = artifacts.ProgressArtifact("inference-progress", "Batch inference")
         next_log = time.monotonic() + LOG_SECONDS
-        with bar:
+        with bar, _log_lines_above() if self._bar else nullcontext():
             while not self._stopped.wait(REFRESH_SECONDS):
                 now = self._tally.total()
-                bar.update(task, completed=now.done, rates=self._rates(now))
+                self._speed.note(time.monotonic(), now.done - self._tally.earlier, now.tokens)
+                bar.update(task, completed=now.done, told=self._told(now))
                 artifact.show(now.done, self._total)
-                if time.monotonic() > next_log and not sys.stderr.isatty():
+                if time.monotonic() > next_log and not self._bar:
                     next_log = time.monotonic() + LOG_SECONDS
-                    stage_logger().info("%d of %d samples, %s", now.done, self._total, self._rates(now))
+                    stage_logger().info("%d of %d samples, %s", now.done, self._total, self._told(now))
+        artifact.end(self._tally.total().done, self._total)
 
-    def _rates(self, now: ShardProgress) -> str:
-        seconds = max(time.monotonic() - self._began, 1e-9)
-        failed = f"{now.failed} failed, " if now.failed else ""
-        return f"{failed}{now.done / seconds:,.0f} samples/s, {now.tokens / seconds:,.0f} tokens/s"
+    def _told(self, now: ShardProgress) -> str:
+        samples, tokens = self._speed.per_second
+        told = [f"{now.failed:,} failed"] if now.failed else []
+        told += [f"{samples:,.0f} samples/s", f"{tokens:,.0f} tokens/s"]
+        if samples:
+            told.append(f"{timedelta(seconds=round((self._total - now.done) / samples))} left")
+        return ", ".join(told)
 
 
-def close_run(config: InferBatchConfig, run_id: str, records: Sequence[ShardCompletions], workers: float) -> None:
-    """File the table and the histogram of a finished run. ``workers``: how many there were, on the average."""
+@contextmanager
+def _log_lines_above() -> Iterator[None]:
+    """Inside the block Prefect's log lines go through the present ``sys.stderr``, which a bar has made its own."""
+    handlers = [item for item in logging.getLogger().handlers if isinstance(item, PrefectConsoleHandler)]
+    files = [handler.console.file for handler in handlers]
+    for handler in handlers:
+        handler.console.file = sys.stderr
+    try:
+        yield
+    finally:
+        for handler, file in zip(handlers, files, strict=True):
+            handler.console.file = file
+
+
+class Speed:
+    """What was generated of late: in the last half minute, beginning with the first sample."""
+
+    def __init__(self) -> None:
+        self._noted: deque[tuple[float, int, int]] = deque()
+
+    def note(self, seconds: float, samples: int, tokens: int) -> None:
+        """So many were generated up to a moment of a monotonic clock."""
+        if samples == 0 and self._noted:
+            self._noted.clear()
+        self._noted.append((seconds, samples, tokens))
+        while len(self._noted) > 2 and seconds - self._noted[1][0] > SPEED_SECONDS:
+            self._noted.popleft()
+
+    @property
+    def per_second(self) -> tuple[float, float]:
+        """Samples and tokens a second; zeros where nothing is known yet."""
+        if len(self._noted) < 2:
+            return 0.0, 0.0
+        (begun, samples, tokens), (now, more_samples, more_tokens) = self._noted[0], self._noted[-1]
+        return (more_samples - samples) / (now - begun), (more_tokens - tokens) / (now - begun)
+
+
+def close_run(
+    config: InferBatchConfig, run_id: str, records: Sequence[ShardCompletions], workers: float
+) -> dict[str, Any]:
+    """File the table and the histogram of a finished run, and return the table's figures.
+
+    ``workers``: how many there were, on the average.
+    """
     objects = places.objects()
-    work = work_of(objects, run_id)
-    artifacts.table("batch-inference", closing_table(config, records, work, workers), "Batch inference")
+    figures = closing_figures(config, records, work_of(objects, run_id), workers)
+    rows = [{"figure": name, "value": value} for name, value in figures.items()]
+    artifacts.table("batch-inference", rows, "Batch inference")
     lengths = [sum(counts) for counts in zip(*(record.lengths for record in records), strict=True)]
     if any(lengths):
         width = math.ceil(config.sampling.max_tokens / len(lengths))
@@ -101,12 +156,13 @@ def close_run(config: InferBatchConfig, run_id: str, records: Sequence[ShardComp
         draw_histogram(image, lengths, width=width, title="Completion lengths", x_label="tokens", y_label="completions")
         artifacts.image("completion-lengths", image.getvalue(), "Completion lengths")
     forget_work(objects, run_id)
+    return figures
 
 
-def closing_table(
+def closing_figures(
     config: InferBatchConfig, records: Sequence[ShardCompletions], work: RunWork, workers: float
-) -> list[dict[str, Any]]:
-    """Rows of figure and value."""
+) -> dict[str, Any]:
+    """What a finished run tells, by name."""
     reasons: Counter[str] = Counter()
     for record in records:
         reasons.update(record.finish_reasons)
@@ -118,7 +174,7 @@ def closing_table(
         **{f"finish: {reason}": count for reason, count in sorted(reasons.items())},
         "generated now": work.samples,
         "generated now, tokens": work.tokens,
-        "seconds": round(work.seconds, 2),
+        "seconds, with the engine's start": round(work.seconds, 2),
     }
     if work.seconds:
         figures["samples/s"] = round(work.samples / work.seconds, 1)
@@ -128,4 +184,4 @@ def closing_table(
     if config.workers.price_per_hour is not None and work.tokens:
         cost = config.workers.price_per_hour * workers * work.seconds / 3600
         figures["cost per million tokens"] = round(1e6 * cost / work.tokens, 4)
-    return [{"figure": name, "value": value} for name, value in figures.items()]
+    return figures

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollout_core.ids import ContentId
-from rollout_core.inference.output import write_atomically
+from rollout_core.inference.folders import LocalFolder
 from rollout_core.telemetry import draw_curve
 from tasks.journal import StageEntry
 
@@ -71,7 +71,7 @@ def write_report(report: Report, folder: Path) -> Path:
     draw_curve(
         folder / LOSS_PNG, {"loss": report.sft_losses}, title="SFT loss", x_label="optimizer step", y_label="loss"
     )
-    write_atomically(folder / PAGE, [_page(report).encode()])
+    LocalFolder(folder).replace(PAGE, [_page(report).encode()])
     return folder
 
 

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollout_core.config import InferBatchConfig
+from rollout_core.datasets import PromptRow
 from rollout_core.errors import ConfigError
-from rollout_core.inference.output import earlier_run_id
+from rollout_core.hub import has_token, is_gated
+from rollout_core.ids import ContentId
+from rollout_core.inference.folders import output_folder
 from rollout_core.inference.prompt_files import open_prompts
-from rollout_core.inference.prompt_shards import imported_before
-from rollout_core.plan import Connections, Plan
+from rollout_core.inference.prompt_shards import imported_before, read_shard, shards_of, tokenize_rows
+from rollout_core.inference.runs import check_run, earlier_run_id, parameters_of
+from rollout_core.inference.samples import length_problem
+from rollout_core.objects import ObjectStore
+from rollout_core.plan import Connections, Plan, context_limit
+from rollout_core.records import PromptShards
+
+SAMPLED_ROWS = 1000
+"""Rows that are tokenised, to tell how many will fail."""
+_SAMPLED_SHARDS = 4
 
 
 def plan_batch(
@@ -23,32 +36,110 @@ def plan_batch(
     plan = Plan(base, connections)
     plan.places()
     plan.model("model", config.model)
+    gated = [uri for uri in (config.model.uri, config.model.tokenizer) if uri and is_gated(uri)]
+    if gated:
+        plan.facts["hub token"] = "set" if has_token() else f"not set; {gated[0]} may ask for ROLLOUT_SECRET_HF_TOKEN"
     plan.backend("backend", config.backend)
-    inputs = plan.check("input.glob", lambda: _count_prompts(plan, config))
-    folder = plan.output_folder("output.dir", config.output.dir)
-    plan.check("output.dir", lambda: earlier_run_id(folder, run_id))
-    workers: int | str | None = config.workers.count
-    if config.workers.dask is not None:
-        from rollout_core.dask_cluster import check_cluster
-
-        dask = config.workers.dask
-        workers = plan.check("workers.dask", lambda: check_cluster(dask))
-    return {**plan.done(), "inputs": inputs or 0, "workers": workers}
+    plan.sampling("sampling", config.sampling, config.backend)
+    rows = plan.check("input.glob", lambda: _read(plan, config))
+    plan.facts["inputs"] = rows.count if rows else 0
+    plan.facts["workers"] = _workers(plan, config)
+    plan.check("output.dir", lambda: _check_output(plan, config, run_id))
+    if rows:
+        _count_failures(plan, config, rows)
+    return plan.done()
 
 
-def _count_prompts(plan: Plan, config: InferBatchConfig) -> int:
-    prompts = open_prompts(config.input, plan.base)
-    if plan.objects is not None and (source := prompts.identity()) is not None:
+def _workers(plan: Plan, config: InferBatchConfig) -> int | str | None:
+    dask = config.workers.dask
+    if dask is None:
+        return config.workers.count
+    from rollout_core.dask_cluster import check_cluster
+
+    return plan.check("workers.dask", lambda: check_cluster(dask))
+
+
+class _Rows:
+    """The number of rows, and some of them, each as likely as any other."""
+
+    def __init__(self, count: int = 0, num_chats: int = 0) -> None:
+        self.count = count
+        self.num_chats = num_chats
+        self.sampled: list[PromptRow] = []
+        self._random = random.Random(0)
+
+    def see(self, rows: Iterable[PromptRow]) -> None:
+        """Count rows, and keep a sample of them (Vitter's algorithm R)."""
+        for row in rows:
+            self.count += 1
+            self.num_chats += row.messages is not None
+            if len(self.sampled) < SAMPLED_ROWS:
+                self.sampled.append(row)
+            elif (place := int(self._random.random() * self.count)) < SAMPLED_ROWS:
+                self.sampled[place] = row
+
+
+_read_last: dict[ContentId, _Rows] = {}
+"""By the identity of the input: a command plans, and then the flow that it starts in this process does."""
+
+
+def _read(plan: Plan, config: InferBatchConfig) -> _Rows:
+    prompts = open_prompts(config.input, plan.base, plan.objects)
+    source = prompts.identity()
+    known = None
+    if plan.objects is not None and source is not None:
         known = imported_before(plan.objects, source, config.workers.shard_size)
-        if known is not None:
-            return known.num_rows
-    count = chats = 0
-    for row in prompts.rows():
-        count += 1
-        chats += row.messages is not None
-    if chats and plan.tokenizer is not None and not plan.tokenizer.chat_template:
+    if known is not None and plan.objects is not None:
+        rows = _Rows(known.num_rows, known.num_chats)
+        rows.sampled = _sample(plan.objects, known)
+    elif source is not None and source in _read_last:
+        rows = _read_last[source]
+    else:
+        rows = _Rows()
+        rows.see(prompts.rows())
+        _read_last.clear()
+        _read_last.update({} if source is None else {source: rows})
+    if rows.num_chats and plan.tokenizer is not None and not plan.tokenizer.chat_template:
         raise ConfigError(
-            f"{chats} rows hold chat messages, but the tokenizer has no chat template; give plain text, or a model or "
-            "model.tokenizer with a template"
+            f"{rows.num_chats} of {rows.count} rows hold chat messages, but the tokenizer has no chat template; give "
+            "plain text, or a model or model.tokenizer with a template"
         )
-    return count
+    return rows
+
+
+def _sample(objects: ObjectStore, prompts: PromptShards) -> list[PromptRow]:
+    chosen = random.Random(0)
+    shards = shards_of(objects, prompts)
+    some = shards if len(shards) <= _SAMPLED_SHARDS else chosen.sample(shards, _SAMPLED_SHARDS)
+    rows = [shard_row.row for shard, _ in some for shard_row in read_shard(objects, shard)]
+    return rows if len(rows) <= SAMPLED_ROWS else chosen.sample(rows, SAMPLED_ROWS)
+
+
+def _check_output(plan: Plan, config: InferBatchConfig, asked: str | None) -> None:
+    folder = output_folder(config.output.dir, plan.base, plan.objects)
+    folder.check()
+    run_id = earlier_run_id(folder, asked)
+    if run_id is None:
+        return
+    plan.facts["goes on with run"] = run_id
+    if plan.objects is None:
+        return
+    if check_run(plan.objects, run_id, parameters_of(config), folder, asked) is None:
+        plan.facts["goes on with run"] = f"{run_id} (unknown to this object store, so it begins anew)"
+
+
+def _count_failures(plan: Plan, config: InferBatchConfig, rows: _Rows) -> None:
+    """Tell how many samples will fail for their prompts, if some will."""
+    if plan.tokenizer is None:
+        return
+    token_ids, refused = tokenize_rows(plan.tokenizer, rows.sampled)
+    limit = context_limit(config.backend) or plan.max_positions
+    problems = [length_problem(len(ids), config.sampling.max_tokens, limit) for ids in token_ids]
+    _tell(plan, "prompts refused", list(refused.values()), rows)
+    _tell(plan, "prompts too long", [problem for problem in problems if problem], rows)
+
+
+def _tell(plan: Plan, what: str, problems: Sequence[str], rows: _Rows) -> None:
+    if problems:
+        looked_at = "" if len(rows.sampled) == rows.count else f" of {len(rows.sampled)} looked at"
+        plan.facts[what] = f"{len(problems)}{looked_at}, which will fail, such as: {problems[0]}"

@@ -97,10 +97,10 @@ def read_dataset(
         if isinstance(source, JsonlDataset):
             return jsonl_documents(_files(source.path, base))
         if isinstance(source, ParquetDataset):
-            return _parquet_documents(_files(source.path, base))
+            return parquet_documents(_files(source.path, base))
         if isinstance(source, HuggingFaceDataset):
             return _hugging_face_documents(source, base, download)
-        return _stored_documents(source, objects)
+        return stored_documents(source, objects)
 
     return RowStream(documents, model, source.address)
 
@@ -109,7 +109,7 @@ def stored_rows(objects: ObjectStore, dataset: ContentId, model: type[RowT]) -> 
     """Rows of canonical JSONL in the object store."""
 
     def documents() -> Iterator[PlacedDocument]:
-        for number, line in enumerate(_lines(objects.stream(dataset)), start=1):
+        for number, line in enumerate(split_lines(objects.stream(dataset)), start=1):
             yield "row ", number, line
 
     return RowStream(documents, model, f"dataset {dataset.short}")
@@ -145,7 +145,8 @@ def _files(path: str, base: Path) -> list[tuple[str, Path]]:
     return [(str(file if Path(path).is_absolute() else file.relative_to(base)), file) for file in found]
 
 
-def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Lines of a file that comes in chunks, without their ends; the last one is what follows the last end."""
     begun: list[bytes] = []
     for chunk in chunks:
         first, *others = chunk.split(b"\n")
@@ -157,13 +158,15 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
     yield b"".join(begun)
 
 
-def _parquet_documents(files: Iterable[tuple[str, Path]]) -> Iterator[PlacedDocument]:
+def parquet_documents(files: Iterable[tuple[str, Any]]) -> Iterator[PlacedDocument]:
+    """Rows of Parquet files, each given as name and path, or as name and open file. Raises ConfigError for a file that
+    cannot be read."""
     import pyarrow
     import pyarrow.parquet
 
     for name, path in files:
         try:
-            with pyarrow.parquet.ParquetFile(path, memory_map=True, pre_buffer=False) as file:
+            with pyarrow.parquet.ParquetFile(path, memory_map=isinstance(path, Path), pre_buffer=False) as file:
                 yield from _table_documents(name, file.iter_batches(batch_size=TABLE_BATCH_ROWS))
         except (OSError, pyarrow.ArrowException) as error:
             raise ConfigError(f"{name}: not readable as Parquet: {_one_line(error)}") from error
@@ -223,7 +226,8 @@ def _load_hugging_face(source: HuggingFaceDataset, folder: Path, download: bool)
         raise ConfigError(f"dataset {source.uri!r} cannot be read: {_one_line(error)}") from error
 
 
-def _stored_documents(source: StoredDataset, objects: ObjectStore | None) -> Iterator[PlacedDocument]:
+def stored_documents(source: StoredDataset, objects: ObjectStore | None) -> Iterator[PlacedDocument]:
+    """Rows of a file or folder in the object store. Raises ConfigError where it is not there."""
     if objects is None:
         raise Unchecked(f"dataset {source.id}, as the object store cannot be reached")
     try:
@@ -237,12 +241,12 @@ def _stored_documents(source: StoredDataset, objects: ObjectStore | None) -> Ite
         copy = Path(scratch) / "rows"
         if head.startswith(_PARQUET_MAGIC):
             objects.get_file(content_id, copy)
-            yield from _parquet_documents([(name, copy)])
+            yield from parquet_documents([(name, copy)])
         elif head.startswith(_TREE_BEGINS) and _is_tree(objects, content_id):
             objects.get_tree(content_id, copy)
             yield from _folder_documents(name, copy)
         else:
-            yield from numbered_lines(name, _lines(objects.stream(content_id)))
+            yield from numbered_lines(name, split_lines(objects.stream(content_id)))
 
 
 def _is_tree(objects: ObjectStore, content_id: ContentId) -> bool:
@@ -263,7 +267,7 @@ def _folder_documents(name: str, folder: Path) -> Iterator[PlacedDocument]:
     if not files:
         raise ConfigError(f"object {name} is a folder without a .jsonl or .parquet file")
     for file in files:
-        read = jsonl_documents if file.suffix == ".jsonl" else _parquet_documents
+        read = jsonl_documents if file.suffix == ".jsonl" else parquet_documents
         yield from read([(f"{name}/{file.relative_to(folder).as_posix()}", file)])
 
 

@@ -7,10 +7,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollout_core.errors import ConfigError, Recoverable
+from rollout_core.secrets import read_secret
 
 
 class HubOutOfReach(ConfigError):
     """A model is not on this machine, and nobody answers at the hub's address."""
+
+
+GATED_OWNERS = ("meta-llama", "mistralai")
+"""Owners on the hub of whose repositories most ask for a token."""
+
+
+def is_gated(uri: str) -> bool:
+    """Whether ``uri`` is a hub id that is known to ask for a token."""
+    return looks_like_hub_id(uri) and uri.partition("/")[0] in GATED_OWNERS
+
+
+def has_token() -> bool:
+    """Whether this process can show the hub a token: ``ROLLOUT_SECRET_HF_TOKEN``, or the hub's own ways."""
+    from huggingface_hub import get_token
+
+    return (read_secret("HF_TOKEN") or get_token()) is not None
 
 
 def looks_like_hub_id(uri: str) -> bool:
@@ -38,7 +55,13 @@ def fetch_from_hub(
 
     try:
         return Path(
-            snapshot_download(uri, revision=revision, allow_patterns=list(patterns), local_files_only=not download)
+            snapshot_download(
+                uri,
+                revision=revision,
+                allow_patterns=list(patterns),
+                local_files_only=not download,
+                token=read_secret("HF_TOKEN"),  # without one, that of the environment or of a login
+            )
         )
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ConfigError(f"{what} {uri!r} is neither a folder here nor a hub repository you may read") from error

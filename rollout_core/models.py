@@ -253,7 +253,12 @@ def check_model(source: ModelSource, base: Path, objects: ObjectStore | None = N
     Raises ConfigError for what is wrong, Unchecked when neither can be had now.
     """
     with describe(source, base, objects) as found:
-        return found.inspect()
+        facts = found.inspect()
+        if source.adapter is not None:
+            from rollout_core.adapters import check_adapter
+
+            check_adapter(source.adapter, found.folder, base, objects)
+        return facts
 
 
 @contextmanager
@@ -304,10 +309,19 @@ def _check_stored(content_id: ContentId, objects: ObjectStore) -> None:
 
 
 def import_model(source: ModelSource, objects: ObjectStore, base: Path) -> ContentId:
-    """File the model folder of ``source`` in the object store and return its content id.
+    """File the model of ``source``, its adapter merged in, in the object store and return its content id.
 
     Unchanged files are only hashed, not uploaded again. Raises ConfigError for a folder that is no usable model.
     """
+    model = _import_folder(source, objects, base)
+    if source.adapter is None:
+        return model
+    from rollout_core.adapters import import_adapted
+
+    return import_adapted(model, source.adapter, objects, base)
+
+
+def _import_folder(source: ModelSource, objects: ObjectStore, base: Path) -> ContentId:
     folder = locate_model(source, base)
     if folder is None:
         content_id = ContentId(source.uri)
@@ -318,6 +332,11 @@ def import_model(source: ModelSource, objects: ObjectStore, base: Path) -> Conte
     files = _files(folder, tokenizer)
     with _linked(files) as linked:
         inspect_model(linked)
+    return file_tree(objects, files)
+
+
+def file_tree(objects: ObjectStore, files: Mapping[str, Path]) -> ContentId:
+    """File ``files`` under their names as one folder, wherever they lie and whatever links lead there."""
     hashes = objects.in_parallel(hash_file, files.values())
     manifest = TreeManifest(
         files=tuple(

@@ -25,6 +25,7 @@ def plan_nightly(config: NightlyConfig, base: Path, connections: Connections | N
     held_out = plan.prompt_rows("evaluation.prompts", config.evaluation.prompts)
     held_out_key = f"evaluation.prompts.{config.evaluation.prompts.address_key}"
     plan.prompts(held_out_key, held_out, context_limit(config.backend), config.evaluation.sampling)
+    plan.sampling("evaluation.sampling", config.evaluation.sampling, config.backend)
     plan.reward("reward", config.reward)
     on_policy = config.ppo or config.grpo
     if on_policy is not None:

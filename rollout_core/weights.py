@@ -44,11 +44,14 @@ def check_tensors(folder: Path) -> None:
 
 
 def load_causal_lm(folder: Path, dtype: str = "float32") -> Any:
-    """The causal language model of a Hugging Face folder, on the CPU. Raises ConfigError as `load_whole` does."""
+    """The causal language model of a Hugging Face folder, on the CPU; ``auto`` is its own type of numbers.
+
+    Raises ConfigError as `load_whole` does.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
-    return load_whole(AutoModelForCausalLM, folder, dtype=getattr(torch, dtype))
+    return load_whole(AutoModelForCausalLM, folder, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
 
 
 def load_whole(kind: Any, folder: Path, **options: Any) -> Any:

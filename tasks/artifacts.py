@@ -75,6 +75,11 @@ class ProgressArtifact:
         self._next = time.monotonic() + PROGRESS_INTERVAL_SECONDS
         _tolerate(lambda: self._show(100.0 * done / total))
 
+    def end(self, done: int, total: int) -> None:
+        """Show where the work ended, if it was shown at all."""
+        if self._artifact is not None and total:
+            _tolerate(lambda: self._show(100.0 * done / total))
+
     def _show(self, percent: float) -> None:
         # _sync: the caller may be on a thread that runs an event loop, where these would only return a coroutine.
         if self._artifact is None:

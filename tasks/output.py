@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from contextlib import suppress
 
 import orjson
 
 from rollout_core.config import InferBatchConfig
 from rollout_core.errors import CorruptObject, NotFound
-from rollout_core.ids import ContentId, content_id
-from rollout_core.inference.output import COMPLETIONS_FILE, is_unchanged, shard_lines, write_known
+from rollout_core.ids import ContentId
+from rollout_core.inference.folders import output_folder
+from rollout_core.inference.output import file_name, output_chunks, output_id, shard_rows, write_known
 from rollout_core.inference.samples import decode_completions_blob
 from rollout_core.inference.shard_run import finished_ref
 from rollout_core.objects import ObjectStore
@@ -30,24 +32,28 @@ class OutputFile(Record):
 
 @stage(version=2, cached=False)
 def write_completions(shards: list[ShardCompletions], config: InferBatchConfig, run_id: str) -> OutputFile:
-    """Write the completions of all shards in input order; the file is replaced at once."""
+    """Write the completions of all shards in input order, unless they are there; the file is replaced at once."""
     storage = current_stage().objects
-    path = places.working_folder() / config.output.dir / COMPLETIONS_FILE
-    name = content_id("output-file/1", [config.model_dump(mode="json"), [shard.completions for shard in shards]])
-    if not is_unchanged(storage, name, path):
-        parts = ((shard, _ended(storage, shard, config)) for shard in shards)
-        lines = (line for shard, ended in parts for line in shard_lines(storage, shard, config, ended))
-        write_known(storage, name, path, lines)
+    folder = output_folder(config.output.dir, places.working_folder(), storage)
+    name = file_name(config.output)
+
+    def chunks() -> Iterator[bytes]:
+        parts = ((shard, _ended(storage, shard)) for shard in shards)
+        rows = (row for shard, ended in parts for row in shard_rows(storage, shard, config, ended))
+        return output_chunks(config, rows)
+
+    write_known(storage, folder, name, output_id(config, shards), chunks)
     count = sum(shard.num_samples for shard in shards)
+    path = folder.where(name)
     stage_logger().info("%d completions in %s", count, path)
     tokens = sum(shard.num_tokens for shard in shards)
     failed = sum(shard.num_failed for shard in shards)
-    row = {"file": str(path), "rows": count, "failed": failed, "tokens": tokens}
+    row = {"file": path, "rows": count, "failed": failed, "tokens": tokens}
     artifacts.table("output", [row], "Completions written")
-    return OutputFile(path=str(path), num_rows=count, num_failed=failed, run_id=run_id)
+    return OutputFile(path=path, num_rows=count, num_failed=failed, run_id=run_id)
 
 
-def _ended(storage: ObjectStore, shard: ShardCompletions, config: InferBatchConfig) -> list[float]:
+def _ended(storage: ObjectStore, shard: ShardCompletions) -> list[float]:
     """When each of a shard's samples was finished: from the note beside it, or else from the store."""
     noted = storage.get_ref(finished_ref(shard.completions))
     if noted is not None:

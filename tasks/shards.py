@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
-from rollout_core.config import BackendConfig, InferBatchConfig, SamplingParams, WorkersConfig
+from rollout_core.config import BackendConfig, InferBatchConfig, SamplingParams, Settings, WorkersConfig
 from rollout_core.ids import ContentId
 from rollout_core.inference.base import ModelRef
 from rollout_core.inference.batch import BatchOptions, Progress, Work
 from rollout_core.inference.engines import EngineOf
+from rollout_core.inference.events import EventLog
 from rollout_core.inference.prompt_files import open_prompts
 from rollout_core.inference.prompt_shards import import_shards
 from rollout_core.inference.shard_run import ShardWork, assist_shard, complete_shard
@@ -27,12 +29,21 @@ from tasks.stage import current_stage, stage, stage_logger
 @stage(version=1, cached=False)
 def import_prompts(config: InferBatchConfig) -> PromptShards:
     """Cut the input into shards in the object store; an input that was read before is not read again."""
-    prompts = open_prompts(config.input, places.working_folder())
-    record = import_shards(
-        current_stage().objects, prompts.rows(), shard_size=config.workers.shard_size, source=prompts.identity()
-    )
+    objects = current_stage().objects
+    prompts = open_prompts(config.input, places.working_folder(), objects)
+    record = import_shards(objects, prompts.rows(), shard_size=config.workers.shard_size, source=prompts.identity())
     stage_logger().info("%d prompts in shards of %d", record.num_rows, record.shard_size)
     return record
+
+
+class Reporting(Settings):
+    """What is told of a shard while it is worked on; no part of its cache key."""
+
+    run_id: str
+    events: bool
+
+    def cache_identity(self) -> Any:
+        return None
 
 
 @stage(version=1, concurrency="engine")
@@ -44,13 +55,15 @@ def infer_shard(
     workers: WorkersConfig,
     *,
     samples_per_prompt: int = 1,
+    reporting: Reporting,
     label: str = "",
 ) -> ShardCompletions:
     """Bring every sample of a shard to its outcome, exactly once; an interrupted run goes on with what is missing.
 
     On a cluster other processes may take unclaimed samples meanwhile (`help_shard`).
     """
-    run = _ShardRun(rows, model, sampling, backend, workers, samples_per_prompt)
+    events = EventLog(reporting.run_id, label) if reporting.events else None
+    run = _ShardRun(rows, model, sampling, backend, workers, samples_per_prompt, events)
     record, work = run.complete()
     stage_logger().info("shard %s: %d samples, %d generated now", label or rows.short, record.num_samples, work.samples)
     return record
@@ -71,10 +84,12 @@ def help_shard(
     workers: WorkersConfig,
     *,
     samples_per_prompt: int = 1,
+    reporting: Reporting,
     label: str = "",
 ) -> Help:
     """Generate samples of a shard that its worker has not claimed yet; returns at once where there are none."""
-    run = _ShardRun(rows, model, sampling, backend, workers, samples_per_prompt)
+    events = EventLog(reporting.run_id, label) if reporting.events else None
+    run = _ShardRun(rows, model, sampling, backend, workers, samples_per_prompt, events)
     work = run.help()
     stage_logger().info("shard %s: %d samples generated for its worker", label or rows.short, work.samples)
     return Help(num_samples=work.samples)
@@ -91,6 +106,7 @@ class _ShardRun:
         backend: BackendConfig,
         workers: WorkersConfig,
         samples_per_prompt: int,
+        events: EventLog | None,
     ) -> None:
         self._objects: ObjectStore = current_stage().objects
         self._run_id = current_stage().run_id
@@ -99,13 +115,15 @@ class _ShardRun:
         self._work = ShardWork(rows, sampling, samples_per_prompt, folder)
         self._engine = EngineOf(backend, ModelRef(model, folder))
         self._backend = backend
+        self._events = events
         self._workers = workers
         self._limit = context_limit(backend) or max_positions(folder)
 
     def _options(self) -> BatchOptions:
         return BatchOptions(
             mode="test",
-            deterministic=True,
+            # Whole shards, where that makes them repeatable; see `rollout_core.config.backends`.
+            deterministic=self._backend.owns_batches,
             # Otherwise the stage's lock, a file, does not keep all others out.
             exclusive=places.storage_is_local() and self._workers.dask is None,
             claim_size=self._workers.claim_size,
@@ -125,6 +143,7 @@ class _ShardRun:
                     worker_id=this_worker(),
                     options=self._options(),
                     on_progress=self._note,
+                    events=self._events,
                 )
 
         started = time.time()
@@ -143,6 +162,7 @@ class _ShardRun:
                     worker_id=this_worker(),
                     options=self._options(),
                     on_progress=self._note_help,
+                    events=self._events,
                 )
 
         started = time.time()

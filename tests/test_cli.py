@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
@@ -19,6 +20,7 @@ from rollout_core.ids import ContentId, hash_bytes
 from rollout_core.lineage import Lineage, record_lineage
 from rollout_core.objects import ObjectStore
 from rollout_core.snapshots import Snapshot, SnapshotStore
+from tests.conftest import BUCKET
 from tests.flows.conftest import write_toml
 
 COMMANDS = {
@@ -405,6 +407,108 @@ def test_batch_inference_prints_its_run_and_goes_on_with_it(work: Path, prefect_
     assert first.exit_code == 0, first.stderr
     run_id = (work / "out" / "run-id").read_text().strip()
     path = work / "out" / "completions.jsonl"
-    assert first.stdout == again.stdout == f"run {run_id}: 4 completions in {path}\n"
+    *figures, last = first.stdout.splitlines()
+    assert last == again.stdout.splitlines()[-1] == f"run {run_id}: 4 completions in {path}"
+    assert ["samples", "4"] in [line.split() for line in figures]
+    assert ["generated", "now", "4"] in [line.split() for line in figures]
+    assert ["generated", "now", "0"] in [line.split() for line in again.stdout.splitlines()]
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["prompt"] for row in rows] == [f"sort {number} 1 =" for number in range(2, 6)]
+    assert "sample_completed" not in first.stderr
+
+    # Other parameters are refused, by a dry run too, with exit code 2 and in one line that names them.
+    for more in (["--dry-run"], [], ["--resume", run_id]):
+        message = refused(
+            run("infer-batch", "--set", "sampling.temperature=0.5", *more, PREFECT_API_URL=prefect_server)
+        )
+        expected = (
+            f"output.dir: run {run_id} was begun with other parameters: sampling.temperature: got 0.5, expected 1.0."
+        )
+        assert message.startswith(expected)
+    unknown = "01ARZ3NDEKTSV4RRFFQ69G5FAV"
+    assert f"run {unknown} is unknown to the object store" in refused(run("infer-batch", "--resume", unknown))
+
+    # What decides over no completion may change; --resume goes on in another folder.
+    (work / "prompts.jsonl").write_text(
+        (work / "prompts.jsonl").read_text() + '{"prompt": "sort 9 1 =", "id": "new"}\n'
+    )
+    result = run(
+        *("infer-batch", "--resume", run_id, "--workers", "2", "--events"),
+        *("--set", "output.dir=elsewhere", "--set", "output.format=parquet"),
+        PREFECT_API_URL=prefect_server,
+    )
+    assert result.exit_code == 0, result.stderr
+    table = pyarrow.parquet.read_table(work / "elsewhere" / "completions.parquet").to_pylist()
+    assert [row["prompt"] for row in table] == [*(row["prompt"] for row in rows), "sort 9 1 ="]
+    assert [row["completion"] for row in table[:4]] == [row["completion"] for row in rows]
+    [event] = [json.loads(line) for line in result.stderr.splitlines() if line.startswith("{")]
+    assert (event["topic"], event["id"], event["run_id"]) == ("sample_completed", "new", run_id)
+    assert not (work / "elsewhere" / "run-id").exists()
+
+
+@pytest.mark.server
+def test_batch_inference_from_a_bucket_into_a_bucket(
+    work: Path, prefect_server: str, s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    import s3fs
+
+    files = s3fs.S3FileSystem(**s3, use_listings_cache=False)
+    for name, value in (("ENDPOINT_URL", "endpoint_url"), ("ACCESS_KEY_ID", "key"), ("SECRET_ACCESS_KEY", "secret")):
+        monkeypatch.setenv(f"AWS_{name}", s3[value])
+    place = f"{BUCKET}/{work.name}"
+    files.pipe_file(f"{place}/in/a.jsonl", (work / "prompts.jsonl").read_bytes())
+    places = ("--set", f"input.glob=s3://{place}/in/*.jsonl", "--set", f"output.dir=s3://{place}/out")
+    environment = {"PREFECT_API_URL": prefect_server, "ROLLOUT_STORAGE": f"s3://{place}/objects"}
+
+    result = run("infer-batch", *places, "--dry-run", **environment)
+    assert result.exit_code == 0 and " inputs=4 " in result.stdout, result.stderr
+    assert files.find(f"{place}/out") == files.find(f"{place}/objects") == []
+    result = run("infer-batch", *places, **environment)
+    assert result.exit_code == 0, result.stderr
+    run_id = files.cat(f"{place}/out/run-id").decode().strip()
+    written = files.cat(f"{place}/out/completions.jsonl")
+    assert result.stdout.endswith(f"run {run_id}: 4 completions in s3://{place}/out/completions.jsonl\n")
+    assert [json.loads(line)["prompt"] for line in written.splitlines()] == [f"sort {n} 1 =" for n in range(2, 6)]
+
+    before = files.info(f"{place}/out/completions.jsonl")["LastModified"]
+    result = run("infer-batch", *places, **environment)
+    assert result.exit_code == 0 and ["generated", "now", "0"] in [line.split() for line in result.stdout.splitlines()]
+    assert files.info(f"{place}/out/completions.jsonl")["LastModified"] == before, "it was there already"
+    message = refused(run("infer-batch", *places, "--set", "sampling.n=2", **environment))
+    assert "sampling.n: got 2, expected 1." in message and message.endswith(f"or remove s3://{place}/out/run-id")
+    message = refused(run("infer-batch", *places, "--set", "output.dir=s3://none-such/out", **environment))
+    assert message.startswith("output.dir: there is no bucket at s3://none-such/")
+
+
+@pytest.mark.server
+def test_another_model_is_refused_before_the_first_sample(work: Path, prefect_server: str, other_tiny_model: Path):
+    """Its content counts, which is known once it is filed."""
+    server = {"PREFECT_API_URL": prefect_server}
+    assert run("infer-batch", **server).exit_code == 0
+    before = (work / "out" / "completions.jsonl").read_bytes()
+    result = run("infer-batch", "--set", f"model.uri={other_tiny_model}", **server)
+    assert result.exit_code == 2 and result.stdout == ""
+    last = result.stderr.splitlines()[-1]
+    assert "was begun with other parameters: model: got " in last
+    assert last.endswith(f"or remove {work / 'out' / 'run-id'}")
+    assert (work / "out" / "completions.jsonl").read_bytes() == before
+
+
+@pytest.mark.server
+def test_failed_samples_keep_their_row_and_too_many_fail_the_run(work: Path, prefect_server: str):
+    server = {"PREFECT_API_URL": prefect_server}
+    with (work / "prompts.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "9 " * 300, "id": "long"}) + "\n")
+    result = run("infer-batch", **server)
+    assert result.exit_code == 1 and result.stdout == ""
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith(
+        "rollout: 1 of 5 samples failed, more than failures.max_share = 0.1 allows; such as: 600 tokens"
+    )
+    assert not (work / "out" / "completions.jsonl").exists()
+    result = run("infer-batch", "--set", "failures.max_share=0.5", **server)
+    assert result.exit_code == 0, result.stderr
+    assert ["failed", "1"] in [line.split() for line in result.stdout.splitlines()]
+    row = json.loads((work / "out" / "completions.jsonl").read_text().splitlines()[-1])
+    assert (row["id"], row["completion"], row["finish_reason"]) == ("long", None, "error")
+    assert "exceed the model's context of 256 tokens" in row["error"]

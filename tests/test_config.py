@@ -39,6 +39,11 @@ EXAMPLES = {
     "kto-tiny.toml": TrainKTOConfig,
     "batch-tiny.toml": InferBatchConfig,
     "batch-dask.toml": InferBatchConfig,
+    "batch-many.toml": InferBatchConfig,
+    "batch-parquet.toml": InferBatchConfig,
+    "batch-s3.toml": InferBatchConfig,
+    "batch-endpoint.toml": InferBatchConfig,
+    "batch-guided.toml": InferBatchConfig,
 }
 
 

@@ -55,10 +55,36 @@ def test_canonical_json_refuses_what_json_cannot_say(bad):
         {"max_tokens": 17},
         {"seed": 1},
         {"stop": ("x",)},
+        {"logprobs": 1},
+        {"min_tokens": 1},
+        {"stop_token_ids": (5,)},
+        {"ignore_eos": True},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": 0.1},
+        {"structured": {"kind": "regex", "pattern": "a"}},
+        {"structured": {"kind": "choice", "choices": ("a",)}},
     ],
 )
 def test_every_sampling_parameter_enters_the_sample_id(change):
     assert sample_id(MODEL, "p", SamplingParams(**change), 0) != sample_id(MODEL, "p", SamplingParams(), 0)
+
+
+def test_every_field_of_sampling_but_n_is_told_apart():
+    changed = {"temperature", "top_p", "top_k", "max_tokens", "seed", "stop"} | SamplingParams.identity_without_default
+    assert changed | {"stream"} == set(SamplingParams.model_fields), "a new field stays out of ids at its default"
+
+
+def test_the_form_of_completions_has_one_identity_and_keeps_the_order_of_its_keys():
+    def sample(definition) -> ContentId:
+        params = SamplingParams(structured={"kind": "json_schema", "definition": definition})  # type: ignore[arg-type]
+        return sample_id(MODEL, "p", params, 0)
+
+    table = {"type": "object", "properties": {"b": {}, "a": {}}}
+    assert sample(table) == sample('{"type": "object",\n "properties": {"b": {}, "a": {}}}')
+    assert sample(table) != sample({"type": "object", "properties": {"a": {}, "b": {}}}), "another order of generation"
+    first, other = (SamplingParams(stop_token_ids=ids) for ids in ((7, 3), (3, 7, 3)))
+    assert sample_id(MODEL, "p", first, 0) == sample_id(MODEL, "p", other, 0)
 
 
 @given(st.text(), st.text(), st.integers(0, 9), st.integers(0, 9))

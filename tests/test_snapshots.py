@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -470,3 +471,42 @@ def test_an_id_that_straddles_two_chunks_is_found() -> None:
     for size in range(1, len(text) + 1):
         assert set(named_ids(pieces(size))) == {NOTHING}
     assert list(named_ids([b'"' + b"0" * 63 + b'" "' + b"0" * 65 + b'" ' + b"0" * 64])) == []
+
+
+def age(objects: ObjectStore, key: str, days: float) -> None:
+    moment = time.time() - days * 86400
+    os.utime(objects.files.where(key), (moment, moment))
+
+
+def test_notes_keep_what_they_name_until_they_are_long_unused(snapshots: SnapshotStore, objects: ObjectStore) -> None:
+    names = ("prompt-shards/a", "output-files/a", "runs/a", "work/r/a")
+    named = {name: objects.put_bytes(name.encode()) for name in names}
+    for name, blob in named.items():
+        objects.set_ref(name, objects.put_json([blob]))
+    for key, _ in list(objects.files.list("cas")):
+        age(objects, key, 29)
+    for name in names:
+        age(objects, f"refs/{name}", 29)
+    report = snapshots.gc()
+    assert (report.deleted_blobs, report.deleted_notes, report.live_blobs) == (0, 0, 8)
+    for name in names[1:]:
+        age(objects, f"refs/{name}", 31)
+    preview = snapshots.gc(dry_run=True)
+    report = snapshots.gc()
+    assert (report.deleted_blobs, report.deleted_notes) == (preview.deleted_blobs, preview.deleted_notes) == (6, 3)
+    assert objects.ref_names("") == ["prompt-shards/a"] and objects.exists(named["prompt-shards/a"])
+
+
+def test_what_is_noted_of_a_blob_lives_as_long_as_the_blob(snapshots: SnapshotStore, objects: ObjectStore) -> None:
+    completions, times = objects.put_bytes(b"completions"), objects.put_bytes(b"[1.0]")
+    objects.set_ref("results/a", objects.put_json({"completions": completions}))
+    objects.set_ref(f"finished/{completions}", times)
+    report = collect(snapshots)
+    assert (report.deleted_blobs, report.deleted_notes) == (0, 0) and objects.exists(times)
+    objects.delete_ref("results/a")
+    age(objects, blob_key(completions), 2)
+    assert snapshots.gc().deleted_notes == 0, "a note that is young is spared, like a blob"
+    report = collect(snapshots, extra_roots=[completions], dry_run=True)
+    assert report.deleted_notes == 0 and report.live_blobs == 2, "what is named elsewhere lives, with its note"
+    report = collect(snapshots)
+    assert report.deleted_notes == 1 and not objects.exists(times) and not objects.ref_names("finished")

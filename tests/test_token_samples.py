@@ -14,7 +14,7 @@ from rollout_core.config import GRPOSettings, JsonlDataset, OptimizerConfig, PPO
 from rollout_core.errors import ConfigError
 from rollout_core.ids import ContentId, hash_bytes
 from rollout_core.inference.base import Completion
-from rollout_core.inference.ledger import SampleLedger
+from rollout_core.inference.ledger import Answer, SampleLedger
 from rollout_core.inference.samples import Sample, encode_completion, encode_samples
 from rollout_core.objects import ObjectStore
 from rollout_core.store import InMemoryLightningStore, Span
@@ -101,7 +101,7 @@ async def test_samples_of_batch_inference_come_back_as_the_engine_gave_them(
     ids = [sample.id for sample in samples]
     claimed = await ledger.claim(ids, await ledger.standing(ids, exclusive=True))
     made = [Completion(name, [1, 2], [-0.1, -0.2], "x", "length") for name in ids]
-    await ledger.commit([(claimed[ContentId(item.key)], encode_completion(item)) for item in made])
+    await ledger.commit([Answer(claimed[ContentId(item.key)], encode_completion(item)) for item in made])
     for number, name in enumerate(ids[:2]):
         attempt = claimed[name].attempt.attempt_id
         attributes = reward(float(number))

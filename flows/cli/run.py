@@ -29,6 +29,9 @@ def infer_batch(
     config: ConfigPath,
     resume: Annotated[str | None, typer.Option("--resume", help="Run id to go on with.")] = None,
     workers: Annotated[int | None, typer.Option("--workers", help="Instead of [workers].count.")] = None,
+    events: Annotated[
+        bool, typer.Option("--events", help="A line of JSON on stderr for each finished sample.")
+    ] = False,
     dry_run: DryRun = False,
     set_: Overrides = None,
     debug: Debug = False,
@@ -40,6 +43,7 @@ def infer_batch(
         from rollout_core.config import InferBatchConfig, load_config
 
         overrides = parse_overrides(set_) | ({} if workers is None else {"workers.count": workers})
+        overrides |= {"output.events": True} if events else {}
         parsed = load_config(config, InferBatchConfig, overrides)
         facts = plan_batch(parsed, Path.cwd(), resume, connections())
         if dry_run:
@@ -51,8 +55,20 @@ def infer_batch(
 
             return flow(parsed, run_id=resume)
 
-        written = run_flow(start)
-        typer.echo(f"run {written['run_id']}: {written['num_rows']} completions in {written['path']}")
+        _print_batch(run_flow(start))
+
+
+def _print_batch(written: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in written["figures"].items():
+        table.add_row(name, f"{value:,}" if isinstance(value, int | float) else str(value))
+    Console().print(table)
+    typer.echo(f"run {written['run_id']}: {written['num_rows']} completions in {written['path']}")
 
 
 def nightly(

@@ -7,8 +7,15 @@ cache keys (`cache_identity`).
 
 from __future__ import annotations
 
-from rollout_core.config.backends import BackendConfig, ScriptedBackend, TransformersBackend, VLLMBackend
-from rollout_core.config.base import SCHEMA_VERSION, ModelSource, RunInfo, SamplingParams, Settings, identity
+from rollout_core.config.backends import (
+    BackendConfig,
+    EngineConfig,
+    OpenAIBackend,
+    ScriptedBackend,
+    TransformersBackend,
+    VLLMBackend,
+)
+from rollout_core.config.base import SCHEMA_VERSION, ModelSource, RunInfo, Settings, identity
 from rollout_core.config.datasets import (
     DatasetSource,
     HuggingFaceDataset,
@@ -70,6 +77,14 @@ from rollout_core.config.runs import (
     TrainSFTConfig,
     json_schema,
 )
+from rollout_core.config.sampling import SamplingParams
+from rollout_core.config.structured import (
+    ChoiceOutput,
+    GrammarOutput,
+    JsonSchemaOutput,
+    RegexOutput,
+    StructuredOutput,
+)
 from rollout_core.config.workers import AdaptConfig, DaskConfig, WorkersConfig
 
 __all__ = [
@@ -80,14 +95,17 @@ __all__ = [
     "BackendConfig",
     "BatchSampling",
     "BudgetConfig",
+    "ChoiceOutput",
     "DPOAlgorithm",
     "DPOSettings",
     "DaskConfig",
     "DatasetSource",
+    "EngineConfig",
     "EvaluationConfig",
     "FailurePolicy",
     "GRPOAlgorithm",
     "GRPOSettings",
+    "GrammarOutput",
     "HeldOutRows",
     "HuggingFaceDataset",
     "IPOAlgorithm",
@@ -95,6 +113,7 @@ __all__ = [
     "ImportanceCorrection",
     "InferBatchConfig",
     "InputGlob",
+    "JsonSchemaOutput",
     "JsonlDataset",
     "KTOAlgorithm",
     "KTOSettings",
@@ -104,6 +123,7 @@ __all__ = [
     "ModelSource",
     "NightlyConfig",
     "OnPolicySettings",
+    "OpenAIBackend",
     "OptimizerConfig",
     "OutputDir",
     "PPOAlgorithm",
@@ -114,6 +134,7 @@ __all__ = [
     "PreferenceConfig",
     "PreferenceSettings",
     "PromotionConfig",
+    "RegexOutput",
     "RewardModelAlgorithm",
     "RewardModelSettings",
     "RunConfig",
@@ -125,6 +146,7 @@ __all__ = [
     "Settings",
     "SnapshotPolicy",
     "StoredDataset",
+    "StructuredOutput",
     "TrackerName",
     "TrainDPOConfig",
     "TrainGRPOConfig",

@@ -1,11 +1,18 @@
-"""Where completions come from."""
+"""Where completions come from.
+
+Each kind says of itself: ``batch_invariant``, whether a request's tokens and logprobs are bitwise the same whatever
+else is in its batch; and ``owns_batches``, whether the batches are ours to form, so that a set of requests that is
+generated again as a whole gives the same again. Where both are false nothing can be repeated to the last bit, and every
+sample is kept as it comes.
+"""
 
 from __future__ import annotations
 
 import os
 from typing import Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rollout_core.config.base import Settings
 from rollout_core.devices import probe_device
@@ -13,6 +20,8 @@ from rollout_core.devices import probe_device
 
 class VLLMBackend(Settings):
     """vLLM in this process (the engine itself is a child process); device found by an explicit probe."""
+
+    owns_batches: ClassVar[bool] = True
 
     kind: Literal["vllm"] = "vllm"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -61,6 +70,7 @@ class TransformersBackend(Settings):
     """Plain ``transformers`` generation: slow, needs nothing else."""
 
     batch_invariant: ClassVar[bool] = True
+    owns_batches: ClassVar[bool] = True
 
     kind: Literal["transformers"] = "transformers"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -81,6 +91,7 @@ class ScriptedBackend(Settings):
     """Deterministic answers without a model, for trying out a pipeline."""
 
     batch_invariant: ClassVar[bool] = True
+    owns_batches: ClassVar[bool] = True
 
     kind: Literal["scripted"] = "scripted"
     text: str = "SCRIPTED:{prompt}"
@@ -92,4 +103,61 @@ class ScriptedBackend(Settings):
         return {"kind": self.kind, "text": self.text}
 
 
-BackendConfig = VLLMBackend | TransformersBackend | ScriptedBackend
+class OpenAIBackend(Settings):
+    """An endpoint with OpenAI's API, such as one of ``vllm serve``. Its answers are taken for those of the configured
+    model, whose tokenizer is used; that it serves this model is for its operator to see to."""
+
+    batch_invariant: ClassVar[bool] = False
+    owns_batches: ClassVar[bool] = False
+
+    kind: Literal["openai"] = "openai"
+    url: str
+    """Up to and with the version, such as ``http://127.0.0.1:8000/v1``."""
+    served_model: str | None = Field(default=None, min_length=1)
+    """Name of the model at the endpoint; default: the only one that it lists. Give it where it may serve another one
+    later, whose answers would else pass for this one's."""
+    api: Literal["completions", "chat"] = "completions"
+    """``completions`` sends the prompt's token ids; ``chat`` the messages (of a plain prompt: one of a user), which the
+    endpoint puts through its own chat template."""
+    dialect: Literal["vllm", "openai"] = "vllm"
+    """``vllm``: token ids and log-probabilities come back as they were sampled, all sampling fields are understood.
+    ``openai``: only what OpenAI documents is sent; what comes back is text, token ids are made of it by the model's
+    tokenizer, log-probabilities are not kept, so nothing can be trained on it."""
+    api_key: str | None = Field(default=None, pattern=r"^[A-Z][A-Z0-9_]*$")
+    """NAME of the secret that is the endpoint's key, sent as a bearer token: ``ROLLOUT_SECRET_<NAME>`` in the worker's
+    environment, where ``ROLLOUT_SECRETS`` must list it."""
+    max_concurrency: int = Field(default=64, ge=1)
+    """Requests under way together. Changes speed only."""
+    timeout_seconds: float = Field(default=600.0, gt=0)
+    """Longest wait for an answer. Then the request is tried again."""
+    max_retries: int = Field(default=6, ge=0)
+    """Further tries after answers 408, 425, 429 and 5xx and lost connections."""
+    backoff_seconds: float = Field(default=1.0, gt=0)
+    """Wait before the first further try; doubled for each one after, up to a minute, less up to half of it at random.
+    Where the endpoint asks for a longer wait (Retry-After), that counts."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest prompt plus completion, in tokens; default: the model's own limit."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("expected an address such as http://127.0.0.1:8000/v1")
+        if parts.username or parts.password or parts.query:
+            raise ValueError("an address is kept and shown, so it holds no key; name a secret as api_key")
+        return url.rstrip("/")
+
+    def cache_identity(self) -> Any:
+        return {
+            "kind": self.kind,
+            "url": self.url,
+            "served_model": self.served_model,
+            "api": self.api,
+            "dialect": self.dialect,
+        }
+
+
+EngineConfig = VLLMBackend | TransformersBackend | ScriptedBackend
+"""Backends whose weights are ours to replace; training needs one of these."""
+BackendConfig = EngineConfig | OpenAIBackend

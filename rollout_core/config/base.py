@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -78,24 +78,9 @@ class ModelSource(Settings):
     """Branch, tag or commit of a hub id."""
     tokenizer: str | None = None
     """Folder or hub id of another tokenizer than the model's own."""
+    adapter: str | None = Field(default=None, min_length=1)
+    """A LoRA adapter in peft's format, made for this model: a folder, a hub id, or the content id of one in the object
+    store. It is merged into a copy of the weights, once; what is used from then on is that model."""
 
     def cache_identity(self) -> Any:
         return None  # the content id of the model enters instead
-
-
-class SamplingParams(Settings):
-    """How tokens are drawn. Every field enters the sample id."""
-
-    temperature: float = Field(default=1.0, ge=0)
-    """0 is greedy decoding."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=-1, ge=-1)
-    """-1 switches it off."""
-    max_tokens: int = Field(default=16, ge=1)
-    """Longest completion, in tokens."""
-    seed: int | None = None
-    """Mixed into every sample's own seed; another seed gives other completions."""
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Strings that end a completion; they are not part of its text."""
-    stream: Literal[False] = False
-    """Only false: batch inference does not stream."""

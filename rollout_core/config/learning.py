@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rollout_core.config.base import SamplingParams, Settings
+from rollout_core.config.base import Settings
 from rollout_core.config.datasets import DatasetSource
+from rollout_core.config.sampling import SamplingParams
 from rollout_core.devices import mixed_precision, probe_device
 from rollout_core.optimizers import ADAM_KEYS, OWN_KEYS, check_optimizer, optimizer_arguments, optimizer_class
 
@@ -241,6 +242,10 @@ class ImportanceCorrection(Settings):
     cap: float = Field(default=2.0, ge=1)
 
 
+_BENDING = SamplingParams.identity_without_default - {"logprobs", "stop_token_ids"}
+"""Fields of sampling under which tokens are drawn from another distribution than the policy's."""
+
+
 class OnPolicySettings(LearnerSettings):
     """What learners share that train on completions of the policy itself."""
 
@@ -281,6 +286,12 @@ class OnPolicySettings(LearnerSettings):
                 "on-policy training needs samples of the policy itself: sampling.temperature above 0, top_p 1 and "
                 f"top_k -1; got temperature {self.sampling.temperature}, top_p {self.sampling.top_p}, "
                 f"top_k {self.sampling.top_k}"
+            )
+        bent = sorted(name for name in _BENDING if getattr(self.sampling, name) != getattr(SamplingParams(), name))
+        if bent:
+            raise ValueError(
+                "on-policy training needs samples of the policy itself: leave out "
+                + ", ".join(f"sampling.{name}" for name in bent)
             )
         return self
 

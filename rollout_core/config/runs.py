@@ -6,11 +6,12 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from rollout_core.config.backends import BackendConfig, VLLMBackend
-from rollout_core.config.base import SCHEMA_VERSION, ModelSource, RunInfo, SamplingParams, Settings
+from rollout_core.config.backends import BackendConfig, EngineConfig, VLLMBackend
+from rollout_core.config.base import SCHEMA_VERSION, ModelSource, RunInfo, Settings
 from rollout_core.config.datasets import DatasetSource
 from rollout_core.config.learning import GRPOSettings, PPOSettings, SFTSettings
 from rollout_core.config.preference import DPOSettings, IPOSettings, KTOSettings, RewardModelSettings
+from rollout_core.config.sampling import SamplingParams
 from rollout_core.config.workers import WorkersConfig
 from rollout_core.rewards import ExactMatchReward, RewardSpec
 
@@ -90,7 +91,7 @@ class TrainPPOConfig(Settings):
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of the trainer; fixed threads make CPU training repeatable bit for bit."""
     algorithm: PPOAlgorithm
-    backend: BackendConfig = VLLMBackend()
+    backend: EngineConfig = VLLMBackend()
 
 
 class TrainGRPOConfig(Settings):
@@ -102,7 +103,7 @@ class TrainGRPOConfig(Settings):
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of the trainer; fixed threads make CPU training repeatable bit for bit."""
     algorithm: GRPOAlgorithm
-    backend: BackendConfig = VLLMBackend()
+    backend: EngineConfig = VLLMBackend()
 
 
 class TrainRMConfig(Settings):
@@ -153,13 +154,25 @@ class InputGlob(Settings):
     """Prompts to complete."""
 
     glob: str = Field(min_length=1)
-    """A JSONL file, or a pattern with ``*`` or ``?``; lines hold ``prompt`` or ``messages``, optional ``id``, more."""
+    """A file, or a pattern with ``*`` or ``?``, of rows that hold ``prompt`` or ``messages``, optional ``id``, more: a
+    path, a URL such as ``s3://bucket/prompts/*.jsonl``, or the content id of a file or folder in the object store."""
+    format: Literal["jsonl", "parquet"] | None = None
+    """Default: as each file's name ends, Parquet for ``.parquet`` and ``.pq``, else JSON lines."""
 
 
 class OutputDir(Settings):
     """Where results go; the run id lives there too."""
 
     dir: str = Field(min_length=1)
+    """A folder, or a URL such as ``s3://bucket/completions``."""
+    format: Literal["jsonl", "parquet"] = "jsonl"
+    """Of the file ``completions.jsonl`` or ``completions.parquet``."""
+    token_ids: bool = False
+    """Also write each completion's token ids."""
+    logprobs: bool = False
+    """Also write the log-probability of each token, in nats."""
+    events: bool = False
+    """Write a line of JSON to stderr for every sample that finishes, in the process that works on it."""
 
 
 class BatchSampling(SamplingParams):
@@ -224,7 +237,7 @@ class NightlyConfig(Settings):
     model: ModelSource
     reward: RewardSpec = ExactMatchReward()
     """What held-out completions are worth, and those of training where there is no ``rm``."""
-    backend: BackendConfig = VLLMBackend()
+    backend: EngineConfig = VLLMBackend()
     sft: SFTSettings
     rm: RewardModelSettings | None = None
     """A reward model, trained on pairs from the fine-tuned model, that ppo or grpo is rewarded by."""

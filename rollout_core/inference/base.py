@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -12,6 +12,8 @@ from rollout_core.errors import Fatal
 from rollout_core.ids import ContentId
 
 FinishReason = Literal["stop", "length"]
+TopLogprobs = Sequence[tuple[int, float]]
+"""Tokens and their log-probabilities in nats, the most likely first; none that could not be drawn."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class Request:
     seed: int
     """Seed of this request alone, in [0, 2**31): the same request draws the same tokens in any batch."""
     prompt_text: str = field(default="", compare=False)
+    messages: Sequence[Mapping[str, str]] = field(default=(), compare=False)
+    """Of a chat, before the template: role and content of each."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,10 @@ class Completion:
     logprobs: Sequence[float]
     """Log-probability of each token under the distribution it was drawn from (after temperature), nats."""
     text: str
-    """Decoded completion without special tokens or the stop string."""
+    """Decoded completion without special tokens, the stop string or the stop token."""
     finish_reason: FinishReason
+    top_logprobs: Sequence[TopLogprobs] = ()
+    """For each token, where ``params.logprobs`` asks for them, the most likely ones under the same distribution."""
 
 
 @dataclass(frozen=True)

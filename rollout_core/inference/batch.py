@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 import orjson
 
@@ -350,6 +350,7 @@ class _BatchRun:
             params=self._params,
             seed=seed_of(sample_id),
             prompt_text=sample.prompt if isinstance(sample.prompt, str) else "",
+            messages=() if isinstance(sample.prompt, str) else sample.prompt,
         )
 
     async def commit(self, group: Sequence[tuple[AttemptedRollout, Outcome]]) -> None:
@@ -363,7 +364,7 @@ class _BatchRun:
         for answer, ended in zip(answers, await self.ledger.commit(answers), strict=True):
             if ended is None:
                 continue
-            sample = ContentId(answer.rollout.rollout_id)
+            sample = cast(ContentId, answer.rollout.rollout_id)
             self._lines[sample] = answer.line
             self._ended[sample] = ended
             if answer.failure is not None:
@@ -397,9 +398,12 @@ class _Round:
         """Until all blocks are committed, or an error, after which what is claimed and unfinished is given back."""
         commit_seconds = math.inf if self._run.whole else self._run.options.commit_seconds
         try:
+            await self._lane.turn()
             while True:
                 while self._blocks and self._lane.waiting < self._run.options.claim_size:
                     await self._claim(self._blocks.popleft())
+                    if not self._blocks:
+                        self._lane.end()
                 if not self._under_way:
                     break
                 for outcome in await self._lane.outcomes(timeout=min(commit_seconds, 5.0) if self._group else None):
@@ -433,7 +437,7 @@ class _Round:
         await self._commit_if_full()
 
     def _take(self, outcome: Outcome) -> None:
-        sample, work = ContentId(outcome.key), self._run.work
+        sample, work = cast(ContentId, outcome.key), self._run.work
         if not self._group:
             self._group_began = time.monotonic()
         self._under_way -= 1

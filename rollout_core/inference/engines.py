@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
-from rollout_core.config import BackendConfig, ScriptedBackend, TransformersBackend
+from rollout_core.config import BackendConfig, OpenAIBackend, ScriptedBackend, TransformersBackend
 from rollout_core.ids import ContentId, hash_bytes
 from rollout_core.inference.base import InferenceBackend, ModelRef
 from rollout_core.inference.lanes import Lanes
@@ -41,6 +41,10 @@ def build_backend(config: BackendConfig, model: ModelRef) -> InferenceBackend:
         from rollout_core.inference.hf import TransformersEngine
 
         return TransformersEngine(config, model)
+    if isinstance(config, OpenAIBackend):
+        from rollout_core.inference.openai_http import OpenAIEngine
+
+        return OpenAIEngine(config, model)
     from rollout_core.inference.vllm_backend import VLLMEngine
 
     return VLLMEngine(config, model)

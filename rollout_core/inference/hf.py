@@ -6,15 +6,16 @@ Each request is generated alone, so its tokens cannot depend on a batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from rollout_core.config import SamplingParams, TransformersBackend
 from rollout_core.devices import probe_device
 from rollout_core.ids import ContentId
-from rollout_core.inference.base import Completion, FinishReason, GathersStream, ModelRef, Request
-from rollout_core.inference.text import decode_completions
+from rollout_core.inference.base import Completion, FinishReason, GathersStream, ModelRef, Request, TopLogprobs
+from rollout_core.inference.text import decode_completions, told_tokens
 from rollout_core.models import load_tokenizer
 from rollout_core.weights import load_causal_lm
 
@@ -67,34 +68,47 @@ class TransformersEngine(GathersStream):
     def _generate_one(self, request: Request) -> Completion:
         import torch
 
+        params = request.params
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else self._end_ids)
         generator = torch.Generator(device=self._policy.device).manual_seed(request.seed)
         token_ids: list[int] = []
         logprobs: list[float] = []
+        top: list[TopLogprobs] = []
         inputs = torch.tensor([list(request.prompt_token_ids)], device=self._policy.device)
         cache: Any = None
         finish: FinishReason = "length"
         with torch.no_grad():
-            for _ in range(request.params.max_tokens):
+            for _ in range(params.max_tokens):
                 output = self._policy(inputs, past_key_values=cache, use_cache=True)
                 cache = output.past_key_values
-                distribution_V = _distribution(output.logits[0, -1].float(), request.params)
-                token = _draw(distribution_V, request.params, generator)
+                logits_V = penalized(output.logits[0, -1].float(), params, request.prompt_token_ids, token_ids)
+                if len(token_ids) < params.min_tokens:
+                    logits_V[sorted(ends | self._end_ids)] = -torch.inf
+                distribution_V = _distribution(logits_V, params)
+                token = _draw(distribution_V, params, generator)
                 token_ids.append(token)
                 logprobs.append(float(distribution_V[token]))
-                if token in self._end_ids or self._stopped(request, token_ids):
+                if params.logprobs:
+                    top.append(_most_likely(distribution_V, params.logprobs))
+                if token in ends or self._stop_place(request, token_ids) is not None:
                     finish = "stop"
                     break
                 inputs = torch.tensor([[token]], device=self._policy.device)
-        text = self._text(request, token_ids)
-        for stop in request.params.stop:
-            text = text.split(stop, 1)[0]
-        return Completion(request.key, token_ids, logprobs, text, finish)
+        text = self._text(request, told_tokens(token_ids, params))
+        return Completion(request.key, token_ids, logprobs, text[: self._stop_place(request, token_ids)], finish, top)
 
-    def _text(self, request: Request, token_ids: list[int]) -> str:
+    def _text(self, request: Request, token_ids: Sequence[int]) -> str:
         return decode_completions(self._tokenizer, [request.prompt_token_ids], [token_ids])[0]
 
-    def _stopped(self, request: Request, token_ids: list[int]) -> bool:
-        return bool(request.params.stop) and any(stop in self._text(request, token_ids) for stop in request.params.stop)
+    def _stop_place(self, request: Request, token_ids: Sequence[int]) -> int | None:
+        """Where in the text the first stop string begins; None without one. Those that end within the first
+        ``min_tokens`` do not count."""
+        if not request.params.stop:
+            return None
+        text = self._text(request, told_tokens(token_ids, request.params))
+        early = len(self._text(request, token_ids[: request.params.min_tokens])) if request.params.min_tokens else 0
+        places = [text.find(stop, max(0, early - len(stop) + 1)) for stop in request.params.stop]
+        return min((place for place in places if place >= 0), default=None)
 
     def update_weights(self, model: ModelRef) -> None:
         if model.content_id != self._model.content_id:
@@ -102,6 +116,26 @@ class TransformersEngine(GathersStream):
 
     def close(self) -> None:
         del self._policy
+
+
+def penalized(logits_V: Any, params: SamplingParams, prompt: Sequence[int], token_ids: Sequence[int]) -> Any:
+    """Logits [V] after the penalties for what occurred: repetition first, as vLLM has it; a new tensor."""
+    import torch
+
+    logits_V = logits_V.clone()
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted({*prompt, *token_ids}), dtype=torch.long, device=logits_V.device)
+        own = logits_V[seen]
+        logits_V[seen] = torch.where(own > 0, own / params.repetition_penalty, own * params.repetition_penalty)
+    if token_ids and (params.frequency_penalty or params.presence_penalty):
+        counts_V = torch.bincount(torch.tensor(token_ids, device=logits_V.device), minlength=len(logits_V))
+        logits_V -= params.frequency_penalty * counts_V + params.presence_penalty * (counts_V > 0)
+    return logits_V
+
+
+def _most_likely(distribution_V: Any, count: int) -> TopLogprobs:
+    values, tokens = distribution_V.topk(min(count, distribution_V.numel()))
+    return [(t, p) for t, p in zip(tokens.tolist(), values.tolist(), strict=True) if p > -math.inf]
 
 
 def _distribution(logits_V: Any, params: SamplingParams) -> Any:

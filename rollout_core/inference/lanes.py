@@ -1,8 +1,8 @@
 """Several sets of requests through one engine at once, so that it never runs dry between two of them.
 
-Each caller opens a lane, submits requests as it has them ready, and takes outcomes as they come. One thread feeds the
-engine from all lanes, the oldest first: while the last requests of one set are generated, the engine already works on
-the next.
+Each caller opens a lane, waits for its turn, submits requests as it has them ready, and takes outcomes as they come.
+One thread feeds the engine from all lanes, the oldest first. A lane's turn comes when the engine has taken the last
+request of those before it: while these are generated, the engine already works on the next set.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from rollout_core.inference.base import InferenceBackend, Outcome, Request
@@ -32,6 +32,7 @@ class Lanes:
         lane = Lane(self, asyncio.get_running_loop())
         with self._changed:
             self._lanes.append(lane)
+            self._give_turn()
             if self._pump is None:
                 self._pump = threading.Thread(target=self._run, name="rollout-engine-lanes", daemon=True)
                 self._pump.start()
@@ -43,11 +44,25 @@ class Lanes:
             lane.queue.extend(requests)
             self._changed.notify()
 
+    def end(self, lane: Lane) -> None:
+        """No more requests are submitted to a lane."""
+        with self._changed:
+            lane.ended = True
+            self._give_turn()
+
+    def _give_turn(self) -> None:
+        """Let the oldest lane begin that the engine has not yet taken everything of; called under the lock."""
+        for lane in self._lanes:
+            lane.begin()
+            if lane.queue or not lane.ended:
+                return
+
     def close(self, lane: Lane) -> None:
         """Forget a lane; outcomes of what it has under way are dropped. The last one waits until the engine rests."""
         with self._changed:
             if lane in self._lanes:
                 self._lanes.remove(lane)
+                self._give_turn()
             last, pump = not self._lanes, self._pump
             self._changed.notify()
         if last and pump is not None and pump is not threading.current_thread():
@@ -98,6 +113,8 @@ class Lanes:
                 request = lane.queue.popleft()
                 self._owners[request.key] = lane
                 lane.started[request.key] = time.monotonic()
+                if not lane.queue and lane.ended:
+                    self._give_turn()
                 return request
         return None
 
@@ -109,11 +126,15 @@ class Lane:
         self._lanes = lanes
         self._loop = loop
         self._ready = asyncio.Event()
+        self._turn = asyncio.Event()
+        self._has_turn = False
         self._lock = threading.Lock()
         self._outcomes: list[Outcome] = []
         self._error: BaseException | None = None
         self.queue: deque[Request] = deque()
         """Not yet taken by the engine; changed under the lanes' lock."""
+        self.ended = False
+        """Nothing more is submitted."""
         self.started: dict[str, float] = {}
         """Monotonic seconds at which the engine took each request whose outcome was not yet looked at."""
 
@@ -122,9 +143,23 @@ class Lane:
         """Requests that the engine has not yet taken."""
         return len(self.queue)
 
+    async def turn(self) -> None:
+        """Wait until the engine has taken all requests of the lanes that were opened before."""
+        await self._turn.wait()
+
+    def begin(self) -> None:
+        """Called by the lanes: it is this lane's turn."""
+        if not self._has_turn:
+            self._has_turn = True
+            self._call(self._turn.set)
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Append requests; their keys are unique in this lane."""
         self._lanes.submit(self, requests)
+
+    def end(self) -> None:
+        """Say that nothing more is submitted."""
+        self._lanes.end(self)
 
     async def outcomes(self, timeout: float | None = None) -> list[Outcome]:
         """All outcomes that are known and were not taken yet; waits for one, or until ``timeout`` seconds passed.
@@ -151,17 +186,19 @@ class Lane:
             self._outcomes.append(outcome)
             first = len(self._outcomes) == 1
         if first:
-            self._wake()
+            self._call(self._ready.set)
 
     def fail(self, error: BaseException) -> None:
         """Called by the thread of the lanes: no more outcomes come."""
         with self._lock:
             self._error = error
-        self._wake()
+        self._call(self._ready.set)
+        # Who waits for a turn learns of the error by asking for outcomes.
+        self._call(self._turn.set)
 
-    def _wake(self) -> None:
+    def _call(self, function: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(self._ready.set)
+            self._loop.call_soon_threadsafe(function)
 
     def close(self) -> None:
         """Take no more outcomes. Blocks until the engine rests if this was the last lane."""

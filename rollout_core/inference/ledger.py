@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from rollout_core.errors import Conflict, CorruptObject, MissingObject
 from rollout_core.ids import ContentId
@@ -29,6 +29,7 @@ from rollout_core.store import (
     Rollout,
     Span,
 )
+from rollout_core.store.span_fields import plain_span_fields
 from rollout_core.store.types import RolloutMode
 
 COMPLETION_SPAN = "rollout.completion"
@@ -126,7 +127,7 @@ class SampleLedger:
         finished: dict[ContentId, Rollout] = {}
         underway: list[AttemptedRollout] = []
         for rollout in rollouts:
-            sample = ContentId(rollout.rollout_id)
+            sample = cast(ContentId, rollout.rollout_id)
             attempted = isinstance(rollout, AttemptedRollout)
             standing.attempts[sample] = rollout.attempt.sequence_id if attempted else 0
             if rollout.status in ("succeeded", "failed"):
@@ -170,7 +171,7 @@ class SampleLedger:
         for start in range(0, len(sample_ids), CHUNK):
             spans = await self._store.query_many_spans(sample_ids[start : start + CHUNK], name=COMPLETION_SPAN)
             for span in filter(self._is_ours, spans):
-                sample = ContentId(span.rollout_id)
+                sample = cast(ContentId, span.rollout_id)
                 rollout = finished[sample]
                 if rollout.status == "failed" and not _made_by_last(span, rollout):
                     continue
@@ -200,7 +201,7 @@ class SampleLedger:
         for start in range(0, len(sample_ids), CHUNK):
             chunk = sample_ids[start : start + CHUNK]
             for rollout in await self._store.start_many_attempts(chunk, worker_id=self._worker_id):
-                sample = ContentId(rollout.rollout_id)
+                sample = cast(ContentId, rollout.rollout_id)
                 seen = standing.attempts[sample]
                 if rollout.attempt.sequence_id == seen + 1 or not await self._restore(rollout, seen):
                     claimed[sample] = rollout
@@ -229,10 +230,9 @@ class SampleLedger:
     async def _record(self, answers: Sequence[Answer], places: Sequence[tuple[str, Any]]) -> list[float | None]:
         """Name the blob and row of each outcome in a span, and end its attempt."""
         spans = [
-            Span.from_attributes(
+            plain_span_fields(
                 rollout_id=answer.rollout.rollout_id,
                 attempt_id=answer.rollout.attempt.attempt_id,
-                sequence_id=1,
                 name=FAILURE_SPAN if answer.passing else COMPLETION_SPAN,
                 attributes=self._attributes(answer, blob, row),
             )
@@ -248,7 +248,7 @@ class SampleLedger:
         ]
         # The store works in order of arrival, so both may share one commit to disk.
         _, outcomes = await asyncio.gather(
-            self._store.add_many_spans(spans), self._store.update_many_attempts(updates, fenced=True)
+            self._store.add_span_fields(spans), self._store.update_many_attempts(updates, fenced=True)
         )
         return [None if isinstance(outcome, Conflict) else outcome.end_time or time.time() for outcome in outcomes]
 

@@ -1,127 +1,135 @@
-"""The output side of batch inference: the run id of an output folder, and the rows of ``completions.jsonl``."""
+"""The rows of batch inference's output, as JSON lines or Parquet, in input order and in constant memory."""
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import orjson
-from blake3 import blake3
 
-from rollout_core.config import InferBatchConfig
-from rollout_core.errors import ConfigError, CorruptObject, NotFound
-from rollout_core.ids import ContentId, new_run_id
+from rollout_core.config import InferBatchConfig, OutputDir, identity
+from rollout_core.errors import CorruptObject, NotFound
+from rollout_core.ids import ContentId, content_id
+from rollout_core.inference.folders import OutputFolder
+from rollout_core.inference.parquet_output import parquet_chunks
 from rollout_core.inference.prompt_shards import read_shard
 from rollout_core.objects import ObjectStore
 from rollout_core.records import ShardCompletions
 
-COMPLETIONS_FILE = "completions.jsonl"
-RUN_ID_FILE = "run-id"
-_ULID = re.compile("[0-7][0-9A-HJKMNP-TV-Z]{25}")
+OUTPUT_REFS = "output-files"
+LINES_TOGETHER = 1024
 
 
-def resolve_run_id(folder: Path, asked: str | None) -> str:
-    """Run id of an output folder: the one asked for, else the folder's own, else a new one that is written there.
+@dataclass(frozen=True)
+class OutputRow:
+    """A completion with what was asked."""
 
-    Raises ConfigError as `earlier_run_id`.
-    """
-    run_id = earlier_run_id(folder, asked)
-    if run_id is None:
-        run_id = new_run_id()
-        write_atomically(folder / RUN_ID_FILE, [run_id.encode() + b"\n"])
-    return run_id
-
-
-def earlier_run_id(folder: Path, asked: str | None) -> str | None:
-    """The run to go on with: the one asked for, else the output folder's own; None where a new one will begin.
-
-    Raises ConfigError for an id that is no ULID, or a ``run-id`` file that holds none.
-    """
-    if asked is not None:
-        return _checked(asked, "run id")
-    file = folder / RUN_ID_FILE
-    return _checked(file.read_text(encoding="utf-8").strip(), str(file)) if file.exists() else None
+    fields: dict[str, Any]
+    """By the names of the output, in its order; ``sampling_params`` is JSON already, as it is the same for all."""
+    index: int
+    """Number of the completion among those of its prompt."""
+    extras: dict[str, Any]
+    """Further keys of the input row."""
 
 
-def _checked(run_id: str, where: str) -> str:
-    if not _ULID.fullmatch(run_id):
-        raise ConfigError(f"{where}: {run_id!r} is no run id; expected a ULID (26 characters)")
-    return run_id
+def file_name(output: OutputDir) -> str:
+    """Name of the file in the output folder."""
+    return f"completions.{output.format}"
 
 
-def shard_lines(
+def output_chunks(config: InferBatchConfig, rows: Iterable[OutputRow]) -> Iterator[bytes]:
+    """The bytes of the output file, in pieces."""
+    if config.output.format == "parquet":
+        return parquet_chunks(
+            ({**row.fields, "index": row.index, "extras": row.extras} for row in rows),
+            token_ids=config.output.token_ids,
+            logprobs=config.output.logprobs,
+        )
+    return _jsonl_chunks(rows, with_index=config.sampling.n > 1)
+
+
+def _jsonl_chunks(rows: Iterable[OutputRow], *, with_index: bool) -> Iterator[bytes]:
+    lines: list[bytes] = []
+    for row in rows:
+        document = {**row.fields, "sampling_params": orjson.Fragment(row.fields["sampling_params"])}
+        if with_index:
+            document["index"] = row.index
+        if document["error"] is None:
+            del document["error"]
+        for key, value in row.extras.items():
+            document.setdefault(key, value)
+        lines.append(orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE))
+        if len(lines) == LINES_TOGETHER:
+            yield b"".join(lines)
+            lines.clear()
+    yield b"".join(lines)
+
+
+def shard_rows(
     objects: ObjectStore, shard: ShardCompletions, config: InferBatchConfig, ended: Sequence[float]
-) -> Iterator[bytes]:
-    """Lines of the output file for one shard, in input order; ``ended`` are seconds since the epoch, a sample each."""
-    rows = read_shard(objects, shard.rows)
+) -> Iterator[OutputRow]:
+    """Rows of the output for one shard, in input order; ``ended`` are seconds since the epoch, a sample each."""
+    copies = config.sampling.n
+    prompts = (shard_row.row for shard_row in read_shard(objects, shard.rows) for _ in range(copies))
     completions = map(orjson.loads, objects.get_bytes(shard.completions).splitlines())
-    samples = (shard_row.row for shard_row in rows for _ in range(config.sampling.n))
-    sampling = config.sampling.model_dump(mode="json")
-    for number, (row, completion, moment) in enumerate(zip(samples, completions, ended, strict=True)):
-        line: dict[str, Any] = {
+    sampling = orjson.dumps(config.sampling.model_dump(mode="json")).decode()
+    for number, (row, completion, moment) in enumerate(zip(prompts, completions, ended, strict=True)):
+        error = completion.get("error")
+        fields: dict[str, Any] = {
             "id": row.id or completion["id"],
             "prompt": row.prompt if row.prompt is not None else [item.model_dump() for item in row.messages or ()],
-            "completion": completion["text"],
+            "completion": completion["text"] if error is None else None,
             "sampling_params": sampling,
             "model_uri": config.model.uri,
             "finish_reason": completion["finish_reason"],
             "model_content_id": shard.model,
             "completion_blob_id": shard.completions,
             "generated_at": _timestamp(moment),
+            "error": error,
         }
-        if config.sampling.n > 1:
-            line["index"] = number % config.sampling.n
-        if "error" in completion:
-            line |= {"completion": None, "error": completion["error"]}
-        for key, value in row.extras.items():
-            line.setdefault(key, value)
-        yield orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
+        if config.output.token_ids:
+            fields["token_ids"] = completion["token_ids"]
+        if config.output.logprobs:
+            fields["logprobs"] = completion["logprobs"]
+        yield OutputRow(fields, number % copies, row.extras)
 
 
+@functools.lru_cache(maxsize=1024)  # samples that were committed together ended together
 def _timestamp(seconds: float) -> str | None:
     if not seconds:
         return None
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
-    """Replace ``path`` by ``chunks``: on disk, and never half visible."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with scratch.open("wb") as file:
-            file.writelines(chunks)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
+def output_id(config: InferBatchConfig, shards: Sequence[ShardCompletions]) -> ContentId:
+    """Stands for what is written: rows, completions and form."""
+    output = config.output
+    form = [output.format, output.token_ids, output.logprobs, config.model.uri, identity(config.sampling)]
+    return content_id("output-file/2", [*form, [[shard.rows, shard.completions] for shard in shards]])
 
 
-def write_known(objects: ObjectStore, name: ContentId, path: Path, chunks: Iterable[bytes]) -> None:
-    """`write_atomically`, and keep the digest of the file under ``name``."""
-    hasher = blake3()
+def write_known(
+    objects: ObjectStore, folder: OutputFolder, name: str, content: ContentId, chunks: Callable[[], Iterable[bytes]]
+) -> bool:
+    """Replace a file by ``chunks``, for which ``content`` stands; False, and nothing done, where it is there unchanged.
 
-    def hashed() -> Iterator[bytes]:
-        for chunk in chunks:
-            hasher.update(chunk)
-            yield chunk
-
-    write_atomically(path, hashed())
-    objects.set_ref(f"output-files/{name}", objects.put_bytes(hasher.hexdigest().encode()))
-
-
-def is_unchanged(objects: ObjectStore, name: ContentId, path: Path) -> bool:
-    """Whether the file is still what `write_known` wrote under ``name``."""
-    kept = objects.get_ref(f"output-files/{name}")
-    if kept is None or not path.is_file():
+    What was written last is noted in the object store under the file's address.
+    """
+    ref = f"{OUTPUT_REFS}/{content_id('output-address/1', folder.where(name))}"
+    known = objects.get_ref(ref)
+    if known is not None and _is(objects, known, content, folder.mark(name)):
+        objects.set_ref(ref, known)  # garbage collection goes by when it was last set
         return False
+    mark = folder.replace(name, chunks())
+    objects.set_ref(ref, objects.put_bytes(orjson.dumps([content, mark])))
+    return True
+
+
+def _is(objects: ObjectStore, known: ContentId, content: ContentId, mark: str | None) -> bool:
     try:
-        digest = objects.get_bytes(kept).decode()
+        return mark is not None and orjson.loads(objects.get_bytes(known)) == [content, mark]
     except (NotFound, CorruptObject):
         return False
-    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest() == digest

@@ -23,8 +23,8 @@ from rollout_core.inference.text import tokenize_prompts
 from rollout_core.objects import ObjectStore
 from rollout_core.records import PromptShards
 
-SHARD_FORMAT = 1
-"""Raised when the bytes of shards change for the same rows."""
+SHARD_FORMAT = 2
+"""Raised when the bytes of shards change for the same rows, or what is noted of them."""
 _DUMP = orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE
 
 
@@ -46,15 +46,16 @@ def import_shards(
     """
     known = None if source is None else _ref(source, shard_size)
     if known is not None and (found := _imported(objects, known)) is not None:
+        objects.set_ref(known, objects.put_bytes(found.model_dump_json().encode()))  # for garbage collection
         return found
-    counts: Counter[bytes] = Counter()
     shards: list[ContentId] = []
     sizes: list[int] = []
-    for lines in _batched(_lines(rows, counts), shard_size):
+    writer = _Lines()
+    for lines in _batched(map(writer.line, rows), shard_size):
         shards.append(objects.put_bytes(b"".join(lines)))
         sizes.append(len(lines))
     index = objects.put_bytes(orjson.dumps({"shards": shards, "sizes": sizes}))
-    record = PromptShards(index=index, num_rows=sum(sizes), shard_size=shard_size)
+    record = PromptShards(index=index, num_rows=sum(sizes), shard_size=shard_size, num_chats=writer.num_chats)
     if known is not None:
         objects.set_ref(known, objects.put_bytes(record.model_dump_json().encode()))
     return record
@@ -84,7 +85,7 @@ def shard_samples(
     Ids do not depend on how a set was cut.
     """
     prompts = [shard_row.row for shard_row in rows]
-    token_ids, problems = _tokenize(tokenizer, prompts)
+    token_ids, problems = tokenize_rows(tokenizer, prompts)
     occurrences = [shard_row.occurrence for shard_row in rows]
     samples = identify(
         prompts, token_ids, occurrences, model=model, params=params, samples_per_prompt=samples_per_prompt
@@ -96,8 +97,8 @@ def shard_samples(
     }
 
 
-def _tokenize(tokenizer: Any, rows: Sequence[PromptRow]) -> tuple[list[list[int]], dict[int, str]]:
-    """Token ids of each row, none of those that are refused, and why they are."""
+def tokenize_rows(tokenizer: Any, rows: Sequence[PromptRow]) -> tuple[list[list[int]], dict[int, str]]:
+    """Token ids of each row, none of those that are refused; and why those are, by their place."""
     try:
         return tokenize_prompts(tokenizer, rows), {}
     except ConfigError:
@@ -128,24 +129,31 @@ def _imported(objects: ObjectStore, ref: str) -> PromptShards | None:
     return record if all(objects.exists(shard) for shard, _ in shards) else None
 
 
-def _lines(rows: Iterable[PromptRow], counts: Counter[bytes]) -> Iterator[bytes]:
-    for row in rows:
+class _Lines:
+    """Rows as lines of a shard, with how often their prompt came before."""
+
+    def __init__(self) -> None:
+        self.num_chats = 0
+        self._seen: Counter[bytes] = Counter()
+
+    def line(self, row: PromptRow) -> bytes:
         document: dict[str, Any] = {}
         if row.prompt is not None:
             document["prompt"] = row.prompt
             key = row.prompt.encode()
         else:
+            self.num_chats += 1
             document["messages"] = [message.model_dump() for message in row.messages or ()]
             key = orjson.dumps(document["messages"], option=orjson.OPT_SORT_KEYS)
-        digest = blake3(key).digest(8)
         if row.id is not None:
             document["id"] = row.id
         if row.extras:
             document["extras"] = row.extras
-        if counts[digest]:
-            document["occurrence"] = counts[digest]
-        counts[digest] += 1
-        yield orjson.dumps(document, option=_DUMP)
+        digest = blake3(key).digest(8)
+        if occurrence := self._seen[digest]:
+            document["occurrence"] = occurrence
+        self._seen[digest] = occurrence + 1
+        return orjson.dumps(document, option=_DUMP)
 
 
 def _shard_row(document: dict[str, Any]) -> ShardRow:

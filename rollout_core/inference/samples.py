@@ -52,6 +52,8 @@ class SampledCompletion:
     """``stop``, ``length``, or ``error``."""
     error: str | None = None
     """Why there is no completion."""
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    """The most likely tokens of each position and their log-probabilities, where they were asked for."""
 
 
 def make_samples(
@@ -146,13 +148,15 @@ def encode_completion(completion: Completion) -> bytes:
             f"sample {completion.key[:12]} has log-probabilities that are not finite; the model's weights are broken, "
             "or dtype overflows: look at the training that made them, or choose another backend.dtype"
         )
-    row = {
+    row: dict[str, Any] = {
         "id": completion.key,
         "token_ids": completion.token_ids,
         "logprobs": logprobs,
         "text": completion.text,
         "finish_reason": completion.finish_reason,
     }
+    if completion.top_logprobs:
+        row["top_logprobs"] = [[(token, np.float32(p)) for token, p in top] for top in completion.top_logprobs]
     return orjson.dumps(row, option=_DUMP)
 
 

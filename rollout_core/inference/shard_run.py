@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -15,10 +17,13 @@ from rollout_core.config import SamplingParams
 from rollout_core.ids import ContentId
 from rollout_core.inference.batch import BatchOptions, Completed, Engine, Progress, Work, complete_samples
 from rollout_core.inference.batch import assist as assist_samples
+from rollout_core.inference.events import EventLog
+from rollout_core.inference.garbage import collected_at_end
 from rollout_core.inference.prompt_shards import read_shard, shard_samples
 from rollout_core.inference.samples import Sample
 from rollout_core.models import load_tokenizer
 from rollout_core.objects import ObjectStore
+from rollout_core.objects.gc import FINISHED_REFS
 from rollout_core.records import ShardCompletions
 from rollout_core.store import LightningStore
 
@@ -45,22 +50,26 @@ async def complete_shard(
     worker_id: str,
     options: BatchOptions,
     on_progress: Callable[[Progress], None] = lambda progress: None,
+    events: EventLog | None = None,
 ) -> tuple[ShardCompletions, Work]:
     """Bring every sample of a shard to its outcome and file them all, in order, as one blob."""
-    samples, problems = await asyncio.to_thread(_samples, objects, engine, work)
-    completed = await complete_samples(
-        store,
-        objects,
-        engine,
-        samples,
-        work.params,
-        source=work.rows,
-        problems=problems,
-        worker_id=worker_id,
-        options=options,
-        on_progress=on_progress,
-    )
-    record = await asyncio.to_thread(_file, objects, engine, work, samples, completed)
+    with collected_at_end():
+        samples, problems = await asyncio.to_thread(_samples, objects, engine, work)
+        if events is not None:
+            store = events.watching(store, objects, samples)
+        completed = await complete_samples(
+            store,
+            objects,
+            engine,
+            samples,
+            work.params,
+            source=work.rows,
+            problems=problems,
+            worker_id=worker_id,
+            options=options,
+            on_progress=on_progress,
+        )
+        record = await asyncio.to_thread(_file, objects, engine, work, samples, completed)
     return record, completed.work
 
 
@@ -72,10 +81,13 @@ async def assist_shard(
     *,
     worker_id: str,
     options: BatchOptions,
+    events: EventLog | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Work:
     """Take work off the hands of the shard's worker; see `batch.assist`."""
     samples, problems = await asyncio.to_thread(_samples, objects, engine, work)
+    if events is not None:
+        store = events.watching(store, objects, samples)
     sound = [sample for sample in samples if sample.id not in problems]
     return await assist_samples(
         store, objects, engine, sound, work.params, worker_id=worker_id, options=options, on_progress=on_progress
@@ -84,17 +96,33 @@ async def assist_shard(
 
 def finished_ref(completions: ContentId) -> str:
     """Ref of the times, as JSON list of seconds since the epoch, at which the rows of a completions blob were made."""
-    return f"finished/{completions}"
+    return f"{FINISHED_REFS}{completions}"
 
 
 def _samples(objects: ObjectStore, engine: Engine, work: ShardWork) -> tuple[list[Sample], dict[ContentId, str]]:
-    return shard_samples(
-        load_tokenizer(work.tokenizer_folder),
-        read_shard(objects, work.rows),
-        model=engine.model_id,
-        params=work.params,
-        samples_per_prompt=work.samples_per_prompt,
-    )
+    with _tokenizer(work.tokenizer_folder) as tokenizer:
+        return shard_samples(
+            tokenizer,
+            read_shard(objects, work.rows),
+            model=engine.model_id,
+            params=work.params,
+            samples_per_prompt=work.samples_per_prompt,
+        )
+
+
+_idle_tokenizers: dict[Path, list[Any]] = {}
+
+
+@contextmanager
+def _tokenizer(folder: Path) -> Iterator[Any]:
+    """The tokenizer of a folder, loaded once; for one thread at a time, as tokenizers are not thread-safe."""
+    idle = _idle_tokenizers.setdefault(folder, [])
+    try:
+        tokenizer = idle.pop()
+    except IndexError:
+        tokenizer = load_tokenizer(folder)
+    yield tokenizer
+    idle.append(tokenizer)
 
 
 def _file(

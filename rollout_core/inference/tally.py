@@ -27,6 +27,7 @@ class Tally:
         self._shards: dict[str, Progress] = {}
         self._report: Callable[[str, Progress], None] | None = None
         self._reported: dict[str, float] = {}
+        self._earlier = 0
 
     def report_to(self, report: Callable[[str, Progress], None]) -> None:
         """Tell ``report`` of every shard from now on: every two seconds at most, and of its end."""
@@ -37,6 +38,8 @@ class Tally:
         """How far a shard is now."""
         now = time.monotonic()
         with self._lock:
+            if shard not in self._shards:
+                self._earlier += progress.done
             self._shards[shard] = progress
             report = self._report
             due = now - self._reported.get(shard, -math.inf) >= REPORT_SECONDS
@@ -45,6 +48,12 @@ class Tally:
                 self._reported[shard] = now
         if report is not None and due:
             report(shard, progress)
+
+    @property
+    def earlier(self) -> int:
+        """Samples that were done when their shard was first noted: this run did not generate them."""
+        with self._lock:
+            return self._earlier
 
     def of(self, shard: str) -> Progress:
         """How far a shard is, as far as noted."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from rollout_core.config import SamplingParams
 from rollout_core.datasets import ChatMessage, PromptRow
 from rollout_core.errors import ConfigError
 
@@ -76,3 +77,8 @@ def decode_completions(
                 tokenizer.decode(list(completion), skip_special_tokens=True, clean_up_tokenization_spaces=False)
             )
     return texts
+
+
+def told_tokens(token_ids: Sequence[int], params: SamplingParams) -> Sequence[int]:
+    """Those tokens of a finished completion that its text is made of: all but a stop token at its end."""
+    return token_ids[:-1] if token_ids and token_ids[-1] in params.stop_token_ids else token_ids

@@ -20,16 +20,19 @@ from concurrent.futures import InvalidStateError
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from rollout_core.config import SamplingParams, VLLMBackend
+from rollout_core.config import SamplingParams, StructuredOutput, VLLMBackend
 from rollout_core.devices import probe_device
 from rollout_core.errors import ConfigError, Fatal, Recoverable
 from rollout_core.ids import ContentId
-from rollout_core.inference.base import Completion, Failure, GathersStream, ModelRef, Outcome, Request
-from rollout_core.inference.text import decode_completions
+from rollout_core.inference.base import Completion, Failure, GathersStream, ModelRef, Outcome, Request, TopLogprobs
+from rollout_core.inference.structured import vllm_constraint
+from rollout_core.inference.text import decode_completions, told_tokens
 from rollout_core.models import load_tokenizer
+from rollout_core.secrets import read_secret
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
+    from vllm.logprobs import FlatLogprobs
 
 CANARY_TOKENS = 8
 _CANARY = SamplingParams(temperature=0.0, max_tokens=CANARY_TOKENS)
@@ -71,6 +74,9 @@ class VLLMEngine(GathersStream):
             options["gpu_memory_utilization"] = config.gpu_memory_utilization
         else:
             options["worker_extension_cls"] = _WORKER_EXTENSION
+            # Of a prompt that is taken in by parts vLLM turns the request's generator of chance back, which a CPU's
+            # cannot be: the engine dies. Any prompt may be cut that arrives among many.
+            options["enable_chunked_prefill"] = False
         try:
             llm = LLM(
                 str(model.folder),
@@ -153,6 +159,8 @@ class VLLMEngine(GathersStream):
         from vllm.sampling_params import RequestOutputKind
 
         params = request.params
+        # Beside the ends that vLLM knows of itself; its own reading of the tokenizer may differ from ours.
+        ends = [] if params.ignore_eos else [self._tokenizer.eos_token_id]
         try:
             self._llm.llm_engine.add_request(
                 request.key,
@@ -162,11 +170,16 @@ class VLLMEngine(GathersStream):
                     top_p=params.top_p,
                     top_k=params.top_k if params.top_k > 0 else 0,
                     max_tokens=params.max_tokens,
+                    min_tokens=params.min_tokens,
                     seed=request.seed if params.temperature > 0 else None,
                     stop=list(params.stop) or None,
-                    # Beside the ends that vLLM knows of itself; its own reading of the tokenizer may differ from ours.
-                    stop_token_ids=[self._tokenizer.eos_token_id],
-                    logprobs=0,
+                    stop_token_ids=[*ends, *params.stop_token_ids],
+                    ignore_eos=params.ignore_eos,
+                    repetition_penalty=params.repetition_penalty,
+                    presence_penalty=params.presence_penalty,
+                    frequency_penalty=params.frequency_penalty,
+                    structured_outputs=_structured_outputs(params.structured),
+                    logprobs=params.logprobs,
                     flat_logprobs=True,
                     # Only stop strings need text while generating.
                     detokenize=bool(params.stop),
@@ -181,19 +194,23 @@ class VLLMEngine(GathersStream):
         texts = decode_completions(
             self._tokenizer,
             [request.prompt_token_ids for request in requests],
-            [output.outputs[0].token_ids for output in outputs],
+            [
+                told_tokens(output.outputs[0].token_ids, request.params)
+                for output, request in zip(outputs, requests, strict=True)
+            ],
         )
         for output, request, text in zip(outputs, requests, texts, strict=True):
             best = output.outputs[0]
             if best.finish_reason not in ("stop", "length"):
                 raise Fatal(f"the engine ended sample {request.key} with {best.finish_reason!r}")
-            logprobs: list[float] = best.logprobs.logprobs  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+            flat: FlatLogprobs = best.logprobs  # pyright: ignore[reportAssignmentType]
             yield Completion(
                 key=request.key,
                 token_ids=list(best.token_ids),
-                logprobs=list(logprobs),
+                logprobs=[flat.logprobs[start] for start in flat.start_indices],
                 text=best.text if request.params.stop else text,
                 finish_reason=best.finish_reason,
+                top_logprobs=_top_logprobs(flat) if request.params.logprobs else (),
             )
 
     def update_weights(self, model: ModelRef) -> None:
@@ -235,6 +252,28 @@ class VLLMEngine(GathersStream):
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm
         gc.collect()
+
+
+def _structured_outputs(structured: StructuredOutput | None) -> Any:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return None if structured is None else StructuredOutputsParams(**vllm_constraint(structured))
+
+
+def _top_logprobs(flat: FlatLogprobs) -> list[TopLogprobs]:
+    """vLLM puts the token drawn first, and then the most likely ones, among them those of probability 0."""
+    return [
+        [
+            (token, logprob)
+            for token, logprob in zip(
+                flat.token_ids[start + 1 : end],
+                flat.logprobs[start + 1 : end],
+                strict=True,
+            )
+            if logprob > -math.inf
+        ]
+        for start, end in zip(flat.start_indices, flat.end_indices, strict=True)
+    ]
 
 
 @contextmanager
@@ -280,7 +319,7 @@ def _prepare_environment(config: VLLMBackend, device: str) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
-    token = os.environ.get("ROLLOUT_SECRET_HF_TOKEN")
+    token = read_secret("HF_TOKEN")
     if token:
         os.environ.setdefault("HF_TOKEN", token)
     if device == "cpu":

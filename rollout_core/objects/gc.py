@@ -15,6 +15,11 @@ from rollout_core.objects.files import FileStat
 from rollout_core.objects.store import ObjectStore, blob_key
 
 LINEAGE_REFS = "lineage/"
+FINISHED_REFS = "finished/"
+"""Below it, under the id of a blob, stands what is noted of it; the note lives as long as the blob."""
+NOTE_REFS = ("prompt-shards/", "output-files/", "runs/", "work/")
+"""Below them stands what spares work or tells of a run; a note lives until nobody has set it for a while."""
+KEEP_NOTES = timedelta(days=30)
 _NAMED_ID = re.compile(rb'"([0-9a-f]{64})[\\"]')
 _NAMED_ID_BYTES = 66
 
@@ -33,11 +38,18 @@ class GcReport(BaseModel):
     """Of the deleted blobs and leftovers."""
     deleted_leftovers: int
     """Temporary files of killed writers, and corrupt blobs that had been set aside."""
+    deleted_notes: int
+    """Refs that nobody used for long, or that told of a blob that is gone."""
     dry_run: bool
 
 
 def collect_garbage(
-    objects: ObjectStore, *, extra_roots: Iterable[ContentId] = (), min_age: timedelta, dry_run: bool = False
+    objects: ObjectStore,
+    *,
+    extra_roots: Iterable[ContentId] = (),
+    min_age: timedelta,
+    keep_notes: timedelta = KEEP_NOTES,
+    dry_run: bool = False,
 ) -> GcReport:
     """Delete every blob older than ``min_age`` that no ref and none of ``extra_roots`` reaches.
 
@@ -46,13 +58,17 @@ def collect_garbage(
     names; the lineage of anything else keeps its record, not its data. Ids kept elsewhere, such as in a database, must
     be given as ``extra_roots``.
 
+    Notes keep what they name, such as the shards of an input or the model of a run, until nobody has set them for
+    ``keep_notes``; then they are deleted. Those below `FINISHED_REFS` live as long as the blob they are about.
+
     Safe beside running writers as long as each names what it puts by a ref within ``min_age`` less six hours: a put
     makes a blob young again, even when the bytes were there, and what is young spares what it names. An age of zero is
     for when nothing runs.
     """
     spared_since = time.time() - min_age.total_seconds()
     blobs = dict(objects.blobs())
-    marking = _Marking(objects, blobs)
+    unused_since = time.time() - max(keep_notes, min_age).total_seconds()
+    marking = _Marking(objects, blobs, unused_since)
     marking.reach(extra_roots)
     marking.reach_refs()
     live_blobs = len(marking.reached)
@@ -61,10 +77,10 @@ def collect_garbage(
     unreached = [blob_key(content_id) for content_id in blobs if content_id not in marking.reached]
     leftovers = [key for folder in ("tmp", "corrupt") for key, _ in objects.files.list(folder)]
 
-    def sweep(key: str) -> int | None:
+    def sweep(key: str, since: float = spared_since) -> int | None:
         """Bytes freed, or None when the file is spared; its age is asked for again, since a put may have renewed it."""
         stat = objects.files.stat(key)
-        if stat is None or stat.modified >= spared_since:
+        if stat is None or stat.modified >= since:
             return None
         if not dry_run:
             objects.files.delete(key)
@@ -72,12 +88,15 @@ def collect_garbage(
 
     swept = [size for size in objects.in_parallel(sweep, unreached) if size is not None]
     cleared = [size for size in objects.in_parallel(sweep, leftovers) if size is not None]
+    orphans = [sweep(key) for key in marking.orphaned_notes()]
+    unused = [sweep(key, unused_since) for key in marking.unused_notes]
     return GcReport(
         live_blobs=live_blobs,
         young_blobs=len(blobs) - live_blobs - len(swept),
         deleted_blobs=len(swept),
         deleted_bytes=sum(swept) + sum(cleared),
         deleted_leftovers=len(cleared),
+        deleted_notes=sum(size is not None for size in orphans + unused),
         dry_run=dry_run,
     )
 
@@ -85,26 +104,42 @@ def collect_garbage(
 class _Marking:
     """The set of reached blobs, grown from roots."""
 
-    def __init__(self, objects: ObjectStore, blobs: Mapping[ContentId, FileStat]) -> None:
+    def __init__(self, objects: ObjectStore, blobs: Mapping[ContentId, FileStat], unused_since: float) -> None:
         self.reached: set[ContentId] = set()
+        self.unused_notes = {
+            key
+            for folder in NOTE_REFS
+            for key, stat in objects.files.list(f"refs/{folder.rstrip('/')}")
+            if stat.modified < unused_since
+        }
+        """Keys of the refs below `NOTE_REFS` that nobody has set since."""
         self._objects = objects
         self._blobs = blobs
-        self._lineage: dict[ContentId, ContentId] = {}
+        self._about: dict[ContentId, set[ContentId]] = {}
+        """What is followed from a blob though the blob does not name it: its lineage, and what is noted of it."""
         self._seen: set[ContentId] = set()
 
     def reach_refs(self) -> None:
-        """Reach what every ref names; lineage records are kept, and followed only from what is live."""
+        """Reach what every ref names but unused notes; what is about a blob is followed only from what is live, though
+        records of lineage are kept."""
         roots = set()
         for name, named in self._objects.list_refs(""):
-            if not name.startswith(LINEAGE_REFS):
-                roots.add(named)
+            about = next((folder for folder in (LINEAGE_REFS, FINISHED_REFS) if name.startswith(folder)), None)
+            if about is None:
+                roots |= set() if f"refs/{name}" in self.unused_notes else {named}
                 continue
-            output = ContentId(name[len(LINEAGE_REFS) :])
-            self._lineage[output] = named
-            self.reached |= {named} & self._blobs.keys()
-            if output in self._seen:
+            blob = ContentId(name[len(about) :])
+            self._about.setdefault(blob, set()).add(named)
+            if about == LINEAGE_REFS:
+                self.reached |= {named} & self._blobs.keys()
+            if blob in self._seen:
                 roots.add(named)
         self.reach(roots)
+
+    def orphaned_notes(self) -> list[str]:
+        """Keys of the refs below `FINISHED_REFS` about blobs that were not reached."""
+        names = self._objects.ref_names(FINISHED_REFS.rstrip("/"))
+        return [f"refs/{name}" for name in names if name[len(FINISHED_REFS) :] not in self.reached]
 
     def reach(self, roots: Iterable[ContentId]) -> None:
         """Reach ``roots`` and, level by level, all that they name."""
@@ -114,8 +149,8 @@ class _Marking:
             found = level & self._blobs.keys()
             self.reached |= found
             named = set(chain.from_iterable(self._objects.in_parallel(self._names_in, found)))
-            named.update(self._lineage[content_id] for content_id in level if content_id in self._lineage)
-            level = {name for name in named if name in self._blobs or name in self._lineage} - self._seen
+            named.update(*(self._about[content_id] for content_id in level if content_id in self._about))
+            level = {name for name in named if name in self._blobs or name in self._about} - self._seen
 
     def _names_in(self, content_id: ContentId) -> set[ContentId]:
         key = blob_key(content_id)

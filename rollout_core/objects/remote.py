@@ -34,7 +34,8 @@ class RemoteFiles:
     whole_write_bytes = UPLOAD_PART_BYTES
 
     def __init__(self, protocol: str, root: str, options: Mapping[str, Any]) -> None:
-        self._protocol = protocol
+        self.protocol = protocol
+        """``s3``, ``gs`` or ``memory``."""
         self._root = root
         self._options = options
         self._fs: Any = None
@@ -44,22 +45,22 @@ class RemoteFiles:
     def fs(self) -> Any:
         """The fsspec file system; it starts a thread, so it is made at first use and again after a fork."""
         if self._fs_process != os.getpid():
-            if self._protocol == "gs":
+            if self.protocol == "gs":
                 # gcsfs otherwise asks an API for the kind of bucket, which stalls the first write where it is blocked.
                 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
             import fsspec
 
             try:
                 # Another process may write at any time, so a listing must never be answered from a cache.
-                self._fs = fsspec.filesystem(self._protocol, use_listings_cache=False, **self._options)
+                self._fs = fsspec.filesystem(self.protocol, use_listings_cache=False, **self._options)
             except ImportError as error:
-                extra = {"s3": "s3", "gs": "gcs"}.get(self._protocol, self._protocol)
-                raise ConfigError(f"{self._protocol}:// needs a package: pip install 'rollout[{extra}]'") from error
+                extra = {"s3": "s3", "gs": "gcs"}.get(self.protocol, self.protocol)
+                raise ConfigError(f"{self.protocol}:// needs a package: pip install 'rollout[{extra}]'") from error
             self._fs_process = os.getpid()
         return self._fs
 
     def where(self, key: str) -> str:
-        return f"{self._protocol}://{self.path(key)}"
+        return f"{self.protocol}://{self.path(key).lstrip('/')}"
 
     def stat(self, key: str) -> FileStat | None:
         with storage_faults("look at", self.where(key)):

@@ -5,6 +5,7 @@ To check a request's spans as dicts and store those takes a third of the time th
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from functools import cache, reduce
 from operator import or_
@@ -51,6 +52,30 @@ def span_fields(span: Span) -> dict[str, Any]:
         if fields[name]:
             fields[name] = list(map(_all_fields, fields[name]))
     return fields
+
+
+def plain_span_fields(*, rollout_id: str, attempt_id: str, name: str, attributes: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `Span.from_attributes` with number 1, without the cost of its checks: attributes are to be JSON."""
+    drawn = secrets.token_hex(24)
+    trace_id, span_id = drawn[:32], drawn[32:]
+    return {
+        "rollout_id": rollout_id,
+        "attempt_id": attempt_id,
+        "sequence_id": 1,
+        "trace_id": trace_id,
+        "span_id": span_id,
+        "parent_id": None,
+        "name": name,
+        "status": {"status_code": "OK", "description": None},
+        "attributes": attributes,
+        "events": [],
+        "links": [],
+        "start_time": None,
+        "end_time": None,
+        "context": {"trace_id": trace_id, "span_id": span_id, "is_remote": False, "trace_state": {}},
+        "parent": None,
+        "resource": {"attributes": {}, "schema_url": ""},
+    }
 
 
 def _fields(part: Any) -> Any:

@@ -1,0 +1,166 @@
+"""An OpenAI-compatible endpoint as a backend: many requests under way at once, each tried again while that may help.
+
+Requests run on an event loop in a thread of their own. What else is in the endpoint's batches is not ours to know, so
+its answers are not repeatable to the last bit, and every sample is committed as it comes. An endpoint that is gone does
+not turn the rest of a run into failures: once as many samples in a row as may be under way (and at least 8) got no
+answer, the stream ends with Recoverable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Coroutine, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from rollout_core.config import OpenAIBackend
+from rollout_core.errors import ConfigError, Fatal, Recoverable
+from rollout_core.ids import ContentId
+from rollout_core.inference.base import Failure, GathersStream, ModelRef, Outcome, Request
+from rollout_core.inference.endpoint import Endpoint, Passing, Refused
+from rollout_core.inference.openai_wire import body_of, outcome_of, path_of
+from rollout_core.models import load_tokenizer
+
+POLL_SECONDS = 0.02
+"""Time between looks for further requests while there are none."""
+LONE_FAILURES = 8
+"""Fewer in a row may be a fault of those requests."""
+_END: Any = object()
+_T = TypeVar("_T")
+
+
+class OpenAIEngine(GathersStream):
+    """An `InferenceBackend` over HTTP.
+
+    Raises ConfigError when the endpoint refuses access or serves no such model, Recoverable when it does not answer.
+    """
+
+    batch_invariant = False
+
+    def __init__(self, config: OpenAIBackend, model: ModelRef) -> None:
+        self._config = config
+        self.update_weights(model)
+        self._endpoint = Endpoint(config)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-endpoint", daemon=True)
+        self._thread.start()
+        try:
+            self._served, self._limit = self._run(_look_up(self._endpoint, config))
+        except BaseException:
+            self.close()
+            raise
+
+    def _run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    @property
+    def model_id(self) -> ContentId:
+        return self._model.content_id
+
+    @property
+    def max_model_len(self) -> int | None:
+        return self._config.max_model_len or self._limit
+
+    def stream(self, requests: Iterable[Request | None]) -> Iterator[Outcome]:
+        waiting = iter(requests)
+        answered: queue.SimpleQueue[Future[Outcome]] = queue.SimpleQueue()
+        in_flight: set[Future[Outcome]] = set()
+        exhausted, silent = False, 0
+        try:
+            while True:
+                paused = False
+                while not exhausted and len(in_flight) < self._config.max_concurrency:
+                    request = next(waiting, _END)
+                    if request is _END or request is None:
+                        exhausted, paused = request is _END, request is None
+                        break
+                    future = asyncio.run_coroutine_threadsafe(self._complete(request), self._loop)
+                    in_flight.add(future)
+                    future.add_done_callback(answered.put)
+                if not in_flight:
+                    return
+                try:
+                    future = answered.get(timeout=POLL_SECONDS if paused else None)
+                except queue.Empty:
+                    continue
+                in_flight.remove(future)
+                outcome = future.result()
+                silent = silent + 1 if isinstance(outcome, Failure) and outcome.passing else 0
+                if isinstance(outcome, Failure) and silent >= max(LONE_FAILURES, self._config.max_concurrency):
+                    raise Recoverable(f"{silent} samples in a row got no answer, the last: {outcome.reason}")
+                yield outcome
+        finally:
+            for future in in_flight:
+                future.cancel()
+
+    async def _complete(self, request: Request) -> Outcome:
+        config, tokenizer = self._config, self._tokenizer
+        body = body_of(config, self._served, tokenizer, request)
+        try:
+            answer = await self._endpoint.post(path_of(config), body)
+        except Passing as error:
+            return Failure(request.key, str(error), passing=True)
+        except Refused as error:
+            return Failure(request.key, str(error))
+        try:
+            return outcome_of(config, tokenizer, request, answer)
+        except ConfigError:
+            raise
+        except (LookupError, TypeError, ValueError) as error:
+            raise Fatal(f"{config.url} answers in a form that is not OpenAI's: {error!r}") from error
+
+    def update_weights(self, model: ModelRef) -> None:
+        """The answers are taken for those of ``model`` from now on; what the endpoint serves stays as it is."""
+        self._tokenizer = load_tokenizer(model.folder)
+        self._model = model
+
+    def close(self) -> None:
+        self._run(self._endpoint.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _look_up(endpoint: Endpoint, config: OpenAIBackend) -> tuple[str, int | None]:
+    """Name of the served model, and the longest sequence it takes, where the endpoint tells."""
+    try:
+        models = {model["id"]: model for model in await endpoint.models()}
+    except Passing as error:
+        raise Recoverable(f"the endpoint does not answer: {error}") from error
+    except Refused as error:
+        raise ConfigError(f"{config.url}: {error}") from error
+    wanted = config.served_model
+    if wanted is None and len(models) != 1:
+        raise ConfigError(
+            f"{config.url} serves {len(models)} models ({', '.join(sorted(models)) or 'none'}); name one as "
+            "backend.served_model"
+        )
+    name = wanted or next(iter(models))
+    if name not in models:
+        raise ConfigError(
+            f"{config.url} serves no model {name!r}, but {', '.join(sorted(models)) or 'none'}; look at "
+            "backend.served_model"
+        )
+    limit = models[name].get("max_model_len")
+    return name, limit if isinstance(limit, int) else None
+
+
+def try_endpoint(config: OpenAIBackend) -> None:
+    """Look once whether the endpoint answers and serves the model.
+
+    Raises ConfigError where it never will, Recoverable where it does not answer now.
+    """
+
+    async def look() -> None:
+        once = config.model_copy(update={"max_retries": 0, "timeout_seconds": 10.0})
+        endpoint = Endpoint(once)
+        try:
+            await _look_up(endpoint, once)
+        finally:
+            await endpoint.close()
+
+    # In a thread of its own, as the caller's may have a loop that runs.
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(asyncio.run, look()).result()

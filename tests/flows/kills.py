@@ -1,0 +1,348 @@
+"""Kill any part of batch inference at random moments, start it again, and see that nothing was lost or done twice.
+
+    python tests/flows/kills.py --kills 40 --samples 2000 [--backend vllm] [--cluster] [--seed 1]
+
+A campaign is one prompt set, worked on until it is complete: the parts run as processes of their own, `rollout infer
+batch` is started, a part is killed with SIGKILL at a random moment of the work, what is dead is started again, and so
+on. When the set is complete the output must be that of an undisturbed run, line by line but for the times, and the
+store must know one successful attempt of each sample, its last one: whoever was acknowledged was never asked again.
+Campaigns follow each other until there were enough kills. Prints a table; ends with 1 when something was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+PROJECT = Path(__file__).resolve().parents[2]
+READY_SECONDS = 120.0
+RUN_SECONDS = 400.0
+
+
+@dataclass
+class Part:
+    """A process that a campaign needs beside its driver."""
+
+    name: str
+    command: list[str]
+    is_ready: Callable[[], bool]
+    process: subprocess.Popen[bytes] | None = None
+
+    def ensure(self, environment: dict[str, str], folder: Path) -> None:
+        """Start it if it is dead, and wait until it answers."""
+        if self.process is None or self.process.poll() is not None:
+            with (folder / f"{self.name}.log").open("ab") as log:
+                self.process = subprocess.Popen(
+                    self.command, env=environment, cwd=folder, stdout=log, stderr=log, start_new_session=True
+                )
+        deadline = time.monotonic() + READY_SECONDS
+        while not self.is_ready():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{self.name} did not start; see {folder / self.name}.log")
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for its end."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def answers(url: str) -> bool:
+    with suppress(OSError):
+        return urllib.request.urlopen(url, timeout=2).status == 200
+    return False
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@dataclass
+class Kill:
+    """One kill and what became of the run."""
+
+    part: str
+    seconds: float
+    """After the first sample of this run was committed."""
+    exit_code: int
+    done: int
+    """Samples complete when the run ended."""
+
+
+@dataclass
+class Setting:
+    """What all campaigns share."""
+
+    samples: int
+    backend: dict[str, Any]
+    sampling: dict[str, Any]
+    model: Path
+    parts: tuple[str, ...]
+    """Which are killed: driver, engine, prefect, and of a cluster scheduler and worker."""
+    workers: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_cluster(self) -> bool:
+        return "scheduler" in self.parts
+
+
+class Campaign:
+    """One prompt set with its own storage, database and servers, in ``folder``."""
+
+    def __init__(self, setting: Setting, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        self._setting = setting
+        self._folder = folder
+        self._prefect, self._scheduler = free_port(), free_port()
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": str(PROJECT),
+            "ROLLOUT_STORAGE": f"file://{folder / 'objects'}",
+            "ROLLOUT_DATABASE": f"sqlite:///{folder / 'rollout.db'}",
+            "ROLLOUT_CACHE": str(folder / "cache"),
+            "PREFECT_HOME": str(folder / "prefect"),
+            "PREFECT_API_URL": f"http://127.0.0.1:{self._prefect}/api",
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_SERVER_API_KEEPALIVE_TIMEOUT": "60",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+        }
+        prompts = ({"prompt": f"sort {n % 10} {n // 7 % 10} {n} =", "id": f"row-{n}"} for n in range(setting.samples))
+        (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+        self._write_config()
+        self.parts = self._make_parts()
+
+    def _write_config(self) -> None:
+        from tests.flows.conftest import write_toml
+
+        workers = {"shard_size": 500, "claim_size": 64, **self._setting.workers}
+        if self._setting.is_cluster:
+            workers |= {"dask": {"address": f"tcp://127.0.0.1:{self._scheduler}"}}
+        write_toml(
+            self._folder / "batch.toml",
+            {
+                "schema_version": 1,
+                "model": {"uri": str(self._setting.model)},
+                "sampling": self._setting.sampling,
+                "input": {"glob": "prompts.jsonl"},
+                "output": {"dir": "out"},
+                "workers": workers,
+                "backend": self._setting.backend,
+            },
+        )
+
+    def _make_parts(self) -> dict[str, Part]:
+        python, api = sys.executable, f"http://127.0.0.1:{self._prefect}/api/health"
+        server = [python, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(self._prefect)]
+        parts = [Part("prefect", server, lambda: answers(api))]
+        if self._setting.is_cluster:
+            port, dask = self._scheduler, [str(Path(python).with_name("dask"))]
+            options = ["--host", "127.0.0.1", "--port", str(port), "--dashboard-address", "127.0.0.1:0"]
+            parts.append(Part("scheduler", [*dask, "scheduler", *options], lambda: listens(port)))
+            worker = [*dask, "worker", f"tcp://127.0.0.1:{port}", "--nthreads", "2", "--no-nanny", "--no-dashboard"]
+            parts += [Part(f"worker-{number}", worker, lambda: True) for number in (1, 2)]
+        return {part.name: part for part in parts}
+
+    def start_parts(self) -> None:
+        """Start what is dead."""
+        for part in self.parts.values():
+            part.ensure(self.environment, self._folder)
+
+    def stop_parts(self) -> None:
+        """End of the campaign."""
+        for part in self.parts.values():
+            part.kill()
+
+    def start_run(self) -> subprocess.Popen[bytes]:
+        """`rollout infer batch`, as a user types it."""
+        command = [Path(sys.executable).with_name("rollout"), "infer", "batch", "--config", "batch.toml"]
+        with (self._folder / "run.log").open("ab") as log:
+            return subprocess.Popen(
+                command, env=self.environment, cwd=self._folder, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def output(self) -> list[dict[str, Any]]:
+        """Rows of the output without their times."""
+        lines = (self._folder / "out" / "completions.jsonl").read_text(encoding="utf-8").splitlines()
+        return [{key: value for key, value in json.loads(line).items() if key != "generated_at"} for line in lines]
+
+    def num_done(self) -> int:
+        """Samples complete now."""
+        return asyncio.run(self._count())
+
+    async def _count(self) -> int:
+        from rollout_core.store import SqlLightningStore
+
+        if not (self._folder / "rollout.db").exists():
+            return 0
+        async with SqlLightningStore.from_url(self.environment["ROLLOUT_DATABASE"]) as store:
+            return (await store.query_rollouts(status_in=["succeeded"], limit=0)).total
+
+    def attempts_after_success(self) -> list[str]:
+        """What is wrong in the store: samples without exactly one successful attempt, or with a later one."""
+        return asyncio.run(self._find_wrong())
+
+    async def _find_wrong(self) -> list[str]:
+        from rollout_core.store import SqlLightningStore
+
+        wrong = []
+        async with SqlLightningStore.from_url(self.environment["ROLLOUT_DATABASE"]) as store:
+            for rollout in await store.query_rollouts():
+                attempts = sorted(await store.query_attempts(rollout.rollout_id), key=lambda item: item.sequence_id)
+                statuses = [attempt.status for attempt in attempts]
+                if statuses.count("succeeded") != 1 or statuses[-1] != "succeeded":
+                    wrong.append(f"{rollout.rollout_id[:12]}: {statuses}")
+        return wrong
+
+    def run_undisturbed(self) -> list[dict[str, Any]]:
+        """The output of a run that nobody kills."""
+        self.start_parts()
+        try:
+            process = self.start_run()
+            if process.wait(RUN_SECONDS):
+                raise RuntimeError(f"the undisturbed run failed; see {self._folder / 'run.log'}")
+            return self.output()
+        finally:
+            self.stop_parts()
+
+    def run_killed(self, rng: random.Random, wanted: int, spread: float) -> list[Kill]:
+        """Kill up to ``wanted`` times, each within ``spread`` seconds of work; returns when the set is complete."""
+        kills: list[Kill] = []
+        try:
+            while True:
+                self.start_parts()
+                before = self.num_done()
+                process = self.start_run()
+                if len(kills) == wanted:
+                    if process.wait(RUN_SECONDS):
+                        raise RuntimeError(f"a run that nobody killed failed; see {self._folder / 'run.log'}")
+                    return kills
+                self._wait_for_work(process, before)
+                moment = rng.uniform(0, spread)
+                with suppress(subprocess.TimeoutExpired):
+                    if process.wait(moment) == 0:
+                        return kills  # it was faster
+                part = rng.choice(self._setting.parts)
+                if self._kill(part, process, rng):
+                    if part not in ("driver", "engine"):
+                        # As a supervisor would: a run outlives a short absence of its servers, or else the next does.
+                        time.sleep(rng.uniform(0, 3))
+                        self.start_parts()
+                    code = process.wait(RUN_SECONDS)
+                    kills.append(Kill(part, moment, code, self.num_done()))
+                    print(f"kill {part} after {moment:.1f} s: run ended {code}, {kills[-1].done} done", flush=True)
+                if process.wait(RUN_SECONDS) == 0:
+                    return kills
+        finally:
+            self.stop_parts()
+
+    def _wait_for_work(self, process: subprocess.Popen[bytes], before: int) -> None:
+        """Until a sample was committed, or the run is over."""
+        deadline = time.monotonic() + READY_SECONDS
+        while process.poll() is None and time.monotonic() < deadline and self.num_done() <= before:
+            time.sleep(0.05)
+
+    def _kill(self, part: str, driver: subprocess.Popen[bytes], rng: random.Random) -> bool:
+        """SIGKILL; False where there is none of that name now."""
+        if part == "driver":
+            driver.kill()
+        elif part == "engine":
+            engines = [child for child in _children(driver) if child.name().startswith("VLLM")]
+            if not engines:
+                return False
+            rng.choice(engines).send_signal(signal.SIGKILL)
+        else:
+            names = [name for name in self.parts if name.startswith(part)]
+            self.parts[rng.choice(names)].kill()
+        return True
+
+
+def _children(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(process.pid).children(recursive=True)
+    return []
+
+
+def run_campaigns(setting: Setting, folder: Path, *, kills: int, seed: int, spread: float) -> tuple[list[Kill], int]:
+    """Campaigns until there were ``kills``. Returns them and the number of campaigns; raises AssertionError."""
+    rng = random.Random(seed)
+    expected = Campaign(setting, folder / "undisturbed").run_undisturbed()
+    assert [row["id"] for row in expected] == [f"row-{number}" for number in range(setting.samples)]
+    done: list[Kill] = []
+    campaigns = 0
+    while len(done) < kills:
+        campaigns += 1
+        campaign = Campaign(setting, folder / f"campaign-{campaigns}")
+        done += campaign.run_killed(rng, kills - len(done), spread)
+        assert campaign.output() == expected, f"campaign {campaigns}: the output differs"
+        wrong = campaign.attempts_after_success()
+        assert not wrong, f"campaign {campaigns}: {wrong[:5]}"
+    return done, campaigns
+
+
+def main() -> None:
+    sys.path[:0] = [str(PROJECT), str(PROJECT / "examples")]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=40)
+    parser.add_argument("--samples", type=int, default=2_000)
+    parser.add_argument("--backend", choices=("vllm", "scripted"), default="vllm")
+    parser.add_argument("--cluster", action="store_true", help="scheduler and two workers; scripted backend")
+    parser.add_argument("--spread", type=float, default=6.0, help="a kill falls within so many seconds of work")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    from make_tiny import make_model
+
+    with tempfile.TemporaryDirectory(prefix="rollout-kills-") as name:
+        folder = Path(name)
+        make_model(folder / "model", hidden_size=128, num_layers=2)
+        scripted = arguments.backend == "scripted" or arguments.cluster
+        backend = {"kind": "scripted", "delay_seconds": 0.02} if scripted else {"kind": "vllm", "max_model_len": 160}
+        parts = ("driver", "prefect") + (() if scripted else ("engine",))
+        setting = Setting(
+            samples=arguments.samples,
+            backend=backend,
+            sampling={"max_tokens": 128, "temperature": 1.0, "seed": 7},
+            model=folder / "model",
+            parts=parts + (("scheduler", "worker") if arguments.cluster else ()),
+        )
+        kills, campaigns = run_campaigns(
+            setting, folder, kills=arguments.kills, seed=arguments.seed, spread=arguments.spread
+        )
+    print(f"{'killed':<12}{'times':>6}{'run went on':>13}{'run failed':>12}")
+    for part, count in Counter(kill.part for kill in kills).most_common():
+        survived = sum(kill.part == part and kill.exit_code == 0 for kill in kills)
+        print(f"{part:<12}{count:>6}{survived:>13}{count - survived:>12}")
+    print(
+        f"{len(kills)} kills in {campaigns} campaigns of {arguments.samples} samples: every row once, in order, equal"
+    )
+    print("to an undisturbed run; no sample asked again after its completion was acknowledged")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""A small real HTTP server with vLLM's dialect of OpenAI's API, which misbehaves when told to.
+
+It completes a prompt of token ids with the same ids in reverse, each of log-probability -0.5, and remembers every
+request. ``mishaps`` are done in turn, one a request, before it answers properly.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+MAX_MODEL_LEN = 77
+
+
+@dataclass
+class Seen:
+    """One request."""
+
+    path: str
+    body: dict[str, Any]
+    key: str | None
+    """Of the Authorization header."""
+    moment: float
+
+
+@dataclass
+class FaultyServer:
+    """Settings may be changed while it runs."""
+
+    models: list[str] = field(default_factory=lambda: ["served"])
+    key: str | None = None
+    """Expected bearer token."""
+    mishaps: deque[Callable[[BaseHTTPRequestHandler], None]] = field(default_factory=deque)
+    refused_token: int | None = None
+    """Prompts with this token get HTTP 400."""
+    slow_seconds: float = 0.0
+    plain: bool = False
+    """Answers without token ids and log-probabilities, as other servers than vLLM's do."""
+    finish_reason: str = "stop"
+    seen: list[Seen] = field(default_factory=list)
+    most_at_once: int = 0
+    _at_once: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def start(self) -> None:
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                server.answer(self, {})
+
+            def do_POST(self) -> None:
+                server.answer(self, json.loads(self.rfile.read(int(self.headers["content-length"]))))
+
+        class Server(ThreadingHTTPServer):
+            request_queue_size = 128
+            daemon_threads = True
+
+            def handle_error(self, request: object, client_address: object) -> None:
+                """Clients that give up are expected."""
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def stop(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    @property
+    def asked(self) -> list[Seen]:
+        """Requests for completions."""
+        return [seen for seen in self.seen if seen.path != "/v1/models"]
+
+    def answer(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        with self._lock:
+            self.seen.append(Seen(handler.path, body, handler.headers.get("authorization"), time.monotonic()))
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+            mishap = self.mishaps.popleft() if self.mishaps and handler.path != "/v1/models" else None
+        try:
+            if self.key is not None and handler.headers.get("authorization") != f"Bearer {self.key}":
+                status(401)(handler)
+            elif handler.path == "/v1/models":
+                send(handler, 200, {"data": [{"id": name, "max_model_len": MAX_MODEL_LEN} for name in self.models]})
+            elif mishap is not None:
+                mishap(handler)
+            else:
+                self._complete(handler, body)
+        finally:
+            with self._lock:
+                self._at_once -= 1
+
+    def _complete(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        time.sleep(self.slow_seconds)
+        if body["model"] not in self.models:
+            return send(handler, 404, {"error": {"message": f"The model `{body['model']}` does not exist."}})
+        if handler.path == "/v1/chat/completions":
+            text = body["messages"][-1]["content"][::-1]
+            choice = {"message": {"content": text}, "finish_reason": self.finish_reason}
+            return send(handler, 200, {"choices": [choice]})
+        prompt = body["prompt"]
+        if isinstance(prompt, str):
+            return send(handler, 200, {"choices": [{"text": prompt[::-1], "finish_reason": self.finish_reason}]})
+        if self.refused_token in prompt:
+            return send(handler, 400, {"error": {"message": "too long by far\nand worse"}})
+        choice = {"text": "unused", "finish_reason": self.finish_reason}
+        if not self.plain:
+            ids = prompt[::-1]
+            top = [{f"token_id:{token}": -0.5, "token_id:0": -0.1, "token_id:1": -9999.0} for token in ids]
+            choice |= {"token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * len(ids), "top_logprobs": top}}
+        send(handler, 200, {"choices": [choice]})
+
+
+def send(handler: BaseHTTPRequestHandler, code: int, value: Any, headers: dict[str, str] | None = None) -> None:
+    data = value if isinstance(value, bytes) else json.dumps(value).encode()
+    handler.send_response(code)
+    for name, content in (headers or {}).items():
+        handler.send_header(name, content)
+    handler.send_header("content-length", str(len(data)))
+    handler.end_headers()
+    handler.wfile.write(data)
+
+
+def status(code: int, **headers: str) -> Callable[[BaseHTTPRequestHandler], None]:
+    """A mishap: this status; underscores in headers' names are dashes."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return lambda handler: send(handler, code, {"error": {"message": f"status {code}"}}, named)
+
+
+def drop_midway(handler: BaseHTTPRequestHandler) -> None:
+    """Half an answer, and then the connection is reset."""
+    handler.send_response(200)
+    handler.send_header("content-length", "1000")
+    handler.end_headers()
+    handler.wfile.write(b'{"choices": [{"tex')
+    handler.wfile.flush()
+    reset(handler)
+
+
+def reset(handler: BaseHTTPRequestHandler) -> None:
+    """No answer at all."""
+    handler.close_connection = True
+    handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    handler.connection.close()
+
+
+def no_json(handler: BaseHTTPRequestHandler) -> None:
+    """What a proxy says while the server behind it starts."""
+    send(handler, 200, b"<html>starting</html>")

@@ -1,0 +1,112 @@
+"""Places that results are written to, folders, memory and a real S3 server: whole files, one winner, clear faults."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from places import address_of, use_s3
+
+from rollout_core.errors import ConfigError, Recoverable
+from rollout_core.inference import folders
+from rollout_core.inference.folders import OutputFolder, output_folder
+from rollout_core.objects import ObjectStore
+
+
+@pytest.fixture(params=["path", "file", "memory", "s3"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OutputFolder:
+    if request.param == "s3":
+        use_s3(monkeypatch, request.getfixturevalue("s3"))
+    return output_folder(address_of(request.param, tmp_path), Path("/nowhere"))
+
+
+def test_a_file_is_replaced_whole_and_its_mark_changes_with_it(folder: OutputFolder):
+    folder.check()
+    assert folder.read("f") is None and folder.mark("f") is None
+    first = folder.replace("f", [b"one\n", b"two\n"])
+    assert folder.read("f") == b"one\ntwo\n" and folder.mark("f") == first
+    second = folder.replace("f", iter([b"one\n"]))
+    assert folder.read("f") == b"one\n" and folder.mark("f") == second
+    assert first != second or first is None
+    folder.replace("f", [])
+    assert folder.read("f") == b""
+
+
+def test_a_file_whose_writing_fails_is_left_as_it_was(folder: OutputFolder, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(folders, "UPLOAD_PART_BYTES", 5 * 2**20)
+    folder.replace("f", [b"old"])
+
+    def broken():
+        yield b"x" * 12 * 2**20  # more than a part: an upload is under way
+        assert folder.read("f") == b"old", "the old file stays while the new one is written"
+        raise OSError("disk full")
+
+    with pytest.raises(Recoverable, match="disk full"):
+        folder.replace("f", broken())
+    assert folder.read("f") == b"old"
+    if isinstance(folder, folders.LocalFolder):
+        assert os.listdir(Path(folder.where("f")).parent) == ["f"], "no leftovers"
+
+
+def test_a_large_file_arrives_whole(folder: OutputFolder, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(folders, "UPLOAD_PART_BYTES", 5 * 2**20)
+    pieces = [bytes([number]) * 2**20 for number in range(13)]
+    folder.replace("f", pieces)
+    assert folder.read("f") == b"".join(pieces)
+
+
+def test_one_of_many_writers_makes_a_file(folder: OutputFolder):
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda n: (n, folder.create("run-id", b"%d" % n)), range(8)))
+    [winner] = [number for number, won in made if won]
+    assert folder.read("run-id") == b"%d" % winner
+    assert folder.create("run-id", b"late") is False and folder.read("run-id") == b"%d" % winner
+
+
+def test_a_local_folder_that_cannot_be_is_refused(tmp_path: Path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match=r"file is a file; expected a folder, or one that can be made"):
+        output_folder("file/below", tmp_path).check()
+    output_folder("new/folder", tmp_path).check()
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_relative_path_starts_at_the_base(tmp_path: Path):
+    for address in ("out", "file://./out"):
+        assert output_folder(address, tmp_path).where("f") == str(tmp_path / "out" / "f")
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("ftp://host/x", "URL 'ftp://host/x' is unknown; expected a path, file://, s3://, gs:// or memory://"),
+        ("s3://bucket", "URL 's3://bucket' names no place in a bucket; expected s3://bucket/key"),
+        ("s3:///x", "URL 's3:///x' names no place in a bucket"),
+        ("file://out", "URL 'file://out' names no file; expected file:///absolute or file://./relative"),
+    ],
+)
+def test_an_address_that_cannot_be_is_refused(tmp_path: Path, address: str, message: str):
+    with pytest.raises(ConfigError) as caught:
+        output_folder(address, tmp_path)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_bucket_that_is_not_there_is_refused(s3: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    use_s3(monkeypatch, s3)
+    folder = output_folder("s3://no-such-bucket/out", tmp_path)
+    with pytest.raises(ConfigError, match="there is no bucket at s3://no-such-bucket/"):
+        folder.check()
+    for write in (lambda: folder.create("f", b"x"), lambda: folder.replace("f", [b"x"])):
+        with pytest.raises(ConfigError, match="no bucket at s3://no-such-bucket/"):
+            write()
+
+
+def test_options_of_an_object_store_of_the_same_kind_hold(s3: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    objects = ObjectStore.from_url(address_of("s3", tmp_path), storage_options=s3)
+    folder = output_folder(address_of("s3", tmp_path) + "-out", tmp_path, objects)
+    folder.replace("f", [b"x"])
+    assert folder.read("f") == b"x"
