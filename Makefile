@@ -51,6 +51,7 @@ bench: setup
 	$(BIN)/python benchmarks/stages.py
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/inference.py
+	$(BIN)/python benchmarks/fan_out.py
 	$(BIN)/python benchmarks/store.py
 
 clean:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from prefect import flow
 from prefect.context import FlowRunContext
 
 from flows.batch_progress import RunProgress, close_run
-from flows.fan_out import local_runner, run_all
+from flows.fan_out import FanOut, open_fleet
 from flows.healing import run_body
 from rollout_core.batch_plan import plan_batch
 from rollout_core.config import InferBatchConfig
@@ -18,13 +19,15 @@ from rollout_core.inference.engines import close_engine
 from rollout_core.inference.folders import output_folder
 from rollout_core.inference.prompt_shards import shards_of
 from rollout_core.inference.runs import begin_run, parameters_of, resolve_run_id
-from rollout_core.records import ShardCompletions
+from rollout_core.records import Record, ShardCompletions
 from tasks.journal import Journal
 from tasks.keep import import_model
 from tasks.output import write_completions
 from tasks.places import connections, objects, working_folder
-from tasks.shards import Reporting, import_prompts, infer_shard
-from tasks.stage import Submitted, stage_logger
+from tasks.shards import Reporting, help_shard, import_prompts, infer_shard
+from tasks.stage import RunsTasks, Stage, Submitted, stage_logger
+
+R = TypeVar("R", bound=Record)
 
 
 @flow(name="batch-inference", flow_run_name="{config.model.uri}", persist_result=False)
@@ -59,20 +62,18 @@ def _complete(
     """Records of all shards, and the figures of the closing table."""
     context = FlowRunContext.get()
     assert context is not None and context.flow_run is not None, "called inside the flow"
-    sampling = config.sampling.params
+    flow_run_id = str(context.flow_run.id)
     reporting = Reporting(run_id=run_id, events=config.output.events)
     places = {shard: f"{number}/{len(shards)}" for number, (shard, _) in enumerate(shards, start=1)}
-    flow_run_id = str(context.flow_run.id)
-    bar = not config.output.events
-    with local_runner(config.workers) as runner, RunProgress(flow_run_id, num_samples, bar=bar) as progress:
 
-        def submit(item: tuple[ContentId, int]) -> Submitted[ShardCompletions]:
+    def call(stage: Stage[..., R]) -> Callable[[RunsTasks, tuple[ContentId, int]], Submitted[R]]:
+        def submit(runner: RunsTasks, item: tuple[ContentId, int]) -> Submitted[R]:
             shard, _ = item
-            return infer_shard.submit(
+            return stage.submit(
                 runner,
                 shard,
                 model,
-                sampling,
+                config.sampling.params,
                 config.backend,
                 config.workers,
                 samples_per_prompt=config.sampling.n,
@@ -80,12 +81,20 @@ def _complete(
                 label=places[shard],
             )
 
-        def on_result(item: tuple[ContentId, int], record: ShardCompletions) -> None:
-            progress.finish(item[0], record)
-            refuse_failures(config, progress.failed, num_samples, record)
+        return submit
 
-        records = run_all(shards, submit, at_once=config.workers.count + 1, on_result=on_result)
-    return records, close_run(config, flow_run_id, records)
+    def on_result(item: tuple[ContentId, int], record: ShardCompletions) -> None:
+        progress.finish(item[0], record)
+        refuse_failures(config, progress.failed, num_samples, record)
+
+    bar = not config.output.events
+    with (
+        open_fleet(config.workers, flow_run_id) as fleet,
+        RunProgress(flow_run_id, num_samples, bar=bar) as progress,
+    ):
+        work = FanOut(call(infer_shard), call(help_shard), lambda item: progress.of(item[0]), on_result)
+        records = fleet.run_all(shards, work)
+    return records, close_run(config, flow_run_id, records, fleet.average_workers())
 
 
 def refuse_failures(config: InferBatchConfig, failed: int, num_samples: int, record: ShardCompletions) -> None:

@@ -63,8 +63,12 @@ class RunProgress:
 
     def finish(self, shard: ContentId, record: ShardCompletions) -> None:
         """A shard's result is there, computed or cached."""
-        tokens = self._tally.tokens_of(shard)
+        tokens = self._tally.of(shard).tokens
         self._tally.note(shard, ShardProgress(record.num_samples, record.num_samples, tokens, record.num_failed))
+
+    def of(self, shard: ContentId) -> ShardProgress:
+        """How far a shard is; zeros before its worker told."""
+        return self._tally.of(shard)
 
     def _show(self) -> None:
         columns = (
@@ -134,10 +138,15 @@ class Speed:
         return (more_samples - samples) / (now - begun), (more_tokens - tokens) / (now - begun)
 
 
-def close_run(config: InferBatchConfig, run_id: str, records: Sequence[ShardCompletions]) -> dict[str, Any]:
-    """File the table and the histogram of a finished run, and return the table's figures."""
+def close_run(
+    config: InferBatchConfig, run_id: str, records: Sequence[ShardCompletions], workers: float
+) -> dict[str, Any]:
+    """File the table and the histogram of a finished run, and return the table's figures.
+
+    ``workers``: how many there were, on the average.
+    """
     objects = places.objects()
-    figures = closing_figures(config, records, work_of(objects, run_id))
+    figures = closing_figures(config, records, work_of(objects, run_id), workers)
     rows = [{"figure": name, "value": value} for name, value in figures.items()]
     artifacts.table("batch-inference", rows, "Batch inference")
     lengths = [sum(counts) for counts in zip(*(record.lengths for record in records), strict=True)]
@@ -150,7 +159,9 @@ def close_run(config: InferBatchConfig, run_id: str, records: Sequence[ShardComp
     return figures
 
 
-def closing_figures(config: InferBatchConfig, records: Sequence[ShardCompletions], work: RunWork) -> dict[str, Any]:
+def closing_figures(
+    config: InferBatchConfig, records: Sequence[ShardCompletions], work: RunWork, workers: float
+) -> dict[str, Any]:
     """What a finished run tells, by name."""
     reasons: Counter[str] = Counter()
     for record in records:
@@ -171,6 +182,6 @@ def closing_figures(config: InferBatchConfig, records: Sequence[ShardCompletions
         for share in (0.5, 0.9, 0.99):
             figures[f"latency, {share:.0%} of samples (s)"] = float(f"{work.latency(share):.3g}")
     if config.workers.price_per_hour is not None and work.tokens:
-        cost = config.workers.price_per_hour * config.workers.count * work.seconds / 3600
+        cost = config.workers.price_per_hour * workers * work.seconds / 3600
         figures["cost per million tokens"] = round(1e6 * cost / work.tokens, 4)
     return figures

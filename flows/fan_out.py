@@ -5,46 +5,84 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from rollout_core.config import WorkersConfig
+from rollout_core.inference.batch import Progress
 from rollout_core.records import Record
-from tasks.stage import Submitted
+from tasks.stage import RunsTasks, Submitted
 
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class FanOut(Generic[T, R]):
+    """What is done with each item, on whichever worker has room."""
+
+    submit: Callable[[RunsTasks, T], Submitted[R]]
+    assist: Callable[[RunsTasks, T], Submitted[Any]]
+    """Take work off the hands of the item's worker."""
+    progress: Callable[[T], Progress]
+    """How far an item is, as its worker told; zeros before it did."""
+    on_result: Callable[[T, R], None]
+    """Told of each result as it comes; what it raises ends the fan-out."""
+
+
+class Fleet(Protocol):
+    """Workers of one machine or of many."""
+
+    def run_all(self, items: Sequence[T], work: FanOut[T, R]) -> list[R]:
+        """Results of all items, in their order. An item that raises ends the fan-out."""
+        ...
+
+    def average_workers(self) -> float:
+        """How many workers there were, over the time so far."""
+        ...
+
+
 @contextmanager
-def local_runner(workers: WorkersConfig) -> Iterator[TaskRunner[Any]]:
+def open_fleet(workers: WorkersConfig, run_id: str) -> Iterator[Fleet]:
+    """The configured workers, for the length of the block."""
+    if workers.dask is None:
+        with local_fleet(workers.count) as fleet:
+            yield fleet
+    else:
+        from flows.dask_cluster import dask_fleet
+
+        with dask_fleet(workers, workers.dask, run_id) as fleet:
+            yield fleet
+
+
+@contextmanager
+def local_fleet(count: int) -> Iterator[Fleet]:
     """Threads of this process, one more than workers: while their shards are generated, the next is made ready."""
-    with ThreadPoolTaskRunner(max_workers=workers.count + 1) as runner:
-        yield runner
+    with ThreadPoolTaskRunner(max_workers=count + 1) as runner:
+        yield _Threads(runner, count)
 
 
-def run_all(
-    items: Sequence[T],
-    submit: Callable[[T], Submitted[R]],
-    *,
-    at_once: int,
-    on_result: Callable[[T, R], None],
-) -> list[R]:
-    """Results of all items, in their order, at most ``at_once`` of them under way.
+class _Threads:
+    def __init__(self, runner: TaskRunner[Any], count: int) -> None:
+        self._runner = runner
+        self._count = count
 
-    ``on_result`` is told of each as it comes; what it raises, or an item does, ends the loop.
-    """
-    results: dict[int, R] = {}
-    finished: queue.SimpleQueue[int] = queue.SimpleQueue()
-    under_way: dict[int, Submitted[R]] = {}
-    waiting = iter(range(len(items)))
-    while len(results) < len(items):
-        while len(under_way) < at_once and (place := next(waiting, None)) is not None:
-            submitted = submit(items[place])
-            under_way[place] = submitted
-            submitted.when_done(lambda place=place: finished.put(place))
-        place = finished.get()
-        results[place] = under_way.pop(place).result()
-        on_result(items[place], results[place])
-    return [results[place] for place in range(len(items))]
+    def average_workers(self) -> float:
+        return self._count
+
+    def run_all(self, items: Sequence[T], work: FanOut[T, R]) -> list[R]:
+        results: dict[int, R] = {}
+        finished: queue.SimpleQueue[int] = queue.SimpleQueue()
+        under_way: dict[int, Submitted[R]] = {}
+        waiting = iter(range(len(items)))
+        while len(results) < len(items):
+            while len(under_way) <= self._count and (place := next(waiting, None)) is not None:
+                submitted = work.submit(self._runner, items[place])
+                under_way[place] = submitted
+                submitted.when_done(lambda place=place: finished.put(place))
+            place = finished.get()
+            results[place] = under_way.pop(place).result()
+            work.on_result(items[place], results[place])
+        return [results[place] for place in range(len(items))]

@@ -49,11 +49,20 @@ def plan_batch(
     plan.sampling("sampling", config.sampling, config.backend)
     rows = plan.check("input.glob", lambda: _read(plan, config))
     plan.facts["inputs"] = rows.count if rows else 0
-    plan.facts["workers"] = config.workers.count
+    plan.facts["workers"] = _workers(plan, config)
     plan.check("output.dir", lambda: _check_output(plan, config, run_id))
     if rows and thorough:
         _count_failures(plan, config, rows)
     return plan.done()
+
+
+def _workers(plan: Plan, config: InferBatchConfig) -> int | str | None:
+    dask = config.workers.dask
+    if dask is None:
+        return config.workers.count
+    from rollout_core.dask_cluster import check_cluster
+
+    return plan.check("workers.dask", lambda: check_cluster(dask))
 
 
 class _Rows:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import TypeVar, cast
+from urllib.parse import parse_qs, urlsplit
 
 from prefect.blocks.core import Block
 
@@ -47,6 +48,15 @@ def open_store() -> SqlLightningStore:
 def connections() -> Connections:
     """Both, for a plan to try."""
     return Connections(objects, _database_url)
+
+
+def in_words() -> str:
+    """Object storage and database, without user, password or options."""
+    parts = urlsplit(_database_url())
+    # PostgreSQL's folder of sockets stands in the query.
+    host = parts.netloc.rpartition("@")[2] or parse_qs(parts.query).get("host", [""])[0]
+    database = parts._replace(netloc=host, query="").geturl()
+    return f"storage {result_storage().url}, database {database}"
 
 
 def _database_url() -> str:

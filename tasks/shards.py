@@ -55,17 +55,16 @@ def infer_shard(
     workers: WorkersConfig,
     *,
     samples_per_prompt: int = 1,
-    shared: bool = False,
     reporting: Reporting,
     label: str = "",
 ) -> ShardCompletions:
     """Bring every sample of a shard to its outcome, exactly once; an interrupted run goes on with what is missing.
 
-    ``shared``: other processes may take unclaimed samples meanwhile (`help_shard`).
+    On a cluster other processes may take unclaimed samples meanwhile (`help_shard`).
     """
     events = EventLog(reporting.run_id, label) if reporting.events else None
     run = _ShardRun(rows, model, sampling, backend, workers, samples_per_prompt, events)
-    record, work = run.complete(shared)
+    record, work = run.complete()
     stage_logger().info("shard %s: %d samples, %d generated now", label or rows.short, record.num_samples, work.samples)
     return record
 
@@ -88,10 +87,12 @@ def help_shard(
     reporting: Reporting,
     label: str = "",
 ) -> Help:
-    """Generate samples of a shard that its worker has not claimed yet."""
+    """Generate samples of a shard that its worker has not claimed yet; returns at once where there are none."""
     events = EventLog(reporting.run_id, label) if reporting.events else None
     run = _ShardRun(rows, model, sampling, backend, workers, samples_per_prompt, events)
-    return Help(num_samples=run.help().samples)
+    work = run.help()
+    stage_logger().info("shard %s: %d samples generated for its worker", label or rows.short, work.samples)
+    return Help(num_samples=work.samples)
 
 
 class _ShardRun:
@@ -115,21 +116,23 @@ class _ShardRun:
         self._engine = EngineOf(backend, ModelRef(model, folder))
         self._backend = backend
         self._events = events
-        self._claim_size = workers.claim_size
+        self._workers = workers
         self._limit = context_limit(backend) or max_positions(folder)
 
-    def _options(self, *, alone: bool) -> BatchOptions:
+    def _options(self) -> BatchOptions:
         return BatchOptions(
             mode="test",
             # Whole shards, where that makes them repeatable; see `rollout_core.config.backends`.
             deterministic=self._backend.owns_batches,
-            exclusive=alone,
-            claim_size=self._claim_size,
+            # Otherwise the stage's lock, a file, does not keep all others out.
+            exclusive=places.storage_is_local() and self._workers.dask is None,
+            claim_size=self._workers.claim_size,
+            stale_after_seconds=self._workers.stale_after_seconds,
             max_model_len=self._limit,
             generator=generator_id(self._backend),
         )
 
-    def complete(self, shared: bool) -> tuple[ShardCompletions, Work]:
+    def complete(self) -> tuple[ShardCompletions, Work]:
         async def run() -> tuple[ShardCompletions, Work]:
             async with places.open_store() as store:
                 return await complete_shard(
@@ -138,7 +141,7 @@ class _ShardRun:
                     self._engine,
                     self._work,
                     worker_id=this_worker(),
-                    options=self._options(alone=places.storage_is_local() and not shared),
+                    options=self._options(),
                     on_progress=self._note,
                     events=self._events,
                 )
@@ -157,7 +160,8 @@ class _ShardRun:
                     self._engine,
                     self._work,
                     worker_id=this_worker(),
-                    options=self._options(alone=False),
+                    options=self._options(),
+                    on_progress=self._note_help,
                     events=self._events,
                 )
 
@@ -168,6 +172,10 @@ class _ShardRun:
 
     def _note(self, progress: Progress) -> None:
         tally(self._run_id).note(self._rows, progress)
+
+    def _note_help(self, progress: Progress) -> None:
+        # What is done of the shard is its own worker's to tell.
+        tally(self._run_id).note(f"{self._rows} {this_worker()}", Progress(0, 0, progress.tokens))
 
     def _file_work(self, started: float, work: Work) -> None:
         if work.samples:

@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Generic, ParamSpec, TypeVar, cast, get_type_hints
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast, get_type_hints
+from uuid import UUID
 
 from prefect import Task
 from prefect.cache_policies import CacheKeyFnPolicy
@@ -27,7 +28,7 @@ from prefect.exceptions import MissingContextError
 from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 from prefect.results import get_result_store
-from prefect.task_runners import TaskRunner
+from prefect.task_engine import run_task_sync
 
 from blocks import ContentAddressedStorage
 from rollout_core.config import identity
@@ -163,13 +164,30 @@ class Stage(Generic[P, R]):
             state = cast(State[dict[str, Any]], prepared(**inputs, **{REFRESH: _refresh.get()}, return_state=True))
         return self._result(inputs, state, time.monotonic() - started)
 
-    def submit(self, runner: TaskRunner[Any], *args: P.args, **kwargs: P.kwargs) -> Submitted[R]:
+    def submit(self, runner: RunsTasks, *args: P.args, **kwargs: P.kwargs) -> Submitted[R]:
         """Run the stage on a started task runner, which may be of another machine, and go on meanwhile."""
         inputs = self._bind(args, kwargs)
         prepared = self._prepare(inputs)
         with TagsContext(current_tags=set()):
             future = runner.submit(prepared, {**inputs, REFRESH: _refresh.get()})
         return Submitted(future, lambda state, seconds: self._result(inputs, state, seconds))
+
+    def run_submitted(self, inputs: dict[str, Any], task_run_id: UUID, context: dict[str, Any]) -> State[Any]:
+        """Run what a `submit` of another process handed over, with the storage of this process's settings.
+
+        ``context`` is Prefect's, of the flow run. The same call may have run elsewhere until its process died.
+        """
+        call = dict(inputs)
+        with refreshing(call.pop(REFRESH)):
+            prepared = self._prepare(call)
+        state = run_task_sync(
+            prepared, task_run_id=task_run_id, parameters=inputs, return_type="state", context=context
+        )
+        assert isinstance(state, State), "asked for the state"
+        if state.is_completed():
+            # The record itself, so that nobody needs this process's storage to read it.
+            state.data = state.result()
+        return state
 
     def _prepare(self, inputs: dict[str, Any]) -> Task[..., dict[str, Any]]:
         storage = places.result_storage()
@@ -300,6 +318,14 @@ class Stage(Generic[P, R]):
             ids = tuple(ContentId(value) for value in inputs.values() if is_content_id(value))
             records = (item for value in inputs.values() if isinstance(value, Record) for item in value.outputs())
             journal.add(StageEntry(self.name, str(inputs.get(LABEL, "")), state, seconds, (*ids, *records), outputs))
+
+
+class RunsTasks(Protocol):
+    """A started task runner, or a place on one."""
+
+    def submit(self, task: Task[..., Any], parameters: dict[str, Any]) -> PrefectFuture[Any]:
+        """Run a task and go on meanwhile."""
+        ...
 
 
 class Submitted(Generic[R]):

@@ -38,6 +38,7 @@ EXAMPLES = {
     "ipo-tiny.toml": TrainIPOConfig,
     "kto-tiny.toml": TrainKTOConfig,
     "batch-tiny.toml": InferBatchConfig,
+    "batch-dask.toml": InferBatchConfig,
     "batch-many.toml": InferBatchConfig,
     "batch-parquet.toml": InferBatchConfig,
     "batch-s3.toml": InferBatchConfig,

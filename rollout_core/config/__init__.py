@@ -75,7 +75,6 @@ from rollout_core.config.runs import (
     TrainPPOConfig,
     TrainRMConfig,
     TrainSFTConfig,
-    WorkersConfig,
     json_schema,
 )
 from rollout_core.config.sampling import SamplingParams
@@ -86,10 +85,12 @@ from rollout_core.config.structured import (
     RegexOutput,
     StructuredOutput,
 )
+from rollout_core.config.workers import AdaptConfig, DaskConfig, WorkersConfig
 
 __all__ = [
     "CONFIG_KINDS",
     "SCHEMA_VERSION",
+    "AdaptConfig",
     "AdaptiveKL",
     "BackendConfig",
     "BatchSampling",
@@ -97,6 +98,7 @@ __all__ = [
     "ChoiceOutput",
     "DPOAlgorithm",
     "DPOSettings",
+    "DaskConfig",
     "DatasetSource",
     "EngineConfig",
     "EvaluationConfig",

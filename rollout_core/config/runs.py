@@ -12,6 +12,7 @@ from rollout_core.config.datasets import DatasetSource
 from rollout_core.config.learning import GRPOSettings, PPOSettings, SFTSettings
 from rollout_core.config.preference import DPOSettings, IPOSettings, KTOSettings, RewardModelSettings
 from rollout_core.config.sampling import SamplingParams
+from rollout_core.config.workers import WorkersConfig
 from rollout_core.rewards import ExactMatchReward, RewardSpec
 
 
@@ -172,22 +173,6 @@ class OutputDir(Settings):
     """Also write the log-probability of each token, in nats."""
     events: bool = False
     """Write a line of JSON to stderr for every sample that finishes, in the process that works on it."""
-
-
-class WorkersConfig(Settings):
-    """Fan-out. Changes speed only."""
-
-    count: int = Field(default=1, ge=1)
-    """Shards worked on at the same time. One more is made ready meanwhile, so that the engine never waits for it."""
-    shard_size: int = Field(default=4096, ge=1)
-    """Prompts of a shard, which is one retryable, cached task."""
-    claim_size: int = Field(default=256, ge=1)
-    """Samples a worker claims at a time; an idle worker may take what a busy one has not claimed."""
-    price_per_hour: float | None = Field(default=None, ge=0)
-    """What a worker costs in an hour; the closing table then tells what a million tokens cost."""
-
-    def cache_identity(self) -> Any:
-        return None
 
 
 class BatchSampling(SamplingParams):

@@ -187,6 +187,7 @@ async def assist(
     *,
     worker_id: str,
     options: BatchOptions,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Work:
     """Generate samples that the worker of this set has not claimed yet, from the end; return when there are none.
 
@@ -195,7 +196,7 @@ async def assist(
     if options.deterministic and not engine.batch_invariant:
         return Work()
     ledger = _ledger(store, objects, worker_id, options)
-    run = _BatchRun(ledger, engine, samples[::-1], params, options, lambda progress: None, {})
+    run = _BatchRun(ledger, engine, samples[::-1], params, options, on_progress, {})
     await run.help()
     return run.work
 

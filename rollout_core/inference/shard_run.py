@@ -82,13 +82,16 @@ async def assist_shard(
     worker_id: str,
     options: BatchOptions,
     events: EventLog | None = None,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Work:
     """Take work off the hands of the shard's worker; see `batch.assist`."""
     samples, problems = await asyncio.to_thread(_samples, objects, engine, work)
     if events is not None:
         store = events.watching(store, objects, samples)
     sound = [sample for sample in samples if sample.id not in problems]
-    return await assist_samples(store, objects, engine, sound, work.params, worker_id=worker_id, options=options)
+    return await assist_samples(
+        store, objects, engine, sound, work.params, worker_id=worker_id, options=options, on_progress=on_progress
+    )
 
 
 def finished_ref(completions: ContentId) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 import orjson
@@ -14,6 +16,7 @@ from rollout_core.objects import ObjectStore
 
 LATENCY_BUCKETS_PER_DECADE = 20
 _FIRST_BUCKET_SECONDS = 1e-3
+REPORT_SECONDS = 2.0
 
 
 class Tally:
@@ -22,14 +25,29 @@ class Tally:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._shards: dict[str, Progress] = {}
+        self._report: Callable[[str, Progress], None] | None = None
+        self._reported: dict[str, float] = {}
         self._earlier = 0
+
+    def report_to(self, report: Callable[[str, Progress], None]) -> None:
+        """Tell ``report`` of every shard from now on: every two seconds at most, and of its end."""
+        with self._lock:
+            self._report = report
 
     def note(self, shard: str, progress: Progress) -> None:
         """How far a shard is now."""
+        now = time.monotonic()
         with self._lock:
             if shard not in self._shards:
                 self._earlier += progress.done
             self._shards[shard] = progress
+            report = self._report
+            due = now - self._reported.get(shard, -math.inf) >= REPORT_SECONDS
+            due = due or 0 < progress.total == progress.done
+            if due:
+                self._reported[shard] = now
+        if report is not None and due:
+            report(shard, progress)
 
     @property
     def earlier(self) -> int:
@@ -37,10 +55,10 @@ class Tally:
         with self._lock:
             return self._earlier
 
-    def tokens_of(self, shard: str) -> int:
-        """Tokens generated for a shard by this run, as far as noted."""
+    def of(self, shard: str) -> Progress:
+        """How far a shard is, as far as noted."""
         with self._lock:
-            return self._shards[shard].tokens if shard in self._shards else 0
+            return self._shards.get(shard, Progress(0, 0, 0))
 
     def total(self) -> Progress:
         """All shards noted so far together."""

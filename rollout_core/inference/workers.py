@@ -12,8 +12,8 @@ from blake3 import blake3
 
 
 @functools.cache
-def _machine() -> str:
-    """This boot of this machine or container: processes that see the same process ids."""
+def this_machine() -> str:
+    """Name of this boot of this machine or container: processes of one name see the same process ids."""
     marks = [socket.gethostname()]
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     if boot.exists():
@@ -26,13 +26,13 @@ def _machine() -> str:
 def this_worker() -> str:
     """Name of this process among all workers of a store."""
     started = int(psutil.Process().create_time() * 1000)
-    return f"{socket.gethostname()}:{_machine()}:{os.getpid()}:{started}"
+    return f"{socket.gethostname()}:{this_machine()}:{os.getpid()}:{started}"
 
 
 def is_gone(worker_id: str | None) -> bool:
     """Whether a worker was a process of this machine that has ended; False where that cannot be known."""
     parts = (worker_id or "").rsplit(":", 3)
-    if len(parts) != 4 or parts[1] != _machine():
+    if len(parts) != 4 or parts[1] != this_machine():
         return False
     try:
         process = psutil.Process(int(parts[2]))

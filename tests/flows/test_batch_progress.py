@@ -48,7 +48,7 @@ def test_the_closing_figures_add_up_over_shards():
         shard(num_samples=2, num_failed=0, num_tokens=30, finish_reasons={"stop": 1, "length": 1}),
     ]
     work = RunWork.of(Work(samples=2, tokens=30, latencies=[0.5, 1.0]), started=100.0, ended=110.0)
-    figures = closing_figures(config, records, work)
+    figures = closing_figures(config, records, work, workers=2.5)
     assert {name: figures[name] for name in ("samples", "failed", "prompt tokens", "completion tokens")} == {
         "samples": 5,
         "failed": 1,
@@ -58,4 +58,4 @@ def test_the_closing_figures_add_up_over_shards():
     assert (figures["finish: stop"], figures["finish: length"], figures["finish: error"]) == (3, 1, 1)
     assert (figures["generated now"], figures["samples/s"], figures["tokens/s"]) == (2, 0.2, 3.0)
     assert figures["latency, 99% of samples (s)"] == pytest.approx(1.0, rel=0.13)
-    assert figures["cost per million tokens"] == pytest.approx(1e6 * 0.01 / 30, rel=1e-3)
+    assert figures["cost per million tokens"] == pytest.approx(2.5e6 * 0.01 / 30, rel=1e-3)

@@ -1,0 +1,278 @@
+"""Shards over the workers of a Dask cluster, whoever joins, leaves or dies.
+
+Two shards are under way on each worker, so that its engine does not run dry between them. When all are given out, idle
+workers take unclaimed samples off the slow ones. A shard whose worker dies is run by another under the same task run;
+what was committed stays, since workers only meet in the store.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from distributed import Client, KilledWorker
+from prefect import Task
+from prefect.client.schemas.objects import State
+from prefect.context import FlowRunContext, serialize_context
+from prefect_dask.task_runners import PrefectDaskFuture
+
+from flows.dask_worker import Driver, address_of, run_stage
+from flows.fan_out import FanOut, R, T
+from rollout_core.config import DaskConfig, WorkersConfig
+from rollout_core.errors import Fatal, Recoverable
+from rollout_core.inference.batch import Progress
+from rollout_core.inference.tally import tally
+from tasks.stage import Submitted, stage_logger
+
+SHARDS_PER_WORKER = 2
+LOOK_SECONDS = 1.0
+LOG_SECONDS = 30.0
+LOST = "the Dask scheduler is gone; what is complete is kept: see that one runs, and run again"
+
+
+class _Deadly(Exception):
+    """Dask gave a task up, whose workers died one after the other."""
+
+
+class _StageFuture(PrefectDaskFuture[Any]):
+    """The future of a stage on a worker; what Dask itself has to say about it is raised."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        try:
+            state = self._wrapped_future.result(timeout=timeout)
+        except KilledWorker as error:
+            raise _Deadly(str(error)) from error
+        except CancelledError as error:
+            raise Recoverable(LOST) from error
+        assert isinstance(state, State), "run_stage returns a state"
+        self._final_state = state
+
+
+@dataclass
+class _Job:
+    """A shard, or help with one, under way."""
+
+    place: int
+    """Of its item."""
+    is_help: bool
+    done_before: int
+    """Samples of the shard that were known to be done."""
+    worker: str | None
+    """Address of the worker it is on, which may have gone since; None while that is open."""
+    submitted: Submitted[Any] | None = None
+
+
+class _Spot:
+    """Where the next stage is to run: what stages take for a task runner."""
+
+    def __init__(self, fleet: DaskFleet, job: _Job) -> None:
+        self._fleet = fleet
+        self._job = job
+
+    def submit(self, task: Task[..., Any], parameters: dict[str, Any]) -> PrefectDaskFuture[Any]:
+        return self._fleet.submit(task, parameters, self._job)
+
+
+class DaskFleet:
+    """The workers of a cluster, as they come and go."""
+
+    def __init__(self, client: Client, workers: WorkersConfig, config: DaskConfig, driver: Driver) -> None:
+        self._client = client
+        self._workers = workers
+        self._config = config
+        self._driver = driver
+        self._context = _flow_context()
+        self._tally = tally(driver.run_id)
+        self._jobs: dict[str, _Job] = {}
+        """By task run."""
+        self._finished: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._slots: dict[str, int] = {}
+        """Shards that each worker may have at a time."""
+        self._helped: dict[int, float] = {}
+        """When nothing was left to help with, by place of the item."""
+        self._began = self._looked = self._had_workers = time.monotonic()
+        self._next_log = self._began + LOG_SECONDS
+        self._worker_seconds = 0.0
+        client.subscribe_topic(driver.topic, self._hear)
+
+    def average_workers(self) -> float:
+        return self._worker_seconds / max(self._looked - self._began, 1e-9)
+
+    def run_all(self, items: Sequence[T], work: FanOut[T, R]) -> list[R]:
+        results: dict[int, R] = {}
+        waiting = deque(range(len(items)))
+        while len(results) < len(items):
+            self._look_around()
+            while waiting and self._has_room():
+                self._start(waiting.popleft(), items, work)
+            if not waiting:
+                self._assist(items, work)
+            job = self._next_finished()
+            if job is None:
+                continue
+            assert job.submitted is not None, "only submitted jobs finish"
+            if job.is_help:
+                self._end_help(job)
+                continue
+            try:
+                results[job.place] = job.submitted.result()
+            except _Deadly as error:
+                self._refuse_deadly(job, work.progress(items[job.place]).done, error)
+                waiting.appendleft(job.place)
+                continue
+            work.on_result(items[job.place], results[job.place])
+        return [results[place] for place in range(len(items))]
+
+    def submit(self, task: Task[..., Any], inputs: dict[str, Any], job: _Job) -> PrefectDaskFuture[Any]:
+        """Run a stage's task on the job's worker, or on whichever has room."""
+        task_run_id = uuid4()
+        self._jobs[str(task_run_id)] = job
+        gpus = self._config.gpus_per_worker
+        future = self._client.submit(
+            run_stage,
+            address_of(task.fn),
+            inputs,
+            task_run_id,
+            self._context,
+            self._driver,
+            key=f"{task.name}-{task_run_id}",
+            workers=None if job.worker is None else [job.worker],
+            # A shard goes on elsewhere when its worker dies; help is of use only where there is nothing else to do.
+            allow_other_workers=job.worker is not None and not job.is_help,
+            resources=None if gpus is None else {"GPU": gpus / SHARDS_PER_WORKER},
+            pure=False,
+        )
+        future.add_done_callback(lambda _: self._finished.put(str(task_run_id)))
+        return _StageFuture(task_run_id=task_run_id, wrapped_future=future)
+
+    def _hear(self, event: tuple[float, dict[str, Any]]) -> None:
+        """What a worker tells; called by Dask's thread."""
+        _, message = event
+        if "shard" in message:
+            self._tally.note(message["shard"], Progress(*message["progress"]))
+        elif (job := self._jobs.get(message["started"])) is not None:
+            job.worker = message["worker"]
+
+    def _look_around(self) -> None:
+        """See which workers there are. Raises Recoverable where that cannot be known, or there were none for long."""
+        if self._client.status != "running":
+            raise Recoverable(LOST)
+        now = time.monotonic()
+        if self._slots and now - self._looked < LOOK_SECONDS:
+            return
+        found = self._ask_for_workers()
+        wanted = self._config.gpus_per_worker or 0
+        slots = {
+            address: min(SHARDS_PER_WORKER, worker["nthreads"])
+            for address, worker in found.items()
+            if worker["resources"].get("GPU", 0) >= wanted and worker["status"] in ("running", "paused")
+        }
+        self._worker_seconds += len(self._slots) * (now - self._looked)
+        if slots.keys() != self._slots.keys():
+            stage_logger().info("%d Dask workers", len(slots))
+        self._slots, self._looked = slots, now
+        if slots:
+            self._had_workers = now
+            return
+        lacking = f" that offer GPU={wanted:g} (dask worker --resources GPU={wanted:g})" if wanted else ""
+        if now - self._had_workers > self._config.wait_seconds:
+            raise Recoverable(
+                f"{now - self._had_workers:.0f} s without Dask workers{lacking}, {len(found)} others are there; start "
+                "some and run again: what is complete is kept"
+            )
+        if now > self._next_log:
+            self._next_log = now + LOG_SECONDS
+            stage_logger().warning("waiting for Dask workers%s; %d others are there", lacking, len(found))
+
+    def _ask_for_workers(self) -> dict[str, Any]:
+        # Not Client.scheduler_info, whose answer a refresh in the background may replace by one without workers.
+        client: Any = self._client
+        try:
+            return client.sync(client.scheduler.identity, n_workers=-1)["workers"]
+        except OSError as error:
+            raise Recoverable(LOST) from error
+
+    def _has_room(self) -> bool:
+        # With none yet, or more to come, Dask sees by what waits that workers are wanted.
+        most = self._config.adapt.maximum if self._config.adapt is not None else 1
+        room = max(sum(self._slots.values()), SHARDS_PER_WORKER * most)
+        return sum(not job.is_help for job in self._jobs.values()) < room
+
+    def _start(self, place: int, items: Sequence[T], work: FanOut[T, R]) -> None:
+        load = self._load()
+        free = [worker for worker, slots in self._slots.items() if load[worker] < slots]
+        worker = min(free, key=load.__getitem__, default=None)
+        job = _Job(place, False, work.progress(items[place]).done, worker)
+        job.submitted = work.submit(_Spot(self, job), items[place])
+
+    def _load(self) -> Counter[str | None]:
+        return Counter(job.worker for job in self._jobs.values() if job.worker in self._slots)
+
+    def _assist(self, items: Sequence[T], work: FanOut[T, R]) -> None:
+        """Give every idle worker the shard that has the most left for each who works on it."""
+        load, now = self._load(), time.monotonic()
+        helpers = Counter(job.place for job in self._jobs.values() if job.is_help)
+        # Claims become free again when they go stale, so what had nothing left may have.
+        pause = self._workers.stale_after_seconds
+        shards = {
+            job.place: _left(work.progress(items[job.place]))
+            for job in self._jobs.values()
+            if not job.is_help and job.worker in self._slots and now - self._helped.get(job.place, -math.inf) > pause
+        }
+        for worker in [worker for worker in self._slots if not load[worker]]:
+            worth = {
+                place: left / (1 + helpers[place])
+                for place, left in shards.items()
+                if left > helpers[place] * self._workers.claim_size
+            }
+            if not worth:
+                return
+            place = max(worth, key=worth.__getitem__)
+            helpers[place] += 1
+            job = _Job(place, True, 0, worker)
+            job.submitted = work.assist(_Spot(self, job), items[place])
+
+    def _next_finished(self) -> _Job | None:
+        with suppress(queue.Empty):
+            return self._jobs.pop(self._finished.get(timeout=LOOK_SECONDS))
+        return None
+
+    def _end_help(self, job: _Job) -> None:
+        self._helped[job.place] = time.monotonic()
+        try:
+            assert job.submitted is not None
+            job.submitted.result()
+        except Exception as error:  # noqa: BLE001 - what is wrong with the shard itself, its own task tells
+            stage_logger().warning("help with shard %d ended: %s", job.place + 1, error)
+
+    def _refuse_deadly(self, job: _Job, done: int, error: _Deadly) -> None:
+        """A shard that Dask gave up is tried again as long as it gets further."""
+        if done > job.done_before:
+            return
+        raise Fatal(
+            f"the workers that shard {job.place + 1} ran on died, and none completed a sample of it ({error}); see "
+            "their logs (often memory ran out: give the workers more, or the engine less), and run again"
+        ) from error
+
+
+def _left(known: Progress) -> int:
+    return known.total - known.done
+
+
+def _flow_context() -> dict[str, Any]:
+    """Prefect's context of this flow run, less what workers have themselves: the flow's code and where results go."""
+    context = FlowRunContext.get()
+    assert context is not None and context.flow is not None, "called inside the flow"
+    run = serialize_context()["flow_run_context"]
+    return {
+        "flow": address_of(context.flow.fn),
+        "flow_run_context": {name: value for name, value in run.items() if name not in ("flow", "result_store")},
+    }
