@@ -67,10 +67,7 @@ def canonical_json(value: Any) -> bytes:
     anything JSON cannot express.
     """
     try:
-        text = json.dumps(
-            value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=_jsonable
-        )
-        return text.encode("utf-8")
+        return _CANONICAL.encode(value).encode("utf-8")
     except (TypeError, ValueError) as error:
         raise ConfigError(f"value has no canonical JSON form: {error}") from error
 
@@ -81,6 +78,11 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+_CANONICAL = json.JSONEncoder(
+    sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=_jsonable
+)
 
 
 def hash_bytes(data: bytes) -> ContentId:
@@ -99,10 +101,22 @@ def sample_id(model: ContentId, prompt: Any, params: BaseModel | Mapping[str, An
     ``prompt`` is the text or the list of chat messages, ``params`` the sampling parameters, ``index`` tells repeated
     samples of one prompt apart. Changing any of them, or the content of the model, gives another id.
     """
-    # A model of settings says itself which of its fields count, so that a later field with its default changes no id.
-    counted = params.cache_identity() if hasattr(params, "cache_identity") else params  # pyright: ignore
-    body = canonical_json([model, prompt, counted, index])
-    return ContentId(blake3(bytes([SAMPLING_PARAMS_SCHEMA_VERSION]) + b"sample\x00" + body).hexdigest())
+    return SampleIds(model, params).of(prompt, index)
+
+
+class SampleIds:
+    """`sample_id` for many prompts of one model and one set of sampling parameters."""
+
+    def __init__(self, model: ContentId, params: BaseModel | Mapping[str, Any]) -> None:
+        # A model of settings says itself which of its fields count, so that a later field with its default changes no
+        # id.
+        counted = params.cache_identity() if hasattr(params, "cache_identity") else params  # pyright: ignore
+        self._head = bytes([SAMPLING_PARAMS_SCHEMA_VERSION]) + b"sample\x00[" + canonical_json(model) + b","
+        self._tail = b"," + canonical_json(counted) + b","
+
+    def of(self, prompt: Any, index: int) -> ContentId:
+        """The id of one sample: the hash of ``[model, prompt, params, index]`` as canonical JSON, after its tag."""
+        return ContentId(blake3(b"%b%b%b%d]" % (self._head, canonical_json(prompt), self._tail, index)).hexdigest())
 
 
 def seed_of(content: ContentId) -> int:

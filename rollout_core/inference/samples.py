@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import orjson
 
-from rollout_core.config import SamplingParams, identity
+from rollout_core.config import SamplingParams
 from rollout_core.datasets import PromptRow
 from rollout_core.errors import ConfigError, Fatal
-from rollout_core.ids import ContentId, sample_id
+from rollout_core.ids import ContentId, SampleIds
 from rollout_core.inference.base import Completion, Failure
 from rollout_core.inference.text import tokenize_prompts
 
@@ -93,12 +93,12 @@ def identify(
     samples_per_prompt: int,
 ) -> list[Sample]:
     """``samples_per_prompt`` samples of each row, whose prompt occurred so many times before."""
-    dumped = identity(params)  # once: it is the same for all
+    identities = SampleIds(model, params)
     samples = []
     for row, ids, occurrence in zip(rows, token_ids, occurrences, strict=True):
         prompt = _prompt_value(row)
         for index in range(occurrence * samples_per_prompt, (occurrence + 1) * samples_per_prompt):
-            samples.append(Sample(sample_id(model, prompt, dumped, index), prompt, ids, index, row.id, row.extras))
+            samples.append(Sample(identities.of(prompt, index), prompt, ids, index, row.id, row.extras))
     return samples
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rollout_core.config import ScriptedBackend
 from rollout_core.ids import ContentId
 from rollout_core.inference.base import Completion, GathersStream, ModelRef, Request
+from rollout_core.inference.text import token_ids_of
 from rollout_core.models import load_tokenizer
 
 GROUP = 256
@@ -45,7 +46,7 @@ class ScriptedEngine(GathersStream):
 
     def _complete(self, group: Sequence[Request]) -> Iterator[Completion]:
         texts = [self._config.text.replace("{prompt}", request.prompt_text) for request in group]
-        encoded = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        encoded = token_ids_of(self._tokenizer, texts, special_tokens=False)
         for request, text, ids in zip(group, texts, encoded, strict=True):
             if self._config.delay_seconds:
                 time.sleep(self._config.delay_seconds)

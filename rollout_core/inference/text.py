@@ -28,13 +28,20 @@ def tokenize_prompts(tokenizer: Any, rows: Sequence[PromptRow]) -> list[list[int
         for number, row in enumerate(rows, start=1)
         if row.messages is not None
     ]
-    plain_ids = iter(tokenizer(texts, add_special_tokens=True)["input_ids"] if texts else [])
-    chat_ids = iter(tokenizer(chats, add_special_tokens=False)["input_ids"] if chats else [])
+    plain_ids = iter(token_ids_of(tokenizer, texts, special_tokens=True) if texts else [])
+    chat_ids = iter(token_ids_of(tokenizer, chats, special_tokens=False) if chats else [])
     ids = [next(plain_ids if row.messages is None else chat_ids) for row in rows]
     for number, token_ids in enumerate(ids, start=1):
         if not token_ids:
             raise ConfigError(f"prompt {number} has no tokens; give at least one character")
     return ids
+
+
+def token_ids_of(tokenizer: Any, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:
+    """Token ids of texts, and nothing else that a tokenizer makes."""
+    return tokenizer(
+        texts, add_special_tokens=special_tokens, return_attention_mask=False, return_token_type_ids=False
+    )["input_ids"]
 
 
 def render_chat(tokenizer: Any, messages: Sequence[ChatMessage], where: str, *, generation_prompt: bool) -> str:
