@@ -126,7 +126,7 @@ def measure(folder: Path, size: Size) -> Figures:
 
 
 def main() -> None:
-    size = Size(1_000, 100, 1) if quick_asked(__doc__) else Size(6_000, 500, 3)
+    size = Size(1_000, 100, 1) if quick_asked(__doc__) else Size(10_000, 500, 2)
     with own_place() as folder, own_server(folder):
         make_inputs(folder, size.num_prompts)
         figures = measure(folder, size)

@@ -40,7 +40,7 @@ def dask_fleet(workers: WorkersConfig, config: DaskConfig, run_id: str) -> Itera
     with dask.config.set(CLUSTER_SETTINGS), _runner(config) as runner:
         client = _client(runner, config)
         driver = _introduce(run_id)
-        keeper = EngineKeeper(run_id)
+        keeper = EngineKeeper(run_id, workers_end=config.cluster is not None)
         try:
             _register(client, keeper)
             yield DaskFleet(client, workers, config, driver)

@@ -173,11 +173,15 @@ def _name() -> str:
 
 
 class EngineKeeper(WorkerPlugin):
-    """Keeps a worker's engine warm while a run goes on, and closes it after."""
+    """Keeps a worker's engine warm while a run goes on, and closes it after.
 
-    def __init__(self, run_id: str) -> None:
+    ``workers_end``: the workers end with the run.
+    """
+
+    def __init__(self, run_id: str, *, workers_end: bool) -> None:
         self.name = f"rollout-{run_id}"
         self._run_id = run_id
+        self._workers_end = workers_end
         self._watch: asyncio.Task[None] | None = None
 
     async def setup(self, worker: Worker) -> None:
@@ -193,7 +197,11 @@ class EngineKeeper(WorkerPlugin):
         forget_tally(self._run_id)
         # Another run may use the same engine.
         if not _use.runs:
-            await _within(CLOSE_SECONDS, _end_use)
+            await _within(CLOSE_SECONDS, close_engine)
+        if self._workers_end:
+            # States of task runs on their way to the Prefect server. Prefect would wait for them when the process ends,
+            # which a cluster gives it little time for.
+            await _within(CLOSE_SECONDS, lambda: EventsWorker.drain_all(timeout=CLOSE_SECONDS))
 
     async def _close_when_idle(self) -> None:
         while True:
@@ -207,10 +215,3 @@ async def _within(seconds: float, call: Callable[[], object]) -> None:
     thread = threading.Thread(target=call, name="rollout-end-of-run", daemon=True)
     thread.start()
     await asyncio.to_thread(thread.join, seconds)
-
-
-def _end_use() -> None:
-    close_engine()
-    # States of task runs on their way to the Prefect server. Prefect would wait for them when the process ends, which
-    # a cluster gives it little time for.
-    EventsWorker.drain_all(timeout=CLOSE_SECONDS)
