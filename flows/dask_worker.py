@@ -32,6 +32,7 @@ from rollout_core.inference.batch import Progress
 from rollout_core.inference.engines import close_engine
 from rollout_core.inference.tally import forget_tally, tally
 from rollout_core.inference.workers import this_machine
+from rollout_core.models import prepare_transformers
 from tasks import places
 from tasks.stage import Stage
 
@@ -76,7 +77,6 @@ _use = _Use(set())
 _lock = threading.Lock()
 _met: set[Driver] = set()
 _meeting = threading.Lock()
-_importing = threading.Lock()
 
 
 def address_of(function: Callable[..., Any]) -> str:
@@ -145,14 +145,8 @@ def _meet(driver: Driver, inputs: dict[str, Any]) -> None:
     with _meeting:
         if driver not in _met:
             _refuse_other_places(driver)
-            _load_imports()
+            prepare_transformers()
             _met.add(driver)
-
-
-def _load_imports() -> None:
-    """transformers makes its names when they are first asked for, and not for two threads at once."""
-    with _importing:
-        from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
 
 def _refuse_other_places(driver: Driver) -> None:
@@ -193,7 +187,7 @@ class EngineKeeper(WorkerPlugin):
     async def setup(self, worker: Worker) -> None:
         _use.runs.add(self._run_id)
         # Takes seconds, in which the first shard is on its way.
-        threading.Thread(target=_load_imports, name="rollout-imports", daemon=True).start()
+        threading.Thread(target=prepare_transformers, name="rollout-imports", daemon=True).start()
         self._watch = asyncio.create_task(self._close_when_idle())
 
     async def teardown(self, worker: Worker) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -138,6 +139,16 @@ def describe_model(folder: Path) -> ModelFacts:
     )
 
 
+_importing = threading.Lock()
+
+
+def prepare_transformers() -> None:
+    """Make the names that are used here: transformers does so when they are first asked for, and not for two threads
+    at once."""
+    with _importing:
+        from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+
+
 def max_positions(folder: Path) -> int | None:
     """The longest sequence that a model's configuration allows, in tokens, if it says so."""
     return getattr(_read_config(folder), "max_position_embeddings", None)
@@ -197,6 +208,7 @@ def check_reward_model(folder: Path) -> None:
 
 def _read_config(folder: Path) -> Any:
     """Configuration of the text model in ``folder``."""
+    prepare_transformers()
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -217,6 +229,7 @@ def _read_config(folder: Path) -> Any:
 
 def load_tokenizer(folder: Path) -> Any:
     """The fast tokenizer of a model folder. Raises ConfigError when there is none."""
+    prepare_transformers()
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     # Without one, transformers would make up a tokenizer that knows no words.

@@ -26,6 +26,8 @@ class Lanes:
         self._owners: dict[str, Lane] = {}
         self._changed = threading.Condition()
         self._pump: threading.Thread | None = None
+        self._was_left = False
+        """The last lane was closed, so the stream ends."""
 
     def open(self) -> Lane:
         """A new lane, for the event loop that calls; close it when done."""
@@ -70,12 +72,14 @@ class Lanes:
 
     def _run(self) -> None:
         error: BaseException | None = None
+        self._was_left = False
         stream = self._backend.stream(self._requests())
         try:
             for outcome in stream:
                 with self._changed:
                     lane = self._owners.pop(outcome.key)
-                    if not self._lanes:
+                    self._was_left = self._was_left or not self._lanes
+                    if self._was_left:
                         break
                 lane.deliver(outcome)
         except BaseException as raised:  # noqa: BLE001 - handed over to the lanes, which raise it
@@ -87,7 +91,7 @@ class Lanes:
         with self._changed:
             self._owners.clear()
             self._pump = None
-            lanes, restart = list(self._lanes), error is None and bool(self._lanes)
+            lanes, restart = list(self._lanes), error is None and self._was_left and bool(self._lanes)
             if restart:
                 # A lane was opened while the thread was on its way out.
                 self._pump = threading.Thread(target=self._run, name="rollout-engine-lanes", daemon=True)
@@ -99,6 +103,7 @@ class Lanes:
         while True:
             with self._changed:
                 if not self._lanes:
+                    self._was_left = True
                     return
                 request = self._next()
                 if request is None and not self._owners:

@@ -189,7 +189,8 @@ class Campaign:
 
     def output(self) -> list[dict[str, Any]]:
         """Rows of the output without their times."""
-        lines = (self._folder / "out" / "completions.jsonl").read_text(encoding="utf-8").splitlines()
+        # By line feeds alone: a completion may hold what Python takes for other ends of lines.
+        lines = (self._folder / "out" / "completions.jsonl").read_bytes().splitlines()
         return [{key: value for key, value in json.loads(line).items() if key != "generated_at"} for line in lines]
 
     def num_done(self) -> int:

@@ -1,0 +1,98 @@
+"""Lanes: several sets of requests through one engine, in turn, and none of them waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+
+import pytest
+from batches import PARAMS
+
+from rollout_core.inference.base import Completion, Request
+from rollout_core.inference.lanes import Lane, Lanes
+
+
+def requests(*keys: str) -> list[Request]:
+    return [Request(key, [1], PARAMS, 0) for key in keys]
+
+
+class Echo:
+    """Completes what it is given in groups of what is there; notes the order of arrival."""
+
+    batch_invariant = True
+
+    def __init__(self, *, ends_after: int | None = None) -> None:
+        self.taken: list[str] = []
+        self._ends_after = ends_after
+
+    def stream(self, given: Iterable[Request | None]) -> Iterator[Completion]:
+        for number, request in enumerate(given):
+            if number == self._ends_after:
+                return
+            if request is not None:
+                self.taken.append(request.key)
+                yield Completion(request.key, [], [], "", "stop")
+
+
+async def all_keys(lane: Lane, count: int) -> list[str]:
+    keys: list[str] = []
+    while len(keys) < count:
+        keys += [outcome.key for outcome in await lane.outcomes(timeout=5)]
+    return keys
+
+
+async def test_a_lanes_turn_comes_when_all_of_the_one_before_is_taken():
+    backend = Echo()
+    lanes = Lanes(backend)
+    first, second = lanes.open(), lanes.open()
+    await first.turn()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(second.turn(), 0.05)
+    first.submit(requests("a", "b"))
+    assert await all_keys(first, 2) == ["a", "b"]
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(second.turn(), 0.05)
+    first.end()
+    await asyncio.wait_for(second.turn(), 5)
+    second.submit(requests("c"))
+    assert await all_keys(second, 1) == ["c"]
+    await asyncio.to_thread(first.close)
+    await asyncio.to_thread(second.close)
+    assert backend.taken == ["a", "b", "c"]
+
+
+async def test_a_lane_that_is_given_up_lets_the_next_begin():
+    lanes = Lanes(Echo())
+    first, second = lanes.open(), lanes.open()
+    await asyncio.to_thread(first.close)
+    await asyncio.wait_for(second.turn(), 5)
+    await asyncio.to_thread(second.close)
+
+
+async def test_a_request_under_way_for_another_lane_is_asked_again_and_answered_to_both():
+    lanes = Lanes(Echo())
+    first, second = lanes.open(), lanes.open()
+    first.submit(requests("same"))
+    second.submit(requests("same"))
+    assert await all_keys(first, 1) == await all_keys(second, 1) == ["same"]
+    await asyncio.to_thread(first.close)
+    await asyncio.to_thread(second.close)
+
+
+async def test_a_backend_that_ends_its_stream_early_is_an_error_and_no_endless_wait():
+    lanes = Lanes(Echo(ends_after=1))
+    lane = lanes.open()
+    lane.submit(requests("a", "b"))
+    assert await all_keys(lane, 1) == ["a"]
+    with pytest.raises(RuntimeError, match="ended early"):
+        await asyncio.wait_for(lane.outcomes(), 5)
+    await asyncio.to_thread(lane.close)
+
+
+async def test_the_engine_serves_again_after_all_lanes_were_closed():
+    lanes = Lanes(Echo())
+    for _ in range(3):
+        lane = lanes.open()
+        lane.submit(requests("a"))
+        assert await all_keys(lane, 1) == ["a"]
+        await asyncio.to_thread(lane.close)
