@@ -193,9 +193,8 @@ def test_an_abandoned_stream_asks_no_more_and_leaves_the_engine_usable(server, e
     stream = engine.stream(requests(tokenizer))
     next(stream)
     stream.close()
-    before = len(server.asked)
     assert len(engine.generate(requests(tokenizer))) == 5
-    assert len(server.asked) == before + 5
+    assert len(server.asked) < 10, "of the first five, those after the ones under way were not asked"
 
 
 # What goes wrong
