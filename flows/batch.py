@@ -19,6 +19,7 @@ from rollout_core.inference.engines import close_engine
 from rollout_core.inference.folders import output_folder
 from rollout_core.inference.prompt_shards import shards_of
 from rollout_core.inference.runs import begin_run, parameters_of, resolve_run_id
+from rollout_core.plan import context_limit
 from rollout_core.records import Record, ShardCompletions
 from tasks.journal import Journal
 from tasks.keep import import_model
@@ -77,6 +78,7 @@ def _complete(
                 config.backend,
                 config.workers,
                 samples_per_prompt=config.sampling.n,
+                limit=context_limit(config.backend),
                 reporting=reporting,
                 label=places[shard],
             )

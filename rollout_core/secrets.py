@@ -30,7 +30,10 @@ def read_secret(name: str) -> str | None:
             f"secret {name!r} is not among those allowed here ({', '.join(sorted(allowed))}); its owner adds it to "
             f"{LIST} in the environment of the worker"
         )
-    return os.environ.get(PREFIX + name) or None
+    secret = os.environ.get(PREFIX + name, "").strip()  # a mounted file often ends with a line feed
+    if not (secret.isascii() and secret.isprintable()):
+        raise ConfigError(f"secret {name!r} holds what no key does; expected printable ASCII in {PREFIX}{name}")
+    return secret or None
 
 
 def require_secret(name: str) -> str:

@@ -7,19 +7,19 @@ import time
 from typing import Any
 
 from rollout_core.config import BackendConfig, InferBatchConfig, SamplingParams, Settings, WorkersConfig
+from rollout_core.errors import Recoverable
 from rollout_core.ids import ContentId
 from rollout_core.inference.base import ModelRef
 from rollout_core.inference.batch import BatchOptions, Progress, Work
 from rollout_core.inference.engines import EngineOf
 from rollout_core.inference.events import EventLog
 from rollout_core.inference.prompt_files import open_prompts
-from rollout_core.inference.prompt_shards import import_shards
+from rollout_core.inference.prompt_shards import forget_import, import_shards
 from rollout_core.inference.shard_run import ShardWork, assist_shard, complete_shard
 from rollout_core.inference.tally import RunWork, note_work, tally
 from rollout_core.inference.workers import this_worker
 from rollout_core.models import max_positions
 from rollout_core.objects import ObjectStore
-from rollout_core.plan import context_limit
 from rollout_core.records import PromptShards, Record, ShardCompletions
 from tasks import places
 from tasks.generate import generator_id
@@ -31,7 +31,12 @@ def import_prompts(config: InferBatchConfig) -> PromptShards:
     """Cut the input into shards in the object store; an input that was read before is not read again."""
     objects = current_stage().objects
     prompts = open_prompts(config.input, places.working_folder(), objects)
-    record = import_shards(objects, prompts.rows(), shard_size=config.workers.shard_size, source=prompts.identity())
+    source = prompts.identity()
+    record = import_shards(objects, prompts.rows(), shard_size=config.workers.shard_size, source=source)
+    if prompts.identity() != source:
+        if source is not None:
+            forget_import(objects, source, config.workers.shard_size)
+        raise Recoverable("the input changed while it was read; it is read again")
     stage_logger().info("%d prompts in shards of %d", record.num_rows, record.shard_size)
     return record
 
@@ -46,7 +51,7 @@ class Reporting(Settings):
         return None
 
 
-@stage(version=1, concurrency="engine")
+@stage(version=1, concurrency="engine", optional=("limit",))
 def infer_shard(
     rows: ContentId,
     model: ContentId,
@@ -55,15 +60,17 @@ def infer_shard(
     workers: WorkersConfig,
     *,
     samples_per_prompt: int = 1,
+    limit: int | None = None,
     reporting: Reporting,
     label: str = "",
 ) -> ShardCompletions:
     """Bring every sample of a shard to its outcome, exactly once; an interrupted run goes on with what is missing.
 
-    On a cluster other processes may take unclaimed samples meanwhile (`help_shard`).
+    On a cluster other processes may take unclaimed samples meanwhile (`help_shard`). ``limit`` is the longest sequence,
+    in tokens, where the backend has one of its own: it decides which samples fail.
     """
     events = EventLog(reporting.run_id, label) if reporting.events else None
-    run = _ShardRun(rows, model, sampling, backend, workers, samples_per_prompt, events)
+    run = _ShardRun(rows, model, sampling, backend, workers, samples_per_prompt, limit, events)
     record, work = run.complete()
     stage_logger().info("shard %s: %d samples, %d generated now", label or rows.short, record.num_samples, work.samples)
     return record
@@ -84,12 +91,13 @@ def help_shard(
     workers: WorkersConfig,
     *,
     samples_per_prompt: int = 1,
+    limit: int | None = None,
     reporting: Reporting,
     label: str = "",
 ) -> Help:
     """Generate samples of a shard that its worker has not claimed yet; returns at once where there are none."""
     events = EventLog(reporting.run_id, label) if reporting.events else None
-    run = _ShardRun(rows, model, sampling, backend, workers, samples_per_prompt, events)
+    run = _ShardRun(rows, model, sampling, backend, workers, samples_per_prompt, limit, events)
     work = run.help()
     stage_logger().info("shard %s: %d samples generated for its worker", label or rows.short, work.samples)
     return Help(num_samples=work.samples)
@@ -106,6 +114,7 @@ class _ShardRun:
         backend: BackendConfig,
         workers: WorkersConfig,
         samples_per_prompt: int,
+        limit: int | None,
         events: EventLog | None,
     ) -> None:
         self._objects: ObjectStore = current_stage().objects
@@ -117,13 +126,14 @@ class _ShardRun:
         self._backend = backend
         self._events = events
         self._workers = workers
-        self._limit = context_limit(backend) or max_positions(folder)
+        self._limit = limit or max_positions(folder)
 
     def _options(self) -> BatchOptions:
         return BatchOptions(
             mode="test",
             # Whole shards, where that makes them repeatable; see `rollout_core.config.backends`.
             deterministic=self._backend.owns_batches,
+            keep_done=True,
             # Otherwise the stage's lock, a file, does not keep all others out.
             exclusive=places.storage_is_local() and self._workers.dask is None,
             claim_size=self._workers.claim_size,

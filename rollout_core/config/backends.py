@@ -142,7 +142,8 @@ class OpenAIBackend(Settings):
     @classmethod
     def _is_an_address(cls, url: str) -> str:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        _ = parts.port  # raises ValueError where it is no port
+        if parts.scheme not in ("http", "https") or not parts.hostname or " " in url:
             raise ValueError("expected an address such as http://127.0.0.1:8000/v1")
         if parts.username or parts.password or parts.query:
             raise ValueError("an address is kept and shown, so it holds no key; name a secret as api_key")

@@ -70,6 +70,9 @@ class BatchOptions:
     commit_size: int = 256
     """Samples made durable together; fewer when ``commit_seconds`` pass first."""
     commit_seconds: float = 1.0
+    keep_done: bool = False
+    """Where the set is the unit: samples that are done stay so, and only the others are generated together. Else one
+    missing sample has all generated again, as in a run of which nothing was there."""
     claim_size: int = 256
     """Samples claimed together. Claimed ones wait for this worker; others may take those that are not."""
     max_model_len: int | None = None
@@ -208,6 +211,7 @@ def _ledger(store: LightningStore, objects: ObjectStore, worker_id: str, options
         worker_id=worker_id,
         stale_after_seconds=options.stale_after_seconds,
         generator=options.generator,
+        limit=options.max_model_len,
     )
 
 
@@ -246,9 +250,11 @@ class _BatchRun:
         while True:
             self._note(standing)
             wanted = standing.free
-            if self.whole and wanted:
+            if self.whole and wanted and standing.busy:
+                wanted = []
+            elif self.whole and wanted and not self.options.keep_done:
                 self._lines.clear()
-                wanted = [] if standing.busy else list(self._samples)
+                wanted = list(self._samples)
             if wanted:
                 await self._generate(wanted, standing)
             elif standing.busy:
@@ -258,7 +264,7 @@ class _BatchRun:
                 return Completed(lines, [self._ended[sample] for sample in self._order], len(self._passing), self.work)
             # Someone else superseded our attempts, so we were not alone: from now on their claims are respected.
             self._exclusive = False
-            if self.whole:
+            if self.whole and not self.options.keep_done:
                 self._lines.clear()
             standing = await self._look(self._missing())
 
@@ -330,8 +336,8 @@ class _BatchRun:
             self._note(standing)
             block = standing.free
         claimed = await self.ledger.claim(block, standing)
-        if self.whole and len(claimed) < len(self._samples):
-            # A part of a whole set is never generated; others finished the rest, so look again.
+        if self.whole and len(claimed) < len(block):
+            # A part of a whole is never generated; others finished the rest, so look again.
             await self.ledger.release(claimed.values())
             return {}
         return claimed

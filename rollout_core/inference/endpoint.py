@@ -86,6 +86,9 @@ class Endpoint:
                     self._refuse(response)
                     asked_to_wait = _retry_after(response)
                     problem = f"HTTP {response.status_code}: {_message(response)}"
+            except httpx.LocalProtocolError:
+                # Its text holds the header, and so the key.
+                raise ConfigError(f"{self._config.url}: a header of the request is malformed") from None
             except httpx.RequestError as error:
                 problem = f"{type(error).__name__}: {error}".rstrip(": ")
             except orjson.JSONDecodeError:
@@ -138,7 +141,7 @@ def _message(response: httpx.Response) -> str:
     text = response.text
     with suppress(ValueError, LookupError, TypeError):
         told = orjson.loads(response.content)
-        error = told.get("error", told)
-        text = error if isinstance(error, str) else error["message"]
+        error = told.get("error", told) if isinstance(told, dict) else told
+        text = error["message"] if isinstance(error, dict) else error
     line = " ".join(str(text).split())
     return line if len(line) <= 300 else line[:297] + "..."

@@ -87,12 +87,15 @@ class SampleLedger:
         worker_id: str,
         stale_after_seconds: float,
         generator: str = "",
+        limit: int | None = None,
     ) -> None:
         self._store = store
         self._objects = objects
         self._worker_id = worker_id
         self._stale_after_seconds = stale_after_seconds
         self._generator = generator
+        # Who fails depends on the longest sequence too: a sample that was too long for another limit is tried again.
+        self._failing_generator = f"{generator}/{limit}"
 
     async def enqueue(self, samples: Sequence[Sample], *, mode: RolloutMode, source: ContentId) -> list[Rollout]:
         """Make every sample a rollout, and return them all; those already known stay as they are.
@@ -170,10 +173,14 @@ class SampleLedger:
         sample_ids = list(finished)
         for start in range(0, len(sample_ids), CHUNK):
             spans = await self._store.query_many_spans(sample_ids[start : start + CHUNK], name=COMPLETION_SPAN)
-            for span in filter(self._is_ours, spans):
+            for span in spans:
                 sample = cast(ContentId, span.rollout_id)
                 rollout = finished[sample]
-                if rollout.status == "failed" and not _made_by_last(span, rollout):
+                if rollout.status == "failed":
+                    counts = self._is_our_failure(span) and _made_by_last(span, rollout)
+                else:
+                    counts = self._is_ours(span)
+                if not counts:
                     continue
                 blob, row = str(span.attributes[BLOB_ATTRIBUTE]), int(span.attributes[ROW_ATTRIBUTE])  # pyright: ignore[reportArgumentType]
                 if blob not in blobs:
@@ -184,6 +191,9 @@ class SampleLedger:
 
     def _is_ours(self, span: Span) -> bool:
         return span.attributes.get(GENERATOR_ATTRIBUTE) == self._generator
+
+    def _is_our_failure(self, span: Span) -> bool:
+        return span.attributes.get(GENERATOR_ATTRIBUTE) == self._failing_generator
 
     def _read_blob(self, blob: str) -> list[bytes]:
         try:
@@ -253,8 +263,10 @@ class SampleLedger:
         return [None if isinstance(outcome, Conflict) else outcome.end_time or time.time() for outcome in outcomes]
 
     def _attributes(self, answer: Answer, blob: str, row: Any) -> dict[str, Any]:
-        found = {BLOB_ATTRIBUTE: blob, ROW_ATTRIBUTE: row, GENERATOR_ATTRIBUTE: self._generator}
-        return found if answer.failure is None else found | {REASON_ATTRIBUTE: answer.failure}
+        found = {BLOB_ATTRIBUTE: blob, ROW_ATTRIBUTE: row}
+        if answer.failure is None:
+            return found | {GENERATOR_ATTRIBUTE: self._generator}
+        return found | {GENERATOR_ATTRIBUTE: self._failing_generator, REASON_ATTRIBUTE: answer.failure}
 
     async def release(self, rollouts: Iterable[AttemptedRollout]) -> None:
         """Give claimed, unfinished samples back after a failure, so that others need not wait for them to go stale."""

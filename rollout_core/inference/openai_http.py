@@ -108,7 +108,7 @@ class OpenAIEngine(GathersStream):
             return outcome_of(config, tokenizer, request, answer)
         except ConfigError:
             raise
-        except (LookupError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise Fatal(f"{config.url} answers in a form that is not OpenAI's: {error!r}") from error
 
     def update_weights(self, model: ModelRef) -> None:

@@ -21,6 +21,8 @@ from rollout_core.records import ShardCompletions
 
 OUTPUT_REFS = "output-files"
 LINES_TOGETHER = 1024
+RESERVED = frozenset({"error", "index", "token_ids", "logprobs"})
+"""Keys that a row of the output may have of its own; those of the input with these names are left out."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ def _jsonl_chunks(rows: Iterable[OutputRow], *, with_index: bool) -> Iterator[by
         if document["error"] is None:
             del document["error"]
         for key, value in row.extras.items():
-            document.setdefault(key, value)
+            if key not in RESERVED:
+                document.setdefault(key, value)
         lines.append(orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE))
         if len(lines) == LINES_TOGETHER:
             yield b"".join(lines)

@@ -66,6 +66,11 @@ def imported_before(objects: ObjectStore, source: ContentId, shard_size: int) ->
     return _imported(objects, _ref(source, shard_size))
 
 
+def forget_import(objects: ObjectStore, source: ContentId, shard_size: int) -> None:
+    """What was filed for this source is not its content."""
+    objects.delete_ref(_ref(source, shard_size))
+
+
 def shards_of(objects: ObjectStore, prompts: PromptShards) -> list[tuple[ContentId, int]]:
     """Shards of a set in order, with their numbers of rows."""
     index = orjson.loads(objects.get_bytes(prompts.index))
@@ -153,7 +158,11 @@ class _Lines:
         if occurrence := self._seen[digest]:
             document["occurrence"] = occurrence
         self._seen[digest] = occurrence + 1
-        return orjson.dumps(document, option=_DUMP)
+        try:
+            return orjson.dumps(document, option=_DUMP)
+        except orjson.JSONEncodeError as error:
+            shown = repr(row.prompt or row.id)[:60]
+            raise ConfigError(f"the row {shown} holds what cannot be kept: {error}; make it a string") from error
 
 
 def _shard_row(document: dict[str, Any]) -> ShardRow:

@@ -19,7 +19,7 @@ import pytest
 from batches import Batch, MoodyEngine, WatchedEngine, make_batch
 
 from rollout_core.config import ScriptedBackend, TransformersBackend
-from rollout_core.errors import Recoverable
+from rollout_core.errors import Fatal, Recoverable
 from rollout_core.ids import ContentId
 from rollout_core.inference.base import Completion
 from rollout_core.inference.batch import Progress
@@ -392,6 +392,34 @@ async def test_a_damaged_whole_set_is_generated_again_as_a_whole(batch, tiny):
     assert moody.asked == batch.ids and len(await blobs_of(batch)) == 1
     moody.asked.clear()
     assert await batch.complete(moody) == record and moody.asked == []
+
+
+async def test_what_is_done_of_a_whole_set_may_be_kept(batch, tiny):
+    """Batch inference never asks twice for what was acknowledged; the rest is generated together."""
+    known = await batch.complete(WatchedEngine(tiny))
+    victim, lost = next((blob, hit) for blob, hit in (await blobs_of(batch)).items() if len(hit) == 3)
+    batch.objects.delete(ContentId(victim))
+    moody = MoodyEngine(tiny)
+    moody.fail_after = 1
+    with pytest.raises(RuntimeError):
+        await batch.complete(moody, keep_done=True)
+    assert await batch.statuses() == {"failed": 3, "succeeded": 7}
+    moody.fail_after = None
+    moody.asked.clear()
+    record = await batch.complete(moody, keep_done=True)
+    assert sorted(moody.asked) == sorted(lost)
+    kept = dict(zip(batch.ids, texts(batch, known), strict=True))
+    for sample, text in zip(batch.ids, texts(batch, record), strict=True):
+        assert (text == kept[sample]) is (sample not in lost)
+
+
+async def test_samples_too_long_for_one_limit_are_tried_again_under_another(batch, watched):
+    for _ in range(2):
+        with pytest.raises(Fatal, match=r"10 of 10 samples failed; .* exceed the model's context of 66 tokens"):
+            await batch.complete(watched, max_model_len=66)
+    assert watched.asked == []
+    record = await batch.complete(watched, max_model_len=200)
+    assert record.num_samples == 10 and sorted(watched.asked) == sorted(batch.ids)
 
 
 async def test_without_determinism_a_moody_engine_commits_as_it_goes(batch, tiny):
