@@ -181,7 +181,7 @@ def test_nproc_changes_the_processes_of_every_learner(work: Path, nothing_starts
         ("train-sft", "run..name=x", "--set 'run..name=x': expected KEY=VALUE, such as ppo.iterations=3"),
         ("train-sft", "num_threads.x=1", "override 'num_threads.x': 'num_threads' is a plain value, not a table"),
         ("train-ppo", "algorithm.reward.callable=mine.py:none", "algorithm.reward: reward mine.py:none: there is no"),
-        ("train-ppo", "algorithm.sampling.max_tokens=999", "algorithm.prompts.path: prompt 1: "),
+        ("train-ppo", "algorithm.sampling.max_tokens=999", "algorithm.prompts.path: prompt 1 (and 3 more): "),
         ("infer-batch", "input.glob=*.none", "input.glob: no input rows matched '*.none': no such file"),
         ("infer-batch", "output.dir=mine.py", "output.dir: "),
         ("nightly", "evaluation.prompts.path=sft.toml", "evaluation.prompts.path: dataset 'sft.toml' cannot be read"),

@@ -158,6 +158,11 @@ def reset(handler: BaseHTTPRequestHandler) -> None:
     handler.connection.close()
 
 
+def no_object(handler: BaseHTTPRequestHandler) -> None:
+    """JSON, but no object, as a gateway may answer."""
+    send(handler, 503, b'"overloaded"')
+
+
 def no_json(handler: BaseHTTPRequestHandler) -> None:
     """What a proxy says while the server behind it starts."""
     send(handler, 200, b"<html>starting</html>")

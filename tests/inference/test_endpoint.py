@@ -11,7 +11,7 @@ from email.utils import format_datetime
 
 import pytest
 from batches import PARAMS, Batch, make_batch
-from endpoint_server import MAX_MODEL_LEN, FaultyServer, drop_midway, no_json, reset, status
+from endpoint_server import MAX_MODEL_LEN, FaultyServer, drop_midway, no_json, no_object, reset, status
 
 from rollout_core.config import (
     InferBatchConfig,
@@ -28,6 +28,7 @@ from rollout_core.ids import ContentId
 from rollout_core.inference.base import Completion, Failure, Outcome, Request
 from rollout_core.inference.openai_http import OpenAIEngine
 from rollout_core.inference.samples import decode_completions_blob, encode_completion
+from rollout_core.secrets import require_secret
 
 PROMPTS = ["sort 3 1 2 =", "sort 9 9 0 4 4 1 =", "0", "hello world", "sort 5 5 5 ="]
 
@@ -209,9 +210,10 @@ def test_an_abandoned_stream_asks_no_more_and_leaves_the_engine_usable(server, e
         [drop_midway],
         [reset, drop_midway],
         [no_json],
+        [no_object],
         [status(408), status(425)],
     ],
-    ids=["429", "503 twice", "5xx", "dropped midway", "reset", "a proxy's page", "408 and 425"],
+    ids=["429", "503 twice", "5xx", "dropped midway", "reset", "a proxy's page", "no object", "408 and 425"],
 )
 def test_what_passes_is_tried_again_and_leaves_no_trace(server, engine_of, tokenizer, mishaps):
     engine = engine_of(max_concurrency=1)
@@ -220,6 +222,18 @@ def test_what_passes_is_tried_again_and_leaves_no_trace(server, engine_of, token
     before = len(server.asked)
     assert engine.generate(requests(tokenizer)) == expected
     assert len(server.asked) - before == 5 + len(mishaps)
+
+
+@pytest.mark.parametrize(("given", "expected"), [("sk-1\n", "sk-1"), ("sk-\u00fc", None), ("sk-\n1", None)])
+def test_a_key_is_stripped_and_one_that_is_none_is_never_shown(monkeypatch, given, expected):
+    monkeypatch.setenv("ROLLOUT_SECRETS", "KEY")
+    monkeypatch.setenv("ROLLOUT_SECRET_KEY", given)
+    if expected is not None:
+        assert require_secret("KEY") == expected
+        return
+    with pytest.raises(ConfigError, match="printable ASCII") as caught:
+        require_secret("KEY")
+    assert "sk-" not in str(caught.value)
 
 
 @pytest.mark.parametrize("form", ["seconds", "date"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import tracemalloc
 from collections.abc import Iterator
@@ -53,6 +54,7 @@ def objects(tmp_path: Path) -> ObjectStore:
 def complete(objects: ObjectStore, tokenizer: Any, config: InferBatchConfig, rows: list[PromptRow]) -> ShardCompletions:
     """A shard of ``rows`` whose last sample failed."""
     if not tokenizer.chat_template:
+        tokenizer = copy.deepcopy(tokenizer)
         tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     prompts = import_shards(objects, rows, shard_size=100)
     [(shard, _)] = shards_of(objects, prompts)
