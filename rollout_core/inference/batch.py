@@ -427,6 +427,7 @@ class _Round:
                 # Those that nobody took over; and why they are unfinished is more telling than a failure to say so.
                 with suppress(RolloutError):
                     await self._run.ledger.release(unfinished)
+            self._run.ledger.let_go(self._claimed.values())
 
     async def _claim(self, block: Sequence[ContentId]) -> None:
         claimed = await self._run.claim(block, self._standing)

@@ -40,6 +40,9 @@ GENERATOR_ATTRIBUTE = "rollout.completion.generator"
 ROW_ATTRIBUTE = "rollout.completion.row"
 CHUNK = 5_000
 
+_held: set[str] = set()
+"""Attempts that this process works on. Others of its own, which a failed release left behind, are nobody's."""
+
 
 @dataclass
 class Standing:
@@ -143,7 +146,7 @@ class SampleLedger:
         stale_before = time.time() - self._stale_after_seconds
         for rollout in underway:
             alive = max(rollout.attempt.start_time, signs.get(rollout.attempt.worker_id, 0.0)) >= stale_before
-            alive = alive and not is_gone(rollout.attempt.worker_id)
+            alive = alive and not is_gone(rollout.attempt.worker_id) and not self._is_left_behind(rollout.attempt)
             (standing.busy if alive else standing.free).append(ContentId(rollout.rollout_id))
         standing.done = await self._lines(finished)
         standing.failed = {sample for sample in standing.done if finished[sample].status == "failed"}
@@ -152,6 +155,9 @@ class SampleLedger:
         # so is one that failed for a passing reason.
         standing.free += [sample for sample in finished if sample not in standing.done]
         return standing
+
+    def _is_left_behind(self, attempt: Attempt) -> bool:
+        return attempt.worker_id == self._worker_id and attempt.attempt_id not in _held
 
     async def _signs_of_life(self, attempts: Iterable[Attempt]) -> dict[str | None, float]:
         """When the workers of these attempts last said that they live."""
@@ -215,6 +221,7 @@ class SampleLedger:
                 seen = standing.attempts[sample]
                 if rollout.attempt.sequence_id == seen + 1 or not await self._restore(rollout, seen):
                     claimed[sample] = rollout
+                    _held.add(rollout.attempt.attempt_id)
         return claimed
 
     async def _restore(self, rollout: AttemptedRollout, seen: int) -> bool:
@@ -267,6 +274,10 @@ class SampleLedger:
         if answer.failure is None:
             return found | {GENERATOR_ATTRIBUTE: self._generator}
         return found | {GENERATOR_ATTRIBUTE: self._failing_generator, REASON_ATTRIBUTE: answer.failure}
+
+    def let_go(self, rollouts: Iterable[AttemptedRollout]) -> None:
+        """Nothing of this process works on these attempts any more, whether or not the store knows."""
+        _held.difference_update(rollout.attempt.attempt_id for rollout in rollouts)
 
     async def release(self, rollouts: Iterable[AttemptedRollout]) -> None:
         """Give claimed, unfinished samples back after a failure, so that others need not wait for them to go stale."""

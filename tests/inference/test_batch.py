@@ -342,6 +342,22 @@ async def test_a_worker_takes_over_from_one_that_fell_silent(batch, tiny):
     assert sorted(engine.asked) == sorted(batch.ids)
 
 
+async def test_a_worker_does_not_wait_for_its_own_claims_that_a_failed_release_left(batch, tiny, monkeypatch):
+    async def refuse(self, rollouts):
+        raise Recoverable("the database is away")
+
+    broken = WatchedEngine(tiny)
+    broken.fail_after = 4
+    with monkeypatch.context() as patched:
+        patched.setattr(SampleLedger, "release", refuse)
+        with pytest.raises(RuntimeError, match="the engine broke"):
+            await batch.complete(broken, exclusive=False)
+    assert (await batch.statuses())["preparing"] == 7
+    started = time.monotonic()
+    await batch.complete(WatchedEngine(tiny), exclusive=False)
+    assert time.monotonic() - started < 30, "claims of others would be waited for 300 s"
+
+
 async def test_a_sample_finished_between_look_and_claim_is_not_generated_again(batch, tiny):
     """Another worker claims and commits in the moment between this one's look at the ledger and its own claim."""
     async with SqlLightningStore.from_url(batch.database) as store:
