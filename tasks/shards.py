@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from rollout_core.config import BackendConfig, InferBatchConfig, SamplingParams, Settings, WorkersConfig
 from rollout_core.errors import Recoverable
@@ -24,6 +25,8 @@ from rollout_core.records import PromptShards, Record, ShardCompletions
 from tasks import places
 from tasks.generate import generator_id
 from tasks.stage import current_stage, stage, stage_logger
+
+T = TypeVar("T")
 
 
 @stage(version=1, cached=False)
@@ -143,42 +146,34 @@ class _ShardRun:
         )
 
     def complete(self) -> tuple[ShardCompletions, Work]:
-        async def run() -> tuple[ShardCompletions, Work]:
-            async with places.open_store() as store:
-                return await complete_shard(
-                    store,
-                    self._objects,
-                    self._engine,
-                    self._work,
-                    worker_id=this_worker(),
-                    options=self._options(),
-                    on_progress=self._note,
-                    events=self._events,
-                )
-
         started = time.time()
-        record, work = asyncio.run(run())
+        record, work = self._run(complete_shard, self._note)
         self._file_work(started, work)
         return record, work
 
     def help(self) -> Work:
-        async def run() -> Work:
+        started = time.time()
+        work = self._run(assist_shard, self._note_help)
+        self._file_work(started, work)
+        return work
+
+    def _run(self, job: Callable[..., Awaitable[T]], on_progress: Callable[[Progress], None]) -> T:
+        """`complete_shard` or `assist_shard` with what both are given."""
+
+        async def run() -> T:
             async with places.open_store() as store:
-                return await assist_shard(
+                return await job(
                     store,
                     self._objects,
                     self._engine,
                     self._work,
                     worker_id=this_worker(),
                     options=self._options(),
-                    on_progress=self._note_help,
+                    on_progress=on_progress,
                     events=self._events,
                 )
 
-        started = time.time()
-        work = asyncio.run(run())
-        self._file_work(started, work)
-        return work
+        return asyncio.run(run())
 
     def _note(self, progress: Progress) -> None:
         tally(self._run_id).note(self._rows, progress)

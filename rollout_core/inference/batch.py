@@ -339,6 +339,7 @@ class _BatchRun:
         if self.whole and len(claimed) < len(block):
             # A part of a whole is never generated; others finished the rest, so look again.
             await self.ledger.release(claimed.values())
+            self.ledger.let_go(claimed.values())
             return {}
         return claimed
 
