@@ -1,6 +1,6 @@
 """Kill any part of batch inference at random moments, start it again, and see that nothing was lost or done twice.
 
-    python tests/flows/kills.py --kills 40 --samples 2000 [--backend vllm] [--cluster] [--seed 1]
+    python -m tests.flows.kills --kills 40 --samples 2000 [--backend vllm] [--postgres] [--cluster] [--seed 1]
 
 A campaign is one prompt set, worked on until it is complete: the parts run as processes of their own, `rollout infer
 batch` is started, a part is killed with SIGKILL at a random moment of the work, what is dead is started again, and so
@@ -16,6 +16,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -31,6 +32,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from tests.flows.conftest import write_toml
+from tests.store.postgres import PostgresServer
 
 PROJECT = Path(__file__).resolve().parents[2]
 READY_SECONDS = 120.0
@@ -64,6 +68,25 @@ class Part:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
+
+
+class PostgresPart(Part):
+    """The database server, which is a family of processes."""
+
+    def __init__(self) -> None:
+        super().__init__("postgres", [], lambda: True)
+        self._server = PostgresServer()
+        self.url = self._server.new_database("rollout")
+
+    def ensure(self, environment: dict[str, str], folder: Path) -> None:
+        self._server.start()
+
+    def kill(self) -> None:
+        self._server.kill()
+
+    def close(self) -> None:
+        """Delete it."""
+        self._server.close()
 
 
 def free_port() -> int:
@@ -104,7 +127,7 @@ class Setting:
     sampling: dict[str, Any]
     model: Path
     parts: tuple[str, ...]
-    """Which are killed: driver, engine, prefect, and of a cluster scheduler and worker."""
+    """Which are killed: driver, engine, prefect, postgres, and of a cluster scheduler and worker."""
     workers: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -120,11 +143,12 @@ class Campaign:
         self._setting = setting
         self._folder = folder
         self._prefect, self._scheduler = free_port(), free_port()
+        self._postgres = PostgresPart() if "postgres" in setting.parts else None
         self.environment = {
             **os.environ,
             "PYTHONPATH": str(PROJECT),
             "ROLLOUT_STORAGE": f"file://{folder / 'objects'}",
-            "ROLLOUT_DATABASE": f"sqlite:///{folder / 'rollout.db'}",
+            "ROLLOUT_DATABASE": self._postgres.url if self._postgres else f"sqlite:///{folder / 'rollout.db'}",
             "ROLLOUT_CACHE": str(folder / "cache"),
             "PREFECT_HOME": str(folder / "prefect"),
             "PREFECT_API_URL": f"http://127.0.0.1:{self._prefect}/api",
@@ -139,8 +163,6 @@ class Campaign:
         self.parts = self._make_parts()
 
     def _write_config(self) -> None:
-        from tests.flows.conftest import write_toml
-
         workers = {"shard_size": 500, "claim_size": 64, **self._setting.workers}
         if self._setting.is_cluster:
             workers |= {"dask": {"address": f"tcp://127.0.0.1:{self._scheduler}"}}
@@ -167,6 +189,8 @@ class Campaign:
             parts.append(Part("scheduler", [*dask, "scheduler", *options], lambda: listens(port)))
             worker = [*dask, "worker", f"tcp://127.0.0.1:{port}", "--nthreads", "2", "--no-nanny", "--no-dashboard"]
             parts += [Part(f"worker-{number}", worker, lambda: True) for number in (1, 2)]
+        if self._postgres is not None:
+            parts.append(self._postgres)
         return {part.name: part for part in parts}
 
     def start_parts(self) -> None:
@@ -174,10 +198,14 @@ class Campaign:
         for part in self.parts.values():
             part.ensure(self.environment, self._folder)
 
-    def stop_parts(self) -> None:
-        """End of the campaign."""
+    def __enter__(self) -> Campaign:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         for part in self.parts.values():
             part.kill()
+        if self._postgres is not None:
+            self._postgres.close()
 
     def start_run(self) -> subprocess.Popen[bytes]:
         """`rollout infer batch`, as a user types it."""
@@ -200,7 +228,7 @@ class Campaign:
     async def _count(self) -> int:
         from rollout_core.store import SqlLightningStore
 
-        if not (self._folder / "rollout.db").exists():
+        if self._postgres is None and not (self._folder / "rollout.db").exists():
             return 0
         async with SqlLightningStore.from_url(self.environment["ROLLOUT_DATABASE"]) as store:
             return (await store.query_rollouts(status_in=["succeeded"], limit=0)).total
@@ -224,44 +252,37 @@ class Campaign:
     def run_undisturbed(self) -> list[dict[str, Any]]:
         """The output of a run that nobody kills."""
         self.start_parts()
-        try:
-            process = self.start_run()
-            if process.wait(RUN_SECONDS):
-                raise RuntimeError(f"the undisturbed run failed; see {self._folder / 'run.log'}")
-            return self.output()
-        finally:
-            self.stop_parts()
+        if self.start_run().wait(RUN_SECONDS):
+            raise RuntimeError(f"the undisturbed run failed; see {self._folder / 'run.log'}")
+        return self.output()
 
     def run_killed(self, rng: random.Random, wanted: int, spread: float) -> list[Kill]:
         """Kill up to ``wanted`` times, each within ``spread`` seconds of work; returns when the set is complete."""
         kills: list[Kill] = []
-        try:
-            while True:
-                self.start_parts()
-                before = self.num_done()
-                process = self.start_run()
-                if len(kills) == wanted:
-                    if process.wait(RUN_SECONDS):
-                        raise RuntimeError(f"a run that nobody killed failed; see {self._folder / 'run.log'}")
-                    return kills
-                self._wait_for_work(process, before)
-                moment = rng.uniform(0, spread)
-                with suppress(subprocess.TimeoutExpired):
-                    if process.wait(moment) == 0:
-                        return kills  # it was faster
-                part = rng.choice(self._setting.parts)
-                if self._kill(part, process, rng):
-                    if part not in ("driver", "engine"):
-                        # As a supervisor would: a run outlives a short absence of its servers, or else the next does.
-                        time.sleep(rng.uniform(0, 3))
-                        self.start_parts()
-                    code = process.wait(RUN_SECONDS)
-                    kills.append(Kill(part, moment, code, self.num_done()))
-                    print(f"kill {part} after {moment:.1f} s: run ended {code}, {kills[-1].done} done", flush=True)
-                if process.wait(RUN_SECONDS) == 0:
-                    return kills
-        finally:
-            self.stop_parts()
+        while True:
+            self.start_parts()
+            before = self.num_done()
+            process = self.start_run()
+            if len(kills) == wanted:
+                if process.wait(RUN_SECONDS):
+                    raise RuntimeError(f"a run that nobody killed failed; see {self._folder / 'run.log'}")
+                return kills
+            self._wait_for_work(process, before)
+            moment = rng.uniform(0, spread)
+            with suppress(subprocess.TimeoutExpired):
+                if process.wait(moment) == 0:
+                    return kills  # it was faster
+            part = rng.choice(self._setting.parts)
+            if self._kill(part, process, rng):
+                if part not in ("driver", "engine"):
+                    # As a supervisor would: a run outlives a short absence of its servers, or else the next does.
+                    time.sleep(rng.uniform(0, 3))
+                    self.start_parts()
+                code = process.wait(RUN_SECONDS)
+                kills.append(Kill(part, moment, code, self.num_done()))
+                print(f"kill {part} after {moment:.1f} s: run ended {code}, {kills[-1].done} done", flush=True)
+            if process.wait(RUN_SECONDS) == 0:
+                return kills
 
     def _wait_for_work(self, process: subprocess.Popen[bytes], before: int) -> None:
         """Until a sample was committed, or the run is over."""
@@ -293,48 +314,55 @@ def _children(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 def run_campaigns(setting: Setting, folder: Path, *, kills: int, seed: int, spread: float) -> tuple[list[Kill], int]:
     """Campaigns until there were ``kills``. Returns them and the number of campaigns; raises AssertionError."""
     rng = random.Random(seed)
-    expected = Campaign(setting, folder / "undisturbed").run_undisturbed()
+    with Campaign(setting, folder / "undisturbed") as campaign:
+        expected = campaign.run_undisturbed()
     assert [row["id"] for row in expected] == [f"row-{number}" for number in range(setting.samples)]
     done: list[Kill] = []
     campaigns = 0
     while len(done) < kills:
         campaigns += 1
-        campaign = Campaign(setting, folder / f"campaign-{campaigns}")
-        done += campaign.run_killed(rng, kills - len(done), spread)
-        assert campaign.output() == expected, f"campaign {campaigns}: the output differs"
-        wrong = campaign.attempts_after_success()
-        assert not wrong, f"campaign {campaigns}: {wrong[:5]}"
+        with Campaign(setting, folder / f"campaign-{campaigns}") as campaign:
+            done += campaign.run_killed(rng, kills - len(done), spread)
+            assert campaign.output() == expected, f"campaign {campaigns}: the output differs"
+            wrong = campaign.attempts_after_success()
+            assert not wrong, f"campaign {campaigns}: {wrong[:5]}"
     return done, campaigns
 
 
 def main() -> None:
-    sys.path[:0] = [str(PROJECT), str(PROJECT / "examples")]
+    sys.path.insert(0, str(PROJECT / "examples"))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--samples", type=int, default=2_000)
     parser.add_argument("--backend", choices=("vllm", "scripted"), default="vllm")
     parser.add_argument("--cluster", action="store_true", help="scheduler and two workers; scripted backend")
+    parser.add_argument(
+        "--postgres", action="store_true", help="PostgreSQL instead of SQLite; its server is killed, too"
+    )
     parser.add_argument("--spread", type=float, default=6.0, help="a kill falls within so many seconds of work")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     from make_tiny import make_model
 
-    with tempfile.TemporaryDirectory(prefix="rollout-kills-") as name:
-        folder = Path(name)
-        make_model(folder / "model", hidden_size=128, num_layers=2)
-        scripted = arguments.backend == "scripted" or arguments.cluster
-        backend = {"kind": "scripted", "delay_seconds": 0.02} if scripted else {"kind": "vllm", "max_model_len": 160}
-        parts = ("driver", "prefect") + (() if scripted else ("engine",))
-        setting = Setting(
-            samples=arguments.samples,
-            backend=backend,
-            sampling={"max_tokens": 128, "temperature": 1.0, "seed": 7},
-            model=folder / "model",
-            parts=parts + (("scheduler", "worker") if arguments.cluster else ()),
-        )
-        kills, campaigns = run_campaigns(
-            setting, folder, kills=arguments.kills, seed=arguments.seed, spread=arguments.spread
-        )
+    folder = Path(tempfile.mkdtemp(prefix="rollout-kills-"))  # with the logs; it stays if something is wrong
+    print(f"working in {folder}", flush=True)
+    make_model(folder / "model", hidden_size=128, num_layers=2)
+    scripted = arguments.backend == "scripted" or arguments.cluster
+    parts = ["driver", "prefect"]
+    parts += [] if scripted else ["engine"]
+    parts += ["postgres"] if arguments.postgres else []
+    parts += ["scheduler", "worker"] if arguments.cluster else []
+    setting = Setting(
+        samples=arguments.samples,
+        backend={"kind": "scripted", "delay_seconds": 0.02} if scripted else {"kind": "vllm", "max_model_len": 160},
+        sampling={"max_tokens": 128, "temperature": 1.0, "seed": 7},
+        model=folder / "model",
+        parts=tuple(parts),
+    )
+    kills, campaigns = run_campaigns(
+        setting, folder, kills=arguments.kills, seed=arguments.seed, spread=arguments.spread
+    )
+    shutil.rmtree(folder)
     print(f"{'killed':<12}{'times':>6}{'run went on':>13}{'run failed':>12}")
     for part, count in Counter(kill.part for kill in kills).most_common():
         survived = sum(kill.part == part and kill.exit_code == 0 for kill in kills)

@@ -12,9 +12,11 @@ import signal
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
+import psutil
 import pytest
 
 from rollout_core.store.migrate import migrate
@@ -118,6 +120,15 @@ class PostgresServer:
         """Stop the server; ``at_once`` as ``pg_ctl -m immediate`` does: without a word, as in a crash."""
         if self._process is not None:
             self._process.send_signal(signal.SIGQUIT if at_once else signal.SIGINT)
+            self._process.wait(60)
+            self._process = None
+
+    def kill(self) -> None:
+        """SIGKILL of the server and of every process that serves a connection, as a machine's end does."""
+        if self._process is not None:
+            for process in [psutil.Process(self._process.pid), *psutil.Process(self._process.pid).children()]:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
             self._process.wait(60)
             self._process = None
 
