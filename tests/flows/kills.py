@@ -112,10 +112,11 @@ class Kill:
 
     part: str
     seconds: float
-    """After the first sample of this run was committed."""
-    exit_code: int
+    """After samples were committed, by this run or since the kill before."""
     done: int
-    """Samples complete when the run ended."""
+    """Samples complete then."""
+    ended_run: bool = False
+    """Whether the run ended of it, and the next one went on."""
 
 
 @dataclass
@@ -159,6 +160,7 @@ class Campaign:
         }
         prompts = ({"prompt": f"sort {n % 10} {n // 7 % 10} {n} =", "id": f"row-{n}"} for n in range(setting.samples))
         (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+        self._run: subprocess.Popen[bytes] | None = None
         self._write_config()
         self.parts = self._make_parts()
 
@@ -202,6 +204,8 @@ class Campaign:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self._run is not None:
+            self._run.kill()
         for part in self.parts.values():
             part.kill()
         if self._postgres is not None:
@@ -211,9 +215,10 @@ class Campaign:
         """`rollout infer batch`, as a user types it."""
         command = [Path(sys.executable).with_name("rollout"), "infer", "batch", "--config", "batch.toml"]
         with (self._folder / "run.log").open("ab") as log:
-            return subprocess.Popen(
+            self._run = subprocess.Popen(
                 command, env=self.environment, cwd=self._folder, stdout=log, stderr=log, start_new_session=True
             )
+        return self._run
 
     def output(self) -> list[dict[str, Any]]:
         """Rows of the output without their times."""
@@ -257,32 +262,40 @@ class Campaign:
         return self.output()
 
     def run_killed(self, rng: random.Random, wanted: int, spread: float) -> list[Kill]:
-        """Kill up to ``wanted`` times, each within ``spread`` seconds of work; returns when the set is complete."""
+        """Kill up to ``wanted`` times, each within ``spread`` seconds of new work; returns when the set is complete."""
         kills: list[Kill] = []
         while True:
             self.start_parts()
-            before = self.num_done()
-            process = self.start_run()
-            if len(kills) == wanted:
-                if process.wait(RUN_SECONDS):
-                    raise RuntimeError(f"a run that nobody killed failed; see {self._folder / 'run.log'}")
+            before = len(kills)
+            run = self.start_run()
+            while run.poll() is None and len(kills) < wanted:
+                if (kill := self._kill_once(run, rng, spread)) is not None:
+                    kills.append(kill)
+                    print(f"kill {kill.part} after {kill.seconds:.1f} s: {kill.done} done", flush=True)
+            code = run.wait(RUN_SECONDS)
+            if code == 0:
                 return kills
-            self._wait_for_work(process, before)
-            moment = rng.uniform(0, spread)
-            with suppress(subprocess.TimeoutExpired):
-                if process.wait(moment) == 0:
-                    return kills  # it was faster
-            part = rng.choice(self._setting.parts)
-            if self._kill(part, process, rng):
-                if part not in ("driver", "engine"):
-                    # As a supervisor would: a run outlives a short absence of its servers, or else the next does.
-                    time.sleep(rng.uniform(0, 3))
-                    self.start_parts()
-                code = process.wait(RUN_SECONDS)
-                kills.append(Kill(part, moment, code, self.num_done()))
-                print(f"kill {part} after {moment:.1f} s: run ended {code}, {kills[-1].done} done", flush=True)
-            if process.wait(RUN_SECONDS) == 0:
-                return kills
+            if len(kills) == before:
+                raise RuntimeError(f"a run that nobody killed failed; see {self._folder / 'run.log'}")
+            kills[-1].ended_run = True
+
+    def _kill_once(self, run: subprocess.Popen[bytes], rng: random.Random, spread: float) -> Kill | None:
+        """Wait for work, kill a part at a random moment, and start it again; None if the run was over before."""
+        self._wait_for_work(run, self.num_done())
+        moment = rng.uniform(0, spread)
+        with suppress(subprocess.TimeoutExpired):
+            run.wait(moment)
+            return None
+        part = rng.choice(self._setting.parts)
+        if not self._kill(part, run, rng):
+            return None
+        if part == "driver":
+            run.wait(RUN_SECONDS)
+        elif part != "engine":
+            # As a supervisor would: a run outlives a short absence of its servers, or else the next does.
+            time.sleep(rng.uniform(0, 3))
+            self.start_parts()
+        return Kill(part, moment, self.num_done())
 
     def _wait_for_work(self, process: subprocess.Popen[bytes], before: int) -> None:
         """Until a sample was committed, or the run is over."""
@@ -363,10 +376,10 @@ def main() -> None:
         setting, folder, kills=arguments.kills, seed=arguments.seed, spread=arguments.spread
     )
     shutil.rmtree(folder)
-    print(f"{'killed':<12}{'times':>6}{'run went on':>13}{'run failed':>12}")
+    print(f"{'killed':<12}{'times':>6}{'run went on':>13}{'the next did':>14}")
     for part, count in Counter(kill.part for kill in kills).most_common():
-        survived = sum(kill.part == part and kill.exit_code == 0 for kill in kills)
-        print(f"{part:<12}{count:>6}{survived:>13}{count - survived:>12}")
+        survived = sum(kill.part == part and not kill.ended_run for kill in kills)
+        print(f"{part:<12}{count:>6}{survived:>13}{count - survived:>14}")
     print(
         f"{len(kills)} kills in {campaigns} campaigns of {arguments.samples} samples: every row once, in order, equal"
     )
