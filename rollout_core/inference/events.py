@@ -15,7 +15,7 @@ from rollout_core.ids import ContentId
 from rollout_core.inference.ledger import BLOB_ATTRIBUTE, ROW_ATTRIBUTE
 from rollout_core.inference.samples import Sample
 from rollout_core.objects import ObjectStore
-from rollout_core.store import AttemptUpdate, LightningStore
+from rollout_core.store import Attempt, AttemptUpdate, LightningStore
 from rollout_core.store.forwarding import ForwardingLightningStore
 
 
@@ -43,7 +43,6 @@ class WatchedStore(ForwardingLightningStore):
         self._store = store
         self._objects = objects
         self._on_samples = on_samples
-        self._places: dict[str, tuple[ContentId, int]] = {}
 
     def backend(self) -> LightningStore:
         return self._store
@@ -52,25 +51,19 @@ class WatchedStore(ForwardingLightningStore):
         await self._store.close()
 
     async def forward(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        if name in ("add_many_spans", "add_span_fields"):
-            self._note_places([span if isinstance(span, Mapping) else vars(span) for span in args[0]])
         result = await super().forward(name, *args, **kwargs)
-        if name == "update_many_attempts":
+        if name == "end_attempts":
             await self._tell(args[0], result)
         return result
 
-    def _note_places(self, spans: Sequence[Mapping[str, Any]]) -> None:
-        for span in spans:
-            attributes = span["attributes"]
-            if BLOB_ATTRIBUTE in attributes:
-                self._places[span["attempt_id"]] = (ContentId(attributes[BLOB_ATTRIBUTE]), attributes[ROW_ATTRIBUTE])
-
-    async def _tell(self, updates: Sequence[AttemptUpdate], outcomes: Sequence[Any]) -> None:
+    async def _tell(
+        self, ends: Sequence[tuple[Mapping[str, Any], AttemptUpdate]], outcomes: Sequence[Attempt | Conflict]
+    ) -> None:
         ended: dict[ContentId, list[int]] = {}
-        for update, outcome in zip(updates, outcomes, strict=True):
-            blob, row = self._places.pop(update.attempt_id, (None, 0))
-            if blob is not None and not isinstance(outcome, Conflict):
-                ended.setdefault(blob, []).append(row)
+        for (span, _), outcome in zip(ends, outcomes, strict=True):
+            attributes = span["attributes"]
+            if BLOB_ATTRIBUTE in attributes and not isinstance(outcome, Conflict):
+                ended.setdefault(ContentId(attributes[BLOB_ATTRIBUTE]), []).append(attributes[ROW_ATTRIBUTE])
         for blob, rows in ended.items():
             self._on_samples(await asyncio.to_thread(self._read, blob, rows))
 

@@ -246,27 +246,23 @@ class SampleLedger:
 
     async def _record(self, answers: Sequence[Answer], places: Sequence[tuple[str, Any]]) -> list[float | None]:
         """Name the blob and row of each outcome in a span, and end its attempt."""
-        spans = [
-            plain_span_fields(
-                rollout_id=answer.rollout.rollout_id,
-                attempt_id=answer.rollout.attempt.attempt_id,
-                name=FAILURE_SPAN if answer.passing else COMPLETION_SPAN,
-                attributes=self._attributes(answer, blob, row),
+        ends = [
+            (
+                plain_span_fields(
+                    rollout_id=answer.rollout.rollout_id,
+                    attempt_id=answer.rollout.attempt.attempt_id,
+                    name=FAILURE_SPAN if answer.passing else COMPLETION_SPAN,
+                    attributes=self._attributes(answer, blob, row),
+                ),
+                AttemptUpdate(
+                    rollout_id=answer.rollout.rollout_id,
+                    attempt_id=answer.rollout.attempt.attempt_id,
+                    status="succeeded" if answer.failure is None else "failed",
+                ),
             )
             for answer, (blob, row) in zip(answers, places, strict=True)
         ]
-        updates = [
-            AttemptUpdate(
-                rollout_id=answer.rollout.rollout_id,
-                attempt_id=answer.rollout.attempt.attempt_id,
-                status="succeeded" if answer.failure is None else "failed",
-            )
-            for answer in answers
-        ]
-        # The store works in order of arrival, so both may share one commit to disk.
-        _, outcomes = await asyncio.gather(
-            self._store.add_span_fields(spans), self._store.update_many_attempts(updates, fenced=True)
-        )
+        outcomes = await self._store.end_attempts(ends)
         return [None if isinstance(outcome, Conflict) else outcome.end_time or time.time() for outcome in outcomes]
 
     def _attributes(self, answer: Answer, blob: str, row: Any) -> dict[str, Any]:

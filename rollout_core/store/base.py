@@ -268,6 +268,15 @@ class LightningStore(ABC):
                 left.pop()
         return is_new
 
+    async def end_attempts(self, ends: Sequence[tuple[SpanFields, AttemptUpdate]]) -> Sequence[Attempt | Conflict]:
+        """Store a last span of each attempt, see ``add_span_fields``, and apply its update, fenced, see
+        ``update_many_attempts``, whose results these are.
+
+        The span of an attempt whose update is refused is stored all the same.
+        """
+        await self.add_span_fields([span for span, _ in ends])
+        return await self.update_many_attempts([update for _, update in ends], fenced=True)
+
     async def add_span(self, span: Span) -> Span | None:
         """Store one span, see ``add_many_spans``; None if it is a duplicate."""
         added = await self.add_many_spans([span])

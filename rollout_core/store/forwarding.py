@@ -50,6 +50,7 @@ class ForwardingLightningStore(LightningStore):
     update_attempt = _forwarded(LightningStore.update_attempt)
     add_many_spans = _forwarded(LightningStore.add_many_spans)
     add_span_fields = _forwarded(LightningStore.add_span_fields)
+    end_attempts = _forwarded(LightningStore.end_attempts)
     add_span = _forwarded(LightningStore.add_span)
     add_otel_span = _forwarded(LightningStore.add_otel_span)
     get_many_span_sequence_ids = _forwarded(LightningStore.get_many_span_sequence_ids)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -24,7 +24,7 @@ from rollout_core.store.resources import NamedResources, ResourcesUpdate
 from rollout_core.store.span_bodies import SpanBodies, SpanModel, StoredSpan, if_here
 from rollout_core.store.span_fields import SpanFields, span_fields
 from rollout_core.store.spans import Span
-from rollout_core.store.sql_attempts import find_lost_attempts, update_attempts, update_rollout
+from rollout_core.store.sql_attempts import end_attempts, find_lost_attempts, update_attempts, update_rollout
 from rollout_core.store.sql_columns import SEQUENCE_ID
 from rollout_core.store.sql_database import open_database
 from rollout_core.store.sql_dialect import Transaction
@@ -225,10 +225,15 @@ class SqlLightningStore(LightningStore):
     async def update_many_attempts(
         self, updates: Sequence[AttemptUpdate], *, fenced: bool = False
     ) -> Sequence[Attempt | Conflict]:
-        for update in updates:
-            if not isinstance(update.metadata, Unset):
-                encode(update.metadata, f"metadata of attempt {update.attempt_id}")
+        _check_metadata(updates)
         return await self._database.write_batch(update_attempts, [(update, fenced) for update in updates])
+
+    async def end_attempts(self, ends: Sequence[tuple[SpanFields, AttemptUpdate]]) -> Sequence[Attempt | Conflict]:
+        _check_metadata(update for _, update in ends)
+        rows = await self._bodies.offload([StoredSpan(span["rollout_id"], span_columns(span)) for span, _ in ends])
+        return await self._database.write_batch(
+            end_attempts, [(row, update) for row, (_, update) in zip(rows, ends, strict=True)]
+        )
 
     # Spans
 
@@ -529,3 +534,9 @@ def _span_query(
         "sort_by": sort_by,
         "sort_order": sort_order,
     }
+
+
+def _check_metadata(updates: Iterable[AttemptUpdate]) -> None:
+    for update in updates:
+        if not isinstance(update.metadata, Unset):
+            encode(update.metadata, f"metadata of attempt {update.attempt_id}")

@@ -6,20 +6,22 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout_core.errors import Conflict, NotFound
+from rollout_core.errors import Conflict
 from rollout_core.store import lifecycle
+from rollout_core.store.span_bodies import StoredSpan
 from rollout_core.store.sql_dialect import Transaction
 from rollout_core.store.sql_rows import (
     ROLLOUTS_WITH_ATTEMPT,
     RolloutState,
     config_json,
-    find_attempt,
     load_attempts,
     load_rollouts,
     rollout_model,
     save_attempts,
     save_rollouts,
 )
+from rollout_core.store.sql_spans import receive_spans
+from rollout_core.store.sql_unit import UnitOfWork
 from rollout_core.store.sql_workers import note_attempts
 from rollout_core.store.types import Attempt, AttemptStatus, AttemptUpdate, Rollout, Unset
 
@@ -29,22 +31,29 @@ def update_attempts(tx: Transaction, updates: Sequence[tuple[AttemptUpdate, bool
 
     A refused one yields a Conflict in its place; the others are applied all the same.
     """
-    states = load_rollouts(tx, [update.rollout_id for update, _ in updates])
-    latest = load_attempts(tx, states.values())
-    older: dict[tuple[str, str], Attempt] = {}
+    unit = UnitOfWork(tx, [update.rollout_id for update, _ in updates])
+    results = apply_updates(unit, updates)
+    unit.save()
+    return results
+
+
+def end_attempts(tx: Transaction, ends: Sequence[tuple[StoredSpan, AttemptUpdate]]) -> list[Attempt | Conflict]:
+    """Store the last span of each attempt, and apply its update, fenced."""
+    unit = UnitOfWork(tx, [update.rollout_id for _, update in ends])
+    receive_spans(unit, [span for span, _ in ends])
+    results = apply_updates(unit, [(update, True) for _, update in ends])
+    unit.save()
+    return results
+
+
+def apply_updates(unit: UnitOfWork, updates: Sequence[tuple[AttemptUpdate, bool]]) -> list[Attempt | Conflict]:
+    """Change attempts in ``unit``, see ``update_attempts``."""
     results: list[Attempt | Conflict] = []
-    changed: dict[tuple[int, int], Attempt] = {}
     with_workers: list[Attempt] = []
     for update, fenced in updates:
-        state = states[update.rollout_id]
-        newest = latest.get((state.key, state.attempt_count))
-        if newest is None:
-            raise NotFound(f"rollout {state.rollout_id} has no attempts yet; dequeue or start it first")
-        if update.attempt_id in ("latest", newest.attempt_id):
-            attempt = newest
-        else:
-            key = (update.rollout_id, update.attempt_id)
-            attempt = older[key] if key in older else older.setdefault(key, find_attempt(tx, state, update.attempt_id))
+        state = unit.states[update.rollout_id]
+        newest = unit.latest(update.rollout_id)
+        attempt = newest if update.attempt_id == "latest" else unit.attempt(update.rollout_id, update.attempt_id)
         if fenced:
             if attempt is newest and attempt.status in lifecycle.ENDED and attempt.status == update.status:
                 results.append(attempt)  # the caller repeats what it could not know had arrived
@@ -53,18 +62,17 @@ def update_attempts(tx: Transaction, updates: Sequence[tuple[AttemptUpdate, bool
             if reason is not None:
                 results.append(Conflict(f"rollout {state.rollout_id}: {reason}; nothing was changed"))
                 continue
-        _apply(tx, update, attempt, state, is_latest=attempt is newest)
-        changed[state.key, attempt.sequence_id] = attempt
+        _apply(unit, update, attempt)
         if attempt.worker_id and not (isinstance(update.status, Unset) and isinstance(update.worker_id, Unset)):
             with_workers.append(attempt)
         results.append(attempt.model_copy())  # a later update of this batch may change it further
-    save_attempts(tx, [(key, attempt) for (key, _), attempt in changed.items()])
-    save_rollouts(tx, [states[attempt.rollout_id] for ids, attempt in changed.items() if ids in latest])
-    note_attempts(tx, with_workers)
+    note_attempts(unit.tx, with_workers)
     return results
 
 
-def _apply(tx: Transaction, update: AttemptUpdate, attempt: Attempt, state: RolloutState, *, is_latest: bool) -> None:
+def _apply(unit: UnitOfWork, update: AttemptUpdate, attempt: Attempt) -> None:
+    state = unit.states[update.rollout_id]
+    is_latest = unit.is_latest(attempt)
     if not isinstance(update.worker_id, Unset):
         attempt.worker_id = update.worker_id
     if not isinstance(update.last_heartbeat_time, Unset):
@@ -72,9 +80,11 @@ def _apply(tx: Transaction, update: AttemptUpdate, attempt: Attempt, state: Roll
     if not isinstance(update.metadata, Unset):
         attempt.metadata = update.metadata
     if not isinstance(update.status, Unset):
-        _set_attempt_status(tx, attempt, update.status, state, is_latest=is_latest)
+        _set_attempt_status(unit.tx, attempt, update.status, state, is_latest=is_latest)
+    unit.note_attempt(attempt)
     if is_latest:
         state.watch(attempt)
+        unit.note_rollout(state)
 
 
 def _set_attempt_status(

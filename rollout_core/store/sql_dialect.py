@@ -54,25 +54,20 @@ class Dialect(NamedTuple):
     last_span: str
     contains: str
     numbers: dict[str, str]
-    """By the name of a counter: the statement for its next ``?`` numbers, which nobody else gets."""
+    """By the name of a counter: the statement for its next ``?`` numbers, which nobody else gets; with
+    ``writes_alone`` the one for its last number."""
     no_limit: int | None
     """The parameter of LIMIT that means none."""
     array: Callable[[Sequence[str]], Any]
     """The parameter for ``{in_texts}`` from a list."""
+    writes_alone: bool = False
+    """Whether a writing transaction has the whole database to itself."""
     numbered_parameters: bool = False
     """Whether ``?`` is written ``$1``, ``$2`` and so on."""
 
     def statement(self, sql: str) -> str:
         """``sql`` with its marks filled in."""
         return _statement(self.name, sql)
-
-
-_FOLLOWING = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?) SELECT i + ({last}) FROM n"
-
-
-def _following(last: str) -> str:
-    """The numbers that follow the one that ``last`` yields."""
-    return _FOLLOWING.replace("{last}", last)
 
 
 def _json_array(values: Sequence[str]) -> str:
@@ -82,19 +77,20 @@ def _json_array(values: Sequence[str]) -> str:
 SQLITE = Dialect(
     name="sqlite",
     in_texts="IN (SELECT value FROM json_each(?))",
-    lock="",  # a writing transaction has the whole file to itself
+    lock="",
     lock_free="",
     infinity="9e999",
     writer="0",
     last_span="SELECT COALESCE(MAX(key), 0) FROM spans",
     contains="instr({column}, ?) > 0",
     numbers={
-        "rollout": _following("SELECT COALESCE(MAX(key), 0) FROM rollouts"),
-        "queue": _following("SELECT COALESCE(MAX(queue_position), 0) FROM rollouts WHERE queue_position IS NOT NULL"),
-        "resources": _following("SELECT COALESCE(MAX(change_number), 0) FROM resources"),
+        "rollout": "SELECT COALESCE(MAX(key), 0) FROM rollouts",
+        "queue": "SELECT COALESCE(MAX(queue_position), 0) FROM rollouts WHERE queue_position IS NOT NULL",
+        "resources": "SELECT COALESCE(MAX(change_number), 0) FROM resources",
     },
     no_limit=-1,
     array=_json_array,
+    writes_alone=True,
 )
 POSTGRES = Dialect(
     name="postgresql",
@@ -173,7 +169,12 @@ class Transaction:
 
     def next_numbers(self, counter: str, how_many: int) -> list[int]:
         """The next numbers of a counter of this database, ascending; see ``Dialect.numbers``."""
-        return [number for (number,) in self.rows(self.dialect.numbers[counter], how_many)] if how_many else []
+        if not how_many:
+            return []
+        if self.dialect.writes_alone:
+            last = self.number(self.dialect.numbers[counter])
+            return list(range(last + 1, last + 1 + how_many))
+        return [number for (number,) in self.rows(self.dialect.numbers[counter], how_many)]
 
     def texts(self, values: Sequence[str]) -> Any:
         """The parameter for an ``{in_texts}`` mark. One parameter whatever the length: no limit on variables is met."""

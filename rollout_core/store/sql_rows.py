@@ -59,8 +59,8 @@ class RolloutState:
 
     @property
     def config(self) -> RolloutConfig:
-        """The retry and timeout policy, parsed anew at each call."""
-        return RolloutConfig.model_validate_json(self.config_json) if self.config_json else RolloutConfig()
+        """The retry and timeout policy, parsed anew at each call unless it is all defaults; to be read only."""
+        return RolloutConfig.model_validate_json(self.config_json) if self.config_json else _DEFAULT_CONFIG
 
     def set_status(self, status: RolloutStatus, tx: Transaction) -> None:
         """Change the status, and the end time with it. ``save_rollouts`` brings queue and alarm into line."""
@@ -117,6 +117,33 @@ def load_attempts(tx: Transaction, states: Iterable[RolloutState]) -> dict[tuple
     return attempts
 
 
+def load_with_latest(tx: Transaction, rollout_ids: Iterable[str]) -> tuple[dict[str, RolloutState], dict[str, Attempt]]:
+    """The rows of these rollouts, to be changed, and the latest attempts of those that have one, both by rollout.
+
+    Raises NotFound if a rollout is unknown.
+    """
+    wanted = list(dict.fromkeys(rollout_ids))
+    if not tx.dialect.writes_alone:
+        # The attempts are read only when the rollouts are locked: an attempt read along with a rollout that another
+        # process held would be as it was before that process was done.
+        states = load_rollouts(tx, wanted)
+        found = load_attempts(tx, states.values())
+        return states, {attempt.rollout_id: attempt for attempt in found.values()}
+    states, latest = {}, {}
+    for row in tx.rows(
+        "SELECT {rollout}, {attempt} FROM rollouts r"
+        " LEFT JOIN attempts a ON a.rollout_key = r.key AND a.sequence_id = r.attempt_count"
+        " WHERE r.rollout_id {in_texts}",
+        tx.texts(wanted),
+    ):
+        state = RolloutState(*row[:NUM_ROLLOUT])
+        states[state.rollout_id] = state
+        if row[NUM_ROLLOUT] is not None:
+            latest[state.rollout_id] = attempt_model(state.rollout_id, row[NUM_ROLLOUT:])
+    refuse_missing(wanted, states)
+    return states, latest
+
+
 def find_attempt(tx: Transaction, state: RolloutState, attempt_id: str) -> Attempt:
     """One attempt of a rollout, whichever number it has. Raises NotFound if the rollout has none of this id."""
     row = tx.row("SELECT {attempt} FROM attempts a WHERE a.rollout_key = ? AND a.attempt_id = ?", state.key, attempt_id)
@@ -152,6 +179,14 @@ def save_rollouts(tx: Transaction, states: Sequence[RolloutState]) -> None:
             )
             for state in states
         ],
+    )
+
+
+def save_counters(tx: Transaction, states: Iterable[RolloutState]) -> None:
+    """Write back the number of the last span alone."""
+    tx.run_many(
+        "UPDATE rollouts SET last_sequence_id = ? WHERE key = ?",
+        [(state.last_sequence_id, state.key) for state in states],
     )
 
 

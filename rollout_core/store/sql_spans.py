@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rollout_core.store import lifecycle
 from rollout_core.store.span_bodies import StoredSpan
 from rollout_core.store.sql_dialect import Transaction
-from rollout_core.store.sql_rows import (
-    RolloutState,
-    find_attempt,
-    load_attempts,
-    load_rollouts,
-    save_attempts,
-    save_rollouts,
-)
+from rollout_core.store.sql_rows import RolloutState, load_rollouts, save_counters
+from rollout_core.store.sql_unit import UnitOfWork
 from rollout_core.store.types import Attempt
 
 
@@ -25,7 +19,7 @@ def number_spans(tx: Transaction, rollout_ids: Sequence[str]) -> list[int]:
     for rollout_id in rollout_ids:
         states[rollout_id].last_sequence_id += 1
         numbers.append(states[rollout_id].last_sequence_id)
-    _save_counters(tx, states.values())
+    save_counters(tx, states.values())
     return numbers
 
 
@@ -34,50 +28,40 @@ def add_spans(tx: Transaction, spans: Sequence[StoredSpan]) -> list[bool]:
 
     Raises NotFound, and stores none, if a rollout or attempt is unknown.
     """
-    states = load_rollouts(tx, [rollout_id for rollout_id, _ in spans])
-    attempts = _load_span_attempts(tx, states, {(rollout_id, columns[0]) for rollout_id, columns in spans})
-    counters = {rollout_id: state.last_sequence_id for rollout_id, state in states.items()}
-    for rollout_id, columns in spans:
-        state = states[rollout_id]
-        state.last_sequence_id = max(state.last_sequence_id, columns[2])
-    is_new = _insert(tx, states, spans)
-    tx.counted["spans"] += sum(is_new)
-
-    arrived = {(rollout_id, columns[0]) for (rollout_id, columns), new in zip(spans, is_new, strict=True) if new}
-    moved: dict[str, RolloutState] = {}
-    for rollout_id, attempt_id in arrived:
-        state, attempt = states[rollout_id], attempts[rollout_id, attempt_id]
-        before = (attempt.status, state.status)
-        attempt.last_heartbeat_time = tx.now
-        attempt.status = lifecycle.ATTEMPT_AFTER_SPAN.get(attempt.status, attempt.status)
-        if attempt.sequence_id == state.attempt_count:
-            state.set_status(lifecycle.ROLLOUT_AFTER_SPAN.get(state.status, state.status), tx)
-            if (attempt.status, state.status) != before:
-                state.watch(attempt)
-                moved[rollout_id] = state
-    save_attempts(tx, [(states[key[0]].key, attempts[key]) for key in arrived])
-    save_rollouts(tx, list(moved.values()))
-    _save_counters(
-        tx,
-        [
-            state
-            for rollout_id, state in states.items()
-            if rollout_id not in moved and state.last_sequence_id != counters[rollout_id]
-        ],
-    )
+    unit = UnitOfWork(tx, [rollout_id for rollout_id, _ in spans])
+    is_new = receive_spans(unit, spans)
+    unit.save()
     return is_new
 
 
-def _load_span_attempts(
-    tx: Transaction, states: dict[str, RolloutState], wanted: set[tuple[str, str]]
-) -> dict[tuple[str, str], Attempt]:
-    """The attempts that spans name. Nearly always the latest ones, so those are read at once."""
-    attempts = {
-        (attempt.rollout_id, attempt.attempt_id): attempt for attempt in load_attempts(tx, states.values()).values()
-    }
-    for rollout_id, attempt_id in wanted - attempts.keys():
-        attempts[rollout_id, attempt_id] = find_attempt(tx, states[rollout_id], attempt_id)
-    return attempts
+def receive_spans(unit: UnitOfWork, spans: Sequence[StoredSpan]) -> list[bool]:
+    """Store spans, and change in ``unit`` what follows from them; for each, whether it was new."""
+    attempts = [unit.attempt(rollout_id, columns[0]) for rollout_id, columns in spans]
+    for rollout_id, columns in spans:
+        state = unit.states[rollout_id]
+        if columns[2] > state.last_sequence_id:
+            state.last_sequence_id = columns[2]
+            unit.note_counter(state)
+    is_new = _insert(unit.tx, unit.states, spans)
+    unit.tx.counted["spans"] += sum(is_new)
+    for attempt, new in zip(attempts, is_new, strict=True):
+        if new:
+            _note_arrival(unit, attempt)
+    return is_new
+
+
+def _note_arrival(unit: UnitOfWork, attempt: Attempt) -> None:
+    """A span is a sign of life of its attempt."""
+    state = unit.states[attempt.rollout_id]
+    before = (attempt.status, state.status)
+    attempt.last_heartbeat_time = unit.tx.now
+    attempt.status = lifecycle.ATTEMPT_AFTER_SPAN.get(attempt.status, attempt.status)
+    unit.note_attempt(attempt)
+    if unit.is_latest(attempt):
+        state.set_status(lifecycle.ROLLOUT_AFTER_SPAN.get(state.status, state.status), unit.tx)
+        if (attempt.status, state.status) != before:
+            state.watch(attempt)
+            unit.note_rollout(state)
 
 
 def _insert(tx: Transaction, states: dict[str, RolloutState], spans: Sequence[StoredSpan]) -> list[bool]:
@@ -98,10 +82,3 @@ def _insert(tx: Transaction, states: dict[str, RolloutState], spans: Sequence[St
         is_new.append(identity in stored)
         stored.discard(identity)
     return is_new
-
-
-def _save_counters(tx: Transaction, states: Iterable[RolloutState]) -> None:
-    tx.run_many(
-        "UPDATE rollouts SET last_sequence_id = ? WHERE key = ?",
-        [(state.last_sequence_id, state.key) for state in states],
-    )
