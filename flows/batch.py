@@ -13,12 +13,12 @@ from flows.fan_out import FanOut, open_fleet
 from flows.healing import run_body
 from rollout_core.batch_plan import plan_batch
 from rollout_core.config import InferBatchConfig
-from rollout_core.errors import Fatal
 from rollout_core.ids import ContentId
 from rollout_core.inference.engines import close_engine
 from rollout_core.inference.folders import output_folder
 from rollout_core.inference.prompt_shards import shards_of
 from rollout_core.inference.runs import begin_run, parameters_of, resolve_run_id
+from rollout_core.inference.tally import FailureLimit
 from rollout_core.plan import context_limit
 from rollout_core.records import Record, ShardCompletions
 from tasks.journal import Journal
@@ -64,7 +64,8 @@ def _complete(
     context = FlowRunContext.get()
     assert context is not None and context.flow_run is not None, "called inside the flow"
     flow_run_id = str(context.flow_run.id)
-    reporting = Reporting(run_id=run_id, events=config.output.events)
+    failures = FailureLimit(config.failures.max_share, num_samples)
+    reporting = Reporting(run_id=run_id, events=config.output.events, failures=failures)
     places = {shard: f"{number}/{len(shards)}" for number, (shard, _) in enumerate(shards, start=1)}
 
     def call(stage: Stage[..., R]) -> Callable[[RunsTasks, tuple[ContentId, int]], Submitted[R]]:
@@ -87,7 +88,7 @@ def _complete(
 
     def on_result(item: tuple[ContentId, int], record: ShardCompletions) -> None:
         progress.finish(item[0], record)
-        refuse_failures(config, progress.failed, num_samples, record)
+        failures.check(progress.total())
 
     bar = not config.output.events
     with (
@@ -97,13 +98,3 @@ def _complete(
         work = FanOut(call(infer_shard), call(help_shard), lambda item: progress.of(item[0]), on_result)
         records = fleet.run_all(shards, work)
     return records, close_run(config, flow_run_id, records, fleet.average_workers())
-
-
-def refuse_failures(config: InferBatchConfig, failed: int, num_samples: int, record: ShardCompletions) -> None:
-    """Raise Fatal as soon as more samples failed than the run may lose."""
-    limit = config.failures.max_share
-    if failed > limit * num_samples:
-        raise Fatal(
-            f"{failed} of {num_samples} samples failed, more than failures.max_share = {limit:g} allows; such as: "
-            f"{record.first_failure}. What is complete is kept: mend the input and run again, or raise the limit"
-        )

@@ -56,15 +56,14 @@ class RunProgress:
         self._thread.join()
         forget_tally(self._run_id)
 
-    @property
-    def failed(self) -> int:
-        """Samples that failed so far."""
-        return self._tally.total().failed
+    def total(self) -> ShardProgress:
+        """All shards together, as far as told."""
+        return self._tally.total()
 
     def finish(self, shard: ContentId, record: ShardCompletions) -> None:
         """A shard's result is there, computed or cached."""
-        tokens = self._tally.of(shard).tokens
-        self._tally.note(shard, ShardProgress(record.num_samples, record.num_samples, tokens, record.num_failed))
+        tokens, count = self._tally.of(shard).tokens, record.num_samples
+        self._tally.note(shard, ShardProgress(count, count, tokens, record.num_failed, record.first_failure))
 
     def of(self, shard: ContentId) -> ShardProgress:
         """How far a shard is; zeros before its worker told."""

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, cast
 from urllib.parse import urlsplit
 from uuid import UUID
@@ -98,8 +98,7 @@ def run_stage(stage: str, inputs: dict[str, Any], task_run_id: UUID, context: di
         _meet(driver, inputs)
 
         def report(shard: str, progress: Progress) -> None:
-            figures = [progress.done, progress.total, progress.tokens, progress.failed]
-            worker.log_event(driver.topic, {"shard": str(shard), "progress": figures})
+            worker.log_event(driver.topic, {"shard": str(shard), "progress": list(astuple(progress))})
 
         tally(driver.run_id).report_to(report)
         flow = cast(Flow[..., Any], _find(context["flow"]))

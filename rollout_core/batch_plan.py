@@ -13,6 +13,7 @@ from rollout_core.errors import ConfigError
 from rollout_core.hub import has_token, is_gated
 from rollout_core.ids import ContentId
 from rollout_core.inference.folders import output_folder
+from rollout_core.inference.output import file_name
 from rollout_core.inference.prompt_files import open_prompts
 from rollout_core.inference.prompt_shards import imported_before, read_shard, shards_of, tokenize_rows
 from rollout_core.inference.runs import check_run, earlier_run_id, parameters_of
@@ -123,7 +124,13 @@ def _sample(objects: ObjectStore, prompts: PromptShards) -> list[PromptRow]:
 
 def _check_output(plan: Plan, config: InferBatchConfig, asked: str | None) -> None:
     folder = output_folder(config.output.dir, plan.base, plan.objects)
-    folder.check()
+    name = file_name(config.output)
+    folder.check(name)
+    if open_prompts(config.input, plan.base, plan.objects).covers(folder.where(name)):
+        raise ConfigError(
+            f"{folder.where(name)} would be part of the input {config.input.glob!r} of the next run; write to another "
+            "folder, or give a pattern that leaves it out"
+        )
     run_id = earlier_run_id(folder, asked)
     if run_id is None:
         return

@@ -17,7 +17,7 @@ from rollout_core.inference.events import EventLog
 from rollout_core.inference.prompt_files import open_prompts
 from rollout_core.inference.prompt_shards import forget_import, import_shards
 from rollout_core.inference.shard_run import ShardWork, assist_shard, complete_shard
-from rollout_core.inference.tally import RunWork, note_work, tally
+from rollout_core.inference.tally import FailureLimit, RunWork, note_work, tally
 from rollout_core.inference.workers import this_worker
 from rollout_core.models import max_positions
 from rollout_core.objects import ObjectStore
@@ -49,6 +49,8 @@ class Reporting(Settings):
 
     run_id: str
     events: bool
+    failures: FailureLimit
+    """Of all shards together; more end the run."""
 
     def cache_identity(self) -> Any:
         return None
@@ -72,8 +74,7 @@ def infer_shard(
     On a cluster other processes may take unclaimed samples meanwhile (`help_shard`). ``limit`` is the longest sequence,
     in tokens, where the backend has one of its own: it decides which samples fail.
     """
-    events = EventLog(reporting.run_id, label) if reporting.events else None
-    run = _ShardRun(rows, model, sampling, backend, workers, samples_per_prompt, limit, events)
+    run = _ShardRun(rows, model, sampling, backend, workers, samples_per_prompt, limit, reporting, label)
     record, work = run.complete()
     stage_logger().info("shard %s: %d samples, %d generated now", label or rows.short, record.num_samples, work.samples)
     return record
@@ -99,8 +100,7 @@ def help_shard(
     label: str = "",
 ) -> Help:
     """Generate samples of a shard that its worker has not claimed yet; returns at once where there are none."""
-    events = EventLog(reporting.run_id, label) if reporting.events else None
-    run = _ShardRun(rows, model, sampling, backend, workers, samples_per_prompt, limit, events)
+    run = _ShardRun(rows, model, sampling, backend, workers, samples_per_prompt, limit, reporting, label)
     work = run.help()
     stage_logger().info("shard %s: %d samples generated for its worker", label or rows.short, work.samples)
     return Help(num_samples=work.samples)
@@ -118,7 +118,8 @@ class _ShardRun:
         workers: WorkersConfig,
         samples_per_prompt: int,
         limit: int | None,
-        events: EventLog | None,
+        reporting: Reporting,
+        label: str,
     ) -> None:
         self._objects: ObjectStore = current_stage().objects
         self._run_id = current_stage().run_id
@@ -127,7 +128,8 @@ class _ShardRun:
         self._work = ShardWork(rows, sampling, samples_per_prompt, folder)
         self._engine = EngineOf(backend, ModelRef(model, folder))
         self._backend = backend
-        self._events = events
+        self._events = EventLog(reporting.run_id, label) if reporting.events else None
+        self._failures = reporting.failures
         self._workers = workers
         self._limit = limit or max_positions(folder)
 
@@ -176,7 +178,9 @@ class _ShardRun:
         return asyncio.run(run())
 
     def _note(self, progress: Progress) -> None:
-        tally(self._run_id).note(self._rows, progress)
+        noted = tally(self._run_id)
+        noted.note(self._rows, progress)
+        self._failures.check(noted.total())
 
     def _note_help(self, progress: Progress) -> None:
         # What is done of the shard is its own worker's to tell.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from rollout_core.ids import ContentId, hash_bytes
 from rollout_core.lineage import Lineage, record_lineage
 from rollout_core.objects import ObjectStore
 from rollout_core.snapshots import Snapshot, SnapshotStore
+from rollout_core.store import SqlLightningStore
 from tests.conftest import BUCKET
 from tests.flows.conftest import write_toml
 
@@ -492,6 +494,24 @@ def test_another_model_is_refused_before_the_first_sample(work: Path, prefect_se
     assert "was begun with other parameters: model: got " in last
     assert last.endswith(f"or remove {work / 'out' / 'run-id'}")
     assert (work / "out" / "completions.jsonl").read_bytes() == before
+
+
+@pytest.mark.server
+def test_a_run_ends_as_soon_as_too_many_samples_failed(work: Path, prefect_server: str):
+    rows = [{"prompt": "9 " * 300 if number < 40 else f"sort {number} ="} for number in range(240)]
+    (work / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    slow = ("workers.claim_size=16", "backend.kind=scripted", "backend.delay_seconds=0.5")
+    result = run(
+        "infer-batch", *(part for setting in slow for part in ("--set", setting)), PREFECT_API_URL=prefect_server
+    )
+    assert result.exit_code == 1, result.stderr
+    assert " of 240 samples failed, more than failures.max_share = 0.1 allows; such as: 600 tokens" in result.stderr
+
+    async def count() -> int:
+        async with SqlLightningStore.from_url(f"sqlite:///{work / 'rollout.db'}") as store:
+            return (await store.query_rollouts(status_in=["succeeded"], limit=0)).total
+
+    assert asyncio.run(count()) < 100
 
 
 @pytest.mark.server

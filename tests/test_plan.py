@@ -533,6 +533,11 @@ def test_an_output_folder_that_cannot_be_made_is_refused_before_work_not_after(w
     assert not (work / "new").exists()
 
 
+def test_an_output_that_the_next_run_would_read_is_refused(work: Path):
+    message = refusal("infer-batch", work, **{"input.glob": "**/*.jsonl"})
+    assert "output.dir: " in message and "out/completions.jsonl would be part of the input '**/*.jsonl'" in message
+
+
 def test_a_run_id_that_is_none_is_refused(work: Path):
     config = parse_config(document("infer-batch"), CONFIG_KINDS["infer-batch"])
     with pytest.raises(ConfigError, match="run id: 'yesterday' is no run id; expected a ULID"):

@@ -28,8 +28,8 @@ class OutputFolder(Protocol):
         """Address of a file, for people and as its identity."""
         ...
 
-    def check(self) -> None:
-        """Raise ConfigError where files cannot be written, as far as that is known without writing one."""
+    def check(self, *names: str) -> None:
+        """Raise ConfigError where files of these names cannot be written, as far as that is known without writing."""
         ...
 
     def read(self, name: str) -> bytes | None:
@@ -66,7 +66,9 @@ class LocalFolder:
     def where(self, name: str) -> str:
         return str(self._path / name)
 
-    def check(self) -> None:
+    def check(self, *names: str) -> None:
+        for folder in (self._path / name for name in names if (self._path / name).is_dir()):
+            raise ConfigError(f"{folder} is a folder, but a file of that name is to be written; remove it")
         nearest = next(place for place in (self._path, *self._path.parents) if place.exists())
         if not nearest.is_dir():
             raise ConfigError(f"{nearest} is a file; expected a folder, or one that can be made")
@@ -136,7 +138,7 @@ class BucketFolder:
     def where(self, name: str) -> str:
         return self._files.where(self._key(name))
 
-    def check(self) -> None:
+    def check(self, *names: str) -> None:
         if not bucket_exists(self._files):
             raise ConfigError(
                 f"there is no bucket at {self._files.where('')}, or it cannot be reached; create it first"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+
+from fsspec.utils import glob_translate
 
 from rollout_core.config import InputGlob, StoredDataset
 from rollout_core.dataset_sources import parquet_documents, split_lines, stored_documents
@@ -62,6 +65,13 @@ class PromptFiles:
         if row is None:
             reason = f"{len(self._parts)} files without a row" if self._parts else "no such file"
             raise ConfigError(f"no input rows matched {self._source.glob!r}: {reason}")
+
+    def covers(self, address: str) -> bool:
+        """Whether a file at this local path or URL would be among them."""
+        pattern = self._source.glob
+        if not is_url(pattern):
+            pattern, address = os.path.abspath(self._base / local_path(pattern)), os.path.abspath(address)
+        return re.fullmatch(glob_translate(pattern.replace("[", "[[]")), address) is not None
 
     def identity(self) -> ContentId | None:
         """Stands for the content of the files, without parsing them; None where that cannot be told.

@@ -18,7 +18,7 @@ from rollout_core.ids import ContentId
 from rollout_core.inference.batch import BatchOptions, Completed, Engine, Progress, Work, complete_samples
 from rollout_core.inference.batch import assist as assist_samples
 from rollout_core.inference.events import EventLog
-from rollout_core.inference.garbage import collected_at_end
+from rollout_core.inference.garbage import seldom_collected
 from rollout_core.inference.prompt_shards import read_shard, shard_samples
 from rollout_core.inference.samples import Sample
 from rollout_core.models import load_tokenizer
@@ -53,7 +53,7 @@ async def complete_shard(
     events: EventLog | None = None,
 ) -> tuple[ShardCompletions, Work]:
     """Bring every sample of a shard to its outcome and file them all, in order, as one blob."""
-    with collected_at_end():
+    with seldom_collected():
         samples, problems = await asyncio.to_thread(_samples, objects, engine, work)
         if events is not None:
             store = events.watching(store, objects, samples)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 
 import orjson
 
+from rollout_core.errors import Fatal
 from rollout_core.ids import ContentId, new_run_id
 from rollout_core.inference.batch import Progress, Work
 from rollout_core.objects import ObjectStore
@@ -17,6 +18,23 @@ from rollout_core.objects import ObjectStore
 LATENCY_BUCKETS_PER_DECADE = 20
 _FIRST_BUCKET_SECONDS = 1e-3
 REPORT_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class FailureLimit:
+    """How many samples of a run may fail."""
+
+    max_share: float
+    num_samples: int
+
+    def check(self, progress: Progress) -> None:
+        """Raises Fatal where more have failed, of those that ``progress`` tells."""
+        if progress.failed > self.max_share * self.num_samples:
+            raise Fatal(
+                f"{progress.failed} of {self.num_samples} samples failed, more than failures.max_share = "
+                f"{self.max_share:g} allows; such as: {progress.first_failure}. What is complete is kept: mend the "
+                "input and run again, or raise the limit"
+            )
 
 
 class Tally:
@@ -69,6 +87,7 @@ class Tally:
             total=sum(shard.total for shard in shards),
             tokens=sum(shard.tokens for shard in shards),
             failed=sum(shard.failed for shard in shards),
+            first_failure=next((shard.first_failure for shard in shards if shard.first_failure), None),
         )
 
 

@@ -71,6 +71,9 @@ def test_a_local_folder_that_cannot_be_is_refused(tmp_path: Path):
         output_folder("file/below", tmp_path).check()
     output_folder("new/folder", tmp_path).check()
     assert not (tmp_path / "new").exists()
+    (tmp_path / "out" / "f").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"out/f is a folder, but a file of that name is to be written"):
+        output_folder("out", tmp_path).check("e", "f")
 
 
 def test_a_relative_path_starts_at_the_base(tmp_path: Path):

@@ -167,3 +167,22 @@ def test_a_file_or_folder_of_the_object_store_is_named_by_its_id(tmp_path: Path)
     assert documents(open_prompts(InputGlob(glob=ids[0]), tmp_path, objects)) == ROWS[:1], (
         "a file of that name is meant"
     )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "address", "expected"),
+    [
+        ("*.jsonl", "/base/completions.jsonl", True),
+        ("./in/../*.jsonl", "/base/completions.jsonl", True),
+        ("out/**/*.jsonl", "/base/out/completions.jsonl", True),
+        ("file://./*.jsonl", "/base/completions.jsonl", True),
+        ("[ab]/*.jsonl", "/base/a/completions.jsonl", False),  # brackets are no pattern here
+        ("*.jsonl", "/base/out/completions.jsonl", False),
+        ("prompts.jsonl", "/base/completions.jsonl", False),
+        ("s3://bucket/k/*.jsonl", "s3://bucket/k/completions.jsonl", True),
+        ("s3://bucket/k/*.jsonl", "s3://bucket/out/completions.jsonl", False),
+        ("s3://bucket/*.jsonl", "/bucket/completions.jsonl", False),
+    ],
+)
+def test_whether_a_file_would_be_read_is_told_before_it_is_there(pattern: str, address: str, expected: bool):
+    assert open_prompts(InputGlob(glob=pattern), Path("/base")).covers(address) is expected
