@@ -22,6 +22,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from rollout_core.errors import ConfigError, DataError
 from rollout_core.ids import canonical_json
+from rollout_core.trusted import trusted
 
 MAX_VIOLATIONS = 20
 """Problems of one data set that are shown together; reading stops there."""
@@ -105,7 +106,7 @@ class PromptRow(Row):
         # A float may have been an integer too large for this parser; what is nested may hold one.
         if not all(type(value) in (str, int, bool, NoneType) for value in document.values()):
             return None
-        return cls.model_construct(prompt=prompt, messages=None, id=row_id, extras=document)
+        return trusted(cls, {"extras": document, "prompt": prompt, "messages": None, "id": row_id})
 
     @model_validator(mode="after")
     def _exactly_one_form(self) -> PromptRow:

@@ -7,6 +7,9 @@ runs, on the machine it runs on.
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar, cast
 from urllib.parse import parse_qs, urlsplit
@@ -40,9 +43,35 @@ def objects() -> ObjectStore:
     return result_storage().objects()
 
 
-def open_store() -> SqlLightningStore:
-    """The LightningStore of this process's settings; use it as an async context manager."""
-    return SqlLightningStore.from_url(_database_url())
+_stores: dict[str, tuple[SqlLightningStore, int]] = {}
+"""Stores that are open in this process, with the number of their users."""
+_stores_lock = threading.Lock()
+
+
+@asynccontextmanager
+async def open_store() -> AsyncIterator[SqlLightningStore]:
+    """The LightningStore of this process's settings, open for the length of the block.
+
+    Those who use it at the same time, in any thread, share one: what they write then shares transactions, where two
+    stores of one SQLite file would wait for each other.
+    """
+    url = _database_url()
+    with _stores_lock:
+        store, users = _stores.get(url, (None, 0))
+        if store is None:
+            store = SqlLightningStore.from_url(url)
+        _stores[url] = (store, users + 1)
+    try:
+        yield store
+    finally:
+        with _stores_lock:
+            users = _stores[url][1] - 1
+            if users:
+                _stores[url] = (store, users)
+            else:
+                del _stores[url]
+        if not users:
+            await store.close()
 
 
 def connections() -> Connections:

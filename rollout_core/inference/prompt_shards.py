@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from blake3 import blake3
@@ -22,14 +21,14 @@ from rollout_core.inference.samples import Sample, identify
 from rollout_core.inference.text import tokenize_prompts
 from rollout_core.objects import ObjectStore
 from rollout_core.records import PromptShards
+from rollout_core.trusted import trusted
 
 SHARD_FORMAT = 2
 """Raised when the bytes of shards change for the same rows, or what is noted of them."""
 _DUMP = orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE
 
 
-@dataclass(frozen=True)
-class ShardRow:
+class ShardRow(NamedTuple):
     """One prompt of a shard."""
 
     row: PromptRow
@@ -170,10 +169,13 @@ def _shard_row(document: dict[str, Any]) -> ShardRow:
     if "messages" in document:
         return ShardRow(PromptRow.model_validate(document), occurrence)
     # Checked when it was filed.
-    row = PromptRow.model_construct(
-        prompt=document["prompt"], messages=None, id=document.get("id"), extras=document.get("extras", {})
-    )
-    return ShardRow(row, occurrence)
+    fields = {
+        "extras": document.get("extras", {}),
+        "prompt": document["prompt"],
+        "messages": None,
+        "id": document.get("id"),
+    }
+    return ShardRow(trusted(PromptRow, fields), occurrence)
 
 
 def _batched(lines: Iterable[bytes], size: int) -> Iterator[list[bytes]]:

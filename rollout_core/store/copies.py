@@ -16,15 +16,9 @@ from rollout_core.store.codec import decode, encode
 from rollout_core.store.span_fields import SpanFields
 from rollout_core.store.spans import Event, Link, OtelResource, Span, SpanContext, StatusCode, TraceStatus
 from rollout_core.store.types import Attempt, AttemptedRollout, Rollout, RolloutConfig, Worker
+from rollout_core.trusted import SET_EXTRA, SET_FIELDS_SET, trusted
 
 Model = TypeVar("Model", bound=BaseModel)
-
-_NEW = object.__new__
-# The four slots of a model, written as pydantic's own copying does, without its looks at each name.
-_SET_FIELDS, _SET_FIELDS_SET, _SET_EXTRA, _SET_PRIVATE = [
-    vars(BaseModel)[slot].__set__
-    for slot in ("__dict__", "__pydantic_fields_set__", "__pydantic_extra__", "__pydantic_private__")
-]
 
 
 def json_copy(value: Any) -> Any:
@@ -42,13 +36,9 @@ def with_fields(model: type[Model], source: BaseModel, fields: dict[str, Any]) -
 
     Both share the set of fields that were set, which only grows.
     """
-    made = _NEW(model)
     extra = source.__pydantic_extra__
-    _SET_FIELDS(made, fields)
-    _SET_FIELDS_SET(made, source.__pydantic_fields_set__)
-    _SET_EXTRA(made, json_copy(extra) if extra else extra if extra is None else {})
-    _SET_PRIVATE(made, None)
-    return made
+    further = json_copy(extra) if extra else extra if extra is None else {}
+    return trusted(model, fields, source.__pydantic_fields_set__, further)
 
 
 def changed(record: Model, **changes: Any) -> Model:
@@ -66,7 +56,7 @@ def shown_rollout(rollout: Rollout, attempt: Attempt | None) -> Rollout:
         return with_fields(Rollout, rollout, fields)
     fields["attempt"] = shown_attempt(attempt)
     shown = with_fields(AttemptedRollout, rollout, fields)
-    _SET_FIELDS_SET(shown, {*rollout.__pydantic_fields_set__, "attempt"})
+    SET_FIELDS_SET(shown, {*rollout.__pydantic_fields_set__, "attempt"})
     return shown
 
 
@@ -83,18 +73,13 @@ def shown_worker(worker: Worker) -> Worker:
 def shown_spans(spans: Sequence[Span]) -> list[Span]:
     """Spans as callers get them. What is within their attributes and their parts is shared with the store."""
     shown: list[Span] = []
-    for span in spans:  # ``with_fields`` written out: pages of hundreds of spans are the largest answers there are
+    for span in spans:  # pages of hundreds of spans are the largest answers there are
         fields = span.__dict__.copy()
         fields["attributes"] = fields["attributes"].copy()
         fields["events"] = fields["events"].copy()
         fields["links"] = fields["links"].copy()
         extra = span.__pydantic_extra__
-        made = _NEW(Span)
-        _SET_FIELDS(made, fields)
-        _SET_FIELDS_SET(made, span.__pydantic_fields_set__)
-        _SET_EXTRA(made, json_copy(extra) if extra else {})
-        _SET_PRIVATE(made, None)
-        shown.append(made)
+        shown.append(trusted(Span, fields, span.__pydantic_fields_set__, json_copy(extra) if extra else {}))
     return shown
 
 
@@ -145,7 +130,7 @@ def kept_span(span: SpanFields) -> Span:
     for name in loose.keys() & _PARTS.keys():
         fields[name] = _PARTS[name](kept[name])
     made = with_fields(Span, _SPAN, fields)
-    _SET_EXTRA(made, kept.get("extra", {}))
+    SET_EXTRA(made, kept.get("extra", {}))
     return made
 
 

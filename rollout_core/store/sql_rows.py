@@ -23,6 +23,7 @@ from rollout_core.store.spans import Span
 from rollout_core.store.sql_columns import BODY, NUM_ROLLOUT, SPAN
 from rollout_core.store.sql_dialect import Transaction
 from rollout_core.store.types import Attempt, AttemptedRollout, Rollout, RolloutConfig, RolloutStatus, Worker
+from rollout_core.trusted import trusted
 
 ROLLOUTS_WITH_ATTEMPT = (
     "SELECT {rollout}, {payload}, {attempt} FROM rollouts r"
@@ -87,6 +88,10 @@ def config_json(config: RolloutConfig | None) -> str | None:
 
 
 _DEFAULT_CONFIG = RolloutConfig()
+
+
+def _default_config() -> RolloutConfig:
+    return trusted(RolloutConfig, {**_DEFAULT_CONFIG.__dict__, "retry_condition": []})
 
 
 def load_rollouts(tx: Transaction, rollout_ids: Iterable[str]) -> dict[str, RolloutState]:
@@ -230,26 +235,28 @@ def rollout_of(
         "mode": state.mode,
         "resources_id": state.resources_id,
         "status": state.status,
+        "config": _default_config() if state.config_json is None else state.config,
         "metadata": None if metadata_json is None else decode(metadata_json),
     }
-    if state.config_json is not None:
-        fields["config"] = state.config
-    return Rollout(**fields) if attempt is None else AttemptedRollout(**fields, attempt=attempt)
+    return trusted(Rollout, fields) if attempt is None else trusted(AttemptedRollout, {**fields, "attempt": attempt})
 
 
 def attempt_model(rollout_id: str, columns: Sequence[Any]) -> Attempt:
     """The model of a row in the order of ``sql_columns.ATTEMPT``."""
     attempt_id, sequence_id, start_time, end_time, status, worker_id, last_heartbeat_time, metadata = columns
-    return Attempt(
-        rollout_id=rollout_id,
-        attempt_id=attempt_id,
-        sequence_id=sequence_id,
-        start_time=start_time,
-        end_time=end_time,
-        status=status,
-        worker_id=worker_id,
-        last_heartbeat_time=last_heartbeat_time,
-        metadata=None if metadata is None else decode(metadata),
+    return trusted(
+        Attempt,
+        {
+            "rollout_id": rollout_id,
+            "attempt_id": attempt_id,
+            "sequence_id": sequence_id,
+            "start_time": start_time,
+            "end_time": end_time,
+            "status": status,
+            "worker_id": worker_id,
+            "last_heartbeat_time": last_heartbeat_time,
+            "metadata": None if metadata is None else decode(metadata),
+        },
     )
 
 
