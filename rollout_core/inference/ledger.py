@@ -29,7 +29,7 @@ from rollout_core.store import (
     Rollout,
     Span,
 )
-from rollout_core.store.span_fields import plain_span_fields
+from rollout_core.store.span_fields import plain_span_fields, span_ids
 from rollout_core.store.types import RolloutMode
 
 COMPLETION_SPAN = "rollout.completion"
@@ -249,6 +249,7 @@ class SampleLedger:
         ends = [
             (
                 plain_span_fields(
+                    ids,
                     rollout_id=answer.rollout.rollout_id,
                     attempt_id=answer.rollout.attempt.attempt_id,
                     name=FAILURE_SPAN if answer.passing else COMPLETION_SPAN,
@@ -260,7 +261,7 @@ class SampleLedger:
                     status="succeeded" if answer.failure is None else "failed",
                 ),
             )
-            for answer, (blob, row) in zip(answers, places, strict=True)
+            for answer, (blob, row), ids in zip(answers, places, span_ids(len(answers)), strict=True)
         ]
         outcomes = await self._store.end_attempts(ends)
         return [None if isinstance(outcome, Conflict) else outcome.end_time or time.time() for outcome in outcomes]

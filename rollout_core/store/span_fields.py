@@ -54,10 +54,18 @@ def span_fields(span: Span) -> dict[str, Any]:
     return fields
 
 
-def plain_span_fields(*, rollout_id: str, attempt_id: str, name: str, attributes: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `Span.from_attributes` with number 1, without the cost of its checks: attributes are to be JSON."""
-    drawn = secrets.token_hex(24)
-    trace_id, span_id = drawn[:32], drawn[32:]
+def span_ids(count: int) -> list[tuple[str, str]]:
+    """Fresh ids of as many traces, each with that of a span, drawn at once: a draw is a call of the system."""
+    drawn = secrets.token_hex(24 * count)
+    return [(drawn[start : start + 32], drawn[start + 32 : start + 48]) for start in range(0, len(drawn), 48)]
+
+
+def plain_span_fields(
+    ids: tuple[str, str], *, rollout_id: str, attempt_id: str, name: str, attributes: dict[str, Any]
+) -> dict[str, Any]:
+    """The fields of `Span.from_attributes` with number 1 and ids of trace and span, without the cost of its checks:
+    attributes are to be JSON."""
+    trace_id, span_id = ids
     return {
         "rollout_id": rollout_id,
         "attempt_id": attempt_id,

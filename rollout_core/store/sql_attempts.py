@@ -24,6 +24,7 @@ from rollout_core.store.sql_spans import receive_spans
 from rollout_core.store.sql_unit import UnitOfWork
 from rollout_core.store.sql_workers import note_attempts
 from rollout_core.store.types import Attempt, AttemptStatus, AttemptUpdate, Rollout, Unset
+from rollout_core.trusted import trusted
 
 
 def update_attempts(tx: Transaction, updates: Sequence[tuple[AttemptUpdate, bool]]) -> list[Attempt | Conflict]:
@@ -65,7 +66,7 @@ def apply_updates(unit: UnitOfWork, updates: Sequence[tuple[AttemptUpdate, bool]
         _apply(unit, update, attempt)
         if attempt.worker_id and not (isinstance(update.status, Unset) and isinstance(update.worker_id, Unset)):
             with_workers.append(attempt)
-        results.append(attempt.model_copy())  # a later update of this batch may change it further
+        results.append(trusted(Attempt, {**attempt.__dict__}))  # a later update of this batch may change it further
     note_attempts(unit.tx, with_workers)
     return results
 

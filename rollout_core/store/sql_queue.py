@@ -26,6 +26,7 @@ from rollout_core.store.sql_rows import (
 )
 from rollout_core.store.sql_workers import note_attempts, note_empty_dequeues, note_idle
 from rollout_core.store.types import Attempt, AttemptedRollout, EnqueueRolloutRequest, Rollout, RolloutStatus
+from rollout_core.trusted import trusted
 
 MAX_REPEATED_CLAIM = 100_000
 """Most rollouts of one claim that are looked for when it is repeated."""
@@ -284,15 +285,21 @@ def _attempt_ids(claim_id: str, count: int) -> list[str]:
 def _begin_attempts(tx: Transaction, states: Sequence[RolloutState], takers: Sequence[Taker]) -> list[Attempt]:
     """Give each rollout its next attempt, in preparing."""
     attempts: list[Attempt] = []
-    for state, taker in zip(states, takers, strict=True):
+    drawn = secrets.token_hex(6 * len(states))  # at once: a draw is a call of the system
+    for place, (state, taker) in enumerate(zip(states, takers, strict=True)):
         state.attempt_count += 1
-        attempt = Attempt(
-            rollout_id=state.rollout_id,
-            attempt_id=taker.attempt_id or f"at-{secrets.token_hex(6)}",
-            sequence_id=state.attempt_count,
-            start_time=tx.now,
-            worker_id=taker.worker_id,
-        )
+        fields = {
+            "rollout_id": state.rollout_id,
+            "attempt_id": taker.attempt_id or f"at-{drawn[12 * place : 12 * place + 12]}",
+            "sequence_id": state.attempt_count,
+            "start_time": tx.now,
+            "end_time": None,
+            "status": "preparing",
+            "worker_id": taker.worker_id,
+            "last_heartbeat_time": None,
+            "metadata": None,
+        }
+        attempt = trusted(Attempt, fields)
         state.set_status("preparing", tx)
         state.watch(attempt)
         attempts.append(attempt)

@@ -6,6 +6,7 @@ import pytest
 
 from rollout_core.errors import ConfigError, Conflict, NotFound
 from rollout_core.store import AttemptUpdate, EnqueueRolloutRequest, RolloutConfig
+from rollout_core.store.span_fields import plain_span_fields, span_ids
 
 pytestmark = pytest.mark.asyncio
 
@@ -139,6 +140,60 @@ async def test_updates_of_one_attempt_in_a_batch_apply_in_order(store, make):
     )
     assert isinstance(outcomes[2], Conflict)
     assert await make.status(store, rollout.rollout_id) == "succeeded"
+
+
+def ending(rollout, status="succeeded", span_id=None):
+    """The end of an attempt, with its last span."""
+    trace_id, drawn = span_ids(1)[0]
+    ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
+    span = plain_span_fields((trace_id, span_id or drawn), **ids, name="outcome", attributes={"row": 7})
+    return span, AttemptUpdate(**ids, status=status)
+
+
+async def test_attempts_end_with_their_last_spans(store, make, clock):
+    rollouts = [await store.start_rollout(n, worker_id="w") for n in range(3)]
+    newer = await store.start_attempt(rollouts[1].rollout_id)
+    clock.advance(3)
+    outcomes = await store.end_attempts(
+        [ending(rollouts[0]), ending(rollouts[1]), ending(rollouts[2], "failed"), ending(newer)]
+    )
+    assert isinstance(outcomes[1], Conflict)
+    ended = [outcome for outcome in outcomes if not isinstance(outcome, Conflict)]
+    assert [(item.status, item.end_time) for item in ended] == [
+        ("succeeded", clock.now),
+        ("failed", clock.now),
+        ("succeeded", clock.now),
+    ]
+    for rollout, status in zip(rollouts, ["succeeded", "succeeded", "failed"], strict=True):
+        read = await store.get_rollout_by_id(rollout.rollout_id)
+        assert (read.status, read.end_time) == (status, clock.now)
+        assert read.attempt in ended
+        assert {span.attributes["row"] for span in await store.query_spans(rollout.rollout_id)} == {7}
+    spans = await store.query_spans(rollouts[1].rollout_id)
+    assert {span.attempt_id for span in spans} == {rollouts[1].attempt.attempt_id, newer.attempt.attempt_id}
+    assert await store.get_next_span_sequence_id(newer.rollout_id, newer.attempt.attempt_id) == 2
+    assert (await store.get_worker_by_id("w")).status == "idle"
+
+
+async def test_to_end_attempts_again_changes_nothing(store, make, clock):
+    rollout = await make.claimed(store)
+    end = ending(rollout)
+    [first] = await store.end_attempts([end])
+    clock.advance(3)
+    assert list(await store.end_attempts([end])) == [first]
+    assert len(await store.query_spans(rollout.rollout_id)) == 1
+    with pytest.raises(NotFound, match="has no attempt at-nope"):
+        unknown = rollout.model_copy(update={"attempt": first.model_copy(update={"attempt_id": "at-nope"})})
+        await store.end_attempts([ending(rollout, span_id="other"), ending(unknown)])
+    assert len(await store.query_spans(rollout.rollout_id)) == 1
+
+
+async def test_a_failed_end_queues_again_where_the_config_says_so(store, make):
+    rollout = await make.claimed(store, max_attempts=2, retry_condition=["failed"])
+    await store.end_attempts([ending(rollout, "failed")])
+    assert await make.status(store, rollout.rollout_id) == "requeuing"
+    again = await store.dequeue_rollout()
+    assert (again.rollout_id, again.attempt.sequence_id) == (rollout.rollout_id, 2)
 
 
 async def test_an_unknown_attempt_fails_the_whole_batch(store, make):
