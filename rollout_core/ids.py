@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import orjson
 from blake3 import blake3
 from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
@@ -70,6 +71,14 @@ def canonical_json(value: Any) -> bytes:
         return _CANONICAL.encode(value).encode("utf-8")
     except (TypeError, ValueError) as error:
         raise ConfigError(f"value has no canonical JSON form: {error}") from error
+
+
+def ordered_json(value: Any) -> bytes:
+    """JSON of what was JSON, with its keys in their order, and integers of any size."""
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:  # an integer beyond 64 bits
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _jsonable(value: Any) -> Any:

@@ -63,7 +63,7 @@ class VLLMBackend(Settings):
         }
         if (probe_device(), self.concrete_dtype) == ("cpu", "float32"):
             return named
-        return {**named, "max_num_seqs": self.max_num_seqs}
+        return {**named, "max_num_seqs": self.max_num_seqs, "batch_invariant": self.batch_invariant}
 
 
 class TransformersBackend(Settings):

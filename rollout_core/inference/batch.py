@@ -367,12 +367,7 @@ class _BatchRun:
 
     async def commit(self, group: Sequence[tuple[AttemptedRollout, Outcome]]) -> None:
         """Make outcomes durable; those of attempts that were superseded are dropped."""
-        answers = [
-            Answer(rollout, encode_failure(outcome), outcome.reason, outcome.passing)
-            if isinstance(outcome, Failure)
-            else Answer(rollout, encode_completion(outcome))
-            for rollout, outcome in group
-        ]
+        answers = [_answer(rollout, outcome) for rollout, outcome in group]
         for answer, ended in zip(answers, await self.ledger.commit(answers), strict=True):
             if ended is None:
                 continue
@@ -393,6 +388,15 @@ class _BatchRun:
         self._on_progress(
             Progress(len(self._lines), len(self._samples), self.work.tokens, len(self._failed), self._first_failure)
         )
+
+
+def _answer(rollout: AttemptedRollout, outcome: Outcome) -> Answer:
+    if not isinstance(outcome, Failure):
+        try:
+            return Answer(rollout, encode_completion(outcome))
+        except Fatal as error:  # its numbers cannot be kept: that is the end of one sample, not of the run
+            outcome = Failure(outcome.key, str(error))
+    return Answer(rollout, encode_failure(outcome), outcome.reason, outcome.passing)
 
 
 class _Round:

@@ -92,7 +92,9 @@ class Lanes:
             self._owners.clear()
             self._pump = None
             lanes, restart = list(self._lanes), error is None and self._was_left and bool(self._lanes)
-            if restart:
+            if not restart:
+                self._lanes.clear()  # what they still have queued is nobody's any more
+            else:
                 # A lane was opened while the thread was on its way out.
                 self._pump = threading.Thread(target=self._run, name="rollout-engine-lanes", daemon=True)
                 self._pump.start()

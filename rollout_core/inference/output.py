@@ -12,7 +12,7 @@ import orjson
 
 from rollout_core.config import InferBatchConfig, OutputDir, identity
 from rollout_core.errors import CorruptObject, NotFound
-from rollout_core.ids import ContentId, content_id
+from rollout_core.ids import ContentId, content_id, ordered_json
 from rollout_core.inference.folders import OutputFolder
 from rollout_core.inference.parquet_output import parquet_chunks
 from rollout_core.inference.prompt_shards import read_shard
@@ -64,7 +64,11 @@ def _jsonl_chunks(rows: Iterable[OutputRow], *, with_index: bool) -> Iterator[by
         for key, value in row.extras.items():
             if key not in RESERVED:
                 document.setdefault(key, value)
-        lines.append(orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE))
+        try:
+            lines.append(orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE))
+        except orjson.JSONEncodeError:  # an integer beyond 64 bits
+            document["sampling_params"] = orjson.loads(row.fields["sampling_params"])
+            lines.append(ordered_json(document) + b"\n")
         if len(lines) == LINES_TOGETHER:
             yield b"".join(lines)
             lines.clear()

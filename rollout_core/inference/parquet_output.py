@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-import orjson
+from rollout_core.ids import ordered_json
 
 if TYPE_CHECKING:
     import pyarrow
@@ -72,7 +72,7 @@ def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
         "prompt": row["prompt"] if is_text else None,
         "messages": None if is_text else row["prompt"],
         "generated_at": None if moment is None else _moment(moment),
-        "extras": orjson.dumps(row["extras"]).decode(),
+        "extras": ordered_json(row["extras"]).decode(),
     }
 
 

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import orjson
 from blake3 import blake3
+from pydantic_core import from_json
 
 from rollout_core.config import SamplingParams
 from rollout_core.datasets import PromptRow
 from rollout_core.errors import ConfigError, CorruptObject, NotFound
-from rollout_core.ids import ContentId, content_id
+from rollout_core.ids import ContentId, canonical_json, content_id
 from rollout_core.inference.samples import Sample, identify
 from rollout_core.inference.text import tokenize_prompts
 from rollout_core.objects import ObjectStore
@@ -78,7 +79,8 @@ def shards_of(objects: ObjectStore, prompts: PromptShards) -> list[tuple[Content
 
 def read_shard(objects: ObjectStore, shard: ContentId) -> list[ShardRow]:
     """Rows of one shard."""
-    return [_shard_row(orjson.loads(line)) for line in objects.get_bytes(shard).splitlines()]
+    # Not orjson, which makes floats of integers beyond 64 bits.
+    return [_shard_row(from_json(line)) for line in objects.get_bytes(shard).splitlines()]
 
 
 def shard_samples(
@@ -159,9 +161,8 @@ class _Lines:
         self._seen[digest] = occurrence + 1
         try:
             return orjson.dumps(document, option=_DUMP)
-        except orjson.JSONEncodeError as error:
-            shown = repr(row.prompt or row.id)[:60]
-            raise ConfigError(f"the row {shown} holds what cannot be kept: {error}; make it a string") from error
+        except orjson.JSONEncodeError:  # an integer beyond 64 bits
+            return canonical_json(document) + b"\n"
 
 
 def _shard_row(document: dict[str, Any]) -> ShardRow:

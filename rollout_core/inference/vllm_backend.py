@@ -190,7 +190,7 @@ class VLLMEngine(GathersStream):
             return Failure(request.key, f"vLLM refuses it: {' '.join(str(error).split())}")
         return None
 
-    def _completions(self, outputs: Sequence[RequestOutput], requests: Sequence[Request]) -> Iterator[Completion]:
+    def _completions(self, outputs: Sequence[RequestOutput], requests: Sequence[Request]) -> Iterator[Outcome]:
         texts = decode_completions(
             self._tokenizer,
             [request.prompt_token_ids for request in requests],
@@ -202,7 +202,10 @@ class VLLMEngine(GathersStream):
         for output, request, text in zip(outputs, requests, texts, strict=True):
             best = output.outputs[0]
             if best.finish_reason not in ("stop", "length"):
-                raise Fatal(f"the engine ended sample {request.key} with {best.finish_reason!r}")
+                # An aborted request may well go through another time.
+                reason = f"the engine ended it with {best.finish_reason!r}"
+                yield Failure(request.key, reason, passing=best.finish_reason in ("abort", "error"))
+                continue
             flat: FlatLogprobs = best.logprobs  # pyright: ignore[reportAssignmentType]
             yield Completion(
                 key=request.key,

@@ -17,7 +17,7 @@ from rollout_core.objects.store import ObjectStore, blob_key
 LINEAGE_REFS = "lineage/"
 FINISHED_REFS = "finished/"
 """Below it, under the id of a blob, stands what is noted of it; the note lives as long as the blob."""
-NOTE_REFS = ("model-facts/", "prompt-shards/", "output-files/", "runs/", "work/")
+NOTE_REFS = ("model-facts/", "prompt-shards/", "output-files/", "runs/", "work/", "fan-out/")
 """Below them stands what spares work or tells of a run; a note lives until nobody has set it for a while."""
 KEEP_NOTES = timedelta(days=30)
 _NAMED_ID = re.compile(rb'"([0-9a-f]{64})[\\"]')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import resource
 import signal
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,6 +120,16 @@ async def test_progress_rises_from_what_was_done_to_the_end(batch, watched):
     rows = decode_completions_blob(batch.objects.get_bytes(record.completions))
     fresh = set(watched.asked[10:])
     assert batch.progress[-1] == Progress(10, 10, sum(len(row.token_ids) for row in rows if row.id in fresh))
+
+
+async def test_a_sample_whose_numbers_cannot_be_kept_fails_alone(batch, tiny):
+    class Broken(WatchedEngine):
+        def finish(self, completion: Completion) -> Completion:
+            return replace(completion, logprobs=[math.nan]) if completion.key == batch.ids[3] else completion
+
+    with pytest.raises(Fatal, match=r"1 of 10 samples failed; first .*: sample .* log-probabilities that are not fin"):
+        await batch.complete(Broken(tiny))
+    assert await batch.statuses() == {"succeeded": 9, "failed": 1}
 
 
 # Interrupted, broken

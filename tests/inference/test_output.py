@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import tracemalloc
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -244,3 +245,18 @@ def test_rows_and_form_are_part_of_what_an_output_is(objects: ObjectStore, token
 def test_the_file_is_named_by_its_form():
     assert file_name(configured().output) == "completions.jsonl"
     assert file_name(configured(**{"output.format": "parquet"}).output) == "completions.parquet"
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_integers_of_any_size_come_back_as_they_were(objects: ObjectStore, tokenizer: Any, form: str):
+    config = configured(**{"output.format": form})
+    extras = {"whole": 2**64 + 1, "deep": [{"less": -(2**70)}], "float": 1e300}
+    shard = complete(objects, tokenizer, config, [PromptRow(prompt="a", extras=extras), PromptRow(prompt="b")])
+    data = written(objects, shard, config)
+    if form == "jsonl":
+        first = json.loads(data.splitlines()[0])
+        assert first["sampling_params"] == config.sampling.model_dump(mode="json")
+    else:
+        [first] = pq.read_table(io.BytesIO(data)).slice(0, 1).to_pylist()
+        first = json.loads(first["extras"])
+    assert {key: first[key] for key in extras} == extras
