@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import contextvars
 import io
-import logging
 import math
 import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
-from prefect.logging.handlers import PrefectConsoleHandler
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from flows.log_lines import through_stderr
 from rollout_core.config import InferBatchConfig
 from rollout_core.ids import ContentId
 from rollout_core.inference.batch import Progress as ShardProgress
@@ -80,7 +79,7 @@ class RunProgress:
         task = bar.add_task("completions", total=self._total, told="")
         artifact = artifacts.ProgressArtifact("inference-progress", "Batch inference")
         next_log = time.monotonic() + LOG_SECONDS
-        with bar, _log_lines_above() if self._bar else nullcontext():
+        with bar, through_stderr() if self._bar else nullcontext():
             while not self._stopped.wait(REFRESH_SECONDS):
                 now = self._tally.total()
                 self._speed.note(time.monotonic(), now.done - self._tally.earlier, now.tokens)
@@ -98,20 +97,6 @@ class RunProgress:
         if samples:
             told.append(f"{timedelta(seconds=round((self._total - now.done) / samples))} left")
         return ", ".join(told)
-
-
-@contextmanager
-def _log_lines_above() -> Iterator[None]:
-    """Inside the block Prefect's log lines go through the present ``sys.stderr``, which a bar has made its own."""
-    handlers = [item for item in logging.getLogger().handlers if isinstance(item, PrefectConsoleHandler)]
-    files = [handler.console.file for handler in handlers]
-    for handler in handlers:
-        handler.console.file = sys.stderr
-    try:
-        yield
-    finally:
-        for handler, file in zip(handlers, files, strict=True):
-            handler.console.file = file
 
 
 class Speed:

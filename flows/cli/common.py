@@ -6,7 +6,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,14 +68,21 @@ def print_plan(facts: Mapping[str, Any]) -> None:
             typer.echo(f"  {name:{width}}  {value}")
 
 
-def run_flow(start: Callable[[], Any]) -> Any:
-    """Run a flow against the configured Prefect API, or a server of this command's own."""
+def run_flow(start: Callable[[], Any], debug: bool) -> Any:
+    """Run a flow against the configured Prefect API, or a server of this command's own.
+
+    Unless ``debug``, log lines in the terminal show no tracebacks of our own errors, whose messages say what to do.
+    """
     from flows.connections import PREFECT_HOME
     from flows.local_server import prefect_server
 
     with prefect_server(PREFECT_HOME):
+        # Not before: Prefect takes the server's address when it is imported.
+        from flows.log_lines import without_known_traces
+
         try:
-            return start()
+            with nullcontext() if debug else without_known_traces():
+                return start()
         finally:
             from prefect.logging.handlers import APILogHandler
 

@@ -55,7 +55,7 @@ def infer_batch(
 
             return flow(parsed, run_id=resume)
 
-        _print_batch(run_flow(start))
+        _print_batch(run_flow(start, debug))
 
 
 def _print_batch(written: Mapping[str, Any]) -> None:
@@ -100,7 +100,7 @@ def nightly(
 
             return flow(parsed)
 
-        _print_nightly(run_flow(start))
+        _print_nightly(run_flow(start, debug))
 
 
 def _print_nightly(result: Mapping[str, Any]) -> None:

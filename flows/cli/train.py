@@ -52,7 +52,7 @@ def _command(kind: str) -> Callable[..., None]:
         with one_line_errors(debug):
             overrides = parse_overrides(set_) | ({} if resume is None else {"run.resume": resume})
             overrides |= {} if nproc is None else {"algorithm.parallel.nproc": nproc}
-            _train(kind, config, dry_run, overrides)
+            _train(kind, config, dry_run, overrides, debug)
 
     return command
 
@@ -61,7 +61,7 @@ for _kind, _help in ALGORITHMS.items():
     app.command(_kind, help=_help)(_command(_kind))
 
 
-def _train(kind: str, config: Path, dry_run: bool, overrides: dict[str, Any]) -> None:
+def _train(kind: str, config: Path, dry_run: bool, overrides: dict[str, Any], debug: bool) -> None:
     from flows.connections import connections
     from rollout_core.config import CONFIG_KINDS, load_config
 
@@ -72,7 +72,7 @@ def _train(kind: str, config: Path, dry_run: bool, overrides: dict[str, Any]) ->
         data = settings.prompts if kind in ("ppo", "grpo") else settings.dataset
         print_plan({"algorithm": kind, **facts, "minibatch": settings.minibatch_size, "dataset": data.path})
         return
-    result = run_flow(lambda: _flow(kind)(parsed))
+    result = run_flow(lambda: _flow(kind)(parsed), debug)
     if "rewards" in result:
         typer.echo("reward: " + " ".join(f"{reward:.3f}" for reward in result["rewards"]))
     typer.echo(f"model: {result['model']}")
