@@ -10,21 +10,22 @@ baselines reach into the engine that the flow keeps resident, so that no side co
 All sides draw the same tokens (checked in every round), in alternating order; each round has a new sampling seed, so
 nothing of it is cached. Plain and lean do no tokenising of their own accord in the timed part beyond what they need.
 
-Run: python benchmarks/inference.py [--quick]
+Run: python benchmarks/inference.py [--quick | --size large]
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from harness import Figures, no_collection, own_place, own_server, quick_asked
+from harness import Figures, no_collection, own_place, own_server
 
 MAX_TOKENS = 64
 MAX_MODEL_LEN = 128
@@ -36,6 +37,16 @@ class Size:
 
     num_prompts: int
     rounds: int
+    model: Mapping[str, int] = field(default_factory=dict)
+    """Of `make_model`, instead of its 2.9 million parameters."""
+
+
+SIZES = {
+    "quick": Size(num_prompts=200, rounds=3),
+    "full": Size(num_prompts=5_000, rounds=2),
+    "large": Size(num_prompts=300, rounds=2, model={"hidden_size": 768, "num_layers": 14}),
+}
+"""``large``: a model of 101 million parameters."""
 
 
 @dataclass
@@ -50,13 +61,13 @@ class Side:
         return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
 
 
-def make_inputs(folder: Path, num_prompts: int) -> None:
+def make_inputs(folder: Path, num_prompts: int, **model: int) -> None:
     """A model that seldom ends its completions, and ``num_prompts`` different prompts."""
     import random
 
     from examples.make_tiny import SEED, make_model, make_problems
 
-    make_model(folder / "model")
+    make_model(folder / "model", **model)
     problems = make_problems(num_prompts, random.Random(SEED))
     lines = (json.dumps({"prompt": prompt}) + "\n" for prompt, _ in problems)
     (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -206,9 +217,12 @@ def measure(size: Size) -> Figures:
 
 
 def main() -> None:
-    size = Size(num_prompts=200, rounds=3) if quick_asked(__doc__) else Size(num_prompts=5_000, rounds=2)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="full", help="large: 300 prompts, 101 million parameters")
+    parser.add_argument("--quick", action="store_const", const="quick", dest="size", help="to see that it runs")
+    size = SIZES[parser.parse_args().size]
     with own_place() as folder, own_server(folder):
-        make_inputs(folder, size.num_prompts)
+        make_inputs(folder, size.num_prompts, **size.model)
         from rollout_core.inference.engines import close_engine
 
         try:
