@@ -13,7 +13,7 @@ import orjson
 from rollout_core.config import SamplingParams
 from rollout_core.errors import Fatal, Recoverable
 from rollout_core.ids import ContentId
-from rollout_core.inference.batch import BatchOptions, Engine, Progress, Work, complete_batch, complete_samples
+from rollout_core.inference.batch import BatchOptions, Engine, Progress, Work, complete_samples
 from rollout_core.inference.samples import Sample, decode_samples, encode_samples
 from rollout_core.objects import ObjectStore
 from rollout_core.records import Completions
@@ -31,29 +31,27 @@ class FailedSamples:
     """So many samples that follow each other are left out together."""
 
 
-async def complete_for_training(
+async def complete_batch(
     store: LightningStore,
     objects: ObjectStore,
     engine: Engine,
     samples_id: ContentId,
     params: SamplingParams,
     *,
-    failed: FailedSamples,
     worker_id: str,
+    failed: FailedSamples | None = None,
     options: BatchOptions | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> tuple[Completions, Work]:
-    """`complete_batch`, but failed samples are left out, with their group, where ``failed`` says so.
+    """Generate what is missing of the samples in blob ``samples_id`` and file all completions, in order, as one blob.
 
-    What is left is filed as a set of its own. Raises Recoverable where another try may help, Fatal where nothing is
-    left.
+    The samples are those of the engine's model. Raises Recoverable where samples failed and another try may help, Fatal
+    where they failed for good, unless ``failed`` has them left out with their groups: what is left is then filed as a
+    set of its own, and Fatal raised only where nothing is.
     """
-    if failed.policy == "stop":
-        return await complete_batch(
-            store, objects, engine, samples_id, params, worker_id=worker_id, options=options, on_progress=on_progress
-        )
+    failed = failed or FailedSamples()
     samples = decode_samples(objects.get_bytes(samples_id))
-    done = await complete_samples(
+    completed = await complete_samples(
         store,
         objects,
         engine,
@@ -64,25 +62,24 @@ async def complete_for_training(
         options=options,
         on_progress=on_progress,
     )
-    rows = list(map(orjson.loads, done.lines))
-    errors = [row["error"] for row in rows if row.get("error")]
-    if done.passing_failures:
-        raise Recoverable(f"{len(errors)} of {len(rows)} samples failed, and may not another time; first: {errors[0]}")
+    rows = list(map(orjson.loads, completed.lines))
+    errors = [row for row in rows if row.get("error")]
     kept = whole_groups([not row.get("error") for row in rows], failed.group_size)
-    if not kept:
-        raise Fatal(f"{len(errors)} of {len(rows)} samples failed, which leaves no whole group; first: {errors[0]}")
-    chosen = [samples[place] for place in kept]
-    rows = [rows[place] for place in kept]
+    if errors and (completed.passing_failures or failed.policy == "stop" or not kept):
+        consequence = ", which leaves no whole group" if failed.policy == "leave_out" and not kept else ""
+        problem = f"{len(errors)} of {len(rows)} samples failed{consequence}; first {errors[0]['id'][:12]}: "
+        raise (Recoverable if completed.passing_failures else Fatal)(problem + errors[0]["error"])
+    chosen = [rows[place] for place in kept]
     record = Completions(
-        completions=await asyncio.to_thread(objects.put_bytes, b"".join(done.lines[place] for place in kept)),
-        samples=_filed(objects, samples_id, samples, chosen),
+        completions=await asyncio.to_thread(objects.put_bytes, b"".join(completed.lines[place] for place in kept)),
+        samples=_filed(objects, samples_id, samples, [samples[place] for place in kept]),
         model=engine.model_id,
-        num_samples=len(rows),
-        num_tokens=sum(len(row["token_ids"]) for row in rows),
-        finish_reasons=dict(sorted(Counter(row["finish_reason"] for row in rows).items())),
-        num_left_out=len(samples) - len(rows),
+        num_samples=len(chosen),
+        num_tokens=sum(len(row["token_ids"]) for row in chosen),
+        finish_reasons=dict(sorted(Counter(row["finish_reason"] for row in chosen).items())),
+        num_left_out=len(rows) - len(chosen),
     )
-    return record, done.work
+    return record, completed.work
 
 
 def whole_groups(succeeded: Sequence[bool], group_size: int) -> list[int]:

@@ -16,7 +16,7 @@ from rollout_core.locks import exclusive
 from rollout_core.objects import ObjectStore
 from rollout_core.records import Completions, PromptSet
 from rollout_core.store.types import RolloutMode
-from rollout_core.training_completions import Failed, FailedSamples, complete_for_training
+from rollout_core.training_completions import Failed, FailedSamples, complete_batch
 from tasks import artifacts, places
 from tasks.stage import current_stage, stage, stage_logger
 
@@ -82,7 +82,7 @@ def generate(
 
     async def complete() -> tuple[Completions, Work]:
         async with places.open_store() as store:
-            return await complete_for_training(
+            return await complete_batch(
                 store,
                 objects,
                 EngineOf(backend, model),

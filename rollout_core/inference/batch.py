@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,9 +25,8 @@ from rollout_core.ids import ContentId, seed_of
 from rollout_core.inference.base import Failure, Outcome, Request
 from rollout_core.inference.lanes import Lane, Lanes
 from rollout_core.inference.ledger import Answer, SampleLedger, Standing
-from rollout_core.inference.samples import Sample, decode_samples, encode_completion, encode_failure, length_problem
+from rollout_core.inference.samples import Sample, encode_completion, encode_failure, length_problem
 from rollout_core.objects import ObjectStore
-from rollout_core.records import Completions
 from rollout_core.store import AttemptedRollout, LightningStore
 from rollout_core.store.types import RolloutMode
 
@@ -115,50 +114,6 @@ class Completed:
     passing_failures: int
     """Of the failures, those that another run would try again."""
     work: Work
-
-
-async def complete_batch(
-    store: LightningStore,
-    objects: ObjectStore,
-    engine: Engine,
-    samples_id: ContentId,
-    params: SamplingParams,
-    *,
-    worker_id: str,
-    options: BatchOptions | None = None,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
-) -> tuple[Completions, Work]:
-    """Generate what is missing of the samples in blob ``samples_id`` and file all completions, in order, as one blob.
-
-    The samples are those of the engine's model. Raises Fatal where a sample fails for good, Recoverable where another
-    try may help.
-    """
-    samples = decode_samples(objects.get_bytes(samples_id))
-    completed = await complete_samples(
-        store,
-        objects,
-        engine,
-        samples,
-        params,
-        source=samples_id,
-        worker_id=worker_id,
-        options=options,
-        on_progress=on_progress,
-    )
-    rows = list(map(orjson.loads, completed.lines))
-    failed = [row for row in rows if row.get("error")]
-    if failed:
-        problem = f"{len(failed)} of {len(rows)} samples failed; first {failed[0]['id'][:12]}: {failed[0]['error']}"
-        raise (Recoverable if completed.passing_failures else Fatal)(problem)
-    record = Completions(
-        completions=await asyncio.to_thread(objects.put_bytes, b"".join(completed.lines)),
-        samples=samples_id,
-        model=engine.model_id,
-        num_samples=len(samples),
-        num_tokens=sum(len(row["token_ids"]) for row in rows),
-        finish_reasons=dict(sorted(Counter(row["finish_reason"] for row in rows).items())),
-    )
-    return record, completed.work
 
 
 async def complete_samples(

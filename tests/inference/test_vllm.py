@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from alike import GREEDY, PROMPTS, TOLERANCE, assert_alike, requests
 from batches import make_batch, ref
 
 from rollout_core.algorithms.state import load_policy
@@ -26,11 +27,6 @@ from rollout_core.inference.samples import decode_completions_blob, encode_compl
 
 pytestmark = pytest.mark.engine
 
-PROMPTS = ["sort 3 1 2 =", "sort 9 9 0 4 4 1 =", "0", "hello world", "sort 5 5 5 ="]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
-TOLERANCE = 1e-4
-"""Nats; float32 on a CPU."""
-
 
 @pytest.fixture(autouse=True)
 def small_in_engine(vllm_engine, small):
@@ -40,24 +36,6 @@ def small_in_engine(vllm_engine, small):
 @pytest.fixture(scope="module")
 def hf(small):
     return TransformersEngine(TransformersBackend(), small)
-
-
-def requests(tokenizer, params: SamplingParams, prompts=PROMPTS) -> list[Request]:
-    return [
-        Request(f"r{number}", tokenizer(prompt)["input_ids"], params, 1000 + number)
-        for number, prompt in enumerate(prompts)
-    ]
-
-
-def assert_alike(got: list[Completion], expected: list[Completion]) -> None:
-    for one, other in zip(got, expected, strict=True):
-        assert (one.key, one.token_ids, one.text, one.finish_reason) == (
-            other.key,
-            other.token_ids,
-            other.text,
-            other.finish_reason,
-        )
-        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=TOLERANCE, rtol=0)
 
 
 def trainer_logprobs(model: ModelRef, request: Request, completion: Completion) -> torch.Tensor:

@@ -7,7 +7,7 @@ import re
 
 import jsonschema
 import pytest
-import torch
+from alike import PROMPTS, assert_alike, requests
 from batches import Ready
 
 from rollout_core.config import (
@@ -30,8 +30,6 @@ from rollout_core.store import SqlLightningStore
 
 pytestmark = pytest.mark.engine
 
-PROMPTS = ["sort 3 1 2 =", "sort 9 9 0 4 4 1 =", "0", "hello world", "sort 5 5 5 ="]
-
 
 @pytest.fixture(autouse=True)
 def small_in_engine(vllm_engine, small):
@@ -46,25 +44,6 @@ def hf(small):
 @pytest.fixture(scope="module")
 def greedy(hf, tokenizer) -> list[Completion]:
     return hf.generate(requests(tokenizer, SamplingParams(temperature=0.0, max_tokens=24)))
-
-
-def requests(tokenizer, params: SamplingParams, prompts=PROMPTS) -> list[Request]:
-    return [
-        Request(f"r{number}", tokenizer(prompt)["input_ids"], params, 1000 + number, prompt)
-        for number, prompt in enumerate(prompts)
-    ]
-
-
-def assert_alike(got: list[Completion], expected: list[Completion]) -> None:
-    for one, other in zip(got, expected, strict=True):
-        assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
-        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-4, rtol=0)
-        assert len(one.top_logprobs) == len(other.top_logprobs)
-        for mine, theirs in zip(one.top_logprobs, other.top_logprobs, strict=True):
-            assert [token for token, _ in mine] == [token for token, _ in theirs]
-            torch.testing.assert_close(
-                torch.tensor([p for _, p in mine]), torch.tensor([p for _, p in theirs]), atol=1e-4, rtol=0
-            )
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
+from alike import GREEDY, PROMPTS, assert_alike, requests
 from batches import make_batch
 from served import VLLMServer
 
@@ -25,9 +25,6 @@ from rollout_core.inference.openai_http import OpenAIEngine
 from rollout_core.inference.samples import decode_completions_blob
 
 pytestmark = pytest.mark.engine
-
-PROMPTS = ["sort 3 1 2 =", "sort 9 9 0 4 4 1 =", "0", "hello world", "sort 5 5 5 ="]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
 
 @pytest.fixture(scope="module")
@@ -54,27 +51,6 @@ def engine_of(server, small):
     yield build
     for engine in built:
         engine.close()
-
-
-def requests(tokenizer, params: SamplingParams, prompts=PROMPTS) -> list[Request]:
-    return [
-        Request(f"r{number}", tokenizer(prompt)["input_ids"], params, 1000 + number, prompt)
-        for number, prompt in enumerate(prompts)
-    ]
-
-
-def assert_alike(got: list[Completion], expected: list[Completion]) -> None:
-    for one, other in zip(got, expected, strict=True):
-        assert (one.key, one.token_ids, one.text, one.finish_reason) == (
-            other.key,
-            other.token_ids,
-            other.text,
-            other.finish_reason,
-        )
-        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-4, rtol=0)
-        assert [[token for token, _ in top] for top in one.top_logprobs] == [
-            [token for token, _ in top] for top in other.top_logprobs
-        ]
 
 
 @pytest.mark.parametrize(
