@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -19,6 +20,7 @@ from rollout_core.config import DaskConfig, WorkersConfig
 from rollout_core.errors import ConfigError, Recoverable
 from rollout_core.inference.workers import this_machine, this_worker
 from tasks import places
+from tasks.stage import RETRY_DELAYS_SECONDS, stage_logger
 
 END_SECONDS = 20.0
 CLUSTER_SETTINGS = {
@@ -39,7 +41,7 @@ def dask_fleet(workers: WorkersConfig, config: DaskConfig, run_id: str) -> Itera
     """
     with dask.config.set(CLUSTER_SETTINGS), _runner(config) as runner:
         client = _client(runner, config)
-        driver = _introduce(run_id)
+        driver = introduce(run_id)
         keeper = EngineKeeper(run_id, workers_end=config.cluster is not None)
         try:
             _register(client, keeper)
@@ -72,18 +74,29 @@ def _client(runner: DaskTaskRunner, config: DaskConfig) -> Client:
         raise ConfigError(f"workers.dask.options: {config.cluster} does not take them: {error}") from error
 
 
-def _introduce(run_id: str) -> Driver:
-    """Leave a mark in storage and database, by which a worker knows that they are its own, too."""
+def introduce(run_id: str) -> Driver:
+    """Leave a mark in storage and database, by which a worker knows that they are its own, too.
+
+    Tried again as a stage would be where either does not answer now.
+    """
     mark = f"fan-out/{run_id}"
-    storage = places.objects()
-    storage.set_ref(mark, storage.put_bytes(mark.encode()))
-
-    async def appear() -> None:
-        async with places.open_store() as store:
-            await store.update_worker(this_worker())
-
-    asyncio.run(appear())
+    for delay in (*RETRY_DELAYS_SECONDS, None):
+        try:
+            storage = places.objects()
+            storage.set_ref(mark, storage.put_bytes(mark.encode()))
+            asyncio.run(_appear())
+            break
+        except Recoverable as error:
+            if delay is None:
+                raise
+            stage_logger().warning("%s; tried again in %g s", error, delay)
+            time.sleep(delay)
     return Driver(run_id, this_worker(), mark, places.in_words(), this_machine(), PREFECT_API_URL.value())
+
+
+async def _appear() -> None:
+    async with places.open_store() as store:
+        await store.update_worker(this_worker())
 
 
 def _register(client: Client, keeper: EngineKeeper) -> None:

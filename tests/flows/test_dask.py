@@ -24,7 +24,7 @@ import pytest
 
 from rollout_core.batch_plan import plan_batch
 from rollout_core.config import DaskConfig, InferBatchConfig, WorkersConfig, parse_config
-from rollout_core.errors import ConfigError
+from rollout_core.errors import ConfigError, Recoverable
 from tests.conftest import BUCKET, PROJECT
 from tests.flows.conftest import finished_samples, wait_for, write_toml
 from tests.store.postgres import PostgresServer
@@ -365,3 +365,27 @@ def test_a_cluster_class_that_is_none_is_found_before_the_run(path, message):
 
     with pytest.raises(ConfigError, match=message):
         check_cluster(DaskConfig(cluster=path))
+
+
+def test_a_driver_waits_for_a_database_that_is_away_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from flows import dask_cluster
+    from tasks import places
+
+    monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{tmp_path / 'objects'}")
+    monkeypatch.setenv("ROLLOUT_DATABASE", f"sqlite:///{tmp_path / 'rollout.db'}")
+    monkeypatch.setattr(dask_cluster, "RETRY_DELAYS_SECONDS", [0.01, 0.01])
+    opened, calls = places.open_store, 0
+
+    def open_store():
+        nonlocal calls
+        calls += 1
+        if calls < 3:
+            raise Recoverable("the database is away")
+        return opened()
+
+    monkeypatch.setattr(places, "open_store", open_store)
+    driver = dask_cluster.introduce("run")
+    assert calls == 3 and places.objects().get_ref(driver.mark) is not None
+    calls = -1
+    with pytest.raises(Recoverable, match="the database is away"):
+        dask_cluster.introduce("run")
