@@ -1,4 +1,4 @@
-"""The short form of ``kills.py``: the driver and the Prefect server of a batch are killed at random moments."""
+"""The short form of ``kills.py``: driver, Prefect server and database of a batch are killed at random moments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_a_batch_whose_parts_are_killed_again_and_again_is_complete_and_the_same
         backend={"kind": "scripted", "delay_seconds": 0.02},
         sampling={"max_tokens": 64},
         model=tiny_model,
-        parts=("driver", "driver", "prefect"),
+        parts=("driver", "prefect", "postgres"),
     )
     kills, _ = run_campaigns(setting, tmp_path / "kills", kills=3, seed=3, spread=2.5)
     assert len(kills) >= 3
