@@ -80,7 +80,8 @@ class Benchmark:
         from rollout_core.config import ModelSource, VLLMBackend
         from rollout_core.datasets import read_prompts
         from rollout_core.inference.base import ModelRef
-        from rollout_core.models import import_model, load_tokenizer
+        from rollout_core.model_import import import_model
+        from rollout_core.models import load_tokenizer
         from tasks import places
 
         self._backend = VLLMBackend(max_model_len=MAX_MODEL_LEN)

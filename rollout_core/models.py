@@ -290,7 +290,7 @@ def describe(source: ModelSource, base: Path, objects: ObjectStore | None) -> It
         yield Description(own, has_weights=model is not None)
         return
     tokenizer = locate_tokenizer(source, base, download=False) or _hub_description(source.tokenizer, None, "tokenizer")
-    with _linked(_files(own, tokenizer)) as folder:
+    with linked_files(model_files(own, tokenizer)) as folder:
         yield Description(folder, has_weights=model is not None)
 
 
@@ -308,7 +308,7 @@ def _hub_description(uri: str, revision: str | None, what: str) -> Path:
 def _stored_description(content_id: ContentId, objects: ObjectStore | None) -> Iterator[Path]:
     if objects is None:
         raise Unchecked(f"model {content_id}, as the object store cannot be reached")
-    _check_stored(content_id, objects)
+    check_stored(content_id, objects)
     files = objects.manifest(content_id).files
     small = tuple(file for file in files if not any(fnmatch(file.path, pattern) for pattern in _WEIGHT_FILES))
     with tempfile.TemporaryDirectory(prefix="rollout-model-") as scratch:
@@ -316,49 +316,10 @@ def _stored_description(content_id: ContentId, objects: ObjectStore | None) -> I
         yield Path(scratch)
 
 
-def _check_stored(content_id: ContentId, objects: ObjectStore) -> None:
+def check_stored(content_id: ContentId, objects: ObjectStore) -> None:
+    """Raise ConfigError where the object store does not have all of this model."""
     if not objects.tree_is_present(content_id):
         raise ConfigError(f"model {content_id} is not in the object store {objects.url}")
-
-
-def import_model(source: ModelSource, objects: ObjectStore, base: Path) -> ContentId:
-    """File the model of ``source``, its adapter merged in, in the object store and return its content id.
-
-    Unchanged files are only hashed, not uploaded again. Raises ConfigError for a folder that is no usable model.
-    """
-    model = _import_folder(source, objects, base)
-    if source.adapter is None:
-        return model
-    from rollout_core.adapters import import_adapted
-
-    return import_adapted(model, source.adapter, objects, base)
-
-
-def _import_folder(source: ModelSource, objects: ObjectStore, base: Path) -> ContentId:
-    folder = locate_model(source, base)
-    if folder is None:
-        content_id = ContentId(source.uri)
-        _check_stored(content_id, objects)
-        return content_id
-    tokenizer = locate_tokenizer(source, base)
-    assert tokenizer is not None, "what was downloaded has a folder"
-    from rollout_core.known_models import recall, remember
-
-    files = _files(folder, tokenizer)
-    if recall(objects, files) is None:
-        with _linked(files) as linked:
-            remember(objects, files, inspect_model(linked))
-    return file_tree(objects, files)
-
-
-def recall_model(source: ModelSource, base: Path, objects: ObjectStore) -> ModelFacts | None:
-    """What an earlier `import_model` found of ``source``, if it is a folder that has not changed since."""
-    from rollout_core.known_models import recall
-
-    folder, tokenizer = base / source.uri, base / (source.tokenizer or source.uri)
-    if source.adapter is not None or not folder.is_dir() or not tokenizer.is_dir():
-        return None
-    return recall(objects, _files(folder, tokenizer))
 
 
 def file_tree(objects: ObjectStore, files: Mapping[str, Path]) -> ContentId:
@@ -373,7 +334,7 @@ def file_tree(objects: ObjectStore, files: Mapping[str, Path]) -> ContentId:
     return objects.put_files(manifest, files)
 
 
-def _files(model: Path, tokenizer: Path) -> dict[str, Path]:
+def model_files(model: Path, tokenizer: Path) -> dict[str, Path]:
     """Name to path of what makes a whole model: the model's files, with the tokenizer's in place of its own."""
     patterns = _WEIGHT_FILES + _OTHER_FILES
     own = [file for file in model.iterdir() if file.is_file() and any(fnmatch(file.name, item) for item in patterns)]
@@ -381,7 +342,7 @@ def _files(model: Path, tokenizer: Path) -> dict[str, Path]:
 
 
 @contextmanager
-def _linked(files: Mapping[str, Path]) -> Iterator[Path]:
+def linked_files(files: Mapping[str, Path]) -> Iterator[Path]:
     """A temporary folder of links to the files."""
     with tempfile.TemporaryDirectory(prefix="rollout-model-") as scratch:
         for name, file in files.items():

@@ -30,11 +30,11 @@ from rollout_core.inference.capabilities import unsupported
 from rollout_core.inference.folders import LocalFolder
 from rollout_core.inference.samples import refuse_long_prompts
 from rollout_core.inference.text import tokenize_prompts
+from rollout_core.model_import import recall_model
 from rollout_core.models import (
     ModelFacts,
     Unchecked,
     check_model,
-    recall_model,
 )
 from rollout_core.objects import ObjectStore
 from rollout_core.resume import find_start

@@ -11,7 +11,7 @@ from rollout_core.config import DatasetSource, HeldOutRows, ModelSource, Promoti
 from rollout_core.dataset_sources import import_dataset, read_dataset
 from rollout_core.datasets import PromptRow, Row, SftRow
 from rollout_core.ids import ContentId, is_content_id
-from rollout_core.models import import_model as file_model
+from rollout_core.model_import import import_model as file_model
 from rollout_core.preferences import JudgedRow, PairRow
 from rollout_core.records import Checkpoint, Dataset, EvalReport, Model, Record, SnapshotRecord
 from rollout_core.resume import find_start

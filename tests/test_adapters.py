@@ -18,7 +18,8 @@ from rollout_core.errors import ConfigError
 from rollout_core.ids import hash_bytes, sample_id
 from rollout_core.inference.base import ModelRef, Request
 from rollout_core.inference.hf import TransformersEngine
-from rollout_core.models import check_model, import_model
+from rollout_core.model_import import import_model
+from rollout_core.models import check_model
 from rollout_core.objects import ObjectStore
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]

@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from rollout_core.config import ModelSource
 from rollout_core.errors import ConfigError
 from rollout_core.ids import hash_bytes, is_content_id
+from rollout_core.model_import import import_model
 from rollout_core.models import (
     Unchecked,
     check_model,
     copy_tokenizer,
-    import_model,
     inspect_model,
     load_tokenizer,
     locate_model,

@@ -25,7 +25,7 @@ from rollout_core.inference import engines
 from rollout_core.inference.prompt_files import PromptFiles, open_prompts
 from rollout_core.inference.prompt_shards import import_shards
 from rollout_core.learner_plan import plan_on_policy, plan_sft
-from rollout_core.models import import_model
+from rollout_core.model_import import import_model
 from rollout_core.nightly_plan import plan_nightly
 from rollout_core.objects import ObjectStore
 

@@ -24,7 +24,7 @@ from rollout_core.inference.base import Completion, Failure, ModelRef, Request
 from rollout_core.inference.batch import BatchOptions, complete_samples
 from rollout_core.inference.hf import TransformersEngine
 from rollout_core.inference.samples import encode_completion, make_samples
-from rollout_core.models import import_model
+from rollout_core.model_import import import_model
 from rollout_core.objects import ObjectStore
 from rollout_core.store import SqlLightningStore
 
