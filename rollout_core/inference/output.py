@@ -21,7 +21,7 @@ from rollout_core.records import ShardCompletions
 
 OUTPUT_REFS = "output-files"
 LINES_TOGETHER = 1024
-RESERVED = frozenset({"error", "index", "token_ids", "logprobs"})
+RESERVED = frozenset({"error", "index", "token_ids", "logprobs", "top_logprobs"})
 """Keys that a row of the output may have of its own; those of the input with these names are left out."""
 
 
@@ -49,6 +49,7 @@ def output_chunks(config: InferBatchConfig, rows: Iterable[OutputRow]) -> Iterat
             ({**row.fields, "index": row.index, "extras": row.extras} for row in rows),
             token_ids=config.output.token_ids,
             logprobs=config.output.logprobs,
+            alternatives=_with_alternatives(config),
         )
     return _jsonl_chunks(rows, with_index=config.sampling.n > 1)
 
@@ -101,7 +102,13 @@ def shard_rows(
             fields["token_ids"] = completion["token_ids"]
         if config.output.logprobs:
             fields["logprobs"] = completion["logprobs"]
+        if _with_alternatives(config):
+            fields["top_logprobs"] = completion.get("top_logprobs", [])
         yield OutputRow(fields, number % copies, row.extras)
+
+
+def _with_alternatives(config: InferBatchConfig) -> bool:
+    return config.output.logprobs and config.sampling.logprobs > 0
 
 
 @functools.lru_cache(maxsize=1024)  # samples that were committed together ended together
@@ -115,7 +122,7 @@ def output_id(config: InferBatchConfig, shards: Sequence[ShardCompletions]) -> C
     """Stands for what is written: rows, completions and form."""
     output = config.output
     form = [output.format, output.token_ids, output.logprobs, config.model.uri, identity(config.sampling)]
-    return content_id("output-file/2", [*form, [[shard.rows, shard.completions] for shard in shards]])
+    return content_id("output-file/3", [*form, [[shard.rows, shard.completions] for shard in shards]])
 
 
 def write_known(

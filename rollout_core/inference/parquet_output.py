@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 ROWS_OF_A_GROUP = 8192
 
 
-def parquet_schema(*, token_ids: bool, logprobs: bool) -> pyarrow.Schema:
+def parquet_schema(*, token_ids: bool, logprobs: bool, alternatives: bool = False) -> pyarrow.Schema:
     """The columns. They are the same for every input: what an input row has beside its own keys is one column of JSON.
 
     A prompt is in ``prompt`` if it is a text and in ``messages`` if it is a conversation; the other is null.
@@ -24,6 +24,7 @@ def parquet_schema(*, token_ids: bool, logprobs: bool) -> pyarrow.Schema:
     import pyarrow as pa
 
     message = pa.struct([pa.field("role", pa.string()), pa.field("content", pa.string())])
+    alternative = pa.struct([pa.field("token_id", pa.int32()), pa.field("logprob", pa.float32())])
     return pa.schema(
         [
             pa.field("id", pa.string(), nullable=False),
@@ -40,17 +41,20 @@ def parquet_schema(*, token_ids: bool, logprobs: bool) -> pyarrow.Schema:
             pa.field("index", pa.int32(), nullable=False),
             *([pa.field("token_ids", pa.list_(pa.int32()))] if token_ids else []),
             *([pa.field("logprobs", pa.list_(pa.float32()))] if logprobs else []),
+            *([pa.field("top_logprobs", pa.list_(pa.list_(alternative)))] if alternatives else []),
             pa.field("extras", pa.string(), nullable=False),
         ]
     )
 
 
-def parquet_chunks(rows: Iterable[Mapping[str, Any]], *, token_ids: bool, logprobs: bool) -> Iterator[bytes]:
+def parquet_chunks(
+    rows: Iterable[Mapping[str, Any]], *, token_ids: bool, logprobs: bool, alternatives: bool = False
+) -> Iterator[bytes]:
     """The bytes of a Parquet file of these rows, in pieces; few rows are in memory at once."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema = parquet_schema(token_ids=token_ids, logprobs=logprobs)
+    schema = parquet_schema(token_ids=token_ids, logprobs=logprobs, alternatives=alternatives)
     sink = _Sink()
     with pq.ParquetWriter(sink, schema, compression="zstd") as writer:
         group: list[dict[str, Any]] = []
@@ -67,8 +71,12 @@ def parquet_chunks(rows: Iterable[Mapping[str, Any]], *, token_ids: bool, logpro
 
 def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
     is_text, moment = isinstance(row["prompt"], str), row["generated_at"]
+    alternatives = [
+        [{"token_id": token, "logprob": logprob} for token, logprob in top] for top in row.get("top_logprobs", ())
+    ]
     return {
         **row,
+        "top_logprobs": alternatives,
         "prompt": row["prompt"] if is_text else None,
         "messages": None if is_text else row["prompt"],
         "generated_at": None if moment is None else _moment(moment),

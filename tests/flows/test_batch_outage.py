@@ -1,14 +1,16 @@
-"""Object storage that is away in the middle of a batch: a clear end, and the next run goes on."""
+"""Object storage that is away, or a full disk, in the middle of a batch: a clear end, and the next run goes on."""
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import sqlite3
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -64,73 +66,102 @@ class Wire:
                 end.shutdown(socket.SHUT_RDWR)
 
 
+class Batch:
+    """A set of prompts, its own database, and the command that completes it."""
+
+    def __init__(self, folder: Path, model: Path, storage: dict[str, str]) -> None:
+        self.folder = folder
+        rows = ({"prompt": f"sort {number} =", "id": f"row-{number}"} for number in range(NUM_PROMPTS))
+        (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_toml(
+            folder / "batch.toml",
+            {
+                "model": {"uri": str(model)},
+                "sampling": {"max_tokens": 8},
+                "input": {"glob": "prompts.jsonl"},
+                "output": {"dir": "out"},
+                "workers": {"shard_size": 40, "claim_size": 8},
+                "backend": {"kind": "scripted", "delay_seconds": 0.05},
+            },
+        )
+        places = {"ROLLOUT_DATABASE": f"sqlite:///{folder / 'rollout.db'}", "ROLLOUT_CACHE": str(folder / "cache")}
+        self._environment = {**os.environ, **places, **storage}
+
+    def start(self) -> subprocess.Popen[str]:
+        """`rollout infer batch`, which does not wait as long as it would before it tries again."""
+        program = (
+            "import rollout_core.errors as errors; errors.RetryHint.delay_for_try = lambda *_: 0.1;"
+            "from flows.cli import main; main()"
+        )
+        return subprocess.Popen(
+            [sys.executable, "-c", program, "infer", "batch", "--config", "batch.toml"],
+            cwd=self.folder,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def num_done(self) -> int:
+        """Samples complete."""
+        if (self.folder / "rollout.db").exists():
+            with suppress(sqlite3.OperationalError):
+                database = sqlite3.connect(f"file:{self.folder / 'rollout.db'}?mode=ro", uri=True)
+                return database.execute("SELECT count(*) FROM rollouts WHERE status = 'succeeded'").fetchone()[0]
+        return 0
+
+    def fail_while(self, fault: Callable[[int], object]) -> int:
+        """Start, call ``fault`` with the process's id amid the work, and see it fail; how many samples were done."""
+        run = self.start()
+        wait_for(lambda: self.num_done() >= 10, "some samples", process=run)
+        fault(run.pid)
+        said, _ = run.communicate(timeout=240)
+        assert run.returncode == 1, said[-3000:]
+        assert said.splitlines()[-1].startswith("rollout: "), said[-3000:]
+        assert not (self.folder / "out" / "completions.jsonl").exists()
+        done = self.num_done()
+        assert 10 <= done < NUM_PROMPTS
+        return done
+
+    def finish_after(self, done: int) -> None:
+        """Start again, and see the rest done."""
+        run = self.start()
+        said, _ = run.communicate(timeout=240)
+        assert run.returncode == 0, said[-3000:]
+        lines = (self.folder / "out" / "completions.jsonl").read_bytes().splitlines()
+        assert [json.loads(line)["id"] for line in lines] == [f"row-{number}" for number in range(NUM_PROMPTS)]
+        [row] = [line.split() for line in said.splitlines() if line.startswith("generated now ")]
+        assert int(row[-1]) <= NUM_PROMPTS - done, "what was acknowledged is not generated again"
+
+
 def test_a_batch_whose_storage_goes_away_fails_and_the_next_run_goes_on(
     tiny_model: Path, tmp_path: Path, s3: dict[str, Any], prefect_server: str
 ):
     address = urlsplit(s3["endpoint_url"])
     assert address.hostname is not None and address.port is not None
     wire = Wire((address.hostname, address.port))
-    rows = ({"prompt": f"sort {number} =", "id": f"row-{number}"} for number in range(NUM_PROMPTS))
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_toml(
-        tmp_path / "batch.toml",
-        {
-            "model": {"uri": str(tiny_model)},
-            "sampling": {"max_tokens": 8},
-            "input": {"glob": "prompts.jsonl"},
-            "output": {"dir": "out"},
-            "workers": {"shard_size": 40, "claim_size": 8},
-            "backend": {"kind": "scripted", "delay_seconds": 0.05},
-        },
-    )
-    environment = {
-        **os.environ,
+    storage = {
         "ROLLOUT_STORAGE": f"s3://{BUCKET}/outage",
-        "ROLLOUT_DATABASE": f"sqlite:///{tmp_path / 'rollout.db'}",
-        "ROLLOUT_CACHE": str(tmp_path / "cache"),
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{wire.port}",
         "AWS_ACCESS_KEY_ID": s3["key"],
         "AWS_SECRET_ACCESS_KEY": s3["secret"],
         "AWS_MAX_ATTEMPTS": "1",
         "PREFECT_API_URL": prefect_server,
     }
-
-    def start() -> subprocess.Popen[str]:
-        command = [
-            sys.executable,
-            "-c",
-            "from flows.cli import main; main()",
-            "infer",
-            "batch",
-            "--config",
-            "batch.toml",
-        ]
-        return subprocess.Popen(
-            command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-
-    def num_done() -> int:
-        if not (tmp_path / "rollout.db").exists():
-            return 0
-        with suppress(sqlite3.OperationalError):
-            database = sqlite3.connect(f"file:{tmp_path / 'rollout.db'}?mode=ro", uri=True)
-            return database.execute("SELECT count(*) FROM rollouts WHERE status = 'succeeded'").fetchone()[0]
-        return 0
-
-    first = start()
-    wait_for(lambda: num_done() >= 10, "some samples", process=first)
-    wire.cut()
-    said, _ = first.communicate(timeout=240)
-    assert first.returncode == 1, said[-3000:]
-    assert said.splitlines()[-1].startswith("rollout: "), said[-3000:]
-    assert not (tmp_path / "out" / "completions.jsonl").exists()
-    done = num_done()
-    assert 10 <= done < NUM_PROMPTS
+    batch = Batch(tmp_path, tiny_model, storage)
+    done = batch.fail_while(lambda _: wire.cut())
     wire.mend()
-    second = start()
-    said, _ = second.communicate(timeout=240)
-    assert second.returncode == 0, said[-3000:]
-    lines = (tmp_path / "out" / "completions.jsonl").read_bytes().splitlines()
-    assert [json.loads(line)["id"] for line in lines] == [f"row-{number}" for number in range(NUM_PROMPTS)]
-    [row] = [line.split() for line in said.splitlines() if line.startswith("generated now ")]
-    assert int(row[-1]) <= NUM_PROMPTS - done, "what was acknowledged is not generated again"
+    batch.finish_after(done)
+
+
+def test_a_batch_whose_disk_is_full_fails_and_the_next_run_goes_on(
+    tiny_model: Path, tmp_path: Path, prefect_server: str
+):
+    storage = {"ROLLOUT_STORAGE": f"file://{tmp_path / 'objects'}", "PREFECT_API_URL": prefect_server}
+    batch = Batch(tmp_path, tiny_model, storage)
+
+    def fill(process: int) -> None:
+        # From now on no file of that process may grow, as on a disk that is full.
+        resource.prlimit(process, resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+
+    batch.finish_after(batch.fail_while(fill))

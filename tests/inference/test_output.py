@@ -260,3 +260,28 @@ def test_integers_of_any_size_come_back_as_they_were(objects: ObjectStore, token
         [first] = pq.read_table(io.BytesIO(data)).slice(0, 1).to_pylist()
         first = json.loads(first["extras"])
     assert {key: first[key] for key in extras} == extras
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_the_likeliest_tokens_are_written_where_both_keys_ask_for_them(objects: ObjectStore, tokenizer: Any, form: str):
+    asked = {"output.format": form, "output.logprobs": True, "sampling.logprobs": 2}
+    config = configured(**asked)
+    shard = complete(objects, tokenizer, config, [PromptRow(prompt="a"), PromptRow(prompt="b"), PromptRow(prompt="c")])
+    rows = objects.get_bytes(shard.completions).splitlines(keepends=True)
+    first = json.loads(rows[0]) | {"top_logprobs": [[[1, -0.5], [7, -1.5]], [[0, -0.25]]]}
+    shard = shard.model_copy(
+        update={"completions": objects.put_bytes(b"".join([json.dumps(first).encode() + b"\n", *rows[1:]]))}
+    )
+    data = written(objects, shard, config)
+    if form == "jsonl":
+        told = [row["top_logprobs"] for row in lines(data)]
+    else:
+        told = [
+            [[list(entry.values()) for entry in top] for top in row["top_logprobs"]]
+            for row in pq.read_table(io.BytesIO(data)).to_pylist()
+        ]
+    assert told == [[[[1, -0.5], [7, -1.5]], [[0, -0.25]]], [], []]
+    plain = configured(**asked | {"output.logprobs": False})
+    data = written(objects, shard, plain)
+    names = list(lines(data)[0]) if form == "jsonl" else pq.read_schema(io.BytesIO(data)).names
+    assert "top_logprobs" not in names
