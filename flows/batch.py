@@ -23,10 +23,11 @@ from rollout_core.plan import context_limit
 from rollout_core.records import Record, ShardCompletions
 from tasks.journal import Journal
 from tasks.keep import import_model
+from tasks.logs import stage_logger
 from tasks.output import write_completions
 from tasks.places import connections, objects, working_folder
 from tasks.shards import Reporting, help_shard, import_prompts, infer_shard
-from tasks.stage import RunsTasks, Stage, Submitted, stage_logger
+from tasks.stage import RunsTasks, Stage, Submitted
 
 R = TypeVar("R", bound=Record)
 
@@ -88,7 +89,7 @@ def _complete(
 
     def on_result(item: tuple[ContentId, int], record: ShardCompletions) -> None:
         progress.finish(item[0], record)
-        failures.check(progress.total())
+        progress.check(failures)
 
     bar = not config.output.events
     with (

@@ -21,11 +21,11 @@ from flows.log_lines import through_stderr
 from rollout_core.config import InferBatchConfig
 from rollout_core.ids import ContentId
 from rollout_core.inference.batch import Progress as ShardProgress
-from rollout_core.inference.tally import RunWork, forget_tally, forget_work, tally, work_of
+from rollout_core.inference.tally import FailureLimit, RunWork, forget_tally, forget_work, tally, work_of
 from rollout_core.records import ShardCompletions
 from rollout_core.telemetry import draw_histogram
 from tasks import artifacts, places
-from tasks.stage import stage_logger
+from tasks.logs import stage_logger
 
 REFRESH_SECONDS = 0.5
 LOG_SECONDS = 30.0
@@ -55,9 +55,9 @@ class RunProgress:
         self._thread.join()
         forget_tally(self._run_id)
 
-    def total(self) -> ShardProgress:
-        """All shards together, as far as told."""
-        return self._tally.total()
+    def check(self, failures: FailureLimit) -> None:
+        """Raises Fatal where more samples have failed than may."""
+        failures.check(self._tally)
 
     def finish(self, shard: ContentId, record: ShardCompletions) -> None:
         """A shard's result is there, computed or cached."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -20,7 +19,7 @@ from rollout_core.config import DaskConfig, WorkersConfig
 from rollout_core.errors import ConfigError, Recoverable
 from rollout_core.inference.workers import this_machine, this_worker
 from tasks import places
-from tasks.stage import RETRY_DELAYS_SECONDS, stage_logger
+from tasks.patience import patiently
 
 END_SECONDS = 20.0
 CLUSTER_SETTINGS = {
@@ -75,22 +74,15 @@ def _client(runner: DaskTaskRunner, config: DaskConfig) -> Client:
 
 
 def introduce(run_id: str) -> Driver:
-    """Leave a mark in storage and database, by which a worker knows that they are its own, too.
-
-    Tried again as a stage would be where either does not answer now.
-    """
+    """Leave a mark in storage and database, by which a worker knows that they are its own, too."""
     mark = f"fan-out/{run_id}"
-    for delay in (*RETRY_DELAYS_SECONDS, None):
-        try:
-            storage = places.objects()
-            storage.set_ref(mark, storage.put_bytes(mark.encode()))
-            asyncio.run(_appear())
-            break
-        except Recoverable as error:
-            if delay is None:
-                raise
-            stage_logger().warning("%s; tried again in %g s", error, delay)
-            time.sleep(delay)
+
+    def appear() -> None:
+        storage = places.objects()
+        storage.set_ref(mark, storage.put_bytes(mark.encode()))
+        asyncio.run(_appear())
+
+    patiently(appear)
     return Driver(run_id, this_worker(), mark, places.in_words(), this_machine(), PREFECT_API_URL.value())
 
 

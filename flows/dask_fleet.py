@@ -30,7 +30,8 @@ from rollout_core.config import DaskConfig, WorkersConfig
 from rollout_core.errors import Fatal, Recoverable
 from rollout_core.inference.batch import Progress
 from rollout_core.inference.tally import tally
-from tasks.stage import Submitted, stage_logger
+from tasks.logs import stage_logger
+from tasks.stage import Submitted
 
 SHARDS_PER_WORKER = 2
 LOOK_SECONDS = 1.0

@@ -34,6 +34,7 @@ from rollout_core.inference.tally import forget_tally, tally
 from rollout_core.inference.workers import this_machine
 from rollout_core.models import prepare_transformers
 from tasks import places
+from tasks.patience import patiently
 from tasks.stage import Stage
 
 IDLE_SECONDS = 300.0
@@ -143,7 +144,7 @@ def _meet(driver: Driver, inputs: dict[str, Any]) -> None:
         )
     with _meeting:
         if driver not in _met:
-            _refuse_other_places(driver)
+            patiently(lambda: _refuse_other_places(driver))
             prepare_transformers()
             _met.add(driver)
 

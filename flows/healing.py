@@ -15,7 +15,8 @@ from prefect.context import FlowRunContext
 from rollout_core.config import RunInfo
 from rollout_core.errors import CorruptObject, MissingObject
 from tasks.journal import Journal, keep_journal
-from tasks.stage import refreshing, stage_logger
+from tasks.logs import stage_logger
+from tasks.stage import refreshing
 
 R = TypeVar("R")
 

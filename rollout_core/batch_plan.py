@@ -16,7 +16,7 @@ from rollout_core.inference.folders import output_folder
 from rollout_core.inference.output import file_name
 from rollout_core.inference.prompt_files import open_prompts
 from rollout_core.inference.prompt_shards import imported_before, read_shard, shards_of, tokenize_rows
-from rollout_core.inference.runs import check_run, earlier_run_id, parameters_of
+from rollout_core.inference.runs import RUN_ID_FILE, check_run, earlier_run_id, parameters_of
 from rollout_core.inference.samples import length_problem
 from rollout_core.objects import ObjectStore
 from rollout_core.plan import Connections, Plan, context_limit
@@ -125,7 +125,7 @@ def _sample(objects: ObjectStore, prompts: PromptShards) -> list[PromptRow]:
 def _check_output(plan: Plan, config: InferBatchConfig, asked: str | None) -> None:
     folder = output_folder(config.output.dir, plan.base, plan.objects)
     name = file_name(config.output)
-    folder.check(name)
+    folder.check(name, RUN_ID_FILE)
     if open_prompts(config.input, plan.base, plan.objects).covers(folder.where(name)):
         raise ConfigError(
             f"{folder.where(name)} would be part of the input {config.input.glob!r} of the next run; write to another "

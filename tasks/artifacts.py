@@ -24,7 +24,7 @@ from rich.progress import MofNCompleteColumn, Progress, TaskID
 
 from rollout_core.ids import ContentId
 from rollout_core.telemetry import draw_curve
-from tasks.stage import stage_logger
+from tasks.logs import stage_logger
 
 PROGRESS_INTERVAL_SECONDS = 2.0
 

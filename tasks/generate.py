@@ -18,7 +18,8 @@ from rollout_core.records import Completions, PromptSet
 from rollout_core.store.types import RolloutMode
 from rollout_core.training_completions import Failed, FailedSamples, complete_batch
 from tasks import artifacts, places
-from tasks.stage import current_stage, stage, stage_logger
+from tasks.logs import stage_logger
+from tasks.stage import current_stage, stage
 
 
 @stage(version=1, concurrency="engine")

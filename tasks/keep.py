@@ -19,7 +19,8 @@ from rollout_core.rewards import RewardSpec, with_models
 from rollout_core.snapshots import SnapshotStore
 from rollout_core.store import LLM
 from tasks import artifacts, places
-from tasks.stage import current_stage, stage, stage_logger
+from tasks.logs import stage_logger
+from tasks.stage import current_stage, stage
 
 
 class Promotion(Record):

@@ -27,7 +27,8 @@ from rollout_core.launch import run_update
 from rollout_core.launch.job import UpdateName
 from rollout_core.records import Checkpoint, Scores
 from tasks import artifacts, places
-from tasks.stage import StageRun, current_stage, stage, stage_logger
+from tasks.logs import stage_logger
+from tasks.stage import StageRun, current_stage, stage
 
 
 @stage(version=2, concurrency="learner", optional=("held_out", "start_from"))

@@ -18,7 +18,8 @@ from rollout_core.inference.shard_run import finished_ref
 from rollout_core.objects import ObjectStore
 from rollout_core.records import Record, ShardCompletions
 from tasks import artifacts, places
-from tasks.stage import current_stage, stage, stage_logger
+from tasks.logs import stage_logger
+from tasks.stage import current_stage, stage
 
 
 class OutputFile(Record):

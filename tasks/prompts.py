@@ -13,7 +13,8 @@ from rollout_core.models import inspect_model, load_tokenizer
 from rollout_core.records import PromptSet
 from rollout_core.store.types import RolloutMode
 from tasks import artifacts, places
-from tasks.stage import current_stage, stage, stage_logger
+from tasks.logs import stage_logger
+from tasks.stage import current_stage, stage
 
 
 @stage(version=1)

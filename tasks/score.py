@@ -16,7 +16,8 @@ from rollout_core.store import AttemptedRollout, Span
 from rollout_core.store.semconv import AGL_ANNOTATION, AGL_REWARD
 from tasks import artifacts, places
 from tasks.generate import generate
-from tasks.stage import current_stage, stage, stage_logger
+from tasks.logs import stage_logger
+from tasks.stage import current_stage, stage
 
 REWARD_NAME_ATTRIBUTE = f"{AGL_REWARD}.0.name"
 REWARD_VALUE_ATTRIBUTE = f"{AGL_REWARD}.0.value"

@@ -24,7 +24,8 @@ from rollout_core.objects import ObjectStore
 from rollout_core.records import PromptShards, Record, ShardCompletions
 from tasks import places
 from tasks.generate import generator_id
-from tasks.stage import current_stage, stage, stage_logger
+from tasks.logs import stage_logger
+from tasks.stage import current_stage, stage
 
 T = TypeVar("T")
 
@@ -180,7 +181,7 @@ class _ShardRun:
     def _note(self, progress: Progress) -> None:
         noted = tally(self._run_id)
         noted.note(self._rows, progress)
-        self._failures.check(noted.total())
+        self._failures.check(noted)
 
     def _note_help(self, progress: Progress) -> None:
         # What is done of the shard is its own worker's to tell.

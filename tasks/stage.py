@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,9 +23,7 @@ from prefect import Task
 from prefect.cache_policies import CacheKeyFnPolicy
 from prefect.client.schemas.objects import State
 from prefect.context import TagsContext, TaskRunContext
-from prefect.exceptions import MissingContextError
 from prefect.futures import PrefectFuture
-from prefect.logging import get_run_logger
 from prefect.results import get_result_store
 from prefect.task_engine import run_task_sync
 
@@ -42,12 +39,13 @@ from rollout_core.settings import locations
 from rollout_core.snapshots import SnapshotStore
 from tasks import places
 from tasks.journal import CHECKED, StageEntry, current_journal
+from tasks.logs import stage_logger
+from tasks.patience import RETRY_DELAYS_SECONDS, patiently
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=Record)
 
 RETRIES = 3
-RETRY_DELAYS_SECONDS = [1.0, 4.0, 16.0]
 LABEL = "label"
 REFRESH = "refresh_name"
 """Argument of every task beside those of its stage."""
@@ -87,14 +85,6 @@ def refreshing(name: str | None) -> Iterator[None]:
         yield
     finally:
         _refresh.reset(token)
-
-
-def stage_logger() -> logging.Logger | logging.LoggerAdapter[Any]:
-    """The run's logger, whose lines appear in the Prefect UI; a plain one outside a run."""
-    try:
-        return get_run_logger()
-    except MissingContextError:
-        return logging.getLogger("rollout")
 
 
 def stage(
@@ -192,7 +182,7 @@ class Stage(Generic[P, R]):
     def _prepare(self, inputs: dict[str, Any]) -> Task[..., dict[str, Any]]:
         storage = places.result_storage()
         if self.cached:
-            self._forget_if_broken(storage, self.key(inputs))
+            patiently(lambda: self._forget_if_broken(storage, self.key(inputs)))
         # A tag costs a call to the server for each task run (and, where that keeps its data in SQLite, now and then a
         # refusal and a pause of 2 s), so there is one only where a limit is wanted; those of the flow run stay with it.
         limited = self._concurrency in locations().limits

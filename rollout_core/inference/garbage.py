@@ -18,7 +18,7 @@ _was_enabled = True
 
 @contextmanager
 def seldom_collected() -> Iterator[None]:
-    """Search for cycles when every eighth such block ends, and not within them; those of several threads may overlap.
+    """Search for cycles when every eighth such block ends, and seldom within them: those of several threads overlap.
 
     When none is left, Python searches when it sees fit, as before.
     """

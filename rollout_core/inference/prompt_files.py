@@ -10,8 +10,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from fsspec.utils import glob_translate
-
 from rollout_core.config import InputGlob, StoredDataset
 from rollout_core.dataset_sources import parquet_documents, split_lines, stored_documents
 from rollout_core.datasets import (
@@ -69,9 +67,15 @@ class PromptFiles:
     def covers(self, address: str) -> bool:
         """Whether a file at this local path or URL would be among them."""
         pattern = self._source.glob
+        if is_url(pattern) != is_url(address):
+            return False
         if not is_url(pattern):
-            pattern, address = os.path.abspath(self._base / local_path(pattern)), os.path.abspath(address)
-        return re.fullmatch(glob_translate(pattern.replace("[", "[[]")), address) is not None
+            pattern = os.path.join(self._base, local_path(pattern))
+            fixed = re.match(r"(?:[^*?]*/)?", pattern)
+            assert fixed is not None, "it matches nothing, too"
+            pattern = os.path.realpath(fixed[0]).rstrip("/") + "/" + pattern[fixed.end() :]
+            address = os.path.realpath(address)
+        return re.fullmatch(_pattern_regex(pattern), address) is not None
 
     def identity(self) -> ContentId | None:
         """Stands for the content of the files, without parsing them; None where that cannot be told.
@@ -123,6 +127,19 @@ class PromptFiles:
                 return None  # reading it says so
 
         return _Part(partial(stored_documents, StoredDataset(kind="object", id=digits), objects), identity)
+
+
+def _pattern_regex(pattern: str) -> str:
+    """What a pattern of ``*``, ``?`` and ``**`` matches, as `glob.glob` sees it: nothing hidden unless it says so."""
+    *folders, last = pattern.split("/")
+    regex = "".join(r"(?:(?!\.)[^/]+/)*" if part == "**" else _part_regex(part) + "/" for part in folders)
+    return regex + (r"(?:(?!\.)[^/]+/)*(?!\.)[^/]*" if last == "**" else _part_regex(last))
+
+
+def _part_regex(part: str) -> str:
+    parts = re.split(r"(\*+|\?)", part)
+    regex = "".join({"*": "[^/]*", "?": "[^/]"}.get(text[:1], re.escape(text)) for text in parts if text)
+    return rf"(?!\.){regex}" if part[:1] in ("*", "?") else regex
 
 
 def _jsonl_at_url(files: RemoteFiles, file: UrlFile) -> Iterator[PlacedDocument]:

@@ -6,13 +6,13 @@ files: a set that is unchanged is not read again.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import orjson
 from blake3 import blake3
-from pydantic_core import from_json
 
 from rollout_core.config import SamplingParams
 from rollout_core.datasets import PromptRow
@@ -26,6 +26,8 @@ from rollout_core.trusted import trusted
 
 SHARD_FORMAT = 2
 """Raised when the bytes of shards change for the same rows, or what is noted of them."""
+_SLOWLY = b" "
+"""Before a line that orjson could not write."""
 _DUMP = orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE
 
 
@@ -79,8 +81,7 @@ def shards_of(objects: ObjectStore, prompts: PromptShards) -> list[tuple[Content
 
 def read_shard(objects: ObjectStore, shard: ContentId) -> list[ShardRow]:
     """Rows of one shard."""
-    # Not orjson, which makes floats of integers beyond 64 bits.
-    return [_shard_row(from_json(line)) for line in objects.get_bytes(shard).splitlines()]
+    return [_shard_row(_decoded(line)) for line in objects.get_bytes(shard).splitlines()]
 
 
 def shard_samples(
@@ -161,8 +162,13 @@ class _Lines:
         self._seen[digest] = occurrence + 1
         try:
             return orjson.dumps(document, option=_DUMP)
-        except orjson.JSONEncodeError:  # an integer beyond 64 bits
-            return canonical_json(document) + b"\n"
+        except orjson.JSONEncodeError:  # an integer beyond 64 bits, or deep nesting
+            return _SLOWLY + canonical_json(document) + b"\n"
+
+
+def _decoded(line: bytes) -> dict[str, Any]:
+    # orjson makes floats of integers that it could not have written.
+    return json.loads(line) if line.startswith(_SLOWLY) else orjson.loads(line)
 
 
 def _shard_row(document: dict[str, Any]) -> ShardRow:

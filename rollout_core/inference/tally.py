@@ -27,13 +27,13 @@ class FailureLimit:
     max_share: float
     num_samples: int
 
-    def check(self, progress: Progress) -> None:
-        """Raises Fatal where more have failed, of those that ``progress`` tells."""
-        if progress.failed > self.max_share * self.num_samples:
+    def check(self, tally: Tally) -> None:
+        """Raises Fatal where more have failed, of those that are noted."""
+        if tally.failed > self.max_share * self.num_samples:
             raise Fatal(
-                f"{progress.failed} of {self.num_samples} samples failed, more than failures.max_share = "
-                f"{self.max_share:g} allows; such as: {progress.first_failure}. What is complete is kept: mend the "
-                "input and run again, or raise the limit"
+                f"{tally.failed} of {self.num_samples} samples failed, more than failures.max_share = "
+                f"{self.max_share:g} allows; such as: {tally.total().first_failure}. What is complete is kept: mend "
+                "the input and run again, or raise the limit"
             )
 
 
@@ -46,6 +46,7 @@ class Tally:
         self._report: Callable[[str, Progress], None] | None = None
         self._reported: dict[str, float] = {}
         self._earlier = 0
+        self._failed = 0
 
     def report_to(self, report: Callable[[str, Progress], None]) -> None:
         """Tell ``report`` of every shard from now on: every two seconds at most, and of its end."""
@@ -56,8 +57,10 @@ class Tally:
         """How far a shard is now."""
         now = time.monotonic()
         with self._lock:
-            if shard not in self._shards:
+            before = self._shards.get(shard)
+            if before is None:
                 self._earlier += progress.done
+            self._failed += progress.failed - (0 if before is None else before.failed)
             self._shards[shard] = progress
             report = self._report
             due = now - self._reported.get(shard, -math.inf) >= REPORT_SECONDS
@@ -72,6 +75,12 @@ class Tally:
         """Samples that were done when their shard was first noted: this run did not generate them."""
         with self._lock:
             return self._earlier
+
+    @property
+    def failed(self) -> int:
+        """Samples that failed, of all shards noted so far."""
+        with self._lock:
+            return self._failed
 
     def of(self, shard: str) -> Progress:
         """How far a shard is, as far as noted."""

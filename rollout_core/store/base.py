@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollout_core.errors import Conflict
+from rollout_core.store.checks import check_ends
 from rollout_core.store.codec import encode_stored
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
 from rollout_core.store.span_fields import SpanFields
@@ -272,8 +273,12 @@ class LightningStore(ABC):
         """Store a last span of each attempt, see ``add_span_fields``, and apply its update, fenced, see
         ``update_many_attempts``, whose results these are.
 
-        The span of an attempt whose update is refused is stored all the same.
+        The span of an attempt whose update is refused is stored all the same. Spans and updates are two operations
+        where a store has no better: then an update may raise when the spans are stored.
+
+        Raises ConfigError where a span is of another attempt than its update.
         """
+        check_ends(ends)
         await self.add_span_fields([span for span, _ in ends])
         return await self.update_many_attempts([update for _, update in ends], fenced=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
@@ -11,7 +11,7 @@ from rollout_core.errors import ConfigError, NotFound
 from rollout_core.ids import canonical_json
 from rollout_core.store.codec import decode, encode
 from rollout_core.store.resources import NamedResources
-from rollout_core.store.types import Rollout, Unset, build
+from rollout_core.store.types import AttemptUpdate, Rollout, Unset, build
 
 _NAMED_RESOURCES = TypeAdapter(NamedResources)
 
@@ -78,3 +78,21 @@ def resources_json(resources: NamedResources) -> str:
     except ValidationError as error:
         raise ConfigError(f"not valid resources: {error}") from error
     return encode(_NAMED_RESOURCES.dump_python(checked), "resources")
+
+
+def check_metadata(updates: Iterable[AttemptUpdate]) -> None:
+    """Raise ConfigError for metadata that is no JSON."""
+    for update in updates:
+        if not isinstance(update.metadata, Unset):
+            encode(update.metadata, f"metadata of attempt {update.attempt_id}")
+
+
+def check_ends(ends: Sequence[tuple[Mapping[str, Any], AttemptUpdate]]) -> None:
+    """Raise ConfigError for a span that is of another attempt than its update, and for metadata that is no JSON."""
+    for span, update in ends:
+        if (span["rollout_id"], span["attempt_id"]) != (update.rollout_id, update.attempt_id):
+            raise ConfigError(
+                f"a span of attempt {span['attempt_id']} of {span['rollout_id']} came with the end of attempt "
+                f"{update.attempt_id} of {update.rollout_id}; give each end a span of its own attempt"
+            )
+    check_metadata(update for _, update in ends)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -17,7 +17,7 @@ from rollout_core.objects.store import ObjectStore
 from rollout_core.store import sql_queries as queries
 from rollout_core.store import sql_queue, sql_spans
 from rollout_core.store.base import LightningStore
-from rollout_core.store.checks import check_statuses, resources_json, rollout_changes
+from rollout_core.store.checks import check_ends, check_metadata, check_statuses, resources_json, rollout_changes
 from rollout_core.store.codec import encode
 from rollout_core.store.group_commit import Hooks
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
@@ -225,11 +225,11 @@ class SqlLightningStore(LightningStore):
     async def update_many_attempts(
         self, updates: Sequence[AttemptUpdate], *, fenced: bool = False
     ) -> Sequence[Attempt | Conflict]:
-        _check_metadata(updates)
+        check_metadata(updates)
         return await self._database.write_batch(update_attempts, [(update, fenced) for update in updates])
 
     async def end_attempts(self, ends: Sequence[tuple[SpanFields, AttemptUpdate]]) -> Sequence[Attempt | Conflict]:
-        _check_metadata(update for _, update in ends)
+        check_ends(ends)
         rows = await self._bodies.offload([StoredSpan(span["rollout_id"], span_columns(span)) for span, _ in ends])
         return await self._database.write_batch(
             end_attempts, [(row, update) for row, (_, update) in zip(rows, ends, strict=True)]
@@ -534,9 +534,3 @@ def _span_query(
         "sort_by": sort_by,
         "sort_order": sort_order,
     }
-
-
-def _check_metadata(updates: Iterable[AttemptUpdate]) -> None:
-    for update in updates:
-        if not isinstance(update.metadata, Unset):
-            encode(update.metadata, f"metadata of attempt {update.attempt_id}")

@@ -57,7 +57,7 @@ def apply_updates(unit: UnitOfWork, updates: Sequence[tuple[AttemptUpdate, bool]
         attempt = newest if update.attempt_id == "latest" else unit.attempt(update.rollout_id, update.attempt_id)
         if fenced:
             if attempt is newest and attempt.status in lifecycle.ENDED and attempt.status == update.status:
-                results.append(attempt)  # the caller repeats what it could not know had arrived
+                results.append(_copy(attempt))  # the caller repeats what it could not know had arrived
                 continue
             reason = lifecycle.fence(attempt.attempt_id, newest.attempt_id, attempt.status, state.status)
             if reason is not None:
@@ -66,9 +66,14 @@ def apply_updates(unit: UnitOfWork, updates: Sequence[tuple[AttemptUpdate, bool]
         _apply(unit, update, attempt)
         if attempt.worker_id and not (isinstance(update.status, Unset) and isinstance(update.worker_id, Unset)):
             with_workers.append(attempt)
-        results.append(trusted(Attempt, {**attempt.__dict__}))  # a later update of this batch may change it further
+        results.append(_copy(attempt))
     note_attempts(unit.tx, with_workers)
     return results
+
+
+def _copy(attempt: Attempt) -> Attempt:
+    """As it is now: a later update of the batch may change it further."""
+    return trusted(Attempt, {**attempt.__dict__})
 
 
 def _apply(unit: UnitOfWork, update: AttemptUpdate, attempt: Attempt) -> None:

@@ -18,6 +18,9 @@ from rollout_core.store.migrate import REVISIONS, known_revision, upgrade
 APPLICATION_ID = 0x524F4C4C
 """``ROLL`` in ASCII, in the file's header."""
 
+LEAST_VERSION = (3, 33, 0)
+"""For ``UPDATE ... FROM``, and statements of more than 999 variables."""
+
 _NOT_OURS = {sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT}
 _PASSING = {
     sqlite3.SQLITE_BUSY: "is held by another process",
@@ -66,6 +69,11 @@ def prepare(path: Path, busy_timeout_seconds: float) -> str | None:
     Raises ConfigError for a file that is not ours, is damaged, cannot be written, or comes from a newer version, and
     Recoverable if it is merely busy.
     """
+    if sqlite3.sqlite_version_info < LEAST_VERSION:
+        least = ".".join(map(str, LEAST_VERSION))
+        raise ConfigError(
+            f"this Python has SQLite {sqlite3.sqlite_version}; expected {least} or later, use another one"
+        )
     with _opening(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         # Looked at before anything is set: opening somebody else's database must not turn it into a WAL file.

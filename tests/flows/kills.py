@@ -114,9 +114,9 @@ class Kill:
     seconds: float
     """After samples were committed, by this run or since the kill before."""
     done: int
-    """Samples complete then."""
+    """Samples complete before."""
     ended_run: bool = False
-    """Whether the run ended of it, and the next one went on."""
+    """Whether it was the last one before the run ended, and the next one went on."""
 
 
 @dataclass
@@ -286,7 +286,7 @@ class Campaign:
         with suppress(subprocess.TimeoutExpired):
             run.wait(moment)
             return None
-        part = rng.choice(self._setting.parts)
+        part, done = rng.choice(self._setting.parts), self.num_done()
         if not self._kill(part, run, rng):
             return None
         if part == "driver":
@@ -295,7 +295,7 @@ class Campaign:
             # As a supervisor would: a run outlives a short absence of its servers, or else the next does.
             time.sleep(rng.uniform(0, 3))
             self.start_parts()
-        return Kill(part, moment, self.num_done())
+        return Kill(part, moment, done)
 
     def _wait_for_work(self, process: subprocess.Popen[bytes], before: int) -> None:
         """Until a sample was committed, or the run is over."""

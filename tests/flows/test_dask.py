@@ -369,11 +369,11 @@ def test_a_cluster_class_that_is_none_is_found_before_the_run(path, message):
 
 def test_a_driver_waits_for_a_database_that_is_away_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from flows import dask_cluster
-    from tasks import places
+    from tasks import patience, places
 
     monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{tmp_path / 'objects'}")
     monkeypatch.setenv("ROLLOUT_DATABASE", f"sqlite:///{tmp_path / 'rollout.db'}")
-    monkeypatch.setattr(dask_cluster, "RETRY_DELAYS_SECONDS", [0.01, 0.01])
+    monkeypatch.setattr(patience, "RETRY_DELAYS_SECONDS", [0.01, 0.01])
     opened, calls = places.open_store, 0
 
     def open_store():

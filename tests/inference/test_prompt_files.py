@@ -182,7 +182,32 @@ def test_a_file_or_folder_of_the_object_store_is_named_by_its_id(tmp_path: Path)
         ("s3://bucket/k/*.jsonl", "s3://bucket/k/completions.jsonl", True),
         ("s3://bucket/k/*.jsonl", "s3://bucket/out/completions.jsonl", False),
         ("s3://bucket/*.jsonl", "/bucket/completions.jsonl", False),
+        ("**/*.jsonl", "s3://bucket/out/completions.jsonl", False),
+        ("out**.jsonl", "/base/out-completions.jsonl", True),  # within a name two stars are one
+        ("out/***", "/base/out/completions.jsonl", True),
+        ("out/**", "/base/out/deep/completions.jsonl", True),
+        ("**/*.jsonl", "/base/.cache/completions.jsonl", False),  # hidden
+        (".cache/*.jsonl", "/base/.cache/completions.jsonl", True),
+        ("out/completions.json?", "/base/out/completions.jsonl", True),
     ],
 )
 def test_whether_a_file_would_be_read_is_told_before_it_is_there(pattern: str, address: str, expected: bool):
     assert open_prompts(InputGlob(glob=pattern), Path("/base")).covers(address) is expected
+
+
+def test_a_file_that_would_be_read_by_way_of_a_link_is_told_too(tmp_path: Path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    prompts = open_prompts(InputGlob(glob="real/*.jsonl"), tmp_path)
+    assert prompts.covers(str(tmp_path / "link" / "completions.jsonl"))
+    assert not prompts.covers(str(tmp_path / "completions.jsonl"))
+
+
+@pytest.mark.parametrize("depth", [150, 240, 300, 900])
+def test_rows_come_back_from_their_shard_however_deep_they_are(tmp_path: Path, depth: int):
+    objects = ObjectStore.from_url(str(tmp_path / "objects"))
+    (tmp_path / "p.jsonl").write_text(f'{{"prompt": "a", "n": {"[" * depth}{"]" * depth}}}\n')
+    rows = open_prompts(InputGlob(glob="p.jsonl"), tmp_path).rows()
+    [(shard, _)] = shards_of(objects, import_shards(objects, rows, shard_size=10))
+    [row] = read_shard(objects, shard)
+    assert str(row.row.extras["n"]) == "[" * depth + "]" * depth

@@ -188,6 +188,16 @@ async def test_to_end_attempts_again_changes_nothing(store, make, clock):
     assert len(await store.query_spans(rollout.rollout_id)) == 1
 
 
+async def test_ends_that_cannot_be_stored_leave_nothing_behind(store, make):
+    one, other = [await store.start_rollout(n) for n in range(2)]
+    [(span, update), (foreign, _)] = [ending(one), ending(other)]
+    unfit = update.model_copy(update={"metadata": {"x": float("nan")}})
+    for end, message in [((foreign, update), "give each end a span of its own attempt"), ((span, unfit), "NaN|nan")]:
+        with pytest.raises(ConfigError, match=message):
+            await store.end_attempts([end])
+    assert not [*await store.query_spans(one.rollout_id), *await store.query_spans(other.rollout_id)]
+
+
 async def test_a_failed_end_queues_again_where_the_config_says_so(store, make):
     rollout = await make.claimed(store, max_attempts=2, retry_condition=["failed"])
     await store.end_attempts([ending(rollout, "failed")])
