@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
+import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -501,10 +503,14 @@ def test_a_run_ends_as_soon_as_too_many_samples_failed(work: Path, prefect_serve
     rows = [{"prompt": "9 " * 300 if number < 40 else f"sort {number} ="} for number in range(240)]
     (work / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     slow = ("workers.claim_size=16", "backend.kind=scripted", "backend.delay_seconds=0.5")
-    result = run(
-        "infer-batch", *(part for setting in slow for part in ("--set", setting)), PREFECT_API_URL=prefect_server
+    settings = [part for setting in slow for part in ("--set", setting)]
+    result = subprocess.run(
+        [sys.executable, *ROLLOUT, "infer", "batch", "--config", "infer-batch.toml", *settings],
+        env={**os.environ, "PREFECT_API_URL": prefect_server},
+        capture_output=True,
+        text=True,
     )
-    assert result.exit_code == 1 and "Traceback" not in result.stderr, result.stderr
+    assert result.returncode == 1 and "Traceback" not in result.stderr, result.stderr
     assert " of 240 samples failed, more than failures.max_share = 0.1 allows; such as: 600 tokens" in result.stderr
 
     async def count() -> int:
