@@ -160,20 +160,6 @@ class LightningStore(ABC):
     ) -> AttemptedRollout:
         """Store a rollout that is worked on at once: in ``preparing``, with attempt 1, never queued."""
 
-    async def start_many_rollouts(
-        self, rollouts: Sequence[EnqueueRolloutRequest], *, worker_id: str | None = None
-    ) -> Sequence[AttemptedRollout | None]:
-        """Start the first attempt of each of these rollouts, in ``preparing``, for the worker; unknown ones are stored.
-
-        None stands in the place of a rollout that has had an attempt, which stays as it is. Raises as
-        ``enqueue_many_rollouts``. Unknown rollouts are in the queue for a moment where a store has no better way.
-        """
-        stored = await self.enqueue_many_rollouts(rollouts)
-        waiting = dict.fromkeys(item.rollout_id for item in stored if not isinstance(item, AttemptedRollout))
-        started = await self.start_many_attempts(list(waiting), worker_id=worker_id)
-        by_id = {rollout.rollout_id: rollout for rollout in started}
-        return [by_id.get(item.rollout_id) for item in stored]
-
     @abstractmethod
     async def start_many_attempts(
         self, rollout_ids: Sequence[str], *, worker_id: str | None = None

@@ -189,15 +189,7 @@ class SqlLightningStore(LightningStore):
         worker_id: str | None = None,
     ) -> AttemptedRollout:
         request = sql_queue.new_rollout(enqueue_request(input, mode, resources_id, config, metadata))
-        [rollout] = await self._database.write_batch(sql_queue.start_new, [(request, worker_id)])
-        assert rollout is not None, "its id is new"
-        return rollout
-
-    async def start_many_rollouts(
-        self, rollouts: Sequence[EnqueueRolloutRequest], *, worker_id: str | None = None
-    ) -> Sequence[AttemptedRollout | None]:
-        requests = [(sql_queue.new_rollout(request), worker_id) for request in rollouts]
-        return await self._database.write_batch(sql_queue.start_new, requests)
+        return await self._write(lambda tx: sql_queue.start_new(tx, request, worker_id))
 
     async def start_many_attempts(
         self, rollout_ids: Sequence[str], *, worker_id: str | None = None
