@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
@@ -73,12 +73,13 @@ def canonical_json(value: Any) -> bytes:
         raise ConfigError(f"value has no canonical JSON form: {error}") from error
 
 
-def ordered_json(value: Any) -> bytes:
-    """JSON of what was JSON, with its keys in their order, and integers of any size."""
+def ordered_json(value: Any, default: Callable[[Any], Any] | None = None) -> bytes:
+    """JSON of what was JSON, with its keys in their order, and integers of any size; ``default`` turns other objects
+    into such values."""
     try:
-        return orjson.dumps(value)
+        return orjson.dumps(value, default)
     except orjson.JSONEncodeError:  # an integer beyond 64 bits
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+        return json.dumps(value, default=default, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _jsonable(value: Any) -> Any:

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from pydantic_core import from_json, to_json
 
 from rollout_core.errors import ConfigError
+from rollout_core.ids import ordered_json
 
 # orjson would write these on its own; a reader would get a string or a dict back.
 _OPTIONS = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS
@@ -46,10 +47,7 @@ def encode_bytes(value: Any, what: str, default: Callable[[Any], Any] | None = N
 
 def encode_stored(value: Any) -> bytes:
     """JSON of what a store returned: models, lists and dicts of values that were checked when they were stored."""
-    try:
-        return orjson.dumps(value, model_fields)
-    except TypeError:  # an integer beyond 64 bits
-        return json.dumps(value, default=model_fields, ensure_ascii=False, separators=(",", ":")).encode()
+    return ordered_json(value, model_fields)
 
 
 def decode(text: str | bytes) -> Any:

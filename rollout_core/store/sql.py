@@ -17,7 +17,14 @@ from rollout_core.objects.store import ObjectStore
 from rollout_core.store import sql_queries as queries
 from rollout_core.store import sql_queue, sql_spans
 from rollout_core.store.base import LightningStore
-from rollout_core.store.checks import check_ends, check_metadata, check_statuses, resources_json, rollout_changes
+from rollout_core.store.checks import (
+    check_ends,
+    check_ids,
+    check_metadata,
+    check_statuses,
+    resources_json,
+    rollout_changes,
+)
 from rollout_core.store.codec import encode
 from rollout_core.store.group_commit import Hooks
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
@@ -173,6 +180,7 @@ class SqlLightningStore(LightningStore):
         await self._write(lambda tx: sql_queue.release(tx, claimed))
 
     async def _claim(self, limit: int, worker_id: str | None, claim_id: str | None = None) -> list[AttemptedRollout]:
+        check_ids(worker_id)
         if limit <= 0:
             return []
         demand = sql_queue.Demand(limit, worker_id, claim_id)
@@ -188,12 +196,14 @@ class SqlLightningStore(LightningStore):
         metadata: dict[str, Any] | None = None,
         worker_id: str | None = None,
     ) -> AttemptedRollout:
+        check_ids(worker_id)
         request = sql_queue.new_rollout(enqueue_request(input, mode, resources_id, config, metadata))
         return await self._write(lambda tx: sql_queue.start_new(tx, request, worker_id))
 
     async def start_many_attempts(
         self, rollout_ids: Sequence[str], *, worker_id: str | None = None
     ) -> Sequence[AttemptedRollout]:
+        check_ids(worker_id)
         return await self._write(lambda tx: sql_queue.start(tx, rollout_ids, worker_id))
 
     # Updates

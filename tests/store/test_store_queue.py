@@ -303,3 +303,16 @@ async def test_bad_fields_are_refused_by_name(store, bad):
     with pytest.raises(ConfigError, match=next(iter(bad))):
         await store.enqueue_rollout(1, **bad)
     assert len(await store.query_rollouts()) == 0
+
+
+async def test_a_workers_id_is_text_and_nothing_is_started_for_another(store, make):
+    rollout = await store.enqueue_rollout(1)
+    for start in (
+        lambda: store.start_many_attempts([rollout.rollout_id], worker_id=5),
+        lambda: store.start_rollout(2, worker_id=5),
+        lambda: store.dequeue_rollout(worker_id=5),
+    ):
+        with pytest.raises(ConfigError):
+            await start()
+    assert (await store.query_rollouts()).total == 1
+    assert await make.status(store, rollout.rollout_id) == "queuing"
