@@ -1,0 +1,185 @@
+"""The object store where something around it fails: full disks, missing rights, clouds that refuse or do not answer."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from rollout_core.errors import ConfigError, Recoverable
+from rollout_core.objects import ObjectStore
+from rollout_core.objects.files import storage_faults
+from rollout_core.objects.store import blob_key
+from tests.object_files import NOTHING, keys, python, write_tree
+
+
+def test_a_file_system_that_is_full_is_recoverable_and_shows_nothing_half(tmp_path: Path) -> None:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        objects = ObjectStore.from_url(str(mount / "store"))
+        kept = objects.put_bytes(b"kept")
+        puts = [lambda: objects.put_bytes(bytes(2**21)), lambda: objects.put_stream(bytes(2**20) for _ in range(20))]
+        for put in puts:
+            with pytest.raises(Recoverable, match="No space left on device; free some space") as caught:
+                put()
+            assert isinstance(caught.value.__cause__, OSError)
+            assert caught.value.hint.delay_seconds >= 10
+        assert list(objects.list_blobs()) == [kept]
+        assert keys(objects, "tmp") == []
+
+        elsewhere = ObjectStore.from_url(str(tmp_path / "store"))
+        tree = elsewhere.put_tree(write_tree(tmp_path / "source", {"a": b"1", "b": bytes(2**21)}))
+        with pytest.raises(Recoverable, match="No space left"):
+            elsewhere.get_tree(tree, mount / "tree")
+        assert [p.name for p in mount.iterdir()] == ["store"]
+    finally:
+        subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_a_file_size_limit_is_recoverable_and_shows_nothing_half(tmp_path: Path) -> None:
+    local = ObjectStore.from_url(f"file://{tmp_path}/store")
+    code = """
+import resource, sys
+from rollout_core.errors import Recoverable
+from rollout_core.objects import ObjectStore
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+objects = ObjectStore.from_url(sys.argv[1])
+for put in (lambda: objects.put_bytes(bytes(2**21)), lambda: objects.put_stream(bytes(2**20) for _ in range(9))):
+    try:
+        put()
+    except Recoverable as error:
+        print(error)
+"""
+    output, _ = python(code, local.url).communicate(timeout=30)
+    assert output.count("File too large; free some space") == 2
+    assert list(local.list_blobs()) == []
+    assert keys(local, "tmp") == []
+
+
+def test_a_folder_without_permission_is_a_config_error() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        objects = ObjectStore.from_url(f"{folder}/store")
+        content_id = objects.put_bytes(b"private")
+        os.chmod(objects.files.where(blob_key(content_id)), 0o000)
+        os.chmod(objects.files.where("tmp"), 0o555)
+        for action, attempt in {
+            "write": lambda: objects.put_bytes(b"other"),
+            "read": lambda: objects.get_bytes(content_id),
+        }.items():
+            error = error_in_unprivileged_child(attempt)
+            assert isinstance(error, ConfigError)
+            assert str(error).startswith(f"cannot {action}")
+            assert str(error).endswith("Permission denied; expected a place this process may read and write")
+        os.chmod(objects.files.where("tmp"), 0o755)
+
+
+def error_in_unprivileged_child(function: Callable[[], object]) -> Exception | None:
+    """What ``function`` raises in a forked child that is not root, to whom permissions do not apply."""
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        error: Exception | None = None
+        try:
+            if os.getuid() == 0:
+                os.setuid(65534)
+            function()
+        except Exception as caught:  # noqa: BLE001 - handed to the parent
+            error = caught
+        os.write(send, pickle.dumps(error))
+        os._exit(0)
+    os.close(send)
+    with open(receive, "rb") as answer:
+        error = pickle.load(answer)  # noqa: S301
+    os.waitpid(child, 0)
+    return error
+
+
+@pytest.fixture(scope="module")
+def broken_s3() -> Iterator[tuple[dict, list[int]]]:
+    """Options for a server that answers every request with the status in the list."""
+    status = [503]
+    codes = {503: "SlowDown", 403: "AccessDenied"}
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # clients wait for "100 Continue" before they send a body
+
+        def answer(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            body = (
+                f"<Error><Code>{codes[status[0]]}</Code><Message>{codes[status[0]]}, said the server</Message></Error>"
+            )
+            self.send_response(status[0])
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body.encode())
+
+        do_GET = do_HEAD = do_PUT = answer
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    options = {"endpoint_url": f"http://127.0.0.1:{server.server_port}", "key": "k", "secret": "s"}
+    yield {**options, "config_kwargs": {"retries": {"max_attempts": 0}}}, status
+    server.shutdown()
+
+
+def test_a_throttled_bucket_is_recoverable_and_a_refused_one_a_config_error(broken_s3) -> None:
+    options, status = broken_s3
+    objects = ObjectStore.from_url("s3://bucket", storage_options=options)
+    status[0] = 503
+    with pytest.raises(Recoverable, match=r"cannot write s3://bucket/cas/.*SlowDown.*try again"):
+        objects.put_bytes(b"x")
+    status[0] = 403
+    for attempt in (lambda: objects.put_bytes(b"x"), lambda: objects.get_bytes(NOTHING), lambda: objects.get_ref("a")):
+        with pytest.raises(ConfigError, match=r"cannot .*; expected a place this process may read and write"):
+            attempt()
+
+
+def test_a_missing_bucket_is_a_config_error_when_writing(s3: dict) -> None:
+    objects = ObjectStore.from_url("s3://no-such-bucket/x", storage_options=s3)
+    for put in (lambda: objects.put_bytes(b"x"), lambda: objects.put_stream(bytes(5 * 2**20) for _ in range(8))):
+        with pytest.raises(ConfigError, match="no bucket at s3://no-such-bucket/x"):
+            put()
+    assert not objects.exists(NOTHING)
+
+
+def test_a_service_that_cannot_be_reached_is_recoverable(s3: dict) -> None:
+    with socket.socket() as nobody_listens:
+        nobody_listens.bind(("127.0.0.1", 0))
+        options = {**s3, "endpoint_url": f"http://127.0.0.1:{nobody_listens.getsockname()[1]}"}
+        options["config_kwargs"] = {"retries": {"max_attempts": 0}}
+        with pytest.raises(Recoverable, match="a passing fault, try again"):
+            ObjectStore.from_url("s3://bucket/x", storage_options=options).put_bytes(b"x")
+
+
+def test_errors_of_cloud_clients_are_ours_and_bugs_are_not_hidden() -> None:
+    from botocore.exceptions import NoCredentialsError, ReadTimeoutError
+    from gcsfs.retry import HttpError
+
+    expected = [
+        (NoCredentialsError(), ConfigError, "credentials"),
+        (HttpError({"code": 401, "message": "who are you"}), ConfigError, "credentials"),
+        (OSError("Forbidden: bucket/x\nno access"), ConfigError, "may read and write"),
+        (HttpError({"code": 429, "message": "slow down"}), Recoverable, "try again"),
+        (ReadTimeoutError(endpoint_url="http://x"), Recoverable, "try again"),
+        (TypeError("a bug"), TypeError, "a bug"),
+    ]
+    for error, kind, text in expected:
+        with pytest.raises(kind, match=text), storage_faults("read", "somewhere"):
+            raise error
