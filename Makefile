@@ -27,8 +27,9 @@ run: setup
 	$(BIN)/python examples/make_tiny.py
 	$(BIN)/rollout nightly --config $(CONFIG)
 
+# Two files at a time: much of the suite waits for processes that it started.
 test: setup
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 test-fast: setup
 	$(BIN)/pytest -m "not engine and not server"

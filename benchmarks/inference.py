@@ -38,7 +38,7 @@ class Size:
     num_prompts: int
     rounds: int
     model: Mapping[str, int] = field(default_factory=dict)
-    """Of `make_model`, instead of its 2.9 million parameters."""
+    """Of `make_model`, instead of its 3.3 million parameters."""
 
 
 SIZES = {

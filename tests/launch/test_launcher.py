@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +80,12 @@ def update(
 
 def ranks_of(process: psutil.Process) -> dict[int, psutil.Process]:
     """The ranks that ``process`` started, by number."""
-    children = process.children()
-    return {
-        int(child.environ().get("RANK", 0)): child
-        for child in children
-        if "rollout_core.launch.rank" in child.cmdline()
-    }
+    ranks: dict[int, psutil.Process] = {}
+    for child in process.children():
+        with suppress(psutil.NoSuchProcess):  # ended by now, or a zombie of an earlier test
+            if "rollout_core.launch.rank" in child.cmdline():
+                ranks[int(child.environ().get("RANK", 0))] = child
+    return ranks
 
 
 def test_a_killed_rank_is_named_nothing_is_left_and_the_next_run_ends_in_the_same_bytes(tiny_model, tmp_path):
