@@ -133,9 +133,8 @@ async def complete_samples(
     those with ``problems`` fail for that reason."""
     options = options or BatchOptions()
     ledger = _ledger(store, objects, worker_id, options)
-    run = _BatchRun(ledger, engine, samples, params, options, on_progress, problems or {})
-    rollouts = await ledger.enqueue(samples, mode=options.mode, source=source)
-    return await run.finish(await ledger.standing_of(rollouts, exclusive=options.exclusive))
+    run = _BatchRun(ledger, engine, samples, params, options, on_progress, problems or {}, source)
+    return await run.finish()
 
 
 async def assist(
@@ -156,7 +155,7 @@ async def assist(
     if options.deterministic and not engine.batch_invariant:
         return Work()
     ledger = _ledger(store, objects, worker_id, options)
-    run = _BatchRun(ledger, engine, samples[::-1], params, options, on_progress, {})
+    run = _BatchRun(ledger, engine, samples[::-1], params, options, on_progress, {}, None)
     await run.help()
     return run.work
 
@@ -184,6 +183,7 @@ class _BatchRun:
         options: BatchOptions,
         on_progress: Callable[[Progress], None],
         problems: Mapping[ContentId, str],
+        source: ContentId | None,
     ) -> None:
         self.ledger = ledger
         self._engine = engine
@@ -194,6 +194,8 @@ class _BatchRun:
         self._exclusive = options.exclusive
         self._on_progress = on_progress
         self._problems = problems
+        self._source = source
+        """Where the samples come from; None: only those are worked on that their own worker has made known."""
         self._lines: dict[ContentId, bytes] = {}
         self._ended: dict[ContentId, float] = {}
         self._failed: set[ContentId] = set()
@@ -203,8 +205,15 @@ class _BatchRun:
         """Whether the set is generated and committed as one."""
         self.work = Work()
 
-    async def finish(self, standing: Standing) -> Completed:
-        """The outcome of every sample; ``standing`` is where they all stand now."""
+    async def finish(self) -> Completed:
+        """The outcome of every sample."""
+        if not self._exclusive and self._source is not None:
+            # Known at once, so that others can help.
+            samples = list(self._samples.values())
+            rollouts = await self.ledger.enqueue(samples, mode=self.options.mode, source=self._source)
+            standing = await self.ledger.standing_of(rollouts, exclusive=False)
+        else:
+            standing = await self._look(list(self._samples))
         while True:
             self._note(standing)
             wanted = standing.free
@@ -237,7 +246,9 @@ class _BatchRun:
         return [sample for sample in self._samples if sample not in self._lines]
 
     async def _look(self, sample_ids: Sequence[ContentId]) -> Standing:
-        return await self.ledger.standing(sample_ids, exclusive=self._exclusive)
+        return await self.ledger.standing(
+            sample_ids, exclusive=self._exclusive, unknown_are_free=self._source is not None
+        )
 
     def _note(self, standing: Standing) -> None:
         self._lines.update(standing.done)
@@ -295,7 +306,11 @@ class _BatchRun:
             standing = await self._look(block)
             self._note(standing)
             block = standing.free
-        claimed = await self.ledger.claim(block, standing)
+        unknown = [self._samples[sample] for sample in block if sample not in standing.attempts]
+        claimed = await self.ledger.claim([sample for sample in block if sample in standing.attempts], standing)
+        if unknown and self._source is not None:
+            claimed |= await self.ledger.begin(unknown, mode=self.options.mode, source=self._source)
+            claimed = {sample: claimed[sample] for sample in block if sample in claimed}
         if self.whole and len(claimed) < len(block):
             # A part of a whole is never generated; others finished the rest, so look again.
             await self.ledger.release(claimed.values())

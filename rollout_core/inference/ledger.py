@@ -107,25 +107,37 @@ class SampleLedger:
         """
         rollouts: list[Rollout] = []
         for start in range(0, len(samples), CHUNK):
-            rollouts += await self._store.enqueue_many_rollouts(
-                [
-                    EnqueueRolloutRequest(
-                        rollout_id=sample.id,
-                        input={"prompt": sample.prompt, "index": sample.index},
-                        mode=mode,
-                        metadata={"samples": source, "kind": "sample"},
-                    )
-                    for sample in samples[start : start + CHUNK]
-                ]
-            )
+            requests = _requests(samples[start : start + CHUNK], mode, source)
+            rollouts += await self._store.enqueue_many_rollouts(requests)
         return rollouts
 
-    async def standing(self, sample_ids: Sequence[ContentId], *, exclusive: bool) -> Standing:
+    async def begin(
+        self, samples: Sequence[Sample], *, mode: RolloutMode, source: ContentId
+    ) -> dict[ContentId, AttemptedRollout]:
+        """Make samples that are unknown rollouts and claim them at once; without those that another was quicker with.
+
+        To be preferred to ``enqueue`` and ``claim`` where nobody else would take them meanwhile.
+        """
+        claimed: dict[ContentId, AttemptedRollout] = {}
+        for start in range(0, len(samples), CHUNK):
+            requests = _requests(samples[start : start + CHUNK], mode, source)
+            for rollout in await self._store.start_many_rollouts(requests, worker_id=self._worker_id):
+                if rollout is not None:
+                    claimed[cast(ContentId, rollout.rollout_id)] = rollout
+                    _held.add(rollout.attempt.attempt_id)
+        return claimed
+
+    async def standing(
+        self, sample_ids: Sequence[ContentId], *, exclusive: bool, unknown_are_free: bool = False
+    ) -> Standing:
         """Look every sample up. With ``exclusive`` no one else works on them, so unfinished ones are free at once."""
         rollouts: list[Rollout] = []
         for start in range(0, len(sample_ids), CHUNK):
             rollouts += await self._store.query_rollouts(rollout_id_in=sample_ids[start : start + CHUNK])
-        return await self.standing_of(rollouts, exclusive=exclusive)
+        standing = await self.standing_of(rollouts, exclusive=exclusive)
+        if unknown_are_free:
+            standing.free += [sample for sample in sample_ids if sample not in standing.attempts]
+        return standing
 
     async def standing_of(self, rollouts: Iterable[Rollout], *, exclusive: bool) -> Standing:
         """Where samples stand whose rollouts were just looked at."""
@@ -210,8 +222,8 @@ class SampleLedger:
     async def claim(self, sample_ids: Sequence[ContentId], standing: Standing) -> dict[ContentId, AttemptedRollout]:
         """Start a new attempt of each sample for this worker, superseding older ones.
 
-        ``standing`` is where they stood when they were looked at. A sample that another worker finished since then
-        keeps its completion and is left out.
+        ``standing`` is where they stood when they were looked at, and all were known. A sample that another worker
+        finished since then keeps its completion and is left out.
         """
         claimed: dict[ContentId, AttemptedRollout] = {}
         for start in range(0, len(sample_ids), CHUNK):
@@ -284,6 +296,18 @@ class SampleLedger:
         ]
         for start in range(0, len(updates), CHUNK):
             await self._store.update_many_attempts(updates[start : start + CHUNK], fenced=True)
+
+
+def _requests(samples: Sequence[Sample], mode: RolloutMode, source: ContentId) -> list[EnqueueRolloutRequest]:
+    return [
+        EnqueueRolloutRequest(
+            rollout_id=sample.id,
+            input={"prompt": sample.prompt, "index": sample.index},
+            mode=mode,
+            metadata={"samples": source, "kind": "sample"},
+        )
+        for sample in samples
+    ]
 
 
 def _made_by_last(span: Span, rollout: Rollout) -> bool:

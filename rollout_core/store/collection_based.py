@@ -191,7 +191,15 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         worker_id: str | None = None,
     ) -> AttemptedRollout:
         request = operations.new_rollout(enqueue_request(input, mode, resources_id, config, metadata))
-        return await self._do(lambda work: operations.start_new(work, request, worker_id))
+        [rollout] = await self._do(lambda work: operations.start_new(work, [request], worker_id))
+        assert rollout is not None, "its id is new"
+        return rollout
+
+    async def start_many_rollouts(
+        self, rollouts: Sequence[EnqueueRolloutRequest], *, worker_id: str | None = None
+    ) -> Sequence[AttemptedRollout | None]:
+        requests = [operations.new_rollout(request) for request in rollouts]
+        return await self._do(lambda work: operations.start_new(work, requests, worker_id))
 
     async def start_many_attempts(
         self, rollout_ids: Sequence[str], *, worker_id: str | None = None

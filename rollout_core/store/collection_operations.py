@@ -131,12 +131,18 @@ def begin_attempt(work: Work, state: RolloutState, worker_id: str | None) -> Att
     return rollout
 
 
-async def start_new(work: Work, request: NewRollout, worker_id: str | None) -> AttemptedRollout:
-    """Store a rollout that never was in the queue, together with its first attempt."""
-    [state] = await enqueue(work, [request], "preparing")
-    started = begin_attempt(work, state, worker_id)
-    work.note_worker(state.latest)
-    return started
+async def start_new(work: Work, requests: Sequence[NewRollout], worker_id: str | None) -> list[AttemptedRollout | None]:
+    """Start the first attempt of each rollout; None for one that has had an attempt.
+
+    Those that are unknown are stored, and never were in the queue.
+    """
+    started: dict[str, AttemptedRollout] = {}
+    states = await enqueue(work, requests, "preparing")
+    for state in states:
+        if not state.attempt_count:
+            started[state.rollout.rollout_id] = begin_attempt(work, state, worker_id)
+            work.note_worker(state.latest)
+    return [started.get(state.rollout.rollout_id) for state in states]
 
 
 async def start(work: Work, rollout_ids: Sequence[str], worker_id: str | None) -> list[AttemptedRollout]:

@@ -43,6 +43,7 @@ class ForwardingLightningStore(LightningStore):
     claim_rollouts = _forwarded(LightningStore.claim_rollouts)
     release_rollouts = _forwarded(LightningStore.release_rollouts)
     start_rollout = _forwarded(LightningStore.start_rollout)
+    start_many_rollouts = _forwarded(LightningStore.start_many_rollouts)
     start_many_attempts = _forwarded(LightningStore.start_many_attempts)
     start_attempt = _forwarded(LightningStore.start_attempt)
     update_rollout = _forwarded(LightningStore.update_rollout)

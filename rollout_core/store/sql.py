@@ -198,7 +198,16 @@ class SqlLightningStore(LightningStore):
     ) -> AttemptedRollout:
         check_ids(worker_id)
         request = sql_queue.new_rollout(enqueue_request(input, mode, resources_id, config, metadata))
-        return await self._write(lambda tx: sql_queue.start_new(tx, request, worker_id))
+        [rollout] = await self._database.write_batch(sql_queue.start_new, [(request, worker_id)])
+        assert rollout is not None, "its id is new"
+        return rollout
+
+    async def start_many_rollouts(
+        self, rollouts: Sequence[EnqueueRolloutRequest], *, worker_id: str | None = None
+    ) -> Sequence[AttemptedRollout | None]:
+        check_ids(worker_id)
+        requests = [(sql_queue.new_rollout(request), worker_id) for request in rollouts]
+        return await self._database.write_batch(sql_queue.start_new, requests)
 
     async def start_many_attempts(
         self, rollout_ids: Sequence[str], *, worker_id: str | None = None

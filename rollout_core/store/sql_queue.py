@@ -87,19 +87,11 @@ def enqueue(tx: Transaction, requests: Sequence[NewRollout]) -> list[Rollout]:
 
     Raises Conflict, and queues none, if a known id comes with another input.
     """
-    known = _find_known(tx, [request.rollout_id for request in requests if request.given_id])
-    fresh: dict[str, NewRollout] = {}
-    for request in requests:
-        if request.rollout_id in known:
-            stored_json = known[request.rollout_id].input_json
-        else:
-            stored_json = fresh.setdefault(request.rollout_id, request).input_json
-        if not same_json(request.input_json, stored_json):
-            raise Conflict(
-                f"rollout {request.rollout_id} exists with another input; one id stands for one input, use a new id"
-            )
+    known, fresh = _sort_out(tx, requests)
     rollouts = {rollout_id: stored.rollout for rollout_id, stored in known.items()}
-    for state, request in zip(_insert(tx, list(fresh.values()), "queuing"), fresh.values(), strict=True):
+    states = _new_states(tx, fresh, "queuing")
+    _write_new(tx, states, fresh)
+    for state, request in zip(states, fresh, strict=True):
         rollouts[state.rollout_id] = rollout_of(state, request.input_json, request.metadata_json)
     return [rollouts[request.rollout_id] for request in requests]
 
@@ -205,13 +197,28 @@ def start(tx: Transaction, rollout_ids: Sequence[str], worker_id: str | None) ->
     return [started[rollout_id] for rollout_id in rollout_ids]
 
 
-def start_new(tx: Transaction, request: NewRollout, worker_id: str | None) -> AttemptedRollout:
-    """Store a rollout that never was in the queue, together with its first attempt."""
-    [state] = _insert(tx, [request], "preparing")
-    attempts = _begin_attempts(tx, [state], [Taker(worker_id)])
-    if worker_id is not None:
-        note_attempts(tx, attempts)
-    return _attempted(state, request.input_json, request.metadata_json, attempts[0])
+def start_new(tx: Transaction, starts: Sequence[tuple[NewRollout, str | None]]) -> list[AttemptedRollout | None]:
+    """Start the first attempt of each rollout for its worker; None for one that has had an attempt.
+
+    Those that are unknown are stored, and never were in the queue. Raises as ``enqueue``.
+    """
+    workers = {request.rollout_id: worker_id for request, worker_id in reversed(starts)}
+    known, fresh = _sort_out(tx, [request for request, _ in starts])
+    states = _new_states(tx, fresh, "preparing")
+    attempts = _new_attempts(tx, states, [Taker(workers[state.rollout_id]) for state in states])
+    _write_new(tx, states, fresh)
+    started = {
+        state.rollout_id: _attempted(state, request.input_json, request.metadata_json, attempt)
+        for state, request, attempt in zip(states, fresh, attempts, strict=True)
+    }
+    by_worker: dict[str | None, list[str]] = {}
+    for rollout_id, stored in known.items():
+        if not isinstance(stored.rollout, AttemptedRollout):
+            by_worker.setdefault(workers[rollout_id], []).append(rollout_id)
+    for worker_id, waiting in by_worker.items():
+        started |= {rollout.rollout_id: rollout for rollout in start(tx, waiting, worker_id)}
+    note_attempts(tx, [attempt for attempt in attempts if attempt.worker_id is not None])
+    return [started.get(request.rollout_id) for request, _ in starts]
 
 
 class _Known(NamedTuple):
@@ -226,14 +233,31 @@ def _find_known(tx: Transaction, rollout_ids: list[str]) -> dict[str, _Known]:
     return {row[1]: _Known(rollout_model(row), row[NUM_ROLLOUT]) for row in found}
 
 
-def _insert(tx: Transaction, requests: Sequence[NewRollout], status: RolloutStatus) -> list[RolloutState]:
-    """Write new rollouts; queued ones at the tail."""
+def _sort_out(tx: Transaction, requests: Sequence[NewRollout]) -> tuple[dict[str, _Known], list[NewRollout]]:
+    """Rollouts that are known, and the first request of each other one. Raises Conflict for an id with two inputs."""
+    known = _find_known(tx, [request.rollout_id for request in requests if request.given_id])
+    fresh: dict[str, NewRollout] = {}
+    for request in requests:
+        if request.rollout_id in known:
+            stored_json = known[request.rollout_id].input_json
+        else:
+            stored_json = fresh.setdefault(request.rollout_id, request).input_json
+        if not same_json(request.input_json, stored_json):
+            raise Conflict(
+                f"rollout {request.rollout_id} exists with another input; one id stands for one input, use a new id"
+            )
+    return known, list(fresh.values())
+
+
+def _new_states(tx: Transaction, requests: Sequence[NewRollout], status: RolloutStatus) -> list[RolloutState]:
+    """New rollouts, not yet written; queued ones at the tail."""
     if not requests:
         return []
     keys = tx.next_numbers("rollout", len(requests))
     positions = tx.next_numbers("queue", len(requests)) if status == "queuing" else [None] * len(requests)
     latest_resources = tx.row("SELECT resources_id FROM resources ORDER BY change_number DESC LIMIT 1")
-    states = [
+    tx.counted[status] += len(requests)
+    return [
         RolloutState(
             key=key,
             rollout_id=request.rollout_id,
@@ -250,10 +274,12 @@ def _insert(tx: Transaction, requests: Sequence[NewRollout], status: RolloutStat
         )
         for request, key, position in zip(requests, keys, positions, strict=True)
     ]
-    tx.counted[status] += len(states)
+
+
+def _write_new(tx: Transaction, states: Sequence[RolloutState], requests: Sequence[NewRollout]) -> None:
     tx.run_many(
         "INSERT INTO rollouts (key, rollout_id, status, mode, resources_id, start_time, config, attempt_count,"
-        " last_sequence_id, queue_position) VALUES (?, ?, ?, ?, ?, ?, ?, 0, 0, ?)",
+        " last_sequence_id, queue_position, due_time) VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?)",
         [
             (
                 state.key,
@@ -263,7 +289,9 @@ def _insert(tx: Transaction, requests: Sequence[NewRollout], status: RolloutStat
                 state.resources_id,
                 state.start_time,
                 state.config_json,
+                state.attempt_count,
                 state.queue_position,
+                state.due_time,
             )
             for state in states
         ],
@@ -275,7 +303,6 @@ def _insert(tx: Transaction, requests: Sequence[NewRollout], status: RolloutStat
             for state, request in zip(states, requests, strict=True)
         ],
     )
-    return states
 
 
 def _attempt_ids(claim_id: str, count: int) -> list[str]:
@@ -283,7 +310,14 @@ def _attempt_ids(claim_id: str, count: int) -> list[str]:
 
 
 def _begin_attempts(tx: Transaction, states: Sequence[RolloutState], takers: Sequence[Taker]) -> list[Attempt]:
-    """Give each rollout its next attempt, in preparing."""
+    """Give each rollout its next attempt, in preparing, and write it back."""
+    attempts = _new_attempts(tx, states, takers)
+    save_rollouts(tx, states)
+    return attempts
+
+
+def _new_attempts(tx: Transaction, states: Sequence[RolloutState], takers: Sequence[Taker]) -> list[Attempt]:
+    """Write the next attempt of each rollout, in preparing; the rollouts are changed, and not written."""
     attempts: list[Attempt] = []
     drawn = secrets.token_hex(6 * len(states))  # at once: a draw is a call of the system
     for place, (state, taker) in enumerate(zip(states, takers, strict=True)):
@@ -312,7 +346,6 @@ def _begin_attempts(tx: Transaction, states: Sequence[RolloutState], takers: Seq
             for state, attempt in zip(states, attempts, strict=True)
         ],
     )
-    save_rollouts(tx, states)
     return attempts
 
 

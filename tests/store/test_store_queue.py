@@ -310,9 +310,55 @@ async def test_a_workers_id_is_text_and_nothing_is_started_for_another(store, ma
     for start in (
         lambda: store.start_many_attempts([rollout.rollout_id], worker_id=5),
         lambda: store.start_rollout(2, worker_id=5),
+        lambda: store.start_many_rollouts([EnqueueRolloutRequest(rollout_id="other", input=3)], worker_id=5),
         lambda: store.dequeue_rollout(worker_id=5),
     ):
         with pytest.raises(ConfigError):
             await start()
     assert (await store.query_rollouts()).total == 1
     assert await make.status(store, rollout.rollout_id) == "queuing"
+
+
+async def test_many_rollouts_start_at_once_and_are_never_in_the_queue(store, make, clock):
+    requests = [EnqueueRolloutRequest(rollout_id=f"s{n}", input={"n": n}, metadata={"m": n}) for n in range(300)]
+    started = await store.start_many_rollouts(requests, worker_id="w")
+    assert [(item.rollout_id, item.input, item.metadata) for item in started] == [
+        (f"s{n}", {"n": n}, {"m": n}) for n in range(300)
+    ]
+    assert {(item.status, item.attempt.sequence_id, item.attempt.worker_id) for item in started} == {
+        ("preparing", 1, "w")
+    }
+    assert len({item.attempt.attempt_id for item in started}) == 300
+    assert await store.dequeue_rollout() is None
+    read = await store.query_rollouts(rollout_id_in=["s7"])
+    assert list(read) == [started[7]] and started[7].start_time == clock.now
+    assert (await store.get_worker_by_id("w")).current_attempt_id == started[-1].attempt.attempt_id
+    statistics = await store.statistics()
+    assert (statistics["total_rollouts"], statistics["total_attempts"]) == (300, 300)
+
+
+async def test_rollouts_that_were_attempted_are_not_started_again(store, make):
+    done = await store.start_rollout(1)
+    queued = await store.enqueue_rollout(2)
+    requests = [
+        EnqueueRolloutRequest(rollout_id=rollout_id, input=n)
+        for rollout_id, n in ((done.rollout_id, 1), (queued.rollout_id, 2), ("new", 3), ("new", 3))
+    ]
+    first, second, third, again = await store.start_many_rollouts(requests)
+    assert first is None
+    assert (second.rollout_id, second.attempt.sequence_id, third.rollout_id) == (queued.rollout_id, 1, "new")
+    assert again == third
+    assert (await store.get_rollout_by_id(done.rollout_id)).attempt == done.attempt
+    assert await store.dequeue_rollout() is None
+    assert list(await store.start_many_rollouts(requests)) == [None] * 4
+    with pytest.raises(Conflict, match="exists with another input"):
+        await store.start_many_rollouts([EnqueueRolloutRequest(rollout_id="new", input=4)])
+    assert list(await store.start_many_rollouts([])) == []
+
+
+async def test_a_started_rollout_is_watched_and_tried_again(store, make, clock):
+    config = RolloutConfig(timeout_seconds=5, max_attempts=2, retry_condition=["timeout"])
+    [rollout] = await store.start_many_rollouts([EnqueueRolloutRequest(rollout_id="r", input=1, config=config)])
+    clock.advance(6)
+    again = await store.dequeue_rollout()
+    assert (again.rollout_id, again.attempt.sequence_id) == (rollout.rollout_id, 2)
