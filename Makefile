@@ -29,7 +29,7 @@ run: setup
 
 # Two files at a time: much of the suite waits for processes that it started.
 test: setup
-	$(BIN)/pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-fast: setup
 	$(BIN)/pytest -m "not engine and not server"

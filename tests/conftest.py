@@ -37,14 +37,6 @@ PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT / "examples"))
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Beside each other run files, whose tests share what they made; those of the vLLM engine are as one."""
-    for item in items:
-        group = "vllm" if "vllm_engine" in getattr(item, "fixturenames", ()) else None
-        item.add_marker(pytest.mark.xdist_group(group or item.path.relative_to(PROJECT).as_posix()))
-
-
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen2 of about 0.1 million random parameters with a tokenizer, in Hugging Face format."""
