@@ -382,6 +382,7 @@ class _Round:
         self._group: list[tuple[AttemptedRollout, Outcome]] = []
         self._group_began = time.monotonic()
         self._commits: deque[asyncio.Task[None]] = deque()
+        self._claiming: asyncio.Task[dict[ContentId, AttemptedRollout]] | None = None
 
     async def run(self) -> None:
         """Until all blocks are committed, or an error, after which what is claimed and unfinished is given back."""
@@ -389,11 +390,8 @@ class _Round:
         try:
             await self._lane.turn()
             while True:
-                while self._blocks and self._lane.waiting < self._run.options.claim_size:
-                    await self._claim(self._blocks.popleft())
-                    if not self._blocks:
-                        self._lane.end()
-                if not self._under_way:
+                await self._claim_ahead()
+                if not self._under_way and self._claiming is None:
                     break
                 for outcome in await self._lane.outcomes(timeout=min(commit_seconds, 5.0) if self._group else None):
                     self._take(outcome)
@@ -404,17 +402,21 @@ class _Round:
             while self._commits:
                 await self._commits.popleft()
         finally:
-            await asyncio.gather(*self._commits, return_exceptions=True)
-            unfinished = [rollout for sample, rollout in self._claimed.items() if not self._run.is_done(sample)]
-            if unfinished:
-                # Those that nobody took over; and why they are unfinished is more telling than a failure to say so.
-                with suppress(RolloutError):
-                    await self._run.ledger.release(unfinished)
-            self._run.ledger.let_go(self._claimed.values())
+            await self._give_back()
 
-    async def _claim(self, block: Sequence[ContentId]) -> None:
-        claimed = await self._run.claim(block, self._standing)
-        self._claimed |= claimed
+    async def _claim_ahead(self) -> None:
+        """Hand what was claimed to the engine, and claim the next block as soon as there is room for it."""
+        if self._claiming is not None and self._claiming.done():
+            claiming, self._claiming = self._claiming, None
+            await self._submit(claiming.result())
+            if not self._blocks:
+                self._lane.end()
+        if self._claiming is None and self._blocks and self._lane.waiting < self._run.options.claim_size:
+            self._claiming = asyncio.create_task(self._run.claim(self._blocks.popleft(), self._standing))
+            self._claiming.add_done_callback(lambda _: self._lane.wake())
+
+    async def _submit(self, claimed: Mapping[ContentId, AttemptedRollout]) -> None:
+        self._claimed.update(claimed)
         requests: list[Request] = []
         for sample in claimed:
             request = self._run.request(sample)
@@ -425,6 +427,19 @@ class _Round:
         self._under_way += len(requests)
         self._lane.submit(requests)
         await self._commit_if_full()
+
+    async def _give_back(self) -> None:
+        """Wait for what is under way to the store, and release what is claimed and unfinished."""
+        await asyncio.gather(*self._commits, return_exceptions=True)
+        if self._claiming is not None:
+            for claimed in await asyncio.gather(self._claiming, return_exceptions=True):
+                self._claimed.update({} if isinstance(claimed, BaseException) else claimed)
+        unfinished = [rollout for sample, rollout in self._claimed.items() if not self._run.is_done(sample)]
+        if unfinished:
+            # Those that nobody took over; and why they are unfinished is more telling than a failure to say so.
+            with suppress(RolloutError):
+                await self._run.ledger.release(unfinished)
+        self._run.ledger.let_go(self._claimed.values())
 
     def _take(self, outcome: Outcome) -> None:
         sample, work = cast(ContentId, outcome.key), self._run.work

@@ -187,6 +187,10 @@ class Lane:
                 self._ready.set()
         return outcomes
 
+    def wake(self) -> None:
+        """Called in the lane's event loop: let ``outcomes`` return, though there may be none."""
+        self._ready.set()
+
     def deliver(self, outcome: Outcome) -> None:
         """Called by the thread of the lanes."""
         with self._lock:

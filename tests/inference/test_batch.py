@@ -173,6 +173,37 @@ async def test_a_cancelled_batch_gives_back_what_it_did_not_finish(batch, tiny):
     assert slow.closed_streams == 1, "the engine is free again"
 
 
+async def test_what_is_being_claimed_when_the_engine_fails_is_given_back(batch, tiny, monkeypatch):
+    begin, claims = SampleLedger.begin, []
+
+    async def slow(self, samples, **options):
+        claims.append(await begin(self, samples, **options))
+        if len(claims) > 1:
+            await asyncio.sleep(0.3)
+        return claims[-1]
+
+    monkeypatch.setattr(SampleLedger, "begin", slow)
+    broken = WatchedEngine(tiny)
+    broken.fail_after = 1
+    with pytest.raises(RuntimeError, match="the engine broke"):
+        await batch.complete(broken, claim_size=4)
+    assert len(claims) == 2 and await batch.statuses() == {"failed": 8}
+
+
+async def test_a_claim_that_fails_ends_the_batch_with_its_reason(batch, watched, monkeypatch):
+    begin = SampleLedger.begin
+
+    async def refuse_others(self, samples, **options):
+        if samples[0].id != batch.ids[0]:
+            raise Recoverable("no database")
+        return await begin(self, samples, **options)
+
+    monkeypatch.setattr(SampleLedger, "begin", refuse_others)
+    with pytest.raises(Recoverable, match="no database"):
+        await batch.complete(watched, claim_size=4)
+    assert watched.closed_streams == 1 and "preparing" not in await batch.statuses()
+
+
 async def test_a_commit_that_fails_stops_the_engine_before_the_error_is_raised(batch, watched, monkeypatch):
     async def refuse(self, group):
         raise Recoverable("no room")
