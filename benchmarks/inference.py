@@ -8,7 +8,8 @@ baselines reach into the engine that the flow keeps resident, so that no side co
 - lean: the same with what the flow spares itself too: token ids given, no text made, flat logprobs.
 
 All sides draw the same tokens (checked in every round), in alternating order; each round has a new sampling seed, so
-nothing of it is cached. Plain and lean do no tokenising of their own accord in the timed part beyond what they need.
+nothing of it is cached. A first round over a few prompts starts the engine and warms every side; it does not count.
+Plain and lean do no tokenising of their own accord in the timed part beyond what they need.
 
 Run: python benchmarks/inference.py [--quick | --size large]
 """
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,6 +31,10 @@ from harness import Figures, no_collection, own_place, own_server
 
 MAX_TOKENS = 64
 MAX_MODEL_LEN = 128
+PROMPTS = "prompts.jsonl"
+FIRST_PROMPTS = "first.jsonl"
+"""Of the round that warms up."""
+NUM_FIRST_PROMPTS = 32
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Size:
 SIZES = {
     "quick": Size(num_prompts=200, rounds=3),
     "full": Size(num_prompts=5_000, rounds=2),
-    "large": Size(num_prompts=300, rounds=2, model={"hidden_size": 768, "num_layers": 14}),
+    "large": Size(num_prompts=300, rounds=1, model={"hidden_size": 768, "num_layers": 14}),
 }
 """``large``: a model of 101 million parameters."""
 
@@ -69,8 +75,9 @@ def make_inputs(folder: Path, num_prompts: int, **model: int) -> None:
 
     make_model(folder / "model", **model)
     problems = make_problems(num_prompts, random.Random(SEED))
-    lines = (json.dumps({"prompt": prompt}) + "\n" for prompt, _ in problems)
-    (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
+    lines = [json.dumps({"prompt": prompt}) + "\n" for prompt, _ in problems]
+    (folder / PROMPTS).write_text("".join(lines), encoding="utf-8")
+    (folder / FIRST_PROMPTS).write_text("".join(lines[:NUM_FIRST_PROMPTS]), encoding="utf-8")
 
 
 class Benchmark:
@@ -90,9 +97,9 @@ class Benchmark:
         model = import_model(self._source, objects, Path.cwd())
         self._model = ModelRef(model, objects.local_tree(model, places.cache_folder()))
         self._tokenizer = load_tokenizer(self._model.folder)
-        self._rows = read_prompts("prompts.jsonl", base=Path.cwd())
+        self._rows = {name: read_prompts(name, base=Path.cwd()) for name in (PROMPTS, FIRST_PROMPTS)}
 
-    def flow(self, seed: int) -> tuple[float, list[list[int]], dict[str, float]]:
+    def flow(self, seed: int, prompts: str) -> tuple[float, list[list[int]], dict[str, float]]:
         """Seconds of the whole flow, the tokens it drew and the seconds of its stages."""
         from flows import batch
         from rollout_core.config import InferBatchConfig, InputGlob, OutputDir
@@ -100,7 +107,7 @@ class Benchmark:
         config = InferBatchConfig(
             model=self._source,
             sampling=self._sampling(seed),
-            input=InputGlob(glob="prompts.jsonl"),
+            input=InputGlob(glob=prompts),
             output=OutputDir(dir=f"completions-{seed}"),
             backend=self._backend,
         )
@@ -123,7 +130,7 @@ class Benchmark:
         rows = (row for blob in blobs for row in decode_completions_blob(places.objects().get_bytes(blob)))
         return [list(row.token_ids) for row in rows]
 
-    def generate(self, seed: int, *, lean: bool) -> tuple[float, list[list[int]]]:
+    def generate(self, seed: int, prompts: str, *, lean: bool) -> tuple[float, list[list[int]]]:
         """Seconds of `LLM.generate` and the tokens it drew."""
         import vllm
 
@@ -132,20 +139,21 @@ class Benchmark:
         from rollout_core.inference.samples import make_samples
 
         sampling = self._sampling(seed)
-        samples = make_samples(self._tokenizer, self._rows, model=self._model.content_id, params=sampling.params)
+        rows = self._rows[prompts]
+        samples = make_samples(self._tokenizer, rows, model=self._model.content_id, params=sampling.params)
         options: dict[str, Any] = {"detokenize": False, "flat_logprobs": True} if lean else {}
         params = [
             vllm.SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, seed=seed_of(sample.id), logprobs=0, **options)
             for sample in samples
         ]
-        prompts: list[Any] = (
+        inputs: list[Any] = (
             [vllm.TokensPrompt(prompt_token_ids=sample.prompt_token_ids) for sample in samples]
             if lean
             else [sample.prompt for sample in samples]
         )
         with engine(self._backend, self._model) as backend, no_collection():
             started = time.perf_counter()
-            outputs = backend._llm.generate(prompts, params, use_tqdm=False)  # pyright: ignore[reportAttributeAccessIssue]
+            outputs = backend._llm.generate(inputs, params, use_tqdm=False)  # pyright: ignore[reportAttributeAccessIssue]
             seconds = time.perf_counter() - started
         return seconds, [list(output.outputs[0].token_ids) for output in outputs]
 
@@ -179,15 +187,15 @@ def measure(size: Size) -> Figures:
     ours, plain, lean = Side(), Side(), Side()
     stages: dict[str, list[float]] = {}
 
-    def run_flow(seed: int) -> list[list[int]]:
-        seconds, tokens, of_stages = benchmark.flow(seed)
+    def run_flow(seed: int, prompts: str) -> list[list[int]]:
+        seconds, tokens, of_stages = benchmark.flow(seed, prompts)
         note(ours, seconds, tokens)
         for name, stage_seconds in of_stages.items():
             stages.setdefault(name, []).append(stage_seconds)
         return tokens
 
-    def run_generate(side: Side, seed: int) -> list[list[int]]:
-        seconds, tokens = benchmark.generate(seed, lean=side is lean)
+    def run_generate(side: Side, seed: int, prompts: str) -> list[list[int]]:
+        seconds, tokens = benchmark.generate(seed, prompts, lean=side is lean)
         note(side, seconds, tokens)
         return tokens
 
@@ -195,11 +203,10 @@ def measure(size: Size) -> Figures:
         side.seconds.append(seconds)
         side.tokens.append(sum(map(len, tokens)))
 
-    sides = [run_flow, lambda seed: run_generate(plain, seed), lambda seed: run_generate(lean, seed)]
-    # The first round starts the engine and warms every side; it does not count.
+    sides = [run_flow, partial(run_generate, plain), partial(run_generate, lean)]
     for seed in range(size.rounds + 1):
         turn = seed % len(sides)
-        drawn = [run(seed) for run in sides[turn:] + sides[:turn]]
+        drawn = [run(seed, PROMPTS if seed else FIRST_PROMPTS) for run in sides[turn:] + sides[:turn]]
         if any(tokens != drawn[0] for tokens in drawn):
             raise RuntimeError(f"round {seed}: the sides drew different tokens, so their times do not compare")
     for values in (*(part for side in (ours, plain, lean) for part in (side.seconds, side.tokens)), *stages.values()):

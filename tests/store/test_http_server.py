@@ -259,7 +259,9 @@ async def test_a_client_is_told_that_its_batch_is_too_large(server):
         assert (await client.enqueue_rollout("small")).input == "small"
 
 
-@pytest.mark.parametrize("data", [b"not gzip", gzip.compress(b"{}" * 1000)[:-9], b"\x1f\x8b"])
+@pytest.mark.parametrize(
+    "data", [b"not gzip", gzip.compress(b"{}" * 1000)[:-9], b"\x1f\x8b"], ids=["not gzip", "cut off", "a head alone"]
+)
 async def test_broken_gzip_is_a_bad_request(web, data):
     headers = {"Content-Encoding": "gzip"}
     status, answer = await ask(web, "POST", f"{AGL}/queues/rollouts/enqueue", data=data, headers=headers)
