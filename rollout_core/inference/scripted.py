@@ -46,11 +46,13 @@ class ScriptedEngine(GathersStream):
 
     def _complete(self, group: Sequence[Request]) -> Iterator[Completion]:
         texts = [self._config.text.replace("{prompt}", request.prompt_text) for request in group]
-        encoded = token_ids_of(self._tokenizer, texts, special_tokens=False)
-        for request, text, ids in zip(group, texts, encoded, strict=True):
+        different = list(dict.fromkeys(texts))
+        encoded = dict(zip(different, token_ids_of(self._tokenizer, different, special_tokens=False), strict=True))
+        end = self._tokenizer.eos_token_id
+        for request, text in zip(group, texts, strict=True):
             if self._config.delay_seconds:
                 time.sleep(self._config.delay_seconds)
-            token_ids = [*ids, self._tokenizer.eos_token_id]
+            token_ids = [*encoded[text], end]
             cut = token_ids[: request.params.max_tokens]
             whole = len(cut) == len(token_ids)
             yield Completion(
