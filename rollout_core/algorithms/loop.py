@@ -17,10 +17,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from rollout_core.algorithms.allocation import keep_freed_memory
 from rollout_core.algorithms.gradients import GradientSum
 from rollout_core.algorithms.parallel import add_up, clip_gradients, deal, of_first, seed_step, world_size
 from rollout_core.algorithms.state import TrainState
-from rollout_core.allocation import keep_freed_memory
 from rollout_core.config import LearnerSettings, OptimizerConfig
 from rollout_core.devices import mixed_precision, probe_device
 from rollout_core.errors import Fatal

@@ -412,11 +412,15 @@ class _Round:
             if not self._blocks:
                 self._lane.end()
         if self._claiming is None and self._blocks and self._lane.waiting < self._run.options.claim_size:
-            self._claiming = asyncio.create_task(self._run.claim(self._blocks.popleft(), self._standing))
+            self._claiming = asyncio.create_task(self._claim(self._blocks.popleft()))
             self._claiming.add_done_callback(lambda _: self._lane.wake())
 
+    async def _claim(self, block: Sequence[ContentId]) -> dict[ContentId, AttemptedRollout]:
+        claimed = await self._run.claim(block, self._standing)
+        self._claimed |= claimed
+        return claimed
+
     async def _submit(self, claimed: Mapping[ContentId, AttemptedRollout]) -> None:
-        self._claimed.update(claimed)
         requests: list[Request] = []
         for sample in claimed:
             request = self._run.request(sample)
@@ -430,10 +434,8 @@ class _Round:
 
     async def _give_back(self) -> None:
         """Wait for what is under way to the store, and release what is claimed and unfinished."""
-        await asyncio.gather(*self._commits, return_exceptions=True)
-        if self._claiming is not None:
-            for claimed in await asyncio.gather(self._claiming, return_exceptions=True):
-                self._claimed.update({} if isinstance(claimed, BaseException) else claimed)
+        under_way = [*self._commits, *filter(None, [self._claiming])]
+        await asyncio.gather(*under_way, return_exceptions=True)
         unfinished = [rollout for sample, rollout in self._claimed.items() if not self._run.is_done(sample)]
         if unfinished:
             # Those that nobody took over; and why they are unfinished is more telling than a failure to say so.

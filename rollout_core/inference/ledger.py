@@ -31,7 +31,6 @@ from rollout_core.store import (
 )
 from rollout_core.store.span_fields import plain_span_fields, span_ids
 from rollout_core.store.types import RolloutMode
-from rollout_core.trusted import trusted
 
 COMPLETION_SPAN = "rollout.completion"
 FAILURE_SPAN = "rollout.failure"
@@ -40,8 +39,6 @@ BLOB_ATTRIBUTE = "rollout.completion.blob"
 GENERATOR_ATTRIBUTE = "rollout.completion.generator"
 ROW_ATTRIBUTE = "rollout.completion.row"
 CHUNK = 5_000
-_NO_UPDATE = AttemptUpdate(rollout_id="", attempt_id="").__dict__
-_PLAIN_REQUEST = EnqueueRolloutRequest(input=None).__dict__
 
 _held: set[str] = set()
 """Attempts that this process works on. Others of its own, which a failed release left behind, are nobody's."""
@@ -270,14 +267,10 @@ class SampleLedger:
                     name=FAILURE_SPAN if answer.passing else COMPLETION_SPAN,
                     attributes=self._attributes(answer, blob, row),
                 ),
-                trusted(
-                    AttemptUpdate,
-                    {
-                        **_NO_UPDATE,
-                        "rollout_id": answer.rollout.rollout_id,
-                        "attempt_id": answer.rollout.attempt.attempt_id,
-                        "status": "succeeded" if answer.failure is None else "failed",
-                    },
+                AttemptUpdate(
+                    rollout_id=answer.rollout.rollout_id,
+                    attempt_id=answer.rollout.attempt.attempt_id,
+                    status="succeeded" if answer.failure is None else "failed",
                 ),
             )
             for answer, (blob, row), ids in zip(answers, places, span_ids(len(answers)), strict=True)
@@ -307,15 +300,11 @@ class SampleLedger:
 
 def _requests(samples: Sequence[Sample], mode: RolloutMode, source: ContentId) -> list[EnqueueRolloutRequest]:
     return [
-        trusted(
-            EnqueueRolloutRequest,
-            {
-                **_PLAIN_REQUEST,
-                "rollout_id": sample.id,
-                "input": {"prompt": sample.prompt, "index": sample.index},
-                "mode": mode,
-                "metadata": {"samples": source, "kind": "sample"},
-            },
+        EnqueueRolloutRequest(
+            rollout_id=sample.id,
+            input={"prompt": sample.prompt, "index": sample.index},
+            mode=mode,
+            metadata={"samples": source, "kind": "sample"},
         )
         for sample in samples
     ]

@@ -13,7 +13,6 @@ from typing import Any
 
 import orjson
 
-from rollout_core.allocation import keep_freed_memory
 from rollout_core.config import SamplingParams
 from rollout_core.ids import ContentId
 from rollout_core.inference.batch import BatchOptions, Completed, Engine, Progress, Work, complete_samples
@@ -54,7 +53,6 @@ async def complete_shard(
     events: EventLog | None = None,
 ) -> tuple[ShardCompletions, Work]:
     """Bring every sample of a shard to its outcome and file them all, in order, as one blob."""
-    keep_freed_memory()
     with seldom_collected():
         samples, problems = await asyncio.to_thread(_samples, objects, engine, work)
         if events is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -79,3 +80,12 @@ def refusal(kind: str, base: Path, **changes: Any) -> str:
 
 def files(folder: Path) -> Iterator[tuple[str, bytes]]:
     yield from sorted((str(path), path.read_bytes()) for path in folder.rglob("*") if path.is_file())
+
+
+def cache_hub_model(work: Path, monkeypatch: pytest.MonkeyPatch, repository: str, revision: str = "main") -> None:
+    """The model of ``work`` as what the hub's cache holds of a repository, at one revision."""
+    cache = work / "hub" / f"models--{repository.replace('/', '--')}"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / revision).write_text("abc123")
+    shutil.copytree(work / "model", cache / "snapshots" / "abc123")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(work / "hub"))

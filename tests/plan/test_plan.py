@@ -18,7 +18,7 @@ from rollout_core.ids import hash_bytes
 from rollout_core.learner_plan import plan_sft
 from rollout_core.model_import import import_model
 from rollout_core.objects import ObjectStore
-from tests.plan.planning import CHAT, LONG, PLANS, TEMPLATE, document, files, jsonl, plan, refusal
+from tests.plan.planning import CHAT, LONG, PLANS, TEMPLATE, cache_hub_model, document, files, jsonl, plan, refusal
 
 
 @pytest.mark.parametrize("kind", PLANS)
@@ -193,11 +193,7 @@ def test_a_database_of_another_program_is_refused_and_left_as_it_is(work: Path):
 
 def test_the_tokenizer_of_a_cached_revision_is_that_revisions(work: Path, monkeypatch: pytest.MonkeyPatch):
     """No other revision is in the cache, so asking for any other would fail."""
-    cache = work / "hub" / "models--somebody--tiny"
-    (cache / "refs").mkdir(parents=True)
-    (cache / "refs" / "v2").write_text("abc123")
-    shutil.copytree(work / "model", cache / "snapshots" / "abc123")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(work / "hub"))
+    cache_hub_model(work, monkeypatch, "somebody/tiny", "v2")
     assert plan("infer-batch", work, model__uri="somebody/tiny", model__revision="v2")["inputs"] == 2
     assert "could not be reached" in refusal("infer-batch", work, model__uri="somebody/tiny")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from rollout_core.inference.prompt_files import PromptFiles, open_prompts
 from rollout_core.inference.prompt_shards import import_shards
 from rollout_core.model_import import import_model
 from rollout_core.objects import ObjectStore
-from tests.plan.planning import CHAT, LONG, document, jsonl, plan, refusal
+from tests.plan.planning import CHAT, LONG, cache_hub_model, document, jsonl, plan, refusal
 
 
 def test_prompts_that_will_fail_are_counted_and_stop_nothing(work: Path):
@@ -82,11 +81,7 @@ def test_a_model_that_was_imported_is_known_without_its_tokenizer_until_it_chang
 
 
 def test_a_gated_model_is_held_against_the_secrets(work: Path, monkeypatch: pytest.MonkeyPatch):
-    cache = work / "hub" / "models--meta-llama--tiny"
-    (cache / "refs").mkdir(parents=True)
-    (cache / "refs" / "main").write_text("abc123")
-    shutil.copytree(work / "model", cache / "snapshots" / "abc123")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(work / "hub"))
+    cache_hub_model(work, monkeypatch, "meta-llama/tiny")
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     told = plan("infer-batch", work, model__uri="meta-llama/tiny")["hub token"]
     assert told == "not set; meta-llama/tiny may ask for ROLLOUT_SECRET_HF_TOKEN"

@@ -1,8 +1,8 @@
-"""Freed memory stays with the process while it trains on a CPU, or holds one shard of samples after the other.
+"""Freed memory stays with the process while it trains on a CPU.
 
 Every step frees and takes the same tens of megabytes. glibc gives what lies at the top of its heap back to the kernel
 each time, and the next step then waits for the kernel to map and clear the pages again: 4 to 6 % of a small model's
-step, 1 to 3 % of a scripted shard.
+step.
 """
 
 from __future__ import annotations
