@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 
 def make_policy(vocabulary: int = 512) -> Any:
-    """A Qwen2 of 2.9 million parameters beside its embeddings, random, float32."""
+    """A Qwen2 of 3.2 million parameters beside its embeddings, random, float32."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

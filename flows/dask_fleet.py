@@ -232,7 +232,7 @@ class DaskFleet:
             worth = {
                 place: left / (1 + helpers[place])
                 for place, left in shards.items()
-                if left > helpers[place] * self._workers.claim_size
+                if left > helpers[place] * self._workers.claimed_together
             }
             if not worth:
                 return

@@ -142,7 +142,7 @@ class _ShardRun:
             keep_done=True,
             # Otherwise the stage's lock, a file, does not keep all others out.
             exclusive=places.storage_is_local() and self._workers.dask is None,
-            claim_size=self._workers.claim_size,
+            claim_size=self._workers.claimed_together,
             stale_after_seconds=self._workers.stale_after_seconds,
             max_model_len=self._limit,
             generator=generator_id(self._backend),

@@ -56,8 +56,9 @@ class WorkersConfig(Settings):
     """Shards worked on at the same time. One more is made ready meanwhile, so that the engine never waits for it."""
     shard_size: int = Field(default=4096, ge=1)
     """Prompts of a shard, which is one retryable, cached task."""
-    claim_size: int = Field(default=256, ge=1)
-    """Samples a worker claims at a time; an idle worker may take what a busy one has not claimed."""
+    claim_size: int | None = Field(default=None, ge=1)
+    """Samples a worker claims at a time. Default: 256 on a cluster, where an idle worker may take what a busy one has
+    not claimed, and 1024 on one machine."""
     stale_after_seconds: float = Field(default=30.0, ge=1)
     """The claims of a worker of another machine that was silent for so long are taken over. Workers give a sign of life
     every fifth of it."""
@@ -74,6 +75,11 @@ class WorkersConfig(Settings):
                 "(dask.options.n_workers, dask.adapt, or as many as were started)"
             )
         return self
+
+    @property
+    def claimed_together(self) -> int:
+        """``claim_size``, or its default."""
+        return self.claim_size or (1024 if self.dask is None else 256)
 
     def cache_identity(self) -> Any:
         return None
