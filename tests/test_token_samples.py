@@ -99,7 +99,8 @@ async def test_samples_of_batch_inference_come_back_as_the_engine_gave_them(
     ledger = SampleLedger(store, objects, worker_id="w", stale_after_seconds=1.0)
     await ledger.enqueue(samples, mode="train", source=blob)
     ids = [sample.id for sample in samples]
-    claimed = await ledger.claim(ids, await ledger.standing(ids, exclusive=True))
+    claimed: dict = {}
+    await ledger.claim(ids, await ledger.standing(ids, exclusive=True), claimed)
     made = [Completion(name, [1, 2], [-0.1, -0.2], "x", "length") for name in ids]
     await ledger.commit([Answer(claimed[ContentId(item.key)], encode_completion(item)) for item in made])
     for number, name in enumerate(ids[:2]):

@@ -275,7 +275,7 @@ class _BatchRun:
         opened = self._engine.open()
         lanes = await asyncio.to_thread(opened.__enter__)
         try:
-            lane = lanes.open()
+            lane = lanes.open(few=self.options.claim_size)
             try:
                 yield lane
             finally:
@@ -302,23 +302,27 @@ class _BatchRun:
             if task is not None:
                 task.cancel()
 
-    async def claim(self, block: Sequence[ContentId], standing: Standing) -> dict[ContentId, AttemptedRollout]:
-        """Those of a block that are this worker's now; those that another finished are noted."""
+    async def claim(
+        self, block: Sequence[ContentId], standing: Standing, claimed: dict[ContentId, AttemptedRollout]
+    ) -> list[ContentId]:
+        """Those of a block that are this worker's now, whose attempts are added to ``claimed``, all that there are even
+        where this fails; those that another finished are noted."""
         if not self._exclusive and not self.whole:
             standing = await self._look(block)
             self._note(standing)
             block = standing.free
         unknown = [self._samples[sample] for sample in block if sample not in standing.attempts]
-        claimed = await self.ledger.claim([sample for sample in block if sample in standing.attempts], standing)
+        await self.ledger.claim([sample for sample in block if sample in standing.attempts], standing, claimed)
         if unknown and self._source is not None:
-            claimed |= await self.ledger.begin(unknown, mode=self.options.mode, source=self._source)
-            claimed = {sample: claimed[sample] for sample in block if sample in claimed}
-        if self.whole and len(claimed) < len(block):
+            await self.ledger.begin(unknown, claimed, mode=self.options.mode, source=self._source)
+        ours = [sample for sample in block if sample in claimed]
+        if self.whole and len(ours) < len(block):
             # A part of a whole is never generated; others finished the rest, so look again.
             await self.ledger.release(claimed.values())
             self.ledger.let_go(claimed.values())
-            return {}
-        return claimed
+            claimed.clear()
+            return []
+        return ours
 
     def request(self, sample_id: ContentId) -> Request | Failure:
         """What the engine is asked, or why it cannot be."""
@@ -384,7 +388,7 @@ class _Round:
         self._group: list[tuple[AttemptedRollout, Outcome]] = []
         self._group_began = time.monotonic()
         self._commits: deque[asyncio.Task[None]] = deque()
-        self._claiming: asyncio.Task[dict[ContentId, AttemptedRollout]] | None = None
+        self._claiming: asyncio.Task[list[ContentId]] | None = None
 
     async def run(self) -> None:
         """Until all blocks are committed, or an error, after which what is claimed and unfinished is given back."""
@@ -414,20 +418,16 @@ class _Round:
             if not self._blocks:
                 self._lane.end()
         if self._claiming is None and self._blocks and self._lane.waiting < self._run.options.claim_size:
-            self._claiming = asyncio.create_task(self._claim(self._blocks.popleft()))
+            claim = self._run.claim(self._blocks.popleft(), self._standing, self._claimed)
+            self._claiming = asyncio.create_task(claim)
             self._claiming.add_done_callback(lambda _: self._lane.wake())
 
-    async def _claim(self, block: Sequence[ContentId]) -> dict[ContentId, AttemptedRollout]:
-        claimed = await self._run.claim(block, self._standing)
-        self._claimed |= claimed
-        return claimed
-
-    async def _submit(self, claimed: Mapping[ContentId, AttemptedRollout]) -> None:
+    async def _submit(self, samples: Sequence[ContentId]) -> None:
         requests: list[Request] = []
-        for sample in claimed:
+        for sample in samples:
             request = self._run.request(sample)
             if isinstance(request, Failure):
-                self._group.append((claimed[sample], request))
+                self._group.append((self._claimed[sample], request))
             else:
                 requests.append(request)
         self._under_way += len(requests)

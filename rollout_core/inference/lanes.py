@@ -29,9 +29,10 @@ class Lanes:
         self._was_left = False
         """The last lane was closed, so the stream ends."""
 
-    def open(self) -> Lane:
-        """A new lane, for the event loop that calls; close it when done."""
-        lane = Lane(self, asyncio.get_running_loop())
+    def open(self, *, few: int = 0) -> Lane:
+        """A new lane, for the event loop that calls; close it when done. Its ``outcomes`` returns, without any if need
+        be, when the engine has taken so many requests that fewer than ``few`` wait."""
+        lane = Lane(self, asyncio.get_running_loop(), few)
         with self._changed:
             self._lanes.append(lane)
             self._give_turn()
@@ -120,6 +121,7 @@ class Lanes:
                 request = lane.queue.popleft()
                 self._owners[request.key] = lane
                 lane.started[request.key] = time.monotonic()
+                lane.note_taken()
                 if not lane.queue and lane.ended:
                     self._give_turn()
                 return request
@@ -129,9 +131,10 @@ class Lanes:
 class Lane:
     """One caller's requests and their outcomes."""
 
-    def __init__(self, lanes: Lanes, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, lanes: Lanes, loop: asyncio.AbstractEventLoop, few: int) -> None:
         self._lanes = lanes
         self._loop = loop
+        self._few = few
         self._ready = asyncio.Event()
         self._turn = asyncio.Event()
         self._has_turn = False
@@ -159,6 +162,11 @@ class Lane:
         if not self._has_turn:
             self._has_turn = True
             self._call(self._turn.set)
+
+    def note_taken(self) -> None:
+        """Called by the lanes: the engine took one of the requests."""
+        if len(self.queue) == self._few - 1:
+            self._call(self.wake)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Append requests; their keys are unique in this lane."""

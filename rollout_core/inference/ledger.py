@@ -59,7 +59,7 @@ class Standing:
     ended: dict[ContentId, float] = field(default_factory=dict)
     """When those of ``done`` were, in seconds since the epoch."""
     attempts: dict[ContentId, int] = field(default_factory=dict)
-    """Attempts of every sample so far."""
+    """Attempts so far of every sample that is known."""
 
 
 @dataclass(frozen=True)
@@ -112,25 +112,34 @@ class SampleLedger:
         return rollouts
 
     async def begin(
-        self, samples: Sequence[Sample], *, mode: RolloutMode, source: ContentId
-    ) -> dict[ContentId, AttemptedRollout]:
-        """Make samples that are unknown rollouts and claim them at once; without those that another was quicker with.
+        self,
+        samples: Sequence[Sample],
+        claimed: dict[ContentId, AttemptedRollout],
+        *,
+        mode: RolloutMode,
+        source: ContentId,
+    ) -> None:
+        """Add to ``claimed`` the first attempts of samples, stored as rollouts where they are unknown. Those that
+        another worker was quicker with are left out.
 
-        To be preferred to ``enqueue`` and ``claim`` where nobody else would take them meanwhile.
+        To be preferred to ``enqueue`` and ``claim`` where nobody else would take them meanwhile. If this fails,
+        ``claimed`` holds what was claimed before.
         """
-        claimed: dict[ContentId, AttemptedRollout] = {}
         for start in range(0, len(samples), CHUNK):
             requests = _requests(samples[start : start + CHUNK], mode, source)
-            for rollout in await self._store.start_many_rollouts(requests, worker_id=self._worker_id):
-                if rollout is not None:
-                    claimed[cast(ContentId, rollout.rollout_id)] = rollout
-                    _held.add(rollout.attempt.attempt_id)
-        return claimed
+            started = await self._store.start_many_rollouts(requests, worker_id=self._worker_id)
+            self._hold(claimed, filter(None, started))
+
+    def _hold(self, claimed: dict[ContentId, AttemptedRollout], rollouts: Iterable[AttemptedRollout]) -> None:
+        for rollout in rollouts:
+            claimed[cast(ContentId, rollout.rollout_id)] = rollout
+            _held.add(rollout.attempt.attempt_id)
 
     async def standing(
         self, sample_ids: Sequence[ContentId], *, exclusive: bool, unknown_are_free: bool = False
     ) -> Standing:
-        """Look every sample up. With ``exclusive`` no one else works on them, so unfinished ones are free at once."""
+        """Look every sample up. With ``exclusive`` no one else works on them, so unfinished ones are free at once; with
+        ``unknown_are_free`` those are, too, that are no rollouts yet."""
         rollouts: list[Rollout] = []
         for start in range(0, len(sample_ids), CHUNK):
             rollouts += await self._store.query_rollouts(rollout_id_in=sample_ids[start : start + CHUNK])
@@ -219,22 +228,24 @@ class SampleLedger:
         except (CorruptObject, MissingObject):
             return []
 
-    async def claim(self, sample_ids: Sequence[ContentId], standing: Standing) -> dict[ContentId, AttemptedRollout]:
-        """Start a new attempt of each sample for this worker, superseding older ones.
+    async def claim(
+        self, sample_ids: Sequence[ContentId], standing: Standing, claimed: dict[ContentId, AttemptedRollout]
+    ) -> None:
+        """Add to ``claimed`` a new attempt of each sample for this worker, superseding older ones.
 
         ``standing`` is where they stood when they were looked at, and all were known. A sample that another worker
-        finished since then keeps its completion and is left out.
+        finished since then keeps its completion and is left out. If this fails, ``claimed`` holds what was claimed
+        before.
         """
-        claimed: dict[ContentId, AttemptedRollout] = {}
         for start in range(0, len(sample_ids), CHUNK):
             chunk = sample_ids[start : start + CHUNK]
-            for rollout in await self._store.start_many_attempts(chunk, worker_id=self._worker_id):
+            started = await self._store.start_many_attempts(chunk, worker_id=self._worker_id)
+            self._hold(claimed, started)
+            for rollout in started:
                 sample = cast(ContentId, rollout.rollout_id)
                 seen = standing.attempts[sample]
-                if rollout.attempt.sequence_id == seen + 1 or not await self._restore(rollout, seen):
-                    claimed[sample] = rollout
-                    _held.add(rollout.attempt.attempt_id)
-        return claimed
+                if rollout.attempt.sequence_id > seen + 1 and await self._restore(rollout, seen):
+                    self.let_go([claimed.pop(sample)])
 
     async def _restore(self, rollout: AttemptedRollout, seen: int) -> bool:
         """Finish ``rollout`` with the completion of an attempt after number ``seen``, if one succeeded."""

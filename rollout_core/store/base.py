@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollout_core.errors import Conflict
-from rollout_core.store.checks import check_ends, check_ids
+from rollout_core.store.checks import check_ends
 from rollout_core.store.codec import encode_stored
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
 from rollout_core.store.span_fields import SpanFields
@@ -160,20 +160,16 @@ class LightningStore(ABC):
     ) -> AttemptedRollout:
         """Store a rollout that is worked on at once: in ``preparing``, with attempt 1, never queued."""
 
+    @abstractmethod
     async def start_many_rollouts(
         self, rollouts: Sequence[EnqueueRolloutRequest], *, worker_id: str | None = None
     ) -> Sequence[AttemptedRollout | None]:
-        """Start the first attempt of each of these rollouts, in ``preparing``, for the worker; unknown ones are stored.
+        """Start the first attempt of each of these rollouts, in ``preparing``, for the worker; unknown ones are stored,
+        and never are in the queue.
 
-        None stands in the place of a rollout that has had an attempt, which stays as it is. Raises as
-        ``enqueue_many_rollouts``. Unknown rollouts are in the queue for a moment where a store has no better way.
+        None stands in the place of a rollout that has had an attempt, be it of this call or of one at the same time;
+        that attempt goes on. Raises as ``enqueue_many_rollouts``.
         """
-        check_ids(worker_id)  # before anything is stored
-        stored = await self.enqueue_many_rollouts(rollouts)
-        waiting = dict.fromkeys(item.rollout_id for item in stored if not isinstance(item, AttemptedRollout))
-        started = await self.start_many_attempts(list(waiting), worker_id=worker_id)
-        by_id = {rollout.rollout_id: rollout for rollout in started}
-        return [by_id.get(item.rollout_id) for item in stored]
 
     @abstractmethod
     async def start_many_attempts(

@@ -132,7 +132,7 @@ def begin_attempt(work: Work, state: RolloutState, worker_id: str | None) -> Att
 
 
 async def start_new(work: Work, requests: Sequence[NewRollout], worker_id: str | None) -> list[AttemptedRollout | None]:
-    """Start the first attempt of each rollout; None for one that has had an attempt.
+    """Start the first attempt of each rollout; None for one that has had an attempt, be it of this call.
 
     Those that are unknown are stored, and never were in the queue.
     """
@@ -142,7 +142,7 @@ async def start_new(work: Work, requests: Sequence[NewRollout], worker_id: str |
         if not state.attempt_count:
             started[state.rollout.rollout_id] = begin_attempt(work, state, worker_id)
             work.note_worker(state.latest)
-    return [started.get(state.rollout.rollout_id) for state in states]
+    return [started.pop(state.rollout.rollout_id, None) for state in states]
 
 
 async def start(work: Work, rollout_ids: Sequence[str], worker_id: str | None) -> list[AttemptedRollout]:

@@ -103,7 +103,7 @@ def claim(tx: Transaction, demands: Sequence[Demand]) -> list[list[Claim]]:
         " WHERE r.queue_position IS NOT NULL ORDER BY r.queue_position LIMIT ? {lock_free}",
         sum(demand.limit for demand in demands),
     )
-    rows = [(RolloutState(*row[:-2]), row[-2], row[-1]) for row in found]
+    rows = [_Stored(RolloutState(*row[:-2]), row[-2], row[-1]) for row in found]
     before: list[tuple[RolloutStatus, int | None]] = [(state.status, state.queue_position) for state, _, _ in rows]
     takers: list[Taker] = []
     counts: list[int] = []
@@ -111,10 +111,9 @@ def claim(tx: Transaction, demands: Sequence[Demand]) -> list[list[Claim]]:
         counts.append(min(demand.limit, len(rows) - len(takers)))
         ids = [None] * counts[-1] if demand.claim_id is None else _attempt_ids(demand.claim_id, counts[-1])
         takers += [Taker(demand.worker_id, attempt_id) for attempt_id in ids]
-    attempts = iter(_begin_attempts(tx, [state for state, _, _ in rows], takers))
     claims = (
-        Claim(_attempted(state, input_json, metadata_json, attempt), status, position)
-        for (state, input_json, metadata_json), attempt, (status, position) in zip(rows, attempts, before, strict=True)
+        Claim(rollout, status, position)
+        for rollout, (status, position) in zip(_begin_attempts(tx, rows, takers), before, strict=True)
     )
     shares = [list(islice(claims, count)) for count in counts]
     note_attempts(tx, [share[-1].rollout.attempt for share in shares if share], dequeued=True)
@@ -179,46 +178,59 @@ def unclaim(tx: Transaction, shares: Sequence[Sequence[Claim]]) -> None:
 
 def start(tx: Transaction, rollout_ids: Sequence[str], worker_id: str | None) -> list[AttemptedRollout]:
     """Start a new attempt of each of these rollouts, whatever their status and number of attempts."""
+    rows = _lock(tx, rollout_ids)
+    refuse_missing(rollout_ids, rows)
+    ordered = [rows[rollout_id] for rollout_id in dict.fromkeys(rollout_ids)]
+    rollouts = _begin_attempts(tx, ordered, [Taker(worker_id)] * len(ordered))
+    if worker_id is not None:
+        note_attempts(tx, [rollout.attempt for rollout in rollouts[-1:]])
+    started = {rollout.rollout_id: rollout for rollout in rollouts}
+    return [started[rollout_id] for rollout_id in rollout_ids]
+
+
+def start_new(tx: Transaction, starts: Sequence[tuple[NewRollout, str | None]]) -> list[AttemptedRollout | None]:
+    """Start the first attempt of each rollout for its worker; None for one that has had an attempt, be it of this call.
+
+    Those that are unknown are stored, and never were in the queue. Raises as ``enqueue``.
+    """
+    takers = {request.rollout_id: Taker(worker_id) for request, worker_id in reversed(starts)}
+    known, fresh = _sort_out(tx, [request for request, _ in starts])
+    states = _new_states(tx, fresh, "preparing")
+    attempts = _new_attempts(tx, states, [takers[state.rollout_id] for state in states])
+    _write_new(tx, states, fresh)
+    rollouts = [
+        _attempted(state, request.input_json, request.metadata_json, attempt)
+        for state, request, attempt in zip(states, fresh, attempts, strict=True)
+    ]
+    waiting = [rollout_id for rollout_id, it in known.items() if not isinstance(it.rollout, AttemptedRollout)]
+    if waiting:
+        # Read once more under their locks: another process may have started some since they were looked at.
+        rows = [row for row in _lock(tx, waiting).values() if not row.state.attempt_count]
+        rollouts += _begin_attempts(tx, rows, [takers[row.state.rollout_id] for row in rows])
+    # Each is given away once: callers that share this transaction may ask for the same one.
+    started = {rollout.rollout_id: rollout for rollout in rollouts}
+    given = [started.pop(request.rollout_id, None) for request, _ in starts]
+    attempts = [rollout.attempt for rollout in given if rollout is not None]
+    note_attempts(tx, [attempt for attempt in attempts if attempt.worker_id is not None])
+    return given
+
+
+class _Stored(NamedTuple):
+    """A rollout to be changed, and its payload."""
+
+    state: RolloutState
+    input_json: str
+    metadata_json: str | None
+
+
+def _lock(tx: Transaction, rollout_ids: Sequence[str]) -> dict[str, _Stored]:
+    """Those of these rollouts that are known, as nobody else changes them until the transaction ends."""
     found = tx.rows(
         "SELECT {rollout}, {payload} FROM rollouts r JOIN rollout_payloads p ON p.key = r.key"
         " WHERE r.rollout_id {in_texts} {lock}",
         tx.texts(rollout_ids),
     )
-    rows = {row[1]: (RolloutState(*row[:-2]), row[-2], row[-1]) for row in found}
-    refuse_missing(rollout_ids, rows)
-    ordered = [rows[rollout_id] for rollout_id in dict.fromkeys(rollout_ids)]
-    attempts = _begin_attempts(tx, [state for state, _, _ in ordered], [Taker(worker_id)] * len(ordered))
-    if worker_id is not None:
-        note_attempts(tx, attempts[-1:])
-    started = {
-        state.rollout_id: _attempted(state, input_json, metadata_json, attempt)
-        for (state, input_json, metadata_json), attempt in zip(ordered, attempts, strict=True)
-    }
-    return [started[rollout_id] for rollout_id in rollout_ids]
-
-
-def start_new(tx: Transaction, starts: Sequence[tuple[NewRollout, str | None]]) -> list[AttemptedRollout | None]:
-    """Start the first attempt of each rollout for its worker; None for one that has had an attempt.
-
-    Those that are unknown are stored, and never were in the queue. Raises as ``enqueue``.
-    """
-    workers = {request.rollout_id: worker_id for request, worker_id in reversed(starts)}
-    known, fresh = _sort_out(tx, [request for request, _ in starts])
-    states = _new_states(tx, fresh, "preparing")
-    attempts = _new_attempts(tx, states, [Taker(workers[state.rollout_id]) for state in states])
-    _write_new(tx, states, fresh)
-    started = {
-        state.rollout_id: _attempted(state, request.input_json, request.metadata_json, attempt)
-        for state, request, attempt in zip(states, fresh, attempts, strict=True)
-    }
-    by_worker: dict[str | None, list[str]] = {}
-    for rollout_id, stored in known.items():
-        if not isinstance(stored.rollout, AttemptedRollout):
-            by_worker.setdefault(workers[rollout_id], []).append(rollout_id)
-    for worker_id, waiting in by_worker.items():
-        started |= {rollout.rollout_id: rollout for rollout in start(tx, waiting, worker_id)}
-    note_attempts(tx, [attempt for attempt in attempts if attempt.worker_id is not None])
-    return [started.get(request.rollout_id) for request, _ in starts]
+    return {row[1]: _Stored(RolloutState(*row[:-2]), row[-2], row[-1]) for row in found}
 
 
 class _Known(NamedTuple):
@@ -309,11 +321,12 @@ def _attempt_ids(claim_id: str, count: int) -> list[str]:
     return [f"at-{blake3(f'{claim_id} {place}'.encode()).hexdigest(length=6)}" for place in range(count)]
 
 
-def _begin_attempts(tx: Transaction, states: Sequence[RolloutState], takers: Sequence[Taker]) -> list[Attempt]:
+def _begin_attempts(tx: Transaction, rows: Sequence[_Stored], takers: Sequence[Taker]) -> list[AttemptedRollout]:
     """Give each rollout its next attempt, in preparing, and write it back."""
+    states = [row.state for row in rows]
     attempts = _new_attempts(tx, states, takers)
     save_rollouts(tx, states)
-    return attempts
+    return [_attempted(*row, attempt) for row, attempt in zip(rows, attempts, strict=True)]
 
 
 def _new_attempts(tx: Transaction, states: Sequence[RolloutState], takers: Sequence[Taker]) -> list[Attempt]:

@@ -176,11 +176,10 @@ async def test_a_cancelled_batch_gives_back_what_it_did_not_finish(batch, tiny):
 async def test_what_is_being_claimed_when_the_engine_fails_is_given_back(batch, tiny, monkeypatch):
     begin, claims = SampleLedger.begin, []
 
-    async def slow(self, samples, **options):
-        claims.append(await begin(self, samples, **options))
+    async def slow(self, samples, claimed, **options):
+        claims.append(await begin(self, samples, claimed, **options))
         if len(claims) > 1:
             await asyncio.sleep(0.3)
-        return claims[-1]
 
     monkeypatch.setattr(SampleLedger, "begin", slow)
     broken = WatchedEngine(tiny)
@@ -193,15 +192,66 @@ async def test_what_is_being_claimed_when_the_engine_fails_is_given_back(batch, 
 async def test_a_claim_that_fails_ends_the_batch_with_its_reason(batch, watched, monkeypatch):
     begin = SampleLedger.begin
 
-    async def refuse_others(self, samples, **options):
+    async def refuse_others(self, samples, claimed, **options):
         if samples[0].id != batch.ids[0]:
             raise Recoverable("no database")
-        return await begin(self, samples, **options)
+        await begin(self, samples, claimed, **options)
 
     monkeypatch.setattr(SampleLedger, "begin", refuse_others)
     with pytest.raises(Recoverable, match="no database"):
         await batch.complete(watched, claim_size=4)
     assert watched.closed_streams == 1 and "preparing" not in await batch.statuses()
+
+
+async def test_a_claim_that_fails_halfway_leaves_nothing_claimed(batch, watched, monkeypatch):
+    """Some samples of the block are rollouts already, so it takes two operations of the store."""
+    async with SqlLightningStore.from_url(batch.database) as store:
+        ledger = SampleLedger(store, batch.objects, worker_id="w1", stale_after_seconds=60)
+        await ledger.enqueue(batch.samples[:3], mode="train", source=batch.samples_id)
+
+    async def refuse(self, samples, claimed, **options):
+        assert len(claimed) == 3
+        raise Recoverable("no database")
+
+    monkeypatch.setattr(SampleLedger, "begin", refuse)
+    with pytest.raises(Recoverable, match="no database"):
+        await batch.complete(watched)
+    assert await batch.statuses() == {"failed": 3}
+    monkeypatch.undo()
+    record = await asyncio.wait_for(batch.complete(watched, exclusive=False), 30)
+    assert record.num_samples == 10, "this worker does not wait for its own claims to go stale"
+
+
+async def test_samples_are_committed_while_the_next_are_claimed(batch, tiny, monkeypatch):
+    begin, claims = SampleLedger.begin, []
+
+    async def until_the_first_are_done(self, samples, claimed, **options):
+        claims.append([sample.id for sample in samples])
+        if len(claims) == 2:
+            async with asyncio.timeout(30):
+                while not batch.progress or batch.progress[-1].done < 4:
+                    await asyncio.sleep(0.01)
+        await begin(self, samples, claimed, **options)
+
+    monkeypatch.setattr(SampleLedger, "begin", until_the_first_are_done)
+    await batch.complete(WatchedEngine(tiny), claim_size=4, commit_size=1)
+    assert list(map(len, claims)) == [4, 4, 2]
+
+
+async def test_an_engine_with_room_for_more_than_a_claim_is_filled(batch, tiny):
+    class Roomy(WatchedEngine):
+        def stream(self, requests):
+            waiting, group = iter(requests), []
+            deadline = time.monotonic() + 30
+            while len(group) < len(batch.ids) and time.monotonic() < deadline:
+                group += filter(None, [next(waiting)])
+            filled.extend(request.key for request in group)
+            yield from super().stream(group)
+            yield from super().stream(waiting)
+
+    filled: list[str] = []
+    await batch.complete(Roomy(tiny), claim_size=3)
+    assert filled == batch.ids, "all are with the engine before one is done"
 
 
 async def test_a_commit_that_fails_stops_the_engine_before_the_error_is_raised(batch, watched, monkeypatch):
@@ -307,7 +357,9 @@ async def enqueued(batch: Batch, store: SqlLightningStore, worker: str) -> Sampl
 
 async def claim(ledger: SampleLedger, samples: list[str]) -> dict:
     standing = await ledger.standing(samples, exclusive=True)  # type: ignore[arg-type]
-    return await ledger.claim(standing.free, standing)
+    claimed: dict = {}
+    await ledger.claim(standing.free, standing, claimed)
+    return claimed
 
 
 def line_of(batch: Batch, number: int, text: str) -> bytes:
@@ -411,7 +463,9 @@ async def test_a_sample_finished_between_look_and_claim_is_not_generated_again(b
             Answer(claimed[sample], line_of(batch, number, "other")) for number, sample in enumerate(batch.ids[:1])
         ]
         assert all(await other.commit(group))
-        assert list(await mine.claim(standing.free, standing)) == batch.ids[1:], "the finished one stays finished"
+        others: dict = {}
+        await mine.claim(standing.free, standing, others)
+        assert list(others) == batch.ids[1:], "the finished one stays finished"
         standing = await mine.standing(batch.ids, exclusive=False)
         assert list(standing.done) == batch.ids[:1]
         assert await other.commit([Answer(claimed[batch.ids[1]], line_of(batch, 1, "other"))]) == [None]

@@ -16,6 +16,7 @@ from rollout_core.store import (
     Rollout,
     RolloutConfig,
 )
+from tests.store.conftest import SHARED
 
 pytestmark = pytest.mark.asyncio
 
@@ -347,13 +348,34 @@ async def test_rollouts_that_were_attempted_are_not_started_again(store, make):
     first, second, third, again = await store.start_many_rollouts(requests)
     assert first is None
     assert (second.rollout_id, second.attempt.sequence_id, third.rollout_id) == (queued.rollout_id, 1, "new")
-    assert again == third
+    assert again is None  # it has had an attempt, this call's
     assert (await store.get_rollout_by_id(done.rollout_id)).attempt == done.attempt
     assert await store.dequeue_rollout() is None
     assert list(await store.start_many_rollouts(requests)) == [None] * 4
     with pytest.raises(Conflict, match="exists with another input"):
         await store.start_many_rollouts([EnqueueRolloutRequest(rollout_id="new", input=4)])
     assert list(await store.start_many_rollouts([])) == []
+
+
+async def test_rollouts_that_two_callers_start_at_once_are_given_to_one(store):
+    await start_at_once(store, store)
+
+
+@pytest.mark.parametrize("make_store", SHARED, indirect=True)
+async def test_rollouts_that_two_processes_start_at_once_are_given_to_one(make_store):
+    await start_at_once(await make_store(), await make_store())
+
+
+async def start_at_once(store, other):
+    requests = [EnqueueRolloutRequest(rollout_id=f"s{n}", input=n) for n in range(2_000)]
+    await store.enqueue_many_rollouts(requests[:1_500])
+    first, second = await asyncio.gather(
+        store.start_many_rollouts(requests, worker_id="a"), other.start_many_rollouts(requests, worker_id="b")
+    )
+    given = [(rollout, "a") for rollout in first if rollout] + [(rollout, "b") for rollout in second if rollout]
+    assert sorted(rollout.rollout_id for rollout, _ in given) == sorted(request.rollout_id for request in requests)
+    assert all((item.attempt.sequence_id, item.attempt.worker_id) == (1, worker) for item, worker in given)
+    assert (await store.statistics())["total_attempts"] == len(requests)
 
 
 async def test_a_started_rollout_is_watched_and_tried_again(store, make, clock):

@@ -56,6 +56,7 @@ _ROLLOUTS = TypeAdapter[list[Rollout]](wire.Rollouts)
 _ROLLOUT_OR_NONE = TypeAdapter[Rollout | None](wire.AnyRollout | None)
 _CLAIMED = TypeAdapter(list[AttemptedRollout])
 _STARTED = TypeAdapter(AttemptedRollout)
+_MANY_STARTED = TypeAdapter(list[AttemptedRollout | None])
 _OUTCOMES = TypeAdapter(list[wire.AttemptOutcome])
 _ATTEMPT_OR_NONE = TypeAdapter[Attempt | None](Attempt | None)
 _SPANS = TypeAdapter(list[Span])
@@ -144,6 +145,12 @@ class LightningStoreClient(LightningStore):
         ]
         data = await self._post("/queues/rollouts/enqueue", {"rollouts": named}, "input")
         return _ROLLOUTS.validate_json(data)
+
+    async def start_many_rollouts(
+        self, rollouts: Sequence[EnqueueRolloutRequest], *, worker_id: str | None = None
+    ) -> Sequence[AttemptedRollout | None]:
+        body = {"rollouts": [request.__dict__ for request in rollouts], "worker_id": worker_id}
+        return _MANY_STARTED.validate_json(await self._post("/queues/rollouts/start", body, "input", Repeat.MATTERS))
 
     async def dequeue_many_rollouts(
         self, *, limit: int = 1, worker_id: str | None = None

@@ -138,6 +138,14 @@ async def _enqueue_rollouts(store: LightningStore, call: Call) -> Any:
 
 
 @_operation(
+    "POST", "/queues/rollouts/start", takes=wire.StartManyRequest, gives=list[AttemptedRollout | None], status=201
+)
+async def _start_rollouts(store: LightningStore, call: Call) -> Any:
+    """Start the first attempts of rollouts past the queue, all or none; null for those that have had an attempt."""
+    return await store.start_many_rollouts(call.body.rollouts, worker_id=call.body.worker_id)
+
+
+@_operation(
     "POST", "/queues/rollouts/dequeue", takes=wire.DequeueRequest, gives=list[AttemptedRollout], may_be_empty=True
 )
 async def _dequeue_rollouts(store: LightningStore, call: Call) -> Any:

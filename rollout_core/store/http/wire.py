@@ -54,6 +54,12 @@ class EnqueueRequest(BaseModel):
     rollouts: list[EnqueueRolloutRequest]
 
 
+class StartManyRequest(EnqueueRequest):
+    """Rollouts to be started, and for whom."""
+
+    worker_id: str | None = None
+
+
 class DequeueRequest(BaseModel):
     """How many rollouts to claim, and for whom."""
 
