@@ -70,7 +70,7 @@ class BatchOptions:
     """No other process works on these samples (the caller holds their lock)."""
     commit_size: int = 2048
     """Samples made durable together; fewer when ``commit_seconds`` pass first, so this bounds memory, not what a kill
-    costs. An eighth of it takes a fifth more time where the engine is faster than the store."""
+    costs. Together with ``claim_size`` it decides how often the store is asked where the engine is the faster one."""
     commit_seconds: float = 1.0
     keep_done: bool = False
     """Where the set is the unit: samples that are done stay so, and only the others are generated together. Else one

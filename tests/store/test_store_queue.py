@@ -357,18 +357,21 @@ async def test_rollouts_that_were_attempted_are_not_started_again(store, make):
     assert list(await store.start_many_rollouts([])) == []
 
 
-async def test_rollouts_that_two_callers_start_at_once_are_given_to_one(store):
-    await start_at_once(store, store)
+@pytest.mark.parametrize("num_queued", [0, 1_500, 2_000])
+async def test_rollouts_that_two_callers_start_at_once_are_given_to_one(store, num_queued):
+    await start_at_once(store, store, num_queued)
 
 
+@pytest.mark.parametrize("num_queued", [0, 1_500, 2_000])
 @pytest.mark.parametrize("make_store", SHARED, indirect=True)
-async def test_rollouts_that_two_processes_start_at_once_are_given_to_one(make_store):
-    await start_at_once(await make_store(), await make_store())
+async def test_rollouts_that_two_stores_of_one_database_start_at_once_are_given_to_one(make_store, num_queued):
+    await start_at_once(await make_store(), await make_store(), num_queued)
 
 
-async def start_at_once(store, other):
+async def start_at_once(store, other, num_queued):
     requests = [EnqueueRolloutRequest(rollout_id=f"s{n}", input=n) for n in range(2_000)]
-    await store.enqueue_many_rollouts(requests[:1_500])
+    await store.enqueue_many_rollouts(requests[:num_queued])
+    await other.statistics()  # connects, so that both begin at the same time
     first, second = await asyncio.gather(
         store.start_many_rollouts(requests, worker_id="a"), other.start_many_rollouts(requests, worker_id="b")
     )
