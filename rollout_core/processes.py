@@ -1,14 +1,18 @@
-"""Which process is meant, and whether it lives: a process id alone may be another's by the time it is looked at.
+"""Which process is meant, whether it lives, and what its children get from it.
 
-A process is known by the machine's boot, its id, and its start in clock ticks since that boot, which no step of the
-wall clock changes. (Its creation time in seconds since the epoch does change with one.)
+A process id alone may be another's by the time it is looked at. So a process is known by the machine's boot, its id,
+and its start in clock ticks since that boot, which no step of the wall clock changes. (Its creation time in seconds
+since the epoch does change with one.)
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
+import signal
 import socket
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,8 +48,9 @@ class ProcessName:
     @classmethod
     def of_this_process(cls) -> ProcessName:
         """The calling process."""
-        _, ticks = _state_and_start(os.getpid()) or ("", 0)
-        return cls(this_machine(), os.getpid(), ticks)
+        pid = os.getpid()
+        _, ticks = _state_and_start(pid) or ("", 0)
+        return cls(this_machine(), pid, ticks)
 
     @classmethod
     def parse(cls, text: str) -> ProcessName | None:
@@ -94,3 +99,16 @@ def _is_known(pid: int) -> bool:
     except (PermissionError, OverflowError):
         return True
     return True
+
+
+def signal_at_parents_end(number: signal.Signals) -> None:
+    """Ask the kernel to send this process a signal when the thread that started it ends, also by ``kill -9``."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
+
+
+def search_path() -> str:
+    """PYTHONPATH for a child process that is to run this very code."""
+    package = str(Path(__file__).resolve().parents[1])
+    return os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
