@@ -9,9 +9,9 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from contextlib import suppress
 from threading import Thread
 from typing import Any
 
