@@ -101,11 +101,12 @@ def _is_known(pid: int) -> bool:
     return True
 
 
-def signal_at_parents_end(number: signal.Signals) -> None:
-    """Ask the kernel to send this process a signal when the thread that started it ends, also by ``kill -9``."""
+def signal_at_parents_end(number: signal.Signals | None) -> None:
+    """Ask the kernel to send this process a signal when the thread that started it ends, also by ``kill -9``; none with
+    None."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, number or 0)
 
 
 def search_path() -> str:

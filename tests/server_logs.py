@@ -24,7 +24,13 @@ class Expected:
     reason: str
 
 
-EVERYWHERE: tuple[Expected, ...] = ()
+EVERYWHERE = (
+    Expected(
+        r"(?s)docket\.\w+ - ↩ .*mark_deployments_ready.*database is locked",
+        "Prefect reads and then writes in one SQLite transaction, which another write in between ends; ↩ says that its "
+        "task queue tries again",
+    ),
+)
 """Expected of any server or worker."""
 
 

@@ -106,20 +106,17 @@ def test_a_schedule_whose_data_is_missing_is_told_in_one_line(tmp_path: Path, mo
 
 TICK = {
     "name": "tick",
-    "entrypoint": "flows/batch.py:batch_inference",
+    "entrypoint": "tick.py:tick",
     "work_pool": {"name": "cpu"},
     "schedules": [{"interval": 20}],
-    "parameters": {
-        "config": {
-            "schema_version": 1,
-            "model": {"uri": "data/example/model"},
-            "input": {"glob": "data/example/held-out.jsonl"},
-            "output": {"dir": "data/out"},
-            "sampling": {"max_tokens": 4},
-            "backend": {"kind": "scripted"},
-        }
-    },
 }
+TICK_FLOW = """
+from prefect import flow
+
+@flow
+def tick():
+    return 1
+"""
 
 
 @pytest.mark.server
@@ -133,6 +130,7 @@ def test_in_a_fresh_clone_make_serve_has_runs_start_and_complete_by_their_schedu
     deployments = prefect_yaml()
     deployments["deployments"].append(TICK)
     Path("prefect.yaml").write_text(yaml.safe_dump(deployments))
+    Path("tick.py").write_text(TICK_FLOW)
     server_logs.watch(tmp_path / "clone" / "data" / "prefect" / LOG)
     log = server_logs.watch(tmp_path / "serve.log")
     *preparations, last = served_by_make()
@@ -144,7 +142,7 @@ def test_in_a_fresh_clone_make_serve_has_runs_start_and_complete_by_their_schedu
     assert serving.poll() is None and "its scheduled runs fail" not in log.read_text(), log.read_text()
     api = re.search(r"PREFECT_API_URL=(\S+)", log.read_text())[1]
 
-    wait_for(lambda: len(runs_of(api, "tick", "COMPLETED")) >= 2, "two scheduled runs", process=serving, seconds=150)
+    wait_for(lambda: len(runs_of(api, "tick", "COMPLETED")) >= 2, "two scheduled runs", process=serving, seconds=400)
     assert all(run.auto_scheduled for run in runs_of(api, "tick", "COMPLETED"))
     scheduled = runs_of(api, "nightly", "SCHEDULED")
     assert scheduled and all(run.auto_scheduled for run in scheduled)
