@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import yaml
@@ -79,19 +78,28 @@ def main() -> None:
 
 def _work(pool: str) -> None:
     """Take runs of a pool, until Ctrl-C or SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     worker = subprocess.Popen(
         [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--name", f"{pool}-worker"],
         env=_environment(),
-        preexec_fn=partial(signal_at_parents_end, signal.SIGTERM),
+        # Ctrl-C comes here first, and the server lives until the worker has ended.
+        start_new_session=True,
+        preexec_fn=_end_with_parent,
     )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         worker.wait()
     except KeyboardInterrupt:
-        worker.wait()  # Ctrl-C reached it too
+        _say("ending ...")
     finally:
         worker.terminate()
         worker.wait()
+
+
+def _end_with_parent() -> None:
+    """In the worker's process, before it begins."""
+    signal_at_parents_end(signal.SIGTERM)
+    # Prefect turns SIGTERM into SIGINT, which what a shell starts in the background has inherited to ignore.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _say(line: str) -> None:
