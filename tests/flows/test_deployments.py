@@ -119,7 +119,15 @@ def tick():
 """
 
 
+def test_two_first_commands_started_together_make_the_example_once(start_process, tmp_path):
+    made = [start_process(str(PROJECT / "examples" / "make_tiny.py"), cwd=tmp_path) for _ in range(2)]
+    said = [process.communicate(timeout=300)[0] for process in made]
+    assert [process.returncode for process in made] == [0, 0], said
+    assert sorted("already made" in words for words in said) == [False, True], said
+
+
 @pytest.mark.server
+@pytest.mark.timeout(1200)
 def test_in_a_fresh_clone_make_serve_has_runs_start_and_complete_by_their_schedules_alone(
     start_process, server_logs, tmp_path, monkeypatch
 ):
