@@ -103,7 +103,8 @@ def _start(home: Path, port: int, lock: int) -> None:
             f"port {port} is taken, perhaps by a Prefect server: set PREFECT_API_URL to use it, or give another port"
         )
     with (home / LOG).open("ab") as output:
-        subprocess.Popen(
+        # Returns at once: the server goes on as a process that is nobody's child.
+        subprocess.run(
             [sys.executable, "-m", "flows.server_process", str(port), str(home), str(lock)],
             stdout=output,
             stderr=output,
@@ -120,6 +121,7 @@ def _start(home: Path, port: int, lock: int) -> None:
             start_new_session=True,
             # It holds the lock from its first moment to its last.
             pass_fds=[lock],
+            check=True,
         )
 
 

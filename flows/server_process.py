@@ -40,6 +40,9 @@ class Listening:
 def main() -> None:
     """Serve until the last user is gone."""
     port, folder, lock = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    # Nobody's child: a command that ends its own children must leave alone what others use.
+    if os.fork():
+        os._exit(0)
     # For this process alone: what it may start must not keep the lock.
     os.set_inheritable(lock, False)
     listening = Listening(str(ProcessName.of_this_process()), f"http://127.0.0.1:{port}/api")

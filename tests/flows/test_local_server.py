@@ -178,6 +178,7 @@ def test_commands_of_one_folder_share_a_server_that_lives_as_long_as_the_last_of
     # Whoever starts it may be killed before it answers: it belongs to nobody.
     wait_for(lambda: server_began(commands), "the server's first word")
     server = commands.server
+    assert psutil.Process(server.pid).ppid() != first.pid, "who ends its children leaves it alone"
     first.kill()
     url = commands.read(second, "http://")
     assert commands.server == server and answers(url)
