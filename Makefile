@@ -7,6 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CONFIG ?= examples/nightly-tiny.toml
+PORT ?= 4200
 
 .PHONY: setup run test test-fast check format serve bench clean
 
@@ -44,9 +45,11 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# A Prefect server, the work pools, all deployments and a worker, on this machine, until Ctrl-C.
+# A Prefect server, the work pools, all deployments and a worker, on this machine, until Ctrl-C. The example's data is
+# made first: the nightly deployment is scheduled.
 serve: setup
-	$(BIN)/python -m deployments.serve
+	$(BIN)/python examples/make_tiny.py
+	$(BIN)/python -m deployments.serve --port $(PORT)
 
 bench: setup
 	$(BIN)/python benchmarks/stages.py

@@ -12,8 +12,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import yaml
+
+from flows.connections import PREFECT_HOME, connections
 from flows.local_server import prefect_server
 from rollout_core.errors import RolloutError
+from rollout_core.processes import signal_at_parents_end
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -24,6 +28,24 @@ def deploy_all() -> None:
 
     create_pools()
     _prefect("--no-prompt", "deploy", "--all")
+
+
+def unready_schedules() -> list[str]:
+    """A line for each scheduled deployment of the nightly flow whose runs would fail as things are: what is missing."""
+    from rollout_core.config import NightlyConfig, parse_config
+    from rollout_core.nightly_plan import plan_nightly
+
+    lines = []
+    for item in yaml.safe_load((PROJECT / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]:
+        document = item.get("parameters", {}).get("config")
+        if item["entrypoint"] != "flows/nightly.py:nightly" or not item.get("schedules") or document is None:
+            continue
+        try:
+            plan_nightly(parse_config(document, NightlyConfig, name=item["name"]), PROJECT, connections())
+        except RolloutError as error:
+            reasons = "; ".join(str(error).splitlines())
+            lines.append(f"deployment {item['name']}: its scheduled runs fail as long as this is so: {reasons}")
+    return lines
 
 
 def _prefect(*arguments: str) -> None:
@@ -40,27 +62,49 @@ def main() -> None:
     parser.add_argument("--pool", default="cpu", help="work pool whose runs this machine takes")
     parser.add_argument("--port", type=int, default=4200, help="of the server, when this starts one")
     arguments = parser.parse_args()
-    pool = arguments.pool
-    with prefect_server(Path("data/prefect"), port=arguments.port) as address:
+    with prefect_server(PREFECT_HOME, port=arguments.port, say=_say) as address:
+        _say("deploying what prefect.yaml lists ...")
         deploy_all()
+        for line in unready_schedules():
+            _say(line)
         sys.stdout.write(
             f"\nPrefect UI: {address.removesuffix('/api')}\n"
             f"In another terminal: PREFECT_API_URL={address} {Path(sys.executable).parent / 'prefect'} "
             "deployment run nightly/nightly\n\n"
         )
         sys.stdout.flush()
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--name", f"{pool}-worker"],
-            env=_environment(),
-        )
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        try:
-            worker.wait()
-        except KeyboardInterrupt:
-            worker.wait()  # Ctrl-C reached it too
-        finally:
-            worker.terminate()
-            worker.wait()
+        _work(arguments.pool)
+
+
+def _work(pool: str) -> None:
+    """Take runs of a pool, until Ctrl-C or SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--name", f"{pool}-worker"],
+        env=_environment(),
+        # Ctrl-C comes here first, and the server lives until the worker has ended.
+        start_new_session=True,
+        preexec_fn=_end_with_parent,
+    )
+    try:
+        worker.wait()
+    except KeyboardInterrupt:
+        _say("ending ...")
+    finally:
+        worker.terminate()
+        worker.wait()
+
+
+def _end_with_parent() -> None:
+    """In the worker's process, before it begins."""
+    signal_at_parents_end(signal.SIGTERM)
+    # Prefect turns SIGTERM into SIGINT, which what a shell starts in the background has inherited to ignore.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"serve: {line}\n")
+    sys.stderr.flush()
 
 
 if __name__ == "__main__":

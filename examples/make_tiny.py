@@ -17,6 +17,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rollout_core.locks import exclusive
+
 SEED = 20260
 DIGITS = 6
 NUM_SFT = 4_000
@@ -122,9 +124,20 @@ def make_model(folder: Path, *, hidden_size: int = 256, num_layers: int = 4, see
 def main() -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "data/example")
-    if all((folder / name).is_file() for name in FILES) and (folder / "model" / "config.json").is_file():
-        print(f"{folder}: already made")
-        return
+    # Two first commands may be started together.
+    with exclusive(folder.with_name(f".{folder.name}.lock")):
+        if all((folder / name).is_file() for name in FILES) and (folder / "model" / "config.json").is_file():
+            print(f"{folder}: already made")
+            return
+        make(folder)
+    print(
+        f"{folder}: model and {NUM_SFT} SFT rows, {NUM_PROMPTS} prompts, {NUM_HELD_OUT} held-out prompts, "
+        f"{NUM_PAIRS} pairs, {2 * NUM_PAIRS} judged answers"
+    )
+
+
+def make(folder: Path) -> None:
+    """Model and data in ``folder``, all or nothing."""
     scratch = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -132,10 +145,6 @@ def main() -> None:
     make_model(scratch / "model")
     shutil.rmtree(folder, ignore_errors=True)
     scratch.rename(folder)
-    print(
-        f"{folder}: model and {NUM_SFT} SFT rows, {NUM_PROMPTS} prompts, {NUM_HELD_OUT} held-out prompts, "
-        f"{NUM_PAIRS} pairs, {2 * NUM_PAIRS} judged answers"
-    )
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ def closing_figures(
         **{f"finish: {reason}": count for reason, count in sorted(reasons.items())},
         "generated now": work.samples,
         "generated now, tokens": work.tokens,
-        "seconds, with the engine's start": round(work.seconds, 2),
+        "seconds, without the engine's start": round(work.seconds, 2),
     }
     if work.seconds:
         figures["samples/s"] = round(work.samples / work.seconds, 1)

@@ -17,7 +17,8 @@ from flows.dask_fleet import SHARDS_PER_WORKER, DaskFleet
 from flows.dask_worker import Driver, EngineKeeper
 from rollout_core.config import DaskConfig, WorkersConfig
 from rollout_core.errors import ConfigError, Recoverable
-from rollout_core.inference.workers import this_machine, this_worker
+from rollout_core.inference.workers import this_worker
+from rollout_core.processes import this_machine
 from tasks import places
 from tasks.patience import patiently
 

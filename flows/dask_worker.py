@@ -31,8 +31,8 @@ from rollout_core.errors import ConfigError
 from rollout_core.inference.batch import Progress
 from rollout_core.inference.engines import close_engine
 from rollout_core.inference.tally import forget_tally, tally
-from rollout_core.inference.workers import this_machine
 from rollout_core.models import prepare_transformers
+from rollout_core.processes import this_machine
 from tasks import places
 from tasks.patience import patiently
 from tasks.stage import Stage

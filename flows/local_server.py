@@ -1,24 +1,37 @@
-"""A Prefect server for the length of one command, for people who have none running.
+"""One Prefect server a folder, for people who have none running: started by the first command, shared by all that run
+there at the same time, gone with the last one.
+
+It belongs to no command; who uses it is known by locks, which the kernel frees whoever is killed
+(`flows.server_process` says which).
 
 Imported before prefect: the address has to be in the environment first.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from flows.server_process import LOCK, USERS_LOCK, Listening
 from rollout_core.errors import RolloutError
+from rollout_core.locks import exclusive, shared, try_exclusive
+from rollout_core.processes import ProcessName, search_path, this_machine
 
-START_TIMEOUT_SECONDS = 120.0
+START_LOCK = "server-start.lock"
+"""Held by the command that looks for the folder's server or starts it, until it answers."""
+LOG = "server.log"
+START_TIMEOUT_SECONDS = 300.0
+END_TIMEOUT_SECONDS = 10.0
 SERVER_SETTINGS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
@@ -29,63 +42,149 @@ SERVER_SETTINGS = {
 }
 
 
-@contextmanager
-def prefect_server(home: Path, *, port: int | None = None) -> Iterator[str]:
-    """Address of the configured Prefect API, or of a server started here, on ``port`` or a free one, until the end.
+def _say(line: str) -> None:
+    sys.stderr.write(f"rollout: {line}\n")
+    sys.stderr.flush()
 
-    The server's database lives in ``home``, so its runs can be looked at later (``PREFECT_HOME=... prefect server
-    start``). Raises RolloutError when the configured one cannot be reached, or ours does not answer within two minutes.
+
+@contextmanager
+def prefect_server(home: Path, *, port: int | None = None, say: Callable[[str], None] = _say) -> Iterator[str]:
+    """Address of the configured Prefect API, or of the server of the folder ``home``, while the block runs.
+
+    Where no command uses that server now, it is started, on ``port`` or a free one. Its database lives in ``home``, so
+    its runs can be looked at later (``PREFECT_HOME=... prefect server start``). ``say`` is told what is waited for.
+    Raises RolloutError when the configured server cannot be reached, or the folder's does not start.
     """
     configured = os.environ.get("PREFECT_API_URL")
     if configured:
         _refuse_unreachable(configured)
         yield configured
         return
-    home.mkdir(parents=True, exist_ok=True)
+    home = home.resolve()
     for name, value in SERVER_SETTINGS.items():
         os.environ.setdefault(name, value)
-    os.environ["PREFECT_HOME"] = str(home.resolve())
-    if port is None:
-        port = _free_port()
-    elif _is_taken(port):
+    os.environ["PREFECT_HOME"] = str(home)
+    with shared(home / USERS_LOCK, on_wait=lambda: say("waiting for the last Prefect server to end ...")):
+        with exclusive(home / START_LOCK, on_wait=lambda: say("waiting for the Prefect server to start ...")):
+            server = _find_or_start(home, port, say)
+        os.environ["PREFECT_API_URL"] = server.url
+        try:
+            yield server.url
+        finally:
+            os.environ.pop("PREFECT_API_URL", None)
+    _end_if_unused(home, server)
+
+
+def _find_or_start(home: Path, port: int | None, say: Callable[[str], None]) -> Listening:
+    """The folder's server once it answers. The caller is among its users, and nobody else starts one."""
+    while (lock := try_exclusive(home / LOCK)) is None:
+        found = _wait_until_healthy(home)
+        if found is not None:
+            say(f"using the Prefect server of this folder, {found.url}")
+            return found
+        # It was about to end.
+    try:
+        say("starting a Prefect server ...")
+        began = time.monotonic()
+        os.ftruncate(lock, 0)
+        _start(home, _free_port() if port is None else port, lock)
+    finally:
+        os.close(lock)
+    found = _wait_until_healthy(home)
+    if found is None:
+        raise RolloutError(f"the local Prefect server ended while it started; see {home / LOG}")
+    say(f"Prefect server ready in {time.monotonic() - began:.0f} s: {found.url}")
+    return found
+
+
+def _start(home: Path, port: int, lock: int) -> None:
+    if _is_taken(port):
         raise RolloutError(
             f"port {port} is taken, perhaps by a Prefect server: set PREFECT_API_URL to use it, or give another port"
         )
-    address = f"http://127.0.0.1:{port}/api"
-    log = home / "server.log"
-    with log.open("ab") as output:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
+    with (home / LOG).open("ab") as output:
+        # Returns at once: the server goes on as a process that is nobody's child.
+        subprocess.run(
+            [sys.executable, "-m", "flows.server_process", str(port), str(home), str(lock)],
             stdout=output,
             stderr=output,
             stdin=subprocess.DEVNULL,
             # Pages in the browser ask the API at this address; by default it would be that of another port.
-            env={**os.environ, "PREFECT_SERVER_UI_API_URL": address},
-            # Its own session: Ctrl-C in the terminal reaches the flow first, which then still has its server.
+            env={
+                **os.environ,
+                "PREFECT_SERVER_UI_API_URL": f"http://127.0.0.1:{port}/api",
+                # What it remembers of its database, to start faster; by default all servers of a user write one file.
+                "PREFECT_SERVER_MEMO_STORE_PATH": str(home / "memo_store.toml"),
+                "PYTHONPATH": search_path(),
+            },
+            # Its own session: Ctrl-C in a terminal is for the command, and others may use the server.
             start_new_session=True,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            # It holds the lock from its first moment to its last.
+            pass_fds=[lock],
+            check=False,  # one that ended does not answer
         )
+
+
+def _wait_until_healthy(home: Path) -> Listening | None:
+    """The living server once it answers; None where it has ended."""
+    deadline = time.monotonic() + START_TIMEOUT_SECONDS
+    while time.monotonic() < deadline:
+        found = _read(home)
+        healthy = found is not None and _is_healthy(found)
+        # It lives, looked at last: its port may have become another server's.
+        if (lock := try_exclusive(home / LOCK)) is not None:
+            os.close(lock)
+            return None
+        if healthy:
+            return found
+        time.sleep(0.1)
+    raise RolloutError(
+        f"the local Prefect server did not answer within {START_TIMEOUT_SECONDS:.0f} s; see {home / LOG}, end its "
+        f"process ({_read(home)}) and run again"
+    )
+
+
+def _read(home: Path) -> Listening | None:
+    """Who the server is and where it listens; None where it has not said yet."""
     try:
-        _wait_until_healthy(server, address, log)
-        os.environ["PREFECT_API_URL"] = address
-        yield address
+        found = Listening(**json.loads((home / LOCK).read_bytes()))
+    except ValueError:
+        return None
+    process = ProcessName.parse(found.process)
+    if process is not None and process.machine != this_machine():
+        raise RolloutError(
+            f"the Prefect server of {home} runs on another machine or in another container; set PREFECT_API_URL to an "
+            "address of it that this one reaches, or run in another folder"
+        )
+    return found
+
+
+def _is_healthy(server: Listening) -> bool:
+    try:
+        with urllib.request.urlopen(f"{server.url}/health", timeout=2) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def _end_if_unused(home: Path, server: Listening) -> None:
+    """End the server unless somebody uses it, so that nothing of a command is left when it is done.
+
+    It would end by itself, which is what happens after users that were killed.
+    """
+    process = ProcessName.parse(server.process)
+    users = try_exclusive(home / USERS_LOCK)
+    if users is None or process is None:
+        return
+    try:
+        deadline = time.monotonic() + END_TIMEOUT_SECONDS
+        if not process.has_ended():
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGTERM)
+        while not process.has_ended() and time.monotonic() < deadline:
+            time.sleep(0.05)
     finally:
-        os.environ.pop("PREFECT_API_URL", None)
-        server.terminate()
-        try:
-            server.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
-
-
-def _end_with_parent() -> None:
-    """In the child: ask the kernel for SIGTERM when the parent dies, also by ``kill -9``."""
-    import ctypes
-    import signal
-
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+        os.close(users)
 
 
 def _refuse_unreachable(address: str) -> None:
@@ -111,18 +210,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def _wait_until_healthy(server: subprocess.Popen[bytes], address: str, log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_SECONDS
-    while time.monotonic() < deadline:
-        if server.poll() is not None:
-            raise RolloutError(f"the local Prefect server ended with exit code {server.returncode}; see {log}")
-        try:
-            with urllib.request.urlopen(f"{address}/health", timeout=2) as answer:
-                # While ours lives: the port may have become another server's since it was looked at.
-                if answer.status == 200 and server.poll() is None:
-                    return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
-    raise RolloutError(f"the local Prefect server did not answer within {START_TIMEOUT_SECONDS:.0f} s; see {log}")

@@ -38,7 +38,7 @@ def batch_inference(
 
     Where one fails for good, the stage does, or with ``failed = "leave_out"`` leaves its group out and counts it.
     """
-    completions, seconds, fresh = generate(
+    completions, seconds, work = generate(
         current_stage().objects,
         prompts,
         sampling,
@@ -53,9 +53,10 @@ def batch_inference(
         "samples": completions.num_samples,
         "left out": completions.num_left_out,
         "tokens": completions.num_tokens,
-        "generated now (tokens)": fresh,
+        "generated now (tokens)": work.tokens,
+        "engine ready after (s)": round(work.waited_seconds, 2),
         "seconds": round(seconds, 2),
-        "tokens/s": round(fresh / seconds) if seconds else 0,
+        "tokens/s": round(work.tokens / seconds) if seconds else 0,
         **{f"finish: {reason}": count for reason, count in completions.finish_reasons.items()},
     }
     artifacts.table("inference", [{"figure": key, "value": value} for key, value in rows.items()], f"Inference {label}")
@@ -76,8 +77,8 @@ def generate(
     mode: RolloutMode,
     deterministic: bool,
     failed: FailedSamples | None = None,
-) -> tuple[Completions, float, int]:
-    """Completions of ``prompts``, the seconds it took, and the tokens generated now."""
+) -> tuple[Completions, float, Work]:
+    """Completions of ``prompts``, the seconds it took once the engine was ready, and what was done now."""
     model = ModelRef(prompts.model, objects.local_tree(prompts.model, places.cache_folder()))
     local = places.storage_is_local()
 
@@ -86,7 +87,7 @@ def generate(
             return await complete_batch(
                 store,
                 objects,
-                EngineOf(backend, model),
+                EngineOf(backend, model, stage_logger().info),
                 prompts.samples,
                 sampling,
                 failed=failed or FailedSamples(),
@@ -102,8 +103,8 @@ def generate(
     with alone, artifacts.ProgressBar("inference-progress", "Batch inference") as bar:
         started = time.monotonic()
         completions, work = asyncio.run(complete())
-        seconds = time.monotonic() - started
+        seconds = time.monotonic() - started - work.waited_seconds
     stage_logger().info(
         "%d samples complete, %d tokens generated now in %.1f s", completions.num_samples, work.tokens, seconds
     )
-    return completions, seconds, work.tokens
+    return completions, seconds, work

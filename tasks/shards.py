@@ -127,7 +127,7 @@ class _ShardRun:
         self._rows = rows
         folder = self._objects.local_tree(model, places.cache_folder())
         self._work = ShardWork(rows, sampling, samples_per_prompt, folder)
-        self._engine = EngineOf(backend, ModelRef(model, folder))
+        self._engine = EngineOf(backend, ModelRef(model, folder), stage_logger().info)
         self._backend = backend
         self._events = EventLog(reporting.run_id, label) if reporting.events else None
         self._failures = reporting.failures

@@ -31,6 +31,8 @@ os.environ.update(
 
 import pytest
 
+from tests.server_logs import ServerLogs
+
 BUCKET = "objects"
 """On the S3 server of the tests."""
 PROJECT = Path(__file__).resolve().parent.parent
@@ -81,10 +83,13 @@ def clean_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of one real Prefect server for the whole session."""
+    """Address of one real Prefect server for the whole session, whose log is free of errors at its end."""
+    from flows.local_server import LOG
     from flows.local_server import prefect_server as running_server
 
     home = tmp_path_factory.mktemp("prefect")
+    logs = ServerLogs()
+    logs.watch(home / LOG)
     before = {name: os.environ.get(name) for name in ("PREFECT_HOME", "PREFECT_API_URL")}
     os.environ.pop("PREFECT_API_URL", None)
     with running_server(home) as address:
@@ -95,6 +100,15 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     for name, value in before.items():
         if value is not None:
             os.environ[name] = value
+    logs.check()
+
+
+@pytest.fixture
+def server_logs() -> Iterator[ServerLogs]:
+    """Logs of servers and workers that the test starts; an unexpected error in one fails it."""
+    logs = ServerLogs()
+    yield logs
+    logs.check()
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ import typer
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
+EVENTS_SECONDS = 5.0
+"""Longest wait for the states of task runs to reach the Prefect server when a command ends."""
 
 ConfigPath = Annotated[Path, typer.Option("--config", help="TOML file of the run.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything reachable; build and run nothing.")]
@@ -69,7 +71,7 @@ def print_plan(facts: Mapping[str, Any]) -> None:
 
 
 def run_flow(start: Callable[[], Any], debug: bool) -> Any:
-    """Run a flow against the configured Prefect API, or a server of this command's own.
+    """Run a flow against the configured Prefect API, or the server of this folder.
 
     Unless ``debug``, log lines in the terminal show no tracebacks of our own errors, whose messages say what to do.
     """
@@ -84,7 +86,9 @@ def run_flow(start: Callable[[], Any], debug: bool) -> Any:
             with nullcontext() if debug else without_known_traces():
                 return start()
         finally:
+            from prefect.events.worker import EventsWorker
             from prefect.logging.handlers import APILogHandler
 
-            # The last lines are sent in the background; a server of our own is gone a moment later.
+            # The last lines and states are sent in the background; a server of this folder is gone a moment later.
             APILogHandler().flush()
+            EventsWorker.drain_all(timeout=EVENTS_SECONDS)

@@ -36,7 +36,7 @@ def store_serve(
         from rollout_core.store.http.serve import ServeSettings, serve
 
         settings = ServeSettings(database, host, port, workers, api_key_env, tuple(cors_allow_origin or ()))
-        serve(settings, lambda address: typer.echo(f"serving at {address}"))
+        serve(settings, typer.echo)
 
 
 @app.command("migrate")

@@ -58,6 +58,8 @@ class Work:
     tokens: int = 0
     latencies: list[float] = field(default_factory=list)
     """Seconds from the engine's taking a request to its outcome."""
+    waited_seconds: float = 0.0
+    """Until the engine was ready, before anything could be generated: its start, other weights, its turn."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +275,9 @@ class _BatchRun:
     async def _lane(self) -> AsyncIterator[Lane]:
         """A lane of the running engine, whose start and end block a thread and not the loop."""
         opened = self._engine.open()
+        began = time.monotonic()
         lanes = await asyncio.to_thread(opened.__enter__)
+        self.work.waited_seconds += time.monotonic() - began
         try:
             lane = lanes.open(few=self.options.claim_size)
             try:

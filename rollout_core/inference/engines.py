@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
-from rollout_core.config import BackendConfig, OpenAIBackend, ScriptedBackend, TransformersBackend
+from rollout_core.config import BackendConfig, OpenAIBackend, ScriptedBackend, TransformersBackend, VLLMBackend
 from rollout_core.ids import ContentId, hash_bytes
 from rollout_core.inference.base import InferenceBackend, ModelRef
 from rollout_core.inference.lanes import Lanes
 from rollout_core.models import tokenizer_files
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -56,6 +60,8 @@ class EngineOf:
 
     config: BackendConfig
     model: ModelRef
+    say: Callable[[str], None] = log.info
+    """Told when the engine starts, which takes long, and when it is ready."""
 
     @property
     def model_id(self) -> ContentId:
@@ -69,30 +75,30 @@ class EngineOf:
 
     def open(self) -> AbstractContextManager[Lanes]:
         """The lanes of this process's engine; entering may take as long as an engine's start."""
-        return _lanes(self.config, self.model)
+        return _lanes(self.config, self.model, self.say)
 
 
 @contextmanager
-def engine(config: BackendConfig, model: ModelRef) -> Iterator[InferenceBackend]:
+def engine(config: BackendConfig, model: ModelRef, say: Callable[[str], None] = log.info) -> Iterator[InferenceBackend]:
     """This process's engine with ``model`` in it.
 
     The engine stays when the block ends. Another configuration or architecture replaces it; another model of the same
     architecture only replaces its weights. Callers with the same configuration and model share it, others wait for its
-    turn. A failure inside the block drops it.
+    turn. A failure inside the block drops it. ``say`` is told of its start.
     """
-    with _shared(config, model) as resident:
+    with _shared(config, model, say) as resident:
         yield resident.backend
 
 
 @contextmanager
-def _lanes(config: BackendConfig, model: ModelRef) -> Iterator[Lanes]:
-    with _shared(config, model) as resident:
+def _lanes(config: BackendConfig, model: ModelRef, say: Callable[[str], None]) -> Iterator[Lanes]:
+    with _shared(config, model, say) as resident:
         yield resident.lanes
 
 
 @contextmanager
-def _shared(config: BackendConfig, model: ModelRef) -> Iterator[_Resident]:
-    resident = _enter(config, model)
+def _shared(config: BackendConfig, model: ModelRef, say: Callable[[str], None]) -> Iterator[_Resident]:
+    resident = _enter(config, model, say)
     try:
         yield resident
     except BaseException:
@@ -114,7 +120,7 @@ def close_engine() -> None:
         _prepared()
 
 
-def _enter(config: BackendConfig, model: ModelRef) -> _Resident:
+def _enter(config: BackendConfig, model: ModelRef, say: Callable[[str], None]) -> _Resident:
     global _preparing
     architecture = _architecture(model)
     with _changed:
@@ -128,19 +134,20 @@ def _enter(config: BackendConfig, model: ModelRef) -> _Resident:
             _changed.wait()
     # Outside the lock: a start takes half a minute.
     try:
-        resident = _prepare(config, model, architecture)
+        resident = _prepare(config, model, architecture, say)
         resident.users = 1
     finally:
         _prepared()
     return resident
 
 
-def _prepare(config: BackendConfig, model: ModelRef, architecture: str) -> _Resident:
+def _prepare(config: BackendConfig, model: ModelRef, architecture: str, say: Callable[[str], None]) -> _Resident:
     global _resident
     if _resident and (_resident.config != config or _resident.architecture != architecture or _resident.in_doubt):
         _drop()
     if _resident is None:
-        backend = build_backend(config, model)
+        with _told(config, say):
+            backend = build_backend(config, model)
         _resident = _Resident(config, architecture, backend, Lanes(backend))
     try:
         _resident.backend.update_weights(model)
@@ -148,6 +155,18 @@ def _prepare(config: BackendConfig, model: ModelRef, architecture: str) -> _Resi
         _drop()
         raise
     return _resident
+
+
+@contextmanager
+def _told(config: BackendConfig, say: Callable[[str], None]) -> Iterator[None]:
+    """Tell of a start, where it takes long."""
+    if not isinstance(config, VLLMBackend | TransformersBackend):
+        yield
+        return
+    say(f"starting the {config.kind} engine ...")
+    began = time.monotonic()
+    yield
+    say(f"{config.kind} engine ready in {time.monotonic() - began:.0f} s")
 
 
 def _prepared() -> None:

@@ -123,7 +123,7 @@ class RunWork:
     samples: int = 0
     tokens: int = 0
     started: float = float("inf")
-    """Seconds since the epoch; of the earliest part."""
+    """Seconds since the epoch; of the earliest part, after its wait for an engine."""
     ended: float = 0.0
     latencies: dict[int, int] = field(default_factory=dict)
     """Samples by bucket of their seconds in the engine; 20 buckets a decade."""
@@ -131,7 +131,7 @@ class RunWork:
     @classmethod
     def of(cls, work: Work, started: float, ended: float) -> RunWork:
         """The summary of ``work``."""
-        made = cls(work.samples, work.tokens, started, ended)
+        made = cls(work.samples, work.tokens, started + work.waited_seconds, ended)
         for seconds in work.latencies:
             bucket = _bucket(seconds)
             made.latencies[bucket] = made.latencies.get(bucket, 0) + 1

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-import rollout_core
 from rollout_core.errors import ConfigError, Recoverable, RolloutError
 from rollout_core.launch.job import (
     LAUNCHER,
@@ -38,6 +37,7 @@ from rollout_core.launch.job import (
     update_function,
 )
 from rollout_core.launch.messages import PIPE, error_of, is_own_error
+from rollout_core.processes import search_path
 
 if TYPE_CHECKING:
     from rollout_core.algorithms.workshop import Workshop
@@ -274,14 +274,12 @@ class _Ranks:
 def _environment(job: Job, folder: Path, objects: ObjectStore) -> dict[str, str]:
     """Of all ranks. Threads are shared out where nothing says how many there should be."""
     threads = job.num_threads or max(1, (os.cpu_count() or 1) // job.nproc)
-    package = str(Path(rollout_core.__file__).parents[1])
-    search_path = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         "OMP_NUM_THREADS": str(threads),
         "PYTHONHASHSEED": "0",
         "TQDM_DISABLE": "1",
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(search_path),
+        "PYTHONPATH": search_path(),
         "PYTHONUNBUFFERED": "1",
         "WORLD_SIZE": str(job.nproc),
         "LOCAL_WORLD_SIZE": str(job.nproc),

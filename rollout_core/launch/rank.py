@@ -30,6 +30,7 @@ from rollout_core.launch.job import (
     update_function,
 )
 from rollout_core.launch.messages import Messenger, error_message
+from rollout_core.processes import signal_at_parents_end
 from rollout_core.seeding import prepare_environment
 
 PATIENCE = timedelta(hours=2)
@@ -71,11 +72,7 @@ def end_with_launcher() -> None:
     launcher = os.environ.get(LAUNCHER)
     if launcher is None:
         return
-    if sys.platform == "linux":
-        import ctypes
-
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    signal_at_parents_end(signal.SIGKILL)
     if os.getppid() != int(launcher):  # it died before it could be asked for
         os._exit(1)
 

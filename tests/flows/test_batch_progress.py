@@ -59,3 +59,15 @@ def test_the_closing_figures_add_up_over_shards():
     assert (figures["generated now"], figures["samples/s"], figures["tokens/s"]) == (2, 0.2, 3.0)
     assert figures["latency, 99% of samples (s)"] == pytest.approx(1.0, rel=0.13)
     assert figures["cost per million tokens"] == pytest.approx(2.5e6 * 0.01 / 30, rel=1e-3)
+
+
+def test_the_wait_for_an_engine_is_no_part_of_the_time_of_generation():
+    config = parse_config(
+        {"model": {"uri": "m"}, "sampling": {}, "input": {"glob": "x"}, "output": {"dir": "o"}}, InferBatchConfig
+    )
+    total = RunWork()
+    # Two shards wait for the same start of 200 s, a third comes later.
+    for waited, started, ended in ((200.0, 1000.0, 1205.0), (200.0, 1000.0, 1208.0), (0.0, 1206.0, 1210.0)):
+        total.add(RunWork.of(Work(samples=1, tokens=100, waited_seconds=waited), started, ended))
+    figures = closing_figures(config, [], total, workers=1)
+    assert (figures["seconds, without the engine's start"], figures["tokens/s"]) == (10.0, 30.0)

@@ -99,8 +99,10 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(start_process, prefect_server, tmp_path) -> Cluster:
+def cluster(start_process, prefect_server, tmp_path, server_logs) -> Cluster:
     from flows.local_server import _free_port
+
+    server_logs.watch(tmp_path / "cluster.log")
 
     environment = {"PREFECT_API_URL": prefect_server, "PYTHONPATH": str(PROJECT)}
     return Cluster(start_process, f"tcp://127.0.0.1:{_free_port()}", tmp_path / "cluster.log", environment)

@@ -1,20 +1,27 @@
-"""Deployments: prefect.yaml says what the example says, deploys as it is, and a killed run can be retried."""
+"""Deployments: prefect.yaml says what the example says, deploys as it is, its schedules fire, and a killed run can be
+retried."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import yaml
 
+from deployments import serve
+from flows.local_server import LOG
 from rollout_core.config import NightlyConfig, parse_config
 from tests.flows.conftest import snapshots_of, wait_for
 
@@ -44,7 +51,7 @@ def test_every_flow_is_deployed_on_both_pools():
 
 @pytest.mark.server
 def test_deployed_killed_and_retried_through_the_server_it_resumes(
-    prefect_server, small_nightly, start_process, tmp_path
+    prefect_server, small_nightly, start_process, tmp_path, server_logs
 ):
     environment = {**os.environ, "PREFECT_API_URL": prefect_server, "ROLLOUT_PROJECT": str(PROJECT)}
 
@@ -61,10 +68,13 @@ def test_deployed_killed_and_retried_through_the_server_it_resumes(
     listed = prefect("deployment", "ls")
     assert all(name in listed for name in ("nightly/nightly", "train-sft/train-sft-gpu", "batch-inference"))
 
-    worker = start_process(
-        "-m", "prefect", "worker", "start", "--pool", "cpu", "--name", "test",
-        env={"PREFECT_API_URL": prefect_server, "ROLLOUT_PROJECT": str(PROJECT)}, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+    server_logs.expect("exited with status code: -9", "the test kills the flow's process")
+    log = server_logs.watch(tmp_path / "worker.log")
+    with log.open("w") as output:
+        worker = start_process(
+            "-m", "prefect", "worker", "start", "--pool", "cpu", "--name", "test",
+            env={"PREFECT_API_URL": prefect_server, "ROLLOUT_PROJECT": str(PROJECT)}, stdout=output,
+        )  # fmt: skip
     # The scheduled runs of the real nightly deployment are hours away; this one is started now.
     overrides = json.dumps({"run.name": "retried"})
     prefect(
@@ -84,6 +94,114 @@ def test_deployed_killed_and_retried_through_the_server_it_resumes(
     assert retried.id == run.id and retried.run_count == 2
     states = task_states(prefect_server, run.id)
     assert "Cached" in states["evaluate"] and "Completed" in states["sft_update"]
+
+
+def test_a_schedule_whose_data_is_missing_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    clone(tmp_path / "clone")
+    monkeypatch.setattr(serve, "PROJECT", tmp_path / "clone")
+    [line] = serve.unready_schedules()
+    assert line.startswith("deployment nightly: its scheduled runs fail as long as this is so: ") and "\n" not in line
+    assert "data/example/sft.jsonl" in line and "data/example/model" in line
+
+
+TICK = {
+    "name": "tick",
+    "entrypoint": "tick.py:tick",
+    "work_pool": {"name": "cpu"},
+    "schedules": [{"interval": 20}],
+}
+TICK_FLOW = """
+from prefect import flow
+
+@flow
+def tick():
+    return 1
+"""
+
+
+def test_two_first_commands_started_together_make_the_example_once(start_process, tmp_path):
+    made = [start_process(str(PROJECT / "examples" / "make_tiny.py"), cwd=tmp_path) for _ in range(2)]
+    said = [process.communicate(timeout=300)[0] for process in made]
+    assert [process.returncode for process in made] == [0, 0], said
+    assert sorted("already made" in words for words in said) == [False, True], said
+
+
+@pytest.mark.server
+@pytest.mark.timeout(1200)
+def test_in_a_fresh_clone_make_serve_has_runs_start_and_complete_by_their_schedules_alone(
+    start_process, server_logs, tmp_path, monkeypatch
+):
+    for name in ("ROLLOUT_STORAGE", "ROLLOUT_DATABASE", "ROLLOUT_CACHE"):
+        monkeypatch.delenv(name)
+    clone(tmp_path / "clone")
+    monkeypatch.chdir(tmp_path / "clone")
+    deployments = prefect_yaml()
+    deployments["deployments"].append(TICK)
+    Path("prefect.yaml").write_text(yaml.safe_dump(deployments))
+    Path("tick.py").write_text(TICK_FLOW)
+    server_logs.watch(tmp_path / "clone" / "data" / "prefect" / LOG)
+    log = server_logs.watch(tmp_path / "serve.log")
+    *preparations, last = served_by_make()
+    for command in preparations:
+        subprocess.run([sys.executable, *command], check=True, env=in_clone(), capture_output=True)
+    with log.open("w") as output:
+        serving = start_process(*last, cwd=tmp_path / "clone", env=in_clone(), stdout=output)
+    wait_for(lambda: "Prefect UI" in log.read_text() or serving.poll() is not None, "make serve", seconds=400)
+    assert serving.poll() is None and "its scheduled runs fail" not in log.read_text(), log.read_text()
+    api = re.search(r"PREFECT_API_URL=(\S+)", log.read_text())[1]
+
+    wait_for(lambda: len(runs_of(api, "tick", "COMPLETED")) >= 2, "two scheduled runs", process=serving, seconds=400)
+    assert all(run.auto_scheduled for run in runs_of(api, "tick", "COMPLETED"))
+    scheduled = runs_of(api, "nightly", "SCHEDULED")
+    assert scheduled and all(run.auto_scheduled for run in scheduled)
+    started = psutil.Process(serving.pid).children(recursive=True)
+    serving.terminate()
+    serving.wait(60)
+    assert psutil.wait_procs(started, timeout=20)[1] == [], "nothing is left of it"
+
+
+def clone(folder: Path) -> None:
+    """What git has of this project, as it is now, in ``folder``."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=PROJECT, check=True, capture_output=True, text=True)
+    for name in listed.stdout.rstrip("\0").split("\0"):
+        if (PROJECT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(PROJECT / name, folder / name)
+
+
+def in_clone() -> dict[str, str]:
+    """Environment in which the clone's own code runs, as if nobody had set anything."""
+    return {**os.environ, "PYTHONPATH": os.getcwd(), "PREFECT_API_URL": "", "PREFECT_HOME": ""}
+
+
+def served_by_make() -> list[list[str]]:
+    """Arguments of the Python commands that `make serve` runs after the installation."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    recipe = subprocess.run(
+        ["make", "--dry-run", "serve", f"PORT={port}"], check=True, capture_output=True, text=True
+    ).stdout
+    lines = [line.split() for line in recipe.splitlines()]
+    return [words[1:] for words in lines if words[0] == ".venv/bin/python"]
+
+
+def runs_of(api: str, deployment: str, state: str) -> list[Any]:
+    """Runs of a deployment in a type of state."""
+    from prefect.client.orchestration import PrefectClient
+    from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, FlowRunFilter
+    from prefect.client.schemas.filters import FlowRunFilterState as OfState
+    from prefect.client.schemas.filters import FlowRunFilterStateType as OfType
+    from prefect.client.schemas.objects import StateType
+
+    async def find() -> list[Any]:
+        async with PrefectClient(api=api) as client:
+            return await client.read_flow_runs(
+                deployment_filter=DeploymentFilter(name=DeploymentFilterName(any_=[deployment])),
+                flow_run_filter=FlowRunFilter(state=OfState(type=OfType(any_=[StateType(state)]))),
+            )
+
+    return asyncio.run(find())
 
 
 def deepest_python(pid: int) -> int:

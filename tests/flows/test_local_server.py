@@ -1,17 +1,32 @@
-"""Whose Prefect server a command talks to."""
+"""Whose Prefect server a command talks to, and how long that of a folder lives."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import subprocess
+import time
+import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
+import psutil
 import pytest
 
 from flows.local_server import prefect_server
+from flows.server_process import LOCK
 from rollout_core.errors import RolloutError
+from rollout_core.locks import exclusive
+from rollout_core.processes import ProcessName
+from tests.flows.conftest import wait_for
+from tests.server_logs import ServerLogs
+
+PROJECT = Path(__file__).resolve().parents[2]
 
 
 class Healthy(BaseHTTPRequestHandler):
@@ -64,3 +79,134 @@ def test_a_configured_server_is_used(foreign_port: int, tmp_path: Path, monkeypa
     monkeypatch.setenv("PREFECT_API_URL", address)
     with prefect_server(tmp_path) as found:
         assert found == address
+
+
+def test_an_address_that_a_dead_server_left_is_not_used_whoever_answers_there_now(
+    foreign_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    left = {"process": str(ProcessName.of_this_process()), "url": f"http://127.0.0.1:{foreign_port}/api"}
+    (tmp_path / LOCK).write_text(json.dumps(left))
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("a server of its own is started")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(RuntimeError, match="a server of its own"), prefect_server(tmp_path):
+        pytest.fail("not our server")
+
+
+def test_a_folder_whose_server_runs_on_another_machine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    (tmp_path / LOCK).write_text(json.dumps({"process": "another:1:2", "url": "http://127.0.0.1:9/api"}))
+    with (
+        exclusive(tmp_path / LOCK),
+        pytest.raises(RolloutError, match="runs on another machine or in another container; set PREFECT_API_URL"),
+        prefect_server(tmp_path),
+    ):
+        pytest.fail("no server here")
+
+
+COMMAND = """
+import sys
+from pathlib import Path
+from flows.local_server import prefect_server
+with prefect_server(Path("prefect"), say=lambda line: print("said", line, flush=True)) as url:
+    print(url, flush=True)
+    sys.stdin.readline()
+"""
+
+
+class Commands:
+    """Commands in one folder that use its server until they are told to leave."""
+
+    def __init__(self, start_process: Any, folder: Path) -> None:
+        self._start_process = start_process
+        self._folder = folder
+
+    def start(self) -> subprocess.Popen[str]:
+        environment = {"PYTHONPATH": str(PROJECT), "PREFECT_API_URL": ""}
+        return self._start_process("-c", COMMAND, cwd=self._folder, env=environment, stdin=subprocess.PIPE)
+
+    @staticmethod
+    def read(command: subprocess.Popen[str], start: str) -> str:
+        """The command's next line that begins so."""
+        assert command.stdout is not None
+        seen = []
+        for line in command.stdout:
+            seen.append(line)
+            if line.startswith(start):
+                return line.strip()
+        raise AssertionError("".join(seen))
+
+    @property
+    def server(self) -> ProcessName:
+        """The process of the folder's server."""
+        found = ProcessName.parse(json.loads((self._folder / "prefect" / LOCK).read_text())["process"])
+        assert found is not None
+        return found
+
+    def kill_all_servers(self) -> None:
+        """Those that a failed test leaves."""
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if "flows.server_process" in process.cmdline() and str(self._folder / "prefect") in process.cmdline():
+                    process.kill()
+
+
+@pytest.fixture
+def commands(start_process: Any, tmp_path: Path, server_logs: ServerLogs) -> Iterator[Commands]:
+    started = Commands(start_process, tmp_path)
+    server_logs.watch(tmp_path / "prefect" / "server.log")
+    yield started
+    started.kill_all_servers()
+
+
+def answers(url: str) -> bool:
+    return urllib.request.urlopen(f"{url}/health", timeout=20).status == 200
+
+
+@pytest.mark.server
+def test_commands_of_one_folder_share_a_server_that_lives_as_long_as_the_last_of_them(commands: Commands):
+    first, second = commands.start(), commands.start()
+    one, other = commands.read(first, "said"), commands.read(second, "said")
+    if "waiting" in one:
+        first, second, one, other = second, first, other, one
+    assert one == "said starting a Prefect server ..." and other == "said waiting for the Prefect server to start ..."
+    # Whoever starts it may be killed before it answers: it belongs to nobody.
+    wait_for(lambda: server_began(commands), "the server's first word")
+    server = commands.server
+    assert psutil.Process(server.pid).ppid() != first.pid, "who ends its children leaves it alone"
+    first.kill()
+    url = commands.read(second, "http://")
+    assert commands.server == server and answers(url)
+    third = commands.start()
+    assert commands.read(third, "http://") == url
+    second.kill()
+    second.wait()
+    time.sleep(2)
+    assert not server.has_ended() and answers(url), "one still uses it"
+    third.communicate("leave\n", timeout=60)
+    assert server.has_ended(), "a command leaves nothing behind"
+
+
+def server_began(commands: Commands) -> bool:
+    with suppress(OSError, ValueError):
+        return not commands.server.has_ended()
+    return False
+
+
+@pytest.mark.server
+def test_the_next_command_gets_another_server_when_one_was_killed_and_none_outlives_killed_commands(commands: Commands):
+    command = commands.start()
+    url = commands.read(command, "http://")
+    server = commands.server
+    os.kill(server.pid, signal.SIGKILL)
+    later = commands.start()
+    assert commands.read(later, "http://") != url and commands.server != server
+    server = commands.server
+    for process in (command, later):
+        process.kill()
+    wait_for(server.has_ended, "the end of a server without users", seconds=30)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -16,7 +17,7 @@ from rollout_core.config import SamplingParams, ScriptedBackend, TransformersBac
 from rollout_core.errors import ConfigError
 from rollout_core.inference import engines
 from rollout_core.inference.base import Completion, ModelRef, Request
-from rollout_core.inference.engines import close_engine, engine
+from rollout_core.inference.engines import EngineOf, close_engine, engine
 from rollout_core.inference.hf import TransformersEngine, _distribution, _draw
 from rollout_core.inference.scripted import ScriptedEngine
 
@@ -334,3 +335,12 @@ def test_without_vllm_the_error_names_what_to_install(tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ConfigError, match=r"install rollout\[vllm\]"), engine(VLLMBackend(), tiny):
         pass
+
+
+def test_the_start_of_an_engine_is_told_and_its_reuse_is_not(tiny):
+    said: list[str] = []
+    for _ in range(2):
+        with EngineOf(TransformersBackend(), tiny, said.append).open():
+            pass
+    assert said[0] == "starting the transformers engine ..."
+    assert re.fullmatch(r"transformers engine ready in \d+ s", said[1]) and len(said) == 2

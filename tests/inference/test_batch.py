@@ -14,11 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from batches import Batch, MoodyEngine, WatchedEngine, make_batch
+from batches import PARAMS, Batch, MoodyEngine, Ready, WatchedEngine, make_batch
 
 from rollout_core.config import ScriptedBackend, TransformersBackend
 from rollout_core.errors import Fatal, Recoverable
@@ -30,6 +31,7 @@ from rollout_core.inference.ledger import COMPLETION_SPAN, Answer, SampleLedger
 from rollout_core.inference.samples import decode_completions_blob, encode_completion
 from rollout_core.inference.scripted import ScriptedEngine
 from rollout_core.store import SqlLightningStore
+from rollout_core.training_completions import complete_batch
 
 CHILD = Path(__file__).with_name("batch_child.py")
 
@@ -252,6 +254,22 @@ async def test_an_engine_with_room_for_more_than_a_claim_is_filled(batch, tiny):
     filled: list[str] = []
     await batch.complete(Roomy(tiny), claim_size=3)
     assert filled == batch.ids, "all are with the engine before one is done"
+
+
+async def test_the_wait_for_the_engine_is_told_apart_from_the_work(batch, watched):
+    class Slow(Ready):
+        @contextmanager
+        def open(self):
+            time.sleep(0.5)
+            yield self._lanes
+
+    async with SqlLightningStore.from_url(batch.database) as store:
+        began = time.monotonic()
+        _, work = await complete_batch(store, batch.objects, Slow(watched), batch.samples_id, PARAMS, worker_id="w1")
+        seconds = time.monotonic() - began
+        _, again = await complete_batch(store, batch.objects, Slow(watched), batch.samples_id, PARAMS, worker_id="w1")
+    assert 0.5 <= work.waited_seconds < seconds
+    assert again.waited_seconds == 0.0, "nothing is missing, so no engine is waited for"
 
 
 async def test_a_commit_that_fails_stops_the_engine_before_the_error_is_raised(batch, watched, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -106,6 +107,37 @@ class FailingStore(Switch):
 
 SWITCH = Switch()
 SERVER = LightningStoreServer(SWITCH)
+
+
+SERVER_LOGGERS = ("uvicorn.error", "rollout_core.store.http.app", "rollout_core.store.http.otlp")
+"""Of servers that run in the tests' own process; clients there have others."""
+
+
+@pytest.fixture(autouse=True)
+def _no_errors_of_servers(server_logs, tmp_path):
+    """What servers in this process log as an error fails the test, as it does in a process of their own."""
+    log = server_logs.watch(tmp_path / "servers-in-process.log")
+
+    def note(record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.ERROR:
+            with log.open("a") as file:
+                file.write(f"{logging.Formatter('%(levelname)s: %(name)s %(message)s').format(record)}\n")
+        return True
+
+    # Filters: uvicorn replaces the handlers of its loggers whenever a server is made. They see only what is logged on
+    # their very logger.
+    loggers = [logging.getLogger(name) for name in SERVER_LOGGERS]
+    for logger in loggers:
+        logger.addFilter(note)
+    yield
+    for logger in loggers:
+        logger.removeFilter(note)
+
+
+@pytest.fixture
+def requests_fail_on_purpose(server_logs):
+    """The store behind the test's server fails, which the server logs."""
+    server_logs.expect("request failed", "the test's store fails")
 
 
 @pytest.fixture(scope="session", autouse=True)

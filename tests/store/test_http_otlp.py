@@ -201,6 +201,7 @@ async def test_bad_requests_are_said_in_the_protocol(web, headers, data, status)
     assert json.loads(body)["message"] if is_json else Status.FromString(body).message
 
 
+@pytest.mark.usefixtures("requests_fail_on_purpose")
 async def test_a_store_in_trouble_asks_the_exporter_to_try_again():
     server = LightningStoreServer(FailingStore(Recoverable("disk is full")))
     await server.start()

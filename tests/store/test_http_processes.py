@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from pathlib import Path
 
 import aiohttp
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -29,21 +32,27 @@ NUM_KILLS = 10
 STARTED: list[subprocess.Popen[str]] = []
 
 
+LOGS: list[Path] = []
+"""Of the servers that the present test started; read in the end."""
+
+
 @pytest.fixture(autouse=True)
-def _leave_nothing_running():
+def _leave_nothing_running(server_logs, tmp_path):
+    LOGS.append(server_logs.watch(tmp_path / "servers.log"))
     yield
+    LOGS.clear()
     while STARTED:
         process = STARTED.pop()
         process.kill()
         process.wait()
 
 
-def start(*command: str, **environment: str) -> subprocess.Popen[str]:
+def start(*command: str, stderr: int = subprocess.PIPE, **environment: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, *command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
     )
@@ -54,11 +63,13 @@ def start(*command: str, **environment: str) -> subprocess.Popen[str]:
 def serve(url: str, *options: str, **environment: str) -> tuple[subprocess.Popen[str], str]:
     """A server process and its address."""
     command = ["-c", "from flows.cli import main; main()", "store", "serve", "--database", url, *options]
-    process = start(*command, **environment)
+    with LOGS[-1].open("a") as log:
+        process = start(*command, stderr=log.fileno(), **environment)
     assert process.stdout is not None
-    line = process.stdout.readline()
-    assert line.startswith("serving at http://"), process.communicate()[1]
-    return process, line.split()[-1]
+    for line in process.stdout:
+        if line.startswith("serving at http://"):
+            return process, line.split()[-1]
+    raise AssertionError(LOGS[-1].read_text())
 
 
 def free_port() -> int:
@@ -151,11 +162,9 @@ async def _count_succeeded(database: str) -> int:
         return (await store.query_rollouts(status_in=["succeeded"], limit=0)).total
 
 
-async def test_nothing_acknowledged_is_lost_when_postgres_is_killed_under_a_server(postgres, tmp_path):
+async def test_nothing_acknowledged_is_lost_when_postgres_is_killed_under_a_server(postgres, tmp_path, server_logs):
+    server_logs.expect("", "the test kills the server's database")
     server, address = serve(postgres.database_of(tmp_path), "--port", "0")
-    assert server.stderr is not None
-    # It has much to log; a full pipe would stop it.
-    threading.Thread(target=server.stderr.read, daemon=True).start()
     crew = Crew(address)
     async with LightningStoreClient(address, retry_delays=(0.05,) * 600, health_retry_delays=()) as client:
         num_done = 0
@@ -206,6 +215,81 @@ async def test_workers_share_a_database_and_add_up_their_metrics(url):
     assert server.wait(20) == 0
 
 
+SLOW_START = """
+import os, sys, time
+from pathlib import Path
+if "--multiprocessing-fork" in sys.orig_argv:
+    Path(os.environ["STARTS"], str(os.getpid())).touch()
+    time.sleep(float(os.environ["SLOW"]))
+"""
+
+
+@pytest.fixture
+def slow_starts(tmp_path, monkeypatch) -> Path:
+    """Workers take long to start, as on a busy machine; the folder gets a file for each that was started."""
+    folder = tmp_path / "starts"
+    folder.mkdir()
+    (tmp_path / "site" / "sitecustomize.py").parent.mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(SLOW_START)
+    monkeypatch.setenv("STARTS", str(folder))
+    return folder
+
+
+def start_workers(url: str, tmp_path: Path, slow: float) -> subprocess.Popen[str]:
+    command = ["store", "serve", "--database", url, "--port", "0", "--workers", "2"]
+    path = os.pathsep.join([str(tmp_path / "site"), str(ROOT)])
+    with LOGS[-1].open("a") as log:
+        return start(
+            "-c", "from flows.cli import main; main()", *command,
+            stderr=log.fileno(), PYTHONPATH=path, SLOW=str(slow),
+        )  # fmt: skip
+
+
+def test_workers_that_are_slow_to_start_are_waited_for_and_serving_is_said_when_they_serve(url, tmp_path, slow_starts):
+    # Twice as long as uvicorn itself would wait.
+    server = start_workers(url, tmp_path, slow=10.0)
+    lines = [server.stdout.readline() for _ in range(3)]
+    assert lines[0] == "starting 2 worker processes ...\n"
+    assert lines[1].startswith("ready in ") and float(lines[1].split()[2]) > 10
+    assert len(list(slow_starts.iterdir())) == 2, "none was killed for being slow"
+    address = lines[2].removeprefix("serving at ").strip()
+    assert urllib.request.urlopen(f"{address}/v1/agl/health", timeout=10).status == 200
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(20) == 0 and LOGS[-1].read_text() == ""
+
+
+def test_sigterm_ends_a_server_whose_workers_are_still_starting(url, tmp_path, slow_starts):
+    server = start_workers(url, tmp_path, slow=300.0)
+    while len(list(slow_starts.iterdir())) < 2:
+        time.sleep(0.05)
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(20) == 0
+
+
+def test_a_killed_worker_is_named_and_replaced(url):
+    server, address = serve(url, "--port", "0", "--workers", "2")
+    [victim, _] = [
+        child for child in psutil.Process(server.pid).children() if "spawn_main" in " ".join(child.cmdline())
+    ]
+    victim.kill()
+    deadline = time.monotonic() + 60
+    while f"worker process {victim.pid} was killed by SIGKILL; another is started" not in LOGS[-1].read_text():
+        assert time.monotonic() < deadline, LOGS[-1].read_text()
+        time.sleep(0.05)
+    assert urllib.request.urlopen(f"{address}/v1/agl/health", timeout=60).status == 200
+
+
+def test_workers_that_cannot_start_end_the_server_with_a_reason(url, tmp_path, server_logs):
+    server_logs.expect("cannot be served", "the test has workers fail")
+    (tmp_path / "site").mkdir()
+    broken = "import sys\nif '--multiprocessing-fork' in sys.orig_argv:\n    sys.exit('cannot be served')\n"
+    (tmp_path / "site" / "sitecustomize.py").write_text(broken)
+    server = start_workers(url, tmp_path, slow=0)
+    assert server.wait(60) == 1
+    last = LOGS[-1].read_text().splitlines()[-1]
+    assert re.fullmatch(r"rollout: worker process \d+ ended with exit code 1 before it served; .*", last), last
+
+
 async def test_orphaned_workers_give_the_port_back(url):
     port = str(free_port())
     server, address = serve(url, "--port", port, "--workers", "2")
@@ -237,7 +321,7 @@ async def test_sigterm_lets_requests_finish(url):
             await store.update_attempt(rollout.rollout_id, "latest", status="succeeded")
         assert len(await waiting) == 1
     assert server.wait(20) == 0
-    assert server.communicate()[1] == "", "nothing to complain about"
+    assert LOGS[-1].read_text() == "", "nothing to complain about"
 
 
 @pytest.mark.parametrize(

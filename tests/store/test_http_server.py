@@ -151,6 +151,7 @@ async def test_bad_requests_are_refused_with_their_kind(web, method, path, body,
     ],
     ids=lambda error: type(error).__name__,
 )
+@pytest.mark.usefixtures("requests_fail_on_purpose")
 async def test_errors_of_the_store_are_raised_by_the_client(make_server, error):
     server = await make_server(FailingStore(error))
     async with LightningStoreClient(server.endpoint, retry_delays=()) as client:
@@ -161,6 +162,7 @@ async def test_errors_of_the_store_are_raised_by_the_client(make_server, error):
     assert getattr(raised.value, "content_id", None) == getattr(error, "content_id", None)
 
 
+@pytest.mark.usefixtures("requests_fail_on_purpose")
 async def test_what_nobody_foresaw_is_500_and_keeps_its_details(make_server, caplog):
     server = await make_server(FailingStore(AttributeError("secret detail")))
     async with aiohttp.ClientSession(server.endpoint) as web:
@@ -441,6 +443,7 @@ class LosingStore(ForwardingLightningStore):
         await self.store.close()
 
 
+@pytest.mark.usefixtures("requests_fail_on_purpose")
 async def test_writes_that_the_store_is_unsure_of_are_done_once(make_server, url, make):
     losing = LosingStore(SqlLightningStore.from_url(url))
     server = await make_server(losing)
@@ -479,6 +482,7 @@ async def test_a_claim_survives_the_server_that_made_it(server):
     assert len(await server.store.claim_rollouts("other", limit=2, repeated=True)) == 1
 
 
+@pytest.mark.usefixtures("requests_fail_on_purpose")
 async def test_a_write_that_must_not_be_repeated_is_refused_by_a_server_that_does_not_know(server, web):
     headers = {wire.KEY_HEADER: "k", wire.REPEATED_HEADER: "final"}
     status, answer = await ask(web, "POST", f"{AGL}/rollouts", json={"input": 1}, headers=headers)

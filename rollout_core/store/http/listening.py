@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import weakref
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Callable, Generator
 from typing import Any
 
 import uvicorn
@@ -158,7 +158,19 @@ class Server(uvicorn.Server):
 
 
 class MainServer(uvicorn.Server):
-    """uvicorn's server as a program of its own: SIGTERM and SIGINT stop it, and then it ends like any other."""
+    """uvicorn's server as a program of its own: SIGTERM and SIGINT stop it, and then it ends like any other.
+
+    ``on_serving`` is called when it answers requests.
+    """
+
+    def __init__(self, config: uvicorn.Config, on_serving: Callable[[], None] = lambda: None) -> None:
+        super().__init__(config)
+        self._on_serving = on_serving
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_serving()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -6,18 +6,20 @@ import asyncio
 import logging
 import os
 import shutil
+import socket
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import orjson
 from fastapi import FastAPI
-from uvicorn.supervisors import Multiprocess
 
 from rollout_core.errors import ConfigError
 from rollout_core.store.http.app import AppSettings, create_app
 from rollout_core.store.http.listening import MainServer, listen, require_key, serving, url_of, uvicorn_config
 from rollout_core.store.http.metrics import MULTIPROCESS_FOLDER
+from rollout_core.store.http.supervisor import Supervisor
 from rollout_core.store.sql import SqlLightningStore
 
 SETTINGS_VARIABLE = "ROLLOUT_STORE_SERVE"
@@ -49,9 +51,11 @@ class ServeSettings:
 
 
 def serve(settings: ServeSettings, announce: Callable[[str], None]) -> None:
-    """Serve a database until SIGTERM or SIGINT; ``announce`` is told the address once it is taken.
+    """Serve a database until SIGTERM or SIGINT; ``announce`` gets a line when workers start, and one with the address
+    when it serves.
 
-    Raises ConfigError for a database that cannot be served, an address that cannot be had, and a missing key.
+    Raises ConfigError for a database that cannot be served, an address that cannot be had, and a missing key; Fatal
+    when worker processes cannot start.
     """
     if settings.workers < 1:
         raise ConfigError(f"workers is {settings.workers}; expected 1 or more")
@@ -60,10 +64,10 @@ def serve(settings: ServeSettings, announce: Callable[[str], None]) -> None:
     store = SqlLightningStore.from_url(settings.database)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     listener = listen(settings.host, settings.port)
-    announce(url_of(settings.host, listener.getsockname()[1]))
+    address = url_of(settings.host, listener.getsockname()[1])
     if settings.workers == 1:
         app = create_app(store, app_settings, lifespan=lambda _: serving(store))
-        MainServer(uvicorn_config(app)).run(sockets=[listener])
+        MainServer(uvicorn_config(app), lambda: announce(f"serving at {address}")).run(sockets=[listener])
         return
     asyncio.run(store.close())  # each worker opens its own
     folder = tempfile.mkdtemp(prefix="rollout-store-metrics-")
@@ -71,10 +75,21 @@ def serve(settings: ServeSettings, announce: Callable[[str], None]) -> None:
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     os.environ[SETTINGS_VARIABLE] = orjson.dumps(asdict(settings)).decode()
     try:
-        config = uvicorn_config(f"{__name__}:create_worker_app", factory=True, workers=settings.workers)
-        Multiprocess(config, sockets=[listener]).run()
+        _supervise(settings.workers, listener, address, announce)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _supervise(workers: int, listener: socket.socket, address: str, announce: Callable[[str], None]) -> None:
+    announce(f"starting {workers} worker processes ...")
+    began = time.monotonic()
+
+    def on_serving() -> None:
+        announce(f"ready in {time.monotonic() - began:.1f} s")
+        announce(f"serving at {address}")
+
+    config = uvicorn_config(f"{__name__}:create_worker_app", factory=True, workers=workers)
+    Supervisor(config, [listener], on_serving).run()
 
 
 def create_worker_app() -> FastAPI:

@@ -1,0 +1,68 @@
+"""The Prefect server of a folder as a process that nobody owns: it ends with the last command that uses it.
+
+Run by `flows.local_server`: ``python -m flows.server_process PORT FOLDER LOCK``. LOCK is a descriptor that holds the
+lock file of the folder's server, in which the process says who it is and where it listens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rollout_core.locks import try_exclusive
+from rollout_core.processes import ProcessName
+
+LOCK = "server.lock"
+"""Held by the server while it lives; holds a `Listening` once it has begun."""
+USERS_LOCK = "server-users.lock"
+"""Held by all commands that use the server, together; who takes it alone knows that there is none left, also where the
+last ones were killed."""
+LOOK_SECONDS = 0.2
+END_SECONDS = 10.0
+"""From SIGTERM to SIGKILL: an open connection, such as a browser's, would keep the server for ever."""
+
+
+@dataclass(frozen=True)
+class Listening:
+    """A server's process and its address."""
+
+    process: str
+    """As `ProcessName` writes it."""
+    url: str
+
+
+def main() -> None:
+    """Serve until the last user is gone."""
+    port, folder, lock = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    # Nobody's child: a command that ends its own children must leave alone what others use.
+    if os.fork():
+        os._exit(0)
+    # For this process alone: what it may start must not keep the lock.
+    os.set_inheritable(lock, False)
+    listening = Listening(str(ProcessName.of_this_process()), f"http://127.0.0.1:{port}/api")
+    os.pwrite(lock, json.dumps(asdict(listening)).encode(), 0)
+    threading.Thread(target=_end_with_last_user, args=[folder], name="rollout-server-users", daemon=True).start()
+
+    from prefect.cli import app
+
+    sys.argv = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    app()
+
+
+def _end_with_last_user(folder: Path) -> None:
+    # Held until this process is gone: who comes now waits for that, and then starts another server.
+    while try_exclusive(folder / USERS_LOCK) is None:
+        time.sleep(LOOK_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(END_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
