@@ -6,7 +6,6 @@ heavy: the child imports it first, so from then on its owner's end ends it, long
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import signal
@@ -18,6 +17,8 @@ from rollout_core.stopping import kill_children
 
 if multiprocessing.parent_process() is not None:
     signal_at_parents_end(signal.SIGKILL)
+    # Its owner must not let vLLM configure logging (see the backend); here nobody else has handlers.
+    os.environ.pop("VLLM_CONFIGURE_LOGGING", None)
 
 
 def end_with_owner() -> None:
@@ -32,8 +33,6 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
     # The kernel would end this process alone; its workers would go on until they notice.
     threading.Thread(target=_end_with_owner, name="rollout-owner-watch", daemon=True).start()
     signal_at_parents_end(None)
-    logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
-
     from vllm.v1.engine.core import EngineCoreProc
 
     from rollout_core.inference import vllm_worker  # noqa: F401 - it changes how vLLM's layers compute
