@@ -15,7 +15,8 @@ from typing import Any
 from rollout_core.processes import signal_at_parents_end
 from rollout_core.stopping import kill_children
 
-if multiprocessing.parent_process() is not None:
+# A child process has its name before it unpickles what it runs, and `parent_process` only after that.
+if multiprocessing.current_process().name != "MainProcess":
     signal_at_parents_end(signal.SIGKILL)
     # Its owner must not let vLLM configure logging (see the backend); here nobody else has handlers.
     os.environ.pop("VLLM_CONFIGURE_LOGGING", None)
