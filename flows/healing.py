@@ -6,6 +6,7 @@ cached. So running the flow's body again computes exactly that, and what follows
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -14,6 +15,7 @@ from prefect.context import FlowRunContext
 
 from rollout_core.config import RunInfo
 from rollout_core.errors import CorruptObject, MissingObject
+from rollout_core.stopping import is_stopping, watching
 from tasks.journal import Journal, keep_journal
 from tasks.logs import stage_logger
 from tasks.stage import refreshing
@@ -21,6 +23,8 @@ from tasks.stage import refreshing
 R = TypeVar("R")
 
 TRIES = 3
+WORKERS_RUN = "PREFECT__FLOW_RUN_ID"
+"""Environment variable by which a Prefect worker names the run to the process that it starts."""
 
 
 def run_body(body: Callable[[Journal], R], run: RunInfo) -> R:
@@ -38,12 +42,18 @@ def run_body(body: Callable[[Journal], R], run: RunInfo) -> R:
             client.update_flow_run(flow_run.id, tags=sorted({*flow_run.tags, *run.tags}))
     # The id of a flow run stays the same when it is retried.
     name = f"flow run {flow_run.id}" if run.refresh is True else run.refresh or None
+    # A worker starts a process for each run, which is then that run's alone.
+    with watching(ends_process=WORKERS_RUN in os.environ):
+        return _recompute_missing(body, name)
+
+
+def _recompute_missing(body: Callable[[Journal], R], name: str | None) -> R:
     for remaining in reversed(range(TRIES)):
         with keep_journal() as journal, refreshing(name):
             try:
                 return body(journal)
             except (CorruptObject, MissingObject) as error:
-                if not remaining:
+                if not remaining or is_stopping():
                     raise
                 stage_logger().warning("%s; computing again what is missing", error)
     raise AssertionError("the last try returns or raises")

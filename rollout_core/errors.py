@@ -98,5 +98,9 @@ class UnknownOutcome(Recoverable):
     twice is the same as once; otherwise look first."""
 
 
+class Stopped(Recoverable):
+    """The work ended early because the process was asked to stop. What was done is kept; run again, and it goes on."""
+
+
 class Fatal(RolloutError, RuntimeError):
     """Work cannot go on and trying again would not help, such as a loss that is not finite."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from rollout_core.records import Experience
+from rollout_core.stopping import run_async
 from rollout_core.token_samples import Adapted, Failed, adapt_rollouts, file_experience
 from tasks import artifacts, places
 from tasks.stage import current_stage, stage
@@ -23,7 +23,7 @@ def collect_samples(
         async with places.open_store() as store:
             return await adapt_rollouts(store, objects, rollout_ids)
 
-    experience = file_experience(objects, asyncio.run(adapt()), failed=failed, group_size=group_size)
+    experience = file_experience(objects, run_async(adapt()), failed=failed, group_size=group_size)
     rows = [
         {"figure": "samples", "value": experience.num_samples},
         {"figure": "truncated", "value": experience.num_truncated},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from contextlib import nullcontext
 
@@ -15,6 +14,7 @@ from rollout_core.inference.workers import this_worker
 from rollout_core.locks import exclusive
 from rollout_core.objects import ObjectStore
 from rollout_core.records import Completions, PromptSet
+from rollout_core.stopping import run_async
 from rollout_core.store.types import RolloutMode
 from rollout_core.training_completions import Failed, FailedSamples, complete_batch
 from tasks import artifacts, places
@@ -102,7 +102,7 @@ def generate(
     alone = exclusive(places.lock_folder() / f"samples-{prompts.samples}.lock") if local else nullcontext()
     with alone, artifacts.ProgressBar("inference-progress", "Batch inference") as bar:
         started = time.monotonic()
-        completions, work = asyncio.run(complete())
+        completions, work = run_async(complete())
         seconds = time.monotonic() - started - work.waited_seconds
     stage_logger().info(
         "%d samples complete, %d tokens generated now in %.1f s", completions.num_samples, work.tokens, seconds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from rollout_core.records import Checkpoint, Dataset, EvalReport, Model, Record,
 from rollout_core.resume import find_start
 from rollout_core.rewards import RewardSpec, with_models
 from rollout_core.snapshots import SnapshotStore
+from rollout_core.stopping import run_async
 from rollout_core.store import LLM
 from tasks import artifacts, places
 from tasks.logs import stage_logger
@@ -113,7 +113,7 @@ def snapshot(checkpoint: Checkpoint, snapshot_label: str, *, label: str = "") ->
 @stage(version=1, cached=False)
 def latest_model(resource: str) -> Latest:
     """What the store's latest resources serve under this name, if its weights are still in the object store."""
-    model = asyncio.run(_get_latest(resource))
+    model = run_async(_get_latest(resource))
     if model is not None and not current_stage().objects.tree_is_present(model):
         stage_logger().warning("the latest %r, %s, is not in the object store any more; not compared", resource, model)
         model = None
@@ -135,7 +135,7 @@ def promote(before: EvalReport, latest: EvalReport | None, after: EvalReport, co
     elif better:
         promotion = Promotion(model=after.model, promoted=False, reason="; ".join(better))
     else:
-        asyncio.run(_set_latest(after.model, config.resource))
+        run_async(_set_latest(after.model, config.resource))
         promotion = Promotion(model=after.model, promoted=True, reason=figures)
     stage_logger().info("%s: %s", "promoted" if promotion.promoted else "not promoted", promotion.reason)
     artifacts.table(

@@ -26,6 +26,7 @@ from rollout_core.ids import ContentId, content_id
 from rollout_core.launch import run_update
 from rollout_core.launch.job import UpdateName
 from rollout_core.records import Checkpoint, Scores
+from rollout_core.stopping import is_stopping
 from tasks import artifacts, places
 from tasks.logs import stage_logger
 from tasks.stage import StageRun, current_stage, stage
@@ -258,6 +259,7 @@ def _workshop(
             tracking=places.tracking_folder(),
             series=series,
             num_threads=num_threads,
+            is_stopping=is_stopping,
             on_step=on_step,
             on_start=on_start,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -17,6 +16,7 @@ from rollout_core.inference.samples import decode_completions_blob
 from rollout_core.inference.shard_run import finished_ref
 from rollout_core.objects import ObjectStore
 from rollout_core.records import Record, ShardCompletions
+from rollout_core.stopping import run_async
 from tasks import artifacts, places
 from tasks.logs import stage_logger
 from tasks.stage import current_stage, stage
@@ -61,7 +61,7 @@ def _ended(storage: ObjectStore, shard: ShardCompletions) -> list[float]:
         with suppress(NotFound, CorruptObject):
             return orjson.loads(storage.get_bytes(noted))
     ids = [row.id for row in decode_completions_blob(storage.get_bytes(shard.completions))]
-    times = asyncio.run(_end_times(ids))
+    times = run_async(_end_times(ids))
     return [times.get(sample_id, 0.0) for sample_id in ids]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from rollout_core.errors import Recoverable
+from rollout_core.stopping import is_stopping
 from tasks.logs import stage_logger
 
 T = TypeVar("T")
@@ -20,6 +21,8 @@ def patiently(call: Callable[[], T]) -> T:
         try:
             return call()
         except Recoverable as error:
+            if is_stopping():
+                raise
             stage_logger().warning("%s; tried again in %g s", error, delay)
             time.sleep(delay)
     return call()

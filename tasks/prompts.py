@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from rollout_core.config import SamplingParams
 from rollout_core.datasets import parse_prompts
 from rollout_core.ids import ContentId
@@ -11,6 +9,7 @@ from rollout_core.inference.ledger import SampleLedger
 from rollout_core.inference.samples import encode_samples, make_samples
 from rollout_core.models import inspect_model, load_tokenizer
 from rollout_core.records import PromptSet
+from rollout_core.stopping import run_async
 from rollout_core.store.types import RolloutMode
 from tasks import artifacts, places
 from tasks.logs import stage_logger
@@ -56,7 +55,7 @@ def enqueue_prompts(
             ledger = SampleLedger(store, objects, worker_id="enqueue", stale_after_seconds=0.0)
             await ledger.enqueue(samples, mode=mode, source=blob)
 
-    asyncio.run(enqueue())
+    run_async(enqueue())
     stage_logger().info("%d samples enqueued for model %s", len(samples), model.short)
     artifacts.origin("prompts", f"Prompts {label}".strip(), {"samples": blob}, {"prompt file": prompts, "model": model})
     return PromptSet(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import statistics
 
@@ -12,6 +11,7 @@ from rollout_core.inference.samples import decode_completions_blob, decode_sampl
 from rollout_core.objects import ObjectStore
 from rollout_core.records import Completions, EvalReport, PromptSet, Scores
 from rollout_core.rewards import RewardInput, RewardSpec, load_reward, score
+from rollout_core.stopping import run_async
 from rollout_core.store import AttemptedRollout, Span
 from rollout_core.store.semconv import AGL_ANNOTATION, AGL_REWARD
 from tasks import artifacts, places
@@ -29,7 +29,7 @@ def score_rewards(completions: Completions, reward: RewardSpec, reward_source: C
     objects = current_stage().objects
     scores = compute_scores(objects, completions, reward)
     values: list[float] = json.loads(objects.get_bytes(scores.scores))
-    asyncio.run(_record_rewards(objects, completions, values, reward_source))
+    run_async(_record_rewards(objects, completions, values, reward_source))
     rows = [{"figure": "mean reward", "value": scores.mean}, {"figure": "std", "value": scores.std}]
     artifacts.table("rewards", rows, f"Rewards {label}".strip())
     return scores

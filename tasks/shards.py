@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -22,6 +21,7 @@ from rollout_core.inference.workers import this_worker
 from rollout_core.models import max_positions
 from rollout_core.objects import ObjectStore
 from rollout_core.records import PromptShards, Record, ShardCompletions
+from rollout_core.stopping import run_async
 from tasks import places
 from tasks.generate import generator_id
 from tasks.logs import stage_logger
@@ -176,7 +176,7 @@ class _ShardRun:
                     events=self._events,
                 )
 
-        return asyncio.run(run())
+        return run_async(run())
 
     def _note(self, progress: Progress) -> None:
         noted = tally(self._run_id)

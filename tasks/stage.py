@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from prefect import Task
 from prefect.cache_policies import CacheKeyFnPolicy
 from prefect.client.schemas.objects import State
 from prefect.context import TagsContext, TaskRunContext
+from prefect.exceptions import TerminationSignal
 from prefect.futures import PrefectFuture
 from prefect.results import get_result_store
 from prefect.task_engine import run_task_sync
@@ -37,6 +39,7 @@ from rollout_core.objects import ObjectStore
 from rollout_core.records import Record
 from rollout_core.settings import locations
 from rollout_core.snapshots import SnapshotStore
+from rollout_core.stopping import is_stopping, run_interruptibly
 from tasks import places
 from tasks.journal import CHECKED, StageEntry, current_journal
 from tasks.logs import stage_logger
@@ -147,6 +150,8 @@ class Stage(Generic[P, R]):
         )
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if is_stopping():
+            raise stop_signal()
         inputs = self._bind(args, kwargs)
         prepared = self._prepare(inputs)
         started = time.monotonic()
@@ -246,12 +251,14 @@ class Stage(Generic[P, R]):
         storage = places.result_storage()
         run = StageRun(self.name, self.key(inputs), storage, str(context.task_run.flow_run_id or context.task_run.id))
         token = _current_run.set(run)
+        compute = self._compute_once if self.cached else self._compute
         try:
-            if not self.cached:
-                return self._function(**inputs)  # pyright: ignore[reportCallIssue]
-            return self._compute_once(run, inputs)
+            return run_interruptibly(lambda: compute(run, inputs), stop_signal)
         finally:
             _current_run.reset(token)
+
+    def _compute(self, run: StageRun, inputs: dict[str, Any]) -> R:
+        return self._function(**inputs)  # pyright: ignore[reportCallIssue]
 
     def _compute_once(self, run: StageRun, inputs: dict[str, Any]) -> R:
         def on_wait() -> None:
@@ -260,7 +267,7 @@ class Stage(Generic[P, R]):
         with exclusive(places.lock_folder() / f"{run.key}.lock", on_wait=on_wait):
             record = self._stored(run.storage, run.key)
             if record is None:
-                record = self._function(**inputs)  # pyright: ignore[reportCallIssue]
+                record = self._compute(run, inputs)
                 self._store(run, inputs, record)
             run.objects.delete_ref(progress_ref(run.key))
             return record
@@ -351,8 +358,15 @@ def is_whole(record: Record, objects: ObjectStore) -> bool:
     return all(checks[kind](reference) for kind, reference in record.references())
 
 
+def stop_signal() -> TerminationSignal:
+    """What Prefect's handler of SIGTERM raises: the run then ends Crashed, or Cancelled where that was asked for."""
+    return TerminationSignal(signal=signal.SIGTERM)
+
+
 def should_retry(task: Task[..., Any], task_run: Any, state: Any) -> bool:
-    """Retry passing faults only, after the delay their hint asks for."""
+    """Retry passing faults only, after the delay their hint asks for; nothing once the process is to stop."""
+    if is_stopping():
+        return False
     error = state.result(raise_on_failure=False)
     if isinstance(error, Recoverable):
         # The task object belongs to this call alone (with_options), so its delay may follow the error's hint.

@@ -77,8 +77,9 @@ def run_flow(start: Callable[[], Any], debug: bool) -> Any:
     """
     from flows.connections import PREFECT_HOME
     from flows.local_server import prefect_server
+    from rollout_core.stopping import watching
 
-    with prefect_server(PREFECT_HOME):
+    with watching(ends_process=True), prefect_server(PREFECT_HOME):
         # Not before: Prefect takes the server's address when it is imported.
         from flows.log_lines import without_known_traces
 

@@ -17,7 +17,7 @@ from rollout_core.algorithms.state import TrainState
 from rollout_core.algorithms.tracking import Series, Tracking
 from rollout_core.algorithms.workshop import Workshop
 from rollout_core.config import LearnerSettings
-from rollout_core.errors import ConfigError, Recoverable
+from rollout_core.errors import ConfigError, Stopped
 from rollout_core.records import Checkpoint
 
 
@@ -37,7 +37,7 @@ def train_to_end(
     """Train ``state`` by ``algorithm``, from the last snapshot of this update if there is one, and file the outcome.
 
     ``state`` is that at the update's start, which may be at a later step than 0. ``total_steps`` as in `train`,
-    ``max_minutes`` in a budget; ``figures`` of the whole update go into each of its rows. Raises Recoverable, with the
+    ``max_minutes`` in a budget; ``figures`` of the whole update go into each of its rows. Raises Stopped, with the
     state of the step kept, when the workshop is stopping.
     """
     first_step = state.step
@@ -69,7 +69,7 @@ def train_to_end(
             workshop.on_step({**row, "step": row["step"] - first_step})
             if state.step < algorithm.num_steps and anywhere(workshop.is_stopping(), accelerator.device):
                 resumption.save_now(state)
-                raise Recoverable(
+                raise Stopped(
                     f"the {algorithm.name} update was told to stop and did at step {state.step} of "
                     f"{algorithm.num_steps}, which is kept: run again, and it goes on from there"
                 )

@@ -40,6 +40,8 @@ class VLLMBackend(Settings):
     canary_tolerance: float | None = Field(default=None, gt=0)
     """Largest difference, in nats, between engine and trainer logprobs that a weight update may show; default: 2e-3 in
     float32, 5e-2 in half precision."""
+    start_timeout_seconds: float = Field(default=900.0, gt=0)
+    """Longest time an engine may take to start, loading the model included. Then the run fails."""
 
     @property
     def concrete_dtype(self) -> str:
@@ -77,6 +79,8 @@ class TransformersBackend(Settings):
     max_model_len: int | None = Field(default=None, ge=2)
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of generation, whatever the trainer uses: last bits of a logprob depend on their number."""
+    start_timeout_seconds: float = Field(default=900.0, gt=0)
+    """Longest time an engine may take to start, loading the model included. Then the run fails."""
 
     def cache_identity(self) -> Any:
         return {

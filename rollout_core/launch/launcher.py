@@ -38,6 +38,7 @@ from rollout_core.launch.job import (
 )
 from rollout_core.launch.messages import PIPE, error_of, is_own_error
 from rollout_core.processes import search_path
+from rollout_core.settings import stop_seconds
 
 if TYPE_CHECKING:
     from rollout_core.algorithms.workshop import Workshop
@@ -50,8 +51,6 @@ SETTLE_SECONDS = 1.0
 """After the first failure: within it the others', one of which may be the cause, have been told too."""
 GRACE_SECONDS = 5.0
 """From SIGTERM to SIGKILL where a rank has failed: the others wait for it and will not get to their next step."""
-STOP_SECONDS = 25.0
-"""The same where the work is to stop: for a step and its snapshot. Who stops us has most often 30 seconds' patience."""
 
 
 def run_update(
@@ -97,7 +96,7 @@ def run_update(
         )
         (folder / "job.json").write_text(job.model_dump_json(indent=1), encoding="utf-8")
         with _Ranks(job, folder, workshop.objects) as ranks:
-            for message in ranks.messages():
+            for message in ranks.messages(workshop.is_stopping):
                 if message.kind == "line":
                     on_line(f"rank {message.rank}: {message.content}")
                 elif message.kind == "start":
@@ -146,14 +145,21 @@ class _Ranks:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # What is no Exception is a signal, or the flow's end: the ranks are well, and can keep what they have done.
-        told_to_stop = kind is not None and not issubclass(kind, Exception)
-        self._end(STOP_SECONDS if told_to_stop else GRACE_SECONDS)
+        interrupted = kind is not None and not issubclass(kind, Exception)
+        self._end(stop_seconds() if interrupted else GRACE_SECONDS)
 
-    def messages(self) -> Iterable[_Message]:
-        """What the ranks write and report, until all are done. Raises the error of the one that failed."""
+    def messages(self, is_stopping: Callable[[], bool]) -> Iterable[_Message]:
+        """What the ranks write and report, until all are done. Raises the error of the one that failed.
+
+        Once ``is_stopping`` says so, the ranks are asked to end after their step, which they report as an error."""
         running = set(range(self._job.nproc))
+        asked = False
         while running:
             message = self._next(timeout=0.5)
+            if not asked and is_stopping():
+                asked = True
+                for rank in self._ranks:
+                    rank.process.terminate()
             if message is None:
                 continue
             if message.kind == "exit":

@@ -1,0 +1,122 @@
+"""A stop signal ends a command in time: with a last snapshot in training, and at once while an engine starts."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.flows.conftest import snapshots_of, wait_for, write_toml
+
+pytestmark = pytest.mark.server
+
+ROLLOUT = ("-c", "from flows.cli import main; main()")
+STEPS = 200
+STOP_SECONDS = 10.0
+SLACK_SECONDS = 20.0
+"""For machines under load; a run that does not heed the signal takes minutes."""
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory) -> Path:
+    """With heads of 32: vLLM has no CPU kernels for smaller ones."""
+    from make_tiny import make_model
+
+    folder = tmp_path_factory.mktemp("models") / "small"
+    make_model(folder, hidden_size=128, num_layers=2)
+    return folder
+
+
+def children_of(process) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def assert_ends(process, children: list[psutil.Process], asked: float) -> None:
+    process.wait(timeout=STOP_SECONDS + SLACK_SECONDS)
+    assert time.monotonic() - asked < STOP_SECONDS + SLACK_SECONDS
+    assert process.returncode != 0
+    _, alive = psutil.wait_procs(children, timeout=SLACK_SECONDS)
+    assert not alive
+
+
+def train(start_process, config: Path, prefect_server: str, log: Path):
+    return start_process(
+        *ROLLOUT,
+        "train",
+        "sft",
+        "--config",
+        str(config),
+        stdout=log.open("w"),
+        env={"PREFECT_API_URL": prefect_server, "COLUMNS": "200"},
+    )
+
+
+def test_training_in_one_process_keeps_the_step_it_is_in_and_ends_in_the_same_bytes(
+    tiny_model, sorting_task, tmp_path, start_process, prefect_server, monkeypatch
+):
+    config = write_toml(
+        tmp_path / "sft.toml",
+        {
+            "num_threads": 1,
+            "run": {"name": "stopped"},
+            "algorithm": {
+                "kind": "sft",
+                "minibatch_size": 16,
+                "base_model": {"uri": str(tiny_model)},
+                "dataset": {"path": str(sorting_task.sft)},
+                "budget": {"max_steps": STEPS},
+                "packing": {"max_seq_len": 64},
+                "optimizer": {"lr": 1e-3},
+                "snapshots": {"every_steps": 100_000},
+            },
+        },
+    )
+    log = tmp_path / "log"
+    run = train(start_process, config, prefect_server, log)
+    wait_for(lambda: "data: " in log.read_text(), "the report on data", process=run, seconds=240)
+    asked = time.monotonic()
+    run.send_signal(signal.SIGTERM)
+    assert_ends(run, [], asked)
+    kept = snapshots_of("sft")[0]
+    assert 0 < kept.step < STEPS, log.read_text()[-3000:]
+
+    again = train(start_process, config, prefect_server, log)
+    assert again.wait(timeout=240) == 0, log.read_text()[-3000:]
+    assert f"resumes at step {kept.step} " in log.read_text()
+    resumed = re.findall(r"^train state: (\w+)", log.read_text(), re.MULTILINE)
+
+    monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{tmp_path / 'quiet'}")
+    quiet = train(start_process, config, prefect_server, log)
+    assert quiet.wait(timeout=240) == 0, log.read_text()[-3000:]
+    assert resumed == re.findall(r"^train state: (\w+)", log.read_text(), re.MULTILINE) != []
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_batch_ends_while_its_engine_starts(
+    number, small_model, sorting_task, tmp_path, start_process, prefect_server
+):
+    config = {
+        "model": {"uri": str(small_model)},
+        "backend": {"kind": "vllm", "max_model_len": 64, "max_num_seqs": 8},
+        "input": {"glob": str(sorting_task.prompts)},
+        "output": {"dir": str(tmp_path / "completions")},
+        "sampling": {"max_tokens": 8},
+    }
+    run = start_process(
+        *ROLLOUT,
+        "infer",
+        "batch",
+        "--config",
+        str(write_toml(tmp_path / "batch.toml", config)),
+        stdout=(tmp_path / "log").open("w"),
+        env={"PREFECT_API_URL": prefect_server},
+    )
+    engine = wait_for(lambda: children_of(run), "the engine's start", process=run, seconds=240)
+    asked = time.monotonic()
+    run.send_signal(number)
+    assert_ends(run, engine, asked)

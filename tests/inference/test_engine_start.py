@@ -1,0 +1,125 @@
+"""An engine starts within its time or not at all, and nothing of it is left behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from rollout_core.errors import Fatal
+from rollout_core.inference.engine_start import start_in_time
+
+ENGINE = """
+import os, sys
+from pathlib import Path
+import flows
+from rollout_core.config import VLLMBackend
+from rollout_core.ids import hash_bytes
+from rollout_core.inference.base import ModelRef
+from rollout_core.inference.engines import engine
+
+if __name__ == "__main__":
+    {before}
+    with engine(VLLMBackend(max_model_len=64, max_num_seqs=8), ModelRef(hash_bytes(b"any"), Path(sys.argv[1]))):
+        print("started", flush=True)
+"""
+
+A_HANDLER_THAT_WAITS = """
+    import logging, traceback
+
+    class WaitsForAnotherThread(logging.Handler):
+        # As Prefect's does, whose other thread may want logging's lock: then neither goes on.
+        def emit(self, record):
+            pass
+
+        def flush(self):
+            if logging._lock._is_owned():
+                print("flushed with logging's lock held:", *traceback.format_stack(), flush=True)
+                os._exit(3)
+
+    logging.getLogger().addHandler(WaitsForAnotherThread())
+"""
+
+
+def program(tmp_path, before: str = "pass"):
+    file = tmp_path / "program.py"
+    file.write_text(ENGINE.format(before=before.strip()), encoding="utf-8")
+    return file
+
+
+@pytest.mark.engine
+def test_starting_vllm_flushes_no_handler_of_this_process_with_the_lock_of_logging_held(small, tmp_path, start_process):
+    process = start_process(str(program(tmp_path, A_HANDLER_THAT_WAITS)), str(small.folder))
+    output, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, output
+    assert "started" in output
+
+
+@pytest.mark.engine
+def test_an_owner_killed_while_its_engine_starts_leaves_no_process(small, tmp_path, start_process):
+    process = start_process(str(program(tmp_path)), str(small.folder))
+    owner = psutil.Process(process.pid)
+    deadline = time.monotonic() + 300
+    # The engine's process, and the tracker of its semaphores, which ends by itself when nobody uses it.
+    while not (
+        engine := [child for child in owner.children(recursive=True) if "spawn_main" in " ".join(child.cmdline())]
+    ):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    # It has begun to import what it runs; from then on it is tied to its owner.
+    while "vllm" not in " ".join(part.path for part in memory_of(engine[0])) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    _, alive = psutil.wait_procs(engine, timeout=30)
+    assert not alive
+
+
+def memory_of(process: psutil.Process) -> list:
+    try:
+        return process.memory_maps()
+    except psutil.Error:
+        return []
+
+
+def test_a_start_that_hangs_ends_with_the_stacks_of_all_threads_and_without_its_children(caplog, capfd):
+    children: list[subprocess.Popen] = []
+
+    def hang_in_a_native_call() -> None:
+        children.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+        threading.Event().wait()
+
+    with caplog.at_level(logging.ERROR), pytest.raises(Fatal, match="start_timeout_seconds"):
+        start_in_time(hang_in_a_native_call, 2.0)
+    assert children[0].wait(timeout=30) == -signal.SIGKILL
+    for told in (caplog.text, capfd.readouterr().err):
+        assert "hang_in_a_native_call" in told
+
+
+def test_a_start_says_where_it_hangs_even_when_logging_is_what_hangs(capfd):
+    def hang_with_the_lock() -> None:
+        logging._lock.acquire()
+        threading.Event().wait()
+
+    try:
+        with pytest.raises(Fatal):
+            start_in_time(hang_with_the_lock, 1.0)
+        assert "hang_with_the_lock" in capfd.readouterr().err
+    finally:
+        logging._lock = threading.RLock()
+
+
+def test_a_start_raises_what_it_raises_and_gives_what_it_gives():
+    def fail() -> None:
+        raise ValueError("as it is")
+
+    assert start_in_time(lambda: 5, 10.0) == 5
+    with pytest.raises(ValueError, match="as it is"):
+        start_in_time(fail, 10.0)

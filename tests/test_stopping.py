@@ -1,0 +1,190 @@
+"""A stop signal ends a process in time, wherever it falls. Each case is a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import textwrap
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from rollout_core.errors import ConfigError
+from rollout_core.settings import stop_seconds
+
+LONG = 60.0
+"""Seconds; what takes that long did not stop by itself."""
+
+RAISES = "signal.signal(signal.SIGTERM, raise_interrupted)"
+IS_LOST = "signal.signal(signal.SIGTERM, lambda *_: None)"
+"""What a handler raises inside a destructor is dropped; to the waiting thread that is as if it had not raised."""
+
+PROGRAM = """
+import ctypes, signal, subprocess, sys, threading, time
+from rollout_core import stopping
+from rollout_core.errors import Stopped
+
+class Interrupted(BaseException):
+    pass
+
+def raise_interrupted(*_):
+    raise Interrupted
+
+def say(text):
+    print(text, flush=True)
+
+{handler}
+with stopping.watching(ends_process=True):
+    try:
+        {body}
+    except (Interrupted, Stopped) as error:
+        say(f"ended by {{type(error).__name__}}")
+        {after}
+"""
+
+HEEDS = """
+def work():
+    say("ready")
+    while not stopping.is_stopping():
+        time.sleep(0.01)
+    say("kept")
+    stopping.raise_if_stopping("work")
+stopping.run_interruptibly(work, Interrupted)
+"""
+HANGS = """
+def work():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    say(f"ready {child.pid}")
+    ctypes.CDLL(None).sleep(600)
+stopping.run_interruptibly(work, Interrupted)
+"""
+AWAITS = """
+async def work():
+    import asyncio
+    say("ready")
+    try:
+        await asyncio.sleep(600)
+    finally:
+        say("given back")
+stopping.run_interruptibly(lambda: stopping.run_async(work()), Interrupted)
+"""
+
+
+@pytest.fixture
+def program(start_process) -> Callable[..., subprocess.Popen[str]]:
+    def start(body: str, *, handler: str = RAISES, after: str = "pass", stop_seconds: str = "20"):
+        indented = textwrap.indent(body.strip(), 8 * " ").strip()
+        text = PROGRAM.format(handler=handler, body=indented, after=after)
+        return start_process("-c", text, env={"ROLLOUT_STOP_SECONDS": stop_seconds})
+
+    return start
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+@pytest.mark.parametrize("handler", [RAISES, IS_LOST])
+def test_work_that_heeds_the_signal_keeps_what_it_has_done_also_where_the_handlers_exception_is_lost(program, handler):
+    process = program(HEEDS, handler=handler)
+    assert first_line(process) == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=LONG)
+    assert output == "kept\nended by Interrupted\n"
+    assert process.returncode == 0
+
+
+def test_asynchronous_work_is_cancelled_and_cleans_up(program):
+    process = program(AWAITS)
+    assert first_line(process) == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=LONG)
+    assert output == "given back\nended by Interrupted\n"
+
+
+def test_a_native_call_that_does_not_return_is_ended_with_its_children_when_the_time_is_up(program):
+    process = program(HANGS, stop_seconds="3", after="time.sleep(600)")
+    child = psutil.Process(int(first_line(process).split()[1]))
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=LONG)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "did not stop within 3 s (ROLLOUT_STOP_SECONDS)" in output
+    assert "most recent call first" in output, "where it hung is shown"
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_second_signal_ends_the_process_at_once(program):
+    process = program(HANGS, stop_seconds="600", handler=IS_LOST)
+    child = psutil.Process(int(first_line(process).split()[1]))
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=LONG)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "got a second signal to stop" in output
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_no_child_is_left_where_the_main_thread_does_not_wait_for_the_work(program):
+    process = program(HANGS, stop_seconds="600", handler=RAISES)
+    child = psutil.Process(int(first_line(process).split()[1]))
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)  # its handler raises in the main thread, which waits for the work
+    process.communicate(timeout=LONG)
+    assert process.returncode != 0
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_one_wish_that_two_pass_on_is_no_second_signal(program):
+    process = program(HEEDS)
+    assert first_line(process) == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=LONG)
+    assert "kept" in output and process.returncode == 0
+
+
+def test_without_its_own_process_only_the_flag_is_set_and_taken_back():
+    from rollout_core import stopping
+
+    def noted(*_: object) -> None:
+        pass
+
+    before = signal.signal(signal.SIGTERM, noted)
+    try:
+        with stopping.watching(ends_process=False):
+            os.kill(os.getpid(), signal.SIGTERM)
+            deadline = time.monotonic() + 10
+            while not stopping.is_stopping() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert stopping.is_stopping()
+        assert not stopping.is_stopping()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "soon", "inf", "nan"])
+def test_the_time_to_stop_is_a_positive_number(monkeypatch, value):
+    monkeypatch.setenv("ROLLOUT_STOP_SECONDS", value)
+    with pytest.raises(ConfigError, match="ROLLOUT_STOP_SECONDS"):
+        stop_seconds()
+
+
+def test_threads_for_work_are_kept_and_carry_the_context():
+    import contextvars
+    import threading
+
+    from rollout_core.stopping import in_thread
+
+    name = contextvars.ContextVar("name", default="none")
+    name.set("caller's")
+    first, context = in_thread(lambda: (threading.get_ident(), name.get())).result()
+    assert context == "caller's"
+    time.sleep(0.1)
+    assert in_thread(threading.get_ident).result() == first
