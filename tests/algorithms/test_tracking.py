@@ -47,7 +47,9 @@ def test_a_run_that_was_interrupted_tells_each_step_once(tiny_model: Path, tmp_p
     place = workshop(tmp_path, tracking=curves, run_name="mine")
     rows = rows_of(sft(place, tiny_model), place.objects)
     assert told(curves) == [(row["step"], pytest.approx(row["loss"])) for row in rows] and len(rows) == 6
-    assert [path.name for path in (curves / "tensorboard").iterdir()] == [f"mine-sft-{place.key[:8]}"]
+    assert [path.name for path in (curves / "tensorboard").iterdir()] == [
+        f"mine-sft, lr=0.001 max_steps=6, {place.key[:8]}"
+    ]
     sft(place, tiny_model)
     assert len(told(curves)) == 6, "nor is a finished update told again"
 
