@@ -8,6 +8,7 @@ from typing import Any
 
 from prefect import flow
 
+from flows.curves import Curve, curves_of_iterations, figure_of_steps
 from flows.healing import run_body
 from flows.report import Progress, Report, SampleComparison, write_report
 from flows.train import policy_iterations
@@ -114,8 +115,9 @@ def _nightly(config: NightlyConfig, journal: Journal) -> dict[str, Any]:
             "after SFT": after_sft.mean_reward,
             after_policy: after.mean_reward,
         },
+        held_out_temperature=config.evaluation.sampling.temperature,
         progress=learned.progress,
-        sft_losses=_figures(objects, tuned, "loss"),
+        sft_losses=figure_of_steps(objects, tuned, "loss"),
         promotion=promotion.reason,
         promoted=promotion.promoted,
         model=final.model,
@@ -123,13 +125,9 @@ def _nightly(config: NightlyConfig, journal: Journal) -> dict[str, Any]:
         samples=_compare(objects, before, after_sft, after),
     )
     folder = write_report(report, working_folder() / config.report_dir)
-    progress = learned.progress
+    curve = learned.progress.curve
     artifacts.curve(
-        "reward",
-        progress.values,
-        title=f"{config.run.name}: {progress.what}",
-        x_label=progress.x_label,
-        y_label=progress.what,
+        "reward", curve.values, title=f"{config.run.name}: {curve.what}", x_label=curve.x_label, y_label=curve.what
     )
     artifacts.table(
         "stages",
@@ -140,7 +138,7 @@ def _nightly(config: NightlyConfig, journal: Journal) -> dict[str, Any]:
         "model": final.model,
         "train_state": final.train_state,
         "held_out": report.held_out,
-        "rewards": progress.values if progress.is_reward else [],
+        "rewards": curve.values if learned.progress.temperature is not None else [],
         "promoted": promotion.promoted,
         "report": str(folder),
         "stages": [entry.row() for entry in journal.entries],
@@ -183,7 +181,14 @@ def _on_policy(config: NightlyConfig, start: ContentId, reward: RewardSpec) -> _
     rewards = [iteration.scores.mean for iteration in iterations]
     is_reward = config.rm is None
     what = "mean training reward" if is_reward else "mean score of the reward model"
-    return _Learned(iterations[-1].checkpoint, Progress(what, rewards, f"{_algorithm(config)} iteration", is_reward))
+    x_label = f"{_algorithm(config)} iteration"
+    checkpoints = [iteration.checkpoint for iteration in iterations]
+    progress = Progress(
+        Curve(what, rewards, x_label),
+        temperature=settings.sampling.temperature if is_reward else None,
+        others=curves_of_iterations(places.objects(), checkpoints, x_label),
+    )
+    return _Learned(checkpoints[-1], progress)
 
 
 def _from_pairs(config: NightlyConfig, start: ContentId) -> _Learned:
@@ -201,12 +206,15 @@ def _from_pairs(config: NightlyConfig, start: ContentId) -> _Learned:
         label="nightly",
     )
     snapshot(checkpoint, f"{config.run.name}/dpo", label="after DPO")
-    margins = _figures(places.objects(), checkpoint, "rewards/margins")
-    return _Learned(checkpoint, Progress("margin of chosen over rejected", margins, "DPO step", is_reward=False))
-
-
-def _figures(objects: ObjectStore, checkpoint: Checkpoint, name: str) -> list[float]:
-    return [json.loads(line)[name] for line in objects.get_bytes(checkpoint.metrics).splitlines()]
+    margins, accuracies, losses = (
+        Curve(what, figure_of_steps(places.objects(), checkpoint, name), "DPO step")
+        for what, name in (
+            ("margin of chosen over rejected", "rewards/margins"),
+            ("accuracy of the implicit reward", "rewards/accuracies"),
+            ("DPO loss", "loss"),
+        )
+    )
+    return _Learned(checkpoint, Progress(margins, others=(accuracies, losses)))
 
 
 def _compare(objects: ObjectStore, *reports: EvalReport) -> list[SampleComparison]:

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flows.curves import Curve
 from rollout_core.ids import ContentId
 from rollout_core.inference.folders import LocalFolder
 from rollout_core.telemetry import draw_curve
 from tasks.journal import StageEntry
 
-REWARD_PNG = "reward.png"
-LOSS_PNG = "sft-loss.png"
+PROGRESS_PNG = "progress.png"
 PAGE = "index.html"
 
 
@@ -29,14 +29,13 @@ class SampleComparison:
 
 @dataclass(frozen=True)
 class Progress:
-    """How training after SFT went: a curve."""
+    """How training after SFT went: a curve, and others that explain it."""
 
-    what: str
-    """Of the values, for the y axis."""
-    values: Sequence[float]
-    x_label: str
-    is_reward: bool = True
-    """On the scale of the held-out reward, which is then marked beside it."""
+    curve: Curve
+    temperature: float | None = None
+    """At which the completions behind the curve were drawn, where it is a reward on the scale of the held-out one; that
+    is then marked beside it."""
+    others: Sequence[Curve] = ()
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,8 @@ class Report:
     name: str
     held_out: Mapping[str, float]
     """Mean held-out reward by moment, in order."""
+    held_out_temperature: float
+    """At which held-out completions were drawn."""
     progress: Progress
     sft_losses: Sequence[float]
     promotion: str
@@ -58,27 +59,47 @@ class Report:
 def write_report(report: Report, folder: Path) -> Path:
     """Write page and curves into ``folder`` and return it."""
     folder.mkdir(parents=True, exist_ok=True)
-    progress = report.progress
-    marks = report.held_out if progress.is_reward else {}
+    curve, temperature = report.progress.curve, report.progress.temperature
+    marks = report.held_out if temperature is not None else {}
+    drawn = "" if temperature is None else f", completions drawn at temperature {temperature:g}"
     draw_curve(
-        folder / REWARD_PNG,
-        {progress.what: progress.values},
-        title=f"{progress.what.capitalize()} per {progress.x_label}",
-        x_label=progress.x_label,
-        y_label=progress.what,
-        marks={f"held out {moment}: {value:.3f}": value for moment, value in marks.items()},
+        folder / PROGRESS_PNG,
+        {curve.what: curve.values},
+        title=f"{_capitalized(curve.what)} per {curve.x_label}{drawn}",
+        x_label=curve.x_label,
+        y_label=curve.what,
+        marks={
+            f"held out {moment} (temperature {report.held_out_temperature:g}): {value:.3f}": value
+            for moment, value in marks.items()
+        },
     )
-    draw_curve(
-        folder / LOSS_PNG, {"loss": report.sft_losses}, title="SFT loss", x_label="optimizer step", y_label="loss"
-    )
+    for other in _others(report):
+        title = f"{_capitalized(other.what)} per {other.x_label}"
+        series = {other.what: other.values}
+        draw_curve(folder / other.file_name, series, title=title, x_label=other.x_label, y_label=other.what)
     LocalFolder(folder).replace(PAGE, [_page(report).encode()])
     return folder
+
+
+def _capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _others(report: Report) -> list[Curve]:
+    return [*report.progress.others, Curve("SFT loss", report.sft_losses, "optimizer step")]
 
 
 def _page(report: Report) -> str:
     moments = "".join(
         f'<div class="figure"><b>{value:.3f}</b><span>held-out reward {html.escape(moment)}</span></div>'
         for moment, value in report.held_out.items()
+    )
+    curves = "\n".join(
+        f'<img src="{file}" alt="{html.escape(what)}">'
+        for file, what in [
+            (PROGRESS_PNG, report.progress.curve.what),
+            *((other.file_name, other.what) for other in _others(report)),
+        ]
     )
     verdict = "promoted" if report.promoted else "not promoted"
     counts = Counter(entry.row()["state"] for entry in report.stages)
@@ -99,15 +120,28 @@ td.number {{ text-align: right; font-variant-numeric: tabular-nums; }}
 <h1>{html.escape(report.name)}</h1>
 <p>Checkpoint <code>{report.model}</code>: <b>{verdict}</b> ({html.escape(report.promotion)}).</p>
 <div class="figures">{moments}</div>
-<div class="curves"><img src="{REWARD_PNG}" alt="{html.escape(report.progress.what)}">
-<img src="{LOSS_PNG}" alt="SFT loss"></div>
+{_temperatures(report)}
+<div class="curves">{curves}</div>
 <h2>Held-out prompts, before and after</h2>
 {_samples_table(report)}
 <h2>Stages</h2>
-<p>{summary}.</p>
+<details><summary>{len(report.stages)} stages: {summary}</summary>
 {_stages_table(report.stages)}
+</details>
 </body></html>
 """
+
+
+def _temperatures(report: Report) -> str:
+    """Why the curve of the training reward and its marks are not one series."""
+    temperature = report.progress.temperature
+    if temperature is None or temperature == report.held_out_temperature:
+        return ""
+    return (
+        f"<p>Training reward is that of completions drawn at temperature {temperature:g}, held-out reward that of "
+        f"completions of other prompts drawn at temperature {report.held_out_temperature:g}. Compare each with itself "
+        "over time, not the one with the other.</p>"
+    )
 
 
 def _samples_table(report: Report) -> str:

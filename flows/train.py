@@ -40,6 +40,7 @@ from tasks.learn import grpo_update, ppo_update, sft_update
 from tasks.places import connections, objects, working_folder
 from tasks.prompts import enqueue_prompts
 from tasks.score import score_rewards
+from tasks.training_log import log_iteration
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ def policy_iterations(
             checkpoint = ppo_update(*inputs, settings, **options)
         kind = "grpo" if isinstance(settings, GRPOSettings) else "ppo"
         snapshot(checkpoint, f"{run_name}/{kind}-{number + 1}", label=label)
+        log_iteration(f"{kind.upper()} {label} of {settings.iterations}", checkpoint.summary)
         iterations.append(Iteration(scores, checkpoint))
         model, train_state = checkpoint.model, checkpoint.train_state
     return iterations

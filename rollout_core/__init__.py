@@ -5,3 +5,5 @@ them, so importing this package, or any module of plain data in it, costs little
 """
 
 __version__ = "0.1.0"
+DISTRIBUTION = "rollout-post-training"
+"""What pip calls this project; `rollout` there is somebody else's."""

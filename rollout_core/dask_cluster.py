@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 from typing import Any
 
+from rollout_core import DISTRIBUTION
 from rollout_core.config import DaskConfig
 from rollout_core.errors import ConfigError
 
@@ -16,7 +17,7 @@ CONNECT_SECONDS = 5.0
 def check_cluster(config: DaskConfig) -> str:
     """The cluster in words. Raises ConfigError unless its scheduler answers, or its class can be imported."""
     if any(importlib.util.find_spec(package) is None for package in ("prefect_dask", "distributed")):
-        raise ConfigError("Dask is not installed; install rollout[dask]")
+        raise ConfigError(f"Dask is not installed; install {DISTRIBUTION}[dask]")
     if config.cluster is not None:
         _import_class(config.cluster)
         return config.cluster

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollout_core import DISTRIBUTION
 from rollout_core.config import (
     BackendConfig,
     DatasetSource,
@@ -72,7 +73,9 @@ class LearnerPlan(Plan):
     def _trackers(self, what: str, settings: LearnerSettings) -> None:
         """The software of every tracker is installed."""
         missing = [name for name in settings.trackers if importlib.util.find_spec(name) is None]
-        self.violations += [f"{what}.trackers: {name} is not installed; install rollout[{name}]" for name in missing]
+        self.violations += [
+            f"{what}.trackers: {name} is not installed; install {DISTRIBUTION}[{name}]" for name in missing
+        ]
 
     def _processes(self, what: str, settings: LearnerSettings) -> None:
         """A GPU for each process, where there are GPUs, and an object store that all of them reach."""

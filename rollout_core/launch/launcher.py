@@ -90,6 +90,7 @@ def run_update(
             start_from=workshop.start_from,
             tracking=workshop.tracking and workshop.tracking.absolute(),
             series=workshop.series,
+            base_model=workshop.base_model,
             num_threads=workshop.num_threads and max(1, workshop.num_threads // nproc),
             nproc=nproc,
             result=folder / "result.json",

@@ -101,6 +101,7 @@ def run(job: Job, messenger: Messenger, *, is_stopping: Callable[[], bool] = lam
         start_from=job.start_from,
         tracking=job.tracking,
         series=job.series,
+        base_model=job.base_model,
         num_threads=job.num_threads,
         is_stopping=is_stopping,
         on_start=lambda first, last: messenger.send("start", [first, last]) if is_first() else None,

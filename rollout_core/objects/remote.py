@@ -14,6 +14,7 @@ from typing import Any
 
 from ulid import ULID
 
+from rollout_core import DISTRIBUTION
 from rollout_core.errors import ConfigError
 from rollout_core.objects.files import TOUCH_AFTER_SECONDS, FileStat, storage_faults
 
@@ -55,7 +56,9 @@ class RemoteFiles:
                 self._fs = fsspec.filesystem(self.protocol, use_listings_cache=False, **self._options)
             except ImportError as error:
                 extra = {"s3": "s3", "gs": "gcs"}.get(self.protocol, self.protocol)
-                raise ConfigError(f"{self.protocol}:// needs a package: pip install 'rollout[{extra}]'") from error
+                raise ConfigError(
+                    f"{self.protocol}:// needs a package: pip install '{DISTRIBUTION}[{extra}]'"
+                ) from error
             self._fs_process = os.getpid()
         return self._fs
 

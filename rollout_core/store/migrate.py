@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rollout_core import DISTRIBUTION
 from rollout_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def is_postgres(url: str) -> bool:
     if not url.startswith(("postgresql://", "postgres://")):
         return False
     if find_spec("asyncpg") is None:
-        raise ConfigError("postgresql:// needs a package: pip install 'rollout[postgres]'")
+        raise ConfigError(f"postgresql:// needs a package: pip install '{DISTRIBUTION}[postgres]'")
     return True
 
 

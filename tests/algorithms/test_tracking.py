@@ -12,7 +12,7 @@ from updates import ppo, rows_of, sft_rows, sft_settings, workshop
 from rollout_core.algorithms import tracking
 from rollout_core.algorithms.learners import sft_update
 from rollout_core.algorithms.workshop import Workshop
-from rollout_core.config import identity
+from rollout_core.config import OptimizerConfig, identity
 from rollout_core.datasets import to_jsonl
 from rollout_core.ids import hash_bytes
 from rollout_core.records import Checkpoint
@@ -47,7 +47,9 @@ def test_a_run_that_was_interrupted_tells_each_step_once(tiny_model: Path, tmp_p
     place = workshop(tmp_path, tracking=curves, run_name="mine")
     rows = rows_of(sft(place, tiny_model), place.objects)
     assert told(curves) == [(row["step"], pytest.approx(row["loss"])) for row in rows] and len(rows) == 6
-    assert [path.name for path in (curves / "tensorboard").iterdir()] == [f"mine-sft-{place.key[:8]}"]
+    assert [path.name for path in (curves / "tensorboard").iterdir()] == [
+        f"mine-sft, lr=0.001 max_steps=6, {place.key[:8]}"
+    ]
     sft(place, tiny_model)
     assert len(told(curves)) == 6, "nor is a finished update told again"
 
@@ -77,3 +79,23 @@ def test_a_tracker_that_fails_is_given_up_and_training_goes_on(
 
 def test_they_stay_out_of_the_cache_key():
     assert identity(sft_settings(trackers=("tensorboard", "wandb"))) == identity(sft_settings())
+
+
+def test_the_name_of_a_series_tells_run_model_and_what_is_not_as_by_default(tmp_path: Path):
+    settings = sft_settings(trackers=("tensorboard",), minibatch_size=9, optimizer=OptimizerConfig(lr=0.0005))
+    series = tracking.Series(
+        tmp_path, "night-sft", hash_bytes(b"series"), hash_bytes(b"update"), hash_bytes(b"model"), settings
+    )
+    run, model, differing, identity_of_series = series.title.split(", ")
+    assert (run, model) == ("night-sft", f"model {hash_bytes(b'model')[:8]}")
+    assert "minibatch_size=9" in differing and "lr=0.0005" in differing
+    assert "tensorboard" not in differing and "dataset" not in differing
+    assert identity_of_series == hash_bytes(b"series")[:8]
+
+
+def test_the_name_of_a_series_stays_short_enough_for_a_folder_however_much_differs(tmp_path: Path):
+    settings = sft_settings(
+        optimizer=OptimizerConfig(lr=0.123456789, weight_decay=0.123456789, max_grad_norm=0.123456789)
+    )
+    series = tracking.Series(tmp_path, "night/sft", hash_bytes(b"s"), hash_bytes(b"u"), None, settings)
+    assert len(series.title) < 120

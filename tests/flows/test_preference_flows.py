@@ -149,7 +149,13 @@ def test_the_nightly_flow_learns_from_pairs(
     assert [name for name in stages if name.endswith("_update")] == ["sft_update", *learnt]
     assert result["rewards"] == []
     folder = Path(result["report"])
-    assert {file.name for file in folder.iterdir()} == {"index.html", "reward.png", "sft-loss.png"}
+    assert {file.name for file in folder.iterdir()} == {
+        "index.html",
+        "progress.png",
+        "accuracy-of-the-implicit-reward.png",
+        "dpo-loss.png",
+        "sft-loss.png",
+    }
     assert {row["state"] for row in nightly(config)["stages"]} == {"cached", "checked"}
 
 

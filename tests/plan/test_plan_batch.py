@@ -107,7 +107,7 @@ def test_a_run_id_that_is_none_is_refused(work: Path):
 def test_vllm_that_is_not_installed_is_told(work: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     message = refusal("infer-batch", work, backend={"kind": "vllm"})
-    assert message.startswith("backend: vLLM is not installed; install rollout[vllm]")
+    assert message.startswith("backend: vLLM is not installed; install rollout-post-training[vllm]")
 
 
 # Sampling

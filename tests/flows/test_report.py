@@ -1,0 +1,72 @@
+"""What the page of a nightly run says and shows."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from flows.curves import Curve, curves_of_iterations, figure_of_steps
+from flows.report import Progress, Report, write_report
+from rollout_core.ids import canonical_json, hash_bytes
+from rollout_core.objects import ObjectStore
+from rollout_core.records import Checkpoint
+from tasks.journal import StageEntry
+
+SOME = hash_bytes(b"some")
+
+
+def report(progress: Progress) -> Report:
+    return Report(
+        name="night <b>",
+        held_out={"before": 0.25, "after PPO": 0.75},
+        held_out_temperature=0.0,
+        progress=progress,
+        sft_losses=[2.0, 1.0],
+        promotion="better",
+        promoted=True,
+        model=SOME,
+        stages=[StageEntry("sft_update", "nightly", "Cached", 0.1, (SOME,), (SOME,))] * 90,
+        samples=[],
+    )
+
+
+def checkpoint(objects: ObjectStore, *rows: dict[str, float]) -> Checkpoint:
+    metrics = objects.put_bytes(b"\n".join(canonical_json(row) for row in rows))
+    return Checkpoint(
+        model=SOME, train_state=SOME, metrics=metrics, algorithm="ppo", step=len(rows), summary=dict(rows[-1])
+    )
+
+
+def test_the_page_says_at_which_temperature_each_reward_was_drawn(tmp_path):
+    curve = Curve("mean training reward", [0.1, 0.4], "PPO iteration")
+    page = (write_report(report(Progress(curve, temperature=1.0)), tmp_path) / "index.html").read_text()
+    assert "Training reward is that of completions drawn at temperature 1," in page
+    assert "held-out reward that of completions of other prompts drawn at temperature 0." in page
+
+
+@pytest.mark.parametrize("temperature", [0.0, None])
+def test_the_page_says_nothing_of_temperatures_where_they_are_one_or_no_rewards_are_compared(tmp_path, temperature):
+    curve = Curve("margin", [0.1, 0.4], "DPO step")
+    page = (write_report(report(Progress(curve, temperature=temperature)), tmp_path) / "index.html").read_text()
+    assert "drawn at temperature" not in page
+
+
+def test_every_curve_is_a_picture_of_the_page_and_the_stages_are_folded(tmp_path):
+    others = (Curve("KL to the reference, nats a completion", [0.0, 0.1], "PPO iteration"),)
+    progress = Progress(Curve("mean training reward", [0.1, 0.4], "PPO iteration"), temperature=1.0, others=others)
+    page = (write_report(report(progress), tmp_path) / "index.html").read_text()
+    pictures = re.findall(r'<img src="([^"]+)"', page)
+    assert pictures == ["progress.png", "kl-to-the-reference.png", "sft-loss.png"]
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
+    assert re.search(r"<details><summary>90 stages: 90 cached</summary>.*</details>", page, re.DOTALL)
+    assert "night &lt;b&gt;" in page
+
+
+def test_a_curve_of_iterations_is_the_mean_over_the_steps_of_each_and_missing_figures_make_none():
+    objects = ObjectStore.from_url("memory://report")
+    first = checkpoint(objects, {"step": 1, "entropy": 2.0, "value_loss": 4.0}, {"step": 2, "entropy": 1.0})
+    second = checkpoint(objects, {"step": 1, "entropy": 0.5})
+    curves = curves_of_iterations(objects, [first, second], "PPO iteration")
+    assert [(curve.what, list(curve.values)) for curve in curves] == [("entropy, nats a token", [1.5, 0.5])]
+    assert figure_of_steps(objects, first, "value_loss") == [4.0]

@@ -1,0 +1,48 @@
+"""Training in the log, for who has no terminal."""
+
+from __future__ import annotations
+
+import logging
+
+from tasks import training_log
+from tasks.training_log import StepLog, log_iteration
+
+
+def lines(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "rollout"]
+
+
+def test_first_and_last_step_and_evaluations_have_lines_and_others_one_in_an_interval(caplog, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(training_log.time, "monotonic", lambda: now)
+    log = StepLog("SFT nightly")
+    with caplog.at_level(logging.INFO, logger="rollout"):
+        for step in range(1, 11):
+            now = 100.0 + 10 * step
+            evaluated = {"eval_loss": 0.5} if step == 3 else {}
+            log.note({"step": step, "loss": 1.0 / step, "learning_rate": 1e-3, **evaluated}, 10)
+    assert lines(caplog) == [
+        "SFT nightly: step 1 of 10: loss 1, learning rate 0.001",
+        "SFT nightly: step 3 of 10: loss 0.3333, learning rate 0.001, eval_loss 0.5",
+        "SFT nightly: step 6 of 10: loss 0.1667, learning rate 0.001",
+        "SFT nightly: step 9 of 10: loss 0.1111, learning rate 0.001",
+        "SFT nightly: step 10 of 10: loss 0.1, learning rate 0.001",
+    ]
+
+
+def test_an_iteration_is_one_line_with_reward_kl_entropy_length_and_value_loss(caplog):
+    summary = {
+        "loss": 0.25,
+        "reward": 0.4125,
+        "objective/kl": 0.0123,
+        "entropy": 1.5,
+        "completions/mean_length": 9.75,
+        "value_loss": 0.03,
+        "policy_loss": -0.1,
+    }
+    with caplog.at_level(logging.INFO, logger="rollout"):
+        log_iteration("PPO iteration 2 of 4", summary)
+    assert lines(caplog) == [
+        "PPO iteration 2 of 4: reward 0.4125, KL to the reference 0.0123, entropy 1.5, length 9.75, value loss 0.03, "
+        "loss 0.25"
+    ]
