@@ -6,6 +6,7 @@ cached. So running the flow's body again computes exactly that, and what follows
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -20,11 +21,11 @@ from tasks.stage import refreshing
 
 R = TypeVar("R")
 
-TRIES = 3
+TRIES_FOR_AN_OBJECT = 3
 
 
 def run_body(body: Callable[[Journal], R], run: RunInfo) -> R:
-    """Run a flow's ``body``; again, up to three times in all, when an object it needs is damaged or gone.
+    """Run a flow's ``body``; again for every object that it finds damaged or gone, until one is found a third time.
 
     The flow run gets the tags of ``run``. What a refresh computed stays cached for its next try, and for `prefect
     flow-run retry`.
@@ -38,12 +39,14 @@ def run_body(body: Callable[[Journal], R], run: RunInfo) -> R:
             client.update_flow_run(flow_run.id, tags=sorted({*flow_run.tags, *run.tags}))
     # The id of a flow run stays the same when it is retried.
     name = f"flow run {flow_run.id}" if run.refresh is True else run.refresh or None
-    for remaining in reversed(range(TRIES)):
+    found: Counter[str] = Counter()
+    while True:
         with keep_journal() as journal, refreshing(name):
             try:
                 return body(journal)
             except (CorruptObject, MissingObject) as error:
-                if not remaining:
+                found[error.content_id] += 1
+                # Each object that is set aside is one less, so this ends, however many are damaged.
+                if found[error.content_id] == TRIES_FOR_AN_OBJECT:
                     raise
                 stage_logger().warning("%s; computing again what is missing", error)
-    raise AssertionError("the last try returns or raises")

@@ -50,7 +50,7 @@ def import_adapted(model: ContentId, uri: str, objects: ObjectStore, base: Path)
         # Without what else may lie beside them.
         adapter = ContentId(uri) if is_content_id(uri) else file_tree(objects, files)
         ref = f"merged-models/{content_id('merged-model/1', [model, adapter])}"
-        known = objects.get_ref(ref)
+        known = objects.cached_ref(ref)
         if known is not None and objects.tree_is_present(known):
             return known
         with tempfile.TemporaryDirectory(prefix="rollout-merge-") as scratch:

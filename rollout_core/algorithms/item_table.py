@@ -173,7 +173,7 @@ def open_items(
 
     Where there are none, ``make`` makes them, calling its argument with each; they are kept from then on.
     """
-    kept = objects.get_ref(f"{_REFS}/{key}")
+    kept = objects.cached_ref(f"{_REFS}/{key}")
     if kept is not None:
         try:
             return _open(objects.local_tree(kept, cache), form, report)
@@ -202,7 +202,7 @@ def keep_items(
 
 def kept_report(objects: ObjectStore, key: ContentId, report: type[ReportT]) -> ReportT | None:
     """The report of what is kept under ``key``, if anything is."""
-    kept = objects.get_ref(f"{_REFS}/{key}")
+    kept = objects.cached_ref(f"{_REFS}/{key}")
     if kept is None or not objects.tree_is_present(kept):
         return None
     file = next(file for file in objects.manifest(kept).files if file.path == REPORT_FILE)

@@ -94,7 +94,7 @@ class Resumption:
         return Origin.GIVEN
 
     def _restore_own(self, state: TrainState) -> bool:
-        snapshot_id = self._workshop.objects.get_ref(self._ref)
+        snapshot_id = self._workshop.objects.cached_ref(self._ref)
         if snapshot_id is None:
             return False
         try:
