@@ -15,6 +15,7 @@ from prefect.context import FlowRunContext
 
 from rollout_core.config import RunInfo
 from rollout_core.errors import CorruptObject, MissingObject
+from rollout_core.scratch import sweep_scratch
 from tasks.journal import Journal, keep_journal
 from tasks.logs import stage_logger
 from tasks.stage import refreshing
@@ -37,6 +38,7 @@ def run_body(body: Callable[[Journal], R], run: RunInfo) -> R:
     if set(run.tags) - set(flow_run.tags):
         with get_client(sync_client=True) as client:
             client.update_flow_run(flow_run.id, tags=sorted({*flow_run.tags, *run.tags}))
+    sweep_scratch()
     # The id of a flow run stays the same when it is retried.
     name = f"flow run {flow_run.id}" if run.refresh is True else run.refresh or None
     found: Counter[str] = Counter()

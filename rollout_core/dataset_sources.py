@@ -8,7 +8,6 @@ in every row.
 from __future__ import annotations
 
 import os
-import tempfile
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
@@ -34,6 +33,7 @@ from rollout_core.ids import ContentId
 from rollout_core.models import Unchecked
 from rollout_core.objects import ObjectStore
 from rollout_core.records import Dataset
+from rollout_core.scratch import scratch_folder
 from rollout_core.short_ids import complete_object_id
 
 TABLE_BATCH_ROWS = 500
@@ -237,8 +237,8 @@ def stored_documents(source: StoredDataset, objects: ObjectStore | None) -> Iter
         raise ConfigError(f"dataset {source.id} is not in the object store {objects.url}") from error
     name = content_id.short
     head = next(iter(objects.stream(content_id)), b"")
-    with tempfile.TemporaryDirectory(prefix="rollout-dataset-") as scratch:
-        copy = Path(scratch) / "rows"
+    with scratch_folder("dataset") as scratch:
+        copy = scratch / "rows"
         if head.startswith(_PARQUET_MAGIC):
             objects.get_file(content_id, copy)
             yield from parquet_documents([(name, copy)])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +20,7 @@ from rollout_core.algorithms.data_report import DataReport
 from rollout_core.errors import CorruptObject, NotFound
 from rollout_core.ids import ContentId
 from rollout_core.objects import ObjectStore
+from rollout_core.scratch import scratch_folder
 
 log = logging.getLogger(__name__)
 
@@ -190,8 +190,7 @@ def keep_items(
     make: Callable[[Callable[[ItemT], None]], ReportT],
 ) -> tuple[ContentId, ReportT]:
     """Have ``make`` make items, calling its argument with each, and keep them under ``key``."""
-    with tempfile.TemporaryDirectory(prefix="rollout-tokenized-") as scratch:
-        folder = Path(scratch)
+    with scratch_folder("tokenized") as folder:
         with ItemWriter(form, folder) as writer:
             made = make(writer.append)
         (folder / REPORT_FILE).write_text(json.dumps(made.document()), encoding="utf-8")

@@ -7,8 +7,6 @@ ref to it, which is the last thing it does: killed at any moment, the update goe
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,6 +30,7 @@ from rollout_core.errors import CorruptObject, NotFound, Recoverable
 from rollout_core.ids import ContentId
 from rollout_core.records import Checkpoint
 from rollout_core.resume import RUN_NAME
+from rollout_core.scratch import scratch_folder
 from rollout_core.snapshots import Snapshot, SnapshotStore
 
 log = logging.getLogger(__name__)
@@ -105,8 +104,8 @@ class Resumption:
         return True
 
     def _restore_from(self, snapshot_id: ContentId, state: TrainState) -> None:
-        with tempfile.TemporaryDirectory(prefix="rollout-restore-") as scratch:
-            folder = Path(scratch) / "state"
+        with scratch_folder("restore") as scratch:
+            folder = scratch / "state"
             snapshot = self._snapshots.restore(snapshot_id, folder)
             load_state(state, folder)
             state.seconds = snapshot.meta.get(SECONDS, 0.0)
@@ -191,9 +190,6 @@ class Resumption:
     @contextmanager
     def _written(self, copied: StateCopy) -> Iterator[Path]:
         """A temporary folder holding a state."""
-        scratch = Path(tempfile.mkdtemp(prefix="rollout-state-"))
-        try:
+        with scratch_folder("state") as scratch:
             write_state(copied, scratch / "state", tokenizer_from=self._tokenizer_from)
             yield scratch / "state"
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)

@@ -79,10 +79,11 @@ class RemoteFiles:
     ) -> bool:
         """By the service's MD5 of what it stored, where it tells one. It tells none of files in parts or encrypted by
         a customer's key: those are written again."""
-        where = self.where(key)
-        if stat.mark is None:  # memory
+        if self.protocol == "memory":
             return have_id(self.read_chunks(key), content_id)
-        return source is not None and once_whole(where, stat.mark, lambda: _md5(source()) == stat.mark)
+        if source is None or stat.mark is None:
+            return False
+        return once_whole(self.where(key), stat.mark, lambda: _md5(source()) == stat.mark)
 
     def keep(self, key: str, stat: FileStat) -> bool:
         if time.time() - stat.modified < TOUCH_AFTER_SECONDS:

@@ -44,6 +44,7 @@ from rollout_core.objects.local import LocalFiles
 from rollout_core.objects.refs import decode_ref, encode_ref, is_ref_name, ref_key
 from rollout_core.objects.remote import RemoteFiles
 from rollout_core.objects.trees import TreeFile, TreeManifest
+from rollout_core.scratch import sweep
 
 log = logging.getLogger(__name__)
 
@@ -298,8 +299,8 @@ class ObjectStore:
                 if damaged:
                     if damaged != folder:
                         log.warning("%s is damaged; %s is fetched again", damaged, folder)
-                    for leftover in [folder, *cache.glob(f".{content_id}.*.tmp")]:
-                        shutil.rmtree(leftover, ignore_errors=True)
+                    shutil.rmtree(folder, ignore_errors=True)
+                    sweep(cache, ".*.tmp")
                     self.get_tree(content_id, folder)
                     make_read_only(folder, manifest)
         return folder

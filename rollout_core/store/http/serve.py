@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -15,6 +13,7 @@ from fastapi import FastAPI
 from uvicorn.supervisors import Multiprocess
 
 from rollout_core.errors import ConfigError
+from rollout_core.scratch import scratch_folder
 from rollout_core.store.http.app import AppSettings, create_app
 from rollout_core.store.http.listening import MainServer, listen, require_key, serving, url_of, uvicorn_config
 from rollout_core.store.http.metrics import MULTIPROCESS_FOLDER
@@ -66,15 +65,12 @@ def serve(settings: ServeSettings, announce: Callable[[str], None]) -> None:
         MainServer(uvicorn_config(app)).run(sockets=[listener])
         return
     asyncio.run(store.close())  # each worker opens its own
-    folder = tempfile.mkdtemp(prefix="rollout-store-metrics-")
-    os.environ[MULTIPROCESS_FOLDER] = folder
-    os.environ[PARENT_VARIABLE] = str(os.getpid())
-    os.environ[SETTINGS_VARIABLE] = orjson.dumps(asdict(settings)).decode()
-    try:
+    with scratch_folder("store-metrics") as folder:
+        os.environ[MULTIPROCESS_FOLDER] = str(folder)
+        os.environ[PARENT_VARIABLE] = str(os.getpid())
+        os.environ[SETTINGS_VARIABLE] = orjson.dumps(asdict(settings)).decode()
         config = uvicorn_config(f"{__name__}:create_worker_app", factory=True, workers=settings.workers)
         Multiprocess(config, sockets=[listener]).run()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def create_worker_app() -> FastAPI:
