@@ -11,8 +11,7 @@ from pydantic import Field, PrivateAttr, SecretStr
 
 from rollout_core.errors import ConfigError, MissingObject
 from rollout_core.objects import ObjectStore
-
-RESULT_REFS = "results"
+from rollout_core.self_named import RESULT_REFS
 
 
 class ContentAddressedStorage(WritableFileSystem):

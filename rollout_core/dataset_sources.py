@@ -32,6 +32,7 @@ from rollout_core.hub import HubOutOfReach, looks_like_hub_id
 from rollout_core.ids import ContentId
 from rollout_core.models import Unchecked
 from rollout_core.objects import ObjectStore
+from rollout_core.objects.trees import TREE_BEGINS
 from rollout_core.records import Dataset
 from rollout_core.scratch import scratch_folder
 from rollout_core.short_ids import complete_object_id
@@ -39,7 +40,6 @@ from rollout_core.short_ids import complete_object_id
 TABLE_BATCH_ROWS = 500
 """Rows of a table that are in memory together."""
 _PARQUET_MAGIC = b"PAR1"
-_TREE_BEGINS = b'{"files":['
 _SAVED_BY_DATASETS = ("state.json", "dataset_dict.json")
 
 
@@ -242,7 +242,7 @@ def stored_documents(source: StoredDataset, objects: ObjectStore | None) -> Iter
         if head.startswith(_PARQUET_MAGIC):
             objects.get_file(content_id, copy)
             yield from parquet_documents([(name, copy)])
-        elif head.startswith(_TREE_BEGINS) and _is_tree(objects, content_id):
+        elif head.startswith(TREE_BEGINS) and _is_tree(objects, content_id):
             objects.get_tree(content_id, copy)
             yield from _folder_documents(name, copy)
         else:

@@ -24,13 +24,16 @@ from rollout_core.errors import ConfigError, Conflict, CorruptObject, CorruptRef
 from rollout_core.ids import ContentId, canonical_json
 from rollout_core.objects import ObjectStore, TreeFile, TreeManifest
 from rollout_core.objects.folders import appearing_folder, files_of, read_file
-from rollout_core.objects.gc import SNAPSHOT_REFS, GcReport, collect_garbage
+from rollout_core.objects.gc import GcReport, collect_garbage
 from rollout_core.objects.hashing import ContentHasher
+from rollout_core.self_named import SNAPSHOT_REFS
 from rollout_core.tar import tar_stream
 
 log = logging.getLogger(__name__)
 
 _REPAIR = "`rollout storage verify --repair` says what is lost, and restores what can be"
+PROGRESS_REFS = "progress"
+"""Each names the last snapshot of an unfinished stage, by an id that is no blob's."""
 _RUN_ID = re.compile("[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
 SnapshotKind = Literal["train_state", "buffer", "process", "episodic_memory"]
 

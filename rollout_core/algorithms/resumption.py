@@ -31,7 +31,7 @@ from rollout_core.ids import ContentId
 from rollout_core.records import Checkpoint
 from rollout_core.resume import RUN_NAME
 from rollout_core.scratch import scratch_folder
-from rollout_core.snapshots import Snapshot, SnapshotStore
+from rollout_core.snapshots import PROGRESS_REFS, Snapshot, SnapshotStore
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,6 @@ FINISHED = "finished"
 """Label of an update's last snapshot, unless people give it a better one."""
 SECONDS = "training_seconds"
 """Key of a snapshot's record; the snapshot itself does not depend on the clock."""
-PROGRESS_REFS = "progress"
 
 
 class Origin(Enum):

@@ -16,10 +16,11 @@ from rollout_core.errors import CorruptRef
 from rollout_core.ids import ContentId, is_content_id
 from rollout_core.objects.files import FileStat
 from rollout_core.objects.store import ObjectStore, blob_key
+from rollout_core.objects.wholeness import hashed
+from rollout_core.self_named import SNAPSHOT_REFS
 
 log = logging.getLogger(__name__)
 
-SNAPSHOT_REFS = "snapshots"
 LINEAGE_REFS = "lineage/"
 FINISHED_REFS = "finished/"
 """Below it, under the id of a blob, stands what is noted of it; the note lives as long as the blob."""
@@ -165,8 +166,9 @@ class _Marking:
         except CorruptRef:
             self.unreadable.add(f"ref {name}, which is damaged")
             return None
-        is_snapshot = named is not None and name.startswith(f"{SNAPSHOT_REFS}/")
-        if is_snapshot and named not in self._blobs and not self._objects.exists(named):
+        if named is None or named in self._blobs or not name.startswith(f"{SNAPSHOT_REFS}/"):
+            return named
+        if not self._objects.exists(named):
             self.unreadable.add(f"the record of ref {name}, which is gone")
         return named
 
@@ -193,19 +195,13 @@ class _Marking:
             is_json = size > 0 and self._objects.files.read_start(key)[:1] in b'{["'
             if not is_json and size > _SURELY_READ_BYTES:
                 return set()
-            names = set(named_ids(_hashed(self._objects.files.read_chunks(key), hasher))) if size else set()
+            names = set(named_ids(hashed(self._objects.files.read_chunks(key), hasher))) if size else set()
         except FileNotFoundError:
             return set()
         # Setting damaged blobs aside is the business of those who need them.
         if hasher.hexdigest() != content_id:
             self.unreadable.add(f"blob {content_id}, which is damaged")
         return names if is_json else set()
-
-
-def _hashed(chunks: Iterable[bytes], hasher: blake3) -> Iterator[bytes]:
-    for chunk in chunks:
-        hasher.update(chunk)
-        yield chunk
 
 
 def named_ids(chunks: Iterable[bytes]) -> Iterator[ContentId]:

@@ -352,6 +352,11 @@ class ObjectStore:
         """Forget ``name``, if it is there."""
         self.files.delete(ref_key(name))
 
+    def set_ref_aside(self, name: str) -> None:
+        """Forget ``name``, but keep its file below ``corrupt/`` until garbage is collected."""
+        with suppress(FileNotFoundError):
+            self.files.move(ref_key(name), f"corrupt/ref-{name.replace('/', '-')}-{ULID()}")
+
     def ref_names(self, prefix: str) -> list[str]:
         """Names below ``prefix + "/"``, sorted; the empty prefix means all. Files of somebody else are left out."""
         folder = ref_key(prefix) if prefix else "refs"

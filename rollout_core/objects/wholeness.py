@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 from blake3 import blake3
 
@@ -22,6 +22,13 @@ def once_whole(where: str, mark: Hashable, check: Callable[[], bool]) -> bool:
         _found_whole.clear()
     _found_whole.add((where, mark))
     return True
+
+
+def hashed(chunks: Iterable[bytes], hasher: blake3) -> Iterator[bytes]:
+    """The chunks, each after it went into ``hasher``."""
+    for chunk in chunks:
+        hasher.update(chunk)
+        yield chunk
 
 
 def have_id(chunks: Iterable[bytes], content_id: ContentId) -> bool:
