@@ -168,7 +168,8 @@ def parquet_documents(files: Iterable[tuple[str, Any]]) -> Iterator[PlacedDocume
         try:
             with pyarrow.parquet.ParquetFile(path, memory_map=isinstance(path, Path), pre_buffer=False) as file:
                 yield from _table_documents(name, file.iter_batches(batch_size=TABLE_BATCH_ROWS))
-        except (OSError, OverflowError, pyarrow.ArrowException) as error:  # overflow: a time in a far century
+        # Times of other millennia are out of range, or overflow.
+        except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:
             raise ConfigError(f"{name}: not readable as Parquet: {_one_line(error)}") from error
 
 

@@ -149,7 +149,7 @@ def test_a_table_that_holds_what_json_cannot_is_refused_by_row(tmp_path: Path):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "x.parquet")
         message = refusal(source, tmp_path, PromptRow)
         assert message.startswith("x.parquet:row 1: value has no canonical JSON form: ") and problem in message
-    column = pyarrow.array([10**18], pyarrow.timestamp("s"))
+    column = pyarrow.array([10**17], pyarrow.timestamp("ms"))
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "at": column}), tmp_path / "x.parquet")
     assert "x.parquet: not readable as Parquet: " in refusal(source, tmp_path, PromptRow)
 
