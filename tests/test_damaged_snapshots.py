@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,7 +54,7 @@ def test_a_damaged_ref_is_named_and_the_others_are_listed(
 ) -> None:
     new, damaged, old = saved
     other = ref_file(objects, old).read_bytes()
-    data = {"another's": other, "another's id": other[:64]}.get(content, content)
+    data: Any = {"another's": other, "another's id": other[:64]}.get(content, content)
     ref_file(objects, damaged).write_bytes(data)
     assert snapshots.list() == [new, old]
     assert caplog.text.count("a snapshot is left out") == 1 and damaged.ref in caplog.text

@@ -50,10 +50,10 @@ def kill_once_it_says(process, what: str = "") -> str:
 
 
 def test_a_scratch_folder_ends_with_its_block(temporary: Path) -> None:
-    with pytest.raises(ZeroDivisionError), scratch_folder("state") as folder:
+    with pytest.raises(OSError, match="full"), scratch_folder("state") as folder:
         (folder / "file").write_text("x")
         assert folder.parent == temporary and "state" in folder.name
-        1 / 0  # noqa: B018
+        raise OSError("full")
     assert list(temporary.iterdir()) == []
 
 
