@@ -204,8 +204,12 @@ def kept_report(objects: ObjectStore, key: ContentId, report: type[ReportT]) -> 
     kept = objects.cached_ref(f"{_REFS}/{key}")
     if kept is None or not objects.tree_is_present(kept):
         return None
-    file = next(file for file in objects.manifest(kept).files if file.path == REPORT_FILE)
-    return report.from_document(objects.get_json(file.content_id))
+    try:
+        file = next(file for file in objects.manifest(kept).files if file.path == REPORT_FILE)
+        return report.from_document(objects.get_json(file.content_id))
+    except (CorruptObject, NotFound) as error:
+        log.warning("rows are tokenised again: what was kept of them cannot be read (%s)", error)
+        return None
 
 
 def _open(folder: Path, form: ItemForm[ItemT], report: type[ReportT]) -> tuple[ItemTable[ItemT], ReportT]:
