@@ -11,8 +11,7 @@ from pydantic import Field, PrivateAttr, SecretStr
 
 from rollout_core.errors import ConfigError, MissingObject
 from rollout_core.objects import ObjectStore
-
-RESULT_REFS = "results"
+from rollout_core.self_named import RESULT_REFS
 
 
 class ContentAddressedStorage(WritableFileSystem):
@@ -48,7 +47,7 @@ class ContentAddressedStorage(WritableFileSystem):
 
     # Prefect reads and writes results through the plain names, passing _sync=True.
     def read_path(self, path: str, _sync: bool = True) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Bytes stored under the result key ``path``, verified. Raises MissingObject or CorruptObject."""
+        """Bytes stored under the result key ``path``, verified. Raises MissingObject, CorruptObject or CorruptRef."""
         content_id = self.objects().get_ref(f"{RESULT_REFS}/{path}")
         if content_id is None:
             raise MissingObject(path, f"no result is stored under key {path} in {self.url}")
@@ -58,7 +57,7 @@ class ContentAddressedStorage(WritableFileSystem):
         """Store ``content`` durably under the result key ``path``. Writing what is already there changes nothing."""
         objects = self.objects()
         content_id = objects.put_bytes(content)
-        if objects.get_ref(f"{RESULT_REFS}/{path}") != content_id:
+        if objects.cached_ref(f"{RESULT_REFS}/{path}") != content_id:
             objects.set_ref(f"{RESULT_REFS}/{path}", content_id)
 
     async def aread_path(self, path: str) -> bytes:

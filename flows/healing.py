@@ -7,6 +7,7 @@ cached. So running the flow's body again computes exactly that, and what follows
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ from prefect.context import FlowRunContext
 
 from rollout_core.config import RunInfo
 from rollout_core.errors import CorruptObject, MissingObject
+from rollout_core.scratch import sweep_scratch
 from rollout_core.stopping import is_stopping, watching
 from tasks.journal import Journal, keep_journal
 from tasks.logs import stage_logger
@@ -22,13 +24,13 @@ from tasks.stage import refreshing
 
 R = TypeVar("R")
 
-TRIES = 3
+TRIES_FOR_AN_OBJECT = 3
 WORKERS_RUN = "PREFECT__FLOW_RUN_ID"
 """Environment variable by which a Prefect worker names the run to the process that it starts."""
 
 
 def run_body(body: Callable[[Journal], R], run: RunInfo) -> R:
-    """Run a flow's ``body``; again, up to three times in all, when an object it needs is damaged or gone.
+    """Run a flow's ``body``; again for every object that it finds damaged or gone, until one is found a third time.
 
     The flow run gets the tags of ``run``. What a refresh computed stays cached for its next try, and for `prefect
     flow-run retry`.
@@ -40,6 +42,7 @@ def run_body(body: Callable[[Journal], R], run: RunInfo) -> R:
     if set(run.tags) - set(flow_run.tags):
         with get_client(sync_client=True) as client:
             client.update_flow_run(flow_run.id, tags=sorted({*flow_run.tags, *run.tags}))
+    sweep_scratch()
     # The id of a flow run stays the same when it is retried.
     name = f"flow run {flow_run.id}" if run.refresh is True else run.refresh or None
     # A worker starts a process for each run, which is then that run's alone.
@@ -48,12 +51,14 @@ def run_body(body: Callable[[Journal], R], run: RunInfo) -> R:
 
 
 def _recompute_missing(body: Callable[[Journal], R], name: str | None) -> R:
-    for remaining in reversed(range(TRIES)):
+    found: Counter[str] = Counter()
+    while True:
         with keep_journal() as journal, refreshing(name):
             try:
                 return body(journal)
             except (CorruptObject, MissingObject) as error:
-                if not remaining or is_stopping():
+                found[error.content_id] += 1
+                # Each object that is set aside is one less, so this ends, however many are damaged.
+                if found[error.content_id] == TRIES_FOR_AN_OBJECT or is_stopping():
                     raise
                 stage_logger().warning("%s; computing again what is missing", error)
-    raise AssertionError("the last try returns or raises")

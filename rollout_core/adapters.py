@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from rollout_core.hub import HubOutOfReach, fetch_from_hub, looks_like_hub_id
 from rollout_core.ids import ContentId, content_id, is_content_id
 from rollout_core.models import Unchecked, blank_model, file_tree
 from rollout_core.objects import ObjectStore, TreeManifest
+from rollout_core.scratch import scratch_folder
 from rollout_core.weights import load_causal_lm
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -50,11 +50,11 @@ def import_adapted(model: ContentId, uri: str, objects: ObjectStore, base: Path)
         # Without what else may lie beside them.
         adapter = ContentId(uri) if is_content_id(uri) else file_tree(objects, files)
         ref = f"merged-models/{content_id('merged-model/1', [model, adapter])}"
-        known = objects.get_ref(ref)
+        known = objects.cached_ref(ref)
         if known is not None and objects.tree_is_present(known):
             return known
-        with tempfile.TemporaryDirectory(prefix="rollout-merge-") as scratch:
-            whole, merged = Path(scratch) / "model", Path(scratch) / "merged"
+        with scratch_folder("merge") as scratch:
+            whole, merged = scratch / "model", scratch / "merged"
             objects.get_tree(model, whole)
             _check(folder, whole, whole=True)
             _merge(whole, folder, merged)
@@ -86,9 +86,9 @@ def _stored(adapter: ContentId, objects: ObjectStore | None) -> Iterator[Path]:
     if not objects.tree_is_present(adapter):
         raise ConfigError(f"adapter {adapter} is not in the object store {objects.url}")
     wanted = tuple(file for file in objects.manifest(adapter).files if file.path in (CONFIG, WEIGHTS))
-    with tempfile.TemporaryDirectory(prefix="rollout-adapter-") as scratch:
-        objects.get_files(TreeManifest(files=wanted), Path(scratch))
-        yield Path(scratch)
+    with scratch_folder("adapter") as scratch:
+        objects.get_files(TreeManifest(files=wanted), scratch)
+        yield scratch
 
 
 def _with_files(folder: Path, names: tuple[str, ...] = (CONFIG, WEIGHTS)) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from rollout_core.config import InferBatchConfig
 from rollout_core.datasets import PromptRow
-from rollout_core.errors import ConfigError
+from rollout_core.errors import ConfigError, CorruptObject, NotFound
 from rollout_core.hub import has_token, is_gated
 from rollout_core.ids import ContentId
 from rollout_core.inference.folders import output_folder
@@ -21,6 +22,8 @@ from rollout_core.inference.samples import length_problem
 from rollout_core.objects import ObjectStore
 from rollout_core.plan import Connections, Plan, context_limit
 from rollout_core.records import PromptShards
+
+log = logging.getLogger(__name__)
 
 SAMPLED_ROWS = 1000
 """Rows that are tokenised, to tell how many will fail."""
@@ -93,15 +96,12 @@ _read_last: dict[ContentId, _Rows] = {}
 def _read(plan: Plan, config: InferBatchConfig) -> _Rows:
     prompts = open_prompts(config.input, plan.base, plan.objects)
     source = prompts.identity()
-    known = None
+    rows = None
     if plan.objects is not None and source is not None:
-        known = imported_before(plan.objects, source, config.workers.shard_size)
-    if known is not None and plan.objects is not None:
-        rows = _Rows(known.num_rows, known.num_chats)
-        rows.sampled = _sample(plan.objects, known)
-    elif source is not None and source in _read_last:
-        rows = _read_last[source]
-    else:
+        rows = _imported(plan.objects, source, config.workers.shard_size)
+    if rows is None and source is not None:
+        rows = _read_last.get(source)
+    if rows is None:
         rows = _Rows()
         rows.see(prompts.rows())
         _read_last.clear()
@@ -111,6 +111,20 @@ def _read(plan: Plan, config: InferBatchConfig) -> _Rows:
             f"{rows.num_chats} of {rows.count} rows hold chat messages, but the tokenizer has no chat template; give "
             "plain text, or a model or model.tokenizer with a template"
         )
+    return rows
+
+
+def _imported(objects: ObjectStore, source: ContentId, shard_size: int) -> _Rows | None:
+    """What is known of an input that was imported before; None where it was not, or what was kept cannot be read."""
+    known = imported_before(objects, source, shard_size)
+    if known is None:
+        return None
+    rows = _Rows(known.num_rows, known.num_chats)
+    try:
+        rows.sampled = _sample(objects, known)
+    except (CorruptObject, NotFound) as error:
+        log.warning("the input is read again: what was kept of it cannot be read (%s)", error)
+        return None
     return rows
 
 

@@ -8,7 +8,6 @@ in every row.
 from __future__ import annotations
 
 import os
-import tempfile
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
@@ -33,13 +32,14 @@ from rollout_core.hub import HubOutOfReach, looks_like_hub_id
 from rollout_core.ids import ContentId
 from rollout_core.models import Unchecked
 from rollout_core.objects import ObjectStore
+from rollout_core.objects.trees import TREE_BEGINS
 from rollout_core.records import Dataset
+from rollout_core.scratch import scratch_folder
 from rollout_core.short_ids import complete_object_id
 
 TABLE_BATCH_ROWS = 500
 """Rows of a table that are in memory together."""
 _PARQUET_MAGIC = b"PAR1"
-_TREE_BEGINS = b'{"files":['
 _SAVED_BY_DATASETS = ("state.json", "dataset_dict.json")
 
 
@@ -168,7 +168,8 @@ def parquet_documents(files: Iterable[tuple[str, Any]]) -> Iterator[PlacedDocume
         try:
             with pyarrow.parquet.ParquetFile(path, memory_map=isinstance(path, Path), pre_buffer=False) as file:
                 yield from _table_documents(name, file.iter_batches(batch_size=TABLE_BATCH_ROWS))
-        except (OSError, pyarrow.ArrowException) as error:
+        # Times of other millennia are out of range, or overflow.
+        except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:
             raise ConfigError(f"{name}: not readable as Parquet: {_one_line(error)}") from error
 
 
@@ -237,12 +238,12 @@ def stored_documents(source: StoredDataset, objects: ObjectStore | None) -> Iter
         raise ConfigError(f"dataset {source.id} is not in the object store {objects.url}") from error
     name = content_id.short
     head = next(iter(objects.stream(content_id)), b"")
-    with tempfile.TemporaryDirectory(prefix="rollout-dataset-") as scratch:
-        copy = Path(scratch) / "rows"
+    with scratch_folder("dataset") as scratch:
+        copy = scratch / "rows"
         if head.startswith(_PARQUET_MAGIC):
             objects.get_file(content_id, copy)
             yield from parquet_documents([(name, copy)])
-        elif head.startswith(_TREE_BEGINS) and _is_tree(objects, content_id):
+        elif head.startswith(TREE_BEGINS) and _is_tree(objects, content_id):
             objects.get_tree(content_id, copy)
             yield from _folder_documents(name, copy)
         else:

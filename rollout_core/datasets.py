@@ -7,18 +7,22 @@ split. Other kinds of data sets are read by `dataset_sources`.
 
 from __future__ import annotations
 
+import base64
 import codecs
 import difflib
 import glob
 import json
 import math
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from decimal import Decimal
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import to_jsonable_python
 
 from rollout_core.errors import ConfigError, DataError
 from rollout_core.ids import canonical_json
@@ -301,8 +305,7 @@ def parse_documents(documents: Iterable[PlacedDocument], model: type[RowT]) -> I
 
 def _parse(document: bytes | dict[str, Any], model: type[RowT]) -> RowT | None:
     if isinstance(document, dict):
-        canonical_json(document)  # a table can hold what JSON cannot
-        return _row(document, model)
+        return _row(_as_json(document, model), model)
     if (quick := model.quick(document)) is not None:
         return quick
     text = document.decode("utf-8").strip(" \t\r\n")
@@ -314,6 +317,34 @@ def _parse(document: bytes | dict[str, Any], model: type[RowT]) -> RowT | None:
     if "\\u" in text:
         canonical_json(found)  # refuses half a surrogate pair, which no UTF-8 file could hold
     return _row(found, model)
+
+
+def _as_json(document: dict[str, Any], model: type[Row]) -> dict[str, Any]:
+    """A row of a table, its extras in JSON's types; the row's own keys have to be of their types as they are."""
+    try:
+        canonical_json(document)
+        return document
+    except ConfigError:
+        own = model.own_keys
+        document = {key: value if key in own else json_value(value) for key, value in document.items()}
+    canonical_json(document)
+    return document
+
+
+def json_value(value: Any) -> Any:
+    """What stands in JSON for a value of a table: ISO 8601 for times and durations, all digits of a decimal number,
+    base64 for bytes."""
+    if isinstance(value, dict):
+        return {key: json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(item) for item in value]
+    if isinstance(value, Decimal):
+        return format(value, "f")
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if hasattr(value, "isoformat"):  # of pandas too, which counts nanoseconds
+        return value.isoformat()
+    return to_jsonable_python(value) if isinstance(value, timedelta) else value
 
 
 def _row(document: dict[str, Any], model: type[RowT]) -> RowT:

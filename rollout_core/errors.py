@@ -71,6 +71,13 @@ class CorruptObject(RolloutError, OSError):
         return type(self), (self.content_id, self.args[0])
 
 
+class CorruptRef(RolloutError, OSError):
+    """The file of a ref is not what was written under its name, so nobody can tell what the ref stood for."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class MissingObject(NotFound):
     """The object store holds no blob of this content id. Running the stage that made it again brings it back."""
 

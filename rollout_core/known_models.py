@@ -7,32 +7,36 @@ hashing it: results depend on content alone.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
 import orjson
 
-from rollout_core.errors import CorruptObject, NotFound
 from rollout_core.ids import ContentId, content_id
 from rollout_core.models import ModelFacts
 from rollout_core.objects import ObjectStore
 from rollout_core.resources import ModelSize
+
+log = logging.getLogger(__name__)
 
 MODEL_NOTES = "model-facts"
 
 
 def recall(objects: ObjectStore, files: Mapping[str, Path]) -> ModelFacts | None:
     """What `remember` noted of a folder of these files, without its tokenizer; None where they are new or changed."""
-    kept = objects.get_ref(_ref(files))
+    ref = _ref(files)
+    kept = objects.cached_bytes(ref)
     if kept is None:
         return None
     try:
-        noted = orjson.loads(objects.get_bytes(kept))
-    except (NotFound, CorruptObject):
+        noted = orjson.loads(kept)
+        size, tokenizer_id = ModelSize(**noted.pop("size")), ContentId(noted.pop("tokenizer_id"))
+        return ModelFacts(**noted, size=size, tokenizer_id=tokenizer_id, tokenizer=None)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        log.warning("what ref %s stands for is no note of a model; the model is looked at again", ref)
         return None
-    size, tokenizer_id = ModelSize(**noted.pop("size")), ContentId(noted.pop("tokenizer_id"))
-    return ModelFacts(**noted, size=size, tokenizer_id=tokenizer_id, tokenizer=None)
 
 
 def remember(objects: ObjectStore, files: Mapping[str, Path], facts: ModelFacts) -> None:

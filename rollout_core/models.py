@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from rollout_core.ids import ContentId, content_id, is_content_id
 from rollout_core.objects import ObjectStore, TreeFile, TreeManifest
 from rollout_core.objects.folders import hash_file
 from rollout_core.resources import ModelSize
+from rollout_core.scratch import scratch_folder
 from rollout_core.weights import check_tensors, check_weights
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
@@ -311,9 +311,9 @@ def _stored_description(content_id: ContentId, objects: ObjectStore | None) -> I
     check_stored(content_id, objects)
     files = objects.manifest(content_id).files
     small = tuple(file for file in files if not any(fnmatch(file.path, pattern) for pattern in _WEIGHT_FILES))
-    with tempfile.TemporaryDirectory(prefix="rollout-model-") as scratch:
-        objects.get_files(TreeManifest(files=small), Path(scratch))
-        yield Path(scratch)
+    with scratch_folder("model") as scratch:
+        objects.get_files(TreeManifest(files=small), scratch)
+        yield scratch
 
 
 def check_stored(content_id: ContentId, objects: ObjectStore) -> None:
@@ -344,10 +344,10 @@ def model_files(model: Path, tokenizer: Path) -> dict[str, Path]:
 @contextmanager
 def linked_files(files: Mapping[str, Path]) -> Iterator[Path]:
     """A temporary folder of links to the files."""
-    with tempfile.TemporaryDirectory(prefix="rollout-model-") as scratch:
+    with scratch_folder("model") as scratch:
         for name, file in files.items():
-            (Path(scratch) / name).symlink_to(file.resolve())
-        yield Path(scratch)
+            (scratch / name).symlink_to(file.resolve())
+        yield scratch
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

@@ -4,11 +4,13 @@ A snapshot's id is the blake3 of the deterministic tar of its folder (see `tar`)
 every machine. What is stored is each file as a blob of its own plus a small record, so that a tensor file shared by
 many snapshots is stored once; `SnapshotStore.export` streams the very tar whose hash is the id.
 
-The record of snapshot S saved by run R is the blob that ref ``snapshots/<S>/<R>`` names.
+The record of snapshot S saved by run R is the blob that ref ``snapshots/<S>/<R>`` names. It says both itself, so that a
+ref to another's record is noticed.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -18,14 +20,20 @@ from typing import Any, Literal, get_args
 from blake3 import blake3
 from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
-from rollout_core.errors import ConfigError, Conflict, CorruptObject, MissingObject, NotFound
+from rollout_core.errors import ConfigError, Conflict, CorruptObject, CorruptRef, MissingObject, NotFound
 from rollout_core.ids import ContentId, canonical_json
 from rollout_core.objects import ObjectStore, TreeFile, TreeManifest
 from rollout_core.objects.folders import appearing_folder, files_of, read_file
 from rollout_core.objects.gc import GcReport, collect_garbage
 from rollout_core.objects.hashing import ContentHasher
+from rollout_core.self_named import SNAPSHOT_REFS
 from rollout_core.tar import tar_stream
 
+log = logging.getLogger(__name__)
+
+_REPAIR = "`rollout storage verify --repair` says what is lost, and restores what can be"
+PROGRESS_REFS = "progress"
+"""Each names the last snapshot of an unfinished stage, by an id that is no blob's."""
 _RUN_ID = re.compile("[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
 SnapshotKind = Literal["train_state", "buffer", "process", "episodic_memory"]
 
@@ -50,6 +58,11 @@ class Snapshot(BaseModel):
     """Sum of the sizes of its files."""
     meta: dict[str, Any] = {}
     """Whatever the saver wants to remember, as JSON."""
+
+    @property
+    def ref(self) -> str:
+        """The ref that names this record."""
+        return _ref(self.id, self.run_id)
 
 
 class SnapshotStore:
@@ -129,11 +142,13 @@ class SnapshotStore:
 
     def get(self, snapshot_id: ContentId) -> Snapshot:
         """The record; of several runs that saved the same bytes, the newest. Raises NotFound."""
-        snapshot_id = ContentId(snapshot_id)
-        found = _newest_first(self._records(f"snapshots/{snapshot_id}"))
-        if not found:
-            raise NotFound(f"snapshot not found: {snapshot_id}")
-        return found[0]
+        below = f"{SNAPSHOT_REFS}/{ContentId(snapshot_id)}"
+        found = _newest_first(self._records(below))
+        if found:
+            return found[0]
+        if self._objects.ref_names(below):
+            raise NotFound(f"snapshot {snapshot_id} cannot be read: its record is damaged or gone. {_REPAIR}")
+        raise NotFound(f"snapshot not found: {snapshot_id}")
 
     def subtree(self, snapshot_id: ContentId, folder: str) -> ContentId:
         """The tree that ``folder`` of the snapshot is by itself; its files are not copied. Raises NotFound."""
@@ -157,13 +172,15 @@ class SnapshotStore:
     ) -> list[Snapshot]:
         """Snapshots that match all that is given, newest first. Unlabelled ones match no ``label_contains``.
 
+        One whose record cannot be read is left out, and named in a warning.
+
         Raises ConfigError for an unknown kind.
         """
         if kind is not None:
             _check_kind(kind)
         found = [
             snapshot
-            for snapshot in self._records("snapshots", run_id)
+            for snapshot in self._records(SNAPSHOT_REFS, run_id)
             if kind in (None, snapshot.kind)
             and (label_contains is None or (snapshot.label is not None and label_contains in snapshot.label))
         ]
@@ -172,7 +189,7 @@ class SnapshotStore:
     def set_label(self, snapshot_id: ContentId, label: str | None) -> Snapshot:
         """Give the snapshot a label, or take it away. Raises NotFound."""
         snapshot = self.get(snapshot_id).model_copy(update={"label": label})
-        self._objects.set_ref(_ref(snapshot.id, snapshot.run_id), self._objects.put_json(snapshot))
+        self._objects.set_ref(snapshot.ref, self._objects.put_json(snapshot))
         return snapshot
 
     def is_present(self, snapshot_id: ContentId) -> bool:
@@ -184,7 +201,7 @@ class SnapshotStore:
 
     def delete(self, snapshot_id: ContentId) -> None:
         """Drop the records of the snapshot, of every run. Its bytes stay until `gc`. Idempotent."""
-        for ref in self._objects.ref_names(f"snapshots/{ContentId(snapshot_id)}"):
+        for ref in self._objects.ref_names(f"{SNAPSHOT_REFS}/{ContentId(snapshot_id)}"):
             self._objects.delete_ref(ref)
 
     def prune(
@@ -214,7 +231,7 @@ class SnapshotStore:
             and snapshot.id not in keep
         ]
         for snapshot in dropped:
-            self._objects.delete_ref(_ref(snapshot.id, run_id))
+            self._objects.delete_ref(snapshot.ref)
         return dropped
 
     def gc(
@@ -235,11 +252,20 @@ class SnapshotStore:
 
     def _record(self, ref: str) -> Snapshot | None:
         """None when there is none, or none that can be read: one lost record must not hide the others."""
-        content_id = self._objects.get_ref(ref)
         try:
-            return None if content_id is None else Snapshot.model_validate_json(self._objects.get_bytes(content_id))
-        except (MissingObject, CorruptObject, ValidationError):
-            return None
+            content_id = self._objects.get_ref(ref)
+            if content_id is None:
+                return None
+            snapshot = Snapshot.model_validate_json(self._objects.get_bytes(content_id))
+        except (MissingObject, CorruptObject, CorruptRef) as error:
+            log.warning("a snapshot is left out: %s", error)
+        except ValidationError:
+            log.warning("a snapshot is left out: what ref %s names is no record of one. %s", ref, _REPAIR)
+        else:
+            if ref == snapshot.ref:
+                return snapshot
+            log.warning("a snapshot is left out: ref %s names the record of %s. %s", ref, snapshot.ref, _REPAIR)
+        return None
 
 
 def _check_kind(kind: str) -> None:
@@ -288,4 +314,4 @@ def _newest_first(snapshots: Iterable[Snapshot]) -> list[Snapshot]:
 def _ref(snapshot_id: ContentId, run_id: str) -> str:
     if not _RUN_ID.fullmatch(run_id):
         raise ConfigError(f"run id {run_id!r} cannot name a snapshot; expected letters, digits, '.', '_' and '-'")
-    return f"snapshots/{snapshot_id}/{run_id}"
+    return f"{SNAPSHOT_REFS}/{snapshot_id}/{run_id}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 from rollout_core.config import DatasetSource, HeldOutRows, ModelSource, PromotionConfig, RunInfo
 from rollout_core.dataset_sources import import_dataset, read_dataset
@@ -15,6 +13,7 @@ from rollout_core.preferences import JudgedRow, PairRow
 from rollout_core.records import Checkpoint, Dataset, EvalReport, Model, Record, SnapshotRecord
 from rollout_core.resume import find_start
 from rollout_core.rewards import RewardSpec, with_models
+from rollout_core.scratch import scratch_folder
 from rollout_core.snapshots import SnapshotStore
 from rollout_core.stopping import run_async
 from rollout_core.store import LLM
@@ -97,8 +96,8 @@ def snapshot(checkpoint: Checkpoint, snapshot_label: str, *, label: str = "") ->
     """Restore a checkpoint's train state once, so that it is known to be whole, and label it for people."""
     objects = current_stage().objects
     snapshots = SnapshotStore(objects)
-    with tempfile.TemporaryDirectory(prefix="rollout-verify-") as scratch:
-        restored = snapshots.restore(checkpoint.train_state, Path(scratch) / "state")
+    with scratch_folder("verify") as scratch:
+        restored = snapshots.restore(checkpoint.train_state, scratch / "state")
     snapshots.set_label(checkpoint.train_state, snapshot_label)
     stage_logger().info("snapshot %s verified and labelled %r", restored.id.short, snapshot_label)
     return SnapshotRecord(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 
 import orjson
 
 from rollout_core.config import InferBatchConfig
-from rollout_core.errors import CorruptObject, NotFound
 from rollout_core.ids import ContentId
 from rollout_core.inference.folders import output_folder
 from rollout_core.inference.output import file_name, output_chunks, output_id, shard_rows, write_known
@@ -56,10 +54,9 @@ def write_completions(shards: list[ShardCompletions], config: InferBatchConfig, 
 
 def _ended(storage: ObjectStore, shard: ShardCompletions) -> list[float]:
     """When each of a shard's samples was finished: from the note beside it, or else from the store."""
-    noted = storage.get_ref(finished_ref(shard.completions))
+    noted = storage.cached_bytes(finished_ref(shard.completions))
     if noted is not None:
-        with suppress(NotFound, CorruptObject):
-            return orjson.loads(storage.get_bytes(noted))
+        return orjson.loads(noted)
     ids = [row.id for row in decode_completions_blob(storage.get_bytes(shard.completions))]
     times = run_async(_end_times(ids))
     return [times.get(sample_id, 0.0) for sample_id in ids]

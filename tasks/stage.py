@@ -31,7 +31,7 @@ from prefect.task_engine import run_task_sync
 
 from blocks import ContentAddressedStorage
 from rollout_core.config import identity
-from rollout_core.errors import CorruptObject, NotFound, Recoverable, RolloutError
+from rollout_core.errors import CorruptObject, CorruptRef, MissingObject, Recoverable, RolloutError
 from rollout_core.ids import ContentId, content_id, is_content_id
 from rollout_core.lineage import Lineage, record_lineage, software_versions
 from rollout_core.locks import exclusive
@@ -293,11 +293,27 @@ class Stage(Generic[P, R]):
             raise Recoverable(f"the result of stage {self.name} could not be read back from {run.storage.url}")
 
     def _stored(self, storage: ContentAddressedStorage, key: ContentId) -> R | None:
+        """The result under ``key``. One that cannot be read, or is another's, is forgotten, with a warning."""
         try:
-            document = json.loads(storage.read_path(key))
-        except (NotFound, CorruptObject):
-            return None
-        return self._record.model_validate(json.loads(document["result"]))
+            return self._parsed(storage.read_path(key), key)
+        except MissingObject as error:
+            if error.content_id == key:  # nobody has computed it
+                return None
+            problem: Exception = error
+        except (CorruptObject, CorruptRef, UnreadableResult) as error:
+            problem = error
+        stage_logger().warning("the cached result of %s cannot be read (%s); it is computed again", self.name, problem)
+        storage.forget(key)
+        return None
+
+    def _parsed(self, data: bytes, key: ContentId) -> R:
+        try:
+            document = json.loads(data)
+            if document["metadata"]["storage_key"] != key:
+                raise UnreadableResult(f"it is the result of key {document['metadata']['storage_key']}, not of {key}")
+            return self._record.model_validate(json.loads(document["result"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise UnreadableResult(f"it is no {self._record.__name__}: {' '.join(str(error).split())}") from error
 
     def _forget_if_broken(self, storage: ContentAddressedStorage, key: ContentId) -> None:
         record = self._stored(storage, key)
@@ -315,6 +331,10 @@ class Stage(Generic[P, R]):
             ids = tuple(ContentId(value) for value in inputs.values() if is_content_id(value))
             records = (item for value in inputs.values() if isinstance(value, Record) for item in value.outputs())
             journal.add(StageEntry(self.name, str(inputs.get(LABEL, "")), state, seconds, (*ids, *records), outputs))
+
+
+class UnreadableResult(RolloutError):
+    """What is stored under a stage's key is not its result."""
 
 
 class RunsTasks(Protocol):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from datetime import datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -138,12 +140,53 @@ def test_a_malformed_row_is_named_by_its_place_in_every_form(tmp_path: Path, obj
 
 
 def test_a_table_that_holds_what_json_cannot_is_refused_by_row(tmp_path: Path):
-    for value, problem in ((b"x", "bytes is not JSON"), (float("nan"), "Out of range float")):
-        pyarrow.parquet.write_table(
-            pyarrow.Table.from_pylist([{"prompt": "a", "extra": value}]), tmp_path / "x.parquet"
-        )
-        message = refusal(ParquetDataset(kind="parquet_path", path="x.parquet"), tmp_path, PromptRow)
-        assert message.startswith("x.parquet:row 1: value has no canonical JSON form") and problem in message
+    source = ParquetDataset(kind="parquet_path", path="x.parquet")
+    for row, problem in (
+        ({"prompt": "a", "extra": float("nan")}, "Out of range float"),
+        ({"prompt": b"a"}, "bytes is not JSON"),
+        ({"prompt": Decimal("1.50"), "at": datetime(2026, 1, 2)}, "Decimal is not JSON"),
+    ):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "x.parquet")
+        message = refusal(source, tmp_path, PromptRow)
+        assert message.startswith("x.parquet:row 1: value has no canonical JSON form: ") and problem in message
+    column = pyarrow.array([10**17], pyarrow.timestamp("ms"))
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "at": column}), tmp_path / "x.parquet")
+    assert "x.parquet: not readable as Parquet: " in refusal(source, tmp_path, PromptRow)
+
+
+def test_times_decimals_and_bytes_of_a_table_are_carried_as_json(tmp_path: Path, objects: ObjectStore):
+    moment = datetime(2026, 1, 2, 3, 4, 5, 600_000)
+    columns: dict[str, Any] = {
+        "prompt": ["a"],
+        "answer": [1],
+        "at": pyarrow.array([moment], pyarrow.timestamp("us")),
+        "utc": pyarrow.array([moment], pyarrow.timestamp("ms", tz="UTC")),
+        "exactly": pyarrow.array([1], pyarrow.timestamp("ns")),
+        "day": [moment.date()],
+        "clock": [moment.time()],
+        "took": [timedelta(days=1, seconds=2, microseconds=3)],
+        "price": pyarrow.array([Decimal("12345678901234567890.10")], pyarrow.decimal128(38, 2)),
+        "image": [b"\xff\xfe\x00"],
+        "nested": [[{"at": moment.date(), "bytes": [b"", b"x"]}]],
+        "nothing": pyarrow.array([None], pyarrow.timestamp("us")),
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "x.parquet")
+    source = ParquetDataset(kind="parquet_path", path="x.parquet")
+    [row] = read_dataset(source, PromptRow, base=tmp_path)
+    assert row.extras == {
+        "answer": 1,
+        "at": "2026-01-02T03:04:05.600000",
+        "utc": "2026-01-02T03:04:05.600000+00:00",
+        "exactly": "1970-01-01T00:00:00.000000001",
+        "day": "2026-01-02",
+        "clock": "03:04:05.600000",
+        "took": "P1DT2.000003S",
+        "price": "12345678901234567890.10",
+        "image": "//4A",
+        "nested": [{"at": "2026-01-02", "bytes": ["", "eA=="]}],
+    }
+    stored = import_dataset(objects, read_dataset(source, PromptRow, base=tmp_path))
+    assert [kept.extras for kept in stored_rows(objects, stored.data, PromptRow)] == [row.extras]
 
 
 def test_what_cannot_be_read_is_told_in_one_line(tmp_path: Path, objects: ObjectStore, monkeypatch: pytest.MonkeyPatch):

@@ -66,7 +66,7 @@ def test_layout_is_the_same_on_every_provider(objects: ObjectStore) -> None:
     assert content_id == "ea8f163db38682925e4491c5e58d4bb3506ef8c14eb78a86e908c5624a67200f"
     assert keys(objects, "cas") == [f"cas/ea/8f/{content_id}"]
     assert keys(objects, "refs") == ["refs/runs/latest"]
-    assert objects.files.read("refs/runs/latest") == content_id.encode()
+    assert objects.files.read("refs/runs/latest").splitlines()[0] == content_id.encode()
 
 
 def test_a_stream_is_stored_as_the_same_blob_as_its_bytes(objects: ObjectStore) -> None:
@@ -406,12 +406,6 @@ def test_a_ref_below_a_ref_is_refused_on_disk(local: ObjectStore) -> None:
     with pytest.raises(ConfigError, match="in its place"):
         local.set_ref("c", NOTHING)
     assert keys(local, "tmp") == []
-
-
-def test_a_damaged_ref_says_so(local: ObjectStore) -> None:
-    local.files.write("refs/bad", b"not an id")
-    with pytest.raises(ConfigError, match=r"ref bad at .* holds no content id"):
-        local.get_ref("bad")
 
 
 # Addresses

@@ -9,7 +9,7 @@ import json
 
 import typer
 
-from flows.cli import records, run, store, train
+from flows.cli import records, run, storage, store, train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -20,6 +20,7 @@ app = typer.Typer(
 app.add_typer(train.app, name="train")
 app.add_typer(run.infer_app, name="infer")
 app.add_typer(records.snapshot_app, name="snapshot")
+app.add_typer(storage.app, name="storage")
 app.add_typer(store.app, name="store")
 app.command("nightly")(run.nightly)
 app.command("lineage")(records.lineage)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +20,7 @@ from rollout_core.algorithms.data_report import DataReport
 from rollout_core.errors import CorruptObject, NotFound
 from rollout_core.ids import ContentId
 from rollout_core.objects import ObjectStore
+from rollout_core.scratch import scratch_folder
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ def open_items(
 
     Where there are none, ``make`` makes them, calling its argument with each; they are kept from then on.
     """
-    kept = objects.get_ref(f"{_REFS}/{key}")
+    kept = objects.cached_ref(f"{_REFS}/{key}")
     if kept is not None:
         try:
             return _open(objects.local_tree(kept, cache), form, report)
@@ -190,8 +190,7 @@ def keep_items(
     make: Callable[[Callable[[ItemT], None]], ReportT],
 ) -> tuple[ContentId, ReportT]:
     """Have ``make`` make items, calling its argument with each, and keep them under ``key``."""
-    with tempfile.TemporaryDirectory(prefix="rollout-tokenized-") as scratch:
-        folder = Path(scratch)
+    with scratch_folder("tokenized") as folder:
         with ItemWriter(form, folder) as writer:
             made = make(writer.append)
         (folder / REPORT_FILE).write_text(json.dumps(made.document()), encoding="utf-8")
@@ -202,11 +201,15 @@ def keep_items(
 
 def kept_report(objects: ObjectStore, key: ContentId, report: type[ReportT]) -> ReportT | None:
     """The report of what is kept under ``key``, if anything is."""
-    kept = objects.get_ref(f"{_REFS}/{key}")
+    kept = objects.cached_ref(f"{_REFS}/{key}")
     if kept is None or not objects.tree_is_present(kept):
         return None
-    file = next(file for file in objects.manifest(kept).files if file.path == REPORT_FILE)
-    return report.from_document(objects.get_json(file.content_id))
+    try:
+        file = next(file for file in objects.manifest(kept).files if file.path == REPORT_FILE)
+        return report.from_document(objects.get_json(file.content_id))
+    except (CorruptObject, NotFound) as error:
+        log.warning("rows are tokenised again: what was kept of them cannot be read (%s)", error)
+        return None
 
 
 def _open(folder: Path, form: ItemForm[ItemT], report: type[ReportT]) -> tuple[ItemTable[ItemT], ReportT]:

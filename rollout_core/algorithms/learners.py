@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from rollout_core.ids import ContentId
 from rollout_core.inference.samples import decode_completions_blob, decode_samples
 from rollout_core.objects import ObjectStore
 from rollout_core.records import Checkpoint, Scores
+from rollout_core.scratch import scratch_folder
 from rollout_core.seeding import seed_everything
 from rollout_core.snapshots import SnapshotStore
 
@@ -191,8 +191,8 @@ def _on_policy_state(
     optimizer = build_optimizer(settings.optimizer, [*trained.parameters(), *extra.parameters()])
     state = TrainState(trained, optimizer, extra, seed=workshop.seed)
     if train_state is not None:
-        with tempfile.TemporaryDirectory(prefix="rollout-restore-") as scratch:
-            folder = Path(scratch) / "state"
+        with scratch_folder("restore") as scratch:
+            folder = scratch / "state"
             SnapshotStore(workshop.objects).restore(train_state, folder)
             load_state(state, folder)
     state.metrics = []

@@ -7,6 +7,7 @@ here goes on here. How a chunk is batched follows from its tokens alone, so its 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -17,7 +18,7 @@ from torch import Tensor
 from rollout_core.algorithms.packing import Document, pack_branches
 from rollout_core.algorithms.parallel import add_up, deal, everywhere, is_first
 from rollout_core.algorithms.policy import Policy
-from rollout_core.errors import CorruptObject, Fatal, NotFound
+from rollout_core.errors import Fatal
 from rollout_core.ids import ContentId, content_id
 from rollout_core.objects import ObjectStore
 
@@ -61,13 +62,8 @@ def reference_logprobs(
 
 
 def _kept(objects: ObjectStore, ref: str) -> list[float] | None:
-    kept = objects.get_ref(ref)
-    if kept is None:
-        return None
-    try:
-        return objects.get_json(kept)
-    except (CorruptObject, NotFound):
-        return None
+    kept = objects.cached_bytes(ref)
+    return None if kept is None else json.loads(kept)
 
 
 def _computed(policy: Policy, batches: Sequence[Sequence[Document]], device: torch.device) -> list[float]:

@@ -7,8 +7,6 @@ ref to it, which is the last thing it does: killed at any moment, the update goe
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,7 +30,8 @@ from rollout_core.errors import CorruptObject, NotFound, Recoverable
 from rollout_core.ids import ContentId
 from rollout_core.records import Checkpoint
 from rollout_core.resume import RUN_NAME
-from rollout_core.snapshots import Snapshot, SnapshotStore
+from rollout_core.scratch import scratch_folder
+from rollout_core.snapshots import PROGRESS_REFS, Snapshot, SnapshotStore
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,6 @@ FINISHED = "finished"
 """Label of an update's last snapshot, unless people give it a better one."""
 SECONDS = "training_seconds"
 """Key of a snapshot's record; the snapshot itself does not depend on the clock."""
-PROGRESS_REFS = "progress"
 
 
 class Origin(Enum):
@@ -94,7 +92,7 @@ class Resumption:
         return Origin.GIVEN
 
     def _restore_own(self, state: TrainState) -> bool:
-        snapshot_id = self._workshop.objects.get_ref(self._ref)
+        snapshot_id = self._workshop.objects.cached_ref(self._ref)
         if snapshot_id is None:
             return False
         try:
@@ -105,8 +103,8 @@ class Resumption:
         return True
 
     def _restore_from(self, snapshot_id: ContentId, state: TrainState) -> None:
-        with tempfile.TemporaryDirectory(prefix="rollout-restore-") as scratch:
-            folder = Path(scratch) / "state"
+        with scratch_folder("restore") as scratch:
+            folder = scratch / "state"
             snapshot = self._snapshots.restore(snapshot_id, folder)
             load_state(state, folder)
             state.seconds = snapshot.meta.get(SECONDS, 0.0)
@@ -191,9 +189,6 @@ class Resumption:
     @contextmanager
     def _written(self, copied: StateCopy) -> Iterator[Path]:
         """A temporary folder holding a state."""
-        scratch = Path(tempfile.mkdtemp(prefix="rollout-state-"))
-        try:
+        with scratch_folder("state") as scratch:
             write_state(copied, scratch / "state", tokenizer_from=self._tokenizer_from)
             yield scratch / "state"
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import storage_faults
 from rollout_core.objects.folders import hash_file
 from rollout_core.objects.remote import UPLOAD_PART_BYTES, RemoteFiles
+from rollout_core.scratch import held, sweep
 from rollout_core.urls import bucket_exists, files_at, is_url, local_path, mark_of
 
 WRITE_BYTES = 2**20
@@ -115,17 +117,23 @@ class LocalFolder:
         """A file beside ``name``, gone at the end unless it was renamed; changes of the folder are then durable."""
         with storage_faults("write", self.where(name)):
             self._path.mkdir(parents=True, exist_ok=True)
-            scratch = self._path / f".{name}.{ULID()}.tmp"
-            try:
-                with scratch.open("wb", buffering=WRITE_BYTES) as file:
-                    yield file, scratch
-            finally:
-                scratch.unlink(missing_ok=True)
+            sweep(self._path, f".{glob.escape(name)}.*.tmp")
+            with held(lambda: self._new_file(name)) as scratch:
+                try:
+                    with scratch.open("wb", buffering=WRITE_BYTES) as file:
+                        yield file, scratch
+                finally:
+                    scratch.unlink(missing_ok=True)
             descriptor = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+
+    def _new_file(self, name: str) -> Path:
+        path = self._path / f".{name}.{ULID()}.tmp"
+        path.touch()
+        return path
 
 
 class BucketFolder:

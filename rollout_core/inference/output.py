@@ -11,7 +11,6 @@ from typing import Any
 import orjson
 
 from rollout_core.config import InferBatchConfig, OutputDir, identity
-from rollout_core.errors import CorruptObject, NotFound
 from rollout_core.ids import ContentId, content_id, ordered_json
 from rollout_core.inference.folders import OutputFolder
 from rollout_core.inference.parquet_output import parquet_chunks
@@ -133,17 +132,10 @@ def write_known(
     What was written last is noted in the object store under the file's address.
     """
     ref = f"{OUTPUT_REFS}/{content_id('output-address/1', folder.where(name))}"
-    known = objects.get_ref(ref)
-    if known is not None and _is(objects, known, content, folder.mark(name)):
-        objects.set_ref(ref, known)  # garbage collection goes by when it was last set
-        return False
-    mark = folder.replace(name, chunks())
+    mark = folder.mark(name)
+    is_there = mark is not None and objects.cached_bytes(ref) == orjson.dumps([content, mark])
+    if not is_there:
+        mark = folder.replace(name, chunks())
+    # Also where it is there: garbage collection goes by when it was last set.
     objects.set_ref(ref, objects.put_bytes(orjson.dumps([content, mark])))
-    return True
-
-
-def _is(objects: ObjectStore, known: ContentId, content: ContentId, mark: str | None) -> bool:
-    try:
-        return mark is not None and orjson.loads(objects.get_bytes(known)) == [content, mark]
-    except (NotFound, CorruptObject):
-        return False
+    return not is_there

@@ -7,12 +7,14 @@ files: a set that is unchanged is not read again.
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import orjson
 from blake3 import blake3
+from pydantic import ValidationError
 
 from rollout_core.config import SamplingParams
 from rollout_core.datasets import PromptRow
@@ -23,6 +25,8 @@ from rollout_core.inference.text import tokenize_prompts
 from rollout_core.objects import ObjectStore
 from rollout_core.records import PromptShards
 from rollout_core.trusted import trusted
+
+log = logging.getLogger(__name__)
 
 SHARD_FORMAT = 2
 """Raised when the bytes of shards change for the same rows, or what is noted of them."""
@@ -125,13 +129,14 @@ def _ref(source: ContentId, shard_size: int) -> str:
 
 
 def _imported(objects: ObjectStore, ref: str) -> PromptShards | None:
-    kept = objects.get_ref(ref)
+    kept = objects.cached_bytes(ref)
     if kept is None:
         return None
     try:
-        record = PromptShards.model_validate_json(objects.get_bytes(kept))
+        record = PromptShards.model_validate_json(kept)
         shards = shards_of(objects, record)
-    except (NotFound, CorruptObject):
+    except (NotFound, CorruptObject, ValidationError) as error:
+        log.warning("the input is read again: what was kept of it cannot be read (%s)", error)
         return None
     return record if all(objects.exists(shard) for shard, _ in shards) else None
 

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from rollout_core.config import InferBatchConfig, identity
-from rollout_core.errors import ConfigError, CorruptObject, NotFound
+from rollout_core.errors import ConfigError
 from rollout_core.ids import ContentId, new_run_id
 from rollout_core.inference.folders import OutputFolder
 from rollout_core.objects import ObjectStore
@@ -121,13 +121,8 @@ def check_run(
 
 
 def _noted(objects: ObjectStore, run_id: str) -> dict[str, Any] | None:
-    known = objects.get_ref(_ref(run_id))
-    if known is None:
-        return None
-    try:
-        return orjson.loads(objects.get_bytes(known))
-    except (NotFound, CorruptObject):
-        return None
+    known = objects.cached_bytes(_ref(run_id))
+    return None if known is None else orjson.loads(known)
 
 
 def _shown(parameters: Mapping[str, Any], name: str) -> str:

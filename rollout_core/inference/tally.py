@@ -174,8 +174,11 @@ def note_work(objects: ObjectStore, run_id: str, shard: ContentId, work: RunWork
 def work_of(objects: ObjectStore, run_id: str) -> RunWork:
     """What all parts of a run did together."""
     total = RunWork()
-    for _, blob in objects.list_refs(f"work/{run_id}"):
-        document = orjson.loads(objects.get_bytes(blob))
+    for name in objects.ref_names(f"work/{run_id}"):
+        noted = objects.cached_bytes(name)
+        if noted is None:
+            continue
+        document = orjson.loads(noted)
         document["latencies"] = {int(bucket): count for bucket, count in document["latencies"].items()}
         total.add(RunWork(**document))
     return total
@@ -183,5 +186,5 @@ def work_of(objects: ObjectStore, run_id: str) -> RunWork:
 
 def forget_work(objects: ObjectStore, run_id: str) -> None:
     """Drop what `work_of` summed up."""
-    for name, _ in list(objects.list_refs(f"work/{run_id}")):
+    for name in objects.ref_names(f"work/{run_id}"):
         objects.delete_ref(name)

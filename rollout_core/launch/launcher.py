@@ -11,11 +11,9 @@ import json
 import logging
 import os
 import queue
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -38,6 +36,7 @@ from rollout_core.launch.job import (
 )
 from rollout_core.launch.messages import PIPE, error_of, is_own_error
 from rollout_core.processes import search_path
+from rollout_core.scratch import scratch_folder
 from rollout_core.settings import stop_seconds
 
 if TYPE_CHECKING:
@@ -76,8 +75,7 @@ def run_update(
             f"parallel.nproc is {nproc}, but the object store {workshop.objects.url} exists in this process only; set "
             "ROLLOUT_STORAGE to a folder or bucket"
         )
-    folder = Path(tempfile.mkdtemp(prefix="rollout-ranks-"))
-    try:
+    with scratch_folder("ranks") as folder:
         job = Job(
             update=name,
             inputs=encode_inputs(name, inputs),
@@ -107,8 +105,6 @@ def run_update(
                 elif message.kind == "data" and on_data is not None:
                     on_data(decode_report(name, message.content))
         return decode_outcome(name, job.result.read_bytes())
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)

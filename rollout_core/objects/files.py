@@ -6,13 +6,14 @@ A *key* is a slash-separated path below the store's root, such as ``cas/ab/cd/ab
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from typing import Protocol
 
 from rollout_core.errors import ConfigError, Recoverable, RetryHint, RolloutError
+from rollout_core.ids import ContentId
 
 CHUNK_BYTES = 4 * 2**20
 """How much is read or written at once."""
@@ -26,6 +27,9 @@ class FileStat:
 
     size: int
     modified: float
+    mark: Hashable = None
+    """Differs when the file has changed; of a local file inode and time of change, of one in a bucket its entity tag.
+    None in listings, and where nothing tells."""
 
 
 class Upload(Protocol):
@@ -60,6 +64,13 @@ class Files(Protocol):
 
     def stat(self, key: str) -> FileStat | None:
         """None when there is no such file."""
+        ...
+
+    def holds(
+        self, key: str, stat: FileStat, content_id: ContentId, source: Callable[[], Iterable[bytes]] | None
+    ) -> bool:
+        """Whether the file found as ``stat`` has the bytes of ``content_id``; False also where telling would cost as
+        much as writing them. ``source`` gives them once more, where that is possible."""
         ...
 
     def keep(self, key: str, stat: FileStat) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import stat
@@ -17,6 +18,7 @@ from rollout_core.errors import ConfigError, Conflict, RolloutError
 from rollout_core.ids import ContentId
 from rollout_core.objects.files import CHUNK_BYTES, storage_faults, write_all
 from rollout_core.objects.trees import TreeManifest
+from rollout_core.scratch import held, sweep
 
 
 def files_of(folder: Path) -> dict[str, Path]:
@@ -109,17 +111,24 @@ def appearing_folder(folder: Path) -> Iterator[Path]:
 
     Raises Conflict if ``folder`` exists and is not empty.
     """
-    temporary = folder.with_name(f".{folder.name}.{ULID()}.tmp")
-    try:
+
+    def make() -> Path:
+        temporary = folder.with_name(f".{folder.name}.{ULID()}.tmp")
         with storage_faults("write", str(folder)):
-            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-                raise Conflict(f"{folder} exists and is not empty; expected a new folder")
             temporary.mkdir(parents=True)
-        yield temporary
-        with storage_faults("write", str(folder)):
-            os.rename(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        return temporary
+
+    with storage_faults("write", str(folder)):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise Conflict(f"{folder} exists and is not empty; expected a new folder")
+    sweep(folder.parent, f".{glob.escape(folder.name)}.*.tmp")
+    with held(make) as temporary:
+        try:
+            yield temporary
+            with storage_faults("write", str(folder)):
+                os.rename(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 _known_whole: set[tuple[str, tuple[tuple[int, int, int], ...]]] = set()

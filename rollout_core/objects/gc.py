@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from itertools import chain
 
+from blake3 import blake3
 from pydantic import BaseModel, ConfigDict
 
-from rollout_core.ids import ContentId
+from rollout_core.errors import CorruptRef
+from rollout_core.ids import ContentId, is_content_id
 from rollout_core.objects.files import FileStat
 from rollout_core.objects.store import ObjectStore, blob_key
+from rollout_core.objects.wholeness import hashed
+from rollout_core.self_named import SNAPSHOT_REFS
+
+log = logging.getLogger(__name__)
 
 LINEAGE_REFS = "lineage/"
 FINISHED_REFS = "finished/"
@@ -22,6 +29,8 @@ NOTE_REFS = ("model-facts/", "prompt-shards/", "output-files/", "runs/", "work/"
 KEEP_NOTES = timedelta(days=30)
 _NAMED_ID = re.compile(rb'"([0-9a-f]{64})[\\"]')
 _NAMED_ID_BYTES = 66
+_SURELY_READ_BYTES = 2**16
+"""Blobs up to this size are read even where they do not look like JSON: a record may have lost its first byte."""
 
 
 class GcReport(BaseModel):
@@ -32,7 +41,8 @@ class GcReport(BaseModel):
     live_blobs: int
     """Reached from a root."""
     young_blobs: int
-    """Not reached, but young or named by something young."""
+    """Not reached, but young or named by something young; and all that were not reached where something is
+    ``unreadable``."""
     deleted_blobs: int
     deleted_bytes: int
     """Of the deleted blobs and leftovers."""
@@ -40,6 +50,8 @@ class GcReport(BaseModel):
     """Temporary files of killed writers, and corrupt blobs that had been set aside."""
     deleted_notes: int
     """Refs that nobody used for long, or that told of a blob that is gone."""
+    unreadable: tuple[str, ...] = ()
+    """Damaged refs and records. They may have named any blob, so none is deleted while there is one."""
     dry_run: bool
 
 
@@ -61,6 +73,9 @@ def collect_garbage(
     Notes keep what they name, such as the shards of an input or the model of a run, until nobody has set them for
     ``keep_notes``; then they are deleted. Those below `FINISHED_REFS` live as long as the blob they are about.
 
+    While a ref or a reached record is damaged, nobody can tell what it named, so no blob and no note of a blob is
+    deleted; the report and a warning name it. ``rollout storage verify --repair`` restores it or moves it aside.
+
     Safe beside running writers as long as each names what it puts by a ref within ``min_age`` less six hours: a put
     makes a blob young again, even when the bytes were there, and what is young spares what it names. An age of zero is
     for when nothing runs.
@@ -74,7 +89,10 @@ def collect_garbage(
     live_blobs = len(marking.reached)
     marking.reach(content_id for content_id, stat in blobs.items() if stat.modified >= spared_since)
     marking.reach_refs()  # once more: what running writers have named since
-    unreached = [blob_key(content_id) for content_id in blobs if content_id not in marking.reached]
+    unreadable = sorted(marking.unreadable)
+    if unreadable:
+        log.warning("no blob is deleted, since it may be what is named by %s", "; by ".join(unreadable))
+    unreached = [] if unreadable else [blob_key(content_id) for content_id in blobs.keys() - marking.reached]
     leftovers = [key for folder in ("tmp", "corrupt") for key, _ in objects.files.list(folder)]
 
     def sweep(key: str, since: float = spared_since) -> int | None:
@@ -88,7 +106,7 @@ def collect_garbage(
 
     swept = [size for size in objects.in_parallel(sweep, unreached) if size is not None]
     cleared = [size for size in objects.in_parallel(sweep, leftovers) if size is not None]
-    orphans = [sweep(key) for key in marking.orphaned_notes()]
+    orphans = [] if unreadable else [sweep(key) for key in marking.orphaned_notes()]
     unused = [sweep(key, unused_since) for key in marking.unused_notes]
     return GcReport(
         live_blobs=live_blobs,
@@ -97,6 +115,7 @@ def collect_garbage(
         deleted_bytes=sum(swept) + sum(cleared),
         deleted_leftovers=len(cleared),
         deleted_notes=sum(size is not None for size in orphans + unused),
+        unreadable=tuple(unreadable),
         dry_run=dry_run,
     )
 
@@ -113,6 +132,8 @@ class _Marking:
             if stat.modified < unused_since
         }
         """Keys of the refs below `NOTE_REFS` that nobody has set since."""
+        self.unreadable: set[str] = set()
+        """Damaged refs and reached records, which may have named anything."""
         self._objects = objects
         self._blobs = blobs
         self._about: dict[ContentId, set[ContentId]] = {}
@@ -123,10 +144,13 @@ class _Marking:
         """Reach what every ref names but unused notes; what is about a blob is followed only from what is live, though
         records of lineage are kept."""
         roots = set()
-        for name, named in self._objects.list_refs(""):
+        names = [name for name in self._objects.ref_names("") if f"refs/{name}" not in self.unused_notes]
+        for name, named in zip(names, self._objects.in_parallel(self._named_by, names), strict=True):
+            if named is None:
+                continue
             about = next((folder for folder in (LINEAGE_REFS, FINISHED_REFS) if name.startswith(folder)), None)
-            if about is None:
-                roots |= set() if f"refs/{name}" in self.unused_notes else {named}
+            if about is None or not is_content_id(name[len(about) :]):
+                roots.add(named)
                 continue
             blob = ContentId(name[len(about) :])
             self._about.setdefault(blob, set()).add(named)
@@ -135,6 +159,18 @@ class _Marking:
             if blob in self._seen:
                 roots.add(named)
         self.reach(roots)
+
+    def _named_by(self, name: str) -> ContentId | None:
+        try:
+            named = self._objects.get_ref(name)
+        except CorruptRef:
+            self.unreadable.add(f"ref {name}, which is damaged")
+            return None
+        if named is None or named in self._blobs or not name.startswith(f"{SNAPSHOT_REFS}/"):
+            return named
+        if not self._objects.exists(named):
+            self.unreadable.add(f"the record of ref {name}, which is gone")
+        return named
 
     def orphaned_notes(self) -> list[str]:
         """Keys of the refs below `FINISHED_REFS` about blobs that were not reached."""
@@ -153,14 +189,19 @@ class _Marking:
             level = {name for name in named if name in self._blobs or name in self._about} - self._seen
 
     def _names_in(self, content_id: ContentId) -> set[ContentId]:
-        key = blob_key(content_id)
+        key, size = blob_key(content_id), self._blobs[content_id].size
+        hasher = blake3()
         try:
-            # Read without verifying: setting corrupt blobs aside is the business of those who need them.
-            if not self._blobs[content_id].size or self._objects.files.read_start(key)[:1] not in b'{["':
+            is_json = size > 0 and self._objects.files.read_start(key)[:1] in b'{["'
+            if not is_json and size > _SURELY_READ_BYTES:
                 return set()
-            return set(named_ids(self._objects.files.read_chunks(key)))
+            names = set(named_ids(hashed(self._objects.files.read_chunks(key), hasher))) if size else set()
         except FileNotFoundError:
             return set()
+        # Setting damaged blobs aside is the business of those who need them.
+        if hasher.hexdigest() != content_id:
+            self.unreadable.add(f"blob {content_id}, which is damaged")
+        return names if is_json else set()
 
 
 def named_ids(chunks: Iterable[bytes]) -> Iterator[ContentId]:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from io import FileIO
+from pathlib import Path
 
 from ulid import ULID
 
+from rollout_core.ids import ContentId
 from rollout_core.objects.files import CHUNK_BYTES, TOUCH_AFTER_SECONDS, FileStat, storage_faults, write_all
+from rollout_core.objects.wholeness import have_id, once_whole
+from rollout_core.scratch import lock, sweep
+
+log = logging.getLogger(__name__)
 
 _SURELY_SYNCED_SECONDS = 600.0
+LEFTOVER_AFTER_SECONDS = 3600.0
+"""A file in ``tmp/`` that nobody has locked, nor written to for so long, is a killed writer's."""
+_swept: set[str] = set()
+"""Roots of the stores whose ``tmp/`` this process has swept."""
 
 
 class LocalFiles:
@@ -36,7 +47,19 @@ class LocalFiles:
                 status = os.stat(self._path(key))
             except (FileNotFoundError, NotADirectoryError):
                 return None
-            return FileStat(status.st_size, status.st_mtime)
+            return FileStat(status.st_size, status.st_mtime, (status.st_ino, status.st_ctime_ns))
+
+    def holds(
+        self, key: str, stat: FileStat, content_id: ContentId, source: Callable[[], Iterable[bytes]] | None
+    ) -> bool:
+        # Reading is several times as fast as writing with fsync, and done once a process.
+        try:
+            whole = once_whole(self._path(key), stat.mark, lambda: have_id(self.read_chunks(key), content_id))
+        except FileNotFoundError:
+            return False
+        if not whole:
+            log.warning("%s did not match its id any more; it is written anew", self._path(key))
+        return whole
 
     def keep(self, key: str, stat: FileStat) -> bool:
         age = time.time() - stat.modified
@@ -124,10 +147,19 @@ class LocalFiles:
         path = self._path(f"tmp/{ULID()}")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            return path, os.open(path, flags, 0o666)
+            descriptor = os.open(path, flags, 0o666)
         except FileNotFoundError:
             self._make_folder(os.path.dirname(path))
-            return path, os.open(path, flags, 0o666)
+            descriptor = os.open(path, flags, 0o666)
+        lock(descriptor)
+        self._sweep_once()
+        return path, descriptor
+
+    def _sweep_once(self) -> None:
+        """Remove what killed writers left. Machines may share the folder without sharing locks, so not what is new."""
+        if self.root not in _swept:
+            _swept.add(self.root)
+            sweep(Path(self._path("tmp")), "*", min_age_seconds=LEFTOVER_AFTER_SECONDS)
 
     def _rename(self, source: str, target: str) -> None:
         """Rename durably, making the folders of ``target``."""

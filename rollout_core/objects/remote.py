@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -16,7 +18,9 @@ from ulid import ULID
 
 from rollout_core import DISTRIBUTION
 from rollout_core.errors import ConfigError
+from rollout_core.ids import ContentId
 from rollout_core.objects.files import TOUCH_AFTER_SECONDS, FileStat, storage_faults
+from rollout_core.objects.wholeness import have_id, once_whole
 
 READ_BYTES = 8 * 2**20
 READ_AHEAD = 4
@@ -72,6 +76,17 @@ class RemoteFiles:
             except FileNotFoundError:
                 return None
             return _file_stat(found) if found["type"] == "file" else None
+
+    def holds(
+        self, key: str, stat: FileStat, content_id: ContentId, source: Callable[[], Iterable[bytes]] | None
+    ) -> bool:
+        """By the service's MD5 of what it stored, where it tells one. It tells none of files in parts or encrypted by
+        a customer's key: those are written again."""
+        if self.protocol == "memory":
+            return have_id(self.read_chunks(key), content_id)
+        if source is None or stat.mark is None:
+            return False
+        return once_whole(self.where(key), stat.mark, lambda: _md5(source()) == stat.mark)
 
     def keep(self, key: str, stat: FileStat) -> bool:
         if time.time() - stat.modified < TOUCH_AFTER_SECONDS:
@@ -208,4 +223,19 @@ def _file_stat(info: Mapping[str, Any]) -> FileStat:
     when = next((info[name] for name in ("LastModified", "updated", "mtime", "created") if info.get(name)), 0.0)
     if isinstance(when, str):
         when = datetime.fromisoformat(when)
-    return FileStat(int(info["size"]), when.timestamp() if isinstance(when, datetime) else float(when))
+    modified = when.timestamp() if isinstance(when, datetime) else float(when)
+    return FileStat(int(info["size"]), modified, _tag(info))
+
+
+def _tag(info: Mapping[str, Any]) -> str | None:
+    """The entity tag of a file, or its MD5, in hex digits, which the tag is for most files."""
+    if "md5Hash" in info:
+        return base64.b64decode(info["md5Hash"]).hex()
+    return info["ETag"].strip('"') if info.get("ETag") else None
+
+
+def _md5(chunks: Iterable[bytes]) -> str:
+    hasher = hashlib.md5(usedforsecurity=False)
+    for chunk in chunks:
+        hasher.update(chunk)
+    return hasher.hexdigest()

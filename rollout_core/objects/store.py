@@ -17,7 +17,15 @@ from blake3 import blake3
 from pydantic import ValidationError
 from ulid import ULID
 
-from rollout_core.errors import ConfigError, Conflict, CorruptObject, MissingObject, Recoverable
+from rollout_core.errors import (
+    ConfigError,
+    Conflict,
+    CorruptObject,
+    CorruptRef,
+    MissingObject,
+    NotFound,
+    Recoverable,
+)
 from rollout_core.ids import ContentId, canonical_json, hash_bytes
 from rollout_core.locks import exclusive
 from rollout_core.objects.files import Files, FileStat, storage_faults
@@ -33,12 +41,13 @@ from rollout_core.objects.folders import (
 )
 from rollout_core.objects.hashing import ContentHasher
 from rollout_core.objects.local import LocalFiles
+from rollout_core.objects.refs import decode_ref, encode_ref, is_ref_name, ref_key
 from rollout_core.objects.remote import RemoteFiles
 from rollout_core.objects.trees import TreeFile, TreeManifest
+from rollout_core.scratch import sweep
 
 log = logging.getLogger(__name__)
 
-_REF_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}(/[A-Za-z0-9._-]{1,255})*")
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -46,7 +55,7 @@ _R = TypeVar("_R")
 class ObjectStore:
     """Blobs named by the blake3 digest of their bytes, trees of them, and refs that name them.
 
-    A put is durable when it returns, costs nothing when the blob is there, and is never half visible. A read is
+    A put is durable when it returns, writes nothing when the blob is there whole, and is never half visible. A read is
     verified: a blob whose bytes do not match its id is moved aside to ``corrupt/`` and CorruptObject is raised, so that
     the stage that made it makes it again. Raises Recoverable for passing faults of the storage (full, throttled, lost
     connection) and ConfigError where access is refused.
@@ -110,7 +119,7 @@ class ObjectStore:
         """Store ``data``."""
         content_id = hash_bytes(data)
         cheap = len(data) <= self.files.cheap_write_bytes
-        if cheap or not self._already_has(content_id, len(data)):
+        if cheap or not self._already_has(content_id, len(data), lambda: [data]):
             self.files.write(blob_key(content_id), data)
         return content_id
 
@@ -290,8 +299,8 @@ class ObjectStore:
                 if damaged:
                     if damaged != folder:
                         log.warning("%s is damaged; %s is fetched again", damaged, folder)
-                    for leftover in [folder, *cache.glob(f".{content_id}.*.tmp")]:
-                        shutil.rmtree(leftover, ignore_errors=True)
+                    shutil.rmtree(folder, ignore_errors=True)
+                    sweep(cache, ".*.tmp")
                     self.get_tree(content_id, folder)
                     make_read_only(folder, manifest)
         return folder
@@ -301,38 +310,72 @@ class ObjectStore:
     def set_ref(self, name: str, content_id: ContentId) -> None:
         """Make ``name`` stand for the blob from now on, atomically.
 
-        ``name`` is segments of letters, digits, dots, dashes and underscores, joined by slashes. A name cannot also be
-        the folder of other names. Raises ConfigError.
+        ``name`` is segments of letters, digits, dots, dashes and underscores, joined by slashes; none begins with a
+        dot. A name cannot also be the folder of other names. Raises ConfigError.
         """
-        self.files.write(_ref_key(name), ContentId(content_id).encode())
+        self.files.write(ref_key(name), encode_ref(name, ContentId(content_id)))
 
     def get_ref(self, name: str) -> ContentId | None:
-        """What ``name`` stands for, if anything."""
+        """What ``name`` stands for, if anything. Raises CorruptRef where its file is not what `set_ref` wrote."""
         try:
-            data = self.files.read(_ref_key(name))
+            data = self.files.read(ref_key(name))
         except FileNotFoundError:
             return None
+        named = decode_ref(name, data)
+        if named is None:
+            raise CorruptRef(
+                f"ref {name} at {self.files.where(ref_key(name))} is damaged, or was put there by something else: "
+                f"{data[:80]!r}; `rollout storage verify --repair` restores it or moves it aside"
+            )
+        return named
+
+    def cached_ref(self, name: str) -> ContentId | None:
+        """`get_ref` for what can be made again: a damaged ref is as good as none, with a warning."""
         try:
-            return ContentId(data.decode().strip())
-        except ValueError as error:
-            where = self.files.where(_ref_key(name))
-            raise ConfigError(f"ref {name} at {where} holds no content id: {data[:80]!r}; delete the ref") from error
+            return self.get_ref(name)
+        except CorruptRef as error:
+            log.warning("%s; what it stood for is made again", error)
+            return None
+
+    def cached_bytes(self, name: str) -> bytes | None:
+        """The blob that ``name`` stands for, for what can be made again: None where ref or blob cannot be read."""
+        named = self.cached_ref(name)
+        if named is None:
+            return None
+        try:
+            return self.get_bytes(named)
+        except (NotFound, CorruptObject) as error:
+            log.warning("ref %s cannot be followed: %s; what it stood for is made again", name, error)
+            return None
 
     def delete_ref(self, name: str) -> None:
         """Forget ``name``, if it is there."""
-        self.files.delete(_ref_key(name))
+        self.files.delete(ref_key(name))
+
+    def set_ref_aside(self, name: str) -> None:
+        """Forget ``name``, but keep its file below ``corrupt/`` until garbage is collected."""
+        with suppress(FileNotFoundError):
+            self.files.move(ref_key(name), f"corrupt/ref-{name.replace('/', '-')}-{ULID()}")
 
     def ref_names(self, prefix: str) -> list[str]:
-        """Names below ``prefix + "/"``, sorted; the empty prefix means all."""
-        folder = _ref_key(prefix) if prefix else "refs"
-        return sorted(key.removeprefix("refs/") for key, _ in self.files.list(folder) if key != folder)
+        """Names below ``prefix + "/"``, sorted; the empty prefix means all. Files of somebody else are left out."""
+        folder = ref_key(prefix) if prefix else "refs"
+        names = (key.removeprefix("refs/") for key, _ in self.files.list(folder) if key != folder)
+        return sorted(filter(is_ref_name, names))
 
     def list_refs(self, prefix: str) -> Iterator[tuple[str, ContentId]]:
-        """`ref_names` with what they stand for."""
+        """`ref_names` with what they stand for. Damaged refs are left out, each with a warning."""
         names = self.ref_names(prefix)
-        for name, content_id in zip(names, self.in_parallel(self.get_ref, names), strict=True):
-            if content_id is not None:  # deleted in the meantime
-                yield name, content_id
+        for name, named in zip(names, self.in_parallel(self._listed_ref, names), strict=True):
+            if named is not None:  # deleted in the meantime, or damaged
+                yield name, named
+
+    def _listed_ref(self, name: str) -> ContentId | None:
+        try:
+            return self.get_ref(name)
+        except CorruptRef as error:
+            log.warning("%s", error)
+            return None
 
     # Inside
 
@@ -347,14 +390,21 @@ class ObjectStore:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _already_has(self, content_id: ContentId, size: int) -> bool:
-        """Whether a put can be skipped. The blob then counts as fresh, so that garbage collection spares it."""
+    def _already_has(
+        self, content_id: ContentId, size: int, source: Callable[[], Iterable[bytes]] | None = None
+    ) -> bool:
+        """Whether a put can be skipped, since what is there is whole: what was put must be readable.
+
+        The blob then counts as fresh, so that garbage collection spares it.
+        """
         key = blob_key(content_id)
         stat = self.files.stat(key)
-        return stat is not None and stat.size == size and self.files.keep(key, stat)
+        if stat is None or stat.size != size or not self.files.holds(key, stat, content_id, source):
+            return False
+        return self.files.keep(key, stat)
 
     def _put_file_as(self, path: Path, size: int, content_id: ContentId) -> None:
-        if self._already_has(content_id, size):
+        if self._already_has(content_id, size, lambda: read_file(path)):
             return
         if size <= self.files.whole_write_bytes:
             with reading(path):
@@ -418,14 +468,6 @@ def _rebuild(url: str, storage_options: Mapping[str, Any]) -> ObjectStore:
 def blob_key(content_id: ContentId) -> str:
     """Where a blob lies below the store's root."""
     return f"cas/{content_id[:2]}/{content_id[2:4]}/{content_id}"
-
-
-def _ref_key(name: str) -> str:
-    if not _REF_NAME.fullmatch(name) or any(part in (".", "..") for part in name.split("/")):
-        raise ConfigError(
-            f"not a ref name: {name!r}; expected segments of letters, digits, '.', '_' and '-', joined by '/'"
-        )
-    return f"refs/{name}"
 
 
 def _chain(head: list[bytes], rest: Iterator[bytes]) -> Iterator[bytes]:

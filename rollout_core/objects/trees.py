@@ -56,6 +56,10 @@ class TreeManifest(BaseModel):
         return sum(file.size for file in self.files)
 
 
+TREE_BEGINS = b'{"files":['
+"""How the canonical JSON of every manifest begins."""
+
+
 def parent_folders(path: str) -> Iterator[str]:
     """Folders that lead to ``path``, outermost first: ``a`` and ``a/b`` for ``a/b/c``."""
     parts = path.split("/")

@@ -14,7 +14,7 @@ from rollout_core.config import SamplingParams, ScriptedBackend
 from rollout_core.datasets import PromptRow
 from rollout_core.ids import ContentId
 from rollout_core.inference.base import Completion, ModelRef, Request
-from rollout_core.inference.batch import BatchOptions, Progress
+from rollout_core.inference.batch import BatchOptions, Progress, Work
 from rollout_core.inference.lanes import Lanes
 from rollout_core.inference.samples import Sample, encode_samples, make_samples
 from rollout_core.inference.scripted import ScriptedEngine
@@ -98,6 +98,8 @@ class Batch:
     samples: Sequence[Sample]
     samples_id: ContentId
     progress: list[Progress] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
+    """Of each `complete` that ended."""
 
     @property
     def ids(self) -> list[str]:
@@ -105,7 +107,7 @@ class Batch:
 
     async def complete(self, backend: Any, *, worker: str = "w1", **options: Any) -> Completions:
         async with SqlLightningStore.from_url(self.database) as store:
-            record, _ = await complete_batch(
+            record, work = await complete_batch(
                 store,
                 self.objects,
                 Ready(backend),
@@ -115,6 +117,7 @@ class Batch:
                 options=BatchOptions(**{"commit_size": 3, "wait_seconds": 0.05, **options}),
                 on_progress=self.progress.append,
             )
+            self.works.append(work)
             return record
 
     async def rollouts(self) -> dict[str, AttemptedRollout]:

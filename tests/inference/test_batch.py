@@ -431,6 +431,9 @@ async def test_a_batch_that_is_superseded_takes_the_other_ones_completions(batch
     record = await batch.complete(engine, commit_size=1)
     assert await asyncio.wrap_future(stolen[0]) == record
     assert sorted(texts(batch, record)) == ["first"] * 3 + ["thief"] * 7
+    assert sorted(work.samples for work in batch.works) == [3, 7], "what was generated and not kept does not count"
+    assert sum(work.tokens for work in batch.works) == record.num_tokens
+    assert sorted(len(work.latencies) for work in batch.works) == [3, 7]
     assert set((await batch.successes()).values()) == {1}
 
 

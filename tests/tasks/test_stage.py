@@ -283,6 +283,42 @@ def test_a_record_whose_blob_was_deleted_is_computed_again(stages, run, objects)
     assert states == ["Completed"] and objects.exists(made.blob)
 
 
+def test_a_cached_result_whose_ref_is_damaged_or_anothers_is_computed_again(stages, run, objects, caplog):
+    made, _ = run(lambda: stages["make"](40))
+    [(name, record)] = list(objects.list_refs("results"))
+    run(lambda: stages["effect"](1))
+    run(lambda: stages["stumble"]("fatal", 0))
+    [other] = [ref for ref in objects.ref_names("results") if ref != name]
+    file = Path(objects.files.where(f"refs/{name}"))
+    whole, others = file.read_bytes(), Path(objects.files.where(f"refs/{other}")).read_bytes()
+
+    def point_elsewhere() -> None:
+        objects.set_ref(name, objects.get_ref(other))
+
+    def point_at_no_record() -> None:
+        objects.set_ref(name, objects.put_json({"metadata": {"storage_key": name.partition("/")[2]}, "result": "{}"}))
+
+    damages = [lambda data=data: file.write_bytes(data) for data in (b"", whole[:40], b"z" + whole[1:], others)]
+    for damage in (*damages, point_elsewhere, point_at_no_record):
+        damage()
+        caplog.clear()
+        again, states = run(lambda: stages["make"](40))
+        assert again == made and states == ["Completed"]
+        assert caplog.text.count("the cached result of make cannot be read") == 1
+        assert objects.get_ref(name) == record
+    assert run(lambda: stages["make"](40))[1] == ["Cached"]
+
+
+def test_however_many_objects_are_damaged_one_start_makes_them_again(stages, run, objects):
+    numbers = range(50, 55)
+    made = run(lambda: [stages["make"](number) for number in numbers])[0]
+    for item in made:
+        blob_path(item.blob).write_bytes(b"x" * objects.size(item.blob))
+    doubled, states = run(lambda: [stages["double"](stages["make"](number)) for number in numbers])
+    assert [item.number for item in doubled] == [2 * number for number in numbers]
+    assert states == ["Cached", "Cached"] * 4 + ["Completed", "Completed"]
+
+
 def test_damage_that_comes_back_ends_in_one_clear_error(stages, run, monkeypatch):
     def always_corrupt(self, content_id):
         raise CorruptObject(content_id, f"object {content_id} is corrupt")

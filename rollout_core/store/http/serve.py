@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +14,7 @@ import orjson
 from fastapi import FastAPI
 
 from rollout_core.errors import ConfigError
+from rollout_core.scratch import scratch_folder
 from rollout_core.store.http.app import AppSettings, create_app
 from rollout_core.store.http.listening import MainServer, listen, require_key, serving, url_of, uvicorn_config
 from rollout_core.store.http.metrics import MULTIPROCESS_FOLDER
@@ -70,14 +69,11 @@ def serve(settings: ServeSettings, announce: Callable[[str], None]) -> None:
         MainServer(uvicorn_config(app), lambda: announce(f"serving at {address}")).run(sockets=[listener])
         return
     asyncio.run(store.close())  # each worker opens its own
-    folder = tempfile.mkdtemp(prefix="rollout-store-metrics-")
-    os.environ[MULTIPROCESS_FOLDER] = folder
-    os.environ[PARENT_VARIABLE] = str(os.getpid())
-    os.environ[SETTINGS_VARIABLE] = orjson.dumps(asdict(settings)).decode()
-    try:
+    with scratch_folder("store-metrics") as folder:
+        os.environ[MULTIPROCESS_FOLDER] = str(folder)
+        os.environ[PARENT_VARIABLE] = str(os.getpid())
+        os.environ[SETTINGS_VARIABLE] = orjson.dumps(asdict(settings)).decode()
         _supervise(settings.workers, listener, address, announce)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _supervise(workers: int, listener: socket.socket, address: str, announce: Callable[[str], None]) -> None:

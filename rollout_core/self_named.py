@@ -1,0 +1,31 @@
+"""Records that say themselves under which ref they belong: results of stages, snapshots, lineage."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+RESULT_REFS = "results"
+SNAPSHOT_REFS = "snapshots"
+LINEAGE_REFS = "lineage"
+SELF_NAMED_REFS = (RESULT_REFS, SNAPSHOT_REFS, LINEAGE_REFS)
+
+
+def own_refs(document: Any) -> set[str]:
+    """Names of the refs under which a stored document says it belongs; none where it is no such record."""
+    match document:
+        case {"metadata": {"storage_key": str(key)}, "result": _}:
+            return {f"{RESULT_REFS}/{key}"}
+        case {"id": str(snapshot), "run_id": str(run), "files": _, "algorithm": _}:
+            return {f"{SNAPSHOT_REFS}/{snapshot}/{run}"}
+        case {"stage": _, "key": _, "outputs": [*outputs]}:
+            return {f"{LINEAGE_REFS}/{output}" for output in outputs}
+    return set()
+
+
+def parsed(data: bytes) -> Any:
+    """The JSON of a blob; None where it is none."""
+    try:
+        return json.loads(data)
+    except ValueError:
+        return None
