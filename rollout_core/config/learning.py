@@ -267,6 +267,9 @@ class OnPolicySettings(LearnerSettings):
     """A completion that fails for good ends the run, or is left out (with GRPO its whole group) and counted in
     ``completions/num_left_out``. `--resume` counts an iteration by its steps, of which fewer completions may make
     fewer."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """The most that the ratio counts where the advantage is negative, which has no other bound there: 3 in
+    arXiv:1912.09729. Must be above the clip range."""
     correction: ImportanceCorrection | None = None
     """Old log-probabilities are then the trainer's own, and tokens weighed by how likely the engine drew them."""
 

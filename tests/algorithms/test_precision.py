@@ -10,11 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from updates import grpo, ppo, rows_of, workshop
 
 from rollout_core.algorithms.packing import Document, pack, pack_completions
 from rollout_core.algorithms.policy import Policy, PolicyOutput, ValueModel, zero_head
 from rollout_core.algorithms.reward_model import RewardModel, load_reward_model
 from rollout_core.algorithms.state import load_policy
+from rollout_core.config import ImportanceCorrection
+from rollout_core.records import Checkpoint
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product")
 HIDDEN = 64
@@ -80,3 +83,18 @@ def test_every_product_of_forward_and_backward_pass_is_in_the_dtype_of_autocast(
     assert products.outside(torch.bfloat16) == []
     assert len(products.seen) > 20 and total.dtype == torch.float32
     assert {parameter.grad.dtype for parameter in module.parameters() if parameter.grad is not None} == {torch.float32}
+
+
+@pytest.mark.parametrize("update", [ppo, grpo])
+def test_in_mixed_precision_an_update_starts_at_a_ratio_of_one_and_a_divergence_of_zero(tiny_model, tmp_path, update):
+    """Old log-probabilities, values and the reference's are scored as the loss will compute its own: bit for bit."""
+    place = workshop(tmp_path)
+    checkpoints: list[Checkpoint] = []
+    settings = {"precision": "bfloat16", "correction": ImportanceCorrection(), "on_checkpoint": checkpoints.append}
+    update(place, tiny_model, **settings)
+    rows = [rows_of(checkpoint, place.objects) for checkpoint in checkpoints]
+    assert [row["approx_kl"] for row in (rows[0][0], rows[1][0])] == [0.0, 0.0], "in every iteration"
+    assert all(row["approx_kl"] > 0 for row in (*rows[0][1:], *rows[1][1:]))
+    assert rows[0][0]["objective/kl" if update is ppo else "kl"] == 0.0, "the reference is the policy itself"
+    if update is ppo:
+        assert rows[1][0]["clip_ratio/value"] == 0.0
