@@ -265,7 +265,8 @@ def ppo_policy_loss(
     """Clipped surrogate loss of PPO.
 
     max(-A ratio, -A clamp(ratio, 1 - clip, 1 + clip)) with ratio = exp(logprobs - old_logprobs); arXiv:1707.06347,
-    eq. 7, negated. With ``dual_clip`` c, where A < 0: the lesser of that and -A c; arXiv:1912.09729, dual-clip PPO, negated.
+    eq. 7, negated. With ``dual_clip`` c, where A < 0: the lesser of that and -A c; arXiv:1912.09729, dual-clip PPO,
+    negated.
     logprobs, old_logprobs, advantages: [B,T] float32; mask: [B,T] bool, True = real token.
     Denominator: number of real tokens of the batch. Raises ShapeError if the shapes differ, ConfigError for a
     ``dual_clip`` within the clip range.
@@ -327,8 +328,8 @@ def grpo_loss(
     ``dr_grpo``: B * max_completion_length, whatever T is padded to (arXiv:2503.20783, section 3.2);
     ``dapo`` and ``bnpo``: number of real tokens of the batch (arXiv:2503.14476, eq. 12). They differ only when a batch
     is split for gradient accumulation: with dapo the caller weighs each part by its share of the tokens.
-    Raises ShapeError if the shapes differ, ConfigError where a needed argument is missing or ``dual_clip`` is within the
-    clip range.
+    Raises ShapeError if the shapes differ, ConfigError where a needed argument is missing or ``dual_clip`` is within
+    the clip range.
     """
     _require_same_shape(
         "grpo_loss", 2, logprobs=logprobs, old_logprobs=old_logprobs, mask=mask, ref_logprobs=ref_logprobs
