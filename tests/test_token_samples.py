@@ -28,7 +28,12 @@ from rollout_core.store.semconv import AGL_ANNOTATION, AGL_REWARD
 from rollout_core.token_samples import TokenSample, adapt_rollouts, file_experience
 from tests.algorithms.updates import workshop
 
-COMMON: Any = {"prompts": JsonlDataset(path="x"), "optimizer": OptimizerConfig(lr=1e-3), "minibatch_size": 2}
+COMMON: Any = {
+    "prompts": JsonlDataset(path="x"),
+    "optimizer": OptimizerConfig(lr=1e-3),
+    "minibatch_size": 2,
+    "gradient_accumulation": 1,
+}
 
 
 @pytest.fixture

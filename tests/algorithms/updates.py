@@ -88,7 +88,7 @@ def sft_lora(place: Workshop, model: Path) -> Checkpoint:
 
 PPO_SETTINGS = PPOSettings(
     prompts=JsonlDataset(path="x"),
-    optimizer=OptimizerConfig(lr=1e-3, schedule="linear", warmup_steps=2),
+    optimizer=OptimizerConfig(lr=1e-3, schedule="linear", warmup_steps=2, weight_decay=0.1),
     minibatch_size=2,
     gradient_accumulation=2,
     epochs=3,
@@ -120,6 +120,7 @@ GRPO_SETTINGS = GRPOSettings(
     optimizer=OptimizerConfig(lr=1e-3),
     samples_per_prompt=2,
     minibatch_size=4,
+    gradient_accumulation=1,
     epochs=3,
     iterations=2,
     prompts_per_iteration=4,
@@ -172,7 +173,7 @@ def scored_completions(objects: ObjectStore, *, seed: int) -> tuple[Scores, Any]
 KINDS = ("rm", "dpo", "ipo", "kto")
 COMMON = {
     "dataset": {"path": "x"},
-    "optimizer": {"lr": 1e-3},
+    "optimizer": {"lr": 1e-3, "weight_decay": 0.1},
     "minibatch_size": 4,
     "gradient_accumulation": 2,
     "budget": {"max_steps": 6},
