@@ -31,7 +31,7 @@ from tasks.logs import stage_logger
 from tasks.stage import StageRun, current_stage, stage
 
 
-@stage(version=2, concurrency="learner", optional=("held_out", "start_from"))
+@stage(version=3, concurrency="learner", optional=("held_out", "start_from"))
 def sft_update(
     model: ContentId,
     dataset: ContentId,
@@ -66,7 +66,7 @@ def sft_update(
     return checkpoint
 
 
-@stage(version=1, concurrency="learner", optional=("held_out", "start_from"))
+@stage(version=2, concurrency="learner", optional=("held_out", "start_from"))
 def rm_update(
     model: ContentId,
     dataset: ContentId,
@@ -83,7 +83,7 @@ def rm_update(
     return _learn_preferences("rm", inputs, settings, seed, num_threads, held_out, start_from, label)
 
 
-@stage(version=1, concurrency="learner", optional=("held_out", "start_from"))
+@stage(version=2, concurrency="learner", optional=("held_out", "start_from"))
 def dpo_update(
     model: ContentId,
     reference: ContentId,
@@ -101,7 +101,7 @@ def dpo_update(
     return _learn_preferences("dpo", inputs, settings, seed, num_threads, held_out, start_from, label)
 
 
-@stage(version=1, concurrency="learner", optional=("held_out", "start_from"))
+@stage(version=2, concurrency="learner", optional=("held_out", "start_from"))
 def kto_update(
     model: ContentId,
     reference: ContentId,
@@ -163,7 +163,7 @@ def _learn_preferences(
     return checkpoint
 
 
-@stage(version=2, concurrency="learner")
+@stage(version=3, concurrency="learner")
 def ppo_update(
     model: ContentId,
     train_state: ContentId | None,
@@ -181,7 +181,7 @@ def ppo_update(
     return _learn_on_policy("ppo", inputs, scores, settings, seed, num_threads, label)
 
 
-@stage(version=1, concurrency="learner")
+@stage(version=2, concurrency="learner")
 def grpo_update(
     model: ContentId,
     train_state: ContentId | None,

@@ -12,7 +12,7 @@ import torch
 from updates import grpo, ppo, rows_of, sft_settings, workshop
 
 from rollout_core.algorithms import learners
-from rollout_core.algorithms.data import Example, epoch_order, positions_at, tokenize_sft
+from rollout_core.algorithms.data import Example, epoch_order, positions_at, positions_between, tokenize_sft
 from rollout_core.algorithms.experience import Trajectory, build_batch, completion_forward, drawn_entropy
 from rollout_core.algorithms.learners import sft_update
 from rollout_core.algorithms.packing import Document, pack
@@ -102,6 +102,10 @@ def test_every_item_comes_once_an_epoch_and_the_step_is_the_whole_cursor():
     assert sorted(flat[:10]) == sorted(flat[10:20]) == list(range(10))
     assert flat[:10] == epoch_order(10, seed=3, epoch=0)
     assert positions_at(3, num_items=10, per_step=4, seed=3) == steps[3]
+    assert positions_between(7, 19, num_items=10, seed=3) == flat[7:19], "and a step may span several passes"
+    assert positions_between(0, 35, num_items=10, seed=3)[:20] == flat
+    assert flat[:10] != flat[10:20] and positions_between(0, 10, num_items=10, seed=4) != flat[:10]
+    assert positions_between(4, 4, num_items=10, seed=3) == []
 
 
 def trajectories() -> list[Trajectory]:
