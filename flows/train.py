@@ -67,7 +67,8 @@ def policy_iterations(
 ) -> list[Iteration]:
     """Rounds of enqueue, generate, score, update, snapshot; each on the policy of the round before.
 
-    ``num_done`` rounds were done before, and led to ``start`` and ``train_state``.
+    ``num_done`` rounds were done before, and led to ``start`` and ``train_state``. A round takes up the prompts where
+    the one before ended, also where that was in another run.
     """
     reward_source = source_id(reward, base=working_folder())
     model = start
@@ -81,6 +82,7 @@ def policy_iterations(
             first=number * settings.prompts_per_iteration,
             count=settings.prompts_per_iteration,
             samples_per_prompt=settings.samples_per_prompt,
+            seed=seed,
             max_model_len=context_limit(backend),
             label=label,
         )

@@ -176,7 +176,7 @@ class LearnerPlan(Plan):
             settings,
             longest + settings.sampling.max_tokens,
             trained_models=2 if isinstance(settings, PPOSettings) and settings.values == "model" else 1,
-            frozen_models=1 if isinstance(settings, PPOSettings) or settings.kl_coef else 0,
+            frozen_models=1 if settings.lora is None and (isinstance(settings, PPOSettings) or settings.kl_coef) else 0,
         )
         return rows
 

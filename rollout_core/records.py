@@ -127,6 +127,10 @@ class Scores(Record):
     std: float
     num_left_out: int = 0
     """Samples that were to be scored and have no completion."""
+    rollouts: BlobId | None = None
+    """JSON list: for each sample the number of the rollout it is part of; None where each is one by itself."""
+    group_size: int = 1
+    """Where ``rollouts`` are told, so many whose numbers follow each other are compared with each other."""
 
 
 class Experience(Record):
@@ -135,11 +139,15 @@ class Experience(Record):
     samples: BlobId
     completions: BlobId
     scores: BlobId
+    rollouts: BlobId
+    """JSON list: for each sample the number of the rollout it is part of."""
+    group_size: int
+    """So many rollouts whose numbers follow each other are of one task."""
     num_samples: int
     num_truncated: int
     """Cut at the length limit."""
     left_out: dict[str, int]
-    """Rollouts, or samples of incomplete groups, by why nothing is learnt from them."""
+    """Rollouts by why nothing is learnt from them."""
     mean: float
     std: float
 
@@ -151,6 +159,8 @@ class Experience(Record):
             num_samples=self.num_samples,
             mean=self.mean,
             std=self.std,
+            rollouts=self.rollouts,
+            group_size=self.group_size,
         )
 
 

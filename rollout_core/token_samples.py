@@ -11,12 +11,13 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 from rollout_core.errors import ConfigError, CorruptObject, MissingObject
 from rollout_core.ids import ContentId, canonical_json, content_id
 from rollout_core.inference.base import Completion
-from rollout_core.inference.ledger import BLOB_ATTRIBUTE, COMPLETION_SPAN, ROW_ATTRIBUTE
+from rollout_core.inference.ledger import BLOB_ATTRIBUTE, COMPLETION_SPAN, ROW_ATTRIBUTE, SAMPLE_KIND
 from rollout_core.inference.samples import (
     Sample,
     SampledCompletion,
@@ -53,6 +54,8 @@ class TokenSample:
     """``length``: cut at the limit."""
     reward: float
     """The rollout's; every generation of it has the same."""
+    task: Any
+    """What the rollout was asked to do; its prompts differ from turn to turn, and from rollout to rollout."""
 
 
 @dataclass
@@ -85,15 +88,16 @@ async def adapt_rollouts(store: LightningStore, objects: ObjectStore, rollout_id
 def file_experience(
     objects: ObjectStore, adapted: Adapted, *, failed: Failed = "stop", group_size: int = 1
 ) -> Experience:
-    """File samples as what the updates take. With ``group_size`` samples of one prompt stand together in groups of it.
+    """File samples as what the updates take. With ``group_size`` rollouts of one task stand together in groups of it,
+    each with all its samples.
 
-    ``leave_out`` leaves an incomplete group out as a whole, for its samples are judged by each other. Raises
+    ``leave_out`` leaves an incomplete group out as a whole, for its rollouts are judged by each other. Raises
     ConfigError when nothing is left, or with ``stop`` when anything is left out.
     """
-    samples, left_out = adapted.samples, {reason: len(ids) for reason, ids in adapted.left_out.items()}
-    if group_size > 1:
-        samples, incomplete = _grouped(samples, group_size)
-        left_out |= {"incomplete group": incomplete} if incomplete else {}
+    left_out = {reason: len(ids) for reason, ids in adapted.left_out.items()}
+    groups, incomplete = _groups(adapted.samples, group_size)
+    left_out |= {"incomplete group": incomplete} if incomplete else {}
+    samples, rollouts = _side_by_side(groups)
     told = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
     if left_out and failed == "stop":
         first = next(iter(adapted.left_out.values()), [""])[0]
@@ -123,6 +127,8 @@ def file_experience(
         samples=objects.put_bytes(encode_samples(prompts)),
         completions=objects.put_bytes(b"".join(map(encode_completion, completions))),
         scores=objects.put_bytes(canonical_json(rewards)),
+        rollouts=objects.put_bytes(canonical_json(rollouts)),
+        group_size=group_size,
         num_samples=len(samples),
         num_truncated=sum(sample.finish_reason == "length" for sample in samples),
         left_out=left_out,
@@ -131,13 +137,39 @@ def file_experience(
     )
 
 
-def _grouped(samples: Sequence[TokenSample], group_size: int) -> tuple[list[TokenSample], int]:
-    """Whole groups of samples with one prompt, in order of their first, and the number of samples in no such group."""
-    by_prompt: dict[tuple[int, ...], list[TokenSample]] = {}
+_Rollout = list[TokenSample]
+"""The samples of one."""
+
+
+def _groups(samples: Sequence[TokenSample], group_size: int) -> tuple[list[list[_Rollout]], int]:
+    """Whole groups of rollouts of one task, in order of their first, and the number of rollouts in no such group."""
+    by_id: dict[str, _Rollout] = {}
     for sample in samples:
-        by_prompt.setdefault(tuple(sample.prompt_token_ids), []).append(sample)
-    kept = [sample for group in by_prompt.values() for sample in group[: len(group) // group_size * group_size]]
-    return kept, len(samples) - len(kept)
+        by_id.setdefault(sample.rollout_id, []).append(sample)
+    by_task: dict[str, list[_Rollout]] = {}
+    for name, rollout in by_id.items():
+        task = content_id("task/1", rollout[0].task) if group_size > 1 else name
+        by_task.setdefault(task, []).append(rollout)
+    groups, incomplete = [], 0
+    for rollouts in by_task.values():
+        whole = len(rollouts) // group_size * group_size
+        groups += [rollouts[start : start + group_size] for start in range(0, whole, group_size)]
+        incomplete += len(rollouts) - whole
+    return groups, incomplete
+
+
+def _side_by_side(groups: Sequence[Sequence[_Rollout]]) -> tuple[list[TokenSample], list[int]]:
+    """All samples, those of a group with one prompt as neighbours, which then share it; and the rollout of each."""
+    samples, rollouts = [], []
+    for number, group in enumerate(groups):
+        by_prompt: dict[tuple[int, ...], list[tuple[TokenSample, int]]] = {}
+        for place, rollout in enumerate(group, start=number * len(group)):
+            for sample in rollout:
+                by_prompt.setdefault(tuple(sample.prompt_token_ids), []).append((sample, place))
+        for sample, place in chain.from_iterable(by_prompt.values()):
+            samples.append(sample)
+            rollouts.append(place)
+    return samples, rollouts
 
 
 def _adapt(adapted: Adapted, blobs: _Blobs, rollout_id: str, rollout: Rollout | None, spans: Sequence[Span]) -> None:
@@ -157,8 +189,16 @@ def _adapt(adapted: Adapted, blobs: _Blobs, rollout_id: str, rollout: Rollout | 
         return adapted.leave_out("no tokens", rollout_id)
     if any(len(logprobs) != len(token_ids) for _, token_ids, logprobs, _ in found):
         return adapted.leave_out("no log-probabilities", rollout_id)
-    adapted.samples += [TokenSample(rollout_id, *call, reward=rewards[-1]) for call in found]
+    task = _task(rollout)
+    adapted.samples += [TokenSample(rollout_id, *call, reward=rewards[-1], task=task) for call in found]
     return None
+
+
+def _task(rollout: Rollout) -> Any:
+    """Its input; that of batch inference also has the number of the sample, and the prompt is what is asked."""
+    if (rollout.metadata or {}).get("kind") == SAMPLE_KIND and isinstance(rollout.input, dict):
+        return rollout.input.get("prompt")
+    return rollout.input
 
 
 _Call = tuple[list[int], list[int], list[float], str]

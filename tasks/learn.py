@@ -33,7 +33,7 @@ from tasks.stage import StageRun, current_stage, stage
 from tasks.training_log import StepLog
 
 
-@stage(version=2, concurrency="learner", optional=("held_out", "start_from"))
+@stage(version=3, concurrency="learner", optional=("held_out", "start_from"))
 def sft_update(
     model: ContentId,
     dataset: ContentId,
@@ -68,7 +68,7 @@ def sft_update(
     return checkpoint
 
 
-@stage(version=1, concurrency="learner", optional=("held_out", "start_from"))
+@stage(version=2, concurrency="learner", optional=("held_out", "start_from"))
 def rm_update(
     model: ContentId,
     dataset: ContentId,
@@ -85,7 +85,7 @@ def rm_update(
     return _learn_preferences("rm", inputs, settings, seed, num_threads, held_out, start_from, label)
 
 
-@stage(version=1, concurrency="learner", optional=("held_out", "start_from"))
+@stage(version=2, concurrency="learner", optional=("held_out", "start_from"))
 def dpo_update(
     model: ContentId,
     reference: ContentId,
@@ -103,7 +103,7 @@ def dpo_update(
     return _learn_preferences("dpo", inputs, settings, seed, num_threads, held_out, start_from, label)
 
 
-@stage(version=1, concurrency="learner", optional=("held_out", "start_from"))
+@stage(version=2, concurrency="learner", optional=("held_out", "start_from"))
 def kto_update(
     model: ContentId,
     reference: ContentId,
@@ -165,7 +165,7 @@ def _learn_preferences(
     return checkpoint
 
 
-@stage(version=2, concurrency="learner")
+@stage(version=3, concurrency="learner")
 def ppo_update(
     model: ContentId,
     train_state: ContentId | None,
@@ -183,7 +183,7 @@ def ppo_update(
     return _learn_on_policy("ppo", inputs, scores, settings, seed, num_threads, label)
 
 
-@stage(version=1, concurrency="learner")
+@stage(version=2, concurrency="learner")
 def grpo_update(
     model: ContentId,
     train_state: ContentId | None,

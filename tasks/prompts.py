@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rollout_core.algorithms.data import positions_between
 from rollout_core.config import SamplingParams
 from rollout_core.datasets import parse_prompts
 from rollout_core.ids import ContentId
@@ -16,7 +17,7 @@ from tasks.logs import stage_logger
 from tasks.stage import current_stage, stage
 
 
-@stage(version=1)
+@stage(version=1, optional=("seed",))
 def enqueue_prompts(
     prompts: ContentId,
     model: ContentId,
@@ -25,28 +26,30 @@ def enqueue_prompts(
     first: int = 0,
     count: int | None = None,
     samples_per_prompt: int = 1,
+    seed: int | None = None,
     max_model_len: int | None = None,
     mode: RolloutMode = "train",
     label: str = "",
 ) -> PromptSet:
     """Turn prompt rows into samples of a model and enqueue them in the store.
 
-    ``first`` and ``count`` choose rows, going around the end of the file. Enqueueing a sample twice is one rollout.
+    ``first`` and ``count`` choose rows, going around the end of the file; with a ``seed`` each time around is in an
+    order of its own, which follows from it. Enqueueing a sample twice is one rollout.
     """
     objects = current_stage().objects
     rows = parse_prompts(objects.get_bytes(prompts), name=f"prompts {prompts.short}")
     last = len(rows) if count is None else first + count
-    chosen = [rows[position % len(rows)] for position in range(first, last)]
+    order = _order(last, len(rows), seed)
     folder = objects.local_tree(model, places.cache_folder())
     limit = max_model_len or inspect_model(folder).max_positions
     samples = make_samples(
         load_tokenizer(folder),
-        chosen,
+        [rows[position] for position in order[first:]],
         model=model,
         params=sampling,
         samples_per_prompt=samples_per_prompt,
         max_model_len=limit,
-        earlier=[rows[position % len(rows)] for position in range(first)],
+        earlier=[rows[position] for position in order[:first]],
     )
     blob = objects.put_bytes(encode_samples(samples))
 
@@ -64,3 +67,10 @@ def enqueue_prompts(
         num_samples=len(samples),
         num_prompt_tokens=sum(len(sample.prompt_token_ids) for sample in samples),
     )
+
+
+def _order(count: int, num_rows: int, seed: int | None) -> list[int]:
+    """Positions of the first ``count`` rows of all times around."""
+    if seed is None:
+        return [position % num_rows for position in range(count)]
+    return positions_between(0, count, num_items=num_rows, seed=seed)

@@ -7,6 +7,7 @@ import pytest
 
 from rollout_core.config import (
     CONFIG_KINDS,
+    GRPOSettings,
     InferBatchConfig,
     NightlyConfig,
     PPOSettings,
@@ -134,6 +135,27 @@ def test_more_iterations_leave_the_earlier_ones_cached_unless_a_schedule_spans_t
             for iterations in (2, 3)
         )
         assert (identity(two) == identity(three)) is same, schedule
+
+
+def test_an_iterations_defaults_are_those_of_the_papers_they_name():
+    """DeepSeekMath makes one step of 1,024 completions, InstructGPT 8 of 64 from 512 prompts."""
+    common = {"prompts": {"path": "x"}, "optimizer": {"lr": 1e-6}}
+    ppo, grpo = PPOSettings.model_validate(common), GRPOSettings.model_validate(common)
+    for settings, completions, steps in ((grpo, 1024, 1), (ppo, 512, 8)):
+        assert settings.prompts_per_iteration * settings.samples_per_prompt == completions
+        assert settings.minibatch_size * settings.gradient_accumulation == completions // steps
+        assert (settings.epochs, settings.steps_per_iteration) == (1, steps)
+    assert ppo.kl.target == 6.0, "nats per sequence"
+
+
+@pytest.mark.parametrize(("settings", "clip"), [(PPOSettings, "clip"), (GRPOSettings, "clip_high")])
+def test_a_dual_clip_within_the_clip_range_is_refused(settings, clip):
+    document = {"prompts": {"path": "x"}, "optimizer": {"lr": 1e-6}, "dual_clip": 1.5}
+    assert settings.model_validate(document).dual_clip == 1.5
+    with pytest.raises(ConfigError, match=rf"dual_clip is 1\.5, within the clip range; expected .* 1 \+ {clip} = 1\.5"):
+        parse_config({**document, clip: 0.5}, settings)
+    with pytest.raises(ConfigError, match="dual_clip: Input should be greater than 1"):
+        parse_config({**document, "dual_clip": 1.0}, settings)
 
 
 def test_identity_refuses_what_is_no_small_value():

@@ -8,8 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from rollout_core.algorithms.learners import grpo_update, load_trajectories, ppo_update
+from rollout_core.algorithms.experience import build_batch
+from rollout_core.algorithms.groups import Groups
+from rollout_core.algorithms.grpo import compare_groups
+from rollout_core.algorithms.learners import grpo_update, load_groups, load_trajectories, ppo_update
+from rollout_core.algorithms.policy import Policy
+from rollout_core.algorithms.state import load_policy
 from rollout_core.config import GRPOSettings, JsonlDataset, OptimizerConfig, PPOSettings
 from rollout_core.errors import ConfigError
 from rollout_core.ids import ContentId, hash_bytes
@@ -22,7 +28,12 @@ from rollout_core.store.semconv import AGL_ANNOTATION, AGL_REWARD
 from rollout_core.token_samples import TokenSample, adapt_rollouts, file_experience
 from tests.algorithms.updates import workshop
 
-COMMON: Any = {"prompts": JsonlDataset(path="x"), "optimizer": OptimizerConfig(lr=1e-3), "minibatch_size": 2}
+COMMON: Any = {
+    "prompts": JsonlDataset(path="x"),
+    "optimizer": OptimizerConfig(lr=1e-3),
+    "minibatch_size": 2,
+    "gradient_accumulation": 1,
+}
 
 
 @pytest.fixture
@@ -51,9 +62,9 @@ def reward(value: float) -> dict[str, Any]:
     return {f"{AGL_REWARD}.0.name": "primary", f"{AGL_REWARD}.0.value": value}
 
 
-async def run_rollout(store: Any, *spans: dict[str, Any], status: Any = "succeeded") -> str:
+async def run_rollout(store: Any, *spans: dict[str, Any], status: Any = "succeeded", task: Any = "task") -> str:
     """An attempt that wrote spans of these attributes, in order, and ended so."""
-    rollout = await store.start_rollout(input="task")
+    rollout = await store.start_rollout(input=task)
     ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
     for number, attributes in enumerate(spans, start=1):
         name = AGL_ANNOTATION if f"{AGL_REWARD}.0.value" in attributes else "openai.chat.completion"
@@ -75,9 +86,9 @@ async def test_calls_of_agents_become_samples_with_the_rollouts_last_reward(
     )
     adapted = await adapt_rollouts(store, objects, [two, one])
     assert adapted.left_out == {} and adapted.samples == [
-        TokenSample(two, [1], [5], [-0.5], "length", -1.0),
-        TokenSample(two, [1, 5, 6], [7], [-0.5], "stop", -1.0),
-        TokenSample(one, [1, 2], [3, 4], [-0.5, -0.5], "stop", 1.0),
+        TokenSample(two, [1], [5], [-0.5], "length", -1.0, "task"),
+        TokenSample(two, [1, 5, 6], [7], [-0.5], "stop", -1.0, "task"),
+        TokenSample(one, [1, 2], [3, 4], [-0.5, -0.5], "stop", 1.0, "task"),
     ]
 
 
@@ -88,7 +99,7 @@ async def test_a_call_recorded_twice_counts_once_and_json_texts_are_read(
     texts = {**call, "prompt_token_ids": "[1]", "response_token_ids": "[[2]]", "logprobs.content": "[-0.5]"}
     rollout = await run_rollout(store, texts, call, reward(1.0))
     adapted = await adapt_rollouts(store, objects, [rollout])
-    assert adapted.samples == [TokenSample(rollout, [1], [2], [-0.5], "stop", 1.0)]
+    assert adapted.samples == [TokenSample(rollout, [1], [2], [-0.5], "stop", 1.0, "task")]
 
 
 async def test_samples_of_batch_inference_come_back_as_the_engine_gave_them(
@@ -115,6 +126,7 @@ async def test_samples_of_batch_inference_come_back_as_the_engine_gave_them(
     assert adapted.left_out == {"no finite reward": [ids[2]]}
     [first, second] = adapted.samples
     assert first.prompt_token_ids == [7, 0] and second.reward == 1.0 and second.finish_reason == "length"
+    assert first.task == second.task == "text", "the prompt, and not which of its samples"
     assert first.logprobs == pytest.approx([-0.1, -0.2])
     objects.delete(objects.put_bytes(b"".join(map(encode_completion, made))))
     assert (await adapt_rollouts(store, objects, ids[:2])).left_out == {"lost tokens": ids[:2]}
@@ -144,7 +156,10 @@ async def test_what_cannot_be_learnt_from_is_counted_by_reason(store: InMemoryLi
 
 
 async def test_groups_are_whole_or_left_out(store: InMemoryLightningStore, objects: ObjectStore):
-    ids = [await run_rollout(store, llm_call([prompt], [9]), reward(float(prompt))) for prompt in (1, 2, 1, 2, 3)]
+    ids = [
+        await run_rollout(store, llm_call([prompt], [9]), reward(float(prompt)), task={"question": prompt})
+        for prompt in (1, 2, 1, 2, 3)
+    ]
     adapted = await adapt_rollouts(store, objects, ids)
     with pytest.raises(ConfigError, match=r"cannot be learnt from: 1 incomplete group; run them again"):
         file_experience(objects, adapted, group_size=2)
@@ -153,6 +168,65 @@ async def test_groups_are_whole_or_left_out(store: InMemoryLightningStore, objec
     trajectories = load_trajectories(objects, experience.samples, experience.as_scores())
     assert [item.prompt_token_ids for item in trajectories] == [[1], [1], [2], [2]]
     assert [item.score for item in trajectories] == [1.0, 1.0, 2.0, 2.0]
+
+
+def agent_turns(number: int, turns: int) -> list[dict[str, Any]]:
+    """Calls of an agent whose later prompts hold its own earlier words."""
+    prompt = [5, 6]
+    calls = []
+    for turn in range(turns):
+        calls.append(llm_call(prompt, [10 + number, 20 + turn]))
+        prompt = [*prompt, 10 + number, 20 + turn, 7]
+    return calls
+
+
+async def test_every_turn_of_the_rollouts_of_a_task_is_in_its_group(
+    store: InMemoryLightningStore, objects: ObjectStore
+):
+    """Prompts of later turns differ from rollout to rollout, and equal prompts may belong to two tasks."""
+    turns, tasks = (3, 1, 2, 2), ("a", "b", "a", "b")
+    ids = [
+        await run_rollout(store, *agent_turns(number, count), reward(float(number)), task={"task": task})
+        for number, (count, task) in enumerate(zip(turns, tasks, strict=True))
+    ]
+    experience = file_experience(objects, await adapt_rollouts(store, objects, ids), group_size=2)
+    assert experience.left_out == {} and experience.num_samples == sum(turns) and experience.group_size == 2
+    rollouts = objects.get_json(experience.rollouts)
+    assert rollouts == [0, 1, 0, 0, 1, 2, 3, 3], "equal first prompts stand side by side"
+    assert objects.get_json(experience.scores) == [[0.0, 2.0, 1.0, 3.0][rollout] for rollout in rollouts]
+
+
+async def test_all_turns_have_the_advantage_of_their_rollout_whatever_their_number(
+    store: InMemoryLightningStore, tiny_model: Path, tmp_path: Path
+):
+    """The mean of a group is one over rollouts: rewards 0 and 2 with 3 and 1 turns have the mean 1."""
+    place = workshop(tmp_path)
+    ids = [
+        await run_rollout(store, *agent_turns(number, turns), reward(value))
+        for number, (turns, value) in enumerate(((3, 0.0), (1, 2.0)))
+    ]
+    experience = file_experience(place.objects, await adapt_rollouts(store, place.objects, ids), group_size=2)
+    settings = GRPOSettings(**COMMON, samples_per_prompt=2, advantage_scaling="none")
+    groups = load_groups(place.objects, experience.as_scores(), settings)
+    batch = build_batch(load_trajectories(place.objects, experience.samples, experience.as_scores()))
+    policy = Policy(load_policy(tiny_model).eval())
+    compared, figures = compare_groups(policy, None, batch, settings, device=torch.device("cpu"), groups=groups)
+    assert compared.columns["advantages"][:, 0].tolist() == [-1.0, 1.0, -1.0, -1.0]
+    assert figures["reward"] == 1.0 and figures["reward_std"] == pytest.approx(2**0.5)
+
+    model = place.objects.put_tree(tiny_model)
+    inputs = model, None, model, experience.as_scores(), experience.samples
+    assert grpo_update(*inputs, settings, place).model != model
+    with pytest.raises(ConfigError, match=r"collected in groups of 2, and samples_per_prompt is 4"):
+        grpo_update(*inputs, GRPOSettings(**COMMON, samples_per_prompt=4), place)
+
+
+def test_a_cut_turn_costs_its_whole_rollout_the_penalty_once():
+    groups = Groups([0, 0, 1], 2)
+    scores = torch.tensor([1.0, 0.75, 1.0])
+    assert groups.of_rollouts(scores).tolist() == [0.75, 1.0]
+    with pytest.raises(ConfigError, match="3 rollouts cannot be compared in groups of samples_per_prompt = 2"):
+        Groups([0, 1, 2], 2)
 
 
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])
@@ -164,6 +238,7 @@ async def test_ppo_and_grpo_train_on_what_a_store_holds(
             store,
             llm_call([5, 6 + number // 4], [10 + number, 20], **{"gen_ai.completion.0.finish_reason": "length"}),
             reward(float(number % 2)),
+            task=number // 4,
         )
         for number in range(8)
     ]

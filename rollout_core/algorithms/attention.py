@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from rollout_core.algorithms.packing import Layout
+from rollout_core.algorithms.precision import product_dtype
 from rollout_core.errors import ConfigError
 
 PACKED_ATTENTION = "rollout_packed"
@@ -49,10 +50,10 @@ def packed_attention(
             f"packed attention cannot do {unknown or 'a given mask'} of {type(module).__name__}; "
             "set packing.enabled = false for this model"
         )
-    groups = query.shape[1] // key.shape[1]
+    groups, dtype = query.shape[1] // key.shape[1], product_dtype(query)
     # [N,H,D], which is how the projections laid them out. Not item[0]: its backward pass would copy into zeros.
-    q, k, v = (item.squeeze(0).transpose(0, 1) for item in (query, key, value))
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout and not sliding_window:
+    q, k, v = (item.to(dtype).squeeze(0).transpose(0, 1) for item in (query, key, value))
+    if q.is_cuda and dtype in (torch.float16, torch.bfloat16) and not dropout and not sliding_window:
         return _attend_varlen(q, k, v, layout, scaling, groups)[None], None
     if groups > 1:
         k, v = (item.repeat_interleave(groups, dim=1) for item in (k, v))

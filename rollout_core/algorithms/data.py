@@ -226,5 +226,14 @@ def positions_at(step: int, *, num_items: int, per_step: int, seed: int) -> list
 
     This is the whole data cursor: a resumed run needs nothing but its step.
     """
-    places = (divmod(item, num_items) for item in range(step * per_step, (step + 1) * per_step))
-    return [int(_epoch_order(num_items, seed, epoch)[offset]) for epoch, offset in places]
+    return positions_between(step * per_step, (step + 1) * per_step, num_items=num_items, seed=seed)
+
+
+def positions_between(first: int, last: int, *, num_items: int, seed: int) -> list[int]:
+    """Items number ``first`` up to ``last`` of endless passes over the data, each in an order of its own."""
+    positions: list[int] = []
+    while first + len(positions) < last:
+        epoch, offset = divmod(first + len(positions), num_items)
+        end = offset + last - first - len(positions)
+        positions += _epoch_order(num_items, seed, epoch)[offset:end].tolist()
+    return positions

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollout_core.algorithms.data import epoch_order
+from rollout_core.algorithms.groups import Groups
 from rollout_core.algorithms.packing import pack_completions
 from rollout_core.algorithms.parallel import add_up, deal
 from rollout_core.algorithms.policy import Policy
@@ -112,41 +114,57 @@ class CompletionOutput:
 
     logprobs: Tensor
     entropy: Tensor
+    """Zeros unless asked for: it takes another pass over all logits."""
     values: Tensor | None = None
 
 
 def completion_forward(
-    policy: Policy, batch: PolicyBatch, *, temperature: float, device: torch.device, entropy: bool = True
+    policy: nn.Module, batch: PolicyBatch, *, temperature: float, device: torch.device, entropy: bool = False
 ) -> CompletionOutput:
-    """Log-probabilities and entropies (after temperature, nats) and state values of every completion token."""
+    """Log-probabilities and, where asked for, entropies (after temperature, nats) and state values of every completion
+    token."""
     tokens = pack_completions(batch.prompts, batch.completions).to(device)
     found = policy(tokens, temperature=temperature, entropy=entropy)
     values = None if found.values is None else tokens.padded(found.values)
     return CompletionOutput(tokens.padded(found.logprobs), tokens.padded(found.entropy), values)
 
 
+class CompletionScores(NamedTuple):
+    """What a policy says of all completions of a batch; [N,C] float32, 0 where no token stands, on the CPU."""
+
+    logprobs: Tensor
+    values: Tensor | None
+
+
 @torch.no_grad()
 def score_completions(
-    policy: Policy,
+    policy: nn.Module,
     batch: PolicyBatch,
+    minibatches: Sequence[Sequence[int]],
     *,
     temperature: float,
-    minibatch_size: int,
     device: torch.device,
-    entropy: bool = False,
-) -> CompletionOutput:
-    """`completion_forward` over a whole batch in minibatches, without gradient, on the CPU. Collective."""
+) -> CompletionScores:
+    """`completion_forward` of every row, in ``minibatches`` of rows, without gradient. Collective.
+
+    Last bits of a number depend on what it is computed beside, in bfloat16 its third digit. So old log-probabilities
+    and values, which a loss is to compare with its own, are wanted in the minibatches and the autocast of that loss.
+    """
     parts: dict[str, Tensor] = {}
-    for start, counts in deal(range(0, len(batch.mask), minibatch_size)):
-        rows = range(start, min(start + minibatch_size, len(batch.mask)))
-        part = batch.rows(rows)
-        found = completion_forward(policy, part, temperature=temperature, device=device, entropy=entropy)
-        for name, values in (("logprobs", found.logprobs), ("entropy", found.entropy), ("values", found.values)):
+    for rows, counts in deal(minibatches):
+        found = completion_forward(policy, batch.rows(rows), temperature=temperature, device=device)
+        for name, values in (("logprobs", found.logprobs), ("values", found.values)):
             if values is not None:
                 whole = parts.setdefault(name, torch.zeros(batch.mask.shape))
                 if counts:
-                    whole[start : start + len(rows), : values.shape[1]] = values.float().cpu()
-    return CompletionOutput(**{name: add_up(whole.to(device)).cpu() for name, whole in parts.items()})
+                    whole[torch.as_tensor(rows), : values.shape[1]] = values.float().cpu()
+    summed = {name: add_up(whole.to(device)).cpu() for name, whole in parts.items()}
+    return CompletionScores(summed["logprobs"], summed.get("values"))
+
+
+def drawn_entropy(logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Mean of -log pi over drawn tokens, nats: without bias the entropy of a policy that drew them; both [N,C]."""
+    return -logprobs.detach().masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
 
 
 def logprob_differences(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
@@ -180,11 +198,19 @@ def importance_weights(
     return weights.masked_fill(~mask, 0.0)
 
 
+def pass_minibatches(groups: Groups, minibatch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
+    """Rows of every minibatch of one pass over a batch: groups in an order that follows from seed and epoch.
+
+    Rows of a minibatch that have one prompt stand side by side, so that it is computed once.
+    """
+    order = [row for group in epoch_order(len(groups.rows), seed=seed, epoch=epoch) for row in groups.rows[group]]
+    return [sorted(order[start : start + minibatch_size]) for start in range(0, len(order), minibatch_size)]
+
+
 class OnPolicyUpdate:
     """The part of `Algorithm` that PPO and GRPO share: ``epochs`` passes over one iteration's trajectories.
 
-    Rows of a minibatch that have one prompt stand side by side, so that it is computed once. ``group_size`` rows that
-    follow each other are never torn apart by the shuffling.
+    The shuffling never tears groups apart.
     """
 
     def __init__(
@@ -196,31 +222,27 @@ class OnPolicyUpdate:
         first_step: int,
         seed: int,
         device: torch.device,
-        group_size: int = 1,
+        groups: Groups | None = None,
     ) -> None:
         self._policy = policy
         self._batch = batch
         self._first_step = first_step
         self._seed = seed
         self._device = device
-        self._group_size = group_size
+        self._groups = groups or Groups.of_neighbours(len(batch.mask), 1)
         self._masks_truncated = settings.truncated == "mask"
         self._rows_per_minibatch = settings.minibatch_size
-        self._rows_per_step = settings.minibatch_size * settings.gradient_accumulation
+        self._minibatches_per_step = settings.gradient_accumulation
         self._steps_per_epoch = settings.steps_per_epoch(len(batch.mask))
         self.num_steps = first_step + settings.epochs * self._steps_per_epoch
 
     def minibatches(self, step: int) -> list[PolicyBatch]:
         epoch, offset = divmod(step - self._first_step, self._steps_per_epoch)
-        size = self._group_size
-        groups = epoch_order(len(self._batch.mask) // size, seed=self._seed, epoch=self._first_step + epoch)
-        order = [group * size + member for group in groups for member in range(size)]
-        chosen = order[offset * self._rows_per_step : (offset + 1) * self._rows_per_step]
-        parts = [
-            chosen[start : start + self._rows_per_minibatch]
-            for start in range(0, len(chosen), self._rows_per_minibatch)
-        ]
-        return [self._batch.rows(sorted(part)) for part in parts]
+        parts = pass_minibatches(
+            self._groups, self._rows_per_minibatch, seed=self._seed, epoch=self._first_step + epoch
+        )
+        count = self._minibatches_per_step
+        return [self._batch.rows(part) for part in parts[offset * count : (offset + 1) * count]]
 
     def _trained(self, batch: PolicyBatch) -> Tensor:
         """[N,C] bool: completion tokens that count in the loss."""

@@ -1,6 +1,6 @@
 """Group relative policy optimization (arXiv:2402.03300), dr_grpo (arXiv:2503.20783) and dapo (arXiv:2503.14476).
 
-Several completions of one prompt are each other's baseline, so there are no values to learn. Old log-probabilities are
+Several rollouts of one task are each other's baseline, so there are no values to learn. Old log-probabilities are
 the engine's own, unless a correction for the difference between engine and trainer is asked for.
 """
 
@@ -10,17 +10,20 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollout_core.algorithms.advantages import group_advantages
 from rollout_core.algorithms.experience import (
     OnPolicyUpdate,
     PolicyBatch,
     completion_forward,
+    drawn_entropy,
     importance_weights,
     logprob_differences,
+    pass_minibatches,
     score_completions,
 )
+from rollout_core.algorithms.groups import Groups
 from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.losses import grpo_loss
 from rollout_core.algorithms.policy import Policy
@@ -30,43 +33,48 @@ _EPS = 1e-4
 
 
 def scaled_advantages(scores: Tensor, settings: GRPOSettings) -> Tensor:
-    """[N] to [N]: each score less its group's mean, over the deviation (ddof 1) of the group, the batch or none."""
+    """[R] to [R]: each score less its group's mean, over the deviation (ddof 1) of the group, the batch or none."""
     scaling = settings.advantage_scaling
     advantages = group_advantages(scores, settings.samples_per_prompt, normalize=scaling == "group", eps=_EPS)
     return advantages / (scores.std(correction=1) + _EPS) if scaling == "batch" else advantages
 
 
 def compare_groups(
-    policy: Policy,
-    reference: Policy | None,
+    policy: nn.Module,
+    reference: nn.Module | None,
     batch: PolicyBatch,
     settings: GRPOSettings,
     *,
     device: torch.device,
+    groups: Groups | None = None,
+    first_step: int = 0,
+    seed: int = 0,
 ) -> tuple[PolicyBatch, dict[str, float]]:
     """``batch`` with the columns GRPO needs, and its figures by the usual names. No gradient.
 
     The policy itself is run only for the importance correction, the reference only for a KL term.
+    ``first_step`` and ``seed`` are the update's: it is scored in the minibatches of its first pass. By default every
+    row is a rollout, and ``samples_per_prompt`` neighbours are a group.
     """
-    options = {
-        "temperature": settings.sampling.temperature,
-        "minibatch_size": settings.minibatch_size,
-        "device": device,
-    }
+    groups = groups or Groups.of_neighbours(len(batch.mask), settings.samples_per_prompt)
+    minibatches = pass_minibatches(groups, settings.minibatch_size, seed=seed, epoch=first_step)
+    options = {"temperature": settings.sampling.temperature, "device": device}
     mask, engine_logprobs = batch.mask, batch.columns["old_logprobs"]
-    advantages = scaled_advantages(batch.scores, settings)[:, None].expand(mask.shape).masked_fill(~mask, 0.0)
-    figures = batch.figures()
+    scores = groups.of_rollouts(batch.scores)
+    of_rows = groups.of_trajectories(scaled_advantages(scores, settings))
+    advantages = of_rows[:, None].expand(mask.shape).masked_fill(~mask, 0.0)
+    figures = batch.figures() | {"reward": float(scores.mean())}
     columns = {}
     if settings.correction is not None:
-        own = score_completions(policy, batch, **options).logprobs
+        own = score_completions(policy, batch, minibatches, **options).logprobs
         weights = importance_weights(own, engine_logprobs, mask, settings.correction)
         advantages = advantages * weights
         columns["old_logprobs"] = own
         figures |= logprob_differences(own, engine_logprobs, mask)
         figures["sampling/importance_weight_mean"] = float(weights.sum() / mask.sum())
     if reference is not None:
-        columns["ref_logprobs"] = score_completions(reference, batch, **options).logprobs
-    deviations = batch.scores.view(-1, settings.samples_per_prompt).std(1, correction=1)
+        columns["ref_logprobs"] = score_completions(reference, batch, minibatches, **options).logprobs
+    deviations = scores.view(-1, settings.samples_per_prompt).std(1, correction=1)
     figures["reward_std"] = float(deviations.mean())
     figures["frac_reward_zero_std"] = float((deviations == 0).float().mean())
     return batch.with_columns(advantages=advantages, **columns), figures
@@ -86,13 +94,12 @@ class GRPO(OnPolicyUpdate):
         first_step: int,
         seed: int,
         device: torch.device,
+        groups: Groups | None = None,
         parts: int = 1,
     ) -> None:
         """parts: so many minibatches that follow each other were one before several processes shared them."""
-        group_size = settings.samples_per_prompt
-        super().__init__(
-            policy, batch, settings, first_step=first_step, seed=seed, device=device, group_size=group_size
-        )
+        groups = groups or Groups.of_neighbours(len(batch.mask), settings.samples_per_prompt)
+        super().__init__(policy, batch, settings, first_step=first_step, seed=seed, device=device, groups=groups)
         self._settings = settings
         self._parts = parts
 
@@ -111,6 +118,7 @@ class GRPO(OnPolicyUpdate):
             clip_low=settings.clip_low,
             clip_high=settings.clip_high,
             loss_type=settings.loss_type,
+            dual_clip=settings.dual_clip,
             max_completion_length=settings.sampling.max_tokens,
         )
         tokens = int(mask.sum())
@@ -121,9 +129,10 @@ class GRPO(OnPolicyUpdate):
                 "clip_ratio/low_mean": (found.clip_fraction_low, tokens),
                 "clip_ratio/high_mean": (found.clip_fraction_high, tokens),
                 "clip_ratio/region_mean": (found.clip_fraction, tokens),
+                **({"clip_ratio/dual_mean": (found.clip_fraction_dual, tokens)} if settings.dual_clip else {}),
                 "kl": (found.kl, tokens),
                 "approx_kl": (found.approx_kl, tokens),
-                "entropy": (output.entropy.sum() / batch.num_actions, batch.num_actions),
+                "entropy": (drawn_entropy(output.logprobs, batch.mask.to(device)), batch.num_actions),
                 # On a batch's first step the weights are the engine's, so there this is what the two disagree by.
                 "sampling/logprob_difference": (differences.sum() / max(1, tokens), tokens),
             },

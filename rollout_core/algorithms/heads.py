@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rollout_core.algorithms.precision import product_dtype
+
 CHUNK_ELEMENTS = 2**23
 """Logits of a chunk on a CPU: 32 MiB in float32."""
 CHUNK_ELEMENTS_ACCELERATOR = 2**27
@@ -43,8 +45,8 @@ def target_logprobs(
 ) -> TargetLogprobs:
     """Log-probabilities of ``targets`` under ``softmax((hidden @ weight.T + bias) / temperature)``.
 
-    hidden: [M,H]; weight: [V,H]; bias: [V]; targets: [M] int64. Logits are made in the dtype of ``hidden`` and summed
-    in float32 (float64 for float64). First derivatives only.
+    hidden: [M,H]; weight: [V,H]; bias: [V]; targets: [M] int64. Logits are made in the dtype of autocast, where that is
+    on, else in that of ``hidden``, and summed in float32 (float64 for float64). First derivatives only.
     """
     return TargetLogprobs(*_TargetLogprobs.apply(hidden, weight, bias, targets, temperature, entropy))  # pyright: ignore[reportGeneralTypeIssues]
 
@@ -65,6 +67,10 @@ def _chunks(count: int, vocabulary: int, device: torch.device) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
+def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Any, ...]:
+    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
+
+
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     logits = F.linear(hidden, weight, bias)
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -81,9 +87,9 @@ class _TargetLogprobs(torch.autograd.Function):
         temperature: float,
         want_entropy: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.hidden_dtype = hidden.dtype
+        hidden, cast, cast_bias = _cast(product_dtype(hidden), hidden, weight, bias)
         with torch.autocast(hidden.device.type, enabled=False):
-            cast = weight.to(hidden.dtype)
-            cast_bias = None if bias is None else bias.to(hidden.dtype)
             count, vocabulary = len(targets), len(weight)
             dtype = torch.promote_types(hidden.dtype, torch.float32)
             logprobs, entropy, logsums = (hidden.new_zeros(count, dtype=dtype) for _ in range(3))
@@ -121,9 +127,8 @@ class _TargetLogprobs(torch.autograd.Function):
         if grad_logprobs is None and grad_entropy is None:
             return (None,) * 6
         hidden, weight, bias, targets, logsums, entropy, kept = ctx.saved_tensors
-        cast = weight.to(hidden.dtype)
-        cast_bias = None if bias is None else bias.to(hidden.dtype)
-        grads = _HeadGrads(hidden, weight, bias)
+        cast, cast_bias = _cast(hidden.dtype, weight, bias)
+        grads = _HeadGrads(hidden, weight, bias, ctx.hidden_dtype)
         for chunk in _chunks(len(targets), len(weight), hidden.device):
             if kept is not None:
                 probabilities = kept[chunk]
@@ -150,10 +155,10 @@ class _WeightedNLL(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
+        hidden_dtype = hidden.dtype
+        hidden, cast, cast_bias = _cast(product_dtype(hidden), hidden, weight, bias)
         with torch.autocast(hidden.device.type, enabled=False):
-            cast = weight.to(hidden.dtype)
-            cast_bias = None if bias is None else bias.to(hidden.dtype)
-            grads = _HeadGrads(hidden, weight, bias) if any(ctx.needs_input_grad) else None
+            grads = _HeadGrads(hidden, weight, bias, hidden_dtype) if any(ctx.needs_input_grad) else None
             logprobs = hidden.new_zeros(len(targets), dtype=torch.promote_types(hidden.dtype, torch.float32))
             is_best = torch.zeros_like(targets, dtype=torch.bool)
             for chunk in _chunks(len(targets), len(weight), hidden.device):
@@ -180,11 +185,11 @@ class _WeightedNLL(torch.autograd.Function):
 
 
 class _HeadGrads:
-    """Gradients of the output layer's inputs, gathered chunk by chunk."""
+    """Gradients of the output layer's inputs, gathered chunk by chunk; ``hidden`` as it was multiplied."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, hidden_dtype: torch.dtype) -> None:
         self._inputs = hidden
-        self.hidden = torch.empty_like(hidden)
+        self.hidden = torch.empty_like(hidden, dtype=hidden_dtype)
         self.weight = torch.zeros_like(weight)
         self.bias = None if bias is None else torch.zeros_like(bias)
 

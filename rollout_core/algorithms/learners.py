@@ -20,9 +20,10 @@ from rollout_core.algorithms.data import Example
 from rollout_core.algorithms.data_report import DataReport
 from rollout_core.algorithms.evaluation import evaluation_of
 from rollout_core.algorithms.experience import Trajectory, build_batch
+from rollout_core.algorithms.groups import Groups
 from rollout_core.algorithms.grpo import GRPO, compare_groups
 from rollout_core.algorithms.loop import build_accelerator, build_optimizer
-from rollout_core.algorithms.lora import with_lora
+from rollout_core.algorithms.lora import WithoutAdapters, with_lora
 from rollout_core.algorithms.parallel import divided, parts_per_minibatch, shard, world_size
 from rollout_core.algorithms.policy import Policy, ValueModel, zero_head
 from rollout_core.algorithms.ppo import PPO, KLController, assign_credit
@@ -113,19 +114,19 @@ def ppo_update(
     policy = shard(Policy(trained, values.to(device)), settings.parallel, device)
     state = _on_policy_state(trained, {VALUES: values}, train_state, settings, workshop)
     controller = KLController(settings.kl, state.extras.get("kl_coef"))
-    reference_policy = _reference_policy(reference, settings, workshop, device)
-    batch, figures, mean_kl = assign_credit(
-        policy,
-        reference_policy,
-        build_batch(trajectories, missing_eos_penalty=settings.missing_eos_penalty),
-        settings,
-        kl_coef=controller.coef,
-        device=device,
-    )
-    del reference_policy
+    options = {"first_step": state.step, "seed": workshop.seed, "device": device}
+    with accelerator.autocast():  # as the loss will be computed
+        batch, figures, mean_kl = assign_credit(
+            policy,
+            _reference_policy(trained, reference, settings, workshop, device),
+            build_batch(trajectories, missing_eos_penalty=settings.missing_eos_penalty),
+            settings,
+            kl_coef=controller.coef,
+            **options,
+        )
     controller.update(mean_kl, len(trajectories))
     state.extras = {"kl_coef": controller.coef}
-    algorithm = PPO(policy, batch, settings, first_step=state.step, seed=workshop.seed, device=device)
+    algorithm = PPO(policy, batch, settings, **options)
     figures["completions/num_left_out"] = scores.num_left_out
     return _train_iteration(algorithm, state, settings, accelerator, workshop, workshop.model(model), figures)
 
@@ -141,9 +142,11 @@ def grpo_update(
 ) -> Checkpoint:
     """One GRPO iteration on scored groups of completions of ``model``; ``reference`` counts only where kl_coef is set.
 
-    ``train_state`` is the previous iteration's optimizer; None for the first iteration.
+    ``train_state`` is the previous iteration's optimizer; None for the first iteration. Raises ConfigError for scores
+    that were gathered in groups of another size.
     """
     trajectories = load_trajectories(workshop.objects, samples, scores)
+    groups = load_groups(workshop.objects, scores, settings)
     seed_everything(workshop.seed, num_threads=workshop.num_threads)
     accelerator = build_accelerator(settings.precision)
     device = accelerator.device
@@ -152,11 +155,16 @@ def grpo_update(
     trained = load_on_policy(model, reference, settings, workshop).to(device)
     policy = shard(Policy(trained), settings.parallel, device)
     state = _on_policy_state(trained, {}, train_state, settings, workshop)
-    reference_policy = _reference_policy(reference, settings, workshop, device) if settings.kl_coef else None
-    batch = build_batch(trajectories, missing_eos_penalty=settings.missing_eos_penalty)
-    batch, figures = compare_groups(policy, reference_policy, batch, settings, device=device)
-    del reference_policy
-    algorithm = GRPO(policy, batch, settings, first_step=state.step, seed=workshop.seed, device=device, parts=parts)
+    options = {"groups": groups, "first_step": state.step, "seed": workshop.seed, "device": device}
+    with accelerator.autocast():  # as the loss will be computed
+        batch, figures = compare_groups(
+            policy,
+            _reference_policy(trained, reference, settings, workshop, device) if settings.kl_coef else None,
+            build_batch(trajectories, missing_eos_penalty=settings.missing_eos_penalty),
+            settings,
+            **options,
+        )
+    algorithm = GRPO(policy, batch, settings, parts=parts, **options)
     figures["completions/num_left_out"] = scores.num_left_out
     return _train_iteration(algorithm, state, settings, accelerator, workshop, workshop.model(model), figures)
 
@@ -173,8 +181,11 @@ def load_on_policy(model: ContentId, reference: ContentId, settings: OnPolicySet
 
 
 def _reference_policy(
-    reference: ContentId, settings: OnPolicySettings, workshop: Workshop, device: torch.device
-) -> Policy:
+    trained: Any, reference: ContentId, settings: OnPolicySettings, workshop: Workshop, device: torch.device
+) -> nn.Module:
+    """What the policy is held close to; with adapters, which are put into it, no second model."""
+    if settings.lora is not None:
+        return WithoutAdapters(Policy(trained))
     frozen = load_policy(workshop.model(reference)).to(device).eval().requires_grad_(False)
     return shard(Policy(frozen), settings.parallel, device)
 
@@ -229,6 +240,19 @@ def load_trajectories(objects: ObjectStore, samples: ContentId, scores: Scores) 
         )
         for sample, completion, value in zip(prompts, completions, values, strict=True)
     ]
+
+
+def load_groups(objects: ObjectStore, scores: Scores, settings: GRPOSettings) -> Groups:
+    """Which of the trajectories are compared; those of batch inference are groups as they stand."""
+    size = settings.samples_per_prompt
+    if scores.rollouts is None:
+        return Groups.of_neighbours(scores.num_samples, size)
+    if scores.group_size != size:
+        raise ConfigError(
+            f"these rollouts were collected in groups of {scores.group_size}, and samples_per_prompt is {size}; "
+            "set both to the same number"
+        )
+    return Groups(objects.get_json(scores.rollouts), size)
 
 
 def check_sequence_length(policy: Any, longest: int) -> None:

@@ -94,11 +94,20 @@ def build_accelerator(precision: str) -> Accelerator:
 
 
 def build_optimizer(config: OptimizerConfig, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer ``config`` names, over what of ``parameters`` is trained, in order; Adam in one fused kernel."""
+    """The optimizer ``config`` names, over what of ``parameters`` is trained, in order; Adam in one fused kernel.
+
+    Weights decay, embeddings included; norms and biases, which are vectors, do not: as transformers' Trainer has it.
+    """
     cls, arguments = optimizer_class(config.kind), config.arguments()
     if cls in (torch.optim.Adam, torch.optim.AdamW) and not _OTHER_KERNELS & arguments.keys():
         arguments["fused"] = True
-    return cls([parameter for parameter in parameters if parameter.requires_grad], **arguments)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not arguments.get("weight_decay"):
+        return cls(trained, **arguments)
+    weights = [parameter for parameter in trained if parameter.dim() > 1]
+    vectors = [parameter for parameter in trained if parameter.dim() <= 1]
+    groups = [{"params": weights}, {"params": vectors, "weight_decay": 0.0}]
+    return cls([group for group in groups if group["params"]], **arguments)
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:

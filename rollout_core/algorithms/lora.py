@@ -77,6 +77,25 @@ def has_lora(model: nn.Module) -> bool:
     return any(_OWN in name for name, _ in model.named_parameters())
 
 
+class WithoutAdapters(nn.Module):
+    """A policy with the adapters of its model switched off while it is called: the model they were put into, to the
+    last bit, without a second copy of it in memory. For passes without gradient."""
+
+    def __init__(self, policy: nn.Module) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        layers = [layer for _, layer in _layers(self.policy)]
+        for layer in layers:
+            layer.enable_adapters(False)
+        try:
+            return self.policy(*arguments, **options)
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)
+
+
 def merged_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """``weights``, a state of ``model``, by the names it had without adapters: W + scale B A where there is one."""
     merged = {name.replace(_BASE, "."): tensor for name, tensor in weights.items() if _OWN not in name}

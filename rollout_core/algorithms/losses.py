@@ -39,6 +39,8 @@ class PolicyLoss(NamedTuple):
     loss: Tensor
     clip_fraction: Tensor
     """Share of tokens whose ratio is clipped, so that they give no gradient."""
+    clip_fraction_dual: Tensor
+    """Of those, tokens of a negative advantage whose ratio is above ``dual_clip``."""
     approx_kl: Tensor
     """Mean k3 estimate of KL(old policy || policy)."""
 
@@ -56,11 +58,13 @@ class GroupPolicyLoss(NamedTuple):
 
     loss: Tensor
     clip_fraction: Tensor
-    """Share of tokens whose ratio is clipped at either end, so that they give no gradient through it."""
+    """Share of tokens whose ratio is clipped at any end, so that they give no gradient through it."""
     clip_fraction_low: Tensor
     """Share of tokens clipped at 1 - clip_low (negative advantage)."""
     clip_fraction_high: Tensor
     """Share of tokens clipped at 1 + clip_high (positive advantage)."""
+    clip_fraction_dual: Tensor
+    """Share of tokens clipped at dual_clip (negative advantage)."""
     approx_kl: Tensor
     """Mean k3 estimate of KL(old policy || policy)."""
     kl: Tensor
@@ -250,23 +254,32 @@ def kto_loss(
 
 
 def ppo_policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, clip: float = 0.2
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip: float = 0.2,
+    dual_clip: float | None = None,
 ) -> PolicyLoss:
     """Clipped surrogate loss of PPO.
 
     max(-A ratio, -A clamp(ratio, 1 - clip, 1 + clip)) with ratio = exp(logprobs - old_logprobs); arXiv:1707.06347,
-    eq. 7, negated.
+    eq. 7, negated. With ``dual_clip`` c, where A < 0: the lesser of that and -A c; arXiv:1912.09729, dual-clip PPO,
+    negated.
     logprobs, old_logprobs, advantages: [B,T] float32; mask: [B,T] bool, True = real token.
-    Denominator: number of real tokens of the batch. Raises ShapeError if the shapes differ.
+    Denominator: number of real tokens of the batch. Raises ShapeError if the shapes differ, ConfigError for a
+    ``dual_clip`` within the clip range.
     """
     _require_same_shape(
         "ppo_policy_loss", 2, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask
     )
     mask, (logprobs, old_logprobs, advantages) = _drop_masked(mask, logprobs, old_logprobs, advantages)
-    loss_BT, low_BT, high_BT = _clipped_surrogate(logprobs, old_logprobs, advantages, clip, clip)
+    token = _clipped_surrogate(logprobs, old_logprobs, advantages, clip, clip, dual_clip)
     return PolicyLoss(
-        loss=_masked_mean(loss_BT, mask),
-        clip_fraction=_masked_mean(low_BT | high_BT, mask),
+        loss=_masked_mean(token.loss, mask),
+        clip_fraction=_masked_mean(token.low | token.high | token.dual, mask),
+        clip_fraction_dual=_masked_mean(token.dual, mask),
         approx_kl=_masked_mean(kl_estimate(old_logprobs, logprobs), mask).detach(),
     )
 
@@ -298,6 +311,7 @@ def grpo_loss(
     beta: float = 0.0,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
+    dual_clip: float | None = None,
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "grpo",
     max_completion_length: int | None = None,
 ) -> GroupPolicyLoss:
@@ -305,7 +319,8 @@ def grpo_loss(
 
     Per token: max(-A ratio, -A clamp(ratio, 1 - clip_low, 1 + clip_high)) + beta k3(logprobs, ref_logprobs), with
     ratio = exp(logprobs - old_logprobs); arXiv:2402.03300, eq. 3 and 4, negated; clip_high above clip_low:
-    arXiv:2503.14476, eq. 10. The KL is not weighted by the ratio.
+    arXiv:2503.14476, eq. 10. The KL is not weighted by the ratio. With ``dual_clip`` c, where A < 0: the lesser of the
+    surrogate and -A c; arXiv:1912.09729, dual-clip PPO, negated.
     logprobs, old_logprobs, ref_logprobs: [B,T] float32; advantages: [B] or [B,T] float32; mask: [B,T] bool, True = real
     completion token.
     Denominator, by loss_type:
@@ -313,7 +328,8 @@ def grpo_loss(
     ``dr_grpo``: B * max_completion_length, whatever T is padded to (arXiv:2503.20783, section 3.2);
     ``dapo`` and ``bnpo``: number of real tokens of the batch (arXiv:2503.14476, eq. 12). They differ only when a batch
     is split for gradient accumulation: with dapo the caller weighs each part by its share of the tokens.
-    Raises ShapeError if the shapes differ, ConfigError where a needed argument is missing.
+    Raises ShapeError if the shapes differ, ConfigError where a needed argument is missing or ``dual_clip`` is within
+    the clip range.
     """
     _require_same_shape(
         "grpo_loss", 2, logprobs=logprobs, old_logprobs=old_logprobs, mask=mask, ref_logprobs=ref_logprobs
@@ -325,15 +341,16 @@ def grpo_loss(
         raise ConfigError(f"grpo_loss: beta is {beta}, which needs ref_logprobs")
 
     mask, (logprobs, old_logprobs, advantages) = _drop_masked(mask, logprobs, old_logprobs, advantages)
-    loss_BT, low_BT, high_BT = _clipped_surrogate(logprobs, old_logprobs, advantages, clip_low, clip_high)
-    kl_BT = torch.zeros_like(loss_BT)
+    token = _clipped_surrogate(logprobs, old_logprobs, advantages, clip_low, clip_high, dual_clip)
+    kl_BT = torch.zeros_like(token.loss)
     if ref_logprobs is not None:
         kl_BT = kl_estimate(logprobs, ref_logprobs.masked_fill(~mask, 0.0))
     return GroupPolicyLoss(
-        loss=_group_reduce(loss_BT + beta * kl_BT, mask, loss_type, max_completion_length),
-        clip_fraction=_masked_mean(low_BT | high_BT, mask),
-        clip_fraction_low=_masked_mean(low_BT, mask),
-        clip_fraction_high=_masked_mean(high_BT, mask),
+        loss=_group_reduce(token.loss + beta * kl_BT, mask, loss_type, max_completion_length),
+        clip_fraction=_masked_mean(token.low | token.high | token.dual, mask),
+        clip_fraction_low=_masked_mean(token.low, mask),
+        clip_fraction_high=_masked_mean(token.high, mask),
+        clip_fraction_dual=_masked_mean(token.dual, mask),
         approx_kl=_masked_mean(kl_estimate(old_logprobs, logprobs), mask).detach(),
         kl=_masked_mean(kl_BT, mask).detach(),
     )
@@ -373,15 +390,33 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, kind: Literal["k1", "
     raise ConfigError(f"kl_estimate: kind is {kind!r}; expected k1, k2 or k3")
 
 
+class _TokenSurrogate(NamedTuple):
+    """Loss of each token, and where it is clipped: at 1 - clip_low, at 1 + clip_high, at dual_clip. All [B,T]."""
+
+    loss: Tensor
+    low: Tensor
+    high: Tensor
+    dual: Tensor
+
+
 def _clipped_surrogate(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss of each token, and where it is clipped at the lower and at the upper end."""
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+) -> _TokenSurrogate:
     ratio = torch.exp((logprobs - old_logprobs).clamp(max=MAX_LOG_RATIO))
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
-    clipped_low = (ratio < 1 - clip_low) & (advantages < 0)
-    clipped_high = (ratio > 1 + clip_high) & (advantages > 0)
-    return loss, clipped_low, clipped_high
+    low = (ratio < 1 - clip_low) & (advantages < 0)
+    high = (ratio > 1 + clip_high) & (advantages > 0)
+    if dual_clip is None:
+        return _TokenSurrogate(loss, low, high, torch.zeros_like(low))
+    if dual_clip <= 1 + clip_high:
+        raise ConfigError(f"dual_clip is {dual_clip}, within the clip range; expected more than {1 + clip_high}")
+    dual = (ratio > dual_clip) & (advantages < 0)
+    return _TokenSurrogate(torch.where(dual, -advantages * dual_clip, loss), low, high, dual)
 
 
 def _drop_masked(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:

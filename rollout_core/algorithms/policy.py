@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rollout_core.algorithms.attention import PACKED_ATTENTION
 from rollout_core.algorithms.heads import target_logprobs, weighted_nll
 from rollout_core.algorithms.packing import Document, PackedTokens, pack, unpacked_rows
+from rollout_core.algorithms.precision import scalar_head
 from rollout_core.errors import ConfigError
 
 _PROBE_TOLERANCE = 1e-3
@@ -86,7 +87,7 @@ class ValueModel(PackedModel):
 
     def forward(self, batch: PackedTokens) -> Tensor:
         """[M] float32."""
-        return self.head(self.trunk(batch)[batch.predictors].float()).squeeze(-1)
+        return scalar_head(self.head, self.trunk(batch)[batch.predictors])
 
 
 class Policy(PackedModel):
@@ -122,7 +123,8 @@ class Policy(PackedModel):
             return None
         if isinstance(self.values, ValueModel):
             return self.values(batch)
-        return self.values(predictors.float()).squeeze(-1)
+        assert isinstance(self.values, nn.Linear), "a head on the policy's trunk"
+        return scalar_head(self.values, predictors)
 
     @torch.no_grad()
     def _check_output_layer(self) -> None:

@@ -2,8 +2,8 @@
 
 An action is a token, a state its prefix. The reward of token t is -kl_coef * (log pi_old - log pi_ref); the last token
 also gets the score of the completion. Values come from a linear head on the policy's trunk or from a model of their
-own, advantages from GAE. Old log-probabilities are the engine's: they belong to the distribution the tokens were drawn
-from.
+own, advantages from GAE. Old log-probabilities are the engine's, which belong to the distribution the tokens were drawn
+from, or with a correction for the difference between engine and trainer the trainer's own.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from rollout_core.algorithms.advantages import gae, masked_whiten
 from rollout_core.algorithms.experience import (
     OnPolicyUpdate,
     PolicyBatch,
     completion_forward,
+    drawn_entropy,
     importance_weights,
     logprob_differences,
+    pass_minibatches,
     score_completions,
 )
+from rollout_core.algorithms.groups import Groups
 from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.losses import ppo_policy_loss, ppo_value_loss
 from rollout_core.algorithms.policy import Policy
@@ -44,48 +48,49 @@ class KLController:
 
 
 def assign_credit(
-    policy: Policy,
-    reference: Policy,
+    policy: nn.Module,
+    reference: nn.Module,
     batch: PolicyBatch,
     settings: PPOSettings,
     *,
     kl_coef: float,
     device: torch.device,
+    first_step: int = 0,
+    seed: int = 0,
 ) -> tuple[PolicyBatch, dict[str, float], float]:
     """Score, penalise and discount: ``batch`` with columns advantages, returns, old_values. No gradient.
 
     Also returns the batch's figures by the usual names, and its KL to the reference in nats per sequence.
+    ``first_step`` and ``seed`` are the update's: it is scored in the minibatches of its first pass.
     """
-    options = {
-        "temperature": settings.sampling.temperature,
-        "minibatch_size": settings.minibatch_size,
-        "device": device,
-    }
-    own = score_completions(policy, batch, entropy=True, **options)
-    ref_logprobs = score_completions(reference, batch, **options).logprobs
+    groups = Groups.of_neighbours(len(batch.mask), 1)
+    minibatches = pass_minibatches(groups, settings.minibatch_size, seed=seed, epoch=first_step)
+    options = {"temperature": settings.sampling.temperature, "device": device}
+    own = score_completions(policy, batch, minibatches, **options)
+    ref_logprobs = score_completions(reference, batch, minibatches, **options).logprobs
     assert own.values is not None, "a PPO policy has a value head"
     mask, engine_logprobs = batch.mask, batch.columns["old_logprobs"]
-    log_ratio = (engine_logprobs - ref_logprobs).masked_fill(~mask, 0.0)
+    old_logprobs = engine_logprobs if settings.correction is None else own.logprobs
+    log_ratio = (old_logprobs - ref_logprobs).masked_fill(~mask, 0.0)
     mean_kl = float(log_ratio.sum(1).mean())
     if not math.isfinite(mean_kl):
-        raise Fatal(f"KL to the reference policy is {mean_kl}; engine or reference logprobs are not finite")
+        raise Fatal(f"KL to the reference policy is {mean_kl}; log-probabilities of one of the two are not finite")
     rewards = -kl_coef * log_ratio
     rewards[torch.arange(len(rewards)), mask.sum(1) - 1] += batch.scores
     old_values = own.values.masked_fill(~mask, 0.0)
     advantages, returns = gae(rewards, old_values, mask, gamma=settings.gamma, lam=settings.lam)
     if settings.whiten_advantages:
         advantages = masked_whiten(advantages, mask)
-    columns = {"returns": returns, "old_values": old_values}
+    columns = {"returns": returns, "old_values": old_values, "old_logprobs": old_logprobs}
     if settings.correction is not None:
         advantages = advantages * importance_weights(own.logprobs, engine_logprobs, mask, settings.correction)
-        columns["old_logprobs"] = own.logprobs
     figures = {
         **batch.figures(),
         **logprob_differences(own.logprobs, engine_logprobs, mask),
         "objective/kl": mean_kl,
         "objective/kl_coef": kl_coef,
         "objective/non_score_reward": float((-kl_coef * log_ratio).sum(1).mean()),
-        "entropy": float(own.entropy.sum() / mask.sum()),
+        "entropy": float(drawn_entropy(own.logprobs, mask)),
     }
     return batch.with_columns(advantages=advantages, **columns), figures, mean_kl
 
@@ -125,6 +130,7 @@ class PPO(OnPolicyUpdate):
             batch.column("advantages", device),
             mask,
             clip=settings.clip,
+            dual_clip=settings.dual_clip,
         )
         value = ppo_value_loss(
             output.values,
@@ -144,6 +150,7 @@ class PPO(OnPolicyUpdate):
                 "policy_loss": (policy.loss, tokens),
                 "value_loss": (value.loss, tokens),
                 "clip_ratio/policy": (policy.clip_fraction, tokens),
+                **({"clip_ratio/dual": (policy.clip_fraction_dual, tokens)} if settings.dual_clip else {}),
                 "clip_ratio/value": (value.clip_fraction, tokens),
                 "approx_kl": (policy.approx_kl, tokens),
             },

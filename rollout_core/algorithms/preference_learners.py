@@ -1,7 +1,8 @@
 """Updates from preference data, from content ids to content ids: reward model, DPO, IPO and KTO.
 
 As in `learners`, an interrupted update goes on from its own last snapshot. Reference log-probabilities come from the
-object store or are computed before training starts; the reference is never in memory beside the policy.
+object store or are computed before training starts; the reference is never in memory beside the policy, unless it is
+the policy without its adapters.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from itertools import chain
 from typing import Any
 
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollout_core.algorithms.evaluation import Evaluation, evaluation_of
 from rollout_core.algorithms.item_table import Mapped
 from rollout_core.algorithms.kto import KTO, judged_documents
 from rollout_core.algorithms.learners import check_sequence_length
 from rollout_core.algorithms.loop import Algorithm, build_accelerator, build_optimizer
-from rollout_core.algorithms.lora import with_lora
+from rollout_core.algorithms.lora import WithoutAdapters, with_lora
 from rollout_core.algorithms.packing import Document
 from rollout_core.algorithms.parallel import divided, shard
 from rollout_core.algorithms.policy import Policy
@@ -113,9 +114,7 @@ def dpo_update(
     on_data(report)
     others = () if held_out is None else read(held_out)[0]
     documents = pair_documents(pairs), pair_documents(others)
-    accelerator, ref_logps, ref_others = _reference_pass(model, reference, *documents, settings, workshop)
-    trained = with_lora(load_policy(workshop.model(model)), settings.lora, seed=workshop.seed)
-    trained = trained.to(accelerator.device).eval()  # no dropout: the reference had none
+    accelerator, trained, ref_logps, ref_others = _start(model, reference, *documents, settings, workshop)
     settings = divided(settings)
     policy = shard(Policy(trained), settings.parallel, accelerator.device)
 
@@ -150,9 +149,7 @@ def kto_update(
     on_data(report)
     others = () if held_out is None else read(held_out)[0]
     documents = judged_documents(items), judged_documents(others)
-    accelerator, ref_logps, ref_others = _reference_pass(model, reference, *documents, settings, workshop)
-    trained = with_lora(load_policy(workshop.model(model)), settings.lora, seed=workshop.seed)
-    trained = trained.to(accelerator.device).eval()  # no dropout: the reference had none
+    accelerator, trained, ref_logps, ref_others = _start(model, reference, *documents, settings, workshop)
     settings = divided(settings)
     policy = shard(Policy(trained), settings.parallel, accelerator.device)
 
@@ -163,26 +160,51 @@ def kto_update(
     return _train(algorithm(items, ref_logps), evaluation, trained, settings, accelerator, model, workshop), report
 
 
-def _reference_pass(
+def _start(
     model: ContentId,
     reference: ContentId,
     documents: Sequence[Document],
     held_out: Sequence[Document],
     settings: PreferenceSettings,
     workshop: Workshop,
-) -> tuple[Accelerator, Tensor, Tensor]:
-    """The accelerator, and the reference's log-probabilities of both sets of documents."""
-    folder = workshop.model(reference)
-    check_reference(workshop.model(model), folder)
+) -> tuple[Accelerator, Any, Tensor, Tensor]:
+    """The accelerator, the model to train, and the reference's log-probabilities of both sets of documents."""
+    check_reference(workshop.model(model), workshop.model(reference))
     seed_everything(workshop.seed, num_threads=workshop.num_threads)
     accelerator = build_accelerator(settings.precision)
 
+    def load_trained() -> Any:
+        loaded = with_lora(load_policy(workshop.model(model)), settings.lora, seed=workshop.seed)
+        return loaded.to(accelerator.device).eval()  # no dropout: the reference has none
+
+    # Adapters that are switched off leave the reference itself. Otherwise the two are not in memory together.
+    trained = load_trained() if settings.lora is not None and model == reference else None
+    logps = _reference_pass(trained, reference, documents, held_out, settings, accelerator, workshop)
+    # Loading the reference may or may not have drawn random numbers.
+    seed_everything(workshop.seed, num_threads=workshop.num_threads)
+    return accelerator, load_trained() if trained is None else trained, *logps
+
+
+def _reference_pass(
+    adapted: Any | None,
+    reference: ContentId,
+    documents: Sequence[Document],
+    held_out: Sequence[Document],
+    settings: PreferenceSettings,
+    accelerator: Accelerator,
+    workshop: Workshop,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of both sets of documents; ``adapted`` is the reference with adapters, if it is loaded."""
+
     @cache
-    def load() -> Policy:
-        loaded = load_policy(folder).to(accelerator.device).eval().requires_grad_(False)
+    def load() -> nn.Module:
+        loaded = adapted
+        if loaded is None:
+            loaded = load_policy(workshop.model(reference)).to(accelerator.device).eval().requires_grad_(False)
         longest = max(len(item.prefix) + max(map(len, item.branches)) for item in chain(documents, held_out))
         check_sequence_length(loaded, longest)
-        return shard(Policy(loaded), settings.parallel, accelerator.device)
+        policy = Policy(loaded)
+        return shard(policy, settings.parallel, accelerator.device) if adapted is None else WithoutAdapters(policy)
 
     ref_logps, ref_held_out = (
         reference_logprobs(
@@ -196,9 +218,7 @@ def _reference_pass(
         )
         for items in (documents, held_out)
     )
-    # Loading the reference may or may not have drawn random numbers.
-    seed_everything(workshop.seed, num_threads=workshop.num_threads)
-    return accelerator, ref_logps, ref_held_out
+    return ref_logps, ref_held_out
 
 
 def _train(

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollout_core.algorithms.packing import Document, pack_branches
 from rollout_core.algorithms.parallel import add_up, deal, everywhere, is_first
-from rollout_core.algorithms.policy import Policy
 from rollout_core.errors import Fatal
 from rollout_core.ids import ContentId, content_id
 from rollout_core.objects import ObjectStore
@@ -30,7 +29,7 @@ def reference_logprobs(
     objects: ObjectStore,
     reference: ContentId,
     documents: Sequence[Document],
-    load: Callable[[], Policy],
+    load: Callable[[], nn.Module],
     *,
     precision: str,
     autocast: Callable[[], AbstractContextManager[None]],
@@ -41,12 +40,12 @@ def reference_logprobs(
     ``load`` gives the policy with content id ``reference``; it is called only where something is not in the store yet.
     Collective. Raises Fatal where a log-probability is not finite.
     """
-    policy: Policy | None = None
+    policy: nn.Module | None = None
     found: list[float] = []
     for start in range(0, len(documents), CHUNK_DOCUMENTS):
         chunk = documents[start : start + CHUNK_DOCUMENTS]
         tokens = [[document.prefix, *document.branches] for document in chunk]
-        ref = f"reference-logprobs/{content_id('reference-logprobs/1', [reference, precision, tokens])}"
+        ref = f"reference-logprobs/{content_id('reference-logprobs/2', [reference, precision, tokens])}"
         values = _kept(objects, ref)
         if not everywhere(values is not None, device):
             policy = policy or load()
@@ -66,7 +65,7 @@ def _kept(objects: ObjectStore, ref: str) -> list[float] | None:
     return None if kept is None else json.loads(kept)
 
 
-def _computed(policy: Policy, batches: Sequence[Sequence[Document]], device: torch.device) -> list[float]:
+def _computed(policy: nn.Module, batches: Sequence[Sequence[Document]], device: torch.device) -> list[float]:
     """Of all batches in order; each is computed by one rank."""
     parts = [torch.zeros(sum(len(document.branches) for document in batch), device=device) for batch in batches]
     for number, counts in deal(range(len(batches))):
@@ -76,7 +75,7 @@ def _computed(policy: Policy, batches: Sequence[Sequence[Document]], device: tor
     return add_up(torch.cat(parts)).tolist()
 
 
-def _sums(policy: Policy, documents: Sequence[Document], device: torch.device) -> Tensor:
+def _sums(policy: nn.Module, documents: Sequence[Document], device: torch.device) -> Tensor:
     batch = pack_branches(documents).to(device)
     return batch.row_sums(policy(batch).logprobs).float()
 

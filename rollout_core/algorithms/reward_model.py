@@ -21,6 +21,7 @@ from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.losses import bradley_terry_loss
 from rollout_core.algorithms.packing import Document, PackedTokens, num_branch_tokens, pack, pack_branches
 from rollout_core.algorithms.policy import PackedModel
+from rollout_core.algorithms.precision import scalar_head
 from rollout_core.algorithms.preference_data import Pair
 from rollout_core.config import RewardModelSettings
 from rollout_core.errors import ConfigError
@@ -31,9 +32,7 @@ class RewardModel(PackedModel):
 
     def forward(self, batch: PackedTokens) -> Tensor:
         """[R] float32: the score of every row."""
-        ends = self.trunk(batch)[batch.ends]
-        with torch.autocast(ends.device.type, enabled=False):
-            return self.model.score(ends.to(self.model.score.weight.dtype)).squeeze(-1)
+        return scalar_head(self.model.score, self.trunk(batch)[batch.ends])
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class TrainState:
     """One row an optimizer step."""
 
     def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Names and parameters in the optimizer's order."""
+        """Names and parameters of what is trained."""
         return [
             (name, parameter)
             for prefix, module in (("model", self.model), ("modules", self.modules))
@@ -225,7 +225,9 @@ def _check_trained(state: TrainState, moments: Mapping[str, Any]) -> None:
 
 
 def _unflatten_optimizer(state: TrainState, moments: Mapping[str, Any]) -> None:
-    places = {name: (number, parameter) for number, (name, parameter) in enumerate(state.trained_parameters())}
+    in_order = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
+    numbers = {parameter: number for number, parameter in enumerate(in_order)}
+    places = {name: (numbers[parameter], parameter) for name, parameter in state.trained_parameters()}
     found: dict[int, dict[str, Any]] = {}
     for key, value in moments.items():
         name, quantity = key.split("|")

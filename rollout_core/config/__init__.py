@@ -24,22 +24,24 @@ from rollout_core.config.datasets import (
     StoredDataset,
 )
 from rollout_core.config.learning import (
-    AdaptiveKL,
     BudgetConfig,
-    GRPOSettings,
     HeldOutRows,
-    ImportanceCorrection,
     LearnerSettings,
     LoRAConfig,
     LossOn,
-    OnPolicySettings,
     OptimizerConfig,
     Padded,
     ParallelConfig,
-    PPOSettings,
     SFTSettings,
     SnapshotPolicy,
     TrackerName,
+)
+from rollout_core.config.on_policy import (
+    AdaptiveKL,
+    GRPOSettings,
+    ImportanceCorrection,
+    OnPolicySettings,
+    PPOSettings,
 )
 from rollout_core.config.parsing import apply_overrides, load_config, parse_config
 from rollout_core.config.preference import (

@@ -11,7 +11,10 @@ from rollout_core.config.learning import BudgetConfig, HeldOutRows, LearnerSetti
 
 
 class PreferenceSettings(LearnerSettings):
-    """What learners from preference data share. ``minibatch_size`` counts pairs, or judged answers."""
+    """What learners from preference data share. ``minibatch_size`` counts pairs, or judged answers.
+
+    Steps of 8 are TRL's default, too; DPO's paper (arXiv:2305.18290, appendix B) has steps of 64 pairs.
+    """
 
     identity_without_default = frozenset({"evaluation"})
 

@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 from rollout_core.config.backends import BackendConfig, EngineConfig, VLLMBackend
 from rollout_core.config.base import SCHEMA_VERSION, ModelSource, RunInfo, Settings
 from rollout_core.config.datasets import DatasetSource
-from rollout_core.config.learning import GRPOSettings, PPOSettings, SFTSettings
+from rollout_core.config.learning import SFTSettings
+from rollout_core.config.on_policy import GRPOSettings, PPOSettings
 from rollout_core.config.preference import DPOSettings, IPOSettings, KTOSettings, RewardModelSettings
 from rollout_core.config.sampling import SamplingParams
 from rollout_core.config.workers import WorkersConfig

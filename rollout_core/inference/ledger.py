@@ -32,6 +32,8 @@ from rollout_core.store import (
 from rollout_core.store.span_fields import plain_span_fields, span_ids
 from rollout_core.store.types import RolloutMode
 
+SAMPLE_KIND = "sample"
+"""In the metadata of rollouts that are samples."""
 COMPLETION_SPAN = "rollout.completion"
 FAILURE_SPAN = "rollout.failure"
 REASON_ATTRIBUTE = "rollout.failure.reason"
@@ -315,7 +317,7 @@ def _requests(samples: Sequence[Sample], mode: RolloutMode, source: ContentId) -
             rollout_id=sample.id,
             input={"prompt": sample.prompt, "index": sample.index},
             mode=mode,
-            metadata={"samples": source, "kind": "sample"},
+            metadata={"samples": source, "kind": SAMPLE_KIND},
         )
         for sample in samples
     ]

@@ -91,6 +91,7 @@ GRPO_SETTINGS = GRPOSettings(
     iterations=2,
     epochs=2,
     minibatch_size=4,
+    gradient_accumulation=1,
     kl_coef=0.1,
     snapshots=PPO_SETTINGS.snapshots,
 )

@@ -44,6 +44,7 @@ def grpo_settings(**changes) -> GRPOSettings:
         "samples_per_prompt": GROUP,
         "prompts_per_iteration": 2,
         "minibatch_size": 6,
+        "gradient_accumulation": 1,
         "sampling": SamplingParams(temperature=0.8, max_tokens=6),
         "snapshots": SnapshotPolicy(every_steps=1),
     }
@@ -278,6 +279,8 @@ def test_an_interrupted_update_ends_in_the_same_record(tiny_model, tmp_path, kin
             optimizer=OptimizerConfig(lr=1e-3),
             prompts_per_iteration=6,
             minibatch_size=3,
+            gradient_accumulation=1,
+            epochs=2,
             snapshots=SnapshotPolicy(every_steps=1),
             values="model" if "model" in kind else "head",
             sampling=SamplingParams(temperature=0.8, max_tokens=6),
@@ -318,7 +321,7 @@ def test_a_model_with_dropout_starts_from_a_ratio_of_one(tiny_model, tmp_path, k
     update = learners.grpo_update
     if kind == "ppo":
         shared = settings.model_dump(include={"prompts", "optimizer", "sampling", "minibatch_size"})
-        settings, update = PPOSettings.model_validate({**shared, "epochs": 1}), learners.ppo_update
+        settings, update = PPOSettings.model_validate(shared), learners.ppo_update
     checkpoint = update(model, None, model, scores, samples, settings, place)
     [row] = [json.loads(line) for line in place.objects.get_bytes(checkpoint.metrics).splitlines()]
     assert row["approx_kl"] == pytest.approx(0, abs=1e-9)

@@ -5,11 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+    Trainer,
+)
 
 from rollout_core.algorithms.loop import (
     LoopHooks,
@@ -19,8 +29,9 @@ from rollout_core.algorithms.loop import (
     learning_rate,
     train,
 )
+from rollout_core.algorithms.lora import with_lora
 from rollout_core.algorithms.state import TrainState
-from rollout_core.config import LearnerSettings, OptimizerConfig, SnapshotPolicy, identity, parse_config
+from rollout_core.config import LearnerSettings, LoRAConfig, OptimizerConfig, SnapshotPolicy, identity, parse_config
 from rollout_core.errors import ConfigError, Fatal
 from rollout_core.ids import canonical_json, hash_bytes
 
@@ -173,9 +184,45 @@ def test_every_optimizer_is_torchs_own_with_its_settings(kind: str):
     config = OptimizerConfig.model_validate({"kind": kind, "lr": 0.2, "weight_decay": 0.3, "betas": (0.5, 0.6)})
     optimizer = build_optimizer(config, list(model.parameters()))
     assert type(optimizer).__name__.lower() == kind
-    [group] = optimizer.param_groups
-    assert (group["lr"], group["weight_decay"]) == (0.2, 0.3)
-    assert group.get("betas", (0.5, 0.6)) == (0.5, 0.6) and group.get("momentum", 0) == 0
+    for group, (parameter, decay) in zip(optimizer.param_groups, [(model.weight, 0.3), (model.bias, 0.0)], strict=True):
+        assert group["params"] == [parameter] and (group["lr"], group["weight_decay"]) == (0.2, decay)
+        assert group.get("betas", (0.5, 0.6)) == (0.5, 0.6) and group.get("momentum", 0) == 0
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "llama, its biases too", "qwen2 with adapters", "reward model"])
+def test_weight_decay_reaches_what_transformers_trainer_lets_it_reach(kind: str):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 50}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = {
+        "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4)),
+        "llama, its biases too": lambda: LlamaForCausalLM(
+            LlamaConfig(**sizes, **heads, attention_bias=True, mlp_bias=True)
+        ),
+        "reward model": lambda: Qwen2ForSequenceClassification(Qwen2Config(**sizes, **heads, num_labels=1)),
+    }.get(kind, lambda: Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, tie_word_embeddings=True)))()
+    if "adapters" in kind:
+        model = with_lora(model, LoRAConfig(r=4), seed=1)
+    decayed = Trainer.get_decay_parameter_names(cast(Trainer, None), model)
+    optimizer = build_optimizer(OptimizerConfig(lr=0.1, weight_decay=0.3), list(model.parameters()))
+    found = {parameter: group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {name: found[parameter] for name, parameter in trained.items()} == {
+        name: 0.3 if name in decayed else 0.0 for name in trained
+    }
+    plain = build_optimizer(OptimizerConfig(lr=0.1), list(model.parameters()))
+    assert len(plain.param_groups) == 1, "without decay nothing is told apart"
+
+
+def test_a_step_shrinks_weights_and_leaves_norms_and_biases_without_a_gradient_alone():
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = build_optimizer(OptimizerConfig(lr=0.1, weight_decay=0.5), list(model.parameters()))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        factor = 1 - 0.1 * 0.5 if name == "0.weight" else 1.0
+        assert torch.allclose(parameter, factor * before[name]), name
 
 
 NAMED = [

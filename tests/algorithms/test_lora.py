@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
-from updates import UPDATES, sft_settings, workshop
+from updates import LORA, UPDATES, grpo, ppo, preference_update, sft_settings, workshop
 
+from rollout_core.algorithms import learners, preference_learners
 from rollout_core.algorithms.loop import build_optimizer
-from rollout_core.algorithms.lora import has_lora, merged_weights, with_lora
+from rollout_core.algorithms.lora import WithoutAdapters, has_lora, merged_weights, with_lora
+from rollout_core.algorithms.packing import pack_completions
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.preference_learners import rm_update
 from rollout_core.algorithms.state import TrainState, load_policy, load_state, save_state
@@ -128,6 +130,43 @@ def test_on_policy_iterations_go_on_with_one_adapter(tiny_model: Path, tmp_path:
         if name.endswith("proj.weight")
     }
     assert ranks and all(0 < rank <= 4 for rank in ranks.values()), ranks
+
+
+def test_without_its_adapters_a_policy_is_the_model_they_were_put_into_to_the_last_bit(tiny_model: Path):
+    batch = pack_completions([[5, 6, 7], [5, 6, 7]], [[10, 11], [12, 13, 14]])
+    trained = with_lora(load_policy(tiny_model), LORA, seed=1).eval()
+    scatter(trained)
+    policy = Policy(trained)
+    before = [parameter.requires_grad for parameter in trained.parameters()]
+    with torch.no_grad():
+        base, bare = Policy(load_policy(tiny_model).eval())(batch), WithoutAdapters(policy)(batch)
+        assert torch.equal(bare.logprobs, base.logprobs) and not torch.equal(policy(batch).logprobs, base.logprobs)
+    assert [parameter.requires_grad for parameter in trained.parameters()] == before
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo", "dpo", "kto"])
+def test_with_adapters_the_reference_is_no_second_model(tiny_model: Path, tmp_path: Path, monkeypatch, name):
+    """Each update loads one model, and its reference's log-probabilities are those of a run with two."""
+    loaded: list[Path] = []
+
+    def load(folder: Path):
+        loaded.append(folder)
+        return load_policy(folder)
+
+    monkeypatch.setattr(learners, "load_policy", load)
+    monkeypatch.setattr(preference_learners, "load_policy", load)
+    place, other = workshop(tmp_path / "with"), workshop(tmp_path / "without")
+    if name in ("ppo", "grpo"):
+        update = {"ppo": ppo, "grpo": grpo}[name]
+        update(place, tiny_model, lora=LORA.model_copy(update={"dropout": 0.0}))
+        assert len(loaded) == 2, "one in each of two iterations"
+    else:
+        preference_update(name, tiny_model, place, lora={"r": 4})
+        assert len(loaded) == 1
+        preference_update(name, tiny_model, other)
+        assert len(loaded) == 3
+        kept = list(place.objects.list_refs("reference-logprobs"))
+        assert kept and kept == list(other.objects.list_refs("reference-logprobs"))
 
 
 def test_a_reward_model_with_adapters_trains_its_head_too(tiny_model: Path, tmp_path: Path):

@@ -324,6 +324,12 @@ def surrogate(logprob: float, old: float, advantage: float, low: float, high: fl
     return -min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
 
 
+def dual_surrogate(logprob: float, old: float, advantage: float, low: float, high: float, dual: float) -> float:
+    """arXiv:1912.09729: where A < 0 the objective is max(min(r A, clip(r) A), c A)."""
+    objective = -surrogate(logprob, old, advantage, low, high)
+    return -(max(objective, dual * advantage) if advantage < 0 else objective)
+
+
 def test_ppo_policy_loss_by_hand():
     """Ratios 2 (clipped to 1.2 under A = 1), 2 (not clipped under A = -1), 0.5 (clipped to 0.8 under A = -1)."""
     result = ppo_policy_loss(
@@ -336,6 +342,54 @@ def test_ppo_policy_loss_by_hand():
     assert result.clip_fraction.item() == pytest.approx(2 / 3)
     approx_kl = sum((r - 1) - math.log(r) for r in (2.0, 2.0, 0.5)) / 3
     assert result.approx_kl.item() == pytest.approx(approx_kl)
+
+
+def test_dual_clip_by_hand():
+    """Ratios 5, 2 and 0.5 under A = -2: bounded to 3, as it is, clipped to 0.8. Under A = 1 ratio 5 counts 1.2."""
+    inputs = (
+        torch.log(torch.tensor([[5.0, 2.0, 0.5, 5.0]])),
+        torch.zeros(1, 4),
+        torch.tensor([[-2.0, -2.0, -2.0, 1.0]]),
+        torch.ones(1, 4, dtype=torch.bool),
+    )
+    ppo, group = ppo_policy_loss(*inputs, dual_clip=3.0), grpo_loss(*inputs, dual_clip=3.0)
+    for result in (ppo, group):
+        assert result.loss.item() == pytest.approx((6.0 + 4.0 + 1.6 - 1.2) / 4)
+        assert result.clip_fraction_dual.item() == pytest.approx(1 / 4)
+        assert result.clip_fraction.item() == pytest.approx(3 / 4)
+    assert ppo_policy_loss(*inputs).loss.item() == pytest.approx((10.0 + 4.0 + 1.6 - 1.2) / 4), "without it no bound"
+    with pytest.raises(ConfigError, match=r"dual_clip is 1\.2, within the clip range; expected more than 1\.2"):
+        ppo_policy_loss(*inputs, dual_clip=1.2)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seeds, st.floats(1.3, 4.0))
+def test_dual_clip_agrees_with_the_reference(seed: int, dual_clip: float):
+    x, old, a = (random(seed + i, 3, 4, scale=1.5) for i in range(3))
+    mask = random_mask(seed, 3, 4)
+    real = [(b, t) for b in range(3) for t in range(4) if mask[b, t]]
+    terms = [dual_surrogate(float(x[i]), float(old[i]), float(a[i]), 0.2, 0.2, dual_clip) for i in real]
+    expected = pytest.approx(sum(terms) / max(len(real), 1))
+    assert ppo_policy_loss(x, old, a, mask, dual_clip=dual_clip).loss.item() == expected
+    assert grpo(x, old, a, mask, loss_type="dapo", dual_clip=dual_clip).item() == expected
+
+
+def test_dual_clip_passes_the_gradient_check_and_stops_the_gradient_of_what_it_bounds():
+    old, mask = random(2, 3, 4), torch.ones(3, 4, dtype=torch.bool)
+    a, x = random(3, 3, 4), random(1, 3, 4, scale=2.0)
+    assert ppo_policy_loss(x, old, a, mask, dual_clip=1.5).clip_fraction_dual > 0
+    for loss in (ppo_policy_loss, grpo_loss):
+        assert torch.autograd.gradcheck(lambda p, loss=loss: loss(p, old, a, mask, dual_clip=1.5).loss, (leaf(x),))
+        _, (gradient,) = value_and_gradient(lambda p, loss=loss: loss(p, old, a, mask, dual_clip=1.5).loss, x)
+        assert (gradient[((x - old).exp() > 1.5) & (a < 0)] == 0).all()
+
+
+def test_dual_clip_bounds_the_loss_of_a_token_whose_ratio_overflows():
+    logprobs, old, mask = torch.zeros(1, 1), torch.full((1, 1), -1000.0), torch.ones(1, 1, dtype=torch.bool)
+    value, (gradient,) = value_and_gradient(
+        lambda x: ppo_policy_loss(x, old, -torch.ones(1, 1), mask, dual_clip=3.0).loss, logprobs
+    )
+    assert value.item() == 3.0 and gradient.item() == 0.0
 
 
 def test_ppo_value_loss_by_hand():
@@ -454,7 +508,7 @@ def test_grpo_figures_carry_no_gradient():
     result = grpo_loss(
         leaf(random(1, 2, 3)), random(2, 2, 3), random(3, 2), torch.ones(2, 3), ref_logprobs=random(4, 2, 3)
     )
-    assert [value.requires_grad for value in result] == [True, False, False, False, False, False]
+    assert [value.requires_grad for value in result] == [True, *[False] * (len(result) - 1)]
 
 
 def test_grpo_says_what_is_missing_or_unknown():
@@ -471,6 +525,7 @@ def test_grpo_says_what_is_missing_or_unknown():
 
 TOKEN_LOSSES = {
     "ppo_policy": lambda x, y, z, mask: ppo_policy_loss(x, y, z, mask).loss,
+    "ppo_policy, dual clip": lambda x, y, z, mask: ppo_policy_loss(x, y, z, mask, dual_clip=1.5).loss,
     "ppo_value": lambda x, y, z, mask: ppo_value_loss(x, y, z, mask).loss,
     **{
         loss_type: lambda x, y, z, mask, loss_type=loss_type: grpo(x, y, z, mask, y, beta=0.3, loss_type=loss_type)

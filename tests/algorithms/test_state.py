@@ -14,13 +14,16 @@ from rollout_core.algorithms.state import MODEL_FOLDER, STATE_VERSION, TrainStat
 from rollout_core.config import OptimizerConfig
 from rollout_core.errors import ConfigError
 
+DECAYING = ("sgd", "adam", "adamw", "Adafactor")
+"""With two groups of parameters, whose order in the optimizer is another than in the model."""
+
 
 def build(model: Path, *, kind: str = "adamw", head: int | None = 1, steps: int = 0) -> TrainState:
     """A state of ``model`` after ``steps`` steps; ``head`` is the width of a module beside it."""
     torch.manual_seed(3)
     policy = load_policy(model)
     modules = nn.ModuleDict({} if head is None else {"value_head": nn.Linear(policy.config.hidden_size, head)})
-    config = OptimizerConfig.model_validate({"kind": kind, "lr": 1e-2})
+    config = OptimizerConfig.model_validate({"kind": kind, "lr": 1e-2, "weight_decay": 0.1 * (kind in DECAYING)})
     state = TrainState(policy, build_optimizer(config, [*policy.parameters(), *modules.parameters()]), modules, seed=7)
     for _ in range(steps):
         train_one(state)

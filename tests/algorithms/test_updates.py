@@ -9,11 +9,11 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from updates import sft_settings, workshop
+from updates import grpo, ppo, rows_of, sft_settings, workshop
 
 from rollout_core.algorithms import learners
-from rollout_core.algorithms.data import Example, epoch_order, positions_at, tokenize_sft
-from rollout_core.algorithms.experience import Trajectory, build_batch, completion_forward
+from rollout_core.algorithms.data import Example, epoch_order, positions_at, positions_between, tokenize_sft
+from rollout_core.algorithms.experience import Trajectory, build_batch, completion_forward, drawn_entropy
 from rollout_core.algorithms.learners import sft_update
 from rollout_core.algorithms.packing import Document, pack
 from rollout_core.algorithms.policy import Policy, zero_head
@@ -22,6 +22,7 @@ from rollout_core.algorithms.sft import SFT
 from rollout_core.algorithms.state import load_policy
 from rollout_core.config import (
     AdaptiveKL,
+    ImportanceCorrection,
     JsonlDataset,
     LossOn,
     OptimizerConfig,
@@ -101,6 +102,10 @@ def test_every_item_comes_once_an_epoch_and_the_step_is_the_whole_cursor():
     assert sorted(flat[:10]) == sorted(flat[10:20]) == list(range(10))
     assert flat[:10] == epoch_order(10, seed=3, epoch=0)
     assert positions_at(3, num_items=10, per_step=4, seed=3) == steps[3]
+    assert positions_between(7, 19, num_items=10, seed=3) == flat[7:19], "and a step may span several passes"
+    assert positions_between(0, 35, num_items=10, seed=3)[:20] == flat
+    assert flat[:10] != flat[10:20] and positions_between(0, 10, num_items=10, seed=4) != flat[:10]
+    assert positions_between(4, 4, num_items=10, seed=3) == []
 
 
 def trajectories() -> list[Trajectory]:
@@ -121,7 +126,7 @@ def test_completion_forward_equals_a_plain_pass_over_each_sequence(policy, tiny_
     items = trajectories()
     batch = build_batch(items, missing_eos_penalty=0.0)
     head = torch.nn.Linear(policy.config.hidden_size, 1)
-    output = completion_forward(Policy(policy, head), batch, temperature=0.7, device=CPU)
+    output = completion_forward(Policy(policy, head), batch, temperature=0.7, device=CPU, entropy=True)
     model = load_policy(tiny_model)
     for row, item in enumerate(items):
         ids = torch.tensor([[*item.prompt_token_ids, *item.token_ids]])
@@ -173,6 +178,54 @@ def test_credit_equals_an_independent_reference(policy, other_tiny_model):
         white = (advantages[row] - flat.mean()) / np.sqrt(flat.var(ddof=1) + 1e-8)
         assert np.allclose(credit.columns["advantages"][row, :count].numpy(), white, atol=1e-4)
         assert np.allclose(credit.columns["returns"][row, :count].numpy(), returns[row], atol=1e-5)
+
+
+def test_with_a_correction_the_divergence_that_is_penalised_is_the_trainers(policy):
+    """The engine's log-probabilities lie far off here; the reference is the policy, so there is nothing to penalise."""
+    settings = PPOSettings(
+        prompts=JsonlDataset(path="x"), optimizer=OptimizerConfig(lr=1e-4), correction=ImportanceCorrection()
+    )
+    model = Policy(policy, zero_head(policy))
+    figures = {}
+    for name, changed in (("own", settings), ("engine's", settings.model_copy(update={"correction": None}))):
+        _, figures[name], _ = assign_credit(model, model, build_batch(trajectories()), changed, kl_coef=0.1, device=CPU)
+    assert figures["own"]["objective/kl"] == 0 == figures["own"]["objective/non_score_reward"]
+    assert figures["engine's"]["objective/kl"] > 1
+
+
+def test_the_entropy_of_drawn_tokens_is_that_of_the_distribution_without_another_pass_over_the_logits(
+    policy, tiny_model
+):
+    torch.manual_seed(2)
+    model, prompt = Policy(policy), [5, 6, 7]
+    exact = completion_forward(
+        model, build_batch([Trajectory(prompt, [8], [0.0], 0.0, False)]), temperature=0.5, device=CPU, entropy=True
+    ).entropy
+    logits = load_policy(tiny_model)(torch.tensor([prompt])).logits[0, -1] / 0.5
+    drawn = torch.distributions.Categorical(logits=logits).sample((4000,)).tolist()
+    batch = build_batch([Trajectory(prompt, [token], [0.0], 0.0, False) for token in drawn])
+    output = completion_forward(model, batch, temperature=0.5, device=CPU)
+    assert float(drawn_entropy(output.logprobs, batch.mask)) == pytest.approx(float(exact), abs=0.03)
+    assert output.entropy.abs().sum() == 0, "not computed"
+
+
+@pytest.mark.parametrize("update", [ppo, grpo])
+def test_the_exact_entropy_is_computed_only_where_it_is_in_the_loss(tiny_model, tmp_path, monkeypatch, update):
+    asked = []
+
+    def forward(self, batch, **options):
+        asked.append(options.get("entropy", False))
+        return whole(self, batch, **options)
+
+    whole = Policy.forward
+    monkeypatch.setattr(Policy, "forward", forward)
+    place = workshop(tmp_path)
+    rows = rows_of(update(place, tiny_model), place.objects)
+    assert asked and not any(asked)
+    assert all(4 < row["entropy"] < 7 for row in rows), "the figure is there"
+    if update is ppo:
+        update(workshop(tmp_path / "other"), tiny_model, entropy_coef=0.01)
+        assert any(asked)
 
 
 @pytest.mark.parametrize("minibatch_size", [3, 1])

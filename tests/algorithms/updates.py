@@ -88,7 +88,7 @@ def sft_lora(place: Workshop, model: Path) -> Checkpoint:
 
 PPO_SETTINGS = PPOSettings(
     prompts=JsonlDataset(path="x"),
-    optimizer=OptimizerConfig(lr=1e-3, schedule="linear", warmup_steps=2),
+    optimizer=OptimizerConfig(lr=1e-3, schedule="linear", warmup_steps=2, weight_decay=0.1),
     minibatch_size=2,
     gradient_accumulation=2,
     epochs=3,
@@ -98,7 +98,9 @@ PPO_SETTINGS = PPOSettings(
 )
 
 
-def ppo(place: Workshop, model: Path, **changes: Any) -> Checkpoint:
+def ppo(
+    place: Workshop, model: Path, *, on_checkpoint: Callable[[Checkpoint], None] = lambda checkpoint: None, **changes
+) -> Checkpoint:
     """Two iterations of three epochs of two steps; the second goes on from the state of the first."""
     start = place.objects.put_tree(model)
     policy, train_state, checkpoint = start, None, None
@@ -107,6 +109,7 @@ def ppo(place: Workshop, model: Path, **changes: Any) -> Checkpoint:
         own = replace(place, key=hash_bytes(b"iteration %d" % iteration), seed=iteration)
         settings = PPO_SETTINGS.model_copy(update=changes)
         checkpoint = ppo_update(policy, train_state, start, scores, samples, settings, own)
+        on_checkpoint(checkpoint)
         policy, train_state = checkpoint.model, checkpoint.train_state
     assert checkpoint is not None
     return checkpoint
@@ -117,6 +120,7 @@ GRPO_SETTINGS = GRPOSettings(
     optimizer=OptimizerConfig(lr=1e-3),
     samples_per_prompt=2,
     minibatch_size=4,
+    gradient_accumulation=1,
     epochs=3,
     iterations=2,
     prompts_per_iteration=4,
@@ -125,7 +129,9 @@ GRPO_SETTINGS = GRPOSettings(
 )
 
 
-def grpo(place: Workshop, model: Path, **changes: Any) -> Checkpoint:
+def grpo(
+    place: Workshop, model: Path, *, on_checkpoint: Callable[[Checkpoint], None] = lambda checkpoint: None, **changes
+) -> Checkpoint:
     """As `ppo`, with groups of two and a KL to the reference."""
     settings = GRPO_SETTINGS.model_copy(update=changes)
     start = place.objects.put_tree(model)
@@ -134,6 +140,7 @@ def grpo(place: Workshop, model: Path, **changes: Any) -> Checkpoint:
         scores, samples = scored_completions(place.objects, seed=iteration)
         own = replace(place, key=hash_bytes(b"iteration %d" % iteration), seed=iteration)
         checkpoint = grpo_update(policy, train_state, start, scores, samples, settings, own)
+        on_checkpoint(checkpoint)
         policy, train_state = checkpoint.model, checkpoint.train_state
     assert checkpoint is not None
     return checkpoint
@@ -166,7 +173,7 @@ def scored_completions(objects: ObjectStore, *, seed: int) -> tuple[Scores, Any]
 KINDS = ("rm", "dpo", "ipo", "kto")
 COMMON = {
     "dataset": {"path": "x"},
-    "optimizer": {"lr": 1e-3},
+    "optimizer": {"lr": 1e-3, "weight_decay": 0.1},
     "minibatch_size": 4,
     "gradient_accumulation": 2,
     "budget": {"max_steps": 6},

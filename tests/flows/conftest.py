@@ -40,6 +40,7 @@ def small_nightly(tiny_model, sorting_task, tmp_path) -> dict[str, Any]:
             "prompts_per_iteration": 640,
             "epochs": 3,
             "minibatch_size": 80,
+            "gradient_accumulation": 1,
             "prompts": {"path": str(sorting_task.prompts)},
             "sampling": {"max_tokens": 14},
             "optimizer": {"lr": 1e-4},

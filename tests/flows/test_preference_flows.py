@@ -12,7 +12,10 @@ import pytest
 
 from rollout_core.config import (
     CONFIG_KINDS,
+    JsonlDataset,
+    ModelSource,
     NightlyConfig,
+    SamplingParams,
     TrainGRPOConfig,
     TrainPPOConfig,
     TrainRMConfig,
@@ -20,6 +23,7 @@ from rollout_core.config import (
     parse_config,
 )
 from rollout_core.errors import ConfigError
+from rollout_core.inference.samples import decode_samples
 from rollout_core.learner_plan import plan_on_policy
 from rollout_core.nightly_plan import plan_nightly
 from rollout_core.preference_plan import plan_kto, plan_pairs
@@ -220,6 +224,62 @@ def test_iterations_go_on_where_a_shorter_run_ended(tiny_model, sorting_task, pr
     resumed = train_grpo(config(2, **{"run.resume": first["train_state"][:12]}))
     whole = train_grpo(config(2))
     assert resumed["train_state"] == whole["train_state"] and resumed["rewards"] == whole["rewards"][1:]
+
+
+@pytest.mark.server
+def test_iterations_pass_over_the_prompts_in_orders_that_follow_from_the_seed(
+    tiny_model, sorting_task, prefect_server, tmp_path, monkeypatch
+):
+    """Three iterations of 4 of 6 prompts are two passes; held-out prompts, say, keep the order of their file."""
+    from prefect import flow
+
+    from flows import train
+    from tasks import places
+    from tasks.keep import import_model, import_prompts
+
+    lines = sorting_task.prompts.read_text().splitlines()[:6]
+    rows = [json.loads(line)["prompt"] for line in lines]
+    (tmp_path / "prompts.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    asked: list[str] = []
+    enqueue = train.enqueue_prompts
+
+    def asking(*arguments, **options):
+        prompts = enqueue(*arguments, **options)
+        samples = decode_samples(places.objects().get_bytes(prompts.samples))
+        asked.extend(sample.prompt for sample in samples[:: options.get("samples_per_prompt", 1)])
+        return prompts
+
+    monkeypatch.setattr(train, "enqueue_prompts", asking)
+
+    def passes(seed: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        asked.clear()
+        overrides = {
+            "algorithm.base_model.uri": str(tiny_model),
+            "algorithm.prompts.path": str(tmp_path / "prompts.jsonl"),
+            "algorithm.iterations": 3,
+            "algorithm.prompts_per_iteration": 4,
+            "algorithm.samples_per_prompt": 2,
+            "algorithm.minibatch_size": 8,
+            "algorithm.sampling.max_tokens": 2,
+            "backend": {"kind": "transformers"},
+            "num_threads": 1,
+            "seed": seed,
+        }
+        train.train_grpo(load_config(PROJECT / "examples" / "grpo-tiny.toml", TrainGRPOConfig, overrides))
+        return tuple(asked[:6]), tuple(asked[6:])
+
+    first, second = passes(3)
+    assert sorted(first) == sorted(second) == sorted(rows) and len({first, second, tuple(rows)}) == 3
+    assert passes(3) == (first, second) != passes(4)
+
+    @flow(name="test", persist_result=False)
+    def in_file_order() -> None:
+        prompts = import_prompts(JsonlDataset(path=str(tmp_path / "prompts.jsonl"))).data
+        asking(prompts, import_model(ModelSource(uri=str(tiny_model))).model, SamplingParams(max_tokens=2))
+
+    asked.clear()
+    in_file_order()
+    assert asked == rows
 
 
 @pytest.mark.parametrize("kind", KINDS)
