@@ -12,8 +12,9 @@ from typing import TypeVar
 from prefect import get_client
 from prefect.context import FlowRunContext
 
-from rollout_core.config import RunInfo
+from rollout_core.config import Run
 from rollout_core.errors import CorruptObject, MissingObject
+from rollout_core.numerics import require_numerics
 from tasks.journal import Journal, keep_journal
 from tasks.logs import stage_logger
 from tasks.stage import refreshing
@@ -23,12 +24,14 @@ R = TypeVar("R")
 TRIES = 3
 
 
-def run_body(body: Callable[[Journal], R], run: RunInfo) -> R:
+def run_body(body: Callable[[Journal], R], config: Run) -> R:
     """Run a flow's ``body``; again, up to three times in all, when an object it needs is damaged or gone.
 
-    The flow run gets the tags of ``run``. What a refresh computed stays cached for its next try, and for `prefect
-    flow-run retry`.
+    The flow run gets the tags of ``config``. What a refresh computed stays cached for its next try, and for `prefect
+    flow-run retry`. Raises ConfigError where this process does not compute as ``config`` asks.
     """
+    require_numerics(config.numerics)
+    run = config.run
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
         raise RuntimeError("run_body is called inside a flow")

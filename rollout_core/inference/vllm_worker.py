@@ -6,17 +6,28 @@ import multiprocessing
 import os
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from rollout_core.errors import ConfigError
+from rollout_core.numerics import check_numerics, hide_wider_instructions, is_portable_here
+
+if is_portable_here():
+    # Before vLLM loads the kernels that it was built with for the CPU it finds.
+    hide_wider_instructions()
+
 import vllm._custom_ops
 import vllm.model_executor.layers.utils as layer_utils
 from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.executor.multiproc_executor import WorkerProc
 
 # On a CPU, linear layers keep pre-packed oneDNN copies of their weights, which a reload in place does not refresh: the
 # engine would go on with the old weights, silently. Without oneDNN they use the weights themselves.
 vllm._custom_ops._supports_onednn = False
 
+KERNELS = "_C_AVX2.abi3.so"
 MIN_ROWS = 16
 _gemm = layer_utils.cpu_unquantized_gemm
 
@@ -40,6 +51,7 @@ def batch_invariant_gemm(
 layer_utils.cpu_unquantized_gemm = batch_invariant_gemm
 
 _run_engine_core = EngineCoreProc.run_engine_core
+_worker_main = WorkerProc.worker_main
 
 
 class InPlaceReload:
@@ -54,9 +66,27 @@ def die_with_owner() -> None:
     EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
 
 
+def worker_main(*args: Any, **kwargs: Any) -> None:
+    """Main function of the process that computes: finding it imports this module first, and so its settings hold."""
+    if is_portable_here():
+        check_kernels()
+    _worker_main(*args, **kwargs)
+
+
+def check_kernels() -> None:
+    """Raises ConfigError where this process computes otherwise than portable arithmetic does."""
+    check_numerics()
+    loaded = {Path(line.split()[-1]).name for line in Path("/proc/self/maps").read_text().splitlines() if "/_C" in line}
+    if loaded != {KERNELS}:
+        raise ConfigError(
+            f"portable numerics need vLLM's kernels in {KERNELS}; it has loaded {sorted(loaded) or 'none'}"
+        )
+
+
 def run_engine_core(*args: Any, **kwargs: Any) -> None:
     """Main function of the engine's process."""
     threading.Thread(target=_wait_for_owner, name="rollout-owner-watch", daemon=True).start()
+    WorkerProc.worker_main = staticmethod(worker_main)
     _run_engine_core(*args, **kwargs)
 
 

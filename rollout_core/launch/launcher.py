@@ -38,6 +38,7 @@ from rollout_core.launch.job import (
     update_function,
 )
 from rollout_core.launch.messages import PIPE, error_of, is_own_error
+from rollout_core.numerics import default_threads
 
 if TYPE_CHECKING:
     from rollout_core.algorithms.workshop import Workshop
@@ -273,7 +274,7 @@ class _Ranks:
 
 def _environment(job: Job, folder: Path, objects: ObjectStore) -> dict[str, str]:
     """Of all ranks. Threads are shared out where nothing says how many there should be."""
-    threads = job.num_threads or max(1, (os.cpu_count() or 1) // job.nproc)
+    threads = job.num_threads or default_threads() or max(1, (os.cpu_count() or 1) // job.nproc)
     package = str(Path(rollout_core.__file__).parents[1])
     search_path = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
