@@ -28,7 +28,7 @@ from rollout_core.inference.base import Completion, Failure, GathersStream, Mode
 from rollout_core.inference.structured import vllm_constraint
 from rollout_core.inference.text import decode_completions, told_tokens
 from rollout_core.models import load_tokenizer
-from rollout_core.numerics import check_numerics
+from rollout_core.numerics import check_numerics, is_portable_here
 from rollout_core.secrets import read_secret
 
 if TYPE_CHECKING:
@@ -98,6 +98,8 @@ class VLLMEngine(GathersStream):
         except (ValueError, RuntimeError, OSError) as error:
             raise ConfigError(f"vLLM could not start with model {model.folder}: {error}") from error
         threading.Thread(target=_wake_at_death, args=[llm.llm_engine.engine_core], daemon=True).start()
+        if is_portable_here():
+            _refuse_long_contexts(llm)
         return llm
 
     def _try_out(self) -> None:
@@ -317,6 +319,19 @@ def trainer_logprobs(model: ModelRef, prompt: Sequence[int], token_ids: Sequence
     with torch.no_grad():
         logits_TV = policy(ids).logits[0, len(prompt) - 1 : -1]
         return selected_logprobs(logits_TV, ids[0, len(prompt) :]).tolist()
+
+
+def _refuse_long_contexts(llm: LLM) -> None:
+    from rollout_core.inference.vllm_attention import longest_context
+
+    model = llm.llm_engine.model_config
+    longest = longest_context(model.get_head_size())
+    if model.max_model_len > longest:
+        llm.llm_engine.engine_core.shutdown()
+        raise ConfigError(
+            f'numerics = "portable" reaches {longest} tokens of prompt and completion with this model in vLLM, and '
+            f"max_model_len is {model.max_model_len}; set backend.max_model_len to at most {longest}"
+        )
 
 
 @contextmanager

@@ -69,14 +69,19 @@ def die_with_owner() -> None:
 def worker_main(*args: Any, **kwargs: Any) -> None:
     """Main function of the process that computes: finding it imports this module first, and so its settings hold."""
     if is_portable_here():
+        from rollout_core.inference.vllm_attention import attend_in_pieces
+
         check_kernels()
+        attend_in_pieces()
     _worker_main(*args, **kwargs)
 
 
 def check_kernels() -> None:
     """Raises ConfigError where this process computes otherwise than portable arithmetic does."""
     check_numerics()
-    loaded = {Path(line.split()[-1]).name for line in Path("/proc/self/maps").read_text().splitlines() if "/_C" in line}
+    mapped = {Path(line.split()[-1]) for line in Path("/proc/self/maps").read_text().splitlines()}
+    own = Path(vllm._custom_ops.__file__).parent
+    loaded = {file.name for file in mapped if file.parent == own and file.name.startswith("_C")}
     if loaded != {KERNELS}:
         raise ConfigError(
             f"portable numerics need vLLM's kernels in {KERNELS}; it has loaded {sorted(loaded) or 'none'}"
