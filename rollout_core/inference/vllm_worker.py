@@ -80,7 +80,7 @@ def check_kernels() -> None:
     """Raises ConfigError where this process computes otherwise than portable arithmetic does."""
     check_numerics()
     mapped = {Path(line.split()[-1]) for line in Path("/proc/self/maps").read_text().splitlines()}
-    own = Path(vllm._custom_ops.__file__).parent
+    own = Path(vllm._custom_ops.__file__).resolve().parent
     loaded = {file.name for file in mapped if file.parent == own and file.name.startswith("_C")}
     if loaded != {KERNELS}:
         raise ConfigError(
