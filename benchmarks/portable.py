@@ -1,8 +1,9 @@
 """What portable numerics cost, and that they hold on CPUs that this machine is not.
 
-Cost: the same updates of a tiny Qwen2 (3.2 million parameters) and the same generation by vLLM, native and portable, each
-side in a process of its own, in turn, so that both meet the same load; medians over rounds, the ratio is the median of
-the rounds' own. Proof: the tiny updates that tests pin, under qemu's user emulation of other CPUs (minutes each).
+Cost: the same steps of a tiny Qwen2 (3.2 million parameters) and the same generation by vLLM, native and portable,
+each side in a process of its own, in turn, so that both meet the same load; medians over rounds, the ratio is the
+median of the rounds' own. Proof: the tiny updates that tests pin, under qemu's user emulation of other CPUs (minutes
+each).
 
 Run: python benchmarks/portable.py [--quick] [--cpu EPYC --cpu Haswell]
 """

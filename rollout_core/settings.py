@@ -4,7 +4,8 @@
 (default ``sqlite:///./data/rollout.db``), ``ROLLOUT_CACHE`` a local folder for checkpoints fetched from the object
 store (default ``./data/cache``), ``ROLLOUT_TRACKING`` the folder of trackers (default ``./data/tracking``).
 ``ROLLOUT_LIMITS`` lists the concurrency limits that stages ask the Prefect server for
-(``engine``, ``learner``; default none). They say where, never what: no setting enters a cache key. (``ROLLOUT_NUMERICS``, which does, is that of `numerics`.)
+(``engine``, ``learner``; default none). They say where, never what: no setting enters a cache key.
+(``ROLLOUT_NUMERICS``, which does, is read by `numerics`.)
 """
 
 from __future__ import annotations

@@ -104,6 +104,18 @@ def test_a_process_that_computed_before_it_was_held_is_refused():
     assert "MKL has chosen branch" in line and f"{NUMERICS}=portable" in line
 
 
+def test_the_command_holds_its_process_before_a_configuration_is_checked_by_torch():
+    code = (
+        "from pathlib import Path; from flows.cli.common import load_run\n"
+        "from rollout_core.config import TrainSFTConfig\n"
+        "asked = {'algorithm.optimizer.kind': 'Adafactor', 'algorithm.optimizer.warmup_steps': 1}\n"
+        "config = load_run(Path('examples/sft-tiny.toml'), TrainSFTConfig, asked)\n"
+        "import sys; assert 'torch' in sys.modules\n"
+        "from rollout_core.numerics import require_numerics; require_numerics(config.numerics)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=True)
+
+
 def test_a_process_that_was_not_held_refuses_a_portable_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(NUMERICS, raising=False)
     require_numerics("native")

@@ -16,7 +16,8 @@ import pytest
 import yaml
 
 from rollout_core.config import NightlyConfig, parse_config
-from tests.flows.conftest import snapshots_of, wait_for
+from rollout_core.lineage import lineage_of
+from tests.flows.conftest import objects, snapshots_of, wait_for
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 
@@ -66,7 +67,7 @@ def test_deployed_killed_and_retried_through_the_server_it_resumes(
         env={"PREFECT_API_URL": prefect_server, "ROLLOUT_PROJECT": str(PROJECT)}, stdout=subprocess.DEVNULL,
     )  # fmt: skip
     # The scheduled runs of the real nightly deployment are hours away; this one is started now.
-    overrides = json.dumps({"run.name": "retried"})
+    overrides = json.dumps({"run.name": "retried", "numerics": "portable"})
     prefect(
         "deployment", "run", "nightly/nightly",
         "--param", f"config={json.dumps(parse_config(small_nightly, NightlyConfig).model_dump(mode='json'))}",
@@ -84,6 +85,9 @@ def test_deployed_killed_and_retried_through_the_server_it_resumes(
     assert retried.id == run.id and retried.run_count == 2
     states = task_states(prefect_server, run.id)
     assert "Cached" in states["evaluate"] and "Completed" in states["sft_update"]
+    lineage = lineage_of(objects(), snapshots_of("ppo")[0].id)
+    assert lineage is not None
+    assert (lineage.arithmetic["numerics"], lineage.arithmetic["instructions"]) == ("portable", "AVX2")
 
 
 def deepest_python(pid: int) -> int:
