@@ -53,7 +53,7 @@ def batch_inference(config: InferBatchConfig, run_id: str | None = None) -> dict
         return {**written.model_dump(mode="json"), "figures": figures}
 
     try:
-        return run_body(body, config.run)
+        return run_body(body, config)
     finally:
         close_engine()
 

@@ -18,6 +18,7 @@ from flows.dask_worker import Driver, EngineKeeper
 from rollout_core.config import DaskConfig, WorkersConfig
 from rollout_core.errors import ConfigError, Recoverable
 from rollout_core.inference.workers import this_worker
+from rollout_core.numerics import current_numerics
 from rollout_core.processes import this_machine
 from tasks import places
 from tasks.patience import patiently
@@ -84,7 +85,15 @@ def introduce(run_id: str) -> Driver:
         asyncio.run(_appear())
 
     patiently(appear)
-    return Driver(run_id, this_worker(), mark, places.in_words(), this_machine(), PREFECT_API_URL.value())
+    return Driver(
+        run_id=run_id,
+        worker_id=this_worker(),
+        mark=mark,
+        places=places.in_words(),
+        machine=this_machine(),
+        api_url=PREFECT_API_URL.value(),
+        numerics=current_numerics(),
+    )
 
 
 async def _appear() -> None:

@@ -32,6 +32,7 @@ from rollout_core.inference.batch import Progress
 from rollout_core.inference.engines import close_engine
 from rollout_core.inference.tally import forget_tally, tally
 from rollout_core.models import prepare_transformers
+from rollout_core.numerics import NUMERICS, Numerics, current_numerics
 from rollout_core.processes import this_machine
 from tasks import places
 from tasks.patience import patiently
@@ -57,6 +58,8 @@ class Driver:
     """Its storage and database, in words, without secrets."""
     machine: str
     api_url: str | None
+    numerics: Numerics
+    """In force there: stages have other keys where it is another one."""
 
     @property
     def topic(self) -> str:
@@ -141,6 +144,11 @@ def _meet(driver: Driver, inputs: dict[str, Any]) -> None:
         raise ConfigError(
             f"worker {_name()} may not start the process that vLLM runs in; start Dask workers with "
             "DASK_DISTRIBUTED__WORKER__DAEMON=False in their environment, or with --no-nanny"
+        )
+    if current_numerics() != driver.numerics:
+        raise ConfigError(
+            f"worker {_name()} computes with {current_numerics()} numerics, the driver with {driver.numerics}; start "
+            f"Dask workers with {NUMERICS}={driver.numerics} in their environment"
         )
     with _meeting:
         if driver not in _met:

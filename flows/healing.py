@@ -14,8 +14,9 @@ from typing import TypeVar
 from prefect import get_client
 from prefect.context import FlowRunContext
 
-from rollout_core.config import RunInfo
+from rollout_core.config import Run
 from rollout_core.errors import CorruptObject, MissingObject
+from rollout_core.numerics import require_numerics
 from rollout_core.scratch import sweep_scratch
 from rollout_core.stopping import is_stopping, watching
 from tasks.journal import Journal, keep_journal
@@ -29,12 +30,14 @@ WORKERS_RUN = "PREFECT__FLOW_RUN_ID"
 """Environment variable by which a Prefect worker names the run to the process that it starts."""
 
 
-def run_body(body: Callable[[Journal], R], run: RunInfo) -> R:
+def run_body(body: Callable[[Journal], R], config: Run) -> R:
     """Run a flow's ``body``; again for every object that it finds damaged or gone, until one is found a third time.
 
-    The flow run gets the tags of ``run``. What a refresh computed stays cached for its next try, and for `prefect
-    flow-run retry`.
+    The flow run gets the tags of ``config``. What a refresh computed stays cached for its next try, and for `prefect
+    flow-run retry`. Raises ConfigError where this process does not compute as ``config`` asks.
     """
+    require_numerics(config.numerics)
+    run = config.run
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
         raise RuntimeError("run_body is called inside a flow")

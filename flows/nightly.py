@@ -53,7 +53,7 @@ def nightly(config: NightlyConfig, overrides: dict[str, Any] | None = None) -> d
         config = parse_config(changed, NightlyConfig, name="overrides")
     plan_nightly(config, working_folder(), connections(), keep=True)
     try:
-        return run_body(lambda journal: _nightly(config, journal), config.run)
+        return run_body(lambda journal: _nightly(config, journal), config)
     finally:
         close_engine()
 

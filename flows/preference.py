@@ -38,7 +38,7 @@ def train_rm(config: TrainRMConfig) -> dict[str, Any]:
         snapshot(checkpoint, f"{config.run.name}/rm")
         return checkpoint.model_dump(mode="json")
 
-    return run_body(body, config.run)
+    return run_body(body, config)
 
 
 @flow(name="train-dpo", flow_run_name="{config.run.name}", persist_result=False)
@@ -87,4 +87,4 @@ def _train_against_reference(
         snapshot(checkpoint, f"{config.run.name}/{settings.kind}")
         return checkpoint.model_dump(mode="json")
 
-    return run_body(body, config.run)
+    return run_body(body, config)

@@ -129,7 +129,7 @@ def train_sft(config: TrainSFTConfig) -> dict[str, Any]:
         snapshot(checkpoint, f"{config.run.name}/sft")
         return checkpoint.model_dump(mode="json")
 
-    return run_body(body, config.run)
+    return run_body(body, config)
 
 
 @flow(name="train-ppo", flow_run_name="{config.run.name}", persist_result=False)
@@ -193,6 +193,6 @@ def _train_on_policy(config: TrainPPOConfig | TrainGRPOConfig) -> dict[str, Any]
         return {**last, "rewards": [iteration.scores.mean for iteration in iterations]}
 
     try:
-        return run_body(body, config.run)
+        return run_body(body, config)
     finally:
         close_engine()

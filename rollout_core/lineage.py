@@ -41,6 +41,9 @@ class Lineage(BaseModel):
     created_at: AwareDatetime
     software: dict[str, str]
     """Package name to version."""
+    arithmetic: dict[str, Any] = {}
+    """What decided over last bits where it was made: native or portable numerics, the instruction set in force, the
+    CPU threads, or the GPU."""
 
 
 def record_lineage(objects: ObjectStore, lineage: Lineage) -> ContentId:

@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from rollout_core.numerics import is_portable
+
 if TYPE_CHECKING:
     import torch
 
@@ -23,6 +25,12 @@ _UNFIT = {
     "SparseAdam": "it takes sparse gradients only",
     "Muon": "it takes matrices only, and models have vectors too",
 }
+_SQUARE_ROOTS = ("Adadelta", "Adagrad", "NAdam", "RAdam", "RMSprop")
+"""They take them by MKL, whose portable branch rounds them as the CPU's maker does; Adam and AdamW only where they are
+not fused."""
+FUSED = ("Adam", "AdamW")
+OTHER_KERNELS = {"fused", "foreach", "differentiable"}
+"""Options by which Adam is not one fused kernel."""
 
 
 def optimizer_class(kind: str) -> type[torch.optim.Optimizer]:
@@ -72,7 +80,16 @@ def optimizer_arguments(
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(names)}"
             raise ValueError(f"options.{name}: {cls.__name__} has no such argument; {hint}")
+    _refuse_unportable(cls.__name__, options)
     return arguments | dict(options)
+
+
+def _refuse_unportable(name: str, options: Mapping[str, Any]) -> None:
+    if is_portable() and (name in _SQUARE_ROOTS or (name in FUSED and OTHER_KERNELS & options.keys())):
+        raise ValueError(
+            f"torch.optim.{name}{f' with options {dict(options)}' if name in FUSED else ''} takes square roots that "
+            "differ from one make of CPU to another; with portable numerics use adamw, adam, sgd or Adafactor"
+        )
 
 
 def check_optimizer(kind: str, **settings: Any) -> None:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from rollout_core.errors import ConfigError, Fatal, Recoverable
 from rollout_core.expressions import compile_expression
 from rollout_core.ids import ContentId, canonical_json, content_id, hash_bytes
+from rollout_core.numerics import numerics_identity
 from rollout_core.reward_functions import imported_sources, load_function, near, shown, source_file
 
 
@@ -65,6 +66,10 @@ class ModelReward(_Spec):
     model: str = Field(min_length=1)
     """A folder, a hub id or the content id of a checkpoint of `rollout train rm`. It scores the engine's token ids, so
     its tokenizer must be the policy's."""
+
+    def cache_identity(self) -> Any:
+        """The same scores wherever the arithmetic is the same."""
+        return {"kind": self.kind, "model": self.model, **numerics_identity()}
 
 
 PlainReward = ExactMatchReward | FunctionReward | ModelReward

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_core.errors import ConfigError
+from rollout_core.numerics import check_numerics, default_threads, hold_numerics
 
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONHASHSEED": "0"}
 """Set where absent: without the first, cuBLAS may add in another order; without the second, Python orders sets of
@@ -39,8 +40,9 @@ def prepare_environment() -> Preparation:
 
     Warns when torch was imported without CUBLAS_WORKSPACE_CONFIG: CUDA work may then differ from run to run. Python
     reads PYTHONHASHSEED only when it starts, so setting it here always counts as too late; nothing in this package
-    depends on the order of a set.
+    depends on the order of a set. Where ROLLOUT_NUMERICS says so, the process is held to portable arithmetic.
     """
+    hold_numerics()
     set_now = tuple(name for name in ENVIRONMENT if name not in os.environ)
     os.environ.update({name: ENVIRONMENT[name] for name in set_now})
     read_already = {"PYTHONHASHSEED"} | ({"CUBLAS_WORKSPACE_CONFIG"} if "torch" in sys.modules else set())
@@ -59,8 +61,9 @@ def seed_everything(seed: int, *, deterministic: bool = True, num_threads: int |
     """Seed random, numpy and torch (CUDA too), and make torch repeat itself bit for bit.
 
     ``deterministic`` chooses deterministic kernels, no cuDNN autotuning and full float32 products; False leaves the
-    choice to torch. ``num_threads`` fixes the CPU threads, on whose number the last bits of sums depend.
-    Raises ConfigError for a seed outside [0, 2**32).
+    choice to torch. ``num_threads`` fixes the CPU threads, on whose number the last bits of sums depend; without it
+    they are as many as the machine has, or in portable arithmetic 1.
+    Raises ConfigError for a seed outside [0, 2**32), and where a library does not keep to portable arithmetic.
     """
     if not 0 <= seed < 2**32:
         raise ConfigError(f"seed is {seed}; expected a number from 0 to 2**32 - 1")
@@ -68,6 +71,7 @@ def seed_everything(seed: int, *, deterministic: bool = True, num_threads: int |
     import numpy
     import torch
 
+    check_numerics()
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
@@ -76,8 +80,9 @@ def seed_everything(seed: int, *, deterministic: bool = True, num_threads: int |
     torch.backends.cudnn.benchmark = False
     if deterministic:
         torch.set_float32_matmul_precision("highest")
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
+    threads = num_threads or default_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)

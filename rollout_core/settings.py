@@ -5,7 +5,8 @@
 store (default ``./data/cache``), ``ROLLOUT_TRACKING`` the folder of trackers (default ``./data/tracking``).
 ``ROLLOUT_LIMITS`` lists the concurrency limits that stages ask the Prefect server for
 (``engine``, ``learner``; default none), and ``ROLLOUT_STOP_SECONDS`` is how long a run may take to end after a stop
-signal (default 10). They say where, never what: no setting enters a cache key.
+signal (default 10). They say where, never what: no setting enters a cache key. (``ROLLOUT_NUMERICS``, which does, is
+read by `numerics`.)
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ from rollout_core.errors import CorruptObject, CorruptRef, MissingObject, Recove
 from rollout_core.ids import ContentId, content_id, is_content_id
 from rollout_core.lineage import Lineage, record_lineage, software_versions
 from rollout_core.locks import exclusive
+from rollout_core.numerics import arithmetic
 from rollout_core.objects import ObjectStore
 from rollout_core.records import Record
 from rollout_core.settings import locations
@@ -282,6 +283,7 @@ class Stage(Generic[P, R]):
             outputs=record.outputs(),
             created_at=datetime.now(UTC),
             software=software_versions(),
+            arithmetic=arithmetic(),
         )
         record_lineage(run.objects, lineage)
         # A refresh's result is from then on also that of runs without one. Its own key is written last: once that is

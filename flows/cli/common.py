@@ -8,9 +8,14 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+
+if TYPE_CHECKING:
+    from rollout_core.config import Run
+
+RunT = TypeVar("RunT", bound="Run")
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -56,6 +61,17 @@ def parse_overrides(settings: list[str] | None) -> dict[str, Any]:
         except ValueError:
             overrides[key] = text
     return overrides
+
+
+def load_run(path: Path, model: type[RunT], overrides: Mapping[str, Any]) -> RunT:
+    """The configuration of a run, in a process that computes as it asks."""
+    from rollout_core.config import load_config
+    from rollout_core.config.parsing import apply_overrides, read_toml
+    from rollout_core.numerics import hold_numerics
+
+    # Before anything is validated, which may import torch.
+    hold_numerics(apply_overrides(read_toml(path), overrides).get("numerics"))
+    return load_config(path, model, overrides)
 
 
 def print_plan(facts: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from flows.cli.common import (
     DryRun,
     Overrides,
     Processes,
+    load_run,
     one_line_errors,
     parse_overrides,
     print_plan,
@@ -40,11 +41,11 @@ def infer_batch(
     with one_line_errors(debug):
         from flows.connections import connections
         from rollout_core.batch_plan import plan_batch
-        from rollout_core.config import InferBatchConfig, load_config
+        from rollout_core.config import InferBatchConfig
 
         overrides = parse_overrides(set_) | ({} if workers is None else {"workers.count": workers})
         overrides |= {"output.events": True} if events else {}
-        parsed = load_config(config, InferBatchConfig, overrides)
+        parsed = load_run(config, InferBatchConfig, overrides)
         facts = plan_batch(parsed, Path.cwd(), resume, connections(), thorough=dry_run)
         if dry_run:
             print_plan(facts)
@@ -81,15 +82,15 @@ def nightly(
     """Fine-tune, PPO, evaluate, promote, report."""
     with one_line_errors(debug):
         from flows.connections import connections
-        from rollout_core.config import NightlyConfig, load_config
+        from rollout_core.config import NightlyConfig
         from rollout_core.nightly_plan import plan_nightly
 
         overrides = parse_overrides(set_)
-        parsed = load_config(config, NightlyConfig, overrides)
+        parsed = load_run(config, NightlyConfig, overrides)
         if nproc is not None:
             learners = [name for name in ("sft", "rm", "dpo", "ppo", "grpo") if getattr(parsed, name) is not None]
             overrides |= {f"{name}.parallel.nproc": nproc for name in learners}
-            parsed = load_config(config, NightlyConfig, overrides)
+            parsed = load_run(config, NightlyConfig, overrides)
         facts = plan_nightly(parsed, Path.cwd(), connections(), keep=not dry_run)
         if dry_run:
             print_plan(facts)

@@ -14,6 +14,7 @@ from flows.cli.common import (
     DryRun,
     Overrides,
     Processes,
+    load_run,
     one_line_errors,
     parse_overrides,
     print_plan,
@@ -63,9 +64,9 @@ for _kind, _help in ALGORITHMS.items():
 
 def _train(kind: str, config: Path, dry_run: bool, overrides: dict[str, Any], debug: bool) -> None:
     from flows.connections import connections
-    from rollout_core.config import CONFIG_KINDS, load_config
+    from rollout_core.config import CONFIG_KINDS
 
-    parsed: Any = load_config(config, CONFIG_KINDS[f"train-{kind}"], overrides)
+    parsed: Any = load_run(config, CONFIG_KINDS[f"train-{kind}"], overrides)
     facts = _planner(kind)(parsed, Path.cwd(), connections(), keep=not dry_run)
     if dry_run:
         settings = parsed.algorithm

@@ -25,12 +25,11 @@ from rollout_core.config import LearnerSettings, OptimizerConfig
 from rollout_core.devices import mixed_precision, probe_device
 from rollout_core.errors import Fatal
 from rollout_core.ids import ContentId, canonical_json, hash_bytes
-from rollout_core.optimizers import optimizer_class
+from rollout_core.numerics import check_numerics
+from rollout_core.optimizers import OTHER_KERNELS, optimizer_class
 
 log = logging.getLogger(__name__)
 BatchT = TypeVar("BatchT")
-_OTHER_KERNELS = {"fused", "foreach", "differentiable"}
-"""Arguments of Adam that choose its kernel."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +84,7 @@ class LoopHooks:
 
 def build_accelerator(precision: str) -> Accelerator:
     """One accelerator a process; ``auto`` means bfloat16 where a GPU has it, else float32."""
+    check_numerics(mixed_precision(precision))
     if probe_device() == "cpu":
         keep_freed_memory()
     return Accelerator(
@@ -99,7 +99,7 @@ def build_optimizer(config: OptimizerConfig, parameters: Sequence[torch.nn.Param
     Weights decay, embeddings included; norms and biases, which are vectors, do not: as transformers' Trainer has it.
     """
     cls, arguments = optimizer_class(config.kind), config.arguments()
-    if cls in (torch.optim.Adam, torch.optim.AdamW) and not _OTHER_KERNELS & arguments.keys():
+    if cls in (torch.optim.Adam, torch.optim.AdamW) and not OTHER_KERNELS & arguments.keys():
         arguments["fused"] = True
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not arguments.get("weight_decay"):

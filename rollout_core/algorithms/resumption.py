@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from rollout_core.algorithms.parallel import agree, is_first, of_first, text_of_first
 from rollout_core.algorithms.state import (
@@ -26,8 +27,9 @@ from rollout_core.algorithms.state import (
 )
 from rollout_core.algorithms.workshop import Workshop
 from rollout_core.config import LearnerSettings
-from rollout_core.errors import CorruptObject, NotFound, Recoverable
+from rollout_core.errors import ConfigError, CorruptObject, NotFound, Recoverable
 from rollout_core.ids import ContentId
+from rollout_core.numerics import arithmetic, differing, is_portable
 from rollout_core.records import Checkpoint
 from rollout_core.resume import RUN_NAME
 from rollout_core.scratch import scratch_folder
@@ -39,6 +41,8 @@ FINISHED = "finished"
 """Label of an update's last snapshot, unless people give it a better one."""
 SECONDS = "training_seconds"
 """Key of a snapshot's record; the snapshot itself does not depend on the clock."""
+ARITHMETIC = "arithmetic"
+"""The same: what decided over last bits, of each part of the update that was computed in another way, in order."""
 
 
 class Origin(Enum):
@@ -62,6 +66,7 @@ class Resumption:
         self._tokenizer_from = tokenizer_from
         self._snapshots = SnapshotStore(workshop.objects)
         self._ref = f"{PROGRESS_REFS}/{workshop.key}"
+        self._arithmetic = [arithmetic()]
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
         self._writing: Future[None] | None = None
         self._is_due = False
@@ -75,8 +80,9 @@ class Resumption:
     def restore(self, state: TrainState) -> Origin:
         """Bring ``state`` to the last snapshot of this update, else to the one it is to start from, if there is one.
 
-        Of its own one that cannot be read counts as none. Raises ConfigError where the other is not of this model, and
-        Recoverable where only some of several processes could read their own.
+        Of its own one that cannot be read counts as none. Raises ConfigError where the other is not of this model, or
+        where its own was made by other arithmetic and this is to be portable; Recoverable where only some of several
+        processes could read their own.
         """
         found = self._restore_own(state)
         if not agree(float(found), device_of(state)):
@@ -96,18 +102,40 @@ class Resumption:
         if snapshot_id is None:
             return False
         try:
-            self._restore_from(snapshot_id, state)
+            self._restore_from(snapshot_id, state, same_arithmetic=is_portable())
         except (CorruptObject, NotFound) as error:
             log.warning("%s update starts over: its last snapshot cannot be read (%s)", self._algorithm, error)
             return False
         return True
 
-    def _restore_from(self, snapshot_id: ContentId, state: TrainState) -> None:
+    def _arithmetic_with(self, snapshot_id: ContentId, *, same: bool) -> list[dict[str, Any]]:
+        """That of the parts so far and this process's. Another one is said; where it is to be the ``same``, refused."""
+        before = self._snapshots.get(snapshot_id).meta.get(ARITHMETIC, [])
+        here = arithmetic()
+        differences = differing(before[-1], here) if before else ""
+        if differences and same:
+            raise ConfigError(
+                f"the {self._algorithm} update was begun with {differences}. Going on would give other bytes than one "
+                'go does, and numerics = "portable" promises the same. Run it with what it was begun with, or from its '
+                f'start by run.refresh = true, or train on as another result by run.resume = "{snapshot_id.short}"'
+            )
+        if differences:
+            log.warning(
+                "%s update goes on with other arithmetic: begun with %s. The result is sound, but one go in either "
+                "place ends in other last bits; its snapshots name both",
+                self._algorithm,
+                differences,
+            )
+        return [*before, here] if differences else before or [here]
+
+    def _restore_from(self, snapshot_id: ContentId, state: TrainState, *, same_arithmetic: bool = False) -> None:
+        computed = self._arithmetic_with(snapshot_id, same=same_arithmetic)
         with scratch_folder("restore") as scratch:
             folder = scratch / "state"
             snapshot = self._snapshots.restore(snapshot_id, folder)
             load_state(state, folder)
             state.seconds = snapshot.meta.get(SECONDS, 0.0)
+        self._arithmetic = computed
         log.info("%s update resumes at step %d from snapshot %s", self._algorithm, state.step, snapshot_id.short)
 
     def save(self, state: TrainState) -> None:
@@ -183,7 +211,11 @@ class Resumption:
             step=copied.step,
             algorithm=self._algorithm,
             label=label,
-            meta={SECONDS: round(copied.seconds, 3), RUN_NAME: self._workshop.run_name},
+            meta={
+                SECONDS: round(copied.seconds, 3),
+                RUN_NAME: self._workshop.run_name,
+                ARITHMETIC: self._arithmetic,
+            },
         )
 
     @contextmanager

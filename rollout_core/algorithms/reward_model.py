@@ -25,6 +25,7 @@ from rollout_core.algorithms.precision import scalar_head
 from rollout_core.algorithms.preference_data import Pair
 from rollout_core.config import RewardModelSettings
 from rollout_core.errors import ConfigError
+from rollout_core.numerics import check_numerics, cpu_threads, default_threads
 
 
 class RewardModel(PackedModel):
@@ -169,9 +170,11 @@ def score_samples(folder: Path, samples: Sequence[tuple[Sequence[int], Sequence[
     """
     if not all(completion for _, completion in samples):
         raise ConfigError("a reward model scores token ids, and a completion without any was given")
+    check_numerics()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = RewardModel(load_reward_model(folder).to(device).eval())
-    return score_sequences(model, [[*prompt, *completion] for prompt, completion in samples], device=device)
+    with cpu_threads(default_threads()):
+        return score_sequences(model, [[*prompt, *completion] for prompt, completion in samples], device=device)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from pydantic import Field, field_validator
 
 from rollout_core.config.base import Settings
 from rollout_core.devices import probe_device
+from rollout_core.numerics import default_threads, numerics_identity
 
 
 class VLLMBackend(Settings):
@@ -35,6 +36,9 @@ class VLLMBackend(Settings):
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
     """Share of the GPU's memory the engine may take. Changes speed only."""
     tensor_parallel_size: int = Field(default=1, ge=1)
+    num_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of the engine, on whose number last bits of a logprob may depend. Default: one a core, but for one
+    core that is left to the rest, or 1 with portable numerics."""
     enable_prefix_caching: bool = False
     """Off by default: a cache hit may change last bits of a logprob."""
     canary_tolerance: float | None = Field(default=None, gt=0)
@@ -47,6 +51,11 @@ class VLLMBackend(Settings):
     def concrete_dtype(self) -> str:
         """The dtype on this machine; ``auto`` is left on a GPU only, and means the model's own there."""
         return "float32" if self.dtype == "auto" and probe_device() == "cpu" else self.dtype
+
+    @property
+    def fixed_threads(self) -> int | None:
+        """CPU threads of the engine; None where vLLM chooses, or computes on a GPU."""
+        return (self.num_threads or default_threads()) if probe_device() == "cpu" else None
 
     @property
     def batch_invariant(self) -> bool:
@@ -62,6 +71,8 @@ class VLLMBackend(Settings):
             "dtype": self.concrete_dtype,
             "tensor_parallel_size": self.tensor_parallel_size,
             "enable_prefix_caching": self.enable_prefix_caching,
+            **({} if self.fixed_threads is None else {"num_threads": self.fixed_threads}),
+            **numerics_identity(),
         }
         if (probe_device(), self.concrete_dtype) == ("cpu", "float32"):
             return named
@@ -88,6 +99,7 @@ class TransformersBackend(Settings):
             "device": probe_device(),
             "dtype": self.dtype,
             "num_threads": self.num_threads,
+            **numerics_identity(),
         }
 
 

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from rollout_core.config.base import Settings
 from rollout_core.config.datasets import DatasetSource
 from rollout_core.devices import mixed_precision, probe_device
+from rollout_core.numerics import numerics_identity
 from rollout_core.optimizers import ADAM_KEYS, OWN_KEYS, check_optimizer, optimizer_arguments, optimizer_class
 
 PLAIN_OPTIMIZERS = ("adamw", "adam", "sgd")
@@ -185,7 +186,7 @@ class LearnerSettings(Settings):
             del named["lora"]
         if self.parallel.nproc == 1:
             del named["parallel"]
-        return {**named, "precision": [probe_device(), mixed_precision(self.precision)]}
+        return {**named, "precision": [probe_device(), mixed_precision(self.precision)], **numerics_identity()}
 
     @model_validator(mode="after")
     def _work_for_every_process(self) -> LearnerSettings:

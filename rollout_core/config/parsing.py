@@ -21,13 +21,17 @@ def load_config(path: str | Path, model: type[SettingsT], overrides: Mapping[str
 
     Raises ConfigError with one line for each thing wrong: the file, the key, what was got and what was expected.
     """
+    return parse_config(read_toml(path), model, name=str(path), overrides=overrides)
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The tables of a TOML file. Raises ConfigError where it cannot be read."""
     try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such config file") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: not readable as TOML: {error}") from error
-    return parse_config(data, model, name=str(path), overrides=overrides)
 
 
 def parse_config(

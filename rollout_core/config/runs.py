@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -14,6 +15,8 @@ from rollout_core.config.on_policy import GRPOSettings, PPOSettings
 from rollout_core.config.preference import DPOSettings, IPOSettings, KTOSettings, RewardModelSettings
 from rollout_core.config.sampling import SamplingParams
 from rollout_core.config.workers import WorkersConfig
+from rollout_core.devices import probe_device
+from rollout_core.numerics import Numerics
 from rollout_core.rewards import ExactMatchReward, RewardSpec
 
 
@@ -72,82 +75,91 @@ class KTOAlgorithm(KTOSettings):
     """Default: the base model."""
 
 
-class TrainSFTConfig(Settings):
-    """`rollout train sft`."""
+class Run(Settings):
+    """What every run has."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
-    run: RunInfo = RunInfo(name="sft")
+    run: RunInfo = RunInfo()
+    numerics: Numerics = "native"
+    """Arithmetic of the CPU, for the trainer, the engine and all they start. ``native``: the fastest kernels for the
+    CPU at hand, another kind of which gives other last bits. ``portable``: the same bytes on every x86-64 machine with
+    AVX2, at a price in speed."""
+
+    @model_validator(mode="after")
+    def _portable_in_float32(self) -> Run:
+        for name, asked in _precisions(self):
+            if self.numerics == "portable" and asked in ("bfloat16", "float16") and probe_device() == "cpu":
+                raise ValueError(f"{name} is {asked}, but portable numerics hold in float32 on a CPU; change either")
+        return self
+
+
+def _precisions(settings: Settings, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted names of all settings that choose a precision, with what they choose."""
+    for name in type(settings).model_fields:
+        value = getattr(settings, name)
+        if isinstance(value, Settings):
+            yield from _precisions(value, f"{prefix}{name}.")
+        elif name in ("dtype", "precision"):
+            yield f"{prefix}{name}", value
+
+
+class TrainingRun(Run):
+    """What every run that trains has."""
+
     seed: int = Field(default=0, ge=0, lt=2**31)
     num_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the trainer; fixed threads make CPU training repeatable bit for bit."""
+    """CPU threads of the trainer; fixed threads make CPU training repeatable bit for bit. Default: as many as the
+    machine has cores, or 1 with portable numerics."""
+
+
+class TrainSFTConfig(TrainingRun):
+    """`rollout train sft`."""
+
+    run: RunInfo = RunInfo(name="sft")
     algorithm: SFTAlgorithm
 
 
-class TrainPPOConfig(Settings):
+class TrainPPOConfig(TrainingRun):
     """`rollout train ppo`."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
     run: RunInfo = RunInfo(name="ppo")
-    seed: int = Field(default=0, ge=0, lt=2**31)
-    num_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the trainer; fixed threads make CPU training repeatable bit for bit."""
     algorithm: PPOAlgorithm
     backend: EngineConfig = VLLMBackend()
 
 
-class TrainGRPOConfig(Settings):
+class TrainGRPOConfig(TrainingRun):
     """`rollout train grpo`."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
     run: RunInfo = RunInfo(name="grpo")
-    seed: int = Field(default=0, ge=0, lt=2**31)
-    num_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the trainer; fixed threads make CPU training repeatable bit for bit."""
     algorithm: GRPOAlgorithm
     backend: EngineConfig = VLLMBackend()
 
 
-class TrainRMConfig(Settings):
+class TrainRMConfig(TrainingRun):
     """`rollout train rm`."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
     run: RunInfo = RunInfo(name="rm")
-    seed: int = Field(default=0, ge=0, lt=2**31)
-    num_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the trainer; fixed threads make CPU training repeatable bit for bit."""
     algorithm: RewardModelAlgorithm
 
 
-class TrainDPOConfig(Settings):
+class TrainDPOConfig(TrainingRun):
     """`rollout train dpo`."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
     run: RunInfo = RunInfo(name="dpo")
-    seed: int = Field(default=0, ge=0, lt=2**31)
-    num_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the trainer; fixed threads make CPU training repeatable bit for bit."""
     algorithm: DPOAlgorithm
 
 
-class TrainIPOConfig(Settings):
+class TrainIPOConfig(TrainingRun):
     """`rollout train ipo`."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
     run: RunInfo = RunInfo(name="ipo")
-    seed: int = Field(default=0, ge=0, lt=2**31)
-    num_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the trainer; fixed threads make CPU training repeatable bit for bit."""
     algorithm: IPOAlgorithm
 
 
-class TrainKTOConfig(Settings):
+class TrainKTOConfig(TrainingRun):
     """`rollout train kto`."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
     run: RunInfo = RunInfo(name="kto")
-    seed: int = Field(default=0, ge=0, lt=2**31)
-    num_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the trainer; fixed threads make CPU training repeatable bit for bit."""
     algorithm: KTOAlgorithm
 
 
@@ -195,10 +207,9 @@ class FailurePolicy(Settings):
     """The run fails, and writes no output, when more than this share of its samples failed."""
 
 
-class InferBatchConfig(Settings):
+class InferBatchConfig(Run):
     """`rollout infer batch`."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
     run: RunInfo = RunInfo(name="batch")
     model: ModelSource
     sampling: BatchSampling
@@ -227,14 +238,10 @@ class PromotionConfig(Settings):
     """The held-out reward may be lower by this much and still be promoted."""
 
 
-class NightlyConfig(Settings):
+class NightlyConfig(TrainingRun):
     """SFT, then PPO or GRPO iterations or DPO, evaluation before and after, promotion, report."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
     run: RunInfo = RunInfo(name="nightly")
-    seed: int = Field(default=0, ge=0, lt=2**31)
-    num_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the trainer; fixed threads make CPU training repeatable bit for bit."""
     model: ModelSource
     reward: RewardSpec = ExactMatchReward()
     """What held-out completions are worth, and those of training where there is no ``rm``."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from rollout_core.config import SamplingParams, TransformersBackend
@@ -17,20 +16,8 @@ from rollout_core.ids import ContentId
 from rollout_core.inference.base import Completion, FinishReason, GathersStream, ModelRef, Request, TopLogprobs
 from rollout_core.inference.text import decode_completions, told_tokens
 from rollout_core.models import load_tokenizer
+from rollout_core.numerics import check_numerics, cpu_threads
 from rollout_core.weights import load_causal_lm
-
-
-@contextmanager
-def cpu_threads(count: int) -> Iterator[None]:
-    """Let torch use ``count`` CPU threads inside the block."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class TransformersEngine(GathersStream):
@@ -39,6 +26,7 @@ class TransformersEngine(GathersStream):
     batch_invariant = True
 
     def __init__(self, config: TransformersBackend, model: ModelRef) -> None:
+        check_numerics(config.dtype)
         self._config = config
         self._load(model)
 

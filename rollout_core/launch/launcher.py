@@ -35,6 +35,7 @@ from rollout_core.launch.job import (
     update_function,
 )
 from rollout_core.launch.messages import PIPE, error_of, is_own_error
+from rollout_core.numerics import default_threads
 from rollout_core.processes import search_path
 from rollout_core.scratch import scratch_folder
 from rollout_core.settings import stop_seconds
@@ -276,7 +277,7 @@ class _Ranks:
 
 def _environment(job: Job, folder: Path, objects: ObjectStore) -> dict[str, str]:
     """Of all ranks. Threads are shared out where nothing says how many there should be."""
-    threads = job.num_threads or max(1, (os.cpu_count() or 1) // job.nproc)
+    threads = job.num_threads or default_threads() or max(1, (os.cpu_count() or 1) // job.nproc)
     environment = {
         "OMP_NUM_THREADS": str(threads),
         "PYTHONHASHSEED": "0",

@@ -23,7 +23,8 @@ import yaml
 from deployments import serve
 from flows.local_server import LOG
 from rollout_core.config import NightlyConfig, parse_config
-from tests.flows.conftest import snapshots_of, wait_for
+from rollout_core.lineage import lineage_of
+from tests.flows.conftest import objects, snapshots_of, wait_for
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 
@@ -76,7 +77,7 @@ def test_deployed_killed_and_retried_through_the_server_it_resumes(
             env={"PREFECT_API_URL": prefect_server, "ROLLOUT_PROJECT": str(PROJECT)}, stdout=output,
         )  # fmt: skip
     # The scheduled runs of the real nightly deployment are hours away; this one is started now.
-    overrides = json.dumps({"run.name": "retried"})
+    overrides = json.dumps({"run.name": "retried", "numerics": "portable"})
     prefect(
         "deployment", "run", "nightly/nightly",
         "--param", f"config={json.dumps(parse_config(small_nightly, NightlyConfig).model_dump(mode='json'))}",
@@ -94,6 +95,9 @@ def test_deployed_killed_and_retried_through_the_server_it_resumes(
     assert retried.id == run.id and retried.run_count == 2
     states = task_states(prefect_server, run.id)
     assert "Cached" in states["evaluate"] and "Completed" in states["sft_update"]
+    lineage = lineage_of(objects(), snapshots_of("ppo")[0].id)
+    assert lineage is not None
+    assert (lineage.arithmetic["numerics"], lineage.arithmetic["instructions"]) == ("portable", "AVX2")
 
 
 def test_a_schedule_whose_data_is_missing_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -56,6 +56,7 @@ def example(kind: str, tiny_model: Path, files: dict[str, Path], **changes):
         "algorithm.optimizer.lr": 1e-3,
         "algorithm.evaluation.dataset.path": str(files["judged" if kind == "kto" else "pairs"]),
         "num_threads": 1,
+        "numerics": "native",  # this process has chosen its kernels
         **changes,
     }
     return load_config(PROJECT / "examples" / f"{kind}-tiny.toml", CONFIG_KINDS[f"train-{kind}"], overrides)
@@ -111,6 +112,7 @@ def test_a_reward_model_rewards_the_completions_of_another_run(
             },
             "backend": {"kind": "transformers"},
             "num_threads": 1,
+            "numerics": "native",
         },
     )
     [reward] = train_ppo(config)["rewards"]
@@ -214,6 +216,7 @@ def test_iterations_go_on_where_a_shorter_run_ended(tiny_model, sorting_task, pr
             "algorithm.minibatch_size": 8,
             "backend": {"kind": "transformers"},
             "num_threads": 1,
+            "numerics": "native",
             **changes,
         }
         return load_config(PROJECT / "examples" / "grpo-tiny.toml", TrainGRPOConfig, overrides)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_core.config import PromotionConfig, RunInfo
+from rollout_core.config import PromotionConfig, Run, RunInfo
 from rollout_core.ids import ContentId, hash_bytes
 from rollout_core.objects import ObjectStore
 from rollout_core.records import EvalReport
@@ -27,7 +27,7 @@ def in_flow(prefect_server):
     def start(body):
         @flow(name="test-keep", persist_result=False)
         def test_keep():
-            return run_body(lambda journal: body(), RunInfo(tags=("night", "tiny")))
+            return run_body(lambda journal: body(), Run(run=RunInfo(tags=("night", "tiny"))))
 
         return test_keep()
 

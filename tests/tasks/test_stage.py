@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_core.config import RunInfo, SnapshotPolicy
+from rollout_core.config import Run, RunInfo, SnapshotPolicy
 from rollout_core.errors import ConfigError, CorruptObject, Fatal, Recoverable, RetryHint
 from rollout_core.ids import ContentId, hash_bytes
 from rollout_core.lineage import lineage_of, trace_lineage
@@ -92,7 +92,7 @@ def run(prefect_server, monkeypatch):
 
         @flow(name="test", persist_result=False)
         def test_flow():
-            return run_body(journaled, RunInfo(refresh=refresh))
+            return run_body(journaled, Run(run=RunInfo(refresh=refresh)))
 
         result = test_flow()
         return result, [entry.state for entry in kept[-1].entries]
@@ -194,7 +194,7 @@ def test_a_retried_flow_run_goes_on_with_its_refresh(stages, prefect_server):
 
     @flow(name="test", retries=1, persist_result=False)
     def test_flow():
-        return run_body(body, RunInfo(refresh=True))
+        return run_body(body, Run(run=RunInfo(refresh=True)))
 
     stages["make"](32)
     test_flow()

@@ -1,0 +1,95 @@
+"""Tiny updates as content ids, for processes of other machines: ``python portable_child.py FOLDER NAME...``.
+
+NAME is ``sft`` or ``ppo`` (made-up completions), or ``engine``: one PPO iteration on what vLLM generates. The model is
+made here as well, so nothing comes from another process. Prints a JSON object of content ids by name.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from rollout_core.ids import ContentId, canonical_json, hash_bytes
+from rollout_core.seeding import prepare_environment
+
+
+def model(folder: Path) -> Path:
+    """Heads of 32: vLLM has no CPU kernels for smaller ones."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+    from make_tiny import make_model
+
+    make_model(folder / "model", hidden_size=128, num_layers=2, seed=1)
+    return folder / "model"
+
+
+def engine(folder: Path) -> dict[str, ContentId]:
+    """What an engine generates, and the model that one PPO iteration on it ends in."""
+    from updates import PPO_SETTINGS, workshop
+
+    from rollout_core.algorithms.learners import ppo_update
+    from rollout_core.config import SamplingParams, VLLMBackend
+    from rollout_core.inference.base import ModelRef, Request
+    from rollout_core.inference.samples import Sample, encode_completion, encode_samples
+    from rollout_core.inference.vllm_backend import VLLMEngine, trainer_logprobs
+    from rollout_core.models import load_tokenizer
+    from rollout_core.records import Scores
+
+    place, files = workshop(folder, num_threads=2), model(folder)
+    start = place.objects.put_tree(files)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    size = len(load_tokenizer(files))
+
+    def prompt(number: int) -> list[int]:
+        return [(31 * number + 7 * place) % size for place in range(5 + 25 * number)]
+
+    samples = [Sample(hash_bytes(b"%d" % number), "prompt", prompt(number), 0, None, {}) for number in range(8)]
+    backend_model = ModelRef(start, files)
+    backend = VLLMEngine(VLLMBackend(max_model_len=256), backend_model)
+    try:
+        made = backend.generate([Request(s.id, s.prompt_token_ids, params, seed=i) for i, s in enumerate(samples)])
+    finally:
+        backend.close()
+    by_key = {completion.key: completion for completion in made}
+    completions = b"".join(encode_completion(by_key[sample.id]) for sample in samples)
+    scores = Scores(
+        scores=place.objects.put_bytes(canonical_json([float(number % 2) for number in range(8)])),
+        completions=place.objects.put_bytes(completions),
+        num_samples=8,
+        mean=0.5,
+        std=0.5,
+    )
+    trained = ppo_update(
+        start, None, start, scores, place.objects.put_bytes(encode_samples(samples)), PPO_SETTINGS, place
+    )
+    worst = max(
+        abs(told - own)
+        for sample in samples
+        for told, own in zip(
+            by_key[sample.id].logprobs,
+            trainer_logprobs(backend_model, sample.prompt_token_ids, by_key[sample.id].token_ids),
+            strict=True,
+        )
+    )
+    assert worst < 1e-4, worst
+    return {"completions": scores.completions, "engine": trained.train_state}
+
+
+def main() -> None:
+    prepare_environment()
+    from updates import ppo, sft, workshop
+
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    found: dict[str, ContentId] = {}
+    for name in names:
+        own = folder / name
+        if name == "engine":
+            found |= engine(own)
+        else:
+            update = {"sft": sft, "ppo": ppo}[name]
+            found[name] = update(workshop(own, num_threads=2), model(own)).train_state
+    sys.stdout.write(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
