@@ -60,7 +60,7 @@ def own_bytes(processes: list[int]) -> int:
 
 
 def end_all(root: int, group: int | None) -> None:
-    """Kill what is below ``root``, which adopts orphans; ``group`` first, as a group dies as one however fast it forks."""
+    """Kill what is below ``root``, which adopts orphans; ``group`` first: it dies as one, however fast it forks."""
     deadline = time.monotonic() + END_SECONDS
     while time.monotonic() < deadline:
         if group is not None:
