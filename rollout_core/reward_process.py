@@ -43,7 +43,9 @@ class RewardProcess:
         try:
             return self._child.call({"inputs": rows})
         except Ended as error:
-            place = whole_batch(inputs) if error.place is None else list(places(inputs))[error.place]
+            known = list(places(inputs))
+            alone = error.place is not None and 0 <= error.place < len(known)
+            place = known[error.place or 0] if alone else whole_batch(inputs)
             raise Fatal(f"reward {self._code.callable} failed on {place}: it {error}") from error
 
     def close(self) -> None:

@@ -191,7 +191,7 @@ def _start(handler: str, limits: Limits) -> _Process:
             os.close(descriptor)
         raise
     progress = Progress(memory)
-    for descriptor in (*theirs, output_end):
+    for descriptor in (*theirs[:-1], output_end):
         os.close(descriptor)
     for descriptor in (verdict, requests, answers, output):
         os.set_blocking(descriptor, False)
@@ -215,7 +215,7 @@ class _Call:
 
     def run(self, request: Any) -> Any:
         """The answer's frame, decoded. Raises Ended."""
-        outgoing = memoryview(frames.encode(request))
+        outgoing = memoryview(frames.encode({"request": request}))
         self._pipes.progress.place = NO_PLACE
         self._tell(BUSY)
         try:

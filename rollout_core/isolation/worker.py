@@ -24,6 +24,7 @@ class Progress:
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, PROGRESS_BYTES)
+        os.close(descriptor)
 
     @property
     def place(self) -> int:
@@ -46,7 +47,7 @@ Handler = Callable[[Any, Callable[[int], None]], Any]
 def serve(handler: str, requests: int, answers: int, progress: int) -> None:
     """Answer requests until there are none."""
     own = os.getpid()
-    for descriptor in (requests, answers, progress):
+    for descriptor in (requests, answers):
         os.set_inheritable(descriptor, False)
     place = Progress(progress)
 
@@ -55,11 +56,11 @@ def serve(handler: str, requests: int, answers: int, progress: int) -> None:
 
     with os.fdopen(requests, "rb") as incoming, os.fdopen(answers, "wb") as outgoing:
         call: Handler | None = None
-        while (request := frames.read(incoming)) is not None:
+        while (frame := frames.read(incoming)) is not None:
             tell(NO_PLACE)
             try:
                 call = call or _find(handler)
-                answer = frames.encode({"value": call(request, tell)})
+                answer = frames.encode({"value": call(frame["request"], tell)})
             except BaseException as error:  # noqa: BLE001 - whatever it is, it is the caller's to judge
                 answer = frames.encode({"error": _described(error)})
             with contextlib.suppress(Exception):
