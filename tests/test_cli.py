@@ -18,6 +18,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from flows.cli import app
+from rollout_core import config as config_package
 from rollout_core.config import CONFIG_KINDS
 from rollout_core.ids import ContentId, hash_bytes
 from rollout_core.lineage import Lineage, record_lineage
@@ -168,6 +169,20 @@ def test_nproc_changes_the_processes_of_every_learner(work: Path, nothing_starts
     assert "processes" not in run("train-sft", "--dry-run", "--nproc", "1").stdout
     expected = "train-sft.toml: algorithm: parallel.nproc is 3, but a step has 2 rows"
     assert refused(run("train-sft", "--nproc", "3")).startswith(expected)
+
+
+def test_a_config_is_read_once(work: Path, nothing_starts: None, monkeypatch: pytest.MonkeyPatch):
+    """What it says after that does not count, such as for what follows from ``--nproc``."""
+    load_config = config_package.load_config
+
+    def load_and_edit(path: Path, *arguments: Any) -> Any:
+        loaded = load_config(path, *arguments)
+        path.write_text("edited = meanwhile")
+        return loaded
+
+    monkeypatch.setattr(config_package, "load_config", load_and_edit)
+    result = run("nightly", "--dry-run", "--nproc", "2")
+    assert result.exit_code == 0 and "processes=2" in result.stdout, result.stderr
 
 
 # Bad input

@@ -25,7 +25,7 @@ from rollout_core.isolation import frames
 from rollout_core.isolation.environment import child_environment
 from rollout_core.isolation.limits import Limits, allowed_memory, gibibytes
 from rollout_core.isolation.warden import BUSY, END, IDLE
-from rollout_core.isolation.worker import NO_PLACE, PROGRESS_BYTES, Progress
+from rollout_core.isolation.worker import PROGRESS_BYTES, STARTING, Progress
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +34,9 @@ LINE_CHARACTERS = 1000
 LOGGED_LINES = 200
 """Of one call; of more than that the number is told."""
 LAST_LINES = 5
+START_SECONDS = 120.0
+"""For a process to begin with a request, which is no fault of the code's. A machine may be busy."""
 END_SECONDS = 15.0
-VERDICT_SECONDS = 15.0
-"""For the warden to say why, once the code's process has closed its pipe."""
 
 
 class Ended(Fatal):
@@ -210,13 +210,13 @@ class _Call:
         self._output = _Output(on_line)
         self._answer = bytearray()
         self._selector = selectors.DefaultSelector()
-        self._place = NO_PLACE
+        self._place = STARTING
         self._since = time.monotonic()
 
     def run(self, request: Any) -> Any:
         """The answer's frame, decoded. Raises Ended."""
         outgoing = memoryview(frames.encode({"request": request}))
-        self._pipes.progress.place = NO_PLACE
+        self._pipes.progress.place = STARTING
         self._tell(BUSY)
         try:
             with self._selector:
@@ -293,8 +293,10 @@ class _Call:
         place = self._pipes.progress.place
         if place != self._place:
             self._place, self._since = place, time.monotonic()
-        elif time.monotonic() - self._since > self._limits.seconds:
-            raise self._ended(f"took longer than {self._limits.seconds:g} s")
+            return
+        limit = START_SECONDS if place == STARTING else self._limits.seconds
+        if time.monotonic() - self._since > limit:
+            raise self._ended(f"took longer than {limit:g} s" + (" to start" if place == STARTING else ""))
 
     def _verdict(self) -> str:
         told = self._read(self._pipes.verdict)
@@ -317,7 +319,7 @@ class _Call:
         self._output.end_line()
         lines = f"; its last output: {' / '.join(self._output.last)}" if self._output.last else ""
         place = self._pipes.progress.place
-        return Ended(reason + lines, None if place == NO_PLACE else place)
+        return Ended(reason + lines, place if place >= 0 else None)
 
 
 class _Output:

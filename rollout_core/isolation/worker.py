@@ -15,7 +15,8 @@ from typing import Any
 from rollout_core.isolation import frames
 
 _PLACE = struct.Struct("<q")
-NO_PLACE = -1
+NO_PLACE, STARTING = -1, -2
+"""Before the handler's first step; before the handler is called."""
 PROGRESS_BYTES = mmap.PAGESIZE
 
 
@@ -28,7 +29,7 @@ class Progress:
 
     @property
     def place(self) -> int:
-        """`NO_PLACE` before the first."""
+        """From 0 on a step's; below that `NO_PLACE` or `STARTING`."""
         return _PLACE.unpack_from(self._memory)[0]
 
     @place.setter
@@ -57,9 +58,9 @@ def serve(handler: str, requests: int, answers: int, progress: int) -> None:
     with os.fdopen(requests, "rb") as incoming, os.fdopen(answers, "wb") as outgoing:
         call: Handler | None = None
         while (frame := frames.read(incoming)) is not None:
-            tell(NO_PLACE)
             try:
                 call = call or _find(handler)
+                tell(NO_PLACE)
                 answer = frames.encode({"value": call(frame["request"], tell)})
             except BaseException as error:  # noqa: BLE001 - whatever it is, it is the caller's to judge
                 answer = frames.encode({"error": _described(error)})
