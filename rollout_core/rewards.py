@@ -7,6 +7,7 @@ keys by the content of its source file (`source_id`), so editing it makes new sc
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ from rollout_core.user_modules import importable
 from rollout_core.user_sources import read_code
 
 log = logging.getLogger(__name__)
+
+IS_ISOLATED = sys.platform == "linux"
+"""Elsewhere nothing can be said of a process's descendants, and rewards run in this process."""
 
 __all__ = [
     "CompositeReward",
@@ -85,7 +89,7 @@ def load_reward(
     if isinstance(spec, ExactMatchReward):
         return RewardFunction(f"exact_match({spec.answer_key})", lambda sample: _exact_match(spec, sample))
     code = source.codes[spec.callable]
-    if spec.in_process:
+    if spec.in_process or not IS_ISOLATED:
         return _in_process(code, spec.kwargs)
     process = RewardProcess(code, spec.kwargs, spec.limits(), on_line)
     return RewardFunction(spec.callable, process, batched=True, close=process.close)

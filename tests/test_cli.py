@@ -92,12 +92,17 @@ def work(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 @pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch, weights_stay_unread: None) -> None:
-    """Server, engine and model weights: whoever tries to start or load one fails the test."""
+    """Server, engine and model weights: whoever tries to start or load one fails the test. A reward may be loaded, in a
+    process of its own."""
+    popen = subprocess.Popen
 
     def refuse(*arguments: Any, **options: Any) -> None:
         raise AssertionError("this must start nothing")
 
-    monkeypatch.setattr(subprocess, "Popen", refuse)
+    def refuse_others(command: Any, *arguments: Any, **options: Any) -> Any:
+        return (popen if "rollout_core.isolation.warden" in command else refuse)(command, *arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", refuse_others)
     for place in (
         "flows.local_server.prefect_server",
         "rollout_core.inference.engines.build_backend",

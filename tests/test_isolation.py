@@ -166,6 +166,19 @@ def test_a_child_outlives_the_thread_that_started_it():
         assert [running.call("place")] == places
 
 
+def test_a_copy_of_the_caller_that_ends_leaves_the_child_to_the_caller():
+    with child() as running:
+        before = running.call("place")
+        copy = os.fork()
+        if copy == 0:
+            try:
+                running.close()
+            finally:
+                os._exit(0)
+        os.waitpid(copy, 0)
+        assert running.call("place") == before
+
+
 def test_an_interrupted_call_leaves_no_answer_for_the_next():
     class Stop(BaseException):
         pass

@@ -488,7 +488,7 @@ def test_a_tokenizer_edited_while_it_is_loaded_is_not_taken_for_the_other(model,
         return tokenizer
 
     monkeypatch.setattr(rollout_core.models, "load_tokenizer", load_and_edit)
-    with pytest.raises(Conflict, match="the tokenizer in .* changed while it was read"):
+    with pytest.raises(Conflict, match=r"the tokenizer in .* changed while it was read"):
         inspect_model(model)
 
 

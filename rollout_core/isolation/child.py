@@ -134,10 +134,12 @@ class _Process:
     def __init__(self, popen: subprocess.Popen[bytes], pipes: _Pipes) -> None:
         self.popen = popen
         self.pipes = pipes
-        self.end = weakref.finalize(self, _end, popen, pipes)
+        self.end = weakref.finalize(self, _end, popen, pipes, os.getpid())
 
 
-def _end(popen: subprocess.Popen[bytes], pipes: _Pipes) -> None:
+def _end(popen: subprocess.Popen[bytes], pipes: _Pipes, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a copy of the caller's process ends, such as one that multiprocessing forked
     # Told in so many words: a copy of the pipe in some other process of ours would keep it from ending.
     with contextlib.suppress(OSError):
         os.write(pipes.control, END)

@@ -13,8 +13,11 @@ END_SECONDS = 10.0
 
 def newest() -> str:
     """Differs after a process or thread was started anywhere, so that there may be new ones below ours."""
-    with open("/proc/loadavg", encoding="ascii") as file:
-        return file.read().rpartition(" ")[2]
+    try:
+        with open("/proc/loadavg", encoding="ascii") as file:
+            return file.read().rpartition(" ")[2]
+    except OSError:  # a container may hide it
+        return str(time.monotonic())
 
 
 def below(root: int) -> list[int]:
