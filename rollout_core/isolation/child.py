@@ -26,6 +26,7 @@ from rollout_core.isolation.environment import child_environment
 from rollout_core.isolation.limits import Limits, allowed_memory, gibibytes
 from rollout_core.isolation.warden import BUSY, END, IDLE
 from rollout_core.isolation.worker import PROGRESS_BYTES, STARTING, Progress
+from rollout_core.stopping import raise_if_stopping
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ LOGGED_LINES = 200
 LAST_LINES = 5
 START_SECONDS = 120.0
 """For a process to begin with a request, which is no fault of the code's. A machine may be busy."""
+STOPPED = "a call of other people's code"
 END_SECONDS = 15.0
 
 
@@ -236,6 +238,7 @@ class _Call:
                     if self._pipes.verdict in ready:
                         raise self._ended(self._verdict())
                     self._check_time()
+                    raise_if_stopping(STOPPED)
         finally:
             self._tell(IDLE)
             self._output.finish()

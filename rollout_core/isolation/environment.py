@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 
-import rollout_core
+from rollout_core.processes import search_path
 from rollout_core.secrets import LIST, PREFIX, allowed_secrets
 
 _SECRET_NAME = re.compile(
@@ -29,9 +28,7 @@ def child_environment() -> dict[str, str]:
     """Variables for a process of other people's code, which finds this package where this process did."""
     allowed = allowed_secrets()
     passed = {name: value for name, value in os.environ.items() if _may_pass(name, value, allowed)}
-    package = str(Path(rollout_core.__file__).parents[1])
-    passed["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return passed
+    return passed | {"PYTHONPATH": search_path()}
 
 
 def _may_pass(name: str, value: str, allowed: frozenset[str]) -> bool:
