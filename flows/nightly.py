@@ -37,6 +37,7 @@ from tasks.keep import (
 from tasks.learn import dpo_update, rm_update, sft_update
 from tasks.places import connections, working_folder
 from tasks.prompts import enqueue_prompts
+from tasks.rewards import close_rewards
 from tasks.score import evaluate
 
 SHOWN_SAMPLES = 8
@@ -56,6 +57,7 @@ def nightly(config: NightlyConfig, overrides: dict[str, Any] | None = None) -> d
         return run_body(lambda journal: _nightly(config, journal), config)
     finally:
         close_engine()
+        close_rewards()
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,11 @@ def _nightly(config: NightlyConfig, journal: Journal) -> dict[str, Any]:
     snapshot(tuned, f"{config.run.name}/sft", label="after SFT")
     after_sft = held_out_reward(tuned.model, "after SFT")
 
-    learned = _from_pairs(config, tuned.model) if config.dpo is not None else _on_policy(config, tuned.model, reward)
+    learned = (
+        _from_pairs(config, tuned.model)
+        if config.dpo is not None
+        else _on_policy(config, tuned.model, reward, reward_source)
+    )
     final = learned.checkpoint
     after = held_out_reward(final.model, after_policy)
     latest = latest_model(config.promotion.resource).model
@@ -150,7 +156,7 @@ def _algorithm(config: NightlyConfig) -> str:
     return next(name.upper() for name in ("ppo", "grpo", "dpo") if getattr(config, name) is not None)
 
 
-def _on_policy(config: NightlyConfig, start: ContentId, reward: RewardSpec) -> _Learned:
+def _on_policy(config: NightlyConfig, start: ContentId, reward: RewardSpec, reward_source: ContentId) -> _Learned:
     """PPO or GRPO iterations, rewarded by ``reward`` or by a reward model that is trained first."""
     settings = config.ppo or config.grpo
     assert settings is not None, "validated"
@@ -166,6 +172,7 @@ def _on_policy(config: NightlyConfig, start: ContentId, reward: RewardSpec) -> _
         )
         snapshot(judge, f"{config.run.name}/rm", label="reward model")
         reward = ModelReward(model=judge.model)
+        reward_source = source_id(reward)
     prompts = import_prompts(settings.prompts)
     iterations = policy_iterations(
         start,
@@ -174,6 +181,7 @@ def _on_policy(config: NightlyConfig, start: ContentId, reward: RewardSpec) -> _
         settings,
         config.backend,
         reward,
+        reward_source,
         seed=config.seed,
         num_threads=config.num_threads,
         run_name=config.run.name,

@@ -39,6 +39,7 @@ from tasks.keep import (
 from tasks.learn import grpo_update, ppo_update, sft_update
 from tasks.places import connections, objects, working_folder
 from tasks.prompts import enqueue_prompts
+from tasks.rewards import close_rewards
 from tasks.score import score_rewards
 from tasks.training_log import log_iteration
 
@@ -58,6 +59,7 @@ def policy_iterations(
     settings: PPOSettings | GRPOSettings,
     backend: BackendConfig,
     reward: RewardSpec,
+    reward_source: ContentId,
     *,
     seed: int,
     num_threads: int | None,
@@ -67,10 +69,9 @@ def policy_iterations(
 ) -> list[Iteration]:
     """Rounds of enqueue, generate, score, update, snapshot; each on the policy of the round before.
 
-    ``num_done`` rounds were done before, and led to ``start`` and ``train_state``. A round takes up the prompts where
-    the one before ended, also where that was in another run.
+    ``reward_source`` is the `source_id` of ``reward``. ``num_done`` rounds were done before, and led to ``start`` and
+    ``train_state``. A round takes up the prompts where the one before ended, also where that was in another run.
     """
-    reward_source = source_id(reward, base=working_folder())
     model = start
     iterations = []
     for number in range(num_done, settings.iterations):
@@ -176,13 +177,15 @@ def _train_on_policy(config: TrainPPOConfig | TrainGRPOConfig) -> dict[str, Any]
         model = import_model(settings.base_model).model
         prompts = import_prompts(settings.prompts)
         started = _start_iteration(config)
+        reward = import_reward(settings.reward)
         iterations = policy_iterations(
             started.model or model,
             model,
             prompts.data,
             settings,
             config.backend,
-            import_reward(settings.reward),
+            reward,
+            source_id(reward, base=working_folder()),
             seed=config.seed,
             num_threads=config.num_threads,
             run_name=config.run.name,
@@ -196,3 +199,4 @@ def _train_on_policy(config: TrainPPOConfig | TrainGRPOConfig) -> dict[str, Any]
         return run_body(body, config)
     finally:
         close_engine()
+        close_rewards()

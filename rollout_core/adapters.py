@@ -49,18 +49,19 @@ def import_adapted(model: ContentId, uri: str, objects: ObjectStore, base: Path)
         files = {name: folder / name for name in (CONFIG, WEIGHTS)}
         # Without what else may lie beside them.
         adapter = ContentId(uri) if is_content_id(uri) else file_tree(objects, files)
-        ref = f"merged-models/{content_id('merged-model/1', [model, adapter])}"
-        known = objects.cached_ref(ref)
-        if known is not None and objects.tree_is_present(known):
-            return known
-        with scratch_folder("merge") as scratch:
-            whole, merged = scratch / "model", scratch / "merged"
-            objects.get_tree(model, whole)
-            _check(folder, whole, whole=True)
-            _merge(whole, folder, merged)
-            filed = objects.put_tree(merged)
-        objects.set_ref(ref, filed)
-        return filed
+    ref = f"merged-models/{content_id('merged-model/1', [model, adapter])}"
+    known = objects.cached_ref(ref)
+    if known is not None and objects.tree_is_present(known):
+        return known
+    # What was filed is merged, not what its folder holds by now: the result is kept under the adapter's id.
+    with _stored(adapter, objects) as folder, scratch_folder("merge") as scratch:
+        whole, merged = scratch / "model", scratch / "merged"
+        objects.get_tree(model, whole)
+        _check(folder, whole, whole=True)
+        _merge(whole, folder, merged)
+        filed = objects.put_tree(merged)
+    objects.set_ref(ref, filed)
+    return filed
 
 
 @contextmanager

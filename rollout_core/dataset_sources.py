@@ -53,7 +53,7 @@ class RowStream(Generic[RowT]):
     def __init__(self, documents: Callable[[], Iterable[PlacedDocument]], model: type[RowT], address: str) -> None:
         self._documents = documents
         self._model = model
-        self._address = address
+        self.address = address
         self._names: list[str] = []
         self._first_rows: list[int] = []
         self._numbers = array("q")
@@ -67,7 +67,7 @@ class RowStream(Generic[RowT]):
             self._numbers.append(number)
             yield row
         if not self._numbers:
-            raise ConfigError(f"dataset {self._address!r} has no rows")
+            raise ConfigError(f"dataset {self.address!r} has no rows")
 
     def place(self, row: int) -> str:
         """Where the row at position ``row`` (from 0) of the last iteration stands, such as ``sft.jsonl:7``."""
@@ -131,10 +131,29 @@ def import_dataset(objects: ObjectStore, rows: Iterable[Row]) -> Dataset:
 
 def hash_rows(rows: Iterable[Row]) -> ContentId:
     """The content id that `import_dataset` would give to these rows."""
-    hasher = blake3()
-    for row in rows:
-        hasher.update(to_line(row))
-    return ContentId(hasher.hexdigest())
+    hashed = HashedRows(rows)
+    for _ in hashed:
+        pass
+    return hashed.id
+
+
+class HashedRows(Generic[RowT]):
+    """Rows, and the content id that `import_dataset` would give to those of the last iteration."""
+
+    def __init__(self, rows: Iterable[RowT]) -> None:
+        self._rows = rows
+        self._hasher = blake3()
+
+    def __iter__(self) -> Iterator[RowT]:
+        self._hasher = blake3()
+        for row in self._rows:
+            self._hasher.update(to_line(row))
+            yield row
+
+    @property
+    def id(self) -> ContentId:
+        """Of what was iterated over so far."""
+        return ContentId(self._hasher.hexdigest())
 
 
 def _files(path: str, base: Path) -> list[tuple[str, Path]]:

@@ -24,9 +24,19 @@ log = logging.getLogger(__name__)
 MODEL_NOTES = "model-facts"
 
 
-def recall(objects: ObjectStore, files: Mapping[str, Path]) -> ModelFacts | None:
-    """What `remember` noted of a folder of these files, without its tokenizer; None where they are new or changed."""
-    ref = _ref(files)
+def mark_of(files: Mapping[str, Path]) -> ContentId:
+    """Differs after any of the files was written, replaced or renamed."""
+    marks = []
+    for name, path in sorted(files.items()):
+        stat = path.stat()
+        marks.append([name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino])
+    return content_id("model-facts/2", [version("transformers"), marks])
+
+
+def recall(objects: ObjectStore, mark: ContentId) -> ModelFacts | None:
+    """What `remember` noted of a folder of files of this mark, without its tokenizer; None where they are new or
+    changed."""
+    ref = _ref(mark)
     kept = objects.cached_bytes(ref)
     if kept is None:
         return None
@@ -39,15 +49,11 @@ def recall(objects: ObjectStore, files: Mapping[str, Path]) -> ModelFacts | None
         return None
 
 
-def remember(objects: ObjectStore, files: Mapping[str, Path], facts: ModelFacts) -> None:
-    """Note what was found of a folder of these files."""
+def remember(objects: ObjectStore, mark: ContentId, facts: ModelFacts) -> None:
+    """Note what was found of a folder of files of this mark."""
     noted = {item.name: getattr(facts, item.name) for item in dataclasses.fields(facts) if item.name != "tokenizer"}
-    objects.set_ref(_ref(files), objects.put_bytes(orjson.dumps(noted | {"tokenizer_id": str(facts.tokenizer_id)})))
+    objects.set_ref(_ref(mark), objects.put_bytes(orjson.dumps(noted | {"tokenizer_id": str(facts.tokenizer_id)})))
 
 
-def _ref(files: Mapping[str, Path]) -> str:
-    marks = []
-    for name, path in sorted(files.items()):
-        stat = path.stat()
-        marks.append([name, stat.st_size, stat.st_mtime_ns, stat.st_ino])
-    return f"{MODEL_NOTES}/{content_id('model-facts/1', [version('transformers'), marks])}"
+def _ref(mark: ContentId) -> str:
+    return f"{MODEL_NOTES}/{mark}"

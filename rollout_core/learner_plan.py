@@ -182,7 +182,7 @@ class LearnerPlan(Plan):
 
     def reward(self, what: str, spec: RewardSpec) -> None:
         """The reward's code can be loaded; reward models are there and read the policy's token ids."""
-        self.check(what, lambda: load_reward(spec, base=self.base))
+        self.check(what, lambda: load_reward(spec, base=self.base).close())
         for part in plain_rewards(spec):
             if isinstance(part, ModelReward):
                 self.check(what, lambda uri=part.model: self._reward_model(uri))

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from rollout_core.adapters import import_adapted
 from rollout_core.config import ModelSource
+from rollout_core.errors import Conflict
 from rollout_core.ids import ContentId
-from rollout_core.known_models import recall, remember
+from rollout_core.known_models import mark_of, recall, remember
 from rollout_core.models import (
     ModelFacts,
     check_stored,
@@ -35,7 +36,7 @@ def recall_model(source: ModelSource, base: Path, objects: ObjectStore) -> Model
     folder, tokenizer = base / source.uri, base / (source.tokenizer or source.uri)
     if source.adapter is not None or not folder.is_dir() or not tokenizer.is_dir():
         return None
-    return recall(objects, model_files(folder, tokenizer))
+    return recall(objects, mark_of(model_files(folder, tokenizer)))
 
 
 def _import_folder(source: ModelSource, objects: ObjectStore, base: Path) -> ContentId:
@@ -47,7 +48,14 @@ def _import_folder(source: ModelSource, objects: ObjectStore, base: Path) -> Con
     tokenizer = locate_tokenizer(source, base)
     assert tokenizer is not None, "what was downloaded has a folder"
     files = model_files(folder, tokenizer)
-    if recall(objects, files) is None:
+    mark = mark_of(files)
+    facts = None
+    if recall(objects, mark) is None:
         with linked_files(files) as linked:
-            remember(objects, files, inspect_model(linked))
-    return file_tree(objects, files)
+            facts = inspect_model(linked)
+    filed = file_tree(objects, files)
+    if mark_of(model_files(folder, tokenizer)) != mark:
+        raise Conflict(f"model folder {folder} changed while it was read; run again when nobody writes to it")
+    if facts is not None:
+        remember(objects, mark, facts)
+    return filed

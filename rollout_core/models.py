@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_core.config import ModelSource
-from rollout_core.errors import ConfigError, Recoverable
+from rollout_core.errors import ConfigError, Conflict, Recoverable
 from rollout_core.hub import HubOutOfReach, fetch_from_hub, looks_like_hub_id
 from rollout_core.ids import ContentId, content_id, is_content_id
 from rollout_core.objects import ObjectStore, TreeFile, TreeManifest
@@ -115,7 +115,7 @@ def inspect_model(folder: Path) -> ModelFacts:
 def describe_model(folder: Path) -> ModelFacts:
     """What configuration and tokenizer of ``folder`` tell, and whether they fit. Raises ConfigError if they do not."""
     config = _read_config(folder)
-    tokenizer = load_tokenizer(folder)
+    tokenizer, its_id = load_identified_tokenizer(folder)
     highest = max(tokenizer.get_vocab().values(), default=-1)
     vocab_size = getattr(config, "vocab_size", None)
     if not isinstance(vocab_size, int):
@@ -132,7 +132,7 @@ def describe_model(folder: Path) -> ModelFacts:
         max_positions=getattr(config, "max_position_embeddings", None),
         tokenizer_size=len(tokenizer),
         has_chat_template=bool(tokenizer.chat_template),
-        tokenizer_id=tokenizer_id(folder),
+        tokenizer_id=its_id,
         is_reward_model=_architecture(folder).endswith("ForSequenceClassification"),
         size=_size(config),
         tokenizer=tokenizer,
@@ -242,6 +242,15 @@ def load_tokenizer(folder: Path) -> Any:
         return kind.from_pretrained(folder)
     except Exception as error:  # the tokenizers library raises plain Exception
         raise ConfigError(f"no usable tokenizer in {folder}: {_one_line(error)}") from error
+
+
+def load_identified_tokenizer(folder: Path) -> tuple[Any, ContentId]:
+    """`load_tokenizer` and the `tokenizer_id` of what was loaded. Raises Conflict where the files change meanwhile."""
+    before = tokenizer_id(folder)
+    tokenizer = load_tokenizer(folder)
+    if tokenizer_id(folder) != before:
+        raise Conflict(f"the tokenizer in {folder} changed while it was read; run again when nobody writes to it")
+    return tokenizer, before
 
 
 def _is_generic_tokenizer(folder: Path) -> bool:

@@ -124,6 +124,11 @@ def device_memory() -> tuple[int, int]:
         import torch
 
         return torch.cuda.mem_get_info()
+    return machine_memory()
+
+
+def machine_memory() -> tuple[int, int]:
+    """Bytes of the machine's memory, as far as its control group lets us: available now, and altogether."""
     machine = psutil.virtual_memory()
     limits = [machine.total]
     for file in map(Path, _CGROUP_LIMITS):

@@ -6,239 +6,177 @@ keys by the content of its source file (`source_id`), so editing it makes new sc
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from numbers import Real
+import logging
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-
-from rollout_core.errors import ConfigError, Fatal, Recoverable
+from rollout_core.errors import ConfigError, Fatal
 from rollout_core.expressions import compile_expression
-from rollout_core.ids import ContentId, canonical_json, content_id, hash_bytes
-from rollout_core.numerics import numerics_identity
-from rollout_core.reward_functions import imported_sources, load_function, near, shown, source_file
+from rollout_core.ids import ContentId, canonical_json, content_id
+from rollout_core.reward_functions import is_batched, load_function, near
+from rollout_core.reward_process import RewardProcess
+from rollout_core.reward_scoring import RewardFunction, RewardInput, batch_reward, places, score
+from rollout_core.reward_specs import (
+    SAMPLE_FIGURES,
+    CompositeReward,
+    ExactMatchReward,
+    ExpressionReward,
+    FunctionReward,
+    ModelReward,
+    PlainReward,
+    RewardSpec,
+    WeightedReward,
+    plain_rewards,
+    with_models,
+)
+from rollout_core.user_code import UserCode
+from rollout_core.user_modules import importable
+from rollout_core.user_sources import read_code
 
+log = logging.getLogger(__name__)
 
-class _Spec(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+IS_ISOLATED = sys.platform == "linux"
+"""Elsewhere nothing can be said of a process's descendants, and rewards run in this process."""
 
-
-class ExactMatchReward(_Spec):
-    """1 where the completion is the answer of its row, else 0."""
-
-    kind: Literal["exact_match"] = "exact_match"
-    answer_key: str = Field(default="answer", min_length=1)
-    """Key of the prompt's row that holds the answer; an answer that is no string is compared by its JSON text."""
-    strip: bool = True
-    """White space around completion and answer does not count."""
-    ignore_case: bool = False
-
-
-class FunctionReward(_Spec):
-    """A function of yours: ``def reward(sample: RewardInput) -> float``, or of a whole list under `batch_reward`."""
-
-    kind: Literal["function"] = "function"
-    callable: str
-    """``module:function``, or ``path/to/file.py:function`` relative to the working folder."""
-    kwargs: dict[str, Any] = {}
-    """Further keyword arguments of each call."""
-
-    def cache_identity(self) -> Any:
-        """Where the function lies does not count; its code does, by its `source_id`."""
-        return {"kind": self.kind, "function": self.callable.rpartition(":")[2], "kwargs": self.kwargs}
-
-    @field_validator("callable")
-    @classmethod
-    def _names_a_function(cls, value: str) -> str:
-        source, colon, attribute = value.rpartition(":")
-        if not (source and colon and all(part.isidentifier() for part in attribute.split("."))):
-            raise ValueError("expected module:function or path/to/file.py:function")
-        return value
-
-
-class ModelReward(_Spec):
-    """The score of a reward model, read at the completion's last token."""
-
-    kind: Literal["model"] = "model"
-    model: str = Field(min_length=1)
-    """A folder, a hub id or the content id of a checkpoint of `rollout train rm`. It scores the engine's token ids, so
-    its tokenizer must be the policy's."""
-
-    def cache_identity(self) -> Any:
-        """The same scores wherever the arithmetic is the same."""
-        return {"kind": self.kind, "model": self.model, **numerics_identity()}
-
-
-PlainReward = ExactMatchReward | FunctionReward | ModelReward
-
-
-class WeightedReward(_Spec):
-    """A reward and how much it counts."""
-
-    weight: float = Field(default=1.0, allow_inf_nan=False)
-    reward: PlainReward
-
-
-class CompositeReward(_Spec):
-    """The weighted sum of rewards."""
-
-    kind: Literal["composite"] = "composite"
-    parts: tuple[WeightedReward, ...] = Field(min_length=1)
-
-
-class ExpressionReward(_Spec):
-    """Arithmetic over named rewards, such as ``clip(quality, -2, 2) - 0.5 * truncated``."""
-
-    kind: Literal["expression"] = "expression"
-    expression: str = Field(min_length=1)
-    """Names are those of ``rewards``, ``num_tokens``, ``num_characters`` and ``truncated`` (1 or 0)."""
-    rewards: dict[str, PlainReward] = {}
-
-    @model_validator(mode="after")
-    def _compiles(self) -> ExpressionReward:
-        hidden = sorted(set(_SAMPLE_FIGURES) & set(self.rewards))
-        if hidden:
-            raise ValueError(f"a reward named {hidden[0]!r} would hide the sample's own figure; rename it")
-        try:
-            compile_expression(self.expression, [*self.rewards, *_SAMPLE_FIGURES])
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
-        return self
-
-
-_SAMPLE_FIGURES = ("num_tokens", "num_characters", "truncated")
-
-RewardSpec = ExactMatchReward | FunctionReward | ModelReward | CompositeReward | ExpressionReward
-
-
-def plain_rewards(spec: RewardSpec) -> list[PlainReward]:
-    """The rewards ``spec`` is made of; itself, where it is made of nothing else."""
-    if isinstance(spec, CompositeReward):
-        return [part.reward for part in spec.parts]
-    if isinstance(spec, ExpressionReward):
-        return list(spec.rewards.values())
-    return [spec]
-
-
-def with_models(spec: RewardSpec, replace: Callable[[str], str]) -> RewardSpec:
-    """``spec`` with the address of each reward model replaced, such as by its content id."""
-    if isinstance(spec, ModelReward):
-        return spec.model_copy(update={"model": replace(spec.model)})
-    if isinstance(spec, CompositeReward):
-        parts = (part.model_copy(update={"reward": with_models(part.reward, replace)}) for part in spec.parts)
-        return spec.model_copy(update={"parts": tuple(parts)})
-    if isinstance(spec, ExpressionReward):
-        rewards = {name: with_models(reward, replace) for name, reward in spec.rewards.items()}
-        return spec.model_copy(update={"rewards": rewards})
-    return spec
-
-
-@dataclass(frozen=True)
-class RewardInput:
-    """A completion to be scored."""
-
-    prompt: str | list[dict[str, str]]
-    """The text, or the chat messages."""
-    completion: str
-    extras: Mapping[str, Any] = field(default_factory=dict)
-    """The prompt row's other keys, such as ``answer``."""
-    finish_reason: str = "stop"
-    """``stop``, or ``length`` where the completion was cut at max_tokens."""
-    num_tokens: int = 0
-    """Tokens of the completion."""
-    id: str | None = None
-    """Sample id."""
-    prompt_token_ids: Sequence[int] = ()
-    token_ids: Sequence[int] = ()
-    """Of the completion, as the engine gave them; reward models score these."""
-
-
-@dataclass(frozen=True)
-class RewardFunction:
-    """A reward, loaded and checked; `score` calls it."""
-
-    name: str
-    function: Callable[..., Any]
-    """Takes a `RewardInput`, or the list of them where ``batched``."""
-    batched: bool = False
-
-
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-
-
-def batch_reward(function: FunctionT) -> FunctionT:
-    """Marks a reward that takes the list of all samples and returns as many numbers."""
-    function.batch_reward = True  # pyright: ignore[reportFunctionMemberAccess]
-    return function
+__all__ = [
+    "CompositeReward",
+    "ExactMatchReward",
+    "ExpressionReward",
+    "FunctionReward",
+    "ModelReward",
+    "PlainReward",
+    "RewardFunction",
+    "RewardInput",
+    "RewardSource",
+    "RewardSpec",
+    "WeightedReward",
+    "batch_reward",
+    "load_reward",
+    "plain_rewards",
+    "read_source",
+    "score",
+    "source_id",
+    "source_of",
+    "with_models",
+]
 
 
 def load_reward(
-    spec: RewardSpec, *, base: Path | None = None, model_folder: Callable[[str], Path] | None = None
+    spec: RewardSpec,
+    *,
+    base: Path | None = None,
+    source: RewardSource | None = None,
+    model_folder: Callable[[str], Path] | None = None,
+    on_line: Callable[[str], None] = log.info,
 ) -> RewardFunction:
     """The function ``spec`` describes; relative files and modules start at ``base`` (default: the working directory).
 
-    ``model_folder`` finds the local folder of a reward model by its address, when it first scores.
+    ``source`` is its code where that has been read, ``model_folder`` finds the local folder of a reward model by its
+    address, when it first scores; ``on_line`` gets what a user's function writes to its output.
     Raises ConfigError where the module, file or function does not exist, fails on import, or cannot be called with a
     sample.
     """
+    source = source or read_source(spec, base)
+    options: dict[str, Any] = {"base": base, "source": source, "model_folder": model_folder, "on_line": on_line}
     if isinstance(spec, CompositeReward | ExpressionReward):
-        return _combined(
-            spec, [load_reward(part, base=base, model_folder=model_folder) for part in plain_rewards(spec)]
-        )
+        return _combined(spec, [load_reward(part, **options) for part in plain_rewards(spec)])
     if isinstance(spec, ModelReward):
         return RewardFunction(f"model({spec.model})", _model_scores(spec, base or Path(), model_folder), batched=True)
     if isinstance(spec, ExactMatchReward):
         return RewardFunction(f"exact_match({spec.answer_key})", lambda sample: _exact_match(spec, sample))
-    function = load_function(spec.callable, spec.kwargs, base)
-    batched = bool(getattr(function, "batch_reward", False))
-    return RewardFunction(spec.callable, lambda given: function(given, **spec.kwargs), batched)
+    code = source.codes[spec.callable]
+    if spec.in_process or not IS_ISOLATED:
+        return _in_process(code, spec.kwargs)
+    process = RewardProcess(code, spec.kwargs, spec.limits(), on_line)
+    return RewardFunction(spec.callable, process, batched=True, close=process.close)
+
+
+def _in_process(code: UserCode, kwargs: Mapping[str, Any]) -> RewardFunction:
+    with importable(code):
+        function = load_function(code, kwargs)
+
+    def call(given: Any) -> Any:
+        with importable(code):  # for imports inside of functions
+            return function(given, **kwargs)
+
+    return RewardFunction(code.callable, call, is_batched(function))
+
+
+@dataclass(frozen=True)
+class RewardSource:
+    """The code of a reward as it was read, and the id of what its scores depend on."""
+
+    id: ContentId
+    codes: Mapping[str, UserCode]
+    """Of its functions, by their names."""
+
+
+def read_source(spec: RewardSpec, base: Path | None = None) -> RewardSource:
+    """Read each file of a reward's code once. Runs none of it. Raises ConfigError if it cannot be found."""
+    functions = [part.callable for part in plain_rewards(spec) if isinstance(part, FunctionReward)]
+    codes = {name: read_code(name, base) for name in dict.fromkeys(functions)}
+    return RewardSource(_source_id(spec, codes), codes)
 
 
 def source_id(spec: RewardSpec, base: Path | None = None) -> ContentId:
     """Content id of what scores depend on: the settings of ``spec``, the function's source file, and what of the user's
-    own code that imports (`imported_sources`).
+    own code that imports (`read_code`). What was read is held, so that this process runs it (`source_of`).
 
     Where the files lie does not matter. Installed packages, data files and services do not enter. A reward model counts
-    by its address, so give its content id. Raises ConfigError if the source cannot be found; runs none of it, except
-    packages that a dotted module name leads through.
+    by its address, so give its content id. Raises ConfigError if the source cannot be found; runs none of it.
     """
+    source = read_source(spec, base)
+    with _held_lock:
+        _held.pop(source.id, None)
+        _held[source.id] = source
+        while len(_held) > HELD_SOURCES:
+            del _held[next(iter(_held))]
+    return source.id
+
+
+def source_of(spec: RewardSpec, base: Path | None, wanted: ContentId) -> RewardSource:
+    """The code that ``wanted`` is the id of: as this process read it when it took the id, else as it is now.
+
+    Raises ConfigError where that is other code.
+    """
+    with _held_lock:
+        held = _held.get(wanted)
+    if held is not None and all(
+        part.callable in held.codes for part in plain_rewards(spec) if isinstance(part, FunctionReward)
+    ):
+        return held
+    source = read_source(spec, base)
+    if source.id != wanted:
+        names = ", ".join(source.codes) or spec.kind
+        raise ConfigError(
+            f"the code of reward {names} is not what it was when the run began (id {source.id.short}, expected "
+            f"{wanted.short}): it was edited since, or differs between machines. No score was stored; start the run "
+            "again to score with the code as it is now"
+        )
+    return source
+
+
+HELD_SOURCES = 32
+_held: dict[ContentId, RewardSource] = {}
+_held_lock = threading.Lock()
+
+
+def _source_id(spec: RewardSpec, codes: Mapping[str, UserCode]) -> ContentId:
     if isinstance(spec, CompositeReward):
-        parts = [[part.weight, source_id(part.reward, base)] for part in spec.parts]
+        parts = [[part.weight, _source_id(part.reward, codes)] for part in spec.parts]
         return content_id("reward/1", {"kind": spec.kind, "parts": parts})
     if isinstance(spec, ExpressionReward):
-        rewards = {name: source_id(reward, base) for name, reward in spec.rewards.items()}
+        rewards = {name: _source_id(reward, codes) for name, reward in spec.rewards.items()}
         return content_id("reward/1", {"kind": spec.kind, "expression": spec.expression, "rewards": rewards})
     if not isinstance(spec, FunctionReward):
         return content_id("reward/1", spec)
-    source, _, attribute = spec.callable.rpartition(":")
-    path = source_file(spec.callable, base)
-    identity = {"kind": spec.kind, "function": attribute, "kwargs": spec.kwargs}
-    imported = imported_sources(path, base) if path else {}
-    if imported:
-        identity["imports"] = {name: hash_bytes(code) for name, code in imported.items()}
-    return content_id("reward/1", {**identity, "source": hash_bytes(path.read_bytes()) if path else source})
-
-
-def score(reward: RewardFunction, inputs: Sequence[RewardInput]) -> list[float]:
-    """The reward of each input, in order: finite floats.
-
-    Raises Fatal, naming the reward and the sample, where the function raises or returns anything but a finite number. A
-    `Recoverable` that the function raises (a judge that is overloaded, say) passes through, so that scoring is retried.
-    """
-    if not reward.batched:
-        return [
-            _number(reward, _call(reward, sample, place), place)
-            for sample, place in zip(inputs, _places(inputs), strict=True)
-        ]
-    values = _call(reward, list(inputs), f"the batch of {len(inputs)} samples")
-    if not isinstance(values, list):
-        raise Fatal(f"reward {reward.name} returned {shown(values)}; expected a list of numbers")
-    if len(values) != len(inputs):
-        raise Fatal(f"reward {reward.name} returned {len(values)} numbers for {len(inputs)} samples")
-    return [_number(reward, value, place) for value, place in zip(values, _places(inputs), strict=True)]
+    function = spec.callable.rpartition(":")[2]
+    identity = {"kind": spec.kind, "function": function, "kwargs": spec.kwargs}
+    return content_id("reward/1", {**identity, **codes[spec.callable].identity()})
 
 
 def _combined(spec: CompositeReward | ExpressionReward, parts: Sequence[RewardFunction]) -> RewardFunction:
@@ -250,25 +188,29 @@ def _combined(spec: CompositeReward | ExpressionReward, parts: Sequence[RewardFu
 
         name = "composite"
     else:
-        evaluate = compile_expression(spec.expression, [*spec.rewards, *_SAMPLE_FIGURES])
+        evaluate = compile_expression(spec.expression, [*spec.rewards, *SAMPLE_FIGURES])
 
         def combine(sample: RewardInput, values: Sequence[float]) -> float:
             figures = (sample.num_tokens, len(sample.completion), sample.finish_reason == "length")
-            return evaluate(dict(zip((*spec.rewards, *_SAMPLE_FIGURES), (*values, *figures), strict=True)))
+            return evaluate(dict(zip((*spec.rewards, *SAMPLE_FIGURES), (*values, *figures), strict=True)))
 
         name = spec.expression
 
     def rewards(samples: Sequence[RewardInput]) -> list[float]:
         columns = [score(part, samples) for part in parts]
         combined = []
-        for place, sample, *values in zip(_places(samples), samples, *columns, strict=True):
+        for place, sample, *values in zip(places(samples), samples, *columns, strict=True):
             try:
                 combined.append(combine(sample, values))
             except (ArithmeticError, ValueError) as error:
                 raise Fatal(f"reward {name} failed on {place}: {type(error).__name__}: {error}") from error
         return combined
 
-    return RewardFunction(name, rewards, batched=True)
+    def close() -> None:
+        for part in parts:
+            part.close()
+
+    return RewardFunction(name, rewards, batched=True, close=close)
 
 
 def _model_scores(
@@ -281,33 +223,6 @@ def _model_scores(
         return score_samples(folder, [(sample.prompt_token_ids, sample.token_ids) for sample in samples])
 
     return scores
-
-
-def _places(inputs: Sequence[RewardInput]) -> Iterator[str]:
-    for index, sample in enumerate(inputs):
-        yield f"sample {index}" + (f" ({sample.id})" if sample.id is not None else "")
-
-
-def _call(reward: RewardFunction, argument: Any, place: str) -> Any:
-    try:
-        value = reward.function(argument)
-        return list(value) if reward.batched and isinstance(value, Iterable) else value
-    except (Recoverable, Fatal):
-        raise
-    except Exception as error:
-        raise Fatal(f"reward {reward.name} failed on {place}: {type(error).__name__}: {error}") from error
-
-
-def _number(reward: RewardFunction, value: Any, place: str) -> float:
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()  # a scalar of numpy or torch
-    try:
-        number = float(value) if isinstance(value, Real) else math.nan
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise Fatal(f"reward {reward.name} returned {shown(value)} for {place}; expected a finite number")
-    return number
 
 
 def _exact_match(spec: ExactMatchReward, sample: RewardInput) -> float:

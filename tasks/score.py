@@ -10,13 +10,14 @@ from rollout_core.ids import ContentId, canonical_json, content_id
 from rollout_core.inference.samples import decode_completions_blob, decode_samples
 from rollout_core.objects import ObjectStore
 from rollout_core.records import Completions, EvalReport, PromptSet, Scores
-from rollout_core.rewards import RewardInput, RewardSpec, load_reward, score
+from rollout_core.rewards import RewardFunction, RewardInput, RewardSpec, score
 from rollout_core.stopping import run_async
 from rollout_core.store import AttemptedRollout, Span
 from rollout_core.store.semconv import AGL_ANNOTATION, AGL_REWARD
 from tasks import artifacts, places
 from tasks.generate import generate
 from tasks.logs import stage_logger
+from tasks.rewards import open_reward
 from tasks.stage import current_stage, stage
 
 REWARD_NAME_ATTRIBUTE = f"{AGL_REWARD}.0.name"
@@ -25,9 +26,9 @@ REWARD_VALUE_ATTRIBUTE = f"{AGL_REWARD}.0.value"
 
 @stage(version=1)
 def score_rewards(completions: Completions, reward: RewardSpec, reward_source: ContentId, *, label: str = "") -> Scores:
-    """Score every completion. ``reward_source`` is the content of the reward's code, so that editing it counts."""
+    """Score every completion. ``reward_source`` is the content of the reward's code, and no other code is run."""
     objects = current_stage().objects
-    scores = compute_scores(objects, completions, reward)
+    scores = compute_scores(objects, completions, open_reward(reward, reward_source))
     values: list[float] = json.loads(objects.get_bytes(scores.scores))
     run_async(_record_rewards(objects, completions, values, reward_source))
     rows = [{"figure": "mean reward", "value": scores.mean}, {"figure": "std", "value": scores.std}]
@@ -47,8 +48,9 @@ def evaluate(
 ) -> EvalReport:
     """Mean reward of a model on held-out prompts."""
     objects = current_stage().objects
+    function = open_reward(reward, reward_source)
     completions, _, _ = generate(objects, prompts, sampling, backend, mode="test", deterministic=True)
-    scores = compute_scores(objects, completions, reward)
+    scores = compute_scores(objects, completions, function)
     stage_logger().info("held-out reward of model %s: %.4f", prompts.model.short, scores.mean)
     artifacts.table(
         "evaluation",
@@ -66,7 +68,7 @@ def evaluate(
     )
 
 
-def compute_scores(objects: ObjectStore, completions: Completions, reward: RewardSpec) -> Scores:
+def compute_scores(objects: ObjectStore, completions: Completions, reward: RewardFunction) -> Scores:
     """Rewards of ``completions`` in order, filed as a JSON list."""
     samples = decode_samples(objects.get_bytes(completions.samples))
     generated = decode_completions_blob(objects.get_bytes(completions.completions))
@@ -83,12 +85,7 @@ def compute_scores(objects: ObjectStore, completions: Completions, reward: Rewar
         )
         for sample, completion in zip(samples, generated, strict=True)
     ]
-    function = load_reward(
-        reward,
-        base=places.working_folder(),
-        model_folder=lambda model: objects.local_tree(ContentId(model), places.cache_folder()),
-    )
-    values = score(function, inputs)
+    values = score(reward, inputs)
     return Scores(
         scores=objects.put_bytes(canonical_json(values)),
         completions=completions.completions,

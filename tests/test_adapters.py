@@ -105,6 +105,24 @@ def test_it_is_merged_once_and_known_by_model_and_adapter(tiny_model, adapter, t
     assert sample_id(first, "p", SamplingParams(), 0) != sample_id(base, "p", SamplingParams(), 0)
 
 
+def test_an_adapter_edited_while_it_is_merged_is_not_kept_under_the_id_of_the_other(
+    tiny_model, adapter, tmp_path, objects, monkeypatch
+):
+    unedited = ObjectStore.from_url(f"file://{tmp_path / 'unedited'}")
+    expected = import_model(source(tiny_model, adapter), unedited, Path())
+    edited = Path(shutil.copytree(adapter, tmp_path / "edited"))
+    other = make_adapter(tiny_model, tmp_path / "other", seed=2, task_type="CAUSAL_LM")
+    get_tree = ObjectStore.get_tree
+
+    def edit_and_get(self: ObjectStore, *arguments) -> None:
+        shutil.copyfile(other / adapters.WEIGHTS, edited / adapters.WEIGHTS)
+        get_tree(self, *arguments)
+
+    monkeypatch.setattr(ObjectStore, "get_tree", edit_and_get)
+    assert import_model(source(tiny_model, edited), objects, Path()) == expected
+    assert import_model(source(tiny_model, adapter), objects, Path()) == expected, "what is kept for the first"
+
+
 def _clean(adapter: Path, folder: Path) -> Path:
     folder.mkdir()
     for name in (adapters.CONFIG, adapters.WEIGHTS):

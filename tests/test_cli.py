@@ -18,6 +18,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from flows.cli import app
+from rollout_core import config as config_package
 from rollout_core.config import CONFIG_KINDS
 from rollout_core.ids import ContentId, hash_bytes
 from rollout_core.lineage import Lineage, record_lineage
@@ -91,12 +92,17 @@ def work(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 @pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch, weights_stay_unread: None) -> None:
-    """Server, engine and model weights: whoever tries to start or load one fails the test."""
+    """Server, engine and model weights: whoever tries to start or load one fails the test. A reward may be loaded, in a
+    process of its own."""
+    popen = subprocess.Popen
 
     def refuse(*arguments: Any, **options: Any) -> None:
         raise AssertionError("this must start nothing")
 
-    monkeypatch.setattr(subprocess, "Popen", refuse)
+    def refuse_others(command: Any, *arguments: Any, **options: Any) -> Any:
+        return (popen if "rollout_core.isolation.warden" in command else refuse)(command, *arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", refuse_others)
     for place in (
         "flows.local_server.prefect_server",
         "rollout_core.inference.engines.build_backend",
@@ -168,6 +174,20 @@ def test_nproc_changes_the_processes_of_every_learner(work: Path, nothing_starts
     assert "processes" not in run("train-sft", "--dry-run", "--nproc", "1").stdout
     expected = "train-sft.toml: algorithm: parallel.nproc is 3, but a step has 2 rows"
     assert refused(run("train-sft", "--nproc", "3")).startswith(expected)
+
+
+def test_a_config_is_read_once(work: Path, nothing_starts: None, monkeypatch: pytest.MonkeyPatch):
+    """What it says after that does not count, such as for what follows from ``--nproc``."""
+    load_config = config_package.load_config
+
+    def load_and_edit(path: Path, *arguments: Any) -> Any:
+        loaded = load_config(path, *arguments)
+        path.write_text("edited = meanwhile")
+        return loaded
+
+    monkeypatch.setattr(config_package, "load_config", load_and_edit)
+    result = run("nightly", "--dry-run", "--nproc", "2")
+    assert result.exit_code == 0 and "processes=2" in result.stdout, result.stderr
 
 
 # Bad input

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +18,14 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+import rollout_core.models
+from rollout_core import model_import
 from rollout_core.config import ModelSource
-from rollout_core.errors import ConfigError
+from rollout_core.errors import ConfigError, Conflict
 from rollout_core.ids import hash_bytes, is_content_id
 from rollout_core.model_import import import_model
 from rollout_core.models import (
+    ModelFacts,
     Unchecked,
     check_model,
     copy_tokenizer,
@@ -444,6 +448,48 @@ def test_a_second_import_writes_no_blob(tiny_model, objects, monkeypatch):
     monkeypatch.setattr(objects.files, "upload", lambda: 1 / 0)
     assert import_model(source(tiny_model), objects, Path()) == content_id
     assert written == []
+
+
+def test_a_folder_edited_while_it_is_imported_is_refused_and_not_known_as_good(model, objects, monkeypatch):
+    inspect = model_import.inspect_model
+
+    def inspect_and_edit(folder: Path) -> ModelFacts:
+        facts = inspect(folder)
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 17}))
+        return facts
+
+    monkeypatch.setattr(model_import, "inspect_model", inspect_and_edit)
+    with pytest.raises(Conflict, match="changed while it was read"):
+        import_model(source(model), objects, Path())
+    assert model_import.recall_model(source(model), Path(), objects) is None
+    monkeypatch.undo()
+    import_model(source(model), objects, Path())
+    facts = model_import.recall_model(source(model), Path(), objects)
+    assert facts is not None and facts.max_positions == 17
+
+
+def test_an_edit_that_leaves_size_and_time_of_a_file_is_noticed(model, objects):
+    import_model(source(model), objects, Path())
+    file = model / "config.json"
+    before = file.stat()
+    file.write_text(file.read_text().replace("256", "255"))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert file.stat().st_size == before.st_size
+    assert model_import.recall_model(source(model), Path(), objects) is None
+
+
+def test_a_tokenizer_edited_while_it_is_loaded_is_not_taken_for_the_other(model, monkeypatch):
+    load = rollout_core.models.load_tokenizer
+
+    def load_and_edit(folder: Path) -> Any:
+        tokenizer = load(folder)
+        (model / "chat_template.jinja").write_text("{{ messages }}")
+        return tokenizer
+
+    monkeypatch.setattr(rollout_core.models, "load_tokenizer", load_and_edit)
+    with pytest.raises(Conflict, match=r"the tokenizer in .* changed while it was read"):
+        inspect_model(model)
 
 
 def test_a_tokenizer_is_copied_byte_for_byte_and_alone(tiny_model, tmp_path):

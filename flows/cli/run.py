@@ -82,15 +82,16 @@ def nightly(
     """Fine-tune, PPO, evaluate, promote, report."""
     with one_line_errors(debug):
         from flows.connections import connections
-        from rollout_core.config import NightlyConfig
+        from rollout_core.config import NightlyConfig, apply_overrides, parse_config
         from rollout_core.nightly_plan import plan_nightly
 
-        overrides = parse_overrides(set_)
-        parsed = load_run(config, NightlyConfig, overrides)
+        parsed = load_run(config, NightlyConfig, parse_overrides(set_))
         if nproc is not None:
             learners = [name for name in ("sft", "rm", "dpo", "ppo", "grpo") if getattr(parsed, name) is not None]
-            overrides |= {f"{name}.parallel.nproc": nproc for name in learners}
-            parsed = load_run(config, NightlyConfig, overrides)
+            several = {f"{name}.parallel.nproc": nproc for name in learners}
+            # The file is read once: it may have been edited since.
+            changed = apply_overrides(parsed.model_dump(mode="json"), several)
+            parsed = parse_config(changed, NightlyConfig, name=str(config))
         facts = plan_nightly(parsed, Path.cwd(), connections(), keep=not dry_run)
         if dry_run:
             print_plan(facts)

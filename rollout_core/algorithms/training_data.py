@@ -20,11 +20,11 @@ from rollout_core.algorithms.preference_data import (
     each_pair,
 )
 from rollout_core.config import PreferenceSettings, SFTSettings
-from rollout_core.dataset_sources import RowStream, hash_rows, stored_rows
+from rollout_core.dataset_sources import HashedRows, RowStream, hash_rows, stored_rows
 from rollout_core.datasets import Row, SftRow
-from rollout_core.errors import ConfigError, DataError
+from rollout_core.errors import ConfigError, Conflict, DataError
 from rollout_core.ids import ContentId, content_id
-from rollout_core.models import load_tokenizer, tokenizer_id
+from rollout_core.models import load_identified_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.preferences import JudgedRow, PairRow
 
@@ -73,11 +73,11 @@ def training_items(
 ) -> tuple[ItemTable[ItemT], ReportT]:
     """Items of the rows that blob ``dataset`` holds, and what became of the rows."""
     rows = stored_rows(objects, dataset, form.row)
-    tokenizer = load_tokenizer(tokenizer_from)
+    tokenizer, tokenizer_id = load_identified_tokenizer(tokenizer_from)
     return open_items(
         objects,
         cache,
-        form.key(dataset, tokenizer_id(tokenizer_from)),
+        form.key(dataset, tokenizer_id),
         form.items,
         form.report,
         lambda keep: form.tokenize(tokenizer, rows, keep, place=rows.place, **form.options),
@@ -102,16 +102,24 @@ def look_at_rows(
     def tokenize(take: Callable[[Any], None], place: Callable[[int], str]) -> ReportT:
         return form.tokenize(tokenizer, rows, take, place=place, **form.options)
 
+    def tokenize_to_keep(take: Callable[[Any], None], dataset: ContentId) -> ReportT:
+        hashed = HashedRows(rows)
+        # Rows of one content may stand in many files, so what is kept of them numbers them.
+        report = form.tokenize(tokenizer, hashed, take, place=_numbered, **form.options)
+        if hashed.id != dataset:
+            raise Conflict(f"dataset {rows.address!r} changed while it was read; run again when nobody writes to it")
+        return report
+
     try:
         if objects is None:
             return tokenize(lambda item: None, rows.place)
-        key = form.key(hash_rows(rows), tokenizer_id)
+        dataset = hash_rows(rows)
+        key = form.key(dataset, tokenizer_id)
         report = kept_report(objects, key, form.report)
         if report is None and not keep:
             return tokenize(lambda item: None, rows.place)
         if report is None:
-            # Rows of one content may stand in many files, so what is kept of them numbers them.
-            _, report = keep_items(objects, key, form.items, lambda take: tokenize(take, lambda row: f"row {row + 1}"))
+            _, report = keep_items(objects, key, form.items, lambda take: tokenize_to_keep(take, dataset))
         return report.placed(rows.place)
     except DataError:
         raise
@@ -119,3 +127,7 @@ def look_at_rows(
         rows.check()  # malformed rows come first, and all of them
         tokenize(lambda item: None, rows.place)  # raises it again, naming files and lines
         raise
+
+
+def _numbered(row: int) -> str:
+    return f"row {row + 1}"

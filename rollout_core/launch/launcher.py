@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from rollout_core.error_messages import error_of, is_own_error
 from rollout_core.errors import ConfigError, Recoverable, RolloutError
 from rollout_core.launch.job import (
     LAUNCHER,
@@ -34,7 +35,7 @@ from rollout_core.launch.job import (
     encode_inputs,
     update_function,
 )
-from rollout_core.launch.messages import PIPE, error_of, is_own_error
+from rollout_core.launch.messages import PIPE
 from rollout_core.numerics import default_threads
 from rollout_core.processes import search_path
 from rollout_core.scratch import scratch_folder

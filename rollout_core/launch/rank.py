@@ -18,6 +18,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+from rollout_core.error_messages import error_message
 from rollout_core.errors import ConfigError, RolloutError
 from rollout_core.launch.job import (
     LAUNCHER,
@@ -29,7 +30,7 @@ from rollout_core.launch.job import (
     encode_report,
     update_function,
 )
-from rollout_core.launch.messages import Messenger, error_message
+from rollout_core.launch.messages import Messenger
 from rollout_core.processes import signal_at_parents_end
 from rollout_core.seeding import prepare_environment
 

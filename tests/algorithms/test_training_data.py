@@ -31,6 +31,7 @@ from rollout_core.algorithms.training_data import judged_form, look_at_rows, pai
 from rollout_core.config import DPOSettings, JsonlDataset, KTOSettings, OptimizerConfig, Padded, SFTSettings
 from rollout_core.dataset_sources import import_dataset, read_dataset
 from rollout_core.datasets import SftRow, parse_sft, to_jsonl
+from rollout_core.errors import Conflict
 from rollout_core.ids import ContentId
 from rollout_core.models import load_tokenizer, tokenizer_id
 from rollout_core.objects import ObjectStore
@@ -179,6 +180,30 @@ def test_a_second_run_tokenises_nothing_and_any_change_of_what_counts_does(
         objects.delete(objects.manifest(ContentId(objects.get_ref(name) or "")).files[0].content_id)
     shutil.rmtree(tmp_path / "cache")
     assert run(dataset) == 1, "what was lost is made again"
+
+
+def test_rows_edited_while_they_are_tokenised_are_not_kept_for_those_they_were(
+    tiny_model: Path, tmp_path: Path, objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
+):
+    tokenizer, file = load_tokenizer(tiny_model), tmp_path / "rows.jsonl"
+    original, edited = to_jsonl(sft_rows(5)), to_jsonl(sft_rows(9)[4:])
+    file.write_bytes(original)
+    rows = read_dataset(JsonlDataset(path="rows.jsonl"), SftRow, base=tmp_path)
+    keep_items = training_data.keep_items
+
+    def edit_and_keep(*arguments: Any) -> Any:
+        file.write_bytes(edited)
+        return keep_items(*arguments)
+
+    monkeypatch.setattr(training_data, "keep_items", edit_and_keep)
+    options: Any = {"objects": objects, "tokenizer_id": tokenizer_id(tiny_model), "keep": True}
+    with pytest.raises(Conflict, match=r"dataset 'rows\.jsonl' changed while it was read"):
+        look_at_rows(rows, tokenizer, sft_form(SFT), **options)
+    monkeypatch.undo()
+    file.write_bytes(original)
+    dataset = import_dataset(objects, rows)
+    items, _ = training_items(objects, tmp_path / "cache", dataset.data, tiny_model, sft_form(SFT))
+    assert list(items) == tokenize_sft(tokenizer, list(rows), loss_on=SFT.loss_on, max_seq_len=24)[0]
 
 
 def test_what_is_kept_outlives_a_cleaning_of_the_object_store(tiny_model: Path, tmp_path: Path, objects: ObjectStore):

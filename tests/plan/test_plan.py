@@ -335,6 +335,21 @@ def test_a_reward_of_the_users_own_is_loaded_but_never_called(work: Path):
     plan("train-ppo", work, algorithm__reward={"kind": "function", "callable": "mine.py:reward"})
 
 
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [("os._exit(0)", "it ended its process with exit code 0"), ("time.sleep(20)", "it took longer than 1 s")],
+)
+@pytest.mark.parametrize("callable_", ["mine.py:reward", "pack.mine:reward"])
+def test_a_reward_that_ends_or_hangs_its_process_is_refused(work: Path, callable_: str, line: str, reason: str):
+    (work / "pack").mkdir()
+    (work / "pack" / "__init__.py").write_text(f"import os, time\n{line}\n")
+    (work / "pack" / "mine.py").write_text("def reward(sample): return 0.0\n")
+    (work / "mine.py").write_text(f"import os, time\n{line}\ndef reward(sample): return 0.0\n")
+    reward = {"kind": "function", "callable": callable_, "timeout_seconds": 1.0}
+    message = refusal("train-ppo", work, algorithm__reward=reward)
+    assert message.startswith(f"algorithm.reward: reward {callable_} cannot be loaded: {reason}")
+
+
 def test_rows_without_the_answer_are_counted_in_one_line(work: Path):
     jsonl(work / "prompts.jsonl", *[{"prompt": "sort 1 =", "anwser": "1"}] * 3)
     message = refusal("train-ppo", work)

@@ -1,0 +1,60 @@
+"""A user's reward in a process of its own: what goes wrong there fails the scoring, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rollout_core.errors import ConfigError, Fatal
+from rollout_core.isolation.child import Child, Ended
+from rollout_core.isolation.limits import Limits
+from rollout_core.reward_scoring import INPUT_FIELDS, RewardInput, places, whole_batch
+from rollout_core.user_code import UserCode
+
+
+class RewardProcess:
+    """A reward function that is loaded and called in a child process, which stays from call to call.
+
+    Raises ConfigError where the function cannot be loaded, as `load_function` does.
+    """
+
+    def __init__(
+        self, code: UserCode, kwargs: Mapping[str, Any], limits: Limits, on_line: Callable[[str], None]
+    ) -> None:
+        self._code = code
+        self._kwargs = dict(kwargs)
+        name = code.callable
+        self._child = Child(
+            "rollout_core.reward_worker:handle", limits, on_line=lambda line: on_line(f"reward {name}: {line}")
+        )
+        self._load()
+
+    def _load(self) -> None:
+        try:
+            self._child.call({"code": self._code.document(), "kwargs": self._kwargs})
+        except Ended as error:
+            raise ConfigError(f"reward {self._code.callable} cannot be loaded: it {error}") from error
+
+    def __call__(self, inputs: Sequence[RewardInput]) -> list[float]:
+        """The reward of each input. Raises as `score` does."""
+        if not self._child.is_running:
+            self._load()
+        rows = [[_plain(getattr(sample, name)) for name in INPUT_FIELDS] for sample in inputs]
+        try:
+            return self._child.call({"inputs": rows})
+        except Ended as error:
+            known = list(places(inputs))
+            alone = error.place is not None and 0 <= error.place < len(known)
+            place = known[error.place or 0] if alone else whole_batch(inputs)
+            raise Fatal(f"reward {self._code.callable} failed on {place}: it {error}") from error
+
+    def close(self) -> None:
+        """End the child."""
+        self._child.close()
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return value if isinstance(value, str | int | list) or value is None else list(value)

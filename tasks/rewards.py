@@ -1,0 +1,54 @@
+"""The rewards of this process: loaded for the first scores of a run, kept for the next, closed with the run."""
+
+from __future__ import annotations
+
+import threading
+
+from rollout_core.ids import ContentId
+from rollout_core.rewards import RewardFunction, RewardSpec, load_reward, source_of
+from tasks import places
+from tasks.logs import stage_logger
+from tasks.stage import current_stage
+
+KEPT_REWARDS = 4
+_kept: dict[tuple[ContentId, str, str], RewardFunction] = {}
+_lock = threading.Lock()
+
+
+def open_reward(reward: RewardSpec, reward_source: ContentId) -> RewardFunction:
+    """The reward, running the code that ``reward_source`` is the id of. Raises ConfigError where that is not to be had,
+    and as `load_reward`."""
+    base, objects = places.working_folder(), current_stage().objects
+    source = source_of(reward, base, reward_source)
+    changed = [path for code in source.codes.values() if (path := code.changed_file()) is not None]
+    if changed:
+        stage_logger().warning(
+            "%s was changed or removed since this run began, and the run goes on with the code it began with",
+            changed[0],
+        )
+    # What a process may take is no part of the id.
+    key = reward_source, reward.model_dump_json(), str(base)
+    with _lock:
+        if key not in _kept:
+            _kept[key] = load_reward(
+                reward,
+                base=base,
+                source=source,
+                model_folder=lambda model: objects.local_tree(ContentId(model), places.cache_folder()),
+                on_line=lambda line: stage_logger().info("%s", line),
+            )
+        kept = _kept.pop(key)
+        _kept[key] = kept
+        oldest = [_kept.pop(other) for other in list(_kept)[:-KEPT_REWARDS]]
+    for other in oldest:
+        other.close()
+    return kept
+
+
+def close_rewards() -> None:
+    """End the processes that rewards run in; scores that come later start their own."""
+    with _lock:
+        kept = list(_kept.values())
+        _kept.clear()
+    for reward in kept:
+        reward.close()

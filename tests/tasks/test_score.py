@@ -1,0 +1,105 @@
+"""Scores are those of the code that their cache key names, on a real Prefect server."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from rollout_core import rewards
+from rollout_core.errors import ConfigError, Fatal
+from rollout_core.ids import ContentId, hash_bytes
+from rollout_core.inference.base import Completion
+from rollout_core.inference.samples import Sample, encode_completion, encode_samples
+from rollout_core.objects import ObjectStore
+from rollout_core.records import Completions
+from rollout_core.rewards import FunctionReward, source_id
+
+pytestmark = pytest.mark.server
+SPEC = FunctionReward(callable="mine.py:reward")
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def objects() -> ObjectStore:
+    return ObjectStore.from_url(os.environ["ROLLOUT_STORAGE"])
+
+
+def completions(text: str) -> Completions:
+    """Two of them, of which no store knows."""
+    ids = [hash_bytes(f"{text} {number}".encode()) for number in range(2)]
+    samples = [Sample(key, "2+2?", [1, 2], 0, f"row-{number}", {}) for number, key in enumerate(ids)]
+    made = [Completion(key, [3], [-0.5], text, "stop") for key in ids]
+    return Completions(
+        completions=objects().put_bytes(b"".join(map(encode_completion, made))),
+        samples=objects().put_bytes(encode_samples(samples)),
+        model=hash_bytes(b"model"),
+        num_samples=2,
+        num_tokens=2,
+        finish_reasons={"stop": 2},
+    )
+
+
+@pytest.fixture
+def scored(prefect_server: str):
+    """Score in a flow of its own."""
+    from prefect import flow
+
+    from tasks.rewards import close_rewards
+    from tasks.score import score_rewards
+
+    def start(given: Completions, source: ContentId) -> list[float]:
+        @flow(name="test-score", persist_result=False)
+        def test_score() -> list[float]:
+            return json.loads(objects().get_bytes(score_rewards(given, SPEC, source).scores))
+
+        return test_score()
+
+    yield start
+    close_rewards()
+
+
+def write(value: float, helper: float = 1.0) -> None:
+    Path("mine.py").write_text(f"from helper_of_stage import H\ndef reward(sample): return {value} * H\n")
+    Path("helper_of_stage.py").write_text(f"H = {helper}\n")
+
+
+@pytest.mark.parametrize("change", [(2.0, 1.0), (1.0, 2.0)], ids=["the file", "a module it imports"])
+def test_a_reward_edited_while_a_run_goes_scores_as_it_was(scored, change):
+    given = completions("4")
+    write(1.0)
+    first = source_id(SPEC)
+    write(*change)
+    assert scored(given, first) == [1.0, 1.0]
+    assert scored(given, source_id(SPEC)) == [2.0, 2.0]
+    write(1.0)
+    assert scored(given, source_id(SPEC)) == [1.0, 1.0]
+
+
+def test_where_the_code_of_the_id_is_gone_the_stage_fails_and_stores_nothing(scored, monkeypatch):
+    """As on another machine, or in a process that goes on with the work of one that ended."""
+    given = completions("5")
+    write(1.0)
+    first = source_id(SPEC)
+    monkeypatch.setattr(rewards, "_held", {})
+    write(2.0)
+    with pytest.raises(ConfigError, match=r"the code of reward mine\.py:reward is not what it was when the run began"):
+        scored(given, first)
+    write(1.0)
+    assert scored(given, first) == [1.0, 1.0], "the scores of the other code are not found"
+
+
+def test_a_reward_that_ends_its_process_fails_its_stage_and_the_next_goes_on(scored):
+    given = completions("6")
+    Path("mine.py").write_text(
+        "import os\ndef reward(sample):\n    if sample.id == 'row-1': os._exit(0)\n    return 1\n"
+    )
+    with pytest.raises(Fatal, match=r"reward mine\.py:reward failed on sample 1 \(row-1\): it ended its process"):
+        scored(given, source_id(SPEC))
+    write(3.0)
+    assert scored(given, source_id(SPEC)) == [3.0, 3.0]
