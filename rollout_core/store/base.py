@@ -261,8 +261,9 @@ class LightningStore(ABC):
         """Store spans and return those that were new, in order; a duplicate is left out.
 
         Two spans are the same if rollout, attempt and span id agree. Each new span is a heartbeat of its attempt: one
-        in ``preparing`` or ``unresponsive`` runs again, unless it is an older attempt of a finished rollout, and so does
-        its rollout if it is the latest attempt and the rollout is not finished. An explicit ``sequence_id`` raises the rollout's counter to at least that value.
+        in ``preparing`` or ``unresponsive`` runs again (not an older attempt of a finished rollout), and so does its
+        rollout if it is the latest attempt and the rollout is not finished. An explicit ``sequence_id`` raises the
+        rollout's counter to at least that value.
 
         Raises NotFound if a rollout or attempt is unknown, ConfigError if a value is not JSON. Then none is stored.
         """

@@ -65,9 +65,10 @@ def apply_updates(unit: UnitOfWork, updates: Sequence[tuple[AttemptUpdate, bool]
                 results.append(Conflict(f"rollout {state.rollout_id}: {reason}; nothing was changed"))
                 continue
         _apply(unit, update, attempt)
-        results.append(_copy(attempt))
-        if attempt.worker_id and not (isinstance(update.status, Unset) and isinstance(update.worker_id, Unset)):
-            with_workers.append(results[-1])
+        left = _copy(attempt)
+        results.append(left)
+        if left.worker_id and not (isinstance(update.status, Unset) and isinstance(update.worker_id, Unset)):
+            with_workers.append(left)
     note_attempts(unit.tx, with_workers)
     return results
 

@@ -153,8 +153,8 @@ async def test_a_silent_attempt_is_not_revived_once_its_rollout_is_finished(stor
 
 
 async def test_each_of_a_thousand_superseded_attempts_ends(store):
-    rollouts = await store.start_many_rollouts([EnqueueRolloutRequest(input=n, rollout_id=f"r{n}") for n in range(1000)])
-    ids = [rollout.rollout_id for rollout in rollouts]
+    ids = [f"r{n}" for n in range(1000)]
+    await store.start_many_rollouts([EnqueueRolloutRequest(input=1, rollout_id=rollout_id) for rollout_id in ids])
     await store.start_many_attempts(ids)
     assert await store.update_many_attempts(
         [AttemptUpdate(rollout_id=rollout_id, attempt_id="latest", status="succeeded") for rollout_id in ids]

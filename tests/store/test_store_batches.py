@@ -114,8 +114,8 @@ async def test_contradictory_updates_of_one_attempt_each_yield_what_they_left(st
     if fenced:
         assert seen == [*first, "Conflict", first[-1], "Conflict"]
     else:
-        rest = [(status, "w2", {"n": 2}, end) for status, end in (("succeeded", now), ("failed", now), ("running", None))]
-        assert seen == first + rest
+        ends = [("succeeded", now), ("failed", now), ("running", None)]
+        assert seen == first + [(status, "w2", {"n": 2}, end) for status, end in ends]
     read = await store.get_rollout_by_id(rollout.rollout_id)
     assert (read.status, read.attempt) == ("failed", outcomes[4 if fenced else 5])
     workers = [await store.get_worker_by_id(worker_id) for worker_id in ("w1", "w2")]
