@@ -146,9 +146,9 @@ async def test_without_a_key_programs_and_own_pages_are_served(server, host):
 
 def test_what_counts_as_local():
     for host in ("localhost", "localhost:80", "127.0.0.1", "[::1]", "[::1]:8080"):
-        assert _is_local(host), host
+        assert _is_local(host.encode()), host
     for host in ("localhost.evil", "me@localhost", "localhost/x", "[::1", "::1", "[::2]", "10.0.0.1", "a b", "é"):
-        assert not _is_local(host), host
+        assert not _is_local(host.encode()), host
 
 
 async def test_with_a_key_names_and_pages_do_not_matter(make_server):

@@ -22,14 +22,13 @@ from rollout_core.store.http.operations import Call, Operation
 from rollout_core.store.http.replies import encode_large, is_large
 
 MAX_KEY_LENGTH = 256
+_KEY, _REPEATED, _JSON = wire.KEY_HEADER.encode(), wire.REPEATED_HEADER.encode(), wire.JSON.encode()
 
 
 async def read_call(operation: Operation, request: Request, limits: BodyLimits, lane: Lane) -> Call:
     """What a request asks for. Raises ConfigError for what it cannot ask, and ClientDisconnect."""
-    headers = request.headers
-    key = headers.get(wire.KEY_HEADER)
-    if key is not None and len(key) > MAX_KEY_LENGTH:
-        raise Unprocessable(f"{wire.KEY_HEADER} has {len(key)} characters; expected at most {MAX_KEY_LENGTH}")
+    headers: dict[bytes, bytes] = dict(request.scope["headers"])
+    key = _key(headers)
     body, data = None, b""
     if operation.adapter is not None:
         if operation.method == "GET":
@@ -41,10 +40,19 @@ async def read_call(operation: Operation, request: Request, limits: BodyLimits, 
         path = {name: unquote(value, errors="strict") for name, value in request.path_params.items()}
     except UnicodeDecodeError as error:
         raise ConfigError(f"the path is not UTF-8 behind its percent signs: {error}") from error
-    repeated = headers.get(wire.REPEATED_HEADER)
+    repeated = headers.get(_REPEATED)
     digest = b"" if key is None else _digest(request, data)
     is_large = len(data) > LOOP_BYTES or operation.num_records(body) > LOOP_RECORDS
-    return Call(path, body, key, digest, repeated is not None, repeated == "final", {}, is_large)
+    return Call(path, body, key, digest, repeated is not None, repeated == b"final", {}, is_large)
+
+
+def _key(headers: Mapping[bytes, bytes]) -> str | None:
+    key = headers.get(_KEY)
+    if key is None:
+        return None
+    if len(key) > MAX_KEY_LENGTH:
+        raise Unprocessable(f"{wire.KEY_HEADER} has {len(key)} characters; expected at most {MAX_KEY_LENGTH}")
+    return key.decode("latin-1")
 
 
 def _digest(request: Request, data: bytes) -> bytes:
@@ -59,14 +67,14 @@ def _read_query(operation: Operation, request: Request) -> Any:
         raise unprocessable(error) from error
 
 
-async def _read_json(operation: Operation, headers: Mapping[str, str], data: bytes, lane: Lane) -> Any:
+async def _read_json(operation: Operation, headers: Mapping[bytes, bytes], data: bytes, lane: Lane) -> Any:
     assert operation.adapter is not None
     if not data and operation.may_be_empty:
         return None
-    media_type = headers.get("content-type", "")
-    if data and media_type.partition(";")[0].strip().lower() != wire.JSON:
+    media_type = headers.get(b"content-type", b"")
+    if data and media_type != _JSON and media_type.partition(b";")[0].strip().lower() != _JSON:
         # Pages of others can send other types without asking; see ``gate``.
-        raise WrongMediaType(f"content-type is {media_type!r:.100}; expected {wire.JSON}")
+        raise WrongMediaType(f"content-type is {media_type.decode('latin-1')!r:.100}; expected {wire.JSON}")
     if len(data) > LOOP_BYTES:
         return await lane.run(read_large(operation.adapter, operation.lists, data))
     try:

@@ -28,7 +28,7 @@ class Gate:
     ) -> None:
         self._app = app
         self._authorization = None if api_key is None else f"Bearer {api_key}".encode()
-        self._allowed_origins = frozenset(origin.lower() for origin in allowed_origins)
+        self._allowed_origins = frozenset(origin.lower().encode() for origin in allowed_origins)
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,34 +55,34 @@ class Gate:
 
     def _foreign(self, scope: Scope) -> Exception | None:
         """Why this may be the request of a web page of others."""
-        hosts: list[str] = []
-        origins: list[str] = []
-        for name, value in scope["headers"]:
-            if name == b"host":
-                hosts.append(value.decode("latin-1").lower())
-            elif name == b"origin":
-                origins.append(value.decode("latin-1").lower())
+        hosts = [value for name, value in scope["headers"] if name == b"host"]
         # Old programs send no Host; browsers always do.
         if len(hosts) > 1 or not all(map(_is_local, hosts)):
+            shown = b", ".join(hosts).decode("latin-1")
             return Forbidden(
-                f"the request is for the host {', '.join(hosts)!r:.200}; without an API key this server answers only "
-                "to localhost and loopback addresses; give it a key to use it by another name"
+                f"the request is for the host {shown!r:.200}; without an API key this server answers only to localhost "
+                "and loopback addresses; give it a key to use it by another name"
             )
-        own = {f"http://{host}" for host in hosts}
-        for origin in origins:
-            if not (origin in own or origin in self._allowed_origins or "*" in self._allowed_origins):
+        for name, value in scope["headers"]:
+            if name == b"origin" and not self._is_allowed(value.lower(), hosts):
                 return Forbidden(
-                    f"the request comes from the web page {origin!r:.200}; without an API key this server takes none "
-                    "from pages of others, unless it was started with their origin (--cors-allow-origin)"
+                    f"the request comes from the web page {value.decode('latin-1')!r:.200}; without an API key this "
+                    "server takes none from pages of others, unless it was started with their origin "
+                    "(--cors-allow-origin)"
                 )
         return None
 
+    def _is_allowed(self, origin: bytes, hosts: Sequence[bytes]) -> bool:
+        is_own = any(origin == b"http://" + host.lower() for host in hosts)
+        return is_own or origin in self._allowed_origins or b"*" in self._allowed_origins
+
 
 @lru_cache(256)
-def _is_local(host: str) -> bool:
+def _is_local(host: bytes) -> bool:
     """Whether a Host header names this machine as only this machine can."""
+    text = host.decode("latin-1").lower()
     try:
-        parts = urlsplit(f"//{host}")
-        return parts.netloc == host and "@" not in host and is_loopback(parts.hostname or "")
+        parts = urlsplit(f"//{text}")
+        return parts.netloc == text and "@" not in text and is_loopback(parts.hostname or "")
     except ValueError:
         return False

@@ -11,7 +11,8 @@ import asyncio
 import json
 import re
 from collections.abc import Container
-from typing import Any, NamedTuple, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
@@ -54,7 +55,8 @@ def list_fields(kind: Any) -> frozenset[str]:
 
 
 def _may_be_list(annotation: Any) -> bool:
-    return get_origin(annotation) is list or any(map(_may_be_list, get_args(annotation)))
+    origin = get_origin(annotation)
+    return origin is list or (origin in (UnionType, Union, Annotated) and any(map(_may_be_list, get_args(annotation))))
 
 
 async def read_large(adapter: TypeAdapter[Any], lists: Container[str], data: bytes) -> Any:
