@@ -1,13 +1,15 @@
 """The contract of a LightningStore: what algorithms and runners may rely on, whatever keeps the data.
 
 Every coroutine is atomic: it happens as a whole or not at all, also among concurrent callers. Batch forms are the
-primary ones; the single forms wrap them. Unknown ids raise NotFound (a ValueError), values that cannot be stored
-ConfigError (a ValueError), passing trouble of the storage Recoverable; a call that raised has changed nothing, unless
-it says by UnknownOutcome, a Recoverable, that it cannot know.
+primary ones; the single forms wrap them. A batch that names one thing several times does what the single forms would,
+one after the other: each result is what its own item left. Unknown ids raise NotFound (a ValueError), values that
+cannot be stored ConfigError (a ValueError), passing trouble of the storage Recoverable; a call that raised has changed
+nothing, unless it says by UnknownOutcome, a Recoverable, that it cannot know.
 
 An attempt is a lease: the worker that got it may complete the rollout until the watchdog or another worker ends the
-lease. The watchdog is not a thread. It runs before most calls, at most once per debounce interval, and marks attempts
-that took too long or fell silent.
+lease. An attempt in preparing or running that loses its lease to a newer one ends as failed; so does one that a late
+span has revived, when the rollout finishes. The watchdog is not a thread. It runs before most calls, at most once per
+debounce interval, and marks attempts that took too long or fell silent.
 """
 
 from __future__ import annotations
@@ -211,7 +213,7 @@ class LightningStore(ABC):
     async def update_many_attempts(
         self, updates: Sequence[AttemptUpdate], *, fenced: bool = False
     ) -> Sequence[Attempt | Conflict]:
-        """Apply updates in order, and return each attempt as it is afterwards, in the order of updates.
+        """Apply updates in order, and return each attempt as its update has left it, in the order of updates.
 
         ``succeeded`` and ``failed`` set the attempt's ``end_time``. Only the latest attempt of a rollout moves the
         rollout, by the rules of ``lifecycle``: success finishes it; failure, timeout and unresponsiveness queue it
@@ -259,8 +261,9 @@ class LightningStore(ABC):
         """Store spans and return those that were new, in order; a duplicate is left out.
 
         Two spans are the same if rollout, attempt and span id agree. Each new span is a heartbeat of its attempt: one
-        in ``preparing`` or ``unresponsive`` runs again, and so does its rollout if it is the latest attempt and the
-        rollout is not finished. An explicit ``sequence_id`` raises the rollout's counter to at least that value.
+        in ``preparing`` or ``unresponsive`` runs again (not an older attempt of a finished rollout), and so does its
+        rollout if it is the latest attempt and the rollout is not finished. An explicit ``sequence_id`` raises the
+        rollout's counter to at least that value.
 
         Raises NotFound if a rollout or attempt is unknown, ConfigError if a value is not JSON. Then none is stored.
         """

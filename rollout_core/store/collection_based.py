@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from rollout_core.errors import ConfigError
 from rollout_core.store import collection_operations as operations
 from rollout_core.store.base import LightningStore
-from rollout_core.store.checks import check_id_list, check_ids, check_statuses, resources_json, rollout_changes
+from rollout_core.store.checks import (
+    check_id_list,
+    check_ids,
+    check_metadata,
+    check_statuses,
+    resources_json,
+    rollout_changes,
+)
 from rollout_core.store.codec import decode
 from rollout_core.store.collection import LightningCollections, SortOptions
 from rollout_core.store.collection_work import RolloutState, Work, latest_attempts
@@ -234,6 +241,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
     async def update_many_attempts(
         self, updates: Sequence[AttemptUpdate], *, fenced: bool = False
     ) -> Sequence[Attempt | Conflict]:
+        check_metadata(updates)  # also that of updates which turn out to be refused
         return await self._do(lambda work: operations.update_attempts(work, updates, fenced))
 
     # Spans

@@ -169,17 +169,18 @@ async def update_attempts(work: Work, updates: Sequence[AttemptUpdate], fenced: 
         attempt = newest if update.attempt_id == "latest" else await work.attempt(state, update.attempt_id)
         if fenced:
             if attempt is newest and attempt.status in lifecycle.ENDED and attempt.status == update.status:
-                results.append(attempt)  # the caller repeats what it could not know had arrived
+                results.append(shown_attempt(attempt))  # the caller repeats what it could not know had arrived
                 continue
             reason = lifecycle.fence(attempt.attempt_id, newest.attempt_id, attempt.status, state.rollout.status)
             if reason is not None:
                 results.append(Conflict(f"rollout {update.rollout_id}: {reason}; nothing was changed"))
                 continue
         _apply(work, update, state, attempt)
+        shown = shown_attempt(attempt)  # as it is now: a later update of the batch may change it further
         if not (isinstance(update.status, Unset) and isinstance(update.worker_id, Unset)):
-            work.note_worker(attempt)
-        results.append(attempt)
-    return [outcome if isinstance(outcome, Conflict) else shown_attempt(outcome) for outcome in results]
+            work.note_worker(shown)
+        results.append(shown)
+    return results
 
 
 def _apply(work: Work, update: AttemptUpdate, state: RolloutState, attempt: Attempt) -> None:
@@ -292,7 +293,8 @@ async def add_spans(work: Work, spans: Sequence[Span]) -> list[bool]:
 def _note_heartbeat(work: Work, state: RolloutState, attempt: Attempt) -> None:
     attempt.last_heartbeat_time = work.now
     work.touch_attempt(attempt)
-    status = lifecycle.ATTEMPT_AFTER_SPAN.get(attempt.status, attempt.status)
+    is_latest = attempt is state.latest
+    status = lifecycle.attempt_after_span(attempt.status, state.rollout.status, is_latest=is_latest)
     if status != attempt.status:
         attempt.status = status
         if attempt is state.latest:

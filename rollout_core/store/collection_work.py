@@ -24,6 +24,7 @@ class RolloutState:
     latest: Attempt | None
     status_before: RolloutStatus | None = None
     older: dict[str, Attempt] = field(default_factory=dict)
+    """By id: all that are under way, and others that were asked for."""
 
     @property
     def attempt_count(self) -> int:
@@ -56,13 +57,18 @@ class Work:
         refuse_missing(wanted, found)
         if not wanted:
             return {}
-        latest = await latest_attempts(self.collections, wanted)
+        attempts = (await self.collections.attempts.query({"rollout_id": {"within": wanted}})).items
+        latest = _latest(attempts)
         states: dict[str, RolloutState] = {}
         for rollout_id in wanted:
             attempt = latest.get(rollout_id)
             states[rollout_id] = RolloutState(
                 changed(found[rollout_id]), None if attempt is None else changed(attempt), found[rollout_id].status
             )
+        if len(attempts) > len(latest):
+            for attempt in attempts:
+                if attempt.status in lifecycle.WATCHED and attempt is not latest[attempt.rollout_id]:
+                    states[attempt.rollout_id].older[attempt.attempt_id] = changed(attempt)
         return states
 
     async def require(self, rollout_ids: Sequence[str]) -> None:
@@ -98,6 +104,7 @@ class Work:
         rollout = state.rollout
         if status in lifecycle.FINISHED and rollout.status not in lifecycle.FINISHED:
             self.finished.append(rollout.rollout_id)
+            self._end_superseded(state)
         rollout.end_time = lifecycle.rollout_end_time(status, rollout.end_time, self.now)
         rollout.status = status
         self.touch(state)
@@ -117,9 +124,17 @@ class Work:
         """Supersede the rollout's attempts by a new one, in preparing."""
         if state.latest is not None:
             state.older[state.latest.attempt_id] = state.latest
+            self._end_superseded(state)
         state.latest = attempt
         self._new_attempts[attempt.attempt_id] = attempt
         self.set_status(state, "preparing")
+
+    def _end_superseded(self, state: RolloutState) -> None:
+        for attempt in state.older.values():
+            if attempt.status in lifecycle.WATCHED:
+                attempt.end_time = lifecycle.attempt_end_time(lifecycle.SUPERSEDED, attempt.end_time, self.now)
+                attempt.status = lifecycle.SUPERSEDED
+                self.touch_attempt(attempt)
 
     async def worker(self, worker_id: str) -> Worker:
         """A worker, to be changed; a new one if it is unknown."""
@@ -130,7 +145,10 @@ class Work:
         return self._workers[worker_id]
 
     def note_worker(self, attempt: Attempt | None) -> None:
-        """Bring the worker of an attempt into line with it when all is saved; the last attempt of a worker counts."""
+        """Bring the worker of an attempt into line with it when all is saved; the last attempt of a worker counts.
+
+        The attempt is not to be changed any more.
+        """
         if attempt is not None and attempt.worker_id:
             self._noted[attempt.worker_id] = attempt
 
@@ -181,8 +199,12 @@ def _follow(worker: Worker, attempt: Attempt, now: float) -> None:
 
 async def latest_attempts(collections: LightningCollections, rollout_ids: Sequence[str]) -> dict[str, Attempt]:
     """The latest attempts of those of these rollouts that have one."""
+    return _latest((await collections.attempts.query({"rollout_id": {"within": rollout_ids}})).items)
+
+
+def _latest(attempts: Iterable[Attempt]) -> dict[str, Attempt]:
     latest: dict[str, Attempt] = {}
-    for attempt in (await collections.attempts.query({"rollout_id": {"within": rollout_ids}})).items:
+    for attempt in attempts:
         other = latest.get(attempt.rollout_id)
         if other is None or attempt.sequence_id > other.sequence_id:
             latest[attempt.rollout_id] = attempt

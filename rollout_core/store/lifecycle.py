@@ -1,7 +1,8 @@
 """The status machine of rollouts and attempts: every decision about retries, lost attempts, heartbeats and workers.
 
 Everything here is data or a pure function; stores only persist what it decides. A rollout is the outside view. It
-follows its latest attempt, by the tables below, and older attempts never touch it.
+follows its latest attempt, by the tables below, and older attempts never touch it. Those that are under way end when
+a newer one starts: what they still do counts for nothing.
 
     queuing ──claim──> preparing ──first span──> running ──> succeeded
        ^                   │                        │
@@ -26,10 +27,12 @@ ANY = QUEUED | RUNNING | FINISHED
 ENDED: frozenset[AttemptStatus] = frozenset({"succeeded", "failed"})
 """An attempt has an end time exactly in these: its worker said so. A lost attempt's end is not known."""
 WATCHED: frozenset[AttemptStatus] = frozenset({"preparing", "running"})
-"""Attempts that the watchdog may declare lost."""
+"""Attempts under way, as far as anybody knows. The watchdog may declare them lost."""
+SUPERSEDED: AttemptStatus = "failed"
+"""How an attempt under way ends when a newer one starts, and when the rollout finishes by a newer one."""
 
 ATTEMPT_AFTER_SPAN: Mapping[AttemptStatus, AttemptStatus] = {"preparing": "running", "unresponsive": "running"}
-"""What a span makes of its attempt; a status that is not listed stays."""
+"""What a span makes of its attempt, see ``attempt_after_span``; a status that is not listed stays."""
 
 ROLLOUT_AFTER_SPAN: Mapping[RolloutStatus, RolloutStatus] = {
     "queuing": "running",
@@ -84,6 +87,16 @@ def rollout_status_after(
         return latest_attempt
     retry = latest_attempt in config.retry_condition and sequence_id < config.max_attempts
     return "requeuing" if retry else "failed"
+
+
+def attempt_after_span(attempt: AttemptStatus, rollout: RolloutStatus, *, is_latest: bool) -> AttemptStatus:
+    """The status of an attempt once one of its spans has come, while its rollout is ``rollout``.
+
+    An older attempt of a finished rollout is not revived: nobody would ever end it.
+    """
+    if not is_latest and rollout in FINISHED:
+        return attempt
+    return ATTEMPT_AFTER_SPAN.get(attempt, attempt)
 
 
 def attempt_end_time(status: AttemptStatus, previous: float | None, now: float) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections import Counter, deque
@@ -21,6 +22,10 @@ Record = TypeVar("Record", bound=BaseModel)
 Element = TypeVar("Element")
 Key = TypeVar("Key")
 Value = TypeVar("Value")
+
+
+SHORT_BLOCK_SECONDS = 0.005
+"""How long an event loop stands still for a block of another thread."""
 
 
 class DequeBasedQueue(Queue[Element]):
@@ -115,8 +120,9 @@ class DictBasedKeyValue(KeyValue[Key, Value]):
 class _ProcessLock:
     """A lock for blocks that never wait for anything else, as an asynchronous context manager.
 
-    No coroutine here is ever suspended, so a plain lock guards against other threads and their event loops without
-    blocking anybody for long. A forked child gets a fresh one: the thread that held it is not in the child.
+    No coroutine here is ever suspended, so a plain lock guards against other threads and their event loops. A block is
+    short, unless its batch is large: who waits for such a one lets its event loop go on meanwhile. A forked child gets
+    a fresh lock: the thread that held it is not in the child.
     """
 
     def __init__(self, value: Any) -> None:
@@ -127,7 +133,8 @@ class _ProcessLock:
     async def __aenter__(self) -> Any:
         if os.getpid() != self._process:
             self._lock, self._process = threading.Lock(), os.getpid()
-        self._lock.acquire()
+        while not (self._lock.acquire(blocking=False) or self._lock.acquire(timeout=SHORT_BLOCK_SECONDS)):
+            await asyncio.sleep(SHORT_BLOCK_SECONDS)
         return self._value
 
     async def __aexit__(self, *error: object) -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import asyncpg
@@ -19,6 +18,7 @@ from sqlalchemy.util import await_only, greenlet_spawn
 
 from rollout_core.errors import Fatal
 from rollout_core.store.group_commit import GroupCommit, Hooks
+from rollout_core.store.loop_thread import LoopThread
 from rollout_core.store.postgres_schema import prepare
 from rollout_core.store.postgres_server import (
     DRIVER_ERRORS,
@@ -41,35 +41,6 @@ NUM_READERS = 4
 MAX_NOTICE_BYTES = 7_900
 """PostgreSQL takes notices below 8,000 bytes."""
 CLOSE_SECONDS = 5.0
-
-
-class _LoopThread:
-    """A thread that runs an event loop, from the first use on."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self.loop = asyncio.new_event_loop()
-
-    def start(self) -> asyncio.AbstractEventLoop:
-        """The running loop."""
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self.loop.run_forever, name=self._name, daemon=True)
-                self._thread.start()
-        return self.loop
-
-    async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine there, from another loop."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.start()))
-
-    def stop(self) -> None:
-        """End the loop and the thread, if they run."""
-        if self._thread is not None:
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join()
-        self.loop.close()
 
 
 class _Reading:
@@ -187,7 +158,7 @@ def _notices(rollout_ids: Sequence[str]) -> Iterator[str]:
 class _Writer(GroupCommit):
     """Up to ``NUM_WRITERS`` tasks of a loop that write while there are jobs."""
 
-    def __init__(self, url: str, thread: _LoopThread, hooks: Hooks, session: Callable[[], _Writing]) -> None:
+    def __init__(self, url: str, thread: LoopThread, hooks: Hooks, session: Callable[[], _Writing]) -> None:
         super().__init__(shown(url), hooks)
         self._thread = thread
         self._session = session
@@ -238,8 +209,8 @@ class PostgresDatabase(Database):
         super().__init__()
 
     def _start(self) -> None:
-        self._writing = _LoopThread("store-writer")
-        self._reading = _LoopThread("store-reader")
+        self._writing = LoopThread("store-writer")
+        self._reading = LoopThread("store-reader")
         self._pools: dict[asyncio.AbstractEventLoop, asyncpg.Pool] = {}
         self._writing_pids: set[int] = set()
         self._listener: asyncpg.Connection | None = None

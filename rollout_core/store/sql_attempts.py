@@ -21,6 +21,7 @@ from rollout_core.store.sql_rows import (
     save_rollouts,
 )
 from rollout_core.store.sql_spans import receive_spans
+from rollout_core.store.sql_superseded import end_superseded
 from rollout_core.store.sql_unit import UnitOfWork
 from rollout_core.store.sql_workers import note_attempts
 from rollout_core.store.types import Attempt, AttemptStatus, AttemptUpdate, Rollout, Unset
@@ -64,9 +65,10 @@ def apply_updates(unit: UnitOfWork, updates: Sequence[tuple[AttemptUpdate, bool]
                 results.append(Conflict(f"rollout {state.rollout_id}: {reason}; nothing was changed"))
                 continue
         _apply(unit, update, attempt)
-        if attempt.worker_id and not (isinstance(update.status, Unset) and isinstance(update.worker_id, Unset)):
-            with_workers.append(attempt)
-        results.append(_copy(attempt))
+        left = _copy(attempt)
+        results.append(left)
+        if left.worker_id and not (isinstance(update.status, Unset) and isinstance(update.worker_id, Unset)):
+            with_workers.append(left)
     note_attempts(unit.tx, with_workers)
     return results
 
@@ -79,6 +81,7 @@ def _copy(attempt: Attempt) -> Attempt:
 def _apply(unit: UnitOfWork, update: AttemptUpdate, attempt: Attempt) -> None:
     state = unit.states[update.rollout_id]
     is_latest = unit.is_latest(attempt)
+    was_finished = state.status in lifecycle.FINISHED
     if not isinstance(update.worker_id, Unset):
         attempt.worker_id = update.worker_id
     if not isinstance(update.last_heartbeat_time, Unset):
@@ -87,6 +90,8 @@ def _apply(unit: UnitOfWork, update: AttemptUpdate, attempt: Attempt) -> None:
         attempt.metadata = update.metadata
     if not isinstance(update.status, Unset):
         _set_attempt_status(unit.tx, attempt, update.status, state, is_latest=is_latest)
+        if state.status in lifecycle.FINISHED and not was_finished:
+            unit.end_superseded(state.rollout_id)
     unit.note_attempt(attempt)
     if is_latest:
         state.watch(attempt)
@@ -128,7 +133,7 @@ def update_rollout(tx: Transaction, rollout_id: str, changes: Mapping[str, Any])
         state.set_status(changes["status"], tx)
     if changes.keys() & {"status", "config"}:
         state.watch(load_attempts(tx, [state]).get((state.key, state.attempt_count)))
-        save_rollouts(tx, [state])
+        _save([state], tx)
     [row] = tx.rows(ROLLOUTS_WITH_ATTEMPT + " WHERE r.key = ?", state.key)
     return rollout_model(row)
 
@@ -160,6 +165,13 @@ def find_lost_attempts(tx: Transaction, limit: int) -> int:
             # Rounding can put the sum before now and the difference within the limit; without this it would spin.
             state.due_time = max(state.due_time, math.nextafter(tx.now, math.inf))
     save_attempts(tx, lost)
-    save_rollouts(tx, states)
+    _save(states, tx)
     note_attempts(tx, [attempt for _, attempt in lost])
     return len(found)
+
+
+def _save(states: Sequence[RolloutState], tx: Transaction) -> None:
+    """Write back rollouts, and what follows for the older attempts of those that have finished."""
+    finished = [state for state in states if state.just_finished]
+    save_rollouts(tx, states)
+    end_superseded(tx, finished)

@@ -24,6 +24,7 @@ from rollout_core.store.sql_rows import (
     rollout_of,
     save_rollouts,
 )
+from rollout_core.store.sql_superseded import end_superseded
 from rollout_core.store.sql_workers import note_attempts, note_empty_dequeues, note_idle
 from rollout_core.store.types import Attempt, AttemptedRollout, EnqueueRolloutRequest, Rollout, RolloutStatus
 from rollout_core.trusted import trusted
@@ -154,7 +155,8 @@ def release(tx: Transaction, claimed: Sequence[AttemptedRollout]) -> None:
 def unclaim(tx: Transaction, shares: Sequence[Sequence[Claim]]) -> None:
     """Undo claims that their callers never received, as if they had not been made.
 
-    A claim that somebody has touched since (a newer attempt, a status set by hand) is left alone.
+    A claim that somebody has touched since (a newer attempt, a status set by hand) is left alone, and an older attempt
+    that it has ended stays ended.
     """
     claims = [claim for share in shares for claim in share]
     states = load_rollouts(tx, [claim.rollout.rollout_id for claim in claims])
@@ -326,6 +328,7 @@ def _begin_attempts(tx: Transaction, rows: Sequence[_Stored], takers: Sequence[T
     states = [row.state for row in rows]
     attempts = _new_attempts(tx, states, takers)
     save_rollouts(tx, states)
+    end_superseded(tx, states)
     return [_attempted(*row, attempt) for row, attempt in zip(rows, attempts, strict=True)]
 
 

@@ -59,6 +59,11 @@ class RolloutState:
         self.stored_status = self.status
 
     @property
+    def just_finished(self) -> bool:
+        """Whether it is finished and, by the database, was not."""
+        return self.status in lifecycle.FINISHED and self.stored_status not in lifecycle.FINISHED
+
+    @property
     def config(self) -> RolloutConfig:
         """The retry and timeout policy, parsed anew at each call unless it is all defaults; to be read only."""
         return RolloutConfig.model_validate_json(self.config_json) if self.config_json else _DEFAULT_CONFIG

@@ -54,10 +54,11 @@ def _note_arrival(unit: UnitOfWork, attempt: Attempt) -> None:
     """A span is a sign of life of its attempt."""
     state = unit.states[attempt.rollout_id]
     before = (attempt.status, state.status)
+    is_latest = unit.is_latest(attempt)
     attempt.last_heartbeat_time = unit.tx.now
-    attempt.status = lifecycle.ATTEMPT_AFTER_SPAN.get(attempt.status, attempt.status)
+    attempt.status = lifecycle.attempt_after_span(attempt.status, state.status, is_latest=is_latest)
     unit.note_attempt(attempt)
-    if unit.is_latest(attempt):
+    if is_latest:
         state.set_status(lifecycle.ROLLOUT_AFTER_SPAN.get(state.status, state.status), unit.tx)
         if (attempt.status, state.status) != before:
             state.watch(attempt)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rollout_core.errors import NotFound
+from rollout_core.store.lifecycle import WATCHED
 from rollout_core.store.sql_dialect import Transaction
 from rollout_core.store.sql_rows import (
     RolloutState,
@@ -14,6 +15,7 @@ from rollout_core.store.sql_rows import (
     save_counters,
     save_rollouts,
 )
+from rollout_core.store.sql_superseded import end_attempt, find_superseded
 from rollout_core.store.types import Attempt
 
 
@@ -23,7 +25,8 @@ class UnitOfWork:
     def __init__(self, tx: Transaction, rollout_ids: Iterable[str]) -> None:
         self.tx = tx
         self.states, self._latest = load_with_latest(tx, rollout_ids)
-        self._older: dict[tuple[str, str], Attempt] = {}
+        self._older: dict[str, dict[str, Attempt]] = {}
+        self._has_superseded = False
         self._attempts: dict[tuple[int, int], Attempt] = {}
         self._rollouts: dict[int, RolloutState] = {}
         self._counters: dict[int, RolloutState] = {}
@@ -40,14 +43,28 @@ class UnitOfWork:
         latest = self._latest.get(rollout_id)
         if latest is not None and latest.attempt_id == attempt_id:
             return latest
-        key = (rollout_id, attempt_id)
-        if key not in self._older:
-            self._older[key] = find_attempt(self.tx, self.states[rollout_id], attempt_id)
-        return self._older[key]
+        older = self._older.setdefault(rollout_id, {})
+        if attempt_id not in older:
+            older[attempt_id] = find_attempt(self.tx, self.states[rollout_id], attempt_id)
+        return older[attempt_id]
 
     def is_latest(self, attempt: Attempt) -> bool:
         """Whether this is its rollout's latest attempt."""
         return self._latest.get(attempt.rollout_id) is attempt
+
+    def end_superseded(self, rollout_id: str) -> None:
+        """End the rollout's older attempts that are under way."""
+        if self.states[rollout_id].attempt_count < 2:
+            return
+        if not self._has_superseded:
+            # Of all rollouts at once. What this operation has changed already is not read again.
+            for attempt in find_superseded(self.tx, self.states.values()):
+                self._older.setdefault(attempt.rollout_id, {}).setdefault(attempt.attempt_id, attempt)
+            self._has_superseded = True
+        for attempt in self._older.get(rollout_id, {}).values():
+            if attempt.status in WATCHED:
+                end_attempt(self.tx, attempt)
+                self.note_attempt(attempt)
 
     def note_attempt(self, attempt: Attempt) -> None:
         """This attempt was changed."""

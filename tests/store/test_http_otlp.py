@@ -165,6 +165,21 @@ async def test_what_cannot_be_filed_is_rejected_alone_and_said(server, rollout, 
     assert [span.name for span in await server.query_spans(rollout.rollout_id)] == ["kept"]
 
 
+async def test_spans_of_older_attempts_are_kept_beside_those_of_unknown_ones(server, rollout, web):
+    newer = await server.start_attempt(rollout.rollout_id)
+    fields = [{"attributes": pairs({"agentlightning.attempt_id": "at-nope"})} for _ in range(3)]
+    request = by_hand(named(rollout), {"name": "old"}, {"attributes": pairs(named(newer)), "name": "new"}, *fields)
+    async with web.post("/v1/traces", json=request) as reply:
+        answer = await reply.json()
+    assert answer["partialSuccess"]["rejectedSpans"] == "3"
+    assert answer["partialSuccess"]["errorMessage"] == f"3 spans: rollout {rollout.rollout_id} has no attempt at-nope"
+    found = await server.query_spans(rollout.rollout_id)
+    assert {span.name: span.attempt_id for span in found} == {
+        "old": rollout.attempt.attempt_id,
+        "new": newer.attempt.attempt_id,
+    }
+
+
 async def test_duplicates_and_empty_requests_are_successes(server, rollout, web):
     request = by_hand(named(rollout), {})
     for _ in range(2):

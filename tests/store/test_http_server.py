@@ -34,7 +34,7 @@ from rollout_core.store import (
     SqlLightningStore,
 )
 from rollout_core.store.forwarding import ForwardingLightningStore
-from rollout_core.store.http import listening, wire
+from rollout_core.store.http import listening, protocol, wire
 from rollout_core.store.http.transport import path_part
 from tests.store.conftest import FailingStore
 from tests.store.forking import leave
@@ -42,6 +42,7 @@ from tests.store.forking import leave
 pytestmark = pytest.mark.asyncio
 
 AGL = "/v1/agl"
+JSON = {"Content-Type": "application/json"}
 
 
 @pytest_asyncio.fixture
@@ -131,7 +132,7 @@ async def test_requests_of_agent_lightning_are_understood(web):
     ],
 )
 async def test_bad_requests_are_refused_with_their_kind(web, method, path, body, status, error):
-    got, answer = await ask(web, method, AGL + path, data=body)
+    got, answer = await ask(web, method, AGL + path, data=body, headers=JSON if body else None)
     assert (got, answer["error"]) == (status, error)
     assert answer["detail"]
 
@@ -273,13 +274,13 @@ async def test_broken_gzip_is_a_bad_request(web, data):
 
 
 async def test_slow_clients_block_nobody_and_are_cut_off(make_server, monkeypatch):
-    monkeypatch.setattr(listening, "HEADER_SECONDS", 0.5)
+    monkeypatch.setattr(protocol, "HEADER_SECONDS", 0.5)
     monkeypatch.setattr(listening, "UNREAD_SECONDS", 1)
     server = await make_server()
     store = server.store
     rollout = await store.enqueue_rollout("x" * 30_000_000, rollout_id="big")
     address = (server.host, server.port)
-    request = f"GET {AGL}/rollouts/big HTTP/1.1\r\nHost: h\r\n\r\n".encode()
+    request = f"GET {AGL}/rollouts/big HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
     half = [socket.create_connection(address) for _ in range(50)]
     unread = []
     for connection in half:

@@ -84,7 +84,83 @@ async def test_a_superseded_attempt_is_refused_at_the_fence(store, make):
     second = await store.start_attempt(first.rollout_id)
     with pytest.raises(Conflict, match=f"superseded by {second.attempt.attempt_id}"):
         await store.update_attempt(first.rollout_id, first.attempt.attempt_id, status="succeeded", fenced=True)
-    assert (await store.query_attempts(first.rollout_id))[0].status == "preparing"
+    assert (await store.query_attempts(first.rollout_id))[0].status == "failed"
+
+
+async def take_over_by_start(store, rollout):
+    return await store.start_attempt(rollout.rollout_id)
+
+
+async def take_over_by_dequeue(store, rollout):
+    await store.update_rollout(rollout.rollout_id, status="requeuing")
+    return await store.dequeue_rollout()
+
+
+@pytest.mark.parametrize("take_over", [take_over_by_start, take_over_by_dequeue])
+@pytest.mark.parametrize("running", [False, True])
+async def test_a_newer_attempt_ends_the_one_under_way(store, make, clock, take_over, running):
+    first = await make.claimed(store)
+    if running:
+        await store.add_span(make.span(first))
+    clock.advance(3)
+    second = await take_over(store, first)
+    clock.advance(3)
+    # What a stopped worker does when it goes on.
+    with pytest.raises(Conflict, match="superseded"):
+        await store.update_attempt(first.rollout_id, first.attempt.attempt_id, status="succeeded", fenced=True)
+    await store.add_span(make.span(first, span_id="late"))
+    [old, new] = await store.query_attempts(first.rollout_id)
+    assert (old.status, old.end_time, old.last_heartbeat_time) == ("failed", clock.now - 3, clock.now)
+    assert new == second.attempt
+    assert await make.status(store, first.rollout_id) == "preparing", "what the old one does is its own affair"
+
+
+@pytest.mark.parametrize("finish", ["attempt", "ending", "watchdog", "by hand"])
+async def test_no_attempt_of_a_finished_rollout_is_under_way(store, make, clock, finish):
+    first = await make.claimed(store, timeout_seconds=50, max_attempts=2, retry_condition=["unresponsive"])
+    await store.update_attempt(first.rollout_id, "latest", status="unresponsive")
+    second = await store.dequeue_rollout()
+    await store.add_span(make.span(first))
+    [old, _] = await store.query_attempts(first.rollout_id)
+    assert old.status == "running", "a sign of life of an attempt that was silent"
+    clock.advance(5)
+    finished = clock.now
+    if finish == "attempt":
+        await store.update_attempt(second.rollout_id, second.attempt.attempt_id, status="succeeded", fenced=True)
+    elif finish == "ending":
+        await store.end_attempts([ending(first, span_id="refused"), ending(second)])
+    elif finish == "watchdog":
+        clock.advance(50)
+        finished = clock.now
+        await make.status(store, first.rollout_id)
+    else:
+        await store.update_rollout(first.rollout_id, status="cancelled")
+    clock.advance(1)
+    [old, _] = await store.query_attempts(first.rollout_id)
+    assert (old.status, old.end_time) == ("failed", finished)
+    await store.add_span(make.span(first, span_id="late"))
+    [old, _] = await store.query_attempts(first.rollout_id)
+    assert (old.status, old.end_time, old.last_heartbeat_time) == ("failed", finished, clock.now)
+
+
+async def test_a_silent_attempt_is_not_revived_once_its_rollout_is_finished(store, make):
+    first = await make.claimed(store, max_attempts=2, retry_condition=["unresponsive"])
+    await store.update_attempt(first.rollout_id, "latest", status="unresponsive")
+    second = await store.dequeue_rollout()
+    await store.update_attempt(second.rollout_id, second.attempt.attempt_id, status="succeeded")
+    await store.add_span(make.span(first))
+    assert [attempt.status for attempt in await store.query_attempts(first.rollout_id)] == ["unresponsive", "succeeded"]
+
+
+async def test_each_of_a_thousand_superseded_attempts_ends(store):
+    ids = [f"r{n}" for n in range(1000)]
+    await store.start_many_rollouts([EnqueueRolloutRequest(input=1, rollout_id=rollout_id) for rollout_id in ids])
+    await store.start_many_attempts(ids)
+    assert await store.update_many_attempts(
+        [AttemptUpdate(rollout_id=rollout_id, attempt_id="latest", status="succeeded") for rollout_id in ids]
+    )
+    for rollout_id in ids[::100]:
+        assert [item.status for item in await store.query_attempts(rollout_id)] == ["failed", "succeeded"]
 
 
 @pytest.mark.parametrize("retry", [[], ["timeout"]])
@@ -337,7 +413,7 @@ async def test_only_the_latest_attempt_is_watched(store, make, clock):
     await store.start_attempt(first.rollout_id)
     clock.advance(8)
     assert await make.status(store, first.rollout_id) == "preparing"
-    assert (await store.query_attempts(first.rollout_id))[0].status == "preparing"
+    assert (await store.query_attempts(first.rollout_id))[0].status == "failed", "superseded, not timed out"
 
 
 async def test_a_lost_attempt_is_offered_again_by_the_dequeue_that_notices(store, make, clock):

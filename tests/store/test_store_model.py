@@ -75,6 +75,12 @@ class Model:
             rollout.end = None
         elif rollout.end is None:
             rollout.end = self.now
+            self.end_superseded(rollout.attempts[:-1])
+
+    def end_superseded(self, attempts: list[ModelAttempt]) -> None:
+        for attempt in attempts:
+            if attempt.status in ("preparing", "running"):
+                attempt.status, attempt.end = "failed", self.now
 
     def set_attempt(self, rollout_id: str, attempt: ModelAttempt, status: str) -> None:
         rollout = self.rollouts[rollout_id]
@@ -114,7 +120,8 @@ class Model:
     def span(self, rollout_id: str, attempt: ModelAttempt) -> None:
         rollout = self.rollouts[rollout_id]
         attempt.heartbeat = self.now
-        if attempt.status in ("preparing", "unresponsive"):
+        revived = attempt is rollout.attempts[-1] or rollout.status not in ("succeeded", "failed", "cancelled")
+        if attempt.status in ("preparing", "unresponsive") and revived:
             attempt.status = "running"
         if attempt is rollout.attempts[-1] and rollout.status in ("queuing", "requeuing", "preparing"):
             self.set_status(rollout_id, "running")
@@ -155,6 +162,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
 
     def note_attempt(self, claimed: AttemptedRollout) -> None:
         rollout = self.model.rollouts[claimed.rollout_id]
+        self.model.end_superseded(rollout.attempts)
         rollout.attempts.append(ModelAttempt(claimed.attempt.attempt_id, self.model.now))
         self.model.set_status(claimed.rollout_id, "preparing")
         assert claimed.attempt.sequence_id == len(rollout.attempts)

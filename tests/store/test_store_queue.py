@@ -196,12 +196,13 @@ async def test_start_rollout_never_passes_through_the_queue(store, clock):
     assert (await store.get_worker_by_id("w")).current_attempt_id == started.attempt.attempt_id
 
 
-async def test_start_attempt_ignores_max_attempts_and_supersedes(store, make):
+async def test_start_attempt_ignores_max_attempts_and_supersedes(store, make, clock):
     first = await make.claimed(store, max_attempts=1)
     second = await store.start_attempt(first.rollout_id, "w2")
     assert second.attempt.sequence_id == 2
     assert (await store.get_latest_attempt(first.rollout_id)).attempt_id == second.attempt.attempt_id
-    assert (await store.query_attempts(first.rollout_id))[0] == first.attempt
+    ended = {"status": "failed", "end_time": clock.now}
+    assert (await store.query_attempts(first.rollout_id))[0] == first.attempt.model_copy(update=ended)
 
 
 async def test_start_attempt_reopens_a_finished_rollout(store, make):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from rollout_core.errors import (
     ConfigError,
@@ -73,7 +73,36 @@ class Unauthorized(ConfigError):
     """No API key, or a wrong one."""
 
 
-_STATUS = {Unprocessable: 422, TooLarge: 413, TooSlow: 408, WrongMediaType: 415, Unauthorized: 401}
+class Forbidden(ConfigError):
+    """A request that a web page of others may have sent."""
+
+
+_STATUS = {
+    Unprocessable: 422,
+    TooLarge: 413,
+    TooSlow: 408,
+    WrongMediaType: 415,
+    Unauthorized: 401,
+    Forbidden: 403,
+}
+_MOST_LINES = 20
+
+
+def unprocessable(error: ValidationError, num_before: int = 0) -> ConfigError:
+    """What pydantic found, one line a place. Bodies that are not JSON at all are bad requests.
+
+    ``num_before`` is how many records came before those that were looked at.
+    """
+    problems = error.errors(include_url=False, include_context=False, include_input=False)[:_MOST_LINES]
+    lines = [f"{_place(problem['loc'], num_before)}: {problem['msg']}" for problem in problems]
+    kind = ConfigError if problems[0]["type"] == "json_invalid" else Unprocessable
+    return kind(f"not a valid request: {'; '.join(lines)}", lines)
+
+
+def _place(path: tuple[int | str, ...], num_before: int) -> str:
+    if len(path) > 1 and isinstance(path[1], int):
+        path = (path[0], path[1] + num_before, *path[2:])
+    return ".".join(map(str, path)) or "body"
 
 
 def status_of(error: Exception) -> int:

@@ -14,14 +14,12 @@ from collections.abc import AsyncIterator, Callable, Generator
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rollout_core.errors import ConfigError
 from rollout_core.store.base import LightningStore
+from rollout_core.store.http.protocol import BoundedProtocol
 
 DEFAULT_HOST = "127.0.0.1"
-HEADER_SECONDS = 20.0
-"""Longest time from the first byte of a request, or from the connection, to the end of its header."""
 UNREAD_SECONDS = 60
 """Longest time that a client may leave its replies unread before the connection is cut."""
 IDLE_SECONDS = 75
@@ -98,44 +96,13 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 
-class _PatientProtocol(HttpToolsProtocol):
-    """uvicorn's, but a request's header has to arrive in time: half a request holds a connection only so long."""
-
-    _waiting: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        super().connection_made(transport)
-        self._wait_for_header()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
-        super().connection_lost(exc)
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._wait_for_header()
-
-    def on_headers_complete(self) -> None:
-        self._stop_waiting()
-        super().on_headers_complete()
-
-    def _wait_for_header(self) -> None:
-        self._stop_waiting()
-        self._waiting = self.loop.call_later(HEADER_SECONDS, self.transport.close)
-
-    def _stop_waiting(self) -> None:
-        if self._waiting is not None:
-            self._waiting.cancel()
-            self._waiting = None
-
-
 def uvicorn_config(app: Any, *, factory: bool = False, workers: int = 1) -> uvicorn.Config:
     """uvicorn's settings for a store. The listening socket is made by ``listen``."""
     return uvicorn.Config(
         app,
         factory=factory,
         workers=workers,
-        http=_PatientProtocol,
+        http=BoundedProtocol,
         ws="none",
         loop="uvloop",
         lifespan="on",

@@ -9,14 +9,21 @@ from typing import NamedTuple
 
 from starlette.responses import Response
 
+from rollout_core.store.http import wire
+from rollout_core.store.http.errors import Unprocessable
+
 
 class _Entry(NamedTuple):
     task: asyncio.Task[Response]
     started: float
+    request: bytes
 
 
 class Memo:
-    """Replies by idempotency key, of one process; forgotten after a while, or when they are too many or too large."""
+    """Replies by idempotency key, of one process; forgotten after a while, or when they are too many or too large.
+
+    Each key is bound to the request that it came with first.
+    """
 
     def __init__(self, *, keep_seconds: float = 300.0, max_entries: int = 2_000, max_bytes: int = 32 << 20) -> None:
         self._keep_seconds = keep_seconds
@@ -29,15 +36,22 @@ class Memo:
         """Whether a call of this key was begun here."""
         return key in self._entries
 
-    async def once(self, key: str, call: Callable[[], Awaitable[Response]]) -> Response:
+    async def once(self, key: str, request: bytes, call: Callable[[], Awaitable[Response]]) -> Response:
         """The reply to the call of this key: of the first one, should there be several.
 
-        A call that raises is forgotten: it has changed nothing, or does not know. A client that goes away does not stop
-        a call.
+        ``request`` tells one request from another. A key that comes with another request than before raises
+        Unprocessable: the reply it would get is not to what it asks, and what it asks would not be done. A call that
+        raises is forgotten: it has changed nothing, or does not know. A client that goes away does not stop a call.
         """
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = _Entry(asyncio.create_task(self._run(key, call)), time.monotonic())
+            task = asyncio.create_task(self._run(key, call))
+            entry = self._entries[key] = _Entry(task, time.monotonic(), request)
+        elif entry.request != request:
+            raise Unprocessable(
+                f"{wire.KEY_HEADER} {key!r:.80} was sent with another request before; a key stands for one request, "
+                "use a new key for a new one"
+            )
         return await asyncio.shield(entry.task)
 
     async def _run(self, key: str, call: Callable[[], Awaitable[Response]]) -> Response:

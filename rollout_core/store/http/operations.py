@@ -17,6 +17,7 @@ from starlette.datastructures import QueryParams
 from rollout_core.errors import ConfigError, Conflict
 from rollout_core.store.base import LightningStore
 from rollout_core.store.http import wire
+from rollout_core.store.http.large_bodies import list_fields
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
 from rollout_core.store.spans import Span
 from rollout_core.store.types import (
@@ -39,11 +40,15 @@ class Call(NamedTuple):
     """The body, or the query of a GET, as the operation's model; None if there is none."""
     key: str | None
     """The client's name for this write."""
+    digest: bytes
+    """Tells this request from others of the same key; empty without one."""
     repeated: bool
     """Whether the client may have sent it before."""
     final: bool
     """Whether it must not be done unless it is known not to have been done before."""
     reply_headers: dict[str, str]
+    is_large: bool = False
+    """Whether it takes more than a moment to handle."""
 
 
 Handler = Callable[[LightningStore, Call], Awaitable[Any]]
@@ -66,15 +71,25 @@ class Operation:
     remembered: bool = True
     """Whether the reply is kept for a client that may ask again; too costly for what can simply be asked again."""
     adapter: TypeAdapter[Any] | None = field(init=False)
+    lists: frozenset[str] = field(init=False)
+    """The fields of the body that are lists of records."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "adapter", None if self.takes is None else TypeAdapter(self.takes))
+        object.__setattr__(self, "lists", list_fields(self.takes))
 
     def read_query(self, parameters: QueryParams) -> Any:
         """The query of a GET. Raises ValidationError."""
-        # A list is given by naming it several times; lists are what ends in _in.
-        values = {name: parameters.getlist(name) if name.endswith("_in") else parameters[name] for name in parameters}
+        # A list is given by naming it several times.
+        given = self.takes.model_fields.keys() & parameters.keys()
+        values = {name: parameters.getlist(name) if name in self.lists else parameters[name] for name in given}
         return self.takes.model_validate(values)
+
+    def num_records(self, body: Any) -> int:
+        """How many records a body names, or asks to be changed."""
+        if isinstance(body, wire.DequeueRequest):
+            return body.limit
+        return max((len(getattr(body, name) or ()) for name in self.lists), default=0) if body is not None else 0
 
     @property
     def name(self) -> str:
@@ -153,7 +168,8 @@ async def _dequeue_rollouts(store: LightningStore, call: Call) -> Any:
     body = call.body or wire.DequeueRequest()
     if call.key is None:
         return await store.dequeue_many_rollouts(limit=body.limit, worker_id=body.worker_id)
-    return await store.claim_rollouts(call.key, limit=body.limit, worker_id=body.worker_id, repeated=call.repeated)
+    claim_id = f"{call.key} {call.digest.hex()}"
+    return await store.claim_rollouts(claim_id, limit=body.limit, worker_id=body.worker_id, repeated=call.repeated)
 
 
 @_operation("POST", "/queues/rollouts/release", takes=wire.ReleaseRequest)

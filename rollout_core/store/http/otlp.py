@@ -12,9 +12,10 @@ import binascii
 import gzip
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import ChainMap, Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from google.protobuf import json_format
 from google.protobuf.message import DecodeError, Message
@@ -33,7 +34,10 @@ from rollout_core.errors import ConfigError, NotFound, Recoverable
 from rollout_core.store.base import LightningStore
 from rollout_core.store.http import wire
 from rollout_core.store.http.bodies import BodyLimits, read_body
-from rollout_core.store.http.errors import WrongMediaType, status_of
+from rollout_core.store.http.errors import TooLarge, WrongMediaType, status_of
+from rollout_core.store.http.lane import Lane
+from rollout_core.store.http.large_bodies import check_weight
+from rollout_core.store.http.protobuf import check_messages
 from rollout_core.store.semconv import LightningResourceAttributes as Keys
 from rollout_core.store.spans import (
     Attributes,
@@ -46,6 +50,7 @@ from rollout_core.store.spans import (
     TraceStatus,
     otel_attributes,
 )
+from rollout_core.store.types import AttemptedRollout
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +59,17 @@ _STATUS_CODES = ("UNSET", "OK", "ERROR")
 _KINDS = ("UNSPECIFIED", "INTERNAL", "SERVER", "CLIENT", "PRODUCER", "CONSUMER")
 _HEX_FIELDS = ("traceId", "spanId", "parentSpanId", "trace_id", "span_id", "parent_span_id")
 _MAX_DEPTH = 100
+_LOOP_BYTES = 4 << 10
+"""Most bytes of a request that is read on the event loop: to convert spans takes much longer than to send them."""
+MAX_SPANS = 20_000
+"""Most spans of one request."""
+MAX_REPEATED_BYTES = 64 << 20
+"""Most bytes of resources and scopes, each counted once for each of its spans."""
 
 
-async def receive_traces(store: LightningStore, scope: Scope, receive: Receive, limits: BodyLimits) -> Response:
+async def receive_traces(
+    store: LightningStore, scope: Scope, receive: Receive, limits: BodyLimits, lane: Lane
+) -> Response:
     """Store what one export request brings, and answer it."""
     headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
     media_type = headers.get(b"content-type", "").partition(";")[0].strip().lower()
@@ -64,8 +77,13 @@ async def receive_traces(store: LightningStore, scope: Scope, receive: Receive, 
     try:
         if media_type not in (PROTOBUF, wire.JSON):
             raise WrongMediaType(f"content-type is {media_type!r:.100}; expected {PROTOBUF} or {wire.JSON}")
-        request = parse_request(await read_body(scope, receive, limits), media_type)
-        rejected = await store_spans(store, request)
+        data = await read_body(scope, receive, limits, lane)
+        if len(data) <= _LOOP_BYTES:
+            rejected = await store_spans(store, read_spans(data, media_type))
+        elif store.capabilities.get("thread_safe"):
+            rejected = await lane.run(_read_and_store(store, data, media_type))
+        else:
+            rejected = await store_spans(store, await lane.call(read_spans, data, media_type))
     except ClientDisconnect:
         return Response(status_code=400)
     except Exception as error:  # noqa: BLE001 - every error becomes a reply
@@ -77,11 +95,36 @@ async def receive_traces(store: LightningStore, scope: Scope, receive: Receive, 
     return _reply(answer, media_type, 200, packed)
 
 
+async def _read_and_store(store: LightningStore, data: bytes, media_type: str) -> Rejected:
+    return await store_spans(store, read_spans(data, media_type))
+
+
+def read_spans(data: bytes, media_type: str) -> list[OtlpSpan]:
+    """The spans of an export request. Raises ConfigError if it is none, and TooLarge."""
+    request = parse_request(data, media_type)
+    num_spans = num_bytes = 0
+    for of_resource in request.resource_spans:
+        in_resource = sum(len(of_scope.spans) for of_scope in of_resource.scope_spans)
+        in_scopes = sum(len(of_scope.spans) * of_scope.scope.ByteSize() for of_scope in of_resource.scope_spans)
+        num_spans += in_resource
+        num_bytes += in_resource * of_resource.resource.ByteSize() + in_scopes
+    if num_spans > MAX_SPANS:
+        raise TooLarge(f"the request has {num_spans} spans; send at most {MAX_SPANS} in a request")
+    if num_bytes > MAX_REPEATED_BYTES:
+        raise TooLarge(
+            f"resources and scopes are stored with each of their spans, here {num_bytes} bytes in all; send fewer "
+            f"spans in a request, or smaller resources, for at most {MAX_REPEATED_BYTES} bytes"
+        )
+    return list(_spans_of(request))
+
+
 def parse_request(data: bytes, media_type: str) -> ExportTraceServiceRequest:
-    """The message in ``data``. Raises ConfigError if it is none."""
+    """The message in ``data``. Raises ConfigError if it is none, and TooLarge."""
     try:
         if media_type == PROTOBUF:
+            check_messages(ExportTraceServiceRequest.DESCRIPTOR, data)
             return ExportTraceServiceRequest.FromString(data)
+        check_weight(data)
         content = json.loads(data or b"{}")
         if not isinstance(content, dict):
             raise ValueError(f"it is a {type(content).__name__}, expected an object")
@@ -89,6 +132,8 @@ def parse_request(data: bytes, media_type: str) -> ExportTraceServiceRequest:
         return json_format.ParseDict(
             content, ExportTraceServiceRequest(), ignore_unknown_fields=True, max_recursion_depth=_MAX_DEPTH
         )
+    except TooLarge:
+        raise
     except (DecodeError, json_format.ParseError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"the body is not an OTLP export request for traces: {error}") from error
 
@@ -126,46 +171,89 @@ class Rejected:
             self.reasons.append(f"{count} spans: {reason}")
 
 
-async def store_spans(store: LightningStore, request: ExportTraceServiceRequest) -> Rejected:
+class OtlpSpan(NamedTuple):
+    """A span of a request."""
+
+    span: Span
+    is_numbered: bool
+    """Whether it brought a sequence id."""
+
+    @property
+    def ids(self) -> tuple[str, str]:
+        """Of its rollout and attempt."""
+        return self.span.rollout_id, self.span.attempt_id
+
+
+async def store_spans(store: LightningStore, given: Sequence[OtlpSpan]) -> Rejected:
     """Number and store all spans of a request that name a rollout and an attempt."""
     rejected = Rejected()
-    spans: list[Span] = []
-    unnumbered: list[Span] = []
-    num_nameless = 0
-    for span, is_numbered in _spans_of(request):
-        if not span.rollout_id or not span.attempt_id:
-            num_nameless += 1
-            continue
-        spans.append(span)
-        if not is_numbered:
-            unnumbered.append(span)
+    spans = [span for span in given if all(span.ids)]
+    num_nameless = len(given) - len(spans)
     if num_nameless:
         rejected.add(num_nameless, f"neither resource nor span names {Keys.ROLLOUT_ID.value} and an attempt")
         logger.warning("dropped %d spans of an OTLP request that name no rollout and attempt", num_nameless)
     try:
-        await _number_and_add(store, spans, unnumbered)
+        await _number_and_add(store, spans)
     except (NotFound, ConfigError):
         # One that cannot be filed must not take the others with it.
-        for ids in dict.fromkeys((span.rollout_id, span.attempt_id) for span in spans):
-            group = [span for span in spans if (span.rollout_id, span.attempt_id) == ids]
-            try:
-                await _number_and_add(store, group, [span for span in unnumbered if span in group])
-            except (NotFound, ConfigError) as error:
-                rejected.add(len(group), str(error))
+        await _add_apart(store, await _known(store, spans, rejected), rejected)
     return rejected
 
 
-async def _number_and_add(store: LightningStore, spans: Sequence[Span], unnumbered: Sequence[Span]) -> None:
+async def _known(store: LightningStore, spans: Sequence[OtlpSpan], rejected: Rejected) -> list[OtlpSpan]:
+    """The spans whose rollouts and attempts exist; the others are rejected."""
+    attempts = await _attempts(store, {span.ids for span in spans})
+    known: list[OtlpSpan] = []
+    unknown: Counter[str] = Counter()
+    for span in spans:
+        rollout_id, attempt_id = span.ids
+        if rollout_id not in attempts:
+            unknown[f"rollout {rollout_id} does not exist in this store"] += 1
+        elif attempt_id not in attempts[rollout_id]:
+            unknown[f"rollout {rollout_id} has no attempt {attempt_id}"] += 1
+        else:
+            known.append(span)
+    for reason, count in unknown.items():
+        rejected.add(count, reason)
+    return known
+
+
+async def _attempts(store: LightningStore, wanted: Collection[tuple[str, str]]) -> dict[str, set[str]]:
+    """The ids of attempts by rollout, of those rollouts that exist; all that are wanted are there if they exist."""
+    found = await store.query_rollouts(rollout_id_in=list({rollout_id for rollout_id, _ in wanted}))
+    attempts: dict[str, set[str]] = {}
+    for rollout in found:
+        # The latest attempt is nearly always the one.
+        attempts[rollout.rollout_id] = {rollout.attempt.attempt_id} if isinstance(rollout, AttemptedRollout) else set()
+    for rollout_id in {name for name, attempt_id in wanted if attempt_id not in attempts.get(name, {attempt_id})}:
+        attempts[rollout_id] = {attempt.attempt_id for attempt in await store.query_attempts(rollout_id)}
+    return attempts
+
+
+async def _add_apart(store: LightningStore, spans: Sequence[OtlpSpan], rejected: Rejected) -> None:
+    """Store the spans of each attempt by themselves."""
+    groups: dict[tuple[str, str], list[OtlpSpan]] = {}
+    for span in spans:
+        groups.setdefault(span.ids, []).append(span)
+    for group in groups.values():
+        try:
+            await _number_and_add(store, group)
+        except (NotFound, ConfigError) as error:
+            rejected.add(len(group), str(error))
+
+
+async def _number_and_add(store: LightningStore, spans: Sequence[OtlpSpan]) -> None:
+    unnumbered = [span for span in spans if not span.is_numbered]
     if unnumbered:
-        ids = [(span.rollout_id, span.attempt_id) for span in unnumbered]
-        for span, number in zip(unnumbered, await store.get_many_span_sequence_ids(ids), strict=True):
-            span.sequence_id = number
+        numbers = await store.get_many_span_sequence_ids([span.ids for span in unnumbered])
+        for span, number in zip(unnumbered, numbers, strict=True):
+            span.span.sequence_id = number
     if spans:
-        await store.add_many_spans(spans)
+        await store.add_many_spans([span.span for span in spans])
 
 
-def _spans_of(request: ExportTraceServiceRequest) -> Iterator[tuple[Span, bool]]:
-    """The spans of a request, in order, and whether each brought a sequence id."""
+def _spans_of(request: ExportTraceServiceRequest) -> Iterator[OtlpSpan]:
+    """The spans of a request, in order."""
     for of_resource in request.resource_spans:
         resource = OtelResource(
             attributes=_attributes(of_resource.resource.attributes), schema_url=of_resource.schema_url
@@ -176,9 +264,9 @@ def _spans_of(request: ExportTraceServiceRequest) -> Iterator[tuple[Span, bool]]
                 yield _convert(source, resource, scope)
 
 
-def _convert(source: ProtoSpan, resource: OtelResource, scope: Mapping[str, Any]) -> tuple[Span, bool]:
+def _convert(source: ProtoSpan, resource: OtelResource, scope: Mapping[str, Any]) -> OtlpSpan:
     attributes = _attributes(source.attributes)
-    named = {**resource.attributes, **attributes}
+    named = ChainMap(attributes, resource.attributes)
     number = _sequence_id(named.get(Keys.SPAN_SEQUENCE_ID.value))
     context = _context(source.trace_id, source.span_id, source.trace_state)
     parent_id = source.parent_span_id.hex() or None
@@ -217,7 +305,7 @@ def _convert(source: ProtoSpan, resource: OtelResource, scope: Mapping[str, Any]
         resource=resource,
         **further,
     )
-    return span, number is not None
+    return OtlpSpan(span, number is not None)
 
 
 def _text(value: Any) -> str:

@@ -7,9 +7,9 @@ typed errors are ours. Bodies are JSON, written by ``codec`` and read by pydanti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from rollout_core.store.codec import encode_bytes, model_fields
 from rollout_core.store.span_fields import SpanFields, num_nulls, span_fields
@@ -32,6 +32,7 @@ from rollout_core.store.types import (
 
 PREFIX = "/v1/agl"
 TRACES_PATH = "/v1/traces"
+HEALTH_PATH = PREFIX + "/health"
 JSON = "application/json"
 
 KEY_HEADER = "idempotency-key"
@@ -44,6 +45,19 @@ UNFINISHED_HEADER = "rollout-unfinished"
 LONGEST_WAIT_SECONDS = 20.0
 """How long one request of a client waits at the server; then it asks again."""
 
+MAX_RECORDS = 100_000
+"""Most records of one request."""
+
+Item = TypeVar("Item")
+
+
+class _FirstError(FailFast):
+    def __hash__(self) -> int:  # else there could be no union with None
+        return hash(type(self))
+
+
+FailFastList = Annotated[list[Item], _FirstError()]
+"""A list whose first bad record is named, and no other: there may be a million."""
 AnyRollout = Annotated[AttemptedRollout | Rollout, Field(union_mode="left_to_right")]
 Rollouts = list[AnyRollout]
 
@@ -51,7 +65,7 @@ Rollouts = list[AnyRollout]
 class EnqueueRequest(BaseModel):
     """Rollouts to be queued."""
 
-    rollouts: list[EnqueueRolloutRequest]
+    rollouts: FailFastList[EnqueueRolloutRequest]
 
 
 class StartManyRequest(EnqueueRequest):
@@ -63,14 +77,14 @@ class StartManyRequest(EnqueueRequest):
 class DequeueRequest(BaseModel):
     """How many rollouts to claim, and for whom."""
 
-    limit: int = 1
+    limit: int = Field(default=1, le=MAX_RECORDS)
     worker_id: str | None = None
 
 
 class ReleaseRequest(BaseModel):
     """Claims to be given back."""
 
-    rollouts: list[AttemptedRollout]
+    rollouts: FailFastList[AttemptedRollout]
 
 
 class StartRequest(BaseModel):
@@ -93,7 +107,7 @@ class StartAttemptRequest(BaseModel):
 class StartAttemptsRequest(StartAttemptRequest):
     """Rollouts to start a new attempt of."""
 
-    rollout_ids: list[str]
+    rollout_ids: FailFastList[str]
 
 
 class RolloutChanges(BaseModel):
@@ -126,7 +140,7 @@ class NamedAttemptChanges(AttemptChanges):
 class AttemptsUpdate(BaseModel):
     """Changes to many attempts, in order."""
 
-    updates: list[NamedAttemptChanges]
+    updates: FailFastList[NamedAttemptChanges]
     fenced: bool = False
 
 
@@ -140,7 +154,7 @@ class AttemptOutcome(BaseModel):
 class SpansRequest(BaseModel):
     """Spans to be stored."""
 
-    spans: list[SpanFields]
+    spans: FailFastList[SpanFields]
 
 
 class SpansReply(BaseModel):
@@ -165,7 +179,7 @@ class SequenceIdReply(BaseModel):
 class SequenceIdsRequest(BaseModel):
     """(rollout id, attempt id) pairs that need a sequence id each."""
 
-    rollout_attempt_ids: list[tuple[str, str]]
+    rollout_attempt_ids: FailFastList[tuple[str, str]]
 
 
 class SequenceIdsReply(BaseModel):
@@ -179,7 +193,7 @@ class WaitRequest(BaseModel):
 
     model_config = ConfigDict(allow_inf_nan=False)
 
-    rollout_ids: list[str]
+    rollout_ids: FailFastList[str]
     timeout: float | None = None
 
 
@@ -206,8 +220,8 @@ class AttemptsQuery(BaseModel):
 class RolloutsQuery(BaseModel):
     """Filter, order and page of a query of rollouts."""
 
-    status_in: list[RolloutStatus] | None = None
-    rollout_id_in: list[str | None] | None = None
+    status_in: FailFastList[RolloutStatus] | None = None
+    rollout_id_in: FailFastList[str | None] | None = None
     rollout_id_contains: str | None = None
     filter_logic: FilterLogic = "and"
     sort_by: str | None = None
@@ -219,7 +233,7 @@ class RolloutsQuery(BaseModel):
 class WorkersQuery(BaseModel):
     """Filter, order and page of a query of workers."""
 
-    status_in: list[WorkerStatus] | None = None
+    status_in: FailFastList[WorkerStatus] | None = None
     worker_id_contains: str | None = None
     filter_logic: FilterLogic = "and"
     sort_by: str | None = None
@@ -251,7 +265,7 @@ class SpansQuery(BaseModel):
 class LatestSpansQuery(BaseModel):
     """Rollouts whose latest attempts' spans are wanted, of one name or of all."""
 
-    rollout_ids: list[str]
+    rollout_ids: FailFastList[str]
     name: str | None = None
 
 
