@@ -34,11 +34,17 @@ def batch_invariant_gemm(
     get other last bits than one that ends among others. So a small batch is filled up with zeros.
     """
     rows = x.numel() // x.shape[-1]
-    if rows >= MIN_ROWS:
+    wanted = _filled(rows)
+    if rows == wanted:
         return _gemm(layer, x, weight, bias)
-    filled = x.new_zeros(MIN_ROWS, x.shape[-1])
+    filled = x.new_zeros(wanted, x.shape[-1])
     filled[:rows] = x.reshape(rows, -1)
     return _gemm(layer, filled, weight, bias)[:rows].reshape(*x.shape[:-1], -1)
+
+
+def _filled(rows: int) -> int:
+    """MKL's portable branch takes four rows at a time and adds up the rest in another order, however many there are."""
+    return -(-rows // MIN_ROWS) * MIN_ROWS if is_portable_here() else max(rows, MIN_ROWS)
 
 
 layer_utils.cpu_unquantized_gemm = batch_invariant_gemm

@@ -47,7 +47,7 @@ def engine(folder: Path) -> dict[str, ContentId]:
     backend_model = ModelRef(start, files)
     backend = VLLMEngine(VLLMBackend(max_model_len=256), backend_model)
     try:
-        made = backend.generate([Request(s.id, s.prompt_token_ids, params, seed=i) for i, s in enumerate(samples)])
+        made = backend.generate([Request(f"{s.id}", s.prompt_token_ids, params, seed=i) for i, s in enumerate(samples)])
     finally:
         backend.close()
     by_key = {completion.key: completion for completion in made}
