@@ -29,7 +29,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 CHILD = PROJECT / "tests" / "algorithms" / "portable_child.py"
 
 SFT = "f500144114b93135b586daa4cb427e8695f5d0847ce923f9d93b6b92a33ae173"
-PPO = "9cbc8f3f8e821cf73ddff30459f9cf8c0aef8b660b6c66760b719021ef20e9c0"
+PPO = "1322288886ff3b1684e591b61eacfec73e68e1c3141dbf532782693584032e79"
 """Train states with torch 2.13.0+cpu and transformers 5.19.0 on a Xeon with AVX-512. `ROLLOUT_NUMERICS=portable python
 tests/algorithms/portable_child.py FOLDER sft ppo` gives them anew."""
 

@@ -15,6 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import Tensor
 
 from rollout_core.algorithms.allocation import keep_freed_memory
@@ -83,10 +84,12 @@ class LoopHooks:
 
 
 def build_accelerator(precision: str) -> Accelerator:
-    """One accelerator a process; ``auto`` means bfloat16 where a GPU has it, else float32."""
+    """An accelerator for one update; ``auto`` means bfloat16 where a GPU has it, else float32."""
     check_numerics(mixed_precision(precision))
     if probe_device() == "cpu":
         keep_freed_memory()
+    # accelerate refuses another precision than that of the first update of the process.
+    AcceleratorState._reset_state()
     return Accelerator(
         mixed_precision="bf16" if mixed_precision(precision) == "bfloat16" else "no",
         cpu=world_size() > 1 and probe_device() == "cpu",  # or accelerate would look for GPUs to divide

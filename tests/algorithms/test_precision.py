@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from updates import grpo, ppo, rows_of, workshop
 
+from rollout_core.algorithms.loop import build_accelerator
 from rollout_core.algorithms.packing import Document, pack, pack_completions
 from rollout_core.algorithms.policy import Policy, PolicyOutput, ValueModel
 from rollout_core.algorithms.reward_model import RewardModel, load_reward_model
@@ -83,6 +84,11 @@ def test_every_product_of_forward_and_backward_pass_is_in_the_dtype_of_autocast(
     assert products.outside(torch.bfloat16) == []
     assert len(products.seen) > 20 and total.dtype == torch.float32
     assert {parameter.grad.dtype for parameter in module.parameters() if parameter.grad is not None} == {torch.float32}
+
+
+def test_updates_of_one_process_may_differ_in_precision():
+    found = [build_accelerator(precision).mixed_precision for precision in ("bfloat16", "float32", "bfloat16")]
+    assert found == ["bf16", "no", "bf16"]
 
 
 @pytest.mark.parametrize("update", [ppo, grpo])
