@@ -16,6 +16,9 @@ from typing import Any
 from rollout_core.errors import ConfigError
 from rollout_core.pretrained import load_model, read_object
 
+MOST_TENSORS = 300_000
+"""In one file: twice what the largest mixtures of experts have in all."""
+
 
 def check_weights(folder: Path) -> None:
     """Raises ConfigError unless the safetensors files are whole, and the index's shards all there.
@@ -100,12 +103,14 @@ def _check_file(file: Path) -> None:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(file, framework="numpy"):  # reads the header, and compares it with the file's size
-            pass
+        with safe_open(file, framework="numpy") as tensors:  # reads the header, and compares it with the file's size
+            count = len(tensors.keys())
     except (SafetensorError, OSError) as error:
         raise ConfigError(
             f"{file} is no whole safetensors file ({error}); was it downloaded to the end, not as a pointer of Git LFS?"
         ) from error
+    if count > MOST_TENSORS:
+        raise ConfigError(f"{file} names {count} tensors; no model has more than {MOST_TENSORS} in a file")
 
 
 def _check_shards(folder: Path) -> None:
