@@ -9,7 +9,6 @@ around the linear layers that make vLLM on a CPU independent of its batches (`in
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -17,11 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rollout_core.bounded.inspecting import check_adapter_fit
 from rollout_core.errors import ConfigError, Recoverable
 from rollout_core.hub import HubOutOfReach, fetch_from_hub, looks_like_hub_id
 from rollout_core.ids import ContentId, content_id, is_content_id
+from rollout_core.model_folders import check_own_file
 from rollout_core.models import Unchecked, blank_model, file_tree
 from rollout_core.objects import ObjectStore, TreeManifest
+from rollout_core.pretrained import adapted, read_adapter_config, read_object
 from rollout_core.scratch import scratch_folder
 from rollout_core.weights import load_causal_lm
 
@@ -35,7 +37,7 @@ def check_adapter(uri: str, model_folder: Path, base: Path, objects: ObjectStore
     tokenizer are enough; of an adapter on the hub, too. Raises Unchecked where that cannot be told now."""
     try:
         with _opened(uri, base, objects, whole=False) as folder:
-            _check(folder, model_folder, whole=(folder / WEIGHTS).is_file())
+            check_adapter_fit(folder, model_folder, whole=(folder / WEIGHTS).is_file())
     except (HubOutOfReach, Recoverable) as error:
         raise Unchecked(f"adapter {uri!r}, as the hub cannot be reached") from error
 
@@ -57,7 +59,7 @@ def import_adapted(model: ContentId, uri: str, objects: ObjectStore, base: Path)
     with _stored(adapter, objects) as folder, scratch_folder("merge") as scratch:
         whole, merged = scratch / "model", scratch / "merged"
         objects.get_tree(model, whole)
-        _check(folder, whole, whole=True)
+        check_adapter_fit(folder, whole, whole=True)
         _merge(whole, folder, merged)
         filed = objects.put_tree(merged)
     objects.set_ref(ref, filed)
@@ -99,10 +101,11 @@ def _with_files(folder: Path, names: tuple[str, ...] = (CONFIG, WEIGHTS)) -> Pat
                 f"adapter folder {folder} has no {name}; expected a LoRA adapter as peft saves it (pickled weights are "
                 "not read)"
             )
+        check_own_file(folder / name)
     return folder
 
 
-def _check(folder: Path, model_folder: Path, *, whole: bool) -> None:
+def check_fit(folder: Path, model_folder: Path, *, whole: bool) -> None:
     """Raise ConfigError unless the adapter's configuration fits the model, and with ``whole`` its tensors both."""
     from peft import PeftModel, get_peft_model_state_dict
 
@@ -113,7 +116,7 @@ def _check(folder: Path, model_folder: Path, *, whole: bool) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            adapted = PeftModel(model, config, low_cpu_mem_usage=True)
+            wrapped = PeftModel(model, config, low_cpu_mem_usage=True)
     except (ValueError, TypeError) as error:
         from rollout_core.algorithms.lora import linear_layers
 
@@ -121,7 +124,7 @@ def _check(folder: Path, model_folder: Path, *, whole: bool) -> None:
             f"adapter {folder} does not fit the model: {' '.join(str(error).split())} The linear layers of "
             f"{type(model).__name__} are {', '.join(linear_layers(model))}"
         ) from error
-    expected = {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(adapted).items()}
+    expected = {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(wrapped).items()}
     twice = [name for name in expected if any(f".{layer}." in name for layer in _OUTPUTS)]
     if twice and getattr(model.config, "tie_word_embeddings", False):
         raise ConfigError(
@@ -153,14 +156,14 @@ def _compare(file: Path, expected: dict[str, tuple[int, ...]]) -> None:
 
 
 def _read_config(folder: Path) -> Any:
-    from peft import LoraConfig, PeftConfig
+    from peft import LoraConfig
 
     file = folder / CONFIG
+    told = read_object(file)
     try:
-        told = json.loads(file.read_text(encoding="utf-8"))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of keys of newer versions that this one does not need
-            config = PeftConfig.from_pretrained(str(folder))
+            config = read_adapter_config(folder)
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise ConfigError(f"{file}: no configuration of an adapter: {' '.join(str(error).split())}") from error
     if not isinstance(config, LoraConfig):
@@ -172,13 +175,11 @@ def _read_config(folder: Path) -> Any:
 
 def _merge(model_folder: Path, adapter_folder: Path, target: Path) -> None:
     """Write the model with the adapter's changes added to its weights, in their own type; all else is the model's."""
-    from peft import PeftModel
-
     model = load_causal_lm(model_folder, "auto")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            merged = PeftModel.from_pretrained(model, str(adapter_folder)).merge_and_unload(safe_merge=True)  # pyright: ignore[reportCallIssue]
+            merged = adapted(model, adapter_folder).merge_and_unload(safe_merge=True)  # pyright: ignore[reportCallIssue]
     except ValueError as error:
         raise ConfigError(f"adapter {adapter_folder} cannot be merged: {' '.join(str(error).split())}") from error
     merged.save_pretrained(target)

@@ -16,9 +16,10 @@ from rollout_core.ids import ContentId
 from rollout_core.inference.folders import output_folder
 from rollout_core.inference.output import file_name
 from rollout_core.inference.prompt_files import open_prompts
-from rollout_core.inference.prompt_shards import imported_before, read_shard, shards_of, tokenize_rows
+from rollout_core.inference.prompt_shards import imported_before, read_shard, shards_of
 from rollout_core.inference.runs import RUN_ID_FILE, check_run, earlier_run_id, parameters_of
 from rollout_core.inference.samples import length_problem
+from rollout_core.inference.text import try_prompts
 from rollout_core.objects import ObjectStore
 from rollout_core.plan import Connections, Plan, context_limit
 from rollout_core.records import PromptShards
@@ -159,7 +160,10 @@ def _count_failures(plan: Plan, config: InferBatchConfig, rows: _Rows) -> None:
     """Tell how many samples will fail for their prompts, if some will."""
     if plan.tokenizer is None:
         return
-    token_ids, refused = tokenize_rows(plan.tokenizer, rows.sampled)
+    found = plan.check("input.glob", lambda: try_prompts(plan.tokenizer, rows.sampled))
+    if found is None:
+        return
+    token_ids, refused = found
     limit = context_limit(config.backend) or plan.max_positions
     problems = [length_problem(len(ids), config.sampling.max_tokens, limit) for ids in token_ids]
     _tell(plan, "prompts refused", list(refused.values()), rows)

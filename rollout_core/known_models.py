@@ -6,7 +6,6 @@ hashing it: results depend on content alone.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -17,7 +16,6 @@ import orjson
 from rollout_core.ids import ContentId, content_id
 from rollout_core.models import ModelFacts
 from rollout_core.objects import ObjectStore
-from rollout_core.resources import ModelSize
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +39,7 @@ def recall(objects: ObjectStore, mark: ContentId) -> ModelFacts | None:
     if kept is None:
         return None
     try:
-        noted = orjson.loads(kept)
-        size, tokenizer_id = ModelSize(**noted.pop("size")), ContentId(noted.pop("tokenizer_id"))
-        return ModelFacts(**noted, size=size, tokenizer_id=tokenizer_id, tokenizer=None)
+        return ModelFacts.from_document(orjson.loads(kept))
     except (ValueError, TypeError, KeyError, AttributeError):
         log.warning("what ref %s stands for is no note of a model; the model is looked at again", ref)
         return None
@@ -51,8 +47,7 @@ def recall(objects: ObjectStore, mark: ContentId) -> ModelFacts | None:
 
 def remember(objects: ObjectStore, mark: ContentId, facts: ModelFacts) -> None:
     """Note what was found of a folder of files of this mark."""
-    noted = {item.name: getattr(facts, item.name) for item in dataclasses.fields(facts) if item.name != "tokenizer"}
-    objects.set_ref(_ref(mark), objects.put_bytes(orjson.dumps(noted | {"tokenizer_id": str(facts.tokenizer_id)})))
+    objects.set_ref(_ref(mark), objects.put_bytes(orjson.dumps(facts.document())))
 
 
 def _ref(mark: ContentId) -> str:

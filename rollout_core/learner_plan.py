@@ -18,6 +18,7 @@ from rollout_core.config import (
     ModelSource,
     Padded,
     PPOSettings,
+    RewardModelSettings,
     SFTSettings,
     TrainGRPOConfig,
     TrainPPOConfig,
@@ -55,6 +56,20 @@ class LearnerPlan(Plan):
         self._trackers(what, settings)
         self._processes(what, settings)
         self._adapters(what, settings)
+        self._architecture(what, settings)
+
+    def _architecture(self, what: str, settings: LearnerSettings) -> None:
+        """The trainer can do what the model's architecture asks; of what it is trained into, too."""
+        source, facts = self.model_source, self.model_facts
+        if source is None or facts is None:
+            return
+        from rollout_core.bounded.inspecting import check_training
+
+        def look() -> None:
+            with describe(source, self.base, self.objects) as found:
+                check_training(found.folder, is_reward_model=isinstance(settings, RewardModelSettings))
+
+        self.check(what, look)
 
     def _adapters(self, what: str, settings: LearnerSettings) -> None:
         """The layers that are to have adapters are there; what is trained of them is counted."""

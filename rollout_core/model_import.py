@@ -13,7 +13,7 @@ from rollout_core.models import (
     ModelFacts,
     check_stored,
     file_tree,
-    inspect_model,
+    inspect_bounded,
     linked_files,
     locate_model,
     locate_tokenizer,
@@ -52,7 +52,7 @@ def _import_folder(source: ModelSource, objects: ObjectStore, base: Path) -> Con
     facts = None
     if recall(objects, mark) is None:
         with linked_files(files) as linked:
-            facts = inspect_model(linked)
+            facts = inspect_bounded(linked, has_weights=True)
     filed = file_tree(objects, files)
     if mark_of(model_files(folder, tokenizer)) != mark:
         raise Conflict(f"model folder {folder} changed while it was read; run again when nobody writes to it")

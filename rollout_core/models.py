@@ -6,7 +6,7 @@ came from a folder, a hub id or the object store, everything later knows it only
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
@@ -20,8 +20,10 @@ from rollout_core.config import ModelSource
 from rollout_core.errors import ConfigError, Conflict, Recoverable
 from rollout_core.hub import HubOutOfReach, fetch_from_hub, looks_like_hub_id
 from rollout_core.ids import ContentId, content_id, is_content_id
+from rollout_core.model_folders import check_entries, check_own_file, near_folder
 from rollout_core.objects import ObjectStore, TreeFile, TreeManifest
 from rollout_core.objects.folders import hash_file
+from rollout_core.pretrained import build_model, read_config, read_object, read_tokenizer
 from rollout_core.resources import ModelSize
 from rollout_core.scratch import scratch_folder
 from rollout_core.weights import check_tensors, check_weights
@@ -56,6 +58,17 @@ class ModelFacts:
     size: ModelSize
     tokenizer: Any = field(repr=False, compare=False)
 
+    def document(self) -> dict[str, Any]:
+        """All but the tokenizer, as JSON."""
+        told = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "tokenizer"}
+        return told | {"size": dataclasses.asdict(self.size), "tokenizer_id": str(self.tokenizer_id)}
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any], tokenizer: Any = None) -> ModelFacts:
+        """Inverse of `document`."""
+        size, tokenizer_id = ModelSize(**document["size"]), ContentId(document["tokenizer_id"])
+        return cls(**{**document, "size": size, "tokenizer_id": tokenizer_id}, tokenizer=tokenizer)
+
 
 @dataclass(frozen=True)
 class Description:
@@ -65,8 +78,8 @@ class Description:
     has_weights: bool
 
     def inspect(self) -> ModelFacts:
-        """`inspect_model`, or as much of it as there is."""
-        return inspect_model(self.folder) if self.has_weights else describe_model(self.folder)
+        """`inspect_model` under limits, or as much of it as there is."""
+        return inspect_bounded(self.folder, has_weights=self.has_weights)
 
 
 def locate_model(source: ModelSource, base: Path, *, download: bool = True) -> Path | None:
@@ -93,10 +106,38 @@ def locate_tokenizer(source: ModelSource, base: Path, *, download: bool = True) 
 def _locate(uri: str, revision: str | None, base: Path, what: str, download: bool) -> Path | None:
     folder = base / uri
     if folder.is_dir():
+        check_entries(folder)
         return folder
     if not looks_like_hub_id(uri) or uri.startswith((".", "/")):
-        raise ConfigError(f"{what} folder {uri!r} does not exist (looked at {folder}); give a folder or a hub id")
-    return fetch_from_hub(uri, revision, what, MODEL_FILES, download=download)
+        advice = _meant(uri, base) or "give a folder or a hub id"
+        raise ConfigError(f"{what} folder {uri!r} does not exist (looked at {folder}); {advice}")
+    try:
+        return fetch_from_hub(uri, revision, what, MODEL_FILES, download=download)
+    except ConfigError as error:
+        raise _with_meant(error, uri, base) from error
+
+
+def _meant(uri: str, base: Path) -> str:
+    near = near_folder(uri, base)
+    return f"did you mean the folder {near!r}?" if near else ""
+
+
+def _with_meant(error: ConfigError, uri: str, base: Path) -> ConfigError:
+    """The error, with the folder that may have been meant. Who is out of reach cannot say that it was none."""
+    meant = _meant(uri, base)
+    return ConfigError(f"{error}; {meant}") if meant else error
+
+
+def inspect_bounded(folder: Path, *, has_weights: bool) -> ModelFacts:
+    """`inspect_model`, or `describe_model` of a folder without weights, under limits of time and memory; the tokenizer
+    is loaded here, once it was found sound."""
+    from rollout_core.bounded import inspecting
+
+    inspecting.prepare()
+    prepare_transformers()
+    document = inspecting.inspect_folder(folder, has_weights=has_weights)
+    tokenizer, its_id = load_identified_tokenizer(folder)
+    return ModelFacts.from_document(document | {"tokenizer_id": str(its_id)}, tokenizer)
 
 
 def inspect_model(folder: Path) -> ModelFacts:
@@ -114,7 +155,7 @@ def inspect_model(folder: Path) -> ModelFacts:
 
 def describe_model(folder: Path) -> ModelFacts:
     """What configuration and tokenizer of ``folder`` tell, and whether they fit. Raises ConfigError if they do not."""
-    config = _read_config(folder)
+    config = _text_config(folder)
     tokenizer, its_id = load_identified_tokenizer(folder)
     highest = max(tokenizer.get_vocab().values(), default=-1)
     vocab_size = getattr(config, "vocab_size", None)
@@ -139,6 +180,23 @@ def describe_model(folder: Path) -> ModelFacts:
     )
 
 
+_LARGEST = {
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 100_000,
+    "hidden_size": 10_000_000,
+    "vocab_size": 100_000_000,
+}
+"""A hundred times what the largest models have."""
+
+
+def _check_sizes(told: Mapping[str, Any], file: Path) -> None:
+    """Raises ConfigError for sizes that no model has, before anybody makes as many of something."""
+    for name, largest in _LARGEST.items():
+        value = told.get(name)
+        if value is not None and (type(value) is not int or not 0 < value <= largest):
+            raise ConfigError(f"{file}: {name} is {value!r:.100}; expected a whole number from 1 to {largest}")
+
+
 _importing = threading.Lock()
 
 
@@ -151,20 +209,23 @@ def prepare_transformers() -> None:
 
 def max_positions(folder: Path) -> int | None:
     """The longest sequence that a model's configuration allows, in tokens, if it says so."""
-    return getattr(_read_config(folder), "max_position_embeddings", None)
+    return getattr(_text_config(folder), "max_position_embeddings", None)
 
 
-def blank_model(folder: Path) -> Any:
-    """The language model that a folder's configuration describes, without memory for its parameters."""
-    return _blank(_read_config(folder))
+def blank_model(folder: Path, *, is_reward_model: bool = False) -> Any:
+    """The language model, or the reward model, that a folder's configuration describes, without memory for its
+    parameters."""
+    return _blank(_text_config(folder), is_reward_model=is_reward_model)
 
 
-def _blank(config: Any) -> Any:
+def _blank(config: Any, *, is_reward_model: bool = False) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    if is_reward_model:
+        config.num_labels = 1
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return build_model(AutoModelForSequenceClassification if is_reward_model else AutoModelForCausalLM, config)
 
 
 def _size(config: Any) -> ModelSize:
@@ -176,13 +237,13 @@ def _size(config: Any) -> ModelSize:
 
 
 def _architecture(folder: Path) -> str:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_object(folder / "config.json")
     return (config.get("architectures") or ["model of unknown architecture"])[0]
 
 
 def check_reference(model: Path, reference: Path) -> None:
     """Raises ConfigError unless the two model folders are of one architecture and read the same token ids."""
-    kinds = [_read_config(folder).model_type for folder in (model, reference)]
+    kinds = [_text_config(folder).model_type for folder in (model, reference)]
     if kinds[0] != kinds[1]:
         raise ConfigError(
             f"the reference in {reference} is a {kinds[1]!r}, the model a {kinds[0]!r}; give an earlier checkpoint of "
@@ -198,7 +259,7 @@ def check_reference(model: Path, reference: Path) -> None:
 
 def check_reward_model(folder: Path) -> None:
     """Raises ConfigError unless the model folder is a sequence classifier of one label."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_object(folder / "config.json")
     kind, labels = _architecture(folder), len(config.get("id2label") or "..")
     if not kind.endswith("ForSequenceClassification") or labels != 1:
         raise ConfigError(
@@ -206,20 +267,20 @@ def check_reward_model(folder: Path) -> None:
         )
 
 
-def _read_config(folder: Path) -> Any:
+def _text_config(folder: Path) -> Any:
     """Configuration of the text model in ``folder``."""
     prepare_transformers()
-    from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     file = folder / "config.json"
+    told = read_object(file)
+    for part in (told, told.get("text_config")):
+        if isinstance(part, dict):
+            _check_sizes(part, file)
     try:
-        if not isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
-            raise ValueError("expected an object")
-    except ValueError as error:
-        raise ConfigError(f"{file}: not JSON: {error}") from error
-    try:
-        config = AutoConfig.from_pretrained(folder)
+        config = read_config(folder)
+    except ConfigError:
+        raise
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{file}: not a model that transformers knows: {_one_line(error)}") from error
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -230,16 +291,15 @@ def _read_config(folder: Path) -> Any:
 def load_tokenizer(folder: Path) -> Any:
     """The fast tokenizer of a model folder. Raises ConfigError when there is none."""
     prepare_transformers()
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     # Without one, transformers would make up a tokenizer that knows no words.
     if not any(fnmatch(file.name, pattern) for file in tokenizer_files(folder) for pattern in _VOCABULARY_FILES):
         raise ConfigError(f"no tokenizer in {folder}; expected one of {', '.join(_VOCABULARY_FILES)}")
     try:
         # For some types of models transformers has a tokenizer of its own, which it takes even where the folder says
         # that tokenizer.json is all there is; its words would be split in other places.
-        kind = PreTrainedTokenizerFast if _is_generic_tokenizer(folder) else AutoTokenizer
-        return kind.from_pretrained(folder)
+        return read_tokenizer(folder, generic=_is_generic_tokenizer(folder))
+    except ConfigError:
+        raise
     except Exception as error:  # the tokenizers library raises plain Exception
         raise ConfigError(f"no usable tokenizer in {folder}: {_one_line(error)}") from error
 
@@ -257,7 +317,7 @@ def _is_generic_tokenizer(folder: Path) -> bool:
     settings = folder / "tokenizer_config.json"
     if not (folder / "tokenizer.json").is_file() or not settings.is_file():
         return False
-    named = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class")
+    named = read_object(settings).get("tokenizer_class")
     return named in ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
@@ -294,22 +354,30 @@ def describe(source: ModelSource, base: Path, objects: ObjectStore | None) -> It
         with _stored_description(ContentId(source.uri), objects) as folder:
             yield Description(folder, has_weights=False)
         return
-    own = model or _hub_description(source.uri, source.revision, "model")
+    own = model or _hub_description(source.uri, source.revision, base, "model")
     if source.tokenizer is None:
         yield Description(own, has_weights=model is not None)
         return
-    tokenizer = locate_tokenizer(source, base, download=False) or _hub_description(source.tokenizer, None, "tokenizer")
+    tokenizer = locate_tokenizer(source, base, download=False) or _hub_description(
+        source.tokenizer, None, base, "tokenizer"
+    )
     with linked_files(model_files(own, tokenizer)) as folder:
         yield Description(folder, has_weights=model is not None)
 
 
-def _hub_description(uri: str, revision: str | None, what: str) -> Path:
-    """The small files of a repository that is not here yet. Raises Unchecked where the hub is out of reach."""
+def _hub_description(uri: str, revision: str | None, base: Path, what: str) -> Path:
+    """The small files of a repository that is not here yet. Raises Unchecked where the hub is out of reach, and
+    ConfigError where a folder here was rather meant."""
     try:
         folder = fetch_from_hub(uri, revision, what, _TOKENIZER_FILES + _OTHER_FILES, download=True)
     except (HubOutOfReach, Recoverable) as error:
-        raise Unchecked(f"{what} {uri!r}, as the hub cannot be reached") from error
+        if meant := _meant(uri, base):
+            raise ConfigError(f"{what} {uri!r} is not a folder here, and the hub cannot be reached; {meant}") from error
+        raise Unchecked(f"{what} {uri!r}, as the hub cannot be reached; there is no such folder here") from error
+    except ConfigError as error:
+        raise _with_meant(error, uri, base) from error
     assert folder is not None, "what was downloaded has a folder"
+    check_entries(folder)
     return folder
 
 
@@ -347,7 +415,10 @@ def model_files(model: Path, tokenizer: Path) -> dict[str, Path]:
     """Name to path of what makes a whole model: the model's files, with the tokenizer's in place of its own."""
     patterns = _WEIGHT_FILES + _OTHER_FILES
     own = [file for file in model.iterdir() if file.is_file() and any(fnmatch(file.name, item) for item in patterns)]
-    return dict(sorted((file.name, file) for file in [*own, *tokenizer_files(tokenizer)]))
+    files = [*own, *tokenizer_files(tokenizer)]
+    for file in files:
+        check_own_file(file)
+    return dict(sorted((file.name, file) for file in files))
 
 
 @contextmanager

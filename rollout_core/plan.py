@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollout_core import DISTRIBUTION
+from rollout_core.bounded.tokenizing import how_prompts_vary
 from rollout_core.config import (
     BackendConfig,
     DatasetSource,
@@ -120,6 +121,9 @@ class Plan:
         if self.model_facts is None:
             return
         self.tokenizer = self.model_facts.tokenizer
+        varies = how_prompts_vary(str(self.tokenizer.chat_template or ""))
+        if varies:
+            self.facts["chat template"] = varies
         if self.model_facts.is_reward_model and not may_be_reward_model:
             self.violations.append(
                 f"{what}: {source.uri!r} is a reward model, which has no output for tokens; give a language model"

@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from rollout_core.errors import ConfigError
+from rollout_core.pretrained import load_model, read_object
+
+MOST_TENSORS = 300_000
+"""In one file: twice what the largest mixtures of experts have in all."""
 
 
 def check_weights(folder: Path) -> None:
@@ -36,7 +40,7 @@ def check_tensors(folder: Path) -> None:
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_object(folder / "config.json")
     kinds = config.get("architectures") or [""]
     rewards = kinds[0].endswith("ForSequenceClassification")
     # The one device on which transformers matches names and shapes, but reads no tensor.
@@ -66,9 +70,9 @@ def load_whole(kind: Any, folder: Path, **options: Any) -> Any:
     try:
         with _without_load_report():
             # Shapes that do not fit come back in the report; else the error would only point to it.
-            model, found = kind.from_pretrained(
-                folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
-            )
+            model, found = load_model(kind, folder, ignore_mismatched_sizes=True, **options)
+    except ConfigError:
+        raise
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"model in {folder} cannot be loaded: {' '.join(str(error).split())}") from error
     missing = {name: "is missing" for name in found["missing_keys"]}
@@ -99,12 +103,14 @@ def _check_file(file: Path) -> None:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(file, framework="numpy"):  # reads the header, and compares it with the file's size
-            pass
+        with safe_open(file, framework="numpy") as tensors:  # reads the header, and compares it with the file's size
+            count = len(tensors.keys())
     except (SafetensorError, OSError) as error:
         raise ConfigError(
             f"{file} is no whole safetensors file ({error}); was it downloaded to the end, not as a pointer of Git LFS?"
         ) from error
+    if count > MOST_TENSORS:
+        raise ConfigError(f"{file} names {count} tensors; no model has more than {MOST_TENSORS} in a file")
 
 
 def _check_shards(folder: Path) -> None:

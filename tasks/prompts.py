@@ -8,7 +8,7 @@ from rollout_core.datasets import parse_prompts
 from rollout_core.ids import ContentId
 from rollout_core.inference.ledger import SampleLedger
 from rollout_core.inference.samples import encode_samples, make_samples
-from rollout_core.models import inspect_model, load_tokenizer
+from rollout_core.models import load_tokenizer, max_positions
 from rollout_core.records import PromptSet
 from rollout_core.stopping import run_async
 from rollout_core.store.types import RolloutMode
@@ -41,7 +41,7 @@ def enqueue_prompts(
     last = len(rows) if count is None else first + count
     order = _order(last, len(rows), seed)
     folder = objects.local_tree(model, places.cache_folder())
-    limit = max_model_len or inspect_model(folder).max_positions
+    limit = max_model_len or max_positions(folder)
     samples = make_samples(
         load_tokenizer(folder),
         [rows[position] for position in order[first:]],

@@ -47,8 +47,7 @@ def packed_attention(
     unknown = [name for name in ("softcap", "s_aux", "head_mask", "position_bias") if options.get(name) is not None]
     if unknown or attention_mask is not None:
         raise ConfigError(
-            f"packed attention cannot do {unknown or 'a given mask'} of {type(module).__name__}; "
-            "set packing.enabled = false for this model"
+            f"packed attention cannot do {unknown or 'a given mask'} of {type(module).__name__}; choose another model"
         )
     groups, dtype = query.shape[1] // key.shape[1], product_dtype(query)
     # [N,H,D], which is how the projections laid them out. Not item[0]: its backward pass would copy into zeros.

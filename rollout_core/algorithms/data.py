@@ -14,10 +14,11 @@ from torch import Tensor
 
 from rollout_core.algorithms.data_report import DataReport, Tally
 from rollout_core.algorithms.item_table import ItemForm
+from rollout_core.bounded.tokenizing import Chat, marked_tokens
 from rollout_core.config import LossOn
 from rollout_core.datasets import UNTRAINED_LABEL, ChatMessage, SftRow
 from rollout_core.errors import ConfigError
-from rollout_core.inference.text import render_chat
+from rollout_core.inference.text import Ask, Encoding, in_step, token_ids_of
 
 ROWS_AT_ONCE = 500
 """Rows that are tokenised, and in memory, together."""
@@ -77,10 +78,9 @@ def each_example(
     tally = Tally()
     for chunk in in_chunks(rows):
         pairs = [row for row in chunk if row.prompt is not None]
-        prompts = iter(tokenizer([row.prompt for row in pairs])["input_ids"] if pairs else [])
-        completions = iter(
-            tokenizer([row.completion for row in pairs], add_special_tokens=False)["input_ids"] if pairs else []
-        )
+        prompts = iter(token_ids_of(tokenizer, [row.prompt or "" for row in pairs], special_tokens=True))
+        completions = iter(token_ids_of(tokenizer, [row.completion or "" for row in pairs], special_tokens=False))
+        chats = iter(_chat_examples(tokenizer, chunk, loss_on, tally, lambda row: place(tally.num_rows + row)))
         for row in chunk:
             where = place(tally.num_rows)
             _check_mask(row, loss_on, where)
@@ -89,7 +89,9 @@ def each_example(
                 tally.prompt(tokenizer, prompt, where)
                 example = _pair_example(tokenizer, prompt, next(completions))
             elif row.messages is not None:
-                example = _chat_example(tokenizer, row.messages, where, _trained_turns(row, loss_on), tally)
+                example = next(chats)
+                if isinstance(example, ConfigError):
+                    raise example
             else:
                 example = _token_example(tokenizer, row, where)
             if loss_on.kind == "full":
@@ -142,58 +144,82 @@ def _pair_example(tokenizer: Any, prompt_ids: list[int], completion_ids: list[in
     return Example(prompt_ids + completion_ids, [False] * len(prompt_ids) + [True] * len(completion_ids))
 
 
-def _chat_example(
-    tokenizer: Any, messages: Sequence[ChatMessage], where: str, trained_turns: Sequence[bool], tally: Tally
-) -> Example:
+def _chat_examples(
+    tokenizer: Any, rows: Sequence[SftRow], loss_on: LossOn, tally: Tally, place: Callable[[int], str]
+) -> list[Example | ConfigError]:
+    """Of the rows that are conversations, in order; an error where `_check_mask` or the template refuses one."""
+    encodings = []
+    for number, row in enumerate(rows):
+        if row.messages is not None:
+            where = place(number)
+            encodings.append((where, _chat_example(tokenizer, row, where, loss_on, tally)))
+    return in_step(tokenizer, encodings)
+
+
+def _chat_example(tokenizer: Any, row: SftRow, where: str, loss_on: LossOn, tally: Tally) -> Encoding[Example]:
+    _check_mask(row, loss_on, where)
+    return (yield from _Turns(tokenizer, row.messages or (), where, _trained_turns(row, loss_on), tally).example())
+
+
+@dataclass(frozen=True)
+class _Turns:
     """Masks turns exactly: a turn is what the template adds to the rendering of the turns before it."""
-    whole = render_chat(tokenizer, messages, where, generation_prompt=False)
-    report_omissions(whole, messages, where, tally)
-    texts = [whole]
-    for turn, message in enumerate(messages):
-        if not trained_turns[turn]:
-            continue
-        before, after = _edges(tokenizer, messages, turn, where)
-        if not (after.startswith(before) and whole.startswith(after)):
-            if _marks_every(trained_turns, messages) and _GENERATION_MARK.search(str(tokenizer.chat_template)):
-                return _marked_example(tokenizer, messages)
-            raise ConfigError(
-                f"{where}: the chat template renders turn {turn + 1} differently with and without what follows, "
-                f"so the {message.role}'s tokens cannot be told apart; use loss_on.kind = 'full' or another template, "
-                "such as one with {% generation %} marks"
-            )
-        texts += [before, after]
-    token_ids, *edges = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    trained = [False] * len(token_ids)
-    for before_ids, after_ids in zip(edges[::2], edges[1::2], strict=True):
-        # A token may straddle the edge of a turn: the line break that ends the header, say, with one after it.
-        first, end = _num_common(before_ids, token_ids), _num_common(after_ids, token_ids)
-        trained[first:end] = [True] * (end - first)
-    return Example(token_ids, trained)
 
+    tokenizer: Any
+    messages: Sequence[ChatMessage]
+    where: str
+    trained: Sequence[bool]
+    tally: Tally
 
-def _edges(tokenizer: Any, messages: Sequence[ChatMessage], turn: int, where: str) -> tuple[str, str]:
-    """The conversation up to where a turn begins, after its header, and up to its end."""
-    after = render_chat(tokenizer, messages[: turn + 1], where, generation_prompt=False)
-    answers = messages[turn].role == "assistant"
-    if turn:
-        return render_chat(tokenizer, messages[:turn], where, generation_prompt=answers), after
-    if not answers:
-        return "", after
-    # Templates need a message. The header of a first turn is the one they would give to another after it.
-    header = render_chat(tokenizer, messages[:1], where, generation_prompt=True)[len(after) :]
-    return after[: after.find(header) + len(header)] if header in after else "", after
+    def example(self) -> Encoding[Example]:
+        messages = self.messages
+        turns = [turn for turn in range(len(messages)) if self.trained[turn]]
+        whole, *parts = yield Ask(chats=[Chat(messages), *(chat for turn in turns for chat in self._parts(turn))])
+        report_omissions(whole, messages, self.where, self.tally)
+        texts, rendered = [whole], iter(parts)
+        for turn in turns:
+            before, after = self._edges(turn, [next(rendered) for _ in self._parts(turn)])
+            if not (after.startswith(before) and whole.startswith(after)):
+                if _marks_every(self.trained, messages) and _GENERATION_MARK.search(str(self.tokenizer.chat_template)):
+                    return Example(*marked_tokens(self.tokenizer, Chat(messages)))
+                raise ConfigError(
+                    f"{self.where}: the chat template renders turn {turn + 1} differently with and without what "
+                    f"follows, so the {messages[turn].role}'s tokens cannot be told apart; use loss_on.kind = 'full' "
+                    "or another template, such as one with {% generation %} marks"
+                )
+            texts += [before, after]
+        token_ids, *edges = yield Ask(texts=texts)
+        trained = [False] * len(token_ids)
+        for before_ids, after_ids in zip(edges[::2], edges[1::2], strict=True):
+            # A token may straddle the edge of a turn: the line break that ends the header, say, with one after it.
+            first, end = _num_common(before_ids, token_ids), _num_common(after_ids, token_ids)
+            trained[first:end] = [True] * (end - first)
+        return Example(token_ids, trained)
+
+    def _parts(self, turn: int) -> list[Chat]:
+        """What is rendered to find the edges of a turn: the conversation up to its end, and what tells where it begins.
+
+        Templates need a message. The header of a first turn is the one they would give to another after it.
+        """
+        messages, answers = self.messages, self.messages[turn].role == "assistant"
+        upto = [Chat(messages[: turn + 1])]
+        if turn:
+            return [*upto, Chat(messages[:turn], generation_prompt=answers)]
+        return [*upto, Chat(messages[:1], generation_prompt=True)] if answers else upto
+
+    def _edges(self, turn: int, rendered: Sequence[str]) -> tuple[str, str]:
+        """The conversation up to where a turn begins, after its header, and up to its end."""
+        after, *others = rendered
+        if not others:
+            return "", after
+        if turn:
+            return others[0], after
+        header = others[0][len(after) :]
+        return after[: after.find(header) + len(header)] if header in after else "", after
 
 
 def _marks_every(trained_turns: Sequence[bool], messages: Sequence[ChatMessage]) -> bool:
     return list(trained_turns) == [message.role == "assistant" for message in messages]
-
-
-def _marked_example(tokenizer: Any, messages: Sequence[ChatMessage]) -> Example:
-    """By the template's own marks of what the assistant generates."""
-    found = tokenizer.apply_chat_template(
-        [message.model_dump() for message in messages], return_dict=True, return_assistant_tokens_mask=True
-    )
-    return Example(list(found["input_ids"]), [bool(on) for on in found["assistant_masks"]])
 
 
 def report_omissions(rendered: str, messages: Sequence[ChatMessage], where: str, tally: Tally) -> None:

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rollout_core.algorithms.architecture import check_output_layer
 from rollout_core.algorithms.attention import PACKED_ATTENTION
 from rollout_core.algorithms.heads import target_logprobs, weighted_nll
 from rollout_core.algorithms.packing import Document, PackedTokens, pack, unpacked_rows
 from rollout_core.algorithms.precision import scalar_head
 from rollout_core.errors import ConfigError
-
-_PROBE_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class Policy(PackedModel):
     def __init__(self, model: Any, values: nn.Module | None = None, *, packed: bool = True) -> None:
         super().__init__(model, packed=packed)
         self.values = values
-        self._check_output_layer()
+        check_output_layer(model)
 
     def forward(
         self,
@@ -126,28 +125,6 @@ class Policy(PackedModel):
         assert isinstance(self.values, nn.Linear), "a head on the policy's trunk"
         return scalar_head(self.values, predictors)
 
-    @torch.no_grad()
-    def _check_output_layer(self) -> None:
-        """Logits must be the output layer's own product: some models scale or cap them afterwards."""
-        probe = pack([Document(list(range(1, 9)))]).to(self.model.device)
-        was_training = self.model.training
-        self.model.eval()
-        layer = self.model.get_output_embeddings()
-        expected = self.model(input_ids=probe.input_ids[None], use_cache=False, **self._probe_options(probe)).logits[0]
-        got = layer(self.trunk(probe))
-        self.model.train(was_training)
-        worst = float((got - expected).abs().max())
-        if getattr(self.model.config.get_text_config(), "final_logit_softcapping", None) or not (
-            worst <= _PROBE_TOLERANCE * max(1.0, float(expected.abs().max()))
-        ):
-            raise ConfigError(
-                f"{type(self.model).__name__} changes its logits after the output layer (by up to {worst:.1e}), "
-                "which the trainer cannot do; choose another model"
-            )
-
-    def _probe_options(self, probe: PackedTokens) -> dict[str, Any]:
-        return {"layout": probe.layout} if self.packed else {}
-
 
 def zero_head(model: Any) -> nn.Linear:
     """A linear head of one output on a model's trunk, zero at first: the first advantages are then plain returns."""
@@ -162,7 +139,24 @@ def can_pack(model: Any) -> bool:
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     plain = kinds <= {"full_attention", "sliding_attention"} and not getattr(config, "attn_logit_softcapping", None)
-    if not plain or not getattr(model, "_supports_attention_backend", False) or model.config.is_encoder_decoder:
+    # What torch's own attention cannot do (sinks, say), the packed one cannot either; and a state that goes from token
+    # to token would go from document to document.
+    is_able = all(getattr(model, name, False) for name in ("_supports_attention_backend", "_supports_sdpa"))
+    if not plain or not is_able or getattr(model, "_is_stateful", False) or model.config.is_encoder_decoder:
         return False
+    before = model.config._attn_implementation
     model.config._attn_implementation = PACKED_ATTENTION
+    try:
+        _try_packed(model)
+    except (ConfigError, TypeError):  # its attention asks for more, or its layers do not hand on what they are given
+        model.config._attn_implementation = before
+        return False
     return True
+
+
+@torch.no_grad()
+def _try_packed(model: Any) -> None:
+    batch = pack([Document([1, 2]), Document([1])]).to(model.device)
+    model.base_model(
+        input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False, layout=batch.layout
+    )

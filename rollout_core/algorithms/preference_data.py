@@ -14,9 +14,10 @@ from typing import Any
 from rollout_core.algorithms.data import in_chunks, report_omissions, row_number
 from rollout_core.algorithms.data_report import DataReport, Tally
 from rollout_core.algorithms.item_table import ItemForm
+from rollout_core.bounded.tokenizing import Chat
 from rollout_core.datasets import ChatMessage
 from rollout_core.errors import ConfigError
-from rollout_core.inference.text import render_chat
+from rollout_core.inference.text import Ask, Encoding, in_step, token_ids_of
 from rollout_core.preferences import JudgedRow, PairRow, as_messages
 
 
@@ -77,13 +78,18 @@ def each_pair(
     tally, prompt_tokens = Tally(), 0
     for chunk in in_chunks(rows):
         encode = _Encoder(tokenizer, (answer for row in chunk for answer in (row.chosen, row.rejected)), tally)
+        talks = iter(
+            encode.conversations(
+                (place(tally.num_rows + number), row.prompt, (row.chosen, row.rejected))
+                for number, row in enumerate(chunk)
+                if not _is_text(row.prompt, row.chosen, row.rejected)
+            )
+        )
         for row, prompt in zip(chunk, encode.prompts(chunk), strict=True):
             where = place(tally.num_rows)
             assert row.chosen is not None and row.rejected is not None
-            if not (
-                isinstance(row.chosen, str) and isinstance(row.rejected, str) and isinstance(row.prompt, str | None)
-            ):
-                prompt, chosen, rejected = encode.conversations(row.prompt, row.chosen, row.rejected, where=where)
+            if not (isinstance(row.chosen, str) and isinstance(row.rejected, str) and _is_text(row.prompt)):
+                prompt, chosen, rejected = _sound(next(talks))
             elif row.prompt is None:
                 chosen, rejected = encode.whole(row.chosen), encode.whole(row.rejected)
             else:
@@ -131,13 +137,20 @@ def each_judged(
     tally, prompt_tokens, desirable = Tally(), 0, 0
     for chunk in in_chunks(rows):
         encode = _Encoder(tokenizer, (row.completion for row in chunk), tally)
+        talks = iter(
+            encode.conversations(
+                (place(tally.num_rows + number), row.prompt, (row.completion,))
+                for number, row in enumerate(chunk)
+                if row.prompt is None or not _is_text(row.prompt, row.completion)
+            )
+        )
         for row, prompt in zip(chunk, encode.prompts(chunk), strict=True):
             where = place(tally.num_rows)
             assert row.completion is not None and row.label is not None
             if isinstance(row.prompt, str) and isinstance(row.completion, str):
                 completion = encode.answer(row.completion)
             else:
-                prompt, completion = encode.conversations(row.prompt, row.completion, where=where)
+                prompt, completion = _sound(next(talks))
             if not prompt:
                 raise ConfigError(f"{where} has no prompt tokens; give a prompt")
             tally.prompt(tokenizer, prompt, where)
@@ -173,6 +186,16 @@ def _require_some(tally: Tally, max_seq_len: int) -> None:
         )
 
 
+def _is_text(*values: Any) -> bool:
+    return all(isinstance(value, str | None) for value in values)
+
+
+def _sound(found: list[list[int]] | ConfigError) -> list[list[int]]:
+    if isinstance(found, ConfigError):
+        raise found
+    return found
+
+
 class _Encoder:
     """From texts and conversations to token ids."""
 
@@ -180,42 +203,46 @@ class _Encoder:
         self._tokenizer = tokenizer
         self._tally = tally
         texts = list({answer for answer in answers if isinstance(answer, str)})
-        encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-        self._answers = dict(zip(texts, encoded, strict=True))
+        self._answers = dict(zip(texts, token_ids_of(tokenizer, texts, special_tokens=False), strict=True))
 
     def prompts(self, rows: Sequence[PairRow | JudgedRow]) -> list[list[int]]:
         """Ids of every text prompt, all at once; nothing for others."""
         texts = [row.prompt for row in rows if isinstance(row.prompt, str)]
-        encoded = iter(self._tokenizer(texts)["input_ids"] if texts else [])
+        encoded = iter(token_ids_of(self._tokenizer, texts, special_tokens=True))
         return [next(encoded) if isinstance(row.prompt, str) else [] for row in rows]
 
     def answer(self, text: str) -> list[int]:
         return [*self._answers[text], self._tokenizer.eos_token_id]
 
     def whole(self, text: str) -> list[int]:
-        ids = self._tokenizer(text)["input_ids"]
+        [ids] = token_ids_of(self._tokenizer, [text], special_tokens=True)
         return ids if ids[-1:] == [self._tokenizer.eos_token_id] else [*ids, self._tokenizer.eos_token_id]
 
-    def conversations(self, prompt: Any, *answers: Any, where: str) -> tuple[list[int], ...]:
-        """The prompt as the template renders it before the assistant's turn, and what each answer adds to it."""
+    def conversations(self, rows: Iterable[tuple[str, Any, Sequence[Any]]]) -> list[list[list[int]] | ConfigError]:
+        """Of the name, prompt and answers of each row: the prompt as the template renders it before the assistant's
+        turn, and what each answer adds to it."""
+        return in_step(self._tokenizer, [(where, self._conversation(*row, where)) for where, *row in rows])
+
+    def _conversation(self, prompt: Any, answers: Sequence[Any], where: str) -> Encoding[list[list[int]]]:
         wholes = [as_messages(answer) for answer in answers]
         if prompt is None:
             prompt = _common_start(wholes)
             wholes = [whole[len(prompt) :] for whole in wholes]
-        before_text = render_chat(self._tokenizer, prompt, where, generation_prompt=True) if prompt else ""
-        texts = [render_chat(self._tokenizer, (*prompt, *answer), where, generation_prompt=False) for answer in wholes]
+        before_chat = [Chat(prompt, generation_prompt=True)] if prompt else []
+        rendered = yield Ask(chats=[*before_chat, *(Chat((*prompt, *answer)) for answer in wholes)])
+        before_text, texts = (rendered[0], rendered[1:]) if prompt else ("", rendered)
         for text, answer in zip(texts, wholes, strict=True):
             report_omissions(text, (*prompt, *answer), where, self._tally)
-        before, *rendered = self._tokenizer([before_text, *texts], add_special_tokens=False)["input_ids"]
+        before, *encoded = yield Ask(texts=[before_text, *texts])
         added = []
-        for ids in rendered:
+        for ids in encoded:
             if ids[: len(before)] != before:
                 raise ConfigError(
                     f"{where}: the chat template renders the prompt differently with and without an answer, "
                     "so the two cannot be told apart; use another template, or texts"
                 )
             added.append(ids[len(before) :])
-        return before, *added
+        return [before, *added]
 
 
 def _common_start(conversations: Sequence[tuple[ChatMessage, ...]]) -> tuple[ChatMessage, ...]:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from rollout_core.algorithms.architecture import check_score_head
 from rollout_core.algorithms.budget import num_steps
 from rollout_core.algorithms.data import positions_at
 from rollout_core.algorithms.loop import MinibatchLoss
@@ -26,6 +27,7 @@ from rollout_core.algorithms.preference_data import Pair
 from rollout_core.config import RewardModelSettings
 from rollout_core.errors import ConfigError
 from rollout_core.numerics import check_numerics, cpu_threads, default_threads
+from rollout_core.pretrained import load_model
 
 
 class RewardModel(PackedModel):
@@ -130,15 +132,14 @@ def load_reward_model(folder: Path, *, new_head: bool = False) -> Any:
     level = noise.level
     noise.setLevel(logging.ERROR)
     try:
-        model, found = AutoModelForSequenceClassification.from_pretrained(
-            folder, num_labels=1, dtype=torch.float32, output_loading_info=True
-        )
+        model, found = load_model(AutoModelForSequenceClassification, folder, num_labels=1, dtype=torch.float32)
+    except ConfigError:
+        raise
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"model in {folder} cannot be loaded as a reward model: {error}") from error
     finally:
         noise.setLevel(level)
-    if not isinstance(getattr(model, "score", None), nn.Linear):
-        raise ConfigError(f"{type(model).__name__} has no linear score head; choose a decoder model such as Qwen2")
+    check_score_head(model)
     missing = {name for name in found["missing_keys"] if not (new_head and name.startswith("score."))}
     if missing:
         raise ConfigError(

@@ -12,6 +12,7 @@ from typing import Any
 
 from rollout_core.config import SamplingParams, TransformersBackend
 from rollout_core.devices import probe_device
+from rollout_core.errors import ConfigError
 from rollout_core.ids import ContentId
 from rollout_core.inference.base import Completion, FinishReason, GathersStream, ModelRef, Request, TopLogprobs
 from rollout_core.inference.text import decode_completions, told_tokens
@@ -70,6 +71,11 @@ class TransformersEngine(GathersStream):
                 output = self._policy(inputs, past_key_values=cache, use_cache=True)
                 cache = output.past_key_values
                 logits_V = penalized(output.logits[0, -1].float(), params, request.prompt_token_ids, token_ids)
+                if logits_V.isnan().any():
+                    raise ConfigError(
+                        f"the model {self._model.folder} gives logits that are not numbers: its weights are broken, or "
+                        f"backend.dtype {self._config.dtype!r} is too small for them"
+                    )
                 if len(token_ids) < params.min_tokens:
                     logits_V[sorted(ends | self._end_ids)] = -torch.inf
                 distribution_V = _distribution(logits_V, params)

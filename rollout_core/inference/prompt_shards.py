@@ -18,10 +18,10 @@ from pydantic import ValidationError
 
 from rollout_core.config import SamplingParams
 from rollout_core.datasets import PromptRow
-from rollout_core.errors import ConfigError, CorruptObject, NotFound
+from rollout_core.errors import CorruptObject, NotFound
 from rollout_core.ids import ContentId, canonical_json, content_id
 from rollout_core.inference.samples import Sample, identify
-from rollout_core.inference.text import tokenize_prompts
+from rollout_core.inference.text import try_prompts
 from rollout_core.objects import ObjectStore
 from rollout_core.records import PromptShards
 from rollout_core.trusted import trusted
@@ -96,7 +96,7 @@ def shard_samples(
     Ids do not depend on how a set was cut.
     """
     prompts = [shard_row.row for shard_row in rows]
-    token_ids, problems = tokenize_rows(tokenizer, prompts)
+    token_ids, problems = try_prompts(tokenizer, prompts)
     occurrences = [shard_row.occurrence for shard_row in rows]
     samples = identify(
         prompts, token_ids, occurrences, model=model, params=params, samples_per_prompt=samples_per_prompt
@@ -106,22 +106,6 @@ def shard_samples(
         for place, problem in problems.items()
         for copy in range(samples_per_prompt)
     }
-
-
-def tokenize_rows(tokenizer: Any, rows: Sequence[PromptRow]) -> tuple[list[list[int]], dict[int, str]]:
-    """Token ids of each row, none of those that are refused; and why those are, by their place."""
-    try:
-        return tokenize_prompts(tokenizer, rows), {}
-    except ConfigError:
-        token_ids: list[list[int]] = []
-        problems: dict[int, str] = {}
-    for place, row in enumerate(rows):
-        try:
-            token_ids += tokenize_prompts(tokenizer, [row])
-        except ConfigError as error:
-            token_ids.append([])
-            problems[place] = str(error).removeprefix("prompt 1").lstrip(": ")
-    return token_ids, problems
 
 
 def _ref(source: ContentId, shard_size: int) -> str:

@@ -5,13 +5,13 @@ Training uses the ids made here and by the engine; nothing is tokenised twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from jinja2 import TemplateError
-
+from rollout_core.bounded.tokenizing import Chat, Problem, encode, render
 from rollout_core.config import SamplingParams
-from rollout_core.datasets import ChatMessage, PromptRow
+from rollout_core.datasets import PromptRow
 from rollout_core.errors import ConfigError
 
 _CONTEXT_TOKENS = 8
@@ -22,44 +22,111 @@ def tokenize_prompts(tokenizer: Any, rows: Sequence[PromptRow]) -> list[list[int
 
     Raises ConfigError when messages do not go through the tokenizer's chat template, or a prompt has no tokens.
     """
-    texts = [row.prompt for row in rows if row.prompt is not None]
-    chats = [
-        render_chat(tokenizer, row.messages, f"prompt {number}", generation_prompt=True)
-        for number, row in enumerate(rows, start=1)
-        if row.messages is not None
-    ]
-    plain_ids = iter(token_ids_of(tokenizer, texts, special_tokens=True) if texts else [])
-    chat_ids = iter(token_ids_of(tokenizer, chats, special_tokens=False) if chats else [])
-    ids = [next(plain_ids if row.messages is None else chat_ids) for row in rows]
-    for number, token_ids in enumerate(ids, start=1):
-        if not token_ids:
-            raise ConfigError(f"prompt {number} has no tokens; give at least one character")
-    return ids
+    token_ids, problems = try_prompts(tokenizer, rows)
+    for place, problem in problems.items():
+        raise ConfigError(_told(f"prompt {place + 1}", problem))
+    return token_ids
 
 
-def token_ids_of(tokenizer: Any, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:
-    """Token ids of texts, and nothing else that a tokenizer makes."""
-    return tokenizer(
-        texts, add_special_tokens=special_tokens, return_attention_mask=False, return_token_type_ids=False
-    )["input_ids"]
+def try_prompts(tokenizer: Any, rows: Sequence[PromptRow]) -> tuple[list[list[int]], dict[int, str]]:
+    """Token ids of each prompt, none where it has a problem; and the problems by their place.
 
-
-def render_chat(tokenizer: Any, messages: Sequence[ChatMessage], where: str, *, generation_prompt: bool) -> str:
-    """A conversation as the tokenizer's chat template writes it, special tokens included; tokenise it without more.
-
-    Raises ConfigError naming ``where`` when there is no template, or it refuses these messages.
+    Raises ConfigError where template or tokenizer take too much time or memory for too many.
     """
+    token_ids: list[list[int]] = [[] for _ in rows]
+    problems: dict[int, str] = {}
+    texts = [(place, row.prompt) for place, row in enumerate(rows) if row.prompt is not None]
+    talks = [(place, row.messages) for place, row in enumerate(rows) if row.messages is not None]
+    chats = [Chat(messages, generation_prompt=True) for _, messages in talks]
+    rendered: list[tuple[int, str]] = []
+    for (place, _), text in zip(talks, render_chats(tokenizer, chats), strict=True):
+        if isinstance(text, Problem):
+            problems[place] = text.reason
+        else:
+            rendered.append((place, text))
+    for some, special_tokens in ((texts, True), (rendered, False)):
+        encoded = encode(tokenizer, [text for _, text in some], special_tokens=special_tokens)
+        for (place, _), ids in zip(some, encoded, strict=True):
+            if isinstance(ids, Problem):
+                problems[place] = ids.reason
+            elif not ids:
+                problems[place] = "has no tokens; give at least one character"
+            else:
+                token_ids[place] = ids
+    return token_ids, dict(sorted(problems.items()))
+
+
+def token_ids_of(tokenizer: Any, texts: Sequence[str], *, special_tokens: bool, where: str = "text") -> list[list[int]]:
+    """Token ids of texts, and nothing else that a tokenizer makes. Raises ConfigError for the first that has none."""
+    found: list[list[int]] = []
+    for ids in encode(tokenizer, texts, special_tokens=special_tokens):
+        if isinstance(ids, Problem):
+            raise ConfigError(f"{where}: {ids.reason}")
+        found.append(ids)
+    return found
+
+
+def render_chats(tokenizer: Any, chats: Sequence[Chat]) -> list[str | Problem]:
+    """Conversations as the tokenizer's chat template writes them, special tokens included; tokenise them without more.
+
+    Where there is no template, that is the problem of each.
+    """
+    if not chats:
+        return []
     if not tokenizer.chat_template:
-        raise ConfigError(
-            f"{where} holds chat messages, but the tokenizer has no chat template; "
-            "give plain text, or a tokenizer with a template"
-        )
-    try:
-        return tokenizer.apply_chat_template(
-            [message.model_dump() for message in messages], add_generation_prompt=generation_prompt, tokenize=False
-        )
-    except (TemplateError, TypeError) as error:
-        raise ConfigError(f"{where}: the chat template refuses these messages: {error}") from error
+        return [
+            Problem(
+                "holds chat messages, but the tokenizer has no chat template; give plain text, or a tokenizer with a "
+                "template"
+            )
+        ] * len(chats)
+    return render(tokenizer, chats)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a row needs next: conversations rendered, or texts tokenised without special tokens."""
+
+    chats: Sequence[Chat] = ()
+    texts: Sequence[str] = ()
+
+
+T = TypeVar("T")
+Encoding = Generator[Ask, list[Any], T]
+"""Yields what it needs, gets the answers, one for each chat or text, and returns what a row becomes."""
+
+
+def in_step(tokenizer: Any, rows: Sequence[tuple[str, Encoding[T]]]) -> list[T | ConfigError]:
+    """Run the encodings of rows together, so that what all of them need next is asked for at once.
+
+    Each row comes with its name, with which its error begins: one of its own, or of what it asked for.
+    """
+    ended: dict[int, T | ConfigError] = {}
+    answers: dict[int, list[Any]] = {place: [] for place in range(len(rows))}
+    while answers:
+        asks: dict[int, Ask] = {}
+        for place, answer in answers.items():
+            where, encoding = rows[place]
+            problem = next((item for item in answer if isinstance(item, Problem)), None)
+            try:
+                if problem is not None:
+                    raise ConfigError(_told(where, problem.reason))
+                asks[place] = encoding.send(answer) if answer else next(encoding)
+            except StopIteration as end:
+                ended[place] = end.value
+            except ConfigError as error:
+                ended[place] = error
+        chats = iter(render_chats(tokenizer, [chat for ask in asks.values() for chat in ask.chats]))
+        texts = [text for ask in asks.values() for text in ask.texts]
+        encoded = iter(encode(tokenizer, texts, special_tokens=False))
+        answers = {
+            place: [next(chats) for _ in ask.chats] or [next(encoded) for _ in ask.texts] for place, ask in asks.items()
+        }
+    return [ended[place] for place in range(len(rows))]
+
+
+def _told(where: str, problem: str) -> str:
+    return f"{where} {problem}" if problem.startswith(("holds ", "has ")) else f"{where}: {problem}"
 
 
 def decode_completions(

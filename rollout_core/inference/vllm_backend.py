@@ -31,6 +31,7 @@ from rollout_core.inference.structured import vllm_constraint
 from rollout_core.inference.text import decode_completions, told_tokens
 from rollout_core.models import load_tokenizer
 from rollout_core.numerics import check_numerics, is_portable_here
+from rollout_core.pretrained import start_vllm
 from rollout_core.secrets import read_secret
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class VLLMEngine(GathersStream):
 
             end_with_owner()
 
-            from vllm import LLM
+            import vllm  # noqa: F401
         except ImportError as error:
             raise ConfigError(
                 f"the vllm backend needs vLLM: install {DISTRIBUTION}[vllm] on a GPU machine or "
@@ -84,9 +85,9 @@ class VLLMEngine(GathersStream):
             options["enable_chunked_prefill"] = False
         try:
             with _threads(config.fixed_threads):
-                llm = LLM(
-                    str(model.folder),
-                    dtype=self._dtype,  # pyright: ignore[reportArgumentType]
+                llm = start_vllm(
+                    model.folder,
+                    dtype=self._dtype,
                     max_model_len=config.max_model_len,
                     max_num_seqs=config.max_num_seqs,
                     tensor_parallel_size=config.tensor_parallel_size,
@@ -98,6 +99,8 @@ class VLLMEngine(GathersStream):
                     use_tqdm_on_load=False,
                     **options,
                 )
+        except ConfigError:
+            raise
         except (ValueError, RuntimeError, OSError) as error:
             raise ConfigError(f"vLLM could not start with model {model.folder}: {error}") from error
         threading.Thread(target=_wake_at_death, args=[llm.llm_engine.engine_core], daemon=True).start()
@@ -108,13 +111,19 @@ class VLLMEngine(GathersStream):
     def _try_out(self) -> None:
         # Some models load, and end the engine at their first token (a head size that no CPU kernel knows, say).
         try:
-            self.generate([self._canary()])
+            [completion] = self.generate([self._canary()])
         except Recoverable as error:
             self.close()
             raise ConfigError(
                 f"vLLM loads the model {self._model.folder} but cannot run it; its reason is in the log above. "
                 "Choose backend.kind 'transformers', another dtype or another machine"
             ) from error
+        if not all(map(math.isfinite, completion.logprobs)):
+            self.close()
+            raise ConfigError(
+                f"the model {self._model.folder} gives log-probabilities that are not numbers: its weights are broken, "
+                f"or backend.dtype {self._dtype!r} is too small for them"
+            )
 
     @property
     def model_id(self) -> ContentId:

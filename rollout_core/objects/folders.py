@@ -45,7 +45,10 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _regular_file(path: Path, root: Path) -> Path:
-    real = path.resolve()
+    try:
+        real = path.resolve()
+    except RuntimeError as error:
+        raise ConfigError(f"link {path} leads to itself; put the file in its place") from error
     if not real.is_relative_to(root):
         raise ConfigError(f"link {path} leads out of the folder, to {real}; put a copy of the file in its place")
     try:

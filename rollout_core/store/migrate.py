@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 from rollout_core import DISTRIBUTION
 from rollout_core.errors import ConfigError
@@ -82,7 +83,16 @@ def is_postgres(url: str) -> bool:
         return False
     if find_spec("asyncpg") is None:
         raise ConfigError(f"postgresql:// needs a package: pip install '{DISTRIBUTION}[postgres]'")
+    _check_ports(url)
     return True
+
+
+def _check_ports(url: str) -> None:
+    """Raises ConfigError for a port that is none, of one of the hosts; the driver would raise anything."""
+    for host in urlsplit(url).netloc.rpartition("@")[2].split(","):
+        port = host.rpartition("]")[2].rpartition(":")[2] if ":" in host.rpartition("]")[2] else ""
+        if port and not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 2**16):
+            raise ConfigError(f"database URL has port {port[:20]!r}; expected a number from 1 to 65535")
 
 
 def known_revision(found: Sequence[str], where: str) -> str:

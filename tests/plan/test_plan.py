@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedTokenizerFast
 
 from rollout_core.config import CONFIG_KINDS, ModelSource, apply_overrides, parse_config
 from rollout_core.errors import ConfigError
@@ -270,6 +270,24 @@ def test_rows_longer_than_max_seq_len_are_told_and_rows_without_a_target_are_ref
     assert message.startswith("algorithm.dataset.path: none of 1 rows has a token to train within packing.max_seq_len")
     message = refusal("train-sft", work, algorithm__packing__max_seq_len=1000)
     assert message == "algorithm.packing.max_seq_len: 1000 tokens, but the model has 256 positions"
+
+
+# Models
+
+
+@pytest.mark.parametrize("kind", ["train-sft", "train-ppo", "train-grpo"])
+def test_a_model_that_the_trainer_cannot_do_is_refused_by_the_plan(work: Path, kind: str):
+    config = {"vocab_size": 262, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
+    Gemma2ForCausalLM(Gemma2Config(**config, **heads)).save_pretrained(work / "model")
+    message = refusal(kind, work)
+    assert message.startswith("algorithm: Gemma2ForCausalLM changes its logits after the output layer")
+
+
+def test_a_chat_template_that_asks_for_the_date_is_told(work: Path):
+    assert "chat template" not in plan("train-sft", work)
+    (work / "model" / "chat_template.jinja").write_text(TEMPLATE + "{{ strftime_now('%d %b %Y') }}")
+    assert "asks for the date (strftime_now)" in plan("train-sft", work)["chat template"]
 
 
 # Chat rows

@@ -1,0 +1,47 @@
+"""What a model folder or an adapter says, read under limits of time and memory. A folder that went through once may be
+read anywhere: it holds the same then."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from rollout_core.bounded.keeper import KeptChild
+from rollout_core.errors import ConfigError
+from rollout_core.isolation.child import Ended
+from rollout_core.isolation.limits import Limits, gibibytes
+
+LIMITS = Limits(seconds=300.0, memory_bytes=4 * 2**30)
+"""The largest models known are built in a tenth of it."""
+_child = KeptChild("rollout_core.bounded.inspection:handle", LIMITS)
+
+
+def prepare() -> None:
+    """Let the child import what it needs while the caller does something else."""
+    threading.Thread(target=_child.call, args=[{"operation": "prepare"}], daemon=True).start()
+
+
+def inspect_folder(folder: Path, *, has_weights: bool) -> dict[str, Any]:
+    """The document of `ModelFacts` of a folder."""
+    return _ask(folder, "inspect", has_weights=has_weights)
+
+
+def check_adapter_fit(folder: Path, model_folder: Path, *, whole: bool) -> None:
+    """`rollout_core.adapters.check_fit`."""
+    _ask(folder, "adapter", model_folder=str(model_folder.absolute()), whole=whole)
+
+
+def check_training(folder: Path, *, is_reward_model: bool) -> None:
+    """`rollout_core.algorithms.architecture.check_trainable` of the model that a folder describes."""
+    _ask(folder, "training", is_reward_model=is_reward_model)
+
+
+def _ask(folder: Path, operation: str, **arguments: Any) -> Any:
+    try:
+        return _child.call({"operation": operation, "folder": str(folder.absolute()), **arguments})
+    except Ended as error:
+        allowed = f"{LIMITS.seconds:g} s and {gibibytes(LIMITS.memory_bytes or 0)} of memory"
+        raise ConfigError(
+            f"{folder} holds no model that can be used: looking into it {error}; it may take {allowed}"
+        ) from error

@@ -1,0 +1,110 @@
+"""For every kind of model a plan says what training does: both ask the same code, without weights and with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rollout_core.algorithms.packing import Document, pack
+from rollout_core.algorithms.policy import Policy
+from rollout_core.algorithms.reward_model import RewardModel, load_reward_model
+from rollout_core.algorithms.state import load_policy
+from rollout_core.bounded.inspecting import check_training
+from rollout_core.errors import ConfigError
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT2 = {
+    "vocab_size": 50,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+PACKED = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3", "gpt_neox", "gpt2", "olmo2", "opt"]
+PACKED += ["mixtral", "qwen2_moe", "qwen3_moe"]
+PADDED = ["gpt_oss", "bloom", "nemotron"]
+"""Attention with sinks or ALiBi, and layers that do not hand on what they are given."""
+REFUSED = ["gemma2", "cohere"]
+"""They cap or scale their logits."""
+DOCUMENTS = [Document(list(range(3, 12))), Document([5, 6, 7], [[7, 8, 9], [20, 21]]), Document([4, 9, 8, 7])]
+
+
+def config_of(kind: str) -> Any:
+    return AutoConfig.for_model(kind, **(GPT2 if kind == "gpt2" else SIZES | EXPERTS))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "model"
+
+
+def make(kind: str, folder: Path) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(kind))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+def plain_logprobs(folder: Path) -> torch.Tensor:
+    """Of the documents' targets, a row at a time and without anything of ours."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    found = []
+    for document in DOCUMENTS:
+        first = len(document.prefix) if document.branches else 1
+        for row in [[*document.prefix, *branch] for branch in document.branches] or [list(document.prefix)]:
+            logprobs = model(torch.tensor([row])).logits[0].log_softmax(-1)
+            found += [logprobs[place - 1, row[place]] for place in range(first, len(row))]
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("kind", PACKED + PADDED)
+def test_a_model_that_the_plan_lets_through_is_trained_and_computes_what_transformers_does(kind: str, folder: Path):
+    make(kind, folder)
+    check_training(folder, is_reward_model=False)
+    policy = Policy(load_policy(folder).eval())
+    assert policy.packed == (kind in PACKED)
+    logprobs = policy(pack(DOCUMENTS)).logprobs
+    torch.testing.assert_close(logprobs, plain_logprobs(folder), atol=1e-5, rtol=1e-4)
+    logprobs.sum().backward()
+    assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in policy.parameters())
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_that_training_refuses_is_refused_by_the_plan_in_the_same_words(kind: str, folder: Path):
+    make(kind, folder)
+    told = []
+    for look in (lambda: check_training(folder, is_reward_model=False), lambda: Policy(load_policy(folder))):
+        with pytest.raises(ConfigError, match="changes its logits after the output layer") as caught:
+            look()
+        told.append(str(caught.value))
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "gpt_neox", "gemma2"])
+def test_a_reward_model_is_judged_alike(kind: str, folder: Path):
+    config = config_of(kind)
+    config.num_labels = 1
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    check_training(folder, is_reward_model=True)
+    RewardModel(load_reward_model(folder))
