@@ -21,6 +21,7 @@ from rollout_core.inference.runs import begin_run, parameters_of, resolve_run_id
 from rollout_core.inference.tally import FailureLimit
 from rollout_core.plan import context_limit
 from rollout_core.records import Record, ShardCompletions
+from rollout_core.whole_ids import with_whole_ids
 from tasks.journal import Journal
 from tasks.keep import import_model
 from tasks.logs import stage_logger
@@ -38,6 +39,7 @@ def batch_inference(config: InferBatchConfig, run_id: str | None = None) -> dict
 
     ``run_id`` names an earlier run to go on with; without it the output folder's own run is taken up.
     """
+    config = with_whole_ids(config, working_folder(), objects)
     plan_batch(config, working_folder(), run_id, connections())
     folder = output_folder(config.output.dir, working_folder(), objects())
     asked, run_id = run_id, resolve_run_id(folder, run_id)

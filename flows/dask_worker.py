@@ -34,6 +34,7 @@ from rollout_core.inference.tally import forget_tally, tally
 from rollout_core.models import prepare_transformers
 from rollout_core.numerics import NUMERICS, Numerics, current_numerics
 from rollout_core.processes import this_machine
+from rollout_core.redaction import without_password
 from tasks import places
 from tasks.patience import patiently
 from tasks.stage import Stage
@@ -131,8 +132,9 @@ def _reachable_api(driver: Driver) -> Iterator[None]:
         return
     if driver.machine != this_machine() and urlsplit(driver.api_url).hostname in LOOPBACK:
         raise ConfigError(
-            f"worker {_name()} has no PREFECT_API_URL, and the driver's is {driver.api_url}, which only its own "
-            "machine reaches; set PREFECT_API_URL for the worker, or for the driver to an address that workers reach"
+            f"worker {_name()} has no PREFECT_API_URL, and the driver's is {without_password(driver.api_url)}, which "
+            "only its own machine reaches; set PREFECT_API_URL for the worker, or for the driver to an address that "
+            "workers reach"
         )
     with temporary_settings({PREFECT_API_URL: driver.api_url}):
         yield

@@ -23,9 +23,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from flows.server_process import LOCK, USERS_LOCK, Listening
-from rollout_core.errors import RolloutError
+from rollout_core.errors import ConfigError, RolloutError
 from rollout_core.locks import exclusive, shared, try_exclusive
 from rollout_core.processes import ProcessName, search_path, this_machine
+from rollout_core.redaction import without_password
 
 START_LOCK = "server-start.lock"
 """Held by the command that looks for the folder's server or starts it, until it answers."""
@@ -188,7 +189,14 @@ def _end_if_unused(home: Path, server: Listening) -> None:
 
 
 def _refuse_unreachable(address: str) -> None:
-    """Prefect itself would try for minutes and end in a traceback."""
+    """Prefect itself would try for minutes and end in a traceback. A password in the address it would write into the
+    log of every run."""
+    shown = without_password(address)
+    if shown != address:
+        raise ConfigError(
+            f"PREFECT_API_URL={shown} holds a password, which Prefect writes into the log of every run; leave it out, "
+            "and set PREFECT_API_AUTH_STRING=user:password"
+        )
     try:
         urllib.request.urlopen(f"{address.rstrip('/')}/health", timeout=10).close()
     except urllib.error.HTTPError:

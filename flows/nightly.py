@@ -21,6 +21,7 @@ from rollout_core.objects import ObjectStore
 from rollout_core.plan import context_limit
 from rollout_core.records import Checkpoint, EvalReport
 from rollout_core.rewards import ModelReward, RewardSpec, source_id
+from rollout_core.whole_ids import with_whole_ids
 from tasks import artifacts, places
 from tasks.journal import Journal
 from tasks.keep import (
@@ -52,6 +53,7 @@ def nightly(config: NightlyConfig, overrides: dict[str, Any] | None = None) -> d
     if overrides:
         changed = apply_overrides(config.model_dump(mode="json"), overrides)
         config = parse_config(changed, NightlyConfig, name="overrides")
+    config = with_whole_ids(config, working_folder(), places.objects)
     plan_nightly(config, working_folder(), connections(), keep=True)
     try:
         return run_body(lambda journal: _nightly(config, journal), config)

@@ -11,15 +11,17 @@ from flows.healing import run_body
 from rollout_core.config import DatasetSource, TrainDPOConfig, TrainIPOConfig, TrainKTOConfig, TrainRMConfig
 from rollout_core.preference_plan import plan_kto, plan_pairs
 from rollout_core.records import Checkpoint, Dataset
+from rollout_core.whole_ids import with_whole_ids
 from tasks.journal import Journal
 from tasks.keep import import_held_out, import_judged, import_model, import_pairs, snapshot, start_snapshot
 from tasks.learn import dpo_update, kto_update, rm_update
-from tasks.places import connections, working_folder
+from tasks.places import connections, objects, working_folder
 
 
 @flow(name="train-rm", flow_run_name="{config.run.name}", persist_result=False)
 def train_rm(config: TrainRMConfig) -> dict[str, Any]:
     """A reward model from preference pairs; returns the checkpoint record."""
+    config = with_whole_ids(config, working_folder(), objects)
     plan_pairs(config, working_folder(), connections(), keep=True)
 
     def body(journal: Journal) -> dict[str, Any]:
@@ -56,11 +58,13 @@ def train_ipo(config: TrainIPOConfig) -> dict[str, Any]:
 @flow(name="train-kto", flow_run_name="{config.run.name}", persist_result=False)
 def train_kto(config: TrainKTOConfig) -> dict[str, Any]:
     """KTO of one model on judged answers; returns the checkpoint record."""
+    config = with_whole_ids(config, working_folder(), objects)
     plan_kto(config, working_folder(), connections(), keep=True)
     return _train_against_reference(config, import_judged, kto_update)
 
 
 def _train_on_pairs(config: TrainDPOConfig | TrainIPOConfig) -> dict[str, Any]:
+    config = with_whole_ids(config, working_folder(), objects)
     plan_pairs(config, working_folder(), connections(), keep=True)
     return _train_against_reference(config, import_pairs, dpo_update)
 

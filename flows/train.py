@@ -25,6 +25,7 @@ from rollout_core.plan import context_limit
 from rollout_core.records import Checkpoint, Scores
 from rollout_core.rewards import RewardSpec, source_id
 from rollout_core.snapshots import SnapshotStore
+from rollout_core.whole_ids import with_whole_ids
 from tasks.generate import batch_inference
 from tasks.journal import Journal
 from tasks.keep import (
@@ -113,6 +114,7 @@ def policy_iterations(
 @flow(name="train-sft", flow_run_name="{config.run.name}", persist_result=False)
 def train_sft(config: TrainSFTConfig) -> dict[str, Any]:
     """Supervised fine-tuning of one model on one data set; returns the checkpoint record."""
+    config = with_whole_ids(config, working_folder(), objects)
     plan_sft(config, working_folder(), connections(), keep=True)
 
     def body(journal: Journal) -> dict[str, Any]:
@@ -136,6 +138,7 @@ def train_sft(config: TrainSFTConfig) -> dict[str, Any]:
 @flow(name="train-ppo", flow_run_name="{config.run.name}", persist_result=False)
 def train_ppo(config: TrainPPOConfig) -> dict[str, Any]:
     """PPO of one model on its own completions; returns the last checkpoint record and the reward of each iteration."""
+    config = with_whole_ids(config, working_folder(), objects)
     plan_on_policy(config, working_folder(), connections())
     return _train_on_policy(config)
 
@@ -143,6 +146,7 @@ def train_ppo(config: TrainPPOConfig) -> dict[str, Any]:
 @flow(name="train-grpo", flow_run_name="{config.run.name}", persist_result=False)
 def train_grpo(config: TrainGRPOConfig) -> dict[str, Any]:
     """GRPO of one model on groups of its completions; returns the last checkpoint and the reward of each iteration."""
+    config = with_whole_ids(config, working_folder(), objects)
     plan_on_policy(config, working_folder(), connections())
     return _train_on_policy(config)
 

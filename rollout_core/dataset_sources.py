@@ -28,14 +28,13 @@ from rollout_core.datasets import (
     to_line,
 )
 from rollout_core.errors import ConfigError, NotFound, Recoverable
-from rollout_core.hub import HubOutOfReach, looks_like_hub_id
+from rollout_core.hub import HubOutOfReach, looks_like_hub_id, without_token
 from rollout_core.ids import ContentId
 from rollout_core.models import Unchecked
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.trees import TREE_BEGINS
 from rollout_core.records import Dataset
 from rollout_core.scratch import scratch_folder
-from rollout_core.short_ids import complete_object_id
+from rollout_core.short_ids import complete_object_id, is_folder
 
 TABLE_BATCH_ROWS = 500
 """Rows of a table that are in memory together."""
@@ -235,7 +234,7 @@ def _load_hugging_face(source: HuggingFaceDataset, folder: Path, download: bool)
         place = str(folder) if folder.is_dir() else source.uri
         return datasets.load_dataset(place, source.subset, split=source.split, revision=source.revision)
     except HfHubHTTPError as error:
-        raise Recoverable(f"dataset {source.uri!r}: the hub answered with an error: {_one_line(error)}") from error
+        raise Recoverable(f"dataset {source.uri!r}: the hub answered with an error: {without_token(error)}") from None
     except ConnectionError as error:
         raise HubOutOfReach(
             f"dataset {source.uri!r} is not a folder here, and the hub could not be reached to look for it there"
@@ -262,19 +261,11 @@ def stored_documents(source: StoredDataset, objects: ObjectStore | None) -> Iter
         if head.startswith(_PARQUET_MAGIC):
             objects.get_file(content_id, copy)
             yield from parquet_documents([(name, copy)])
-        elif head.startswith(TREE_BEGINS) and _is_tree(objects, content_id):
+        elif is_folder(objects, content_id):
             objects.get_tree(content_id, copy)
             yield from _folder_documents(name, copy)
         else:
             yield from numbered_lines(name, split_lines(objects.stream(content_id)))
-
-
-def _is_tree(objects: ObjectStore, content_id: ContentId) -> bool:
-    try:
-        objects.manifest(content_id)
-    except ConfigError:
-        return False
-    return True
 
 
 def _folder_documents(name: str, folder: Path) -> Iterator[PlacedDocument]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollout_core.errors import ConfigError, Recoverable
+from rollout_core.redaction import Redaction, without_passwords
 from rollout_core.secrets import read_secret
 
 
@@ -72,5 +73,11 @@ def fetch_from_hub(
             return None
         message = f"{what} {uri!r} is not a folder here, and the hub could not be reached to look for it there"
         raise (ConfigError if is_offline_mode() else HubOutOfReach)(message) from error
-    except HfHubHTTPError as error:
-        raise Recoverable(f"{what} {uri!r}: the hub answered with an error: {error}") from error
+    except HfHubHTTPError as error:  # the chained one would be logged with the hub's own words
+        raise Recoverable(f"{what} {uri!r}: the hub answered with an error: {without_token(error)}") from None
+
+
+def without_token(error: Exception) -> str:
+    """What a hub, or a mirror of it, says, which may repeat the token that it was shown."""
+    text, token = without_passwords(str(error)), read_secret("HF_TOKEN")
+    return " ".join((text if token is None else Redaction(token).hide(text)).split())

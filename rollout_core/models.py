@@ -26,6 +26,7 @@ from rollout_core.objects.folders import hash_file
 from rollout_core.pretrained import build_model, read_config, read_object, read_tokenizer
 from rollout_core.resources import ModelSize
 from rollout_core.scratch import scratch_folder
+from rollout_core.short_ids import is_short_id
 from rollout_core.weights import check_tensors, check_weights
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
@@ -212,6 +213,11 @@ def max_positions(folder: Path) -> int | None:
     return getattr(_text_config(folder), "max_position_embeddings", None)
 
 
+def vocab_size(folder: Path) -> int:
+    """Tokens that the model of a folder has; its token ids are below."""
+    return _text_config(folder).vocab_size
+
+
 def blank_model(folder: Path, *, is_reward_model: bool = False) -> Any:
     """The language model, or the reward model, that a folder's configuration describes, without memory for its
     parameters."""
@@ -349,6 +355,9 @@ def describe(source: ModelSource, base: Path, objects: ObjectStore | None) -> It
 
     Raises ConfigError when there is no such model, Unchecked when that cannot be told now.
     """
+    if is_short_id(source.uri) and not (base / source.uri).is_dir():
+        # Where the store can be reached it is a whole one by now.
+        raise Unchecked(f"model {source.uri}, as the object store cannot be reached")
     model = locate_model(source, base, download=False)
     if model is None and is_content_id(source.uri):
         with _stored_description(ContentId(source.uri), objects) as folder:

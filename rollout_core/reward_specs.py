@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rollout_core.errors import ConfigError
 from rollout_core.expressions import compile_expression
 from rollout_core.isolation.limits import Limits
 from rollout_core.numerics import numerics_identity
+from rollout_core.redaction import refuse_credentials
 
 
 class _Spec(BaseModel):
@@ -68,7 +69,7 @@ class ModelReward(_Spec):
     """The score of a reward model, read at the completion's last token."""
 
     kind: Literal["model"] = "model"
-    model: str = Field(min_length=1)
+    model: Annotated[str, AfterValidator(refuse_credentials)] = Field(min_length=1)
     """A folder, a hub id or the content id of a checkpoint of `rollout train rm`. It scores the engine's token ids, so
     its tokenizer must be the policy's."""
 

@@ -9,9 +9,11 @@ from rollout_core.errors import ConfigError, NotFound
 from rollout_core.ids import ContentId, is_content_id
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.gc import LINEAGE_REFS
+from rollout_core.objects.trees import TREE_BEGINS
 
 MIN_DIGITS = 8
 """Tables show no fewer."""
+_SHORT = re.compile(f"[0-9a-f]{{{MIN_DIGITS},63}}")
 
 
 def complete_snapshot_id(objects: ObjectStore, digits: str) -> ContentId:
@@ -29,6 +31,30 @@ def complete_object_id(objects: ObjectStore, digits: str) -> ContentId:
     return complete_id(digits, objects.blobs_beginning(digits), "object")
 
 
+def complete_folder_id(objects: ObjectStore, digits: str) -> ContentId:
+    """The folder, such as a model's, whose id begins with ``digits``; raises as `complete_id` does."""
+    found = list(objects.blobs_beginning(digits)) if not is_content_id(digits) else []
+    # Reading is dear, so only where there is a choice.
+    folders = [content_id for content_id in found if is_folder(objects, content_id)] if len(found) > 1 else found
+    return complete_id(digits, folders, "folder")
+
+
+def is_folder(objects: ObjectStore, content_id: ContentId) -> bool:
+    """Whether a blob is the manifest of a folder. Only the start of a blob that is none is read."""
+    if not next(iter(objects.stream(content_id)), b"").startswith(TREE_BEGINS):
+        return False
+    try:
+        objects.manifest(content_id)
+    except ConfigError:
+        return False
+    return True
+
+
+def is_short_id(text: str) -> bool:
+    """Whether ``text`` may be the first digits of a content id, and is not a whole one."""
+    return _SHORT.fullmatch(text) is not None
+
+
 def complete_id(digits: str, known: Iterable[str], what: str) -> ContentId:
     """The one id of ``known`` that begins with ``digits``. A whole id is taken as it is; ``known`` is then not read.
 
@@ -36,7 +62,7 @@ def complete_id(digits: str, known: Iterable[str], what: str) -> ContentId:
     """
     if is_content_id(digits):
         return ContentId(digits)
-    if not re.fullmatch(f"[0-9a-f]{{{MIN_DIGITS},63}}", digits):
+    if not is_short_id(digits):
         raise ConfigError(
             f"not a content id: {digits!r}; expected 64 lower-case hex digits, or the first of them, "
             f"at least {MIN_DIGITS}"

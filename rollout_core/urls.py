@@ -15,6 +15,7 @@ from rollout_core.errors import ConfigError
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import storage_faults
 from rollout_core.objects.remote import RemoteFiles
+from rollout_core.redaction import refuse_credentials, without_password
 
 SCHEMES = ("s3", "gs", "memory")
 
@@ -35,8 +36,11 @@ def is_url(address: str) -> bool:
     scheme, separator, _ = address.partition("://")
     if not separator or scheme == "file":
         return False
+    refuse_credentials(address)
     if scheme not in SCHEMES:
-        raise ConfigError(f"URL {address!r} is unknown; expected a path, file://, s3://, gs:// or memory://")
+        raise ConfigError(
+            f"URL {without_password(address)!r} is unknown; expected a path, file://, s3://, gs:// or memory://"
+        )
     return True
 
 

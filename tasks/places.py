@@ -20,6 +20,7 @@ from blocks import ContentAddressedStorage, RolloutDatabase
 from rollout_core.connections import Connections
 from rollout_core.errors import ConfigError
 from rollout_core.objects import ObjectStore
+from rollout_core.redaction import without_password
 from rollout_core.settings import BLOCK_PREFIX, locations
 from rollout_core.store import SqlLightningStore
 
@@ -85,7 +86,7 @@ def in_words() -> str:
     # PostgreSQL's folder of sockets stands in the query.
     host = parts.netloc.rpartition("@")[2] or parse_qs(parts.query).get("host", [""])[0]
     database = parts._replace(netloc=host, query="").geturl()
-    return f"storage {result_storage().url}, database {database}"
+    return f"storage {without_password(result_storage().url)}, database {database}"
 
 
 def _database_url() -> str:

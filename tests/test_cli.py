@@ -172,7 +172,7 @@ def test_nproc_changes_the_processes_of_every_learner(work: Path, nothing_starts
         result = run(kind, "--dry-run", "--nproc", "2")
         assert result.exit_code == 0 and "processes=2" in result.stdout, result.stderr
     assert "processes" not in run("train-sft", "--dry-run", "--nproc", "1").stdout
-    expected = "train-sft.toml: algorithm: parallel.nproc is 3, but a step has 2 rows"
+    expected = "--nproc: algorithm: parallel.nproc is 3, but a step has 2 rows"
     assert refused(run("train-sft", "--nproc", "3")).startswith(expected)
 
 
@@ -197,13 +197,13 @@ def test_a_config_is_read_once(work: Path, nothing_starts: None, monkeypatch: py
     ("kind", "setting", "expected"),
     [
         ("train-sft", "algorithm.dataset.path=none.jsonl", "algorithm.dataset.path: dataset 'none.jsonl' cannot be"),
-        ("train-sft", "algorithm.minibatch_size=many", "train-sft.toml: algorithm.minibatch_size: Input should be a"),
-        ("train-sft", "algorithm.optimzer.lr=1", "train-sft.toml: algorithm.optimzer: unknown key; did you mean"),
+        ("train-sft", "algorithm.minibatch_size=many", "--set: algorithm.minibatch_size: Input should be a valid"),
+        ("train-sft", "algorithm.optimzer.lr=1", "--set: algorithm.optimzer: unknown key; did you mean 'optimizer'"),
         ("train-sft", "algorithm.base_model.uri=./none", "algorithm.base_model: model folder './none' does not exist"),
         ("train-sft", "seed", "--set 'seed': expected KEY=VALUE, such as ppo.iterations=3"),
         ("train-sft", "=3", "--set '=3': expected KEY=VALUE, such as ppo.iterations=3"),
         ("train-sft", "run..name=x", "--set 'run..name=x': expected KEY=VALUE, such as ppo.iterations=3"),
-        ("train-sft", "num_threads.x=1", "override 'num_threads.x': 'num_threads' is a plain value, not a table"),
+        ("train-sft", "num_threads.x=1", "--set num_threads.x: 'num_threads' is a plain value, not a table"),
         ("train-ppo", "algorithm.reward.callable=mine.py:none", "algorithm.reward: reward mine.py:none: there is no"),
         ("train-ppo", "algorithm.sampling.max_tokens=999", "algorithm.prompts.path: prompt 1 (and 3 more): "),
         ("infer-batch", "input.glob=*.none", "input.glob: no input rows matched '*.none': no such file"),
@@ -216,6 +216,131 @@ def test_bad_input_is_one_line_and_exit_code_2_before_anything_starts(
     work: Path, nothing_starts: None, kind: str, setting: str, expected: str, dry_run: list[str]
 ):
     assert refused(run(kind, "--set", setting, *dry_run)).startswith(expected)
+
+
+def test_an_error_is_blamed_on_the_file_or_the_option_it_came_from(work: Path, nothing_starts: None):
+    text = (work / "train-sft.toml").read_text()
+    (work / "train-sft.toml").write_text("color = 1\n" + text)
+    result = run("train-sft", "--set", "algorithm.epochz=1", "--set", "seed=-1", "--resume", "")
+    assert result.exit_code == 2
+    lines = {line.split(": ")[2]: line.split(": ")[1] for line in result.stderr.splitlines()}
+    assert lines == {"color": "train-sft.toml", "algorithm.epochz": "--set", "seed": "--set"}
+    message = refused(run("infer-batch", "--workers", "0"))
+    assert message.startswith("--workers: workers.count: Input should be greater than or equal to 1; got 0")
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "meant"),
+    [
+        ("train-sft", "algorithm.learning_rate", "optimizer.lr"),
+        ("train-sft", "algorithm.lr", "optimizer.lr"),
+        ("train-sft", "algorithm.weight_decay", "optimizer.weight_decay"),
+        ("train-sft", "algorithm.max_steps", "budget.max_steps"),
+        ("train-sft", "algorithm.num_train_epochs", "budget.epochs"),
+        ("train-ppo", "algorithm.num_train_epochs", "epochs"),
+        ("train-sft", "algorithm.batch_size", "minibatch_size"),
+        ("train-sft", "algorithm.max_length", "packing.max_seq_len"),
+        ("train-grpo", "algorithm.num_generations", "samples_per_prompt"),
+        ("infer-batch", "sampling.max_new_tokens", "max_tokens"),
+        ("infer-batch", "model.model_name_or_path", "uri"),
+        ("train-sft", "algorithm.optimizer.learning_rates", None),
+    ],
+)
+def test_a_key_of_another_library_or_table_is_led_to_ours(
+    work: Path, nothing_starts: None, kind: str, key: str, meant: str | None
+):
+    message = refused(run(kind, "--set", f"{key}=1"))
+    hint = "" if meant is None else f"; did you mean {meant!r}?"
+    assert message == f"--set: {key}: unknown key{hint}"
+
+
+def test_every_key_of_other_libraries_leads_to_one_that_there_is():
+    from rollout_core.config.parsing import ELSEWHERE
+
+    schemas = json.dumps([model.model_json_schema() for model in CONFIG_KINDS.values()])
+    for meant in ELSEWHERE.values():
+        assert all(f'"{part}":' in schemas for key in meant for part in key.split("."))
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["infer"], ["infer", "batch"], ["train", "sft"], ["store", "serve"], ["nightly"]]
+)
+def test_help_shows_every_word_of_its_texts(command: list[str]):
+    import click
+    import typer
+
+    found: Any = typer.main.get_command(app)
+    for name in command:
+        found = found.commands[name]
+    shown = " ".join(rollout(*command, "--help").stdout.split())
+    texts = [option.help for option in found.params if isinstance(option, click.Option) or hasattr(option, "help")]
+    texts += [found.help.partition("\n\n")[0]]
+    for text in filter(None, texts):
+        assert " ".join(text.split()) in shown
+    assert command != ["infer", "batch"] or "Instead of [workers].count." in shown
+
+
+def test_the_version_is_the_packages():
+    from importlib.metadata import version
+
+    result = rollout("--version")
+    assert (result.exit_code, result.stdout) == (0, f"rollout {version('rollout')}\n")
+
+
+def test_the_schema_of_one_kind_of_run_is_printed_by_its_name():
+    everything = json.loads(rollout("schema").stdout)
+    assert list(everything) == list(CONFIG_KINDS)
+    for kind in CONFIG_KINDS:
+        assert json.loads(rollout("schema", kind).stdout) == everything[kind]
+    expected = "no kind of run is named 'sft'; expected one of nightly, train-sft, "
+    assert refused(rollout("schema", "sft")).startswith(expected)
+
+
+def test_the_first_digits_of_a_models_id_are_taken_and_unknown_ones_refused_by_the_plan(
+    work: Path, tiny_model: Path, nothing_starts: None
+):
+    model = ObjectStore.from_url(os.environ["ROLLOUT_STORAGE"]).put_tree(tiny_model)
+    for kind, key in (("infer-batch", "model"), ("train-sft", "algorithm.base_model"), ("nightly", "model")):
+        result = run(kind, "--dry-run", "--set", f'{key}.uri="{model.short}"')
+        assert result.exit_code == 0 and f" model={model} " in result.stdout, result.stderr
+        message = refused(run(kind, "--set", f'{key}.uri="deadbeef"'))
+        assert message.startswith(f"{key}.uri: no folder has an id that begins with deadbeef in the object store")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"ROLLOUT_STORAGE": "s3://user:PLANTED-SECRET@bucket/x"}, "object store: 's3://user:***@bucket/x' holds a"),
+        ({"ROLLOUT_STORAGE": "https://user:PLANTED-SECRET@host"}, "object store: 'https://user:***@host' holds a"),
+        ({"ROLLOUT_STORAGE": "s3:/user:PLANTED-SECRET@bucket"}, "object store: storage URL 's3:***@bucket' has"),
+        ({"ROLLOUT_DATABASE": "mysql://root:PLANTED-SECRET@h/db"}, "database: database URL is 'mysql://root:***@h/db'"),
+        ({"ROLLOUT_DATABASE": "root:PLANTED-SECRET@h/db"}, "database: database URL is 'root:***@h/db'"),
+        (
+            {"ROLLOUT_DATABASE": "postgresql://u:PLANTED-SECRET#x@h/db"},
+            "database: database URL 'postgresql://u:***@h/db'",
+        ),
+        ({"backend.url": "http://user:PLANTED-SECRET@host/v1"}, "--set: backend.url: an address is kept and shown"),
+        ({"backend.url": "http://host/v1?PLANTED-SECRET"}, "--set: backend.url: an address is kept and shown"),
+        ({"backend.url": "http://host/v1#PLANTED-SECRET"}, "--set: backend.url: an address is kept and shown"),
+        ({"backend.api_key": "PLANTED-SECRET"}, "--set: backend.api_key: "),
+        ({"input.glob": "s3://user:PLANTED-SECRET@bucket/*"}, "--set: input.glob: 's3://user:***@bucket/*' holds a"),
+        ({"output.dir": "gs://user:PLANTED-SECRET@bucket/x"}, "--set: output.dir: 'gs://user:***@bucket/x' holds a"),
+        ({"model.uri": "https://PLANTED-SECRET@host/x"}, "--set: model.uri: 'https://***@host/x' holds a"),
+        ({"workers": "s3://user:PLANTED-SECRET@bucket"}, "--set: workers: Input should be a valid dictionary"),
+    ],
+)
+def test_no_password_of_an_address_is_printed(work: Path, nothing_starts: None, change: dict[str, str], expected: str):
+    settings = {name: value for name, value in change.items() if name.isupper()}
+    sets = [f"--set={key}={value}" for key, value in change.items() if key not in settings]
+    endpoint = ["--set=backend.kind=openai", "--set=backend.url=http://127.0.0.1:1/v1"] if sets else []
+    result = run("infer-batch", *endpoint, *sets, **settings)
+    assert result.exit_code == 2 and expected in result.stderr, result.stderr
+    assert "PLANTED" not in result.stderr + result.stdout
+
+
+def test_a_prefect_server_is_not_asked_at_an_address_with_a_password(work: Path):
+    message = refused(run("train-sft", PREFECT_API_URL="http://user:PLANTED-SECRET@127.0.0.1:1/api"))
+    assert message.startswith("PREFECT_API_URL=http://user:***@127.0.0.1:1/api holds a password")
 
 
 @pytest.mark.parametrize(
@@ -260,7 +385,7 @@ def test_each_thing_that_is_wrong_has_its_line(work: Path, nothing_starts: None)
 def test_debug_shows_the_traceback(work: Path, nothing_starts: None):
     result = run("train-sft", "--debug", "--set", "seed=-1")
     assert result.exit_code == 2
-    assert "Traceback" in result.stderr and result.stderr.splitlines()[-1].startswith("rollout: train-sft.toml: seed")
+    assert "Traceback" in result.stderr and result.stderr.splitlines()[-1].startswith("rollout: --set: seed")
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,18 @@ Heavy imports happen inside the commands that need them, so that ``--help`` answ
 from __future__ import annotations
 
 import json
+from typing import Annotated
 
 import typer
 
 from flows.cli import records, run, storage, store, train
+from flows.cli.common import one_line_errors
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # else "[workers].count" in a help text is taken for a colour and left out
     help="LLM post-training that cannot lose work.",
 )
 app.add_typer(train.app, name="train")
@@ -26,12 +29,38 @@ app.command("nightly")(run.nightly)
 app.command("lineage")(records.lineage)
 
 
-@app.command("schema")
-def schema() -> None:
-    """Print the JSON Schema of every run configuration."""
-    from rollout_core.config import json_schema
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
 
-    typer.echo(json.dumps(json_schema(), indent=2))
+        typer.echo(f"rollout {version('rollout')}")
+        raise typer.Exit
+
+
+@app.callback()
+def rollout(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """LLM post-training that cannot lose work."""
+
+
+@app.command("schema")
+def schema(
+    kind: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Only this kind's, such as infer-batch; default: all, by name.")
+    ] = None,
+) -> None:
+    """Print the JSON Schema of run configurations: every key with its meaning, default and bounds."""
+    with one_line_errors(debug=False):
+        from rollout_core.config import CONFIG_KINDS, json_schema
+        from rollout_core.errors import ConfigError
+
+        schemas = json_schema()
+        if kind is not None and kind not in schemas:
+            raise ConfigError(f"no kind of run is named {kind!r}; expected one of {', '.join(CONFIG_KINDS)}")
+        typer.echo(json.dumps(schemas if kind is None else schemas[kind], indent=2))
 
 
 def main() -> None:

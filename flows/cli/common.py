@@ -63,15 +63,26 @@ def parse_overrides(settings: list[str] | None) -> dict[str, Any]:
     return overrides
 
 
-def load_run(path: Path, model: type[RunT], overrides: Mapping[str, Any]) -> RunT:
-    """The configuration of a run, in a process that computes as it asks."""
+def load_run(
+    path: Path, model: type[RunT], overrides: Mapping[str, Any], options: Mapping[str, str] | None = None
+) -> RunT:
+    """The configuration of a run, in a process that computes as it asks. ``options`` as of `load_config`."""
     from rollout_core.config import load_config
     from rollout_core.config.parsing import apply_overrides, read_toml
     from rollout_core.numerics import hold_numerics
 
     # Before anything is validated, which may import torch.
     hold_numerics(apply_overrides(read_toml(path), overrides).get("numerics"))
-    return load_config(path, model, overrides)
+    return _whole_ids(load_config(path, model, overrides, options))
+
+
+def _whole_ids(config: RunT) -> RunT:
+    """``config`` with whole content ids, unless the object store is a block of a server that is not running yet."""
+    from flows.connections import connections
+    from rollout_core.whole_ids import with_whole_ids
+
+    places = connections()
+    return config if places is None else with_whole_ids(config, Path.cwd(), places.open_objects)
 
 
 def print_plan(facts: Mapping[str, Any]) -> None:

@@ -45,7 +45,8 @@ def infer_batch(
 
         overrides = parse_overrides(set_) | ({} if workers is None else {"workers.count": workers})
         overrides |= {"output.events": True} if events else {}
-        parsed = load_run(config, InferBatchConfig, overrides)
+        options = {} if workers is None else {"workers.count": "--workers"}
+        parsed = load_run(config, InferBatchConfig, overrides, options)
         facts = plan_batch(parsed, Path.cwd(), resume, connections(), thorough=dry_run)
         if dry_run:
             print_plan(facts)
@@ -91,7 +92,7 @@ def nightly(
             several = {f"{name}.parallel.nproc": nproc for name in learners}
             # The file is read once: it may have been edited since.
             changed = apply_overrides(parsed.model_dump(mode="json"), several)
-            parsed = parse_config(changed, NightlyConfig, name=str(config))
+            parsed = parse_config(changed, NightlyConfig, name="--nproc")
         facts = plan_nightly(parsed, Path.cwd(), connections(), keep=not dry_run)
         if dry_run:
             print_plan(facts)

@@ -53,7 +53,10 @@ def _command(kind: str) -> Callable[..., None]:
         with one_line_errors(debug):
             overrides = parse_overrides(set_) | ({} if resume is None else {"run.resume": resume})
             overrides |= {} if nproc is None else {"algorithm.parallel.nproc": nproc}
-            _train(kind, config, dry_run, overrides, debug)
+            options = ({} if resume is None else {"run.resume": "--resume"}) | (
+                {} if nproc is None else {"algorithm.parallel.nproc": "--nproc"}
+            )
+            _train(kind, config, dry_run, overrides, options, debug)
 
     return command
 
@@ -62,11 +65,13 @@ for _kind, _help in ALGORITHMS.items():
     app.command(_kind, help=_help)(_command(_kind))
 
 
-def _train(kind: str, config: Path, dry_run: bool, overrides: dict[str, Any], debug: bool) -> None:
+def _train(
+    kind: str, config: Path, dry_run: bool, overrides: dict[str, Any], options: dict[str, str], debug: bool
+) -> None:
     from flows.connections import connections
     from rollout_core.config import CONFIG_KINDS
 
-    parsed: Any = load_run(config, CONFIG_KINDS[f"train-{kind}"], overrides)
+    parsed: Any = load_run(config, CONFIG_KINDS[f"train-{kind}"], overrides, options)
     facts = _planner(kind)(parsed, Path.cwd(), connections(), keep=not dry_run)
     if dry_run:
         settings = parsed.algorithm

@@ -161,7 +161,7 @@ class OpenAIBackend(Settings):
         _ = parts.port  # raises ValueError where it is no port
         if parts.scheme not in ("http", "https") or not parts.hostname or " " in url:
             raise ValueError("expected an address such as http://127.0.0.1:8000/v1")
-        if parts.username or parts.password or parts.query:
+        if parts.username or parts.password or parts.query or parts.fragment:
             raise ValueError("an address is kept and shown, so it holds no key; name a secret as api_key")
         return url.rstrip("/")
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from rollout_core.errors import ConfigError
+from rollout_core.redaction import refuse_credentials
 
 SCHEMA_VERSION = 1
+Address = Annotated[str, AfterValidator(refuse_credentials)]
+"""Where something is: shown in logs, file names and tables, so it holds no password."""
 
 
 class Settings(BaseModel):
@@ -71,14 +74,14 @@ class RunInfo(Settings):
 class ModelSource(Settings):
     """Where a model comes from. Its content, not this address, enters cache keys."""
 
-    uri: str = Field(min_length=1)
+    uri: Address = Field(min_length=1)
     """A folder in Hugging Face format, a hub id such as ``Qwen/Qwen2.5-0.5B-Instruct``, or the content id of a
     checkpoint in the object store."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
-    tokenizer: str | None = None
+    tokenizer: Address | None = None
     """Folder or hub id of another tokenizer than the model's own."""
-    adapter: str | None = Field(default=None, min_length=1)
+    adapter: Address | None = Field(default=None, min_length=1)
     """A LoRA adapter in peft's format, made for this model: a folder, a hub id, or the content id of one in the object
     store. It is merged into a copy of the weights, once; what is used from then on is that model."""
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from rollout_core.config.base import Settings
+from rollout_core.config.base import Address, Settings
 
 
 class _Dataset(Settings):
@@ -26,7 +26,7 @@ class JsonlDataset(_Dataset):
     """JSON lines."""
 
     kind: Literal["jsonl_path"] = "jsonl_path"
-    path: str = Field(min_length=1)
+    path: Address = Field(min_length=1)
     """A file, or a pattern with ``*``, ``?`` or ``**`` whose files are taken in order of their paths."""
 
 
@@ -34,7 +34,7 @@ class ParquetDataset(_Dataset):
     """Parquet files, a row a row; a null is an absent key."""
 
     kind: Literal["parquet_path"]
-    path: str = Field(min_length=1)
+    path: Address = Field(min_length=1)
     """A file, or a pattern with ``*``, ``?`` or ``**`` whose files are taken in order of their paths."""
 
 
@@ -44,7 +44,7 @@ class HuggingFaceDataset(_Dataset):
     address_key = "uri"
 
     kind: Literal["hugging_face"]
-    uri: str = Field(min_length=1)
+    uri: Address = Field(min_length=1)
     """A folder of ``save_to_disk``, a folder of data files, or a hub id such as ``trl-lib/ultrafeedback_binarized``."""
     split: str = "train"
     subset: str | None = None

@@ -12,16 +12,44 @@ from pydantic import BaseModel, ValidationError
 
 from rollout_core.config.base import Settings
 from rollout_core.errors import ConfigError
+from rollout_core.redaction import without_passwords
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
 
+ELSEWHERE = {
+    "learning_rate": ("optimizer.lr",),
+    "lr_scheduler_type": ("optimizer.schedule",),
+    "warmup_ratio": ("optimizer.warmup_steps",),
+    "num_train_epochs": ("budget.epochs", "epochs"),
+    "num_epochs": ("budget.epochs", "epochs"),
+    "batch_size": ("minibatch_size",),
+    "per_device_train_batch_size": ("minibatch_size",),
+    "max_length": ("packing.max_seq_len",),
+    "max_seq_length": ("packing.max_seq_len",),
+    "max_new_tokens": ("max_tokens", "sampling.max_tokens"),
+    "max_completion_length": ("sampling.max_tokens",),
+    "num_generations": ("samples_per_prompt",),
+    "num_return_sequences": ("n",),
+    "do_sample": ("temperature",),
+    "model_name_or_path": ("uri", "model.uri", "base_model.uri"),
+    "output_dir": ("output.dir",),
+}
+"""What transformers and TRL call a key, and what it is called here; of several the first that there is."""
 
-def load_config(path: str | Path, model: type[SettingsT], overrides: Mapping[str, Any] | None = None) -> SettingsT:
-    """Read a TOML file as ``model``. ``overrides`` maps dotted keys to values, such as ``{"ppo.iterations": 3}``.
 
-    Raises ConfigError with one line for each thing wrong: the file, the key, what was got and what was expected.
+def load_config(
+    path: str | Path,
+    model: type[SettingsT],
+    overrides: Mapping[str, Any] | None = None,
+    options: Mapping[str, str] | None = None,
+) -> SettingsT:
+    """Read a TOML file as ``model``. ``overrides`` maps dotted keys to values, such as ``{"ppo.iterations": 3}``;
+    ``options`` names what gave those that ``--set`` did not.
+
+    Raises ConfigError with one line for each thing wrong: the file or option, the key, what was got and what was
+    expected.
     """
-    return parse_config(read_toml(path), model, name=str(path), overrides=overrides)
+    return parse_config(read_toml(path), model, name=str(path), overrides=overrides, options=options)
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -35,15 +63,40 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_config(
-    data: Mapping[str, Any], model: type[SettingsT], *, name: str = "config", overrides: Mapping[str, Any] | None = None
+    data: Mapping[str, Any],
+    model: type[SettingsT],
+    *,
+    name: str = "config",
+    overrides: Mapping[str, Any] | None = None,
+    options: Mapping[str, str] | None = None,
 ) -> SettingsT:
     """Validate ``data`` as ``model``; raises ConfigError as `load_config` does."""
     merged = apply_overrides(data, overrides or {})
     try:
         return model.model_validate(merged)
     except ValidationError as error:
-        violations = tuple(f"{name}: {line}" for line in _explain(error, model, merged))
+        origins = {key: (options or {}).get(key, "--set") for key in overrides or {}}
+        own = set(_violations(data, model)) if origins else set()
+        violations = tuple(
+            f"{name if line in own else _option(line, origins) or name}: {line}"
+            for line in _explain(error, model, merged)
+        )
         raise ConfigError("\n".join(violations), violations) from None
+
+
+def _violations(data: Mapping[str, Any], model: type[BaseModel]) -> list[str]:
+    try:
+        model.model_validate(data)
+    except ValidationError as error:
+        return list(_explain(error, model, data))
+    return []
+
+
+def _option(line: str, origins: Mapping[str, str]) -> str | None:
+    """The options that gave the value, or part of the table, that a line is about."""
+    about = line.partition(":")[0] + "."
+    given = [option for key, option in origins.items() if about.startswith(f"{key}.") or f"{key}.".startswith(about)]
+    return ", ".join(dict.fromkeys(given)) or None
 
 
 def apply_overrides(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,7 +108,7 @@ def apply_overrides(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> di
         for parent in parents:
             table = table.setdefault(parent, {})
             if not isinstance(table, dict):
-                raise ConfigError(f"override {dotted!r}: {parent!r} is a plain value, not a table")
+                raise ConfigError(f"--set {dotted}: {parent!r} is a plain value, not a table")
         table[leaf] = value
     return result
 
@@ -81,6 +134,8 @@ def _explain(error: ValidationError, model: type[BaseModel], data: Any) -> Itera
             line = f"{dotted}: Input should be a valid dictionary; got {_shown(item['input'])}"
         elif item["type"] in ("literal_error", "model_attributes_type"):
             line = f"{dotted}: {item['msg']}; got {_shown(item['input'])}"
+        elif location[-1:] == ["api_key"]:
+            line = f"{dotted}: {item['msg']}; expected the NAME of a secret, such as SERVER_KEY"  # it may be the key
         else:
             line = f"{dotted}: {item['msg'].removeprefix('Value error, ')}; got {_shown(item['input'])}"
         if line not in seen:
@@ -114,7 +169,7 @@ def _key_of(location: tuple[int | str, ...], data: Any) -> list[int | str]:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = without_passwords(repr(value))
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -134,6 +189,8 @@ def _plain_location(location: tuple[int | str, ...], data: Any) -> list[int | st
 
 
 def _nearest_key(model: type[BaseModel], location: tuple[int | str, ...]) -> str | None:
+    """The key that was meant, as it stands below the same table: one alike, of the same name in a table below, or the
+    one that other libraries call so."""
     candidates: set[str] = set(model.model_fields)
     models: list[type[BaseModel]] = [model]
     for part in location[:-1]:
@@ -143,8 +200,18 @@ def _nearest_key(model: type[BaseModel], location: tuple[int | str, ...]) -> str
         else:
             models = [member for member in models if member.__name__ == part] or models
         candidates = {name for member in models for name in member.model_fields}
-    close = difflib.get_close_matches(str(location[-1]), candidates, n=1, cutoff=0.6)
-    return close[0] if close else None
+    wanted = str(location[-1])
+    below = {key.rpartition(".")[2]: key for member in models for key in _keys_below(member)}
+    known = [name for name in ELSEWHERE.get(wanted, ()) if name in candidates or name in below.values()]
+    close = difflib.get_close_matches(wanted, candidates, n=1, cutoff=0.6)
+    return next(iter([*known, *([below[wanted]] if wanted in below else []), *close]), None)
+
+
+def _keys_below(model: type[BaseModel]) -> Iterator[str]:
+    """Keys of the tables in a model's tables, such as ``optimizer.lr``; the shallowest come last."""
+    for name, field in model.model_fields.items():
+        for inner in _models_in(field.annotation):
+            yield from (f"{name}.{key}" for key in inner.model_fields)
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

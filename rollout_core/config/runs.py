@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from rollout_core.config.backends import BackendConfig, EngineConfig, VLLMBackend
-from rollout_core.config.base import SCHEMA_VERSION, ModelSource, RunInfo, Settings
+from rollout_core.config.base import SCHEMA_VERSION, Address, ModelSource, RunInfo, Settings
 from rollout_core.config.datasets import DatasetSource
 from rollout_core.config.learning import SFTSettings
 from rollout_core.config.on_policy import GRPOSettings, PPOSettings
@@ -166,7 +166,7 @@ class TrainKTOConfig(TrainingRun):
 class InputGlob(Settings):
     """Prompts to complete."""
 
-    glob: str = Field(min_length=1)
+    glob: Address = Field(min_length=1)
     """A file, or a pattern with ``*`` or ``?``, of rows that hold ``prompt`` or ``messages``, optional ``id``, more: a
     path, a URL such as ``s3://bucket/prompts/*.jsonl``, or the content id of a file or folder in the object store."""
     format: Literal["jsonl", "parquet"] | None = None
@@ -176,7 +176,7 @@ class InputGlob(Settings):
 class OutputDir(Settings):
     """Where results go; the run id lives there too."""
 
-    dir: str = Field(min_length=1)
+    dir: Address = Field(min_length=1)
     """A folder, or a URL such as ``s3://bucket/completions``."""
     format: Literal["jsonl", "parquet"] = "jsonl"
     """Of the file ``completions.jsonl`` or ``completions.parquet``."""

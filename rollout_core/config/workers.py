@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from rollout_core.config.base import Settings
+from rollout_core.config.base import Address, Settings
 
 
 class AdaptConfig(Settings):
@@ -25,7 +25,7 @@ class AdaptConfig(Settings):
 class DaskConfig(Settings):
     """Shards run on the workers of a Dask cluster, one engine a worker process. Give ``address`` or ``cluster``."""
 
-    address: str | None = Field(default=None, pattern=r"^(tcp|tls|ws|wss|ucx|ucxx)://\S+$")
+    address: Address | None = Field(default=None, pattern=r"^(tcp|tls|ws|wss|ucx|ucxx)://\S+$")
     """Of a running scheduler, such as ``tcp://scheduler:8786``, or ``tls://...``."""
     cluster: str | None = Field(default=None, pattern=r"^\w+(\.\w+)+$")
     """Import path of a cluster class, such as ``distributed.LocalCluster``: a cluster for the length of this run."""

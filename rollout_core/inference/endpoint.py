@@ -1,8 +1,13 @@
-"""One pooled connection to an HTTP endpoint that generates: tries again what may pass, and tells what will not."""
+"""One pooled connection to an HTTP endpoint that generates: tries again what may pass, and tells what will not.
+
+What an endpoint answers is somebody else's: answers are read up to a size and within a time, redirects are not
+followed, and nothing that it says leaves this module with its key in it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Mapping
@@ -15,12 +20,21 @@ import orjson
 
 from rollout_core.config import OpenAIBackend
 from rollout_core.errors import ConfigError
+from rollout_core.redaction import Redaction
 from rollout_core.secrets import require_secret
 
 MAX_BACKOFF_SECONDS = 60.0
 MAX_RETRY_AFTER_SECONDS = 600.0
+MAX_LIST_BYTES = 16 * 2**20
+"""Of the list of models."""
+MAX_ERROR_BYTES = 64 * 2**10
+"""Of an answer that only says what is wrong; what is beyond is not read."""
+MAX_TOLD = 300
+"""Characters of what an endpoint says that are passed on."""
 _PASSING = frozenset({408, 425, 429})
 _CONNECT_SECONDS = 10.0
+_LOGGERS = ("httpx", "httpcore.connection", "httpcore.http11", "httpcore.proxy")
+"""They write reason phrases and headers of answers where somebody asks for that much."""
 
 
 class Passing(Exception):
@@ -31,21 +45,32 @@ class Refused(Exception):
     """The endpoint refuses this request, and would again."""
 
 
+class Malformed(Exception):
+    """An answer that cannot be used; the text says what is wrong with it."""
+
+
 class Endpoint:
     """The endpoint of a configuration. To be used from one event loop; close it there."""
 
     def __init__(self, config: OpenAIBackend) -> None:
         """Raises ConfigError where the key is not to be had."""
         self._config = config
-        headers = {"content-type": "application/json"}
+        # Compressed, a short answer could fill the memory.
+        headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        self._key: Redaction | None = None
         if config.api_key is not None:
-            headers["authorization"] = f"Bearer {require_secret(config.api_key)}"
+            key = require_secret(config.api_key)
+            headers["authorization"] = f"Bearer {key}"
+            self._key = Redaction(key)
         pool = config.max_concurrency
         self._client = httpx.AsyncClient(
             headers=headers,
+            follow_redirects=False,  # the key is meant for this address
             timeout=httpx.Timeout(config.timeout_seconds, connect=_CONNECT_SECONDS, pool=None),
             limits=httpx.Limits(max_connections=pool, max_keepalive_connections=pool),
         )
+        for name in _LOGGERS:
+            logging.getLogger(name).addFilter(self._redact)
         # Its own source of chance: the global one belongs to training, which must repeat to the last bit.
         self._chance = random.Random()
         self._resume_at = 0.0
@@ -54,55 +79,91 @@ class Endpoint:
     async def close(self) -> None:
         """Close all connections."""
         await self._client.aclose()
+        for name in _LOGGERS:
+            logging.getLogger(name).removeFilter(self._redact)
+
+    def told(self, text: str) -> str:
+        """What the endpoint says, fit to be kept and shown: one line of limited length, without its key."""
+        hidden = text if self._key is None else self._key.hide(text)
+        line = " ".join("".join(letter if letter.isprintable() else " " for letter in hidden).split())
+        return line if len(line) <= MAX_TOLD else line[: MAX_TOLD - 3] + "..."
+
+    def gives_key_away(self, text: str) -> bool:
+        """Whether a text repeats the key."""
+        return self._key is not None and self._key.is_repeated_in(text)
 
     async def models(self) -> list[Mapping[str, Any]]:
         """What the endpoint serves. Raises as `post`."""
-        listed = await self._request("GET", "/models", None, retries=self._config.max_retries)
+        listed = await self._request("GET", "/models", None, MAX_LIST_BYTES)
         try:
             return [model for model in listed["data"] if isinstance(model["id"], str)]
-        except (LookupError, TypeError) as error:
-            raise ConfigError(f"{self._config.url}/models lists no models; is backend.url an OpenAI API?") from error
+        except (LookupError, TypeError):
+            raise ConfigError(f"{self._config.url}/models lists no models; is backend.url an OpenAI API?") from None
 
-    async def post(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The JSON answer to ``body``.
+    async def post(self, path: str, body: Mapping[str, Any], max_bytes: int) -> Mapping[str, Any]:
+        """The JSON answer to ``body``, of at most ``max_bytes``.
 
-        Raises Passing when no try succeeded, Refused when the endpoint refuses the request, ConfigError when it would
-        refuse every one (key, address, name of the model).
+        Raises Passing when no try succeeded, Refused when the endpoint refuses the request, Malformed for an answer
+        that is longer or compressed, ConfigError when the endpoint would refuse every request (key, address, name of
+        the model).
         """
-        return await self._request("POST", path, orjson.dumps(body), retries=self._config.max_retries)
+        return await self._request("POST", path, orjson.dumps(body), max_bytes)
 
-    async def _request(self, method: str, path: str, content: bytes | None, *, retries: int) -> Mapping[str, Any]:
+    async def _request(self, method: str, path: str, content: bytes | None, max_bytes: int) -> Mapping[str, Any]:
+        retries = self._config.max_retries
         for attempt in range(retries + 1):
             await self._wait_until_welcome()
             asked_to_wait = 0.0
             try:
-                response = await self._client.request(method, self._config.url + path, content=content)
+                response, read = await self._answer(method, path, content, max_bytes)
                 if response.is_success:
-                    answer = orjson.loads(response.content)
+                    answer = orjson.loads(read)
                     if isinstance(answer, dict):
                         return answer
                     problem = "the answer is no JSON object"
                 else:
-                    self._refuse(response)
+                    self._refuse(response, read)
                     asked_to_wait = _retry_after(response)
-                    problem = f"HTTP {response.status_code}: {_message(response)}"
+                    problem = f"HTTP {response.status_code}: {self._message(read)}"
             except httpx.LocalProtocolError:
                 # Its text holds the header, and so the key.
                 raise ConfigError(f"{self._config.url}: a header of the request is malformed") from None
             except httpx.RequestError as error:
-                problem = f"{type(error).__name__}: {error}".rstrip(": ")
+                problem = self.told(f"{type(error).__name__}: {error}").rstrip(": ")
+            except TimeoutError:
+                problem = f"no whole answer within {self._config.timeout_seconds:g} s"
             except orjson.JSONDecodeError:
                 problem = "the answer is no JSON"
             if attempt < retries:
                 await self._back_off(attempt, asked_to_wait)
         raise Passing(f"{self._config.url}: {problem} (after {retries + 1} tries)")
 
-    def _refuse(self, response: httpx.Response) -> None:
+    async def _answer(
+        self, method: str, path: str, content: bytes | None, max_bytes: int
+    ) -> tuple[httpx.Response, bytes]:
+        """One try: the answer, and as much of its body as is read."""
+        # The client's own limit is for each piece of an answer, and these may drip.
+        async with (
+            asyncio.timeout(self._config.timeout_seconds + _CONNECT_SECONDS),
+            self._client.stream(method, self._config.url + path, content=content) as response,
+        ):
+            if response.is_success and response.headers.get("content-encoding", "identity") != "identity":
+                raise Malformed("the answer is compressed, which was not asked for")
+            body = bytearray()
+            async for chunk in response.aiter_raw():
+                body += chunk
+                if not response.is_success and len(body) >= MAX_ERROR_BYTES:
+                    break
+                if len(body) > max_bytes:
+                    raise Malformed(f"the answer has more than the {max_bytes:,} bytes that fit what was asked for")
+            return response, bytes(body)
+
+    def _refuse(self, response: httpx.Response, body: bytes) -> None:
         """Raise for a status that another try would get again."""
         status, url = response.status_code, self._config.url
         if status in _PASSING or status >= 500:
             return
-        message = _message(response)
+        message = self._message(body)
         if status in (401, 403):
             named = self._config.api_key
             remedy = f"is secret {named!r} its key?" if named else "name its key as backend.api_key"
@@ -113,6 +174,21 @@ class Endpoint:
                 "backend.served_model"
             )
         raise Refused(f"the endpoint refuses it (HTTP {status}): {message}")
+
+    def _message(self, body: bytes) -> str:
+        """What an answer says of the error."""
+        text = body.decode(errors="replace")
+        with suppress(orjson.JSONDecodeError):
+            said = orjson.loads(body)
+            for key in ("error", "message"):
+                said = said.get(key, said) if isinstance(said, dict) else said
+            text = said if isinstance(said, str) else text
+        return self.told(text)
+
+    def _redact(self, record: logging.LogRecord) -> bool:
+        if self._key is not None:
+            record.msg, record.args = self._key.hide(record.getMessage()), None
+        return True
 
     async def _back_off(self, attempt: int, asked_to_wait: float) -> None:
         if asked_to_wait:
@@ -131,17 +207,6 @@ def _retry_after(response: httpx.Response) -> float:
     """Seconds that the answer asks to wait: a number, or the time until a date."""
     told = response.headers.get("retry-after", "").strip()
     seconds = 0.0
-    with suppress(ValueError, TypeError):
+    with suppress(ValueError, TypeError, OverflowError, OSError):
         seconds = float(told) if told[:1].isdigit() else parsedate_to_datetime(told).timestamp() - time.time()
     return min(max(seconds, 0.0), MAX_RETRY_AFTER_SECONDS)
-
-
-def _message(response: httpx.Response) -> str:
-    """What the answer says of the error, in one line."""
-    text = response.text
-    with suppress(ValueError, LookupError, TypeError):
-        told = orjson.loads(response.content)
-        error = told.get("error", told) if isinstance(told, dict) else told
-        text = error["message"] if isinstance(error, dict) else error
-    line = " ".join(str(text).split())
-    return line if len(line) <= 300 else line[:297] + "..."

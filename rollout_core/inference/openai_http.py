@@ -3,7 +3,8 @@
 Requests run on an event loop in a thread of their own. What else is in the endpoint's batches is not ours to know, so
 its answers are not repeatable to the last bit, and every sample is committed as it comes. An endpoint that is gone does
 not turn the rest of a run into failures: once as many samples in a row as may be under way (and at least 8) got no
-answer, the stream ends with Recoverable.
+answer, the stream ends with Recoverable. An answer that is malformed fails its own sample, to be asked for again by the
+next run.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from rollout_core.config import OpenAIBackend
-from rollout_core.errors import ConfigError, Fatal, Recoverable
+from rollout_core.errors import ConfigError, Recoverable
 from rollout_core.ids import ContentId
-from rollout_core.inference.base import Failure, GathersStream, ModelRef, Outcome, Request
-from rollout_core.inference.endpoint import Endpoint, Passing, Refused
-from rollout_core.inference.openai_wire import body_of, outcome_of, path_of
-from rollout_core.models import load_tokenizer
+from rollout_core.inference.base import Completion, Failure, GathersStream, ModelRef, Outcome, Request
+from rollout_core.inference.endpoint import Endpoint, Malformed, Passing, Refused
+from rollout_core.inference.openai_answers import OtherDialect, longest_answer, no_vllm, outcome_of
+from rollout_core.inference.openai_wire import body_of, path_of
+from rollout_core.models import load_tokenizer, vocab_size
 
 POLL_SECONDS = 0.02
 """Time between looks for further requests while there are none."""
@@ -41,6 +43,10 @@ class OpenAIEngine(GathersStream):
 
     def __init__(self, config: OpenAIBackend, model: ModelRef) -> None:
         self._config = config
+        self._understood = False
+        """It has answered in the configured dialect, so it is no fault of the configuration where it does not."""
+        self._silent = 0
+        """Samples in a row that got no answer."""
         self.update_weights(model)
         self._endpoint = Endpoint(config)
         self._loop = asyncio.new_event_loop()
@@ -67,7 +73,7 @@ class OpenAIEngine(GathersStream):
         waiting = iter(requests)
         answered: queue.SimpleQueue[Future[Outcome]] = queue.SimpleQueue()
         in_flight: set[Future[Outcome]] = set()
-        exhausted, silent = False, 0
+        exhausted, self._silent = False, 0
         try:
             while True:
                 paused = False
@@ -87,33 +93,54 @@ class OpenAIEngine(GathersStream):
                     continue
                 in_flight.remove(future)
                 outcome = future.result()
-                silent = silent + 1 if isinstance(outcome, Failure) and outcome.passing else 0
-                if isinstance(outcome, Failure) and silent >= max(LONE_FAILURES, self._config.max_concurrency):
-                    raise Recoverable(f"{silent} samples in a row got no answer, the last: {outcome.reason}")
+                if self._silent >= max(LONE_FAILURES, self._config.max_concurrency) and isinstance(outcome, Failure):
+                    raise Recoverable(f"{self._silent} samples in a row got no answer, the last: {outcome.reason}")
                 yield outcome
         finally:
             for future in in_flight:
                 future.cancel()
 
     async def _complete(self, request: Request) -> Outcome:
+        try:
+            outcome = await self._ask(request)
+        except Malformed as error:
+            # It is an answer, and the next one may be sound.
+            self._silent = 0
+            return self._failure(request, f"the answer is malformed: {error}", passing=True)
+        if isinstance(outcome, Failure):
+            self._silent = self._silent + 1 if outcome.passing else 0
+            return self._failure(request, outcome.reason, passing=outcome.passing)
+        self._silent = 0
+        if self._endpoint.gives_key_away(outcome.text):
+            return self._failure(request, "the answer repeats the endpoint's key, which is not kept", passing=True)
+        return outcome
+
+    def _failure(self, request: Request, reason: str, *, passing: bool) -> Failure:
+        return Failure(request.key, self._endpoint.told(reason), passing)
+
+    async def _ask(self, request: Request) -> Outcome:
+        """Raises Malformed for an answer that is no outcome."""
         config, tokenizer = self._config, self._tokenizer
         body = body_of(config, self._served, tokenizer, request)
         try:
-            answer = await self._endpoint.post(path_of(config), body)
+            answer = await self._endpoint.post(path_of(config), body, longest_answer(request))
         except Passing as error:
             return Failure(request.key, str(error), passing=True)
         except Refused as error:
             return Failure(request.key, str(error))
         try:
-            return outcome_of(config, tokenizer, request, answer)
-        except ConfigError:
-            raise
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise Fatal(f"{config.url} answers in a form that is not OpenAI's: {error!r}") from error
+            outcome = outcome_of(config, tokenizer, request, answer, self._vocab_size)
+        except OtherDialect:
+            if not self._understood:
+                raise no_vllm(config) from None
+            raise Malformed("it lacks token ids or log-probabilities") from None
+        self._understood = self._understood or isinstance(outcome, Completion)
+        return outcome
 
     def update_weights(self, model: ModelRef) -> None:
         """The answers are taken for those of ``model`` from now on; what the endpoint serves stays as it is."""
         self._tokenizer = load_tokenizer(model.folder)
+        self._vocab_size = vocab_size(model.folder)
         self._model = model
 
     def close(self) -> None:
@@ -129,22 +156,17 @@ async def _look_up(endpoint: Endpoint, config: OpenAIBackend) -> tuple[str, int 
         models = {model["id"]: model for model in await endpoint.models()}
     except Passing as error:
         raise Recoverable(f"the endpoint does not answer: {error}") from error
-    except Refused as error:
+    except (Refused, Malformed) as error:
         raise ConfigError(f"{config.url}: {error}") from error
+    named = endpoint.told(", ".join(sorted(models)) or "none")
     wanted = config.served_model
     if wanted is None and len(models) != 1:
-        raise ConfigError(
-            f"{config.url} serves {len(models)} models ({', '.join(sorted(models)) or 'none'}); name one as "
-            "backend.served_model"
-        )
+        raise ConfigError(f"{config.url} serves {len(models)} models ({named}); name one as backend.served_model")
     name = wanted or next(iter(models))
     if name not in models:
-        raise ConfigError(
-            f"{config.url} serves no model {name!r}, but {', '.join(sorted(models)) or 'none'}; look at "
-            "backend.served_model"
-        )
+        raise ConfigError(f"{config.url} serves no model {name!r}, but {named}; look at backend.served_model")
     limit = models[name].get("max_model_len")
-    return name, limit if isinstance(limit, int) else None
+    return name, limit if type(limit) is int and limit > 0 else None
 
 
 def try_endpoint(config: OpenAIBackend) -> None:

@@ -1,21 +1,13 @@
-"""What an OpenAI-compatible endpoint is asked, and what its answers mean."""
+"""What an OpenAI-compatible endpoint is asked."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollout_core.config import JsonSchemaOutput, OpenAIBackend, SamplingParams
-from rollout_core.errors import ConfigError
-from rollout_core.inference.base import Completion, Failure, Outcome, Request, TopLogprobs
+from rollout_core.inference.base import Request
 from rollout_core.inference.structured import vllm_constraint
-from rollout_core.inference.text import decode_completions, told_tokens
-
-_IMPOSSIBLE = -9999.0
-"""vLLM's server writes this for minus infinity."""
-_TOKEN_ID = "token_id:"
 
 
 def path_of(config: OpenAIBackend) -> str:
@@ -80,71 +72,3 @@ def _vllm_fields(config: OpenAIBackend, tokenizer: Any, params: SamplingParams) 
     if params.structured is not None:
         fields["structured_outputs"] = vllm_constraint(params.structured)
     return fields
-
-
-def outcome_of(config: OpenAIBackend, tokenizer: Any, request: Request, answer: Mapping[str, Any]) -> Outcome:
-    """The outcome that a whole answer tells.
-
-    Raises ConfigError where the endpoint does not speak the configured dialect, LookupError, TypeError or ValueError
-    where the answer is none.
-    """
-    [choice] = answer["choices"]
-    text = choice["message"]["content"] if config.api == "chat" else choice["text"]
-    reason = choice["finish_reason"]
-    if reason not in ("stop", "length"):
-        # An aborted request has fallen to something at the server; a filter will answer alike again.
-        return Failure(request.key, f"the endpoint ended it with {reason!r}", passing=reason in ("abort", "error"))
-    cut_at = _tokens_told(answer, choice)
-    if reason == "length" and cut_at is not None and cut_at < request.params.max_tokens:
-        # Servers shorten what would not fit into their context, without a word.
-        return Failure(
-            request.key,
-            f"the endpoint cut it after {cut_at} tokens, before sampling.max_tokens {request.params.max_tokens}: "
-            "prompt and completion exceed its context; shorten the prompt or lower sampling.max_tokens",
-        )
-    if config.dialect == "openai":
-        text = text or ""
-        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return Completion(request.key, token_ids, [], text, reason)
-    if choice.get("token_ids") is None or choice.get("logprobs") is None:
-        raise ConfigError(
-            f"{config.url} answers without token ids or log-probabilities, so it is no vLLM server; set "
-            "backend.dialect = 'openai', which does without them"
-        )
-    token_ids = choice["token_ids"]
-    logprobs, top = (_chat_logprobs if config.api == "chat" else _logprobs)(choice["logprobs"])
-    if len(logprobs) != len(token_ids):
-        raise ValueError(f"{len(token_ids)} token ids and {len(logprobs)} log-probabilities")
-    if not request.params.stop:
-        # The same decoding as for every other backend; with stop strings the server knows where the text ends.
-        [text] = decode_completions(tokenizer, [request.prompt_token_ids], [told_tokens(token_ids, request.params)])
-    cut = [entries[: request.params.logprobs] for entries in top] if request.params.logprobs else []
-    return Completion(request.key, token_ids, logprobs, text, reason, cut)
-
-
-def _tokens_told(answer: Mapping[str, Any], choice: Mapping[str, Any]) -> int | None:
-    """Length of the completion, if the answer tells."""
-    if choice.get("token_ids") is not None:
-        return len(choice["token_ids"])
-    return (answer.get("usage") or {}).get("completion_tokens")
-
-
-def _logprobs(told: Mapping[str, Any]) -> tuple[list[float], list[TopLogprobs]]:
-    top = [_ordered(entries.items()) for entries in told["top_logprobs"]]
-    return _finite(told["token_logprobs"]), top
-
-
-def _chat_logprobs(told: Mapping[str, Any]) -> tuple[list[float], list[TopLogprobs]]:
-    content: Sequence[Mapping[str, Any]] = told["content"] or []
-    top = [_ordered((entry["token"], entry["logprob"]) for entry in item["top_logprobs"]) for item in content]
-    return _finite(item["logprob"] for item in content), top
-
-
-def _finite(logprobs: Any) -> list[float]:
-    return [-math.inf if logprob <= _IMPOSSIBLE else float(logprob) for logprob in logprobs]
-
-
-def _ordered(entries: Any) -> TopLogprobs:
-    """Most likely first; the server puts the token drawn before them, once more where it is not among them."""
-    found = {int(token.removeprefix(_TOKEN_ID)): p for token, p in entries if p > _IMPOSSIBLE}
-    return sorted(found.items(), key=lambda entry: (-entry[1], entry[0]))

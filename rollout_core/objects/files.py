@@ -14,6 +14,7 @@ from typing import Protocol
 
 from rollout_core.errors import ConfigError, Recoverable, RetryHint, RolloutError
 from rollout_core.ids import ContentId
+from rollout_core.redaction import without_passwords
 
 CHUNK_BYTES = 4 * 2**20
 """How much is read or written at once."""
@@ -139,18 +140,23 @@ def storage_faults(action: str, where: str) -> Iterator[None]:
     except (RolloutError, FileNotFoundError):
         raise
     except (OSError, ValueError) as error:
-        raise _fault(error, f"cannot {action} {where}") from error
+        raise _fault(error, f"cannot {action} {where}") from _cause(error)
     except Exception as error:
         # Cloud clients have hierarchies of their own; what is not theirs is a bug of ours and must show as one.
         if type(error).__module__.split(".")[0] not in _CLIENT_PACKAGES:
             raise
-        raise _fault(error, f"cannot {action} {where}") from error
+        raise _fault(error, f"cannot {action} {where}") from _cause(error)
+
+
+def _cause(error: Exception) -> Exception | None:
+    """The error to be chained, whose text is logged with ours: none that shows an endpoint's password."""
+    return error if without_passwords(str(error)) == str(error) else None
 
 
 def _fault(error: Exception, what: str) -> RolloutError:
     number = getattr(error, "errno", None)
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    message = f"{what}: {' '.join(text.split())}"
+    message = f"{what}: {' '.join(without_passwords(text).split())}"
     status = str(getattr(error, "code", ""))
     if type(error).__name__ in _NO_CREDENTIALS or status == "401":
         return ConfigError(f"{message}; expected credentials in the environment or in the storage options")

@@ -44,6 +44,7 @@ from rollout_core.objects.local import LocalFiles
 from rollout_core.objects.refs import decode_ref, encode_ref, is_ref_name, ref_key
 from rollout_core.objects.remote import RemoteFiles
 from rollout_core.objects.trees import TreeFile, TreeManifest
+from rollout_core.redaction import refuse_credentials, without_password
 from rollout_core.scratch import sweep
 
 log = logging.getLogger(__name__)
@@ -79,30 +80,31 @@ class ObjectStore:
 
         ``storage_options`` go to s3fs or gcsfs (endpoint, key, secret, token). Raises ConfigError for anything else.
         """
+        shown = without_password(refuse_credentials(url))
         scheme, separator, rest = url.partition("://")
         if not separator:
             if re.match(r"\w+:", url):
                 raise ConfigError(
-                    f"storage URL {url!r} has one slash or none after the colon; expected file://, memory://, s3:// or "
-                    "gs://, or a path (./ before it if its name has a colon)"
+                    f"storage URL {shown!r} has one slash or none after the colon; expected file://, memory://, s3:// "
+                    "or gs://, or a path (./ before it if its name has a colon)"
                 )
             scheme, rest = "file", os.path.abspath(os.path.expanduser(url)) if url else ""
         if scheme == "file":
             if storage_options:
-                raise ConfigError(f"storage URL {url!r} takes no storage options; got {sorted(storage_options)}")
+                raise ConfigError(f"storage URL {shown!r} takes no storage options; got {sorted(storage_options)}")
             if not rest.startswith(("/", "./", "../")):
                 raise ConfigError(
-                    f"storage URL {url!r} names no folder; expected file:///absolute or file://./relative"
+                    f"storage URL {shown!r} names no folder; expected file:///absolute or file://./relative"
                 )
             root = os.path.abspath(rest)
             if root == "/":
-                raise ConfigError(f"storage URL {url!r} is the root folder; expected a folder of its own")
+                raise ConfigError(f"storage URL {shown!r} is the root folder; expected a folder of its own")
             return cls(f"file://{root}", LocalFiles(root), {})
         if scheme not in ("memory", "s3", "gs"):
-            raise ConfigError(f"storage URL {url!r} is unknown; expected a path, file://, memory://, s3:// or gs://")
+            raise ConfigError(f"storage URL {shown!r} is unknown; expected a path, file://, memory://, s3:// or gs://")
         root = rest.rstrip("/")
         if any(part in ("", ".", "..") for part in root.split("/")):
-            raise ConfigError(f"storage URL {url!r} is malformed; expected {scheme}://name or {scheme}://name/prefix")
+            raise ConfigError(f"storage URL {shown!r} is malformed; expected {scheme}://name or {scheme}://name/prefix")
         options = dict(storage_options or {})
         path = f"/{root}" if scheme == "memory" else root
         return cls(f"{scheme}://{root}", RemoteFiles(scheme, path, options), options)

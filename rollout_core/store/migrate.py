@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from rollout_core import DISTRIBUTION
 from rollout_core.errors import ConfigError
+from rollout_core.redaction import without_password
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -61,10 +62,9 @@ def _prepare(url: str) -> tuple[str | None, str]:
     """Do it; the version there was before, None for nothing, and the database in words."""
     if is_postgres(url):
         from rollout_core.store.postgres_schema import prepare
-        from rollout_core.store.postgres_server import shown
 
         prepared = _run(prepare(url, BUSY_TIMEOUT_SECONDS))
-        return prepared.revision_before, shown(url)
+        return prepared.revision_before, without_password(url)
     from rollout_core.store import sqlite_file
 
     path = sqlite_file.parse_url(url)

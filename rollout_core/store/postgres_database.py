@@ -17,6 +17,7 @@ import asyncpg
 from sqlalchemy.util import await_only, greenlet_spawn
 
 from rollout_core.errors import Fatal
+from rollout_core.redaction import without_password
 from rollout_core.store.group_commit import GroupCommit, Hooks
 from rollout_core.store.loop_thread import LoopThread
 from rollout_core.store.postgres_schema import prepare
@@ -27,7 +28,6 @@ from rollout_core.store.postgres_server import (
     connect,
     connection_settings,
     explain,
-    shown,
     unknown_outcome,
 )
 from rollout_core.store.sql_database import Database, forget
@@ -99,7 +99,7 @@ class _Writing(_Reading):
             self._drop()
             raise unknown_outcome(error, self._url) from error
         if status != "COMMIT":
-            raise Fatal(f"{shown(self._url)} answered {status} to COMMIT; nothing was stored")
+            raise Fatal(f"{without_password(self._url)} answered {status} to COMMIT; nothing was stored")
         self._release()
 
     def rollback(self) -> None:
@@ -159,7 +159,7 @@ class _Writer(GroupCommit):
     """Up to ``NUM_WRITERS`` tasks of a loop that write while there are jobs."""
 
     def __init__(self, url: str, thread: LoopThread, hooks: Hooks, session: Callable[[], _Writing]) -> None:
-        super().__init__(shown(url), hooks)
+        super().__init__(without_password(url), hooks)
         self._thread = thread
         self._session = session
         self._tasks: set[asyncio.Task[None]] = set()
@@ -305,7 +305,7 @@ class PostgresDatabase(Database):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise Fatal(f"the store of {shown(self.url)} is closed; open it again with from_url")
+            raise Fatal(f"the store of {without_password(self.url)} is closed; open it again with from_url")
 
     def after_fork_in_child(self) -> None:
         # Kept for ever: to close them here would speak to the server in the parent's name.

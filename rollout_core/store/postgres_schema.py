@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout_core.errors import ConfigError
+from rollout_core.redaction import without_password
 from rollout_core.store.migrate import REVISIONS, known_revision, upgrade
-from rollout_core.store.postgres_server import DRIVER_ERRORS, connect, explain, shown
+from rollout_core.store.postgres_server import DRIVER_ERRORS, connect, explain
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -45,10 +46,12 @@ async def inspect(url: str, busy_timeout_seconds: float) -> Prepared:
     try:
         schema = await connection.fetchval(_SCHEMA)
         if schema is None:
-            raise ConfigError(f"{shown(url)}: the schema that search_path names does not exist; create it first")
+            raise ConfigError(
+                f"{without_password(url)}: the schema that search_path names does not exist; create it first"
+            )
         tables = {row[0] for row in await connection.fetch(_TABLES)}
         found = [row[0] for row in await connection.fetch(_REVISIONS)] if "alembic_version" in tables else []
-        return Prepared(schema, _recognise(tables, found, shown(url)))
+        return Prepared(schema, _recognise(tables, found, without_password(url)))
     except DRIVER_ERRORS as error:
         raise explain(error, url) from error
     finally:
@@ -79,7 +82,7 @@ async def _upgrade(url: str, busy_timeout_seconds: float) -> str | None:
     engine = create_async_engine("postgresql+asyncpg://", async_creator=open_connection, poolclass=NullPool)
     try:
         async with engine.begin() as upgrading:
-            return await upgrading.run_sync(_upgrade_once, shown(url))
+            return await upgrading.run_sync(_upgrade_once, without_password(url))
     except DBAPIError as error:
         cause = error.orig.__cause__ if error.orig is not None else None
         raise explain(cause, url) if isinstance(cause, Exception) else error from error

@@ -5,12 +5,12 @@ A committed transaction is on the server's disk: ``synchronous_commit`` is on wh
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import asyncpg
 
 from rollout_core.errors import ConfigError, Fatal, Recoverable, RolloutError, UnknownOutcome
+from rollout_core.redaction import without_password
 
 CONNECT_SECONDS = 10.0
 """How long to wait for a connection before the server counts as unreachable."""
@@ -58,11 +58,6 @@ _PASSING = (
 _BAD_VALUE = (asyncpg.DataError, asyncpg.ProgramLimitExceededError, UnicodeEncodeError, OverflowError)
 
 
-def shown(url: str) -> str:
-    """The URL without its password, for messages."""
-    return re.sub(r"(://[^:/@?]*):[^@]*@", r"\1:***@", re.sub(r"(password=)[^&]*", r"\1***", url))
-
-
 def connection_settings(url: str, busy_timeout_seconds: float) -> dict[str, Any]:
     """The arguments of ``asyncpg.connect`` and ``asyncpg.create_pool``."""
     milliseconds = str(max(1, round(busy_timeout_seconds * 1000)))
@@ -87,11 +82,16 @@ async def connect(url: str, busy_timeout_seconds: float) -> asyncpg.Connection:
         return await asyncpg.connect(**connection_settings(url, busy_timeout_seconds))
     except DRIVER_ERRORS as error:
         raise explain(error, url) from error
+    except ValueError:  # whose text is a piece of the URL, perhaps of the password
+        raise ConfigError(
+            f"database URL {without_password(url)!r} cannot be read; expected postgresql://user:password@host:port/"
+            "database, with %40, %2F, %3F and %23 for @, /, ? and # in a password"
+        ) from None
 
 
 def explain(error: Exception, url: str) -> Exception:
     """Our error for one that the driver raised, with that one as its cause; any other error as it is."""
-    explained = _translate(error, shown(url))
+    explained = _translate(error, without_password(url))
     if explained is None:
         return error
     explained.__cause__ = error
@@ -119,6 +119,6 @@ def _translate(error: Exception, where: str) -> RolloutError | None:
 def unknown_outcome(error: Exception, url: str) -> UnknownOutcome:
     """The error for a connection that was lost while a transaction was being committed."""
     return UnknownOutcome(
-        f"{shown(url)} was lost while it committed ({error}): whether this call was stored is not known; look before "
-        "you repeat it, or repeat it if it is idempotent"
+        f"{without_password(url)} was lost while it committed ({error}): whether this call was stored is not known; "
+        "look before you repeat it, or repeat it if it is idempotent"
     )

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rollout_core.errors import ConfigError, Fatal, Recoverable, RolloutError
+from rollout_core.redaction import without_password
 from rollout_core.store.migrate import REVISIONS, known_revision, upgrade
 
 APPLICATION_ID = 0x524F4C4C
@@ -39,10 +40,12 @@ def parse_url(url: str) -> Path:
     scheme, separator, path = url.partition(":///")
     if not separator or scheme != "sqlite":
         raise ConfigError(
-            f"database URL is {url!r}; expected sqlite:///path/to/file.db or postgresql://user:password@host/database"
+            f"database URL is {without_password(url)!r}; expected sqlite:///path/to/file.db or postgresql://user:password@host/database"
         )
     if not path or path == ":memory:" or "?" in path:
-        raise ConfigError(f"database URL is {url!r}; expected the path of a file after sqlite:///, without options")
+        raise ConfigError(
+            f"database URL is {without_password(url)!r}; expected the path of a file after sqlite:///, without options"
+        )
     return Path(path)
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from batches import Batch, WatchedEngine, make_batch, ref
+from endpoint_server import FaultyServer, config_of
 
 from rollout_core.config import VLLMBackend
 from rollout_core.inference.base import ModelRef
+from rollout_core.inference.openai_http import OpenAIEngine
 from rollout_core.models import load_tokenizer
 
 
@@ -39,6 +41,29 @@ def batch(tmp_path: Path, tiny: ModelRef) -> Batch:
 @pytest.fixture
 def watched(tiny: ModelRef) -> WatchedEngine:
     return WatchedEngine(tiny)
+
+
+@pytest.fixture
+def server() -> Iterator[FaultyServer]:
+    """An endpoint that misbehaves when told to."""
+    running = FaultyServer()
+    running.start()
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def engine_of(server: FaultyServer, tiny: ModelRef) -> Iterator[Callable[..., OpenAIEngine]]:
+    """Builds engines over the server, with waits a thousandth of the usual."""
+    built: list[OpenAIEngine] = []
+
+    def build(**config: Any) -> OpenAIEngine:
+        built.append(OpenAIEngine(config_of(server, **config), tiny))
+        return built[-1]
+
+    yield build
+    for engine in built:
+        engine.close()
 
 
 @pytest.fixture(scope="session")

@@ -12,12 +12,21 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from batches import PARAMS
+
+from rollout_core.config import OpenAIBackend, SamplingParams
+from rollout_core.inference.base import Outcome, Request
+from rollout_core.inference.openai_http import OpenAIEngine
+
+PROMPTS = ["sort 3 1 2 =", "sort 9 9 0 4 4 1 =", "0", "hello world", "sort 5 5 5 ="]
 MAX_MODEL_LEN = 77
+CHAT_TOKENS = (7, 8, 9)
+"""Of every answer in a chat."""
 
 
 @dataclass
@@ -29,6 +38,8 @@ class Seen:
     key: str | None
     """Of the Authorization header."""
     moment: float
+    headers: dict[str, str] = field(default_factory=dict)
+    """By their lower-case names."""
 
 
 @dataclass
@@ -44,7 +55,10 @@ class FaultyServer:
     slow_seconds: float = 0.0
     plain: bool = False
     """Answers without token ids and log-probabilities, as other servers than vLLM's do."""
+    max_model_len: Any = MAX_MODEL_LEN
     finish_reason: str = "stop"
+    change: Callable[[dict[str, Any]], Any] | None = None
+    """What is made of each completion before it is sent: other JSON, or the bytes of a body."""
     seen: list[Seen] = field(default_factory=list)
     most_at_once: int = 0
     _at_once: int = 0
@@ -87,7 +101,8 @@ class FaultyServer:
 
     def answer(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
         with self._lock:
-            self.seen.append(Seen(handler.path, body, handler.headers.get("authorization"), time.monotonic()))
+            headers = {name.lower(): value for name, value in handler.headers.items()}
+            self.seen.append(Seen(handler.path, body, headers.get("authorization"), time.monotonic(), headers))
             self._at_once += 1
             self.most_at_once = max(self.most_at_once, self._at_once)
             mishap = self.mishaps.popleft() if self.mishaps and handler.path != "/v1/models" else None
@@ -95,7 +110,9 @@ class FaultyServer:
             if self.key is not None and handler.headers.get("authorization") != f"Bearer {self.key}":
                 status(401)(handler)
             elif handler.path == "/v1/models":
-                send(handler, 200, {"data": [{"id": name, "max_model_len": MAX_MODEL_LEN} for name in self.models]})
+                send(
+                    handler, 200, {"data": [{"id": name, "max_model_len": self.max_model_len} for name in self.models]}
+                )
             elif mishap is not None:
                 mishap(handler)
             else:
@@ -109,20 +126,59 @@ class FaultyServer:
         if body["model"] not in self.models:
             return send(handler, 404, {"error": {"message": f"The model `{body['model']}` does not exist."}})
         if handler.path == "/v1/chat/completions":
-            text = body["messages"][-1]["content"][::-1]
-            choice = {"message": {"content": text}, "finish_reason": self.finish_reason}
-            return send(handler, 200, {"choices": [choice]})
+            return self._send_choice(handler, self._chat(body))
         prompt = body["prompt"]
         if isinstance(prompt, str):
-            return send(handler, 200, {"choices": [{"text": prompt[::-1], "finish_reason": self.finish_reason}]})
+            return self._send_choice(handler, {"text": prompt[::-1]})
         if self.refused_token in prompt:
             return send(handler, 400, {"error": {"message": "too long by far\nand worse"}})
-        choice = {"text": "unused", "finish_reason": self.finish_reason}
+        choice: dict[str, Any] = {"text": "unused"}
         if not self.plain:
             ids = prompt[::-1]
-            top = [{f"token_id:{token}": -0.5, "token_id:0": -0.1, "token_id:1": -9999.0} for token in ids]
-            choice |= {"token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * len(ids), "top_logprobs": top}}
-        send(handler, 200, {"choices": [choice]})
+            top = [{name: p for name, p in _likely(token)} for token in ids]
+            names = [f"token_id:{token}" for token in ids]
+            logprobs = {"tokens": names, "token_logprobs": [-0.5] * len(ids), "top_logprobs": top}
+            choice |= {"token_ids": ids, "logprobs": logprobs}
+        self._send_choice(handler, choice)
+
+    def _chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        text = body["messages"][-1]["content"][::-1]
+        choice: dict[str, Any] = {"message": {"content": text}}
+        if "return_token_ids" in body and not self.plain:
+            content = [
+                {
+                    "token": f"token_id:{token}",
+                    "logprob": -0.5,
+                    "top_logprobs": [{"token": name, "logprob": p} for name, p in _likely(token)],
+                }
+                for token in CHAT_TOKENS
+            ]
+            choice |= {"token_ids": list(CHAT_TOKENS), "logprobs": {"content": content}}
+        return choice
+
+    def _send_choice(self, handler: BaseHTTPRequestHandler, choice: dict[str, Any]) -> None:
+        choice = {"index": 0, "finish_reason": self.finish_reason, **choice}
+        answer = {"choices": [choice], "usage": {"completion_tokens": len(choice.get("token_ids", "?"))}}
+        send(handler, 200, answer if self.change is None else self.change(answer))
+
+
+def _likely(token: int) -> list[tuple[str, float]]:
+    return [(f"token_id:{token}", -0.5), ("token_id:0", -0.1), ("token_id:1", -9999.0)]
+
+
+def config_of(server: FaultyServer, **config: Any) -> OpenAIBackend:
+    return OpenAIBackend(**{"url": server.url, "backoff_seconds": 0.001, "max_retries": 3, **config})
+
+
+def requests(tokenizer: Any, params: SamplingParams = PARAMS, prompts: Sequence[str] = PROMPTS) -> list[Request]:
+    return [
+        Request(f"r{number}", tokenizer(prompt)["input_ids"], params, 100 + number, prompt)
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def outcomes(engine: OpenAIEngine, asked: Iterable[Request | None]) -> dict[str, Outcome]:
+    return {outcome.key: outcome for outcome in engine.stream(asked)}
 
 
 def send(handler: BaseHTTPRequestHandler, code: int, value: Any, headers: dict[str, str] | None = None) -> None:

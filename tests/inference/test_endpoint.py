@@ -5,13 +5,22 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
 import pytest
 from batches import PARAMS, Batch, make_batch
-from endpoint_server import MAX_MODEL_LEN, FaultyServer, drop_midway, no_json, no_object, reset, status
+from endpoint_server import (
+    MAX_MODEL_LEN,
+    config_of,
+    drop_midway,
+    no_json,
+    no_object,
+    outcomes,
+    requests,
+    reset,
+    status,
+)
 
 from rollout_core.config import (
     InferBatchConfig,
@@ -23,52 +32,12 @@ from rollout_core.config import (
     identity,
     parse_config,
 )
-from rollout_core.errors import ConfigError, Fatal, Recoverable
+from rollout_core.errors import ConfigError, Recoverable
 from rollout_core.ids import ContentId
-from rollout_core.inference.base import Completion, Failure, Outcome, Request
+from rollout_core.inference.base import Completion, Failure, Request
 from rollout_core.inference.openai_http import OpenAIEngine
 from rollout_core.inference.samples import decode_completions_blob, encode_completion
 from rollout_core.secrets import require_secret
-
-PROMPTS = ["sort 3 1 2 =", "sort 9 9 0 4 4 1 =", "0", "hello world", "sort 5 5 5 ="]
-
-
-@pytest.fixture
-def server() -> Iterator[FaultyServer]:
-    running = FaultyServer()
-    running.start()
-    yield running
-    running.stop()
-
-
-@pytest.fixture
-def engine_of(server, tiny):
-    """Builds engines over the server, with waits a thousandth of the usual."""
-    built: list[OpenAIEngine] = []
-
-    def build(**config) -> OpenAIEngine:
-        built.append(OpenAIEngine(config_of(server, **config), tiny))
-        return built[-1]
-
-    yield build
-    for engine in built:
-        engine.close()
-
-
-def config_of(server: FaultyServer, **config) -> OpenAIBackend:
-    return OpenAIBackend(**{"url": server.url, "backoff_seconds": 0.001, "max_retries": 3, **config})
-
-
-def requests(tokenizer, params: SamplingParams = PARAMS, prompts=PROMPTS) -> list[Request]:
-    return [
-        Request(f"r{number}", tokenizer(prompt)["input_ids"], params, 100 + number, prompt)
-        for number, prompt in enumerate(prompts)
-    ]
-
-
-def outcomes(engine: OpenAIEngine, asked: list[Request]) -> dict[str, Outcome]:
-    return {outcome.key: outcome for outcome in engine.stream(asked)}
-
 
 # What is asked and what comes back
 
@@ -298,12 +267,6 @@ def test_a_model_that_goes_away_ends_the_run(server, engine_of, tokenizer):
     server.models = ["another"]
     with pytest.raises(ConfigError, match=r"The model `served` does not exist\.\); look at"):
         engine.generate(requests(tokenizer))
-
-
-def test_an_answer_of_another_form_is_no_reason_to_go_on(server, engine_of, tokenizer):
-    server.mishaps.append(lambda handler: status(200)(handler))
-    with pytest.raises(Fatal, match="in a form that is not OpenAI's"):
-        engine_of().generate(requests(tokenizer))
 
 
 @pytest.mark.parametrize(("reason", "passing"), [("abort", True), ("content_filter", False)])

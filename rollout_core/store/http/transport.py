@@ -22,6 +22,7 @@ import aiohttp
 from yarl import URL
 
 from rollout_core.errors import ConfigError, Recoverable, UnknownOutcome
+from rollout_core.redaction import without_password
 from rollout_core.store.http import wire
 from rollout_core.store.http.errors import error_from
 
@@ -55,12 +56,14 @@ class TransportSettings:
 
     def __repr__(self) -> str:
         # Settings end up in logs and tracebacks; the key must not.
-        return f"TransportSettings({self.server_address!r}, api_key={'...' if self.api_key else None})"
+        return (
+            f"TransportSettings({without_password(self.server_address)!r}, api_key={'...' if self.api_key else None})"
+        )
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.server_address)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"server address is {self.server_address!r}; expected http://host:port")
+            raise ConfigError(f"server address is {without_password(self.server_address)!r}; expected http://host:port")
 
 
 class Reply:

@@ -1,0 +1,32 @@
+"""What every completion must be, whoever made it, before it is kept: held against what was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollout_core.config import SamplingParams
+
+LOGPROB_NOISE = 1e-3
+"""A log-probability above 0 by no more than this, in nats, is the rounding of a certain token's."""
+
+
+def problem_with(
+    token_ids: Sequence[int], logprobs: Sequence[float], params: SamplingParams, vocab_size: int | None = None
+) -> str | None:
+    """Why these tokens with their log-probabilities are no completion under ``params``, if they are none.
+
+    Without log-probabilities the ids were made of a text, and their number says nothing.
+    """
+    if token_ids and (min(token_ids) < 0 or (vocab_size is not None and max(token_ids) >= vocab_size)):
+        beyond = min(token_ids) if min(token_ids) < 0 else max(token_ids)
+        known = "" if vocab_size is None else f"; the model has {vocab_size} tokens"
+        return f"token {beyond}, which there is not{known}"
+    if not logprobs:
+        return None
+    if len(logprobs) != len(token_ids):
+        return f"{len(token_ids)} tokens, but log-probabilities of {len(logprobs)}"
+    if len(token_ids) > params.max_tokens:
+        return f"{len(token_ids)} tokens, but sampling.max_tokens is {params.max_tokens}"
+    if max(logprobs) > LOGPROB_NOISE:
+        return f"a log-probability of {max(logprobs):g}, above 0"
+    return None

@@ -1,0 +1,224 @@
+"""What the answers of an OpenAI-compatible endpoint mean. Nothing in them is believed that cannot be so.
+
+An answer that is malformed, or contradicts itself or the request, is an error of one sample: what another program says
+must neither enter a data set unchecked nor end a run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rollout_core.config import OpenAIBackend
+from rollout_core.errors import ConfigError
+from rollout_core.inference.base import Completion, Failure, Outcome, Request, TopLogprobs
+from rollout_core.inference.checks import LOGPROB_NOISE, problem_with
+from rollout_core.inference.endpoint import Malformed
+from rollout_core.inference.text import decode_completions, told_tokens
+
+_IMPOSSIBLE = -9999.0
+"""vLLM's server writes this for minus infinity."""
+_TOKEN_ID = "token_id:"
+_JSON_KINDS = {
+    type(None): "null",
+    bool: "a truth value",
+    int: "a number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "an object",
+}
+_REST_BYTES = 2**20
+"""Room for what an answer holds beside its tokens, such as usage and the prompt's own text."""
+_TOKEN_BYTES = 1024
+"""Room for a token: its text, its id, its log-probability, and the same once more as a list of bytes."""
+
+
+class OtherDialect(Exception):
+    """The answer lacks what every answer in the configured dialect has."""
+
+
+def longest_answer(request: Request) -> int:
+    """Bytes that no honest answer to ``request`` exceeds."""
+    params = request.params
+    tokens = params.max_tokens * (2 + params.logprobs) + len(request.prompt_token_ids)
+    return _REST_BYTES + tokens * _TOKEN_BYTES
+
+
+def outcome_of(
+    config: OpenAIBackend, tokenizer: Any, request: Request, answer: Mapping[str, Any], vocab_size: int
+) -> Outcome:
+    """The outcome that a whole answer tells.
+
+    Raises Malformed where the answer is none, OtherDialect where the endpoint does not speak the configured dialect.
+    """
+    choice = _only_choice(answer)
+    reason = _text(choice.get("finish_reason"), "finish_reason")
+    if reason not in ("stop", "length"):
+        # An aborted request has fallen to something at the server; a filter will answer alike again.
+        return Failure(request.key, f"the endpoint ended it with {reason!r}", passing=reason in ("abort", "error"))
+    if config.dialect == "vllm" and (choice.get("token_ids") is None or choice.get("logprobs") is None):
+        raise OtherDialect
+    num_tokens = _tokens_told(config, answer, choice)
+    if num_tokens is not None and num_tokens > request.params.max_tokens:
+        raise Malformed(f"{num_tokens} tokens, but sampling.max_tokens is {request.params.max_tokens}")
+    if reason == "length" and num_tokens is not None and num_tokens < request.params.max_tokens:
+        # Servers shorten what would not fit into their context, without a word.
+        return Failure(
+            request.key,
+            f"the endpoint cut it after {num_tokens} tokens, before sampling.max_tokens {request.params.max_tokens}: "
+            "prompt and completion exceed its context; shorten the prompt or lower sampling.max_tokens",
+        )
+    text = _content(config, choice)
+    if config.dialect == "openai":
+        token_ids = tokenizer(text or "", add_special_tokens=False)["input_ids"]
+        return Completion(request.key, token_ids, [], text or "", reason)
+    return _sampled(config, tokenizer, request, choice, text, vocab_size)
+
+
+def _sampled(
+    config: OpenAIBackend,
+    tokenizer: Any,
+    request: Request,
+    choice: Mapping[str, Any],
+    text: str | None,
+    vocab_size: int,
+) -> Completion:
+    """A completion as a vLLM server tells it."""
+    params, token_ids = request.params, _token_ids(choice["token_ids"])
+    told = _object(choice["logprobs"], "logprobs")
+    read = _chat_logprobs if config.api == "chat" else _logprobs
+    names, logprobs, top = read(told, likely=params.logprobs > 0)
+    if not token_ids or not logprobs:
+        raise Malformed(f"{len(token_ids)} tokens, and log-probabilities of {len(logprobs)}")
+    problem = problem_with(token_ids, logprobs, params, vocab_size)
+    if problem is not None:
+        raise Malformed(problem)
+    if min(logprobs) <= _IMPOSSIBLE:
+        raise Malformed("a token was drawn that has no probability")
+    if names and names != [f"{_TOKEN_ID}{token}" for token in token_ids]:
+        raise Malformed("the log-probabilities are those of other tokens than token_ids")
+    if params.logprobs and len(top) != len(token_ids):
+        raise Malformed(f"top_logprobs of {len(top)} tokens, but there are {len(token_ids)}")
+    if not params.stop:
+        # The same decoding as for every other backend; with stop strings the server knows where the text ends.
+        [text] = decode_completions(tokenizer, [request.prompt_token_ids], [told_tokens(token_ids, params)])
+    if text is None:
+        raise Malformed("the text is null")
+    likely = [_ordered(entries, vocab_size)[: params.logprobs] for entries in top]
+    reason = choice["finish_reason"]
+    return Completion(request.key, token_ids, [min(logprob, 0.0) for logprob in logprobs], text, reason, likely)
+
+
+def _only_choice(answer: Mapping[str, Any]) -> Mapping[str, Any]:
+    choices = _list(answer.get("choices"), "choices")
+    if len(choices) != 1:
+        raise Malformed(f"{len(choices)} choices, but one was asked for")
+    choice = _object(choices[0], "a choice")
+    if (index := choice.get("index", 0)) != 0 or isinstance(index, bool):
+        raise Malformed("the only choice has an index other than 0")
+    return choice
+
+
+def _content(config: OpenAIBackend, choice: Mapping[str, Any]) -> str | None:
+    """The text of a choice; null where a chat has none."""
+    if config.api == "chat":
+        content = _object(choice.get("message"), "message").get("content")
+        return None if content is None else _text(content, "content")
+    return _text(choice.get("text"), "text")
+
+
+def _tokens_told(config: OpenAIBackend, answer: Mapping[str, Any], choice: Mapping[str, Any]) -> int | None:
+    """Length of the completion, if the answer tells."""
+    if config.dialect == "vllm":
+        return len(_list(choice["token_ids"], "token_ids"))
+    usage = answer.get("usage")
+    told = None if usage is None else _object(usage, "usage").get("completion_tokens")
+    if told is not None and (type(told) is not int or told < 0):
+        raise Malformed("usage.completion_tokens is no number of tokens")
+    return told
+
+
+def _token_ids(told: Any) -> list[int]:
+    token_ids = _list(told, "token_ids")
+    for token in token_ids:
+        if type(token) is not int:  # a truth value is an int, too
+            raise Malformed(f"a token id is {_kind(token)}" + (" but not a whole one" if type(token) is float else ""))
+    return token_ids
+
+
+def _logprobs(told: Mapping[str, Any], *, likely: bool) -> tuple[list[str], list[float], list[Any]]:
+    """Names of the tokens, where they tell ids; their log-probabilities; and the likeliest tokens of each place."""
+    names = _list(told.get("tokens") or [], "logprobs.tokens")
+    top = _list(told.get("top_logprobs"), "top_logprobs") if likely else []
+    entries = [list(_object(item, "an item of top_logprobs").items()) for item in top]
+    return _ids_among(names), _numbers(_list(told.get("token_logprobs"), "token_logprobs")), entries
+
+
+def _chat_logprobs(told: Mapping[str, Any], *, likely: bool) -> tuple[list[str], list[float], list[Any]]:
+    content = _list(told.get("content") or [], "logprobs.content")
+    items = [_object(item, "an item of logprobs.content") for item in content]
+    names, logprobs = [item.get("token") for item in items], _numbers(item.get("logprob") for item in items)
+    tops = [_list(item.get("top_logprobs"), "top_logprobs") if likely else [] for item in items]
+    return _ids_among(names), logprobs, [[_entry(told) for told in top] for top in tops]
+
+
+def _entry(told: Any) -> tuple[Any, Any]:
+    entry = _object(told, "a likely token")
+    return entry.get("token"), entry.get("logprob")
+
+
+def _ids_among(names: Sequence[Any]) -> list[str]:
+    """The tokens' names, unless the server writes their texts."""
+    return list(names) if names and all(isinstance(name, str) and name.startswith(_TOKEN_ID) for name in names) else []
+
+
+def _numbers(told: Iterable[Any]) -> list[float]:
+    logprobs = list(told)
+    for logprob in logprobs:
+        if type(logprob) is not float and type(logprob) is not int:
+            raise Malformed(f"a log-probability is {_kind(logprob)}")
+    return [float(logprob) for logprob in logprobs]
+
+
+def _ordered(entries: Iterable[tuple[Any, Any]], vocab_size: int) -> TopLogprobs:
+    """Most likely first; the server puts the token drawn before them, once more where it is not among them."""
+    named = [(_text(name, "a likely token").removeprefix(_TOKEN_ID), logprob) for name, logprob in entries]
+    if not all(name.isascii() and name.isdecimal() and len(name) < 12 and int(name) < vocab_size for name, _ in named):
+        raise Malformed("top_logprobs names a token that is no id of the model's vocabulary")
+    numbers = _numbers(logprob for _, logprob in named)
+    if max(numbers, default=-math.inf) > LOGPROB_NOISE:
+        raise Malformed(f"a log-probability of {max(numbers):g}, above 0")
+    found = {int(name): min(p, 0.0) for (name, _), p in zip(named, numbers, strict=True) if p > _IMPOSSIBLE}
+    return sorted(found.items(), key=lambda entry: (-entry[1], entry[0]))
+
+
+def _list(value: Any, what: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise Malformed(f"{what} is {_kind(value)}, not a list")
+    return value
+
+
+def _object(value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise Malformed(f"{what} is {_kind(value)}, not an object")
+    return value
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise Malformed(f"{what} is {_kind(value)}, not a text")
+    return value
+
+
+def _kind(value: Any) -> str:
+    return _JSON_KINDS.get(type(value), type(value).__name__)
+
+
+def no_vllm(config: OpenAIBackend) -> ConfigError:
+    """The error for an endpoint that has never answered in vLLM's dialect."""
+    return ConfigError(
+        f"{config.url} answers without token ids or log-probabilities, so it is no vLLM server; set "
+        "backend.dialect = 'openai', which does without them"
+    )
