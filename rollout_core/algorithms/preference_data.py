@@ -221,7 +221,9 @@ class _Encoder:
     def conversations(self, rows: Iterable[tuple[str, Any, Sequence[Any]]]) -> list[list[list[int]] | ConfigError]:
         """Of the name, prompt and answers of each row: the prompt as the template renders it before the assistant's
         turn, and what each answer adds to it."""
-        return in_step(self._tokenizer, [(where, self._conversation(*row, where)) for where, *row in rows])
+        return in_step(
+            self._tokenizer, [(where, self._conversation(prompt, answers, where)) for where, prompt, answers in rows]
+        )
 
     def _conversation(self, prompt: Any, answers: Sequence[Any], where: str) -> Encoding[list[list[int]]]:
         wholes = [as_messages(answer) for answer in answers]

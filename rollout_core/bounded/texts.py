@@ -151,7 +151,7 @@ def _mark(request: dict[str, Any], step: Step) -> list[Any] | None:
     encoding = tokenizer.encode(text, add_special_tokens=False)
     marked = [False] * len(encoding.ids)
     for first, end in spans:
-        start, last = encoding.char_to_token(first), encoding.char_to_token(end - 1)
+        start, last = encoding.char_to_token(first), encoding.char_to_token(end - 1)  # pyright: ignore[reportOperatorIssue] - the mask was asked for
         if start is None:
             break
         stop = last + 1 if last else len(marked)

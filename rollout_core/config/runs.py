@@ -279,7 +279,7 @@ PreferenceConfig = TrainRMConfig | TrainDPOConfig | TrainIPOConfig | TrainKTOCon
 RunConfig = NightlyConfig | TrainSFTConfig | TrainPPOConfig | TrainGRPOConfig | PreferenceConfig | InferBatchConfig
 
 
-CONFIG_KINDS: dict[str, type[Settings]] = {
+CONFIG_KINDS: dict[str, type[Run]] = {
     "nightly": NightlyConfig,
     "train-sft": TrainSFTConfig,
     "train-ppo": TrainPPOConfig,

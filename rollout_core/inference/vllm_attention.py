@@ -31,7 +31,7 @@ def longest_context(head_size: int) -> int:
 
 def attend_in_pieces() -> None:
     """From now on, in this process."""
-    CPUAttentionMetadataBuilder.build = build
+    CPUAttentionMetadataBuilder.build = build  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def build(self: CPUAttentionMetadataBuilder, prefix: int, common: Any, *args: Any, **kwargs: Any) -> Any:
