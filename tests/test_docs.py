@@ -44,7 +44,7 @@ def commands(page: Path) -> list[str]:
     lines = [line for block in fenced(page, "") for line in block.replace("\\\n", " ").splitlines()]
     shown = [line.partition(" #")[0].strip() for line in [*lines, *inline(page)]]
     known = ("rollout ", "make ", "python ", "prefect deployment run ")
-    return [line for line in shown if line.startswith(known) and "=<" not in line]
+    return [line for line in shown if line.startswith(known) and "=<" not in line and "..." not in line]
 
 
 SHOWN = [(page, line) for page in PAGES for line in dict.fromkeys(commands(page))]
@@ -57,6 +57,7 @@ def test_a_command_is_understood(page: Path, line: str):
 
 
 def check_rollout(arguments: list[str]) -> None:
+    arguments = [argument.strip("[]") for argument in arguments]
     command: Any = typer.main.get_command(app)
     context, rest = None, arguments
     while hasattr(command, "commands") and rest:
