@@ -10,16 +10,21 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 
 PREFIX = "rollout-scratch-"
+SHARED_MEMORY = Path("/dev/shm")
+_SEGMENTS = "shared-memory"
+"""File in a scratch folder: names of segments of shared memory that go with it, a line each."""
+_SEGMENT_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
 _swept: set[str] = set()
 """Folders in which this process has looked for what others left."""
 
@@ -35,7 +40,29 @@ def scratch_folder(purpose: str) -> Iterator[Path]:
         try:
             yield folder
         finally:
+            _remove_segments(folder)
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def note_shared_memory(folder: Path, names: Iterable[str]) -> None:
+    """Have segments of these names removed with the scratch folder."""
+    known = set(_segments(folder))
+    with (folder / _SEGMENTS).open("a", encoding="utf-8") as file:
+        file.writelines(f"{name}\n" for name in sorted(set(names) - known))
+
+
+def _segments(folder: Path) -> list[str]:
+    try:
+        names = (folder / _SEGMENTS).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    return [name for name in names if _SEGMENT_NAME.fullmatch(name)]
+
+
+def _remove_segments(folder: Path) -> None:
+    for name in _segments(folder):
+        with suppress(OSError):
+            (SHARED_MEMORY / name).unlink()
 
 
 def sweep_scratch() -> None:
@@ -104,6 +131,7 @@ def _removed(path: Path, changed_before: float) -> bool:
             return False
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if path.is_dir():
+            _remove_segments(path)
             shutil.rmtree(path)
         else:
             path.unlink()

@@ -183,3 +183,13 @@ ObjectStore.from_url(sys.argv[1]).put_bytes(os.urandom(9))
         os.utime(objects.files.where(key), (moment, moment))
     assert len(put_elsewhere()) == 1
     assert living.poll() is None
+
+
+def test_segments_of_shared_memory_go_with_their_scratch_folder_and_names_that_lead_elsewhere_are_left(tmp_path):
+    segment, other = scratch.SHARED_MEMORY / f"psm_{tmp_path.name}"[:60], tmp_path / "other"
+    segment.write_bytes(b"x")
+    other.write_bytes(b"x")
+    with scratch.scratch_folder("test") as folder:
+        scratch.note_shared_memory(folder, [segment.name, f"../..{other}", "", ".."])
+    assert not segment.exists()
+    assert other.exists()

@@ -18,7 +18,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import InvalidStateError
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from rollout_core import DISTRIBUTION
@@ -27,6 +27,7 @@ from rollout_core.devices import probe_device
 from rollout_core.errors import ConfigError, Fatal, Recoverable
 from rollout_core.ids import ContentId
 from rollout_core.inference.base import Completion, Failure, GathersStream, ModelRef, Outcome, Request, TopLogprobs
+from rollout_core.inference.engine_files import engine_files, noting_segments
 from rollout_core.inference.structured import vllm_constraint
 from rollout_core.inference.text import decode_completions, told_tokens
 from rollout_core.models import load_tokenizer
@@ -54,7 +55,11 @@ class VLLMEngine(GathersStream):
         self._config = config
         self._device = probe_device()
         self._dtype = config.concrete_dtype
-        self._llm = self._start(model)
+        with ExitStack() as stack:
+            folder = stack.enter_context(engine_files())
+            with noting_segments(folder):
+                self._llm = self._start(model)
+            self._files = stack.pop_all()
         self._tokenizer = load_tokenizer(model.folder)
         self._model = model
         self._in_doubt = False
@@ -272,6 +277,7 @@ class VLLMEngine(GathersStream):
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm
         gc.collect()
+        self._files.close()
 
 
 def _structured_outputs(structured: StructuredOutput | None) -> Any:

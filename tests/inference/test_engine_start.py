@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -80,6 +81,36 @@ def test_an_owner_killed_while_its_engine_starts_leaves_no_process(small, tmp_pa
     process.wait()
     _, alive = psutil.wait_procs(engine, timeout=30)
     assert not alive
+
+
+SWEEP = "from rollout_core.scratch import sweep_scratch; sweep_scratch()"
+
+
+@pytest.mark.engine
+def test_a_killed_owner_leaves_no_shared_memory_and_no_sockets_once_the_next_process_has_looked(
+    small, tmp_path, start_process, monkeypatch
+):
+    monkeypatch.setenv("TMPDIR", "/tmp")
+    waits = program(tmp_path)
+    waits.write_text(waits.read_text() + "        import time; time.sleep(600)\n", encoding="utf-8")
+    process = start_process(str(waits), str(small.folder))
+    assert process.stdout is not None
+    while process.stdout.readline() not in ("started\n", ""):
+        pass
+    [folder] = [
+        Path(descriptor)
+        for descriptor in {os.readlink(file) for file in Path(f"/proc/{process.pid}/fd").iterdir()}
+        if "rollout-scratch-engine-" in descriptor
+    ]
+    segments = [Path("/dev/shm", name) for name in (folder / "shared-memory").read_text().split()]
+    assert any(segment.name.startswith("psm_") and segment.exists() for segment in segments)
+    assert any(file.is_socket() for file in folder.iterdir())
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert folder.exists()
+    subprocess.run([sys.executable, "-c", SWEEP], check=True)
+    assert not folder.exists()
+    assert not [segment for segment in segments if segment.exists()]
 
 
 def memory_of(process: psutil.Process) -> list:
