@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from rollout_core import DISTRIBUTION
 from rollout_core.errors import ConfigError
-from rollout_core.redaction import without_password
+from rollout_core.redaction import HIDDEN, without_password
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -25,6 +25,9 @@ Result = TypeVar("Result")
 
 REVISIONS = ("0001", "0002")
 """Every version there has been, the present one last."""
+EXPECTED_POSTGRES = (
+    "postgresql://user:password@host:port/database, with %40, %2F, %3F and %23 for @, /, ? and # in a password"
+)
 BUSY_TIMEOUT_SECONDS = 30.0
 """How long an upgrade waits for others to finish writing."""
 
@@ -89,10 +92,19 @@ def is_postgres(url: str) -> bool:
 
 def _check_ports(url: str) -> None:
     """Raises ConfigError for a port that is none, of one of the hosts; the driver would raise anything."""
-    for host in urlsplit(url).netloc.rpartition("@")[2].split(","):
+    shown = without_password(url)
+    try:
+        hosts = urlsplit(url).netloc.rpartition("@")[2].split(",")
+    except ValueError:  # whose text is a piece of the URL, perhaps of the password
+        raise ConfigError(f"database URL {shown!r} cannot be read; expected {EXPECTED_POSTGRES}") from None
+    for host in hosts:
         port = host.rpartition("]")[2].rpartition(":")[2] if ":" in host.rpartition("]")[2] else ""
         if port and not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 2**16):
-            raise ConfigError(f"database URL has port {port[:20]!r}; expected a number from 1 to 65535")
+            # Of a password with a slash a piece stands where the port would.
+            told = port[:20] if f":{port}" in shown else HIDDEN
+            raise ConfigError(
+                f"database URL has port {told!r}; expected a number from 1 to 65535, in {EXPECTED_POSTGRES}"
+            )
 
 
 def known_revision(found: Sequence[str], where: str) -> str:

@@ -11,6 +11,7 @@ import asyncpg
 
 from rollout_core.errors import ConfigError, Fatal, Recoverable, RolloutError, UnknownOutcome
 from rollout_core.redaction import without_password
+from rollout_core.store.migrate import EXPECTED_POSTGRES
 
 CONNECT_SECONDS = 10.0
 """How long to wait for a connection before the server counts as unreachable."""
@@ -84,8 +85,7 @@ async def connect(url: str, busy_timeout_seconds: float) -> asyncpg.Connection:
         raise explain(error, url) from error
     except ValueError:  # whose text is a piece of the URL, perhaps of the password
         raise ConfigError(
-            f"database URL {without_password(url)!r} cannot be read; expected postgresql://user:password@host:port/"
-            "database, with %40, %2F, %3F and %23 for @, /, ? and # in a password"
+            f"database URL {without_password(url)!r} cannot be read; expected {EXPECTED_POSTGRES}"
         ) from None
 
 
