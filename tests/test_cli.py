@@ -281,10 +281,10 @@ def test_help_shows_every_word_of_its_texts(command: list[str]):
 
 
 def test_the_version_is_the_packages():
-    from importlib.metadata import version
+    from rollout_core import __version__
 
     result = rollout("--version")
-    assert (result.exit_code, result.stdout) == (0, f"rollout {version('rollout')}\n")
+    assert (result.exit_code, result.stdout) == (0, f"rollout {__version__}\n")
 
 
 def test_the_schema_of_one_kind_of_run_is_printed_by_its_name():

@@ -31,9 +31,9 @@ app.command("lineage")(records.lineage)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from rollout_core import __version__
 
-        typer.echo(f"rollout {version('rollout')}")
+        typer.echo(f"rollout {__version__}")
         raise typer.Exit
 
 
