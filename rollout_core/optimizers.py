@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rollout_core.numerics import is_portable
+from rollout_core.numerics import is_portable_here
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +85,7 @@ def optimizer_arguments(
 
 
 def _refuse_unportable(name: str, options: Mapping[str, Any]) -> None:
-    if is_portable() and (name in _SQUARE_ROOTS or (name in FUSED and OTHER_KERNELS & options.keys())):
+    if is_portable_here() and (name in _SQUARE_ROOTS or (name in FUSED and OTHER_KERNELS & options.keys())):
         raise ValueError(
             f"torch.optim.{name}{f' with options {dict(options)}' if name in FUSED else ''} takes square roots that "
             "differ from one make of CPU to another; with portable numerics use adamw, adam, sgd or Adafactor"

@@ -15,6 +15,7 @@ import os
 import queue
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -22,15 +23,17 @@ from collections.abc import Callable, Collection, Coroutine, Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
+from rollout_core import stop_guard
 from rollout_core.errors import Stopped
 from rollout_core.settings import stop_seconds
 
 T = TypeVar("T")
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-SAME_SIGNAL_SECONDS = 1.0
+STOP_SIGNALS = stop_guard.STOP_SIGNALS
+SAME_SIGNAL_SECONDS = stop_guard.SAME_SIGNAL_SECONDS
 """A terminal and a supervisor may both pass on one wish to stop; what comes later than this after the first is a second
 signal."""
 RESERVE_SECONDS = 2.0
@@ -168,7 +171,7 @@ def watching(*, ends_process: bool) -> Iterator[None]:
     if _watched or threading.current_thread() is not threading.main_thread():
         yield
         return
-    receiving, sending = socket.socketpair()
+    receiving, sending = _guarded_pair() if ends_process else socket.socketpair()
     sending.setblocking(False)
     before = signal.set_wakeup_fd(sending.fileno(), warn_on_full_buffer=False)
     watcher = threading.Thread(target=_watch, args=(receiving, ends_process), name="rollout-signals", daemon=True)
@@ -187,6 +190,22 @@ def watching(*, ends_process: bool) -> Iterator[None]:
             watcher.join()
             receiving.close()
             _flag.clear()
+
+
+def _guarded_pair() -> tuple[socket.socket, socket.socket]:
+    """What is sent into the second socket comes out of the first by way of a guard, which can end this process where
+    no thread of its interpreter gets to run."""
+    receiving, passing_on = socket.socketpair()
+    guarded, sending = socket.socketpair()
+    with passing_on, guarded:
+        subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(stop_guard.__file__)), str(os.getpid()), str(stop_seconds())],
+            stdin=guarded.fileno(),
+            stdout=passing_on.fileno(),
+            # The terminal's Ctrl-C is for the process that it guards.
+            start_new_session=True,
+        )
+    return receiving, sending
 
 
 def _watch(receiving: socket.socket, ends_process: bool) -> None:

@@ -96,7 +96,6 @@ def stage(
     version: int,
     cached: bool = True,
     retries: int = RETRIES,
-    timeout_seconds: float | None = None,
     concurrency: str | None = None,
     optional: tuple[str, ...] = (),
 ) -> Callable[[Callable[P, R]], Stage[P, R]]:
@@ -109,7 +108,7 @@ def stage(
     """
 
     def decorate(function: Callable[P, R]) -> Stage[P, R]:
-        return Stage(function, version, cached, retries, timeout_seconds, concurrency, optional)
+        return Stage(function, version, cached, retries, concurrency, optional)
 
     return decorate
 
@@ -123,7 +122,6 @@ class Stage(Generic[P, R]):
         version: int,
         cached: bool,
         retries: int,
-        timeout_seconds: float | None,
         concurrency: str | None,
         optional: tuple[str, ...] = (),
     ) -> None:
@@ -143,7 +141,6 @@ class Stage(Generic[P, R]):
             retries=retries,
             retry_delay_seconds=RETRY_DELAYS_SECONDS,
             retry_condition_fn=should_retry,
-            timeout_seconds=timeout_seconds,
             persist_result=cached,
             result_serializer="json",
             cache_result_in_memory=False,

@@ -61,6 +61,12 @@ def work():
     ctypes.CDLL(None).sleep(600)
 stopping.run_interruptibly(work, Interrupted)
 """
+HOLDS_THE_INTERPRETER = """
+def work():
+    say("ready")
+    ctypes.PyDLL(None).sleep(600)
+stopping.run_interruptibly(work, Interrupted)
+"""
 AWAITS = """
 async def work():
     import asyncio
@@ -115,6 +121,14 @@ def test_a_native_call_that_does_not_return_is_ended_with_its_children_when_the_
     assert "did not stop within 3 s (ROLLOUT_STOP_SECONDS)" in output
     assert "most recent call first" in output, "where it hung is shown"
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_native_call_that_lets_no_thread_run_is_ended_too(program):
+    process = program(HOLDS_THE_INTERPRETER, stop_seconds="2")
+    assert first_line(process) == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=LONG)
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_a_second_signal_ends_the_process_at_once(program):

@@ -66,14 +66,14 @@ def parse_overrides(settings: list[str] | None) -> dict[str, Any]:
 def load_run(
     path: Path, model: type[RunT], overrides: Mapping[str, Any], options: Mapping[str, str] | None = None
 ) -> RunT:
-    """The configuration of a run, in a process that computes as it asks. ``options`` as of `load_config`."""
-    from rollout_core.config import load_config
-    from rollout_core.config.parsing import apply_overrides, read_toml
+    """The configuration of a run, in a process that computes as it asks. ``options`` as of `parse_config`."""
+    from rollout_core.config.parsing import apply_overrides, parse_config, read_toml
     from rollout_core.numerics import hold_numerics
 
+    tables = read_toml(path)
     # Before anything is validated, which may import torch.
-    hold_numerics(apply_overrides(read_toml(path), overrides).get("numerics"))
-    return _whole_ids(load_config(path, model, overrides, options))
+    hold_numerics(apply_overrides(tables, overrides).get("numerics"))
+    return _whole_ids(parse_config(tables, model, name=str(path), overrides=overrides, options=options))
 
 
 def _whole_ids(config: RunT) -> RunT:

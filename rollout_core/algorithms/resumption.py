@@ -29,7 +29,7 @@ from rollout_core.algorithms.workshop import Workshop
 from rollout_core.config import LearnerSettings
 from rollout_core.errors import ConfigError, CorruptObject, NotFound, Recoverable
 from rollout_core.ids import ContentId
-from rollout_core.numerics import arithmetic, differing, is_portable
+from rollout_core.numerics import arithmetic, differing, is_portable_here
 from rollout_core.records import Checkpoint
 from rollout_core.resume import RUN_NAME
 from rollout_core.scratch import scratch_folder
@@ -102,14 +102,14 @@ class Resumption:
         if snapshot_id is None:
             return False
         try:
-            self._restore_from(snapshot_id, state, same_arithmetic=is_portable())
+            self._restore_from(snapshot_id, state, same_arithmetic=is_portable_here())
         except (CorruptObject, NotFound) as error:
             log.warning("%s update starts over: its last snapshot cannot be read (%s)", self._algorithm, error)
             return False
         return True
 
     def _arithmetic_with(self, snapshot_id: ContentId, *, same: bool) -> list[dict[str, Any]]:
-        """That of the parts so far and this process's. Another one is said; where it is to be the ``same``, refused."""
+        """That of the parts so far and this process's. A difference is logged, or refused if ``same``."""
         before = self._snapshots.get(snapshot_id).meta.get(ARITHMETIC, [])
         here = arithmetic()
         differences = differing(before[-1], here) if before else ""
@@ -121,8 +121,8 @@ class Resumption:
             )
         if differences:
             log.warning(
-                "%s update goes on with other arithmetic: begun with %s. The result is sound, but one go in either "
-                "place ends in other last bits; its snapshots name both",
+                "%s update goes on with other arithmetic: begun with %s. The result is sound, but its last bits "
+                "differ from those of an uninterrupted run on either machine; its snapshots name both",
                 self._algorithm,
                 differences,
             )

@@ -28,9 +28,15 @@ _LOOK_SECONDS = 0.5
 def engine_files() -> Iterator[Path]:
     """A folder for the files of the engine that is started inside the block, gone with it or swept later."""
     with scratch_folder("engine") as folder:
+        before = os.environ.pop(SOCKETS, None)
         if len(str(folder)) <= LONGEST_FOLDER:
             os.environ[SOCKETS] = str(folder)
-        yield folder
+        try:
+            yield folder
+        finally:
+            os.environ.pop(SOCKETS, None)
+            if before is not None:
+                os.environ[SOCKETS] = before
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The main function of vLLM's engine process, which ends when its owner does, also by ``kill -9``.
+"""The main functions of vLLM's engine process and its workers, which end when their owner does, also by ``kill -9``.
 
 Left alone, vLLM's engine waits for requests of its dead owner for ever, with its memory. This module imports nothing
 heavy: the child imports it first, so from then on its owner's end ends it, long before vLLM itself is imported there.
@@ -23,8 +23,9 @@ def _hold_kernels() -> None:
         hide_wider_instructions()
 
 
-# A child process has its name before it unpickles what it runs, and `parent_process` only after that.
-if multiprocessing.current_process().name != "MainProcess":
+# vLLM's own names: an owner may be a child process itself, such as a Dask worker. A child has its name before it
+# unpickles what it runs, and `parent_process` only after that.
+if multiprocessing.current_process().name.startswith(("EngineCore", "VllmWorker")):
     signal_at_parents_end(signal.SIGKILL)
     # Its owner must not let vLLM configure logging (see the backend); here nobody else has handlers.
     os.environ.pop("VLLM_CONFIGURE_LOGGING", None)

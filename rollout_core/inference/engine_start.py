@@ -38,7 +38,7 @@ def start_in_time(start: Callable[[], T], timeout_seconds: float) -> T:
             _show_stacks(timeout_seconds)
             kill_children(but=before)
             raise Fatal(
-                f"the engine did not start within {timeout_seconds:g} s; where it stood is in the log (and on stderr). "
+                f"the engine did not start within {timeout_seconds:g} s; stacks are in the log and on stderr. "
                 "A large model on a slow disk may need longer: raise backend.start_timeout_seconds. Otherwise run "
                 "again; what is finished is kept"
             )

@@ -164,7 +164,7 @@ def _prepare(config: BackendConfig, model: ModelRef, architecture: str, say: Cal
 
 
 def _start(config: BackendConfig, model: ModelRef, say: Callable[[str], None]) -> InferenceBackend:
-    """A new backend; of one that takes long to start, its start is told."""
+    """A new backend; tells of the start of those that take long."""
     if not isinstance(config, VLLMBackend | TransformersBackend):
         return build_backend(config, model)
     say(f"starting the {config.kind} engine ...")

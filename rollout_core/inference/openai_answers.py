@@ -56,7 +56,7 @@ def outcome_of(
     choice = _only_choice(answer)
     reason = _text(choice.get("finish_reason"), "finish_reason")
     if reason not in ("stop", "length"):
-        # An aborted request has fallen to something at the server; a filter will answer alike again.
+        # An abort is the server's doing and may go away; a filter will answer the same again.
         return Failure(request.key, f"the endpoint ended it with {reason!r}", passing=reason in ("abort", "error"))
     if config.dialect == "vllm" and (choice.get("token_ids") is None or choice.get("logprobs") is None):
         raise OtherDialect

@@ -55,13 +55,13 @@ class VLLMEngine(GathersStream):
         self._config = config
         self._device = probe_device()
         self._dtype = config.concrete_dtype
+        self._tokenizer = load_tokenizer(model.folder)
+        self._model = model
         with ExitStack() as stack:
             folder = stack.enter_context(engine_files())
             with noting_segments(folder):
                 self._llm = self._start(model)
             self._files = stack.pop_all()
-        self._tokenizer = load_tokenizer(model.folder)
-        self._model = model
         self._in_doubt = False
         self._try_out()
 
@@ -274,10 +274,10 @@ class VLLMEngine(GathersStream):
         return Request(key=f"canary-{self._model.content_id.short}", prompt_token_ids=prompt, params=_CANARY, seed=0)
 
     def close(self) -> None:
-        self._llm.llm_engine.engine_core.shutdown()
-        del self._llm
-        gc.collect()
-        self._files.close()
+        with self._files:
+            self._llm.llm_engine.engine_core.shutdown()
+            del self._llm
+            gc.collect()
 
 
 def _structured_outputs(structured: StructuredOutput | None) -> Any:

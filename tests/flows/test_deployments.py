@@ -104,7 +104,9 @@ def test_a_schedule_whose_data_is_missing_is_told_in_one_line(tmp_path: Path, mo
     clone(tmp_path / "clone")
     monkeypatch.setattr(serve, "PROJECT", tmp_path / "clone")
     [line] = serve.unready_schedules()
-    assert line.startswith("deployment nightly: its scheduled runs fail as long as this is so: ") and "\n" not in line
+    assert (
+        line.startswith("deployment nightly: its scheduled runs will fail until this is fixed: ") and "\n" not in line
+    )
     assert "data/example/sft.jsonl" in line and "data/example/model" in line
 
 

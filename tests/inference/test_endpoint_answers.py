@@ -47,9 +47,12 @@ def choices(change: Callable[[list[Any]], Any]) -> Callable[[dict[str, Any]], An
 
 
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "a token beyond the vocabulary": (put("token_ids", 0, value=100_000), "token 100000, which there is not"),
-    "a token of 2**40": (put("token_ids", 0, value=2**40), "token 1099511627776, which there is not"),
-    "a negative token": (put("token_ids", 0, value=-1), "token -1, which there is not"),
+    "a token beyond the vocabulary": (
+        put("token_ids", 0, value=100_000),
+        "token id 100000, which is outside",
+    ),
+    "a token of 2**40": (put("token_ids", 0, value=2**40), "token id 1099511627776, which is outside the vocabulary"),
+    "a negative token": (put("token_ids", 0, value=-1), "token id -1, which is outside the vocabulary"),
     "true as a token": (put("token_ids", 0, value=True), "a token id is a truth value"),
     "a text as a token": (put("token_ids", 0, value="5"), "a token id is a text"),
     "a float as a token": (put("token_ids", 0, value=5.0), "a token id is a number but not a whole one"),
@@ -382,8 +385,8 @@ async def test_malformed_answers_are_kept_as_failures_and_asked_for_again_by_the
         ([5, 6], [], None),
         ([5] * 9, [], None),
         ([], [], None),
-        ([5, -6], [-0.5, -0.5], "token -6, which there is not; the model has 262 tokens"),
-        ([5, 262], [-0.5, -0.5], "token 262, which there is not; the model has 262 tokens"),
+        ([5, -6], [-0.5, -0.5], "token id -6, which is outside the vocabulary; the model has 262 tokens"),
+        ([5, 262], [-0.5, -0.5], "token id 262, which is outside the vocabulary; the model has 262 tokens"),
         ([5, 6], [-0.5], "2 tokens, but log-probabilities of 1"),
         ([5] * 9, [-0.5] * 9, "9 tokens, but sampling.max_tokens is 8"),
         ([5], [0.5], "a log-probability of 0.5, above 0"),
@@ -400,6 +403,6 @@ async def test_an_engine_in_this_process_is_not_believed_either(batch, watched):
         if completion.key == batch.ids[3]
         else completion
     )
-    with pytest.raises(Fatal, match=r"1 of 10 samples failed; .* cannot be kept: token -1, which there is not"):
+    with pytest.raises(Fatal, match=r"1 of 10 samples failed; .* cannot be kept: token id -1, which is outside"):
         await batch.complete(watched)
     assert await batch.statuses() == {"failed": 1, "succeeded": 9}

@@ -67,7 +67,7 @@ class Gate:
             if name == b"origin" and not self._is_allowed(value.lower(), hosts):
                 return Forbidden(
                     f"the request comes from the web page {value.decode('latin-1')!r:.200}; without an API key this "
-                    "server takes none from pages of others, unless it was started with their origin "
+                    "server accepts none from other sites' pages, unless it was started with their origin "
                     "(--cors-allow-origin)"
                 )
         return None
