@@ -13,7 +13,7 @@ import sys
 import time
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-SLACK_SECONDS = 1.0
+SLACK_SECONDS = 2.0
 """For the guarded process itself, which can say where it hangs and end its children, if it can do anything."""
 SAME_SIGNAL_SECONDS = 1.0
 
