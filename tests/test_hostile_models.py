@@ -21,15 +21,17 @@ from rollout_core.bounded.keeper import KeptChild
 from rollout_core.bounded.tokenizing import Chat, Problem, encode, how_prompts_vary, render
 from rollout_core.config import ModelSource, SamplingParams, TransformersBackend
 from rollout_core.datasets import ChatMessage, PromptRow
-from rollout_core.errors import ConfigError
+from rollout_core.errors import ConfigError, Recoverable
 from rollout_core.ids import hash_bytes
 from rollout_core.inference.base import ModelRef, Request
 from rollout_core.inference.hf import TransformersEngine
 from rollout_core.inference.text import tokenize_prompts, try_prompts
+from rollout_core.isolation import child as isolation_child
 from rollout_core.isolation.limits import Limits
 from rollout_core.models import check_model, load_tokenizer
 from rollout_core.store.migrate import is_postgres
 
+CHILDREN = {tokenizing: "texts", inspecting: "inspection"}
 FORTY_DOUBLINGS = [{"type": "Replace", "pattern": {"String": " "}, "content": "  "}] * 40
 
 
@@ -48,6 +50,18 @@ def small_child() -> Iterator[KeptChild]:
     child = KeptChild("rollout_core.bounded.texts:handle", replace(tokenizing.LIMITS, memory_bytes=600 * 2**20))
     yield child
     child.close()
+
+
+@pytest.fixture
+def busy_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No child starts in time."""
+    children = {place: KeptChild(f"rollout_core.bounded.{name}:handle", Limits()) for place, name in CHILDREN.items()}
+    for place, child in children.items():
+        monkeypatch.setattr(place, "_child", child)
+    monkeypatch.setattr(isolation_child, "START_SECONDS", 0.0)
+    yield
+    for child in children.values():
+        child.close()
 
 
 @pytest.fixture
@@ -92,7 +106,7 @@ def test_a_template_fails_the_sample_it_hangs_or_breaks_for_and_no_other(tokeniz
 
 def test_a_template_that_hangs_for_every_message_is_given_up(tokenizer, quick_limits):
     tokenizer.chat_template = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
-    with pytest.raises(ConfigError, match=r"takes more than 0\.3 s for these messages, as for 2 rows before"):
+    with pytest.raises(ConfigError, match=r"takes more than 0\.3 s for these messages, as did 2 earlier rows; choose"):
         render(tokenizer, chats(*"abcdefgh"))
 
 
@@ -147,6 +161,18 @@ def test_a_template_that_draws_draws_the_same_again_and_its_plan_says_so(tokeniz
     assert "draws at random" in (how_prompts_vary(tokenizer.chat_template) or "")
     assert "asks for the date" in (how_prompts_vary("{{ strftime_now('%Y') }}") or "")
     assert how_prompts_vary(REAL) is None
+
+
+def test_a_busy_machine_is_nobodys_fault_and_worth_another_try(model, tokenizer, busy_machine):
+    """Neither a row's, whose failure would be kept, nor the model's."""
+    tokenizer.chat_template = on_bad("{{ 1/0 }}")
+    for ask in (
+        lambda: render(tokenizer, chats("one", "two")),
+        lambda: encode(tokenizer, ["sort 1 ="], special_tokens=True),
+        lambda: inspecting.inspect_folder(model, has_weights=True),
+    ):
+        with pytest.raises(Recoverable, match="took longer than 0 s to start"):
+            ask()
 
 
 # Tokenizers
@@ -231,7 +257,7 @@ def test_a_model_that_takes_too_much_to_build_is_ended(model, monkeypatch):
     edit(model / "config.json", num_hidden_layers=10_000, layer_types=None)
     message = refusal(model)
     child.close()
-    assert "holds no model that can be used: looking into it used " in message and "of memory" in message
+    assert "cannot be inspected: it used " in message and "of memory" in message
 
 
 def test_a_million_empty_tensors_are_no_reason_to_wait(model):

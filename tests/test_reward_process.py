@@ -212,6 +212,28 @@ def test_a_recoverable_fault_crosses_with_its_hint_and_the_process_goes_on(tmp_p
         score(reward, SAMPLES)  # a new process
 
 
+def test_a_killed_reward_is_worth_another_try(tmp_path: Path):
+    """The machine may have run out of memory."""
+    write(
+        tmp_path / "mine.py",
+        """
+        import os, pathlib
+
+        def r(sample):
+            mark = pathlib.Path("was-killed")
+            if sample.id == "s-1" and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), 9)
+            return 1.0
+        """.replace("was-killed", str(tmp_path / "was-killed")),
+    )
+    reward = load_reward(FunctionReward(callable="mine.py:r"), base=tmp_path)
+    with pytest.raises(Recoverable, match=r"^reward mine\.py:r was interrupted on sample 1 \(s-1\): .* SIGKILL"):
+        score(reward, SAMPLES)
+    assert score(reward, SAMPLES) == [1.0, 1.0]
+    reward.close()
+
+
 # -- values ------------------------------------------------------------------------------------------------------------
 
 

@@ -42,6 +42,4 @@ def _ask(folder: Path, operation: str, **arguments: Any) -> Any:
         return _child.call({"operation": operation, "folder": str(folder.absolute()), **arguments})
     except Ended as error:
         allowed = f"{LIMITS.seconds:g} s and {gibibytes(LIMITS.memory_bytes or 0)} of memory"
-        raise ConfigError(
-            f"{folder} holds no model that can be used: looking into it {error}; it may take {allowed}"
-        ) from error
+        raise ConfigError(f"{folder} cannot be inspected: it {error}; the limits are {allowed}") from error

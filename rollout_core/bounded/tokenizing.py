@@ -66,7 +66,9 @@ class _Known:
         """The problem, unless there were too many of the kind."""
         self.beyond_limits += 1
         if self.beyond_limits >= BEYOND_LIMITS:
-            raise ConfigError(f"{problem.reason}, as for {BEYOND_LIMITS - 1} rows before; choose another")
+            raise ConfigError(
+                f"{problem.reason}, as did {BEYOND_LIMITS - 1} earlier rows; choose another template or tokenizer"
+            )
         return problem
 
 
@@ -178,7 +180,8 @@ def _in_requests(
     known: _Known,
     what: str,
 ) -> list[OutT | Problem]:
-    """Answers about all items; where a request fails, those that made it fail have a problem."""
+    """Answers about all items; where a request fails, those that made it fail have a problem. Raises Recoverable where
+    the machine is to blame and not an item."""
     return [answer for some in _requests(items, size) for answer in _answers(some, ask, known, what)]
 
 
