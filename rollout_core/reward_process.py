@@ -25,13 +25,16 @@ class RewardProcess:
         self._kwargs = dict(kwargs)
         name = code.callable
         self._child = Child(
-            "rollout_core.reward_worker:handle", limits, on_line=lambda line: on_line(f"reward {name}: {line}")
+            "rollout_core.reward_worker:handle",
+            limits,
+            on_line=lambda line: on_line(f"reward {name}: {line}"),
+            prepare=self._load,
         )
-        self._load()
+        self._child.start()
 
-    def _load(self) -> None:
+    def _load(self, ask: Callable[[Any], Any]) -> None:
         try:
-            self._child.call({"code": self._code.document(), "kwargs": self._kwargs})
+            ask({"code": self._code.document(), "kwargs": self._kwargs})
         except Ended as error:
             raise ConfigError(f"reward {self._code.callable} cannot be loaded: it {error}") from error
         except Interrupted as error:
@@ -39,8 +42,6 @@ class RewardProcess:
 
     def __call__(self, inputs: Sequence[RewardInput]) -> list[float]:
         """The reward of each input. Raises as `score` does."""
-        if not self._child.is_running:
-            self._load()
         rows = [[_plain(getattr(sample, name)) for name in INPUT_FIELDS] for sample in inputs]
         try:
             return self._child.call({"inputs": rows})

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
-import pickle
 import signal
 import struct
 import threading
@@ -98,7 +98,7 @@ def test_an_end_that_the_machine_may_have_caused_is_worth_another_try(way: str, 
     with child() as running:
         with pytest.raises(Recoverable) as caught:
             running.call(way)
-        told = pickle.loads(pickle.dumps(caught.value))
+        told = copy.copy(caught.value)
         assert isinstance(told, Interrupted) and (told.reason, told.place) == (reason, 7)
         assert str(told) == f"a child process {reason}"
         assert is_alive(running.call("place")), "the next call has a new process"

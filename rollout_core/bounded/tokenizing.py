@@ -66,9 +66,8 @@ class _Known:
         """The problem, unless there were too many of the kind."""
         self.beyond_limits += 1
         if self.beyond_limits >= BEYOND_LIMITS:
-            raise ConfigError(
-                f"{problem.reason}, as did {BEYOND_LIMITS - 1} earlier rows; choose another template or tokenizer"
-            )
+            others = f"as did {BEYOND_LIMITS - 1} earlier rows"
+            raise ConfigError(f"{problem.reason}, {others}; choose another template or tokenizer")
         return problem
 
 

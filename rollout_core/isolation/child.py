@@ -72,13 +72,20 @@ class Child:
     """A process that runs ``handler`` (``module:function``, see `worker.Handler`), and whatever that runs.
 
     Calls take turns. A child that was ended by a call that failed starts anew with the next one.
-    ``on_line`` gets the lines that the code writes.
+    ``on_line`` gets the lines that the code writes. ``prepare`` gets every new process ready: it is given what asks it,
+    as `call` does, before any call gets through. A process that it raises for is ended.
     """
 
     def __init__(
-        self, handler: str, limits: Limits | None = None, *, on_line: Callable[[str], None] = log.info
+        self,
+        handler: str,
+        limits: Limits | None = None,
+        *,
+        on_line: Callable[[str], None] = log.info,
+        prepare: Callable[[Callable[[Any], Any]], object] = lambda ask: None,
     ) -> None:
         self._handler = handler
+        self._prepare = prepare
         self._limits = limits or Limits()
         self._on_line = on_line
         self._lock = threading.Lock()
@@ -93,17 +100,35 @@ class Child:
         """What the handler returns for ``request``, both as JSON values.
 
         Raises Ended where it does not come to its end within the limits, Interrupted where the machine is to blame, and
-        what the handler raised: an error of this project as it was, another as Fatal naming its kind.
+        what the handler raised: an error of this project as it was, another as Fatal naming its kind. Also what
+        ``prepare`` raises.
         """
         with self._lock:
-            if self._process is None or self._process.popen.poll() is not None:
-                self._close()
-                self._process = _start(self._handler, self._limits)
-            try:
-                answer = _Call(self._process, self._limits, self._on_line).run(request)
-            except BaseException:
-                self._close()  # also on a signal: an answer to come would be taken for that of the next call
-                raise
+            return self._ask(self._running(), request)
+
+    def start(self) -> None:
+        """Start it and get it ready where it does not run. Raises what ``prepare`` does."""
+        with self._lock:
+            self._running()
+
+    def _running(self) -> _Process:
+        if self._process is not None and self.is_running:
+            return self._process
+        self._close()
+        process = self._process = _start(self._handler, self._limits)
+        try:
+            self._prepare(lambda request: self._ask(process, request))
+        except BaseException:
+            self._close()
+            raise
+        return process
+
+    def _ask(self, process: _Process, request: Any) -> Any:
+        try:
+            answer = _Call(process, self._limits, self._on_line).run(request)
+        except BaseException:
+            self._close()  # also on a signal: an answer to come would be taken for that of the next call
+            raise
         if "error" in answer:
             error = error_of(answer["error"])
             # Only an error that says so itself is worth another try.
