@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from rollout_core import stopping
 from rollout_core.bounded import inspecting, tokenizing
 from rollout_core.bounded.keeper import KeptChild
 from rollout_core.bounded.tokenizing import Chat, Problem, encode, how_prompts_vary, render
@@ -154,6 +156,24 @@ def test_what_is_rendered_and_tokenised_is_what_transformers_makes_of_it(tokeniz
     assert (ids, marked) == (marks["input_ids"], [bool(mark) for mark in marks["assistant_masks"]]) and any(marked)
 
 
+def test_a_child_that_forgets_the_tokenizer_between_two_requests_is_asked_all_the_same(tokenizer, monkeypatch):
+    """Another thread's row may end the child, or another tokenizer take the place of this one, at any time."""
+    tokenizer.chat_template = REAL
+    child = KeptChild("rollout_core.bounded.texts:handle", tokenizing.LIMITS)
+
+    class Forgetful:
+        def call(self, request: Any) -> Any:
+            answer = child.call(request)
+            child.close()
+            return answer
+
+    monkeypatch.setattr(tokenizing, "_child", Forgetful())
+    expected = tokenizer(["sort 1 ="])["input_ids"]
+    assert encode(tokenizer, ["sort 1 ="], special_tokens=True) == expected
+    turns = [ChatMessage(role=role, content=role) for role in ("user", "assistant")]
+    assert any(tokenizing.marked_tokens(tokenizer, Chat(turns))[1])
+
+
 def test_a_template_that_draws_draws_the_same_again_and_its_plan_says_so(tokenizer):
     tokenizer.chat_template = "{{ range(1000000) | random }}"
     first, second = (render(tokenizer, chats("a", "b")) for _ in range(2))
@@ -197,6 +217,23 @@ def test_a_decoder_that_makes_a_book_of_every_token_is_refused(model):
 
 
 # Configurations
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_stop_while_the_child_gets_ready_prints_nothing(monkeypatch, capfd):
+    child = KeptChild("rollout_core.bounded.inspection:handle", inspecting.LIMITS)
+    monkeypatch.setattr(inspecting, "_child", child)
+    before = set(threading.enumerate())
+    stopping.request_stop()
+    try:
+        inspecting.prepare()
+        for thread in set(threading.enumerate()) - before:
+            if not isinstance(thread, threading.Timer):
+                thread.join(30)
+    finally:
+        stopping._flag.clear()
+        child.close()
+    assert capfd.readouterr().err == ""
 
 
 def refusal(model: Path) -> str:

@@ -140,14 +140,16 @@ def _template_of(tokenizer: Any) -> dict[str, Any]:
 
 
 def _ask_about(tokenizer: Any, request: dict[str, Any]) -> Any:
-    """The answer about a tokenizer, which the child is shown first where it does not know it."""
+    """The answer about a tokenizer, which is sent along where the child does not know it.
+
+    In one request: between two, other threads may have the child forget it.
+    """
     request = request | {"key": _key(tokenizer)}
     answer = _child.call(request)
     if answer is None:
-        shown = {"tokenizer": tokenizer.backend_tokenizer.to_str(), "key": request["key"]}
-        shown["split_special_tokens"] = bool(tokenizer.split_special_tokens)
-        _child.call(shown | {"operation": "learn"})
-        answer = _child.call(request)
+        sent = {"tokenizer": tokenizer.backend_tokenizer.to_str()}
+        sent["split_special_tokens"] = bool(tokenizer.split_special_tokens)
+        answer = _child.call(request | sent)
     return answer
 
 
