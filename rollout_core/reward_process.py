@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rollout_core.errors import ConfigError, Fatal
-from rollout_core.isolation.child import Child, Ended
+from rollout_core.errors import ConfigError, Fatal, Recoverable
+from rollout_core.isolation.child import Child, Ended, Interrupted
 from rollout_core.isolation.limits import Limits
 from rollout_core.reward_scoring import INPUT_FIELDS, RewardInput, places, whole_batch
 from rollout_core.user_code import UserCode
@@ -25,32 +25,44 @@ class RewardProcess:
         self._kwargs = dict(kwargs)
         name = code.callable
         self._child = Child(
-            "rollout_core.reward_worker:handle", limits, on_line=lambda line: on_line(f"reward {name}: {line}")
+            "rollout_core.reward_worker:handle",
+            limits,
+            on_line=lambda line: on_line(f"reward {name}: {line}"),
+            prepare=self._load,
         )
-        self._load()
+        self._child.start()
 
-    def _load(self) -> None:
+    def _load(self, ask: Callable[[Any], Any]) -> None:
         try:
-            self._child.call({"code": self._code.document(), "kwargs": self._kwargs})
+            ask({"code": self._code.document(), "kwargs": self._kwargs})
         except Ended as error:
             raise ConfigError(f"reward {self._code.callable} cannot be loaded: it {error}") from error
+        except Interrupted as error:
+            raise Recoverable(f"reward {self._code.callable} was not loaded: its process {error.reason}") from error
 
     def __call__(self, inputs: Sequence[RewardInput]) -> list[float]:
         """The reward of each input. Raises as `score` does."""
-        if not self._child.is_running:
-            self._load()
         rows = [[_plain(getattr(sample, name)) for name in INPUT_FIELDS] for sample in inputs]
         try:
             return self._child.call({"inputs": rows})
         except Ended as error:
-            known = list(places(inputs))
-            alone = error.place is not None and 0 <= error.place < len(known)
-            place = known[error.place or 0] if alone else whole_batch(inputs)
+            place = _place(error.place, inputs)
             raise Fatal(f"reward {self._code.callable} failed on {place}: it {error}") from error
+        except Interrupted as error:
+            place = _place(error.place, inputs)
+            raise Recoverable(
+                f"reward {self._code.callable} was interrupted on {place}: its process {error.reason}"
+            ) from error
 
     def close(self) -> None:
         """End the child."""
         self._child.close()
+
+
+def _place(place: int | None, inputs: Sequence[RewardInput]) -> str:
+    """Where it was, in words; what the process tells may be no place."""
+    known = list(places(inputs))
+    return known[place] if place is not None and 0 <= place < len(known) else whole_batch(inputs)
 
 
 def _plain(value: Any) -> Any:

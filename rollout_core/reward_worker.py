@@ -13,20 +13,21 @@ from rollout_core.reward_scoring import INPUT_FIELDS, RewardFunction, RewardInpu
 from rollout_core.user_code import UserCode
 from rollout_core.user_modules import importable
 
-_loaded: list[RewardFunction] = []
-"""The function, once it is."""
+_loaded: RewardFunction | None = None
 _imports = ExitStack()
 
 
 def handle(request: dict[str, Any], tell: Callable[[int], None]) -> Any:
-    """Load the function that a request brings the code of; score the inputs of any other."""
+    """Load the function that a request brings the code of, which is the first; score the inputs of any other."""
+    global _loaded
     if "code" in request:
         code, kwargs = UserCode.from_document(request["code"]), request["kwargs"]
         _imports.enter_context(importable(code))
         function = load_function(code, kwargs)
-        _loaded.append(RewardFunction(code.callable, lambda given: function(given, **kwargs), is_batched(function)))
+        _loaded = RewardFunction(code.callable, lambda given: function(given, **kwargs), is_batched(function))
         return None
-    [reward] = _loaded
+    reward = _loaded
+    assert reward is not None, "the caller loads it first"
     inputs = [RewardInput(**dict(zip(INPUT_FIELDS, row, strict=True))) for row in request["inputs"]]
     at = [whole_batch(inputs)]
 

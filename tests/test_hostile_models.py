@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,20 +17,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from rollout_core import stopping
 from rollout_core.bounded import inspecting, tokenizing
 from rollout_core.bounded.keeper import KeptChild
 from rollout_core.bounded.tokenizing import Chat, Problem, encode, how_prompts_vary, render
 from rollout_core.config import ModelSource, SamplingParams, TransformersBackend
 from rollout_core.datasets import ChatMessage, PromptRow
-from rollout_core.errors import ConfigError
+from rollout_core.errors import ConfigError, Recoverable
 from rollout_core.ids import hash_bytes
 from rollout_core.inference.base import ModelRef, Request
 from rollout_core.inference.hf import TransformersEngine
 from rollout_core.inference.text import tokenize_prompts, try_prompts
+from rollout_core.isolation import child as isolation_child
 from rollout_core.isolation.limits import Limits
 from rollout_core.models import check_model, load_tokenizer
 from rollout_core.store.migrate import is_postgres
 
+CHILDREN = {tokenizing: "texts", inspecting: "inspection"}
 FORTY_DOUBLINGS = [{"type": "Replace", "pattern": {"String": " "}, "content": "  "}] * 40
 
 
@@ -48,6 +52,18 @@ def small_child() -> Iterator[KeptChild]:
     child = KeptChild("rollout_core.bounded.texts:handle", replace(tokenizing.LIMITS, memory_bytes=600 * 2**20))
     yield child
     child.close()
+
+
+@pytest.fixture
+def busy_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No child starts in time."""
+    children = {place: KeptChild(f"rollout_core.bounded.{name}:handle", Limits()) for place, name in CHILDREN.items()}
+    for place, child in children.items():
+        monkeypatch.setattr(place, "_child", child)
+    monkeypatch.setattr(isolation_child, "START_SECONDS", 0.0)
+    yield
+    for child in children.values():
+        child.close()
 
 
 @pytest.fixture
@@ -92,7 +108,7 @@ def test_a_template_fails_the_sample_it_hangs_or_breaks_for_and_no_other(tokeniz
 
 def test_a_template_that_hangs_for_every_message_is_given_up(tokenizer, quick_limits):
     tokenizer.chat_template = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
-    with pytest.raises(ConfigError, match=r"takes more than 0\.3 s for these messages, as for 2 rows before"):
+    with pytest.raises(ConfigError, match=r"takes more than 0\.3 s for these messages, as did 2 earlier rows; choose"):
         render(tokenizer, chats(*"abcdefgh"))
 
 
@@ -140,6 +156,24 @@ def test_what_is_rendered_and_tokenised_is_what_transformers_makes_of_it(tokeniz
     assert (ids, marked) == (marks["input_ids"], [bool(mark) for mark in marks["assistant_masks"]]) and any(marked)
 
 
+def test_a_child_that_forgets_the_tokenizer_between_two_requests_is_asked_all_the_same(tokenizer, monkeypatch):
+    """Another thread's row may end the child, or another tokenizer take the place of this one, at any time."""
+    tokenizer.chat_template = REAL
+    child = KeptChild("rollout_core.bounded.texts:handle", tokenizing.LIMITS)
+
+    class Forgetful:
+        def call(self, request: Any) -> Any:
+            answer = child.call(request)
+            child.close()
+            return answer
+
+    monkeypatch.setattr(tokenizing, "_child", Forgetful())
+    expected = tokenizer(["sort 1 ="])["input_ids"]
+    assert encode(tokenizer, ["sort 1 ="], special_tokens=True) == expected
+    turns = [ChatMessage(role=role, content=role) for role in ("user", "assistant")]
+    assert any(tokenizing.marked_tokens(tokenizer, Chat(turns))[1])
+
+
 def test_a_template_that_draws_draws_the_same_again_and_its_plan_says_so(tokenizer):
     tokenizer.chat_template = "{{ range(1000000) | random }}"
     first, second = (render(tokenizer, chats("a", "b")) for _ in range(2))
@@ -147,6 +181,18 @@ def test_a_template_that_draws_draws_the_same_again_and_its_plan_says_so(tokeniz
     assert "draws at random" in (how_prompts_vary(tokenizer.chat_template) or "")
     assert "asks for the date" in (how_prompts_vary("{{ strftime_now('%Y') }}") or "")
     assert how_prompts_vary(REAL) is None
+
+
+def test_a_busy_machine_is_nobodys_fault_and_worth_another_try(model, tokenizer, busy_machine):
+    """Neither a row's, whose failure would be kept, nor the model's."""
+    tokenizer.chat_template = on_bad("{{ 1/0 }}")
+    for ask in (
+        lambda: render(tokenizer, chats("one", "two")),
+        lambda: encode(tokenizer, ["sort 1 ="], special_tokens=True),
+        lambda: inspecting.inspect_folder(model, has_weights=True),
+    ):
+        with pytest.raises(Recoverable, match="took longer than 0 s to start"):
+            ask()
 
 
 # Tokenizers
@@ -171,6 +217,21 @@ def test_a_decoder_that_makes_a_book_of_every_token_is_refused(model):
 
 
 # Configurations
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_stop_while_the_child_gets_ready_prints_nothing(monkeypatch, capfd):
+    child = KeptChild("rollout_core.bounded.inspection:handle", inspecting.LIMITS)
+    monkeypatch.setattr(inspecting, "_child", child)
+    before = set(threading.enumerate())
+    with stopping.watching(ends_process=False):
+        stopping.request_stop()
+        inspecting.prepare()
+        for thread in set(threading.enumerate()) - before:
+            if thread.name != "rollout-signals" and not isinstance(thread, threading.Timer):
+                thread.join(30)
+    child.close()
+    assert capfd.readouterr().err == ""
 
 
 def refusal(model: Path) -> str:
@@ -231,7 +292,7 @@ def test_a_model_that_takes_too_much_to_build_is_ended(model, monkeypatch):
     edit(model / "config.json", num_hidden_layers=10_000, layer_types=None)
     message = refusal(model)
     child.close()
-    assert "holds no model that can be used: looking into it used " in message and "of memory" in message
+    assert "cannot be inspected: it used " in message and "of memory" in message
 
 
 def test_a_million_empty_tensors_are_no_reason_to_wait(model):

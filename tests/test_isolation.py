@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import signal
@@ -15,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from rollout_core.errors import Fatal
-from rollout_core.isolation.child import Child, Ended
+from rollout_core.errors import Fatal, Recoverable
+from rollout_core.isolation import child as isolation_child
+from rollout_core.isolation.child import Child, Ended, Interrupted
 from rollout_core.isolation.limits import Limits
 
 TESTS = str(Path(__file__).parent)
@@ -69,8 +71,6 @@ def test_large_values_do_not_block_a_child_that_writes_output_at_the_same_time()
         ("exit", {}, "ended its process with exit code 0"),
         ("exit from a thread", {}, "ended its process with exit code 4"),
         ("crash", {}, "was killed by SIGSEGV"),
-        ("kill", {}, "was killed by SIGKILL (the machine may have run out of memory)"),
-        ("kill the warden", {}, "lost the process that watches it"),
         ("hang", {"seconds": 1.0}, "took longer than 1 s; its last output: about to hang"),
         ("flood", {"output_bytes": MIB}, "wrote more than 1 MiB of output"),
         ("memory", {"memory_bytes": 200 * MIB}, "MiB of memory; 200 MiB are allowed"),
@@ -85,6 +85,30 @@ def test_a_call_that_does_not_come_to_its_end_says_why_and_where(way: str, limit
         assert reason in str(caught.value) and caught.value.place == 7
         assert not running.is_running
         assert is_alive(running.call("place")), "the next call has a new process"
+
+
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    [
+        ("kill", "was killed by SIGKILL (the machine may have run out of memory)"),
+        ("kill the warden", "lost the process that watches it"),
+    ],
+)
+def test_an_end_that_the_machine_may_have_caused_is_worth_another_try(way: str, reason: str):
+    with child() as running:
+        with pytest.raises(Recoverable) as caught:
+            running.call(way)
+        told = copy.copy(caught.value)
+        assert isinstance(told, Interrupted) and (told.reason, told.place) == (reason, 7)
+        assert str(told) == f"a child process {reason}"
+        assert is_alive(running.call("place")), "the next call has a new process"
+
+
+def test_a_machine_that_is_too_busy_to_start_a_child_is_worth_another_try(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(isolation_child, "START_SECONDS", 0.0)
+    with child() as running:
+        with pytest.raises(Recoverable, match=r"^a child process took longer than 0 s to start \(the machine may be"):
+            running.call("place")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,54 @@ def test_a_recoverable_fault_crosses_with_its_hint_and_the_process_goes_on(tmp_p
     reward.close()
     with pytest.raises(Recoverable):
         score(reward, SAMPLES)  # a new process
+
+
+def test_calls_from_several_threads_load_a_new_process_once(tmp_path: Path):
+    write(tmp_path / "mine.py", "print('loaded')\ndef r(sample): return 1\n")
+    lines: list[str] = []
+    reward = load_reward(FunctionReward(callable="mine.py:r"), base=tmp_path, on_line=lines.append)
+    reward.close()
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(lambda _: score(reward, SAMPLES), range(4))) == [[1.0, 1.0]] * 4
+    reward.close()
+    assert lines == ["reward mine.py:r: loaded"] * 2
+
+
+def test_a_reward_that_once_cannot_be_loaded_again_is_loaded_by_a_later_call(tmp_path: Path):
+    mark = tmp_path / "service-is-down"
+    code = f"import os\nif os.path.exists({str(mark)!r}): raise ValueError('down')\ndef r(sample): return 1\n"
+    write(tmp_path / "mine.py", code)
+    reward = load_reward(FunctionReward(callable="mine.py:r"), base=tmp_path)
+    reward.close()
+    mark.touch()
+    for _ in range(2):
+        with pytest.raises(Fatal, match="ValueError: down"):
+            score(reward, SAMPLES)
+    mark.unlink()
+    assert score(reward, SAMPLES) == [1.0, 1.0]
+    reward.close()
+
+
+def test_a_killed_reward_is_worth_another_try(tmp_path: Path):
+    """The machine may have run out of memory."""
+    write(
+        tmp_path / "mine.py",
+        """
+        import os, pathlib
+
+        def r(sample):
+            mark = pathlib.Path("was-killed")
+            if sample.id == "s-1" and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), 9)
+            return 1.0
+        """.replace("was-killed", str(tmp_path / "was-killed")),
+    )
+    reward = load_reward(FunctionReward(callable="mine.py:r"), base=tmp_path)
+    with pytest.raises(Recoverable, match=r"^reward mine\.py:r was interrupted on sample 1 \(s-1\): .* SIGKILL"):
+        score(reward, SAMPLES)
+    assert score(reward, SAMPLES) == [1.0, 1.0]
+    reward.close()
 
 
 # -- values ------------------------------------------------------------------------------------------------------------

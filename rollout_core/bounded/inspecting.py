@@ -3,14 +3,17 @@ read anywhere: it holds the same then."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from pathlib import Path
 from typing import Any
 
 from rollout_core.bounded.keeper import KeptChild
-from rollout_core.errors import ConfigError
+from rollout_core.errors import ConfigError, RolloutError
 from rollout_core.isolation.child import Ended
 from rollout_core.isolation.limits import Limits, gibibytes
+
+log = logging.getLogger(__name__)
 
 LIMITS = Limits(seconds=300.0, memory_bytes=4 * 2**30)
 """The largest models known are built in a tenth of it."""
@@ -19,7 +22,14 @@ _child = KeptChild("rollout_core.bounded.inspection:handle", LIMITS)
 
 def prepare() -> None:
     """Let the child import what it needs while the caller does something else."""
-    threading.Thread(target=_child.call, args=[{"operation": "prepare"}], daemon=True).start()
+    threading.Thread(target=_prepare, daemon=True).start()
+
+
+def _prepare() -> None:
+    try:
+        _child.call({"operation": "prepare"})
+    except RolloutError as error:  # a wish to stop among them; the next call meets it, too
+        log.debug("could not get ready to inspect models: %s", error)
 
 
 def inspect_folder(folder: Path, *, has_weights: bool) -> dict[str, Any]:
@@ -42,6 +52,4 @@ def _ask(folder: Path, operation: str, **arguments: Any) -> Any:
         return _child.call({"operation": operation, "folder": str(folder.absolute()), **arguments})
     except Ended as error:
         allowed = f"{LIMITS.seconds:g} s and {gibibytes(LIMITS.memory_bytes or 0)} of memory"
-        raise ConfigError(
-            f"{folder} holds no model that can be used: looking into it {error}; it may take {allowed}"
-        ) from error
+        raise ConfigError(f"{folder} cannot be inspected: it {error}; the limits are {allowed}") from error

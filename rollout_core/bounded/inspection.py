@@ -21,7 +21,7 @@ def handle(request: dict[str, Any], step: Callable[[int], None]) -> Any:
     except Exception as error:
         # Whatever transformers does with values that nobody has tried.
         reason = " ".join(in_words(error).split())[:500]
-        raise ConfigError(f"{request.get('folder')}: no model can be built of what it says: {reason}") from error
+        raise ConfigError(f"{request.get('folder')}: its configuration cannot be built: {reason}") from error
 
 
 def _prepare() -> None:

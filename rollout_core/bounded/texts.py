@@ -36,7 +36,7 @@ class _TooSlow(Exception):
 
 def handle(request: dict[str, Any], step: Step) -> Any:
     """Answer one request; ``step`` is told the place of each item before it."""
-    operation = {"render": _render, "learn": _learn, "encode": _encode, "mark": _mark}[request["operation"]]
+    operation = {"render": _render, "encode": _encode, "mark": _mark}[request["operation"]]
     return operation(request, step)
 
 
@@ -108,10 +108,15 @@ def _limit_processor_time(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
 
 
-def _learn(request: dict[str, Any], step: Step) -> None:
-    """Take in a tokenizer, as JSON, under a key."""
+def _tokenizer_of(request: dict[str, Any]) -> Any:
+    """The tokenizer of the request's key: one of an earlier request, or the one that came along, as JSON. Else None."""
     from tokenizers import Tokenizer
 
+    if request["key"] in _tokenizers:
+        _tokenizers.move_to_end(request["key"])
+        return _tokenizers[request["key"]]
+    if "tokenizer" not in request:
+        return None
     while len(_tokenizers) >= _TOKENIZERS:
         _tokenizers.popitem(last=False)
     tokenizer = Tokenizer.from_str(request["tokenizer"])
@@ -119,14 +124,14 @@ def _learn(request: dict[str, Any], step: Step) -> None:
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = request["split_special_tokens"]
     _tokenizers[request["key"]] = tokenizer
+    return tokenizer
 
 
 def _encode(request: dict[str, Any], step: Step) -> list[Any] | None:
     """Numbers of tokens of the texts, and all their ids as 32-bit integers; None for an unknown tokenizer."""
-    tokenizer = _tokenizers.get(request["key"])
+    tokenizer = _tokenizer_of(request)
     if tokenizer is None:
         return None
-    _tokenizers.move_to_end(request["key"])
     texts, special_tokens = request["texts"], request["special_tokens"]
     _limit_processor_time(ENCODE_SECONDS)
     found = [item.ids for item in tokenizer.encode_batch_fast(texts, add_special_tokens=special_tokens)]
@@ -138,7 +143,7 @@ def _mark(request: dict[str, Any], step: Step) -> list[Any] | None:
     """Token ids of one conversation, and which of them the template marks as the assistant's."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    tokenizer = _tokenizers.get(request["key"])
+    tokenizer = _tokenizer_of(request)
     if tokenizer is None:
         return None
     with _time_limit(request["seconds"]):

@@ -66,7 +66,8 @@ class _Known:
         """The problem, unless there were too many of the kind."""
         self.beyond_limits += 1
         if self.beyond_limits >= BEYOND_LIMITS:
-            raise ConfigError(f"{problem.reason}, as for {BEYOND_LIMITS - 1} rows before; choose another")
+            others = f"as did {BEYOND_LIMITS - 1} earlier rows"
+            raise ConfigError(f"{problem.reason}, {others}; choose another template or tokenizer")
         return problem
 
 
@@ -139,14 +140,16 @@ def _template_of(tokenizer: Any) -> dict[str, Any]:
 
 
 def _ask_about(tokenizer: Any, request: dict[str, Any]) -> Any:
-    """The answer about a tokenizer, which the child is shown first where it does not know it."""
+    """The answer about a tokenizer, which is sent along where the child does not know it.
+
+    In one request: between two, other threads may have the child forget it.
+    """
     request = request | {"key": _key(tokenizer)}
     answer = _child.call(request)
     if answer is None:
-        shown = {"tokenizer": tokenizer.backend_tokenizer.to_str(), "key": request["key"]}
-        shown["split_special_tokens"] = bool(tokenizer.split_special_tokens)
-        _child.call(shown | {"operation": "learn"})
-        answer = _child.call(request)
+        sent = {"tokenizer": tokenizer.backend_tokenizer.to_str()}
+        sent["split_special_tokens"] = bool(tokenizer.split_special_tokens)
+        answer = _child.call(request | sent)
     return answer
 
 
@@ -178,7 +181,8 @@ def _in_requests(
     known: _Known,
     what: str,
 ) -> list[OutT | Problem]:
-    """Answers about all items; where a request fails, those that made it fail have a problem."""
+    """Answers about all items; where a request fails, those that made it fail have a problem. Raises Recoverable where
+    the machine is to blame and not an item."""
     return [answer for some in _requests(items, size) for answer in _answers(some, ask, known, what)]
 
 

@@ -33,11 +33,11 @@ log = logging.getLogger(__name__)
 READ_BYTES = PIPE_BYTES = 2**20
 LINE_CHARACTERS = 1000
 LOGGED_LINES = 200
-"""Of one call; of more than that the number is told."""
+"""Of one call; further lines are only counted."""
 LAST_LINES = 5
 START_SECONDS = 120.0
-"""For a process to begin with a request, which is no fault of the code's. A machine may be busy."""
-STOPPED = "a call of other people's code"
+"""For a process to begin with a request. A busy machine takes long, which is not the code's fault."""
+STOPPED = "code running in a child process"
 END_SECONDS = 15.0
 
 
@@ -53,17 +53,39 @@ class Ended(Fatal):
         return type(self), (self.args[0], self.place)
 
 
+class Interrupted(Recoverable):
+    """A call did not come to its end, or did not begin, for a reason that lies with the machine and not with the code.
+
+    ``reason`` and ``place`` are as `Ended` has them.
+    """
+
+    def __init__(self, reason: str, place: int | None = None) -> None:
+        self.reason = reason
+        self.place = place
+        super().__init__(f"a child process {reason}")
+
+    def __reduce__(self):
+        return type(self), (self.reason, self.place)
+
+
 class Child:
     """A process that runs ``handler`` (``module:function``, see `worker.Handler`), and whatever that runs.
 
     Calls take turns. A child that was ended by a call that failed starts anew with the next one.
-    ``on_line`` gets the lines that the code writes.
+    ``on_line`` gets the lines that the code writes. ``prepare`` gets every new process ready: it is given what asks it,
+    as `call` does, before any call gets through. A process that it raises for is ended.
     """
 
     def __init__(
-        self, handler: str, limits: Limits | None = None, *, on_line: Callable[[str], None] = log.info
+        self,
+        handler: str,
+        limits: Limits | None = None,
+        *,
+        on_line: Callable[[str], None] = log.info,
+        prepare: Callable[[Callable[[Any], Any]], object] = lambda ask: None,
     ) -> None:
         self._handler = handler
+        self._prepare = prepare
         self._limits = limits or Limits()
         self._on_line = on_line
         self._lock = threading.Lock()
@@ -77,18 +99,36 @@ class Child:
     def call(self, request: Any) -> Any:
         """What the handler returns for ``request``, both as JSON values.
 
-        Raises Ended where it does not come to its end within the limits, and what the handler raised: an error of this
-        project as it was, another as Fatal naming its kind.
+        Raises Ended where it does not come to its end within the limits, Interrupted where the machine is to blame, and
+        what the handler raised: an error of this project as it was, another as Fatal naming its kind. Also what
+        ``prepare`` raises.
         """
         with self._lock:
-            if self._process is None or self._process.popen.poll() is not None:
-                self._close()
-                self._process = _start(self._handler, self._limits)
-            try:
-                answer = _Call(self._process, self._limits, self._on_line).run(request)
-            except BaseException:
-                self._close()  # also on a signal: an answer to come would be taken for that of the next call
-                raise
+            return self._ask(self._running(), request)
+
+    def start(self) -> None:
+        """Start it and get it ready where it does not run. Raises what ``prepare`` does."""
+        with self._lock:
+            self._running()
+
+    def _running(self) -> _Process:
+        if self._process is not None and self.is_running:
+            return self._process
+        self._close()
+        process = self._process = _start(self._handler, self._limits)
+        try:
+            self._prepare(lambda request: self._ask(process, request))
+        except BaseException:
+            self._close()
+            raise
+        return process
+
+    def _ask(self, process: _Process, request: Any) -> Any:
+        try:
+            answer = _Call(process, self._limits, self._on_line).run(request)
+        except BaseException:
+            self._close()  # also on a signal: an answer to come would be taken for that of the next call
+            raise
         if "error" in answer:
             error = error_of(answer["error"])
             # Only an error that says so itself is worth another try.
@@ -218,7 +258,7 @@ class _Call:
         self._since = time.monotonic()
 
     def run(self, request: Any) -> Any:
-        """The answer's frame, decoded. Raises Ended."""
+        """The answer's frame, decoded. Raises Ended and Interrupted."""
         outgoing = memoryview(frames.encode({"request": request}))
         self._pipes.progress.place = STARTING
         self._tell(BUSY)
@@ -236,7 +276,7 @@ class _Call:
                     if self._pipes.answers in ready and (answer := self._read_answer()) is not None:
                         return answer
                     if self._pipes.verdict in ready:
-                        raise self._ended(self._verdict())
+                        raise self._verdict()
                     self._check_time()
                     raise_if_stopping(STOPPED)
         finally:
@@ -299,32 +339,36 @@ class _Call:
         if place != self._place:
             self._place, self._since = place, time.monotonic()
             return
-        limit = START_SECONDS if place == STARTING else self._limits.seconds
-        if time.monotonic() - self._since > limit:
-            raise self._ended(f"took longer than {limit:g} s" + (" to start" if place == STARTING else ""))
+        seconds = time.monotonic() - self._since
+        if place == STARTING and seconds > START_SECONDS:
+            raise self._ended(f"took longer than {START_SECONDS:g} s to start (the machine may be busy)", Interrupted)
+        if place != STARTING and seconds > self._limits.seconds:
+            raise self._ended(f"took longer than {self._limits.seconds:g} s")
 
-    def _verdict(self) -> str:
+    def _verdict(self) -> Ended | Interrupted:
+        """Of the process that watches the code's."""
         told = self._read(self._pipes.verdict)
         if not told:
-            return "lost the process that watches it"
+            return self._ended("lost the process that watches it", Interrupted)
         verdict = json.loads(told)
         if "processes" in verdict:
-            return f"had {verdict['processes']} processes at once; {self._limits.processes} are allowed"
+            return self._ended(f"had {verdict['processes']} processes at once; {self._limits.processes} are allowed")
         if "memory_bytes" in verdict:
             allowed = gibibytes(allowed_memory(self._limits))
-            return f"used {gibibytes(verdict['memory_bytes'])} of memory; {allowed} are allowed"
+            return self._ended(f"used {gibibytes(verdict['memory_bytes'])} of memory; {allowed} are allowed")
         code = verdict["exit_code"]
         if code >= 0:
-            return f"ended its process with exit code {code}"
-        because = " (the machine may have run out of memory)" if code == -signal.SIGKILL else ""
-        return f"was killed by {signal.Signals(-code).name}{because}"
+            return self._ended(f"ended its process with exit code {code}")
+        if code == -signal.SIGKILL:
+            return self._ended("was killed by SIGKILL (the machine may have run out of memory)", Interrupted)
+        return self._ended(f"was killed by {signal.Signals(-code).name}")
 
-    def _ended(self, reason: str) -> Ended:
+    def _ended(self, reason: str, kind: type[Ended | Interrupted] = Ended) -> Ended | Interrupted:
         self._read_rest()
         self._output.end_line()
         lines = f"; its last output: {' / '.join(self._output.last)}" if self._output.last else ""
         place = self._pipes.progress.place
-        return Ended(reason + lines, place if place >= 0 else None)
+        return kind(reason + lines, place if place >= 0 else None)
 
 
 class _Output:

@@ -21,8 +21,7 @@ def newest() -> str:
 
 
 def below(root: int) -> list[int]:
-    """Processes that ``root`` started, and those that they did, without ``root``; the dead that nobody asked after are
-    left out."""
+    """Processes that ``root`` started, and those that they did, without ``root``; zombies are left out."""
     children: dict[int, list[int]] = {}
     dead: set[int] = set()
     for name in os.listdir("/proc"):
@@ -54,7 +53,7 @@ def resident_bytes(processes: list[int]) -> int:
 
 
 def own_bytes(processes: list[int]) -> int:
-    """Memory in use; what processes share is counted once. Dear: it walks the pages."""
+    """Memory in use; what processes share is counted once. Expensive: it walks the pages."""
     total = 0
     for process in processes:
         with contextlib.suppress(OSError), open(f"/proc/{process}/smaps_rollup", "rb") as file:
