@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rollout_core.errors import CorruptObject, CorruptRef, MissingObject, Recoverable
-from rollout_core.ids import ContentId
+from rollout_core.ids import ContentId, is_content_id
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.store import blob_key
 from rollout_core.self_named import own_refs, parsed
@@ -81,7 +81,7 @@ def _mend_ref(objects: ObjectStore, damage: Damage, record: ContentId | None) ->
     except CorruptRef:
         pass
     folder, _, rest = name.partition("/")
-    if folder == "spans" and objects.exists(ContentId(rest)):
+    if folder == "spans" and is_content_id(rest) and objects.exists(ContentId(rest)):
         record = ContentId(rest)
     if record is not None:
         objects.set_ref(name, record)

@@ -173,6 +173,28 @@ def test_a_snapshot_that_cannot_be_restored_is_told_as_lost(stored: Stored) -> N
     assert SnapshotStore(stored.objects).list() == [] and stored.found() == []
 
 
+def test_strangers_files_among_the_refs_stop_no_repair(stored: Stored) -> None:
+    names = [f"{folder}/notes.txt" for folder in ("spans", "lineage", "snapshots", "results", "progress", "labels")]
+    for name in names:
+        stored.objects.files.write(f"refs/{name}", b"hello")
+    stored.damage("refs/model-facts/a", b"")
+    assert {name for name, _, _ in repaired(stored)} == {*names, "model-facts/a"}
+    assert stored.found() == []
+
+
+def test_a_blob_that_only_looks_like_a_record_stops_no_verification(stored: Stored) -> None:
+    odd = stored.objects.put_json({"stage": "a", "key": 1, "outputs": ["notes.txt", 2]})
+    stored.objects.set_ref("lineage/notes.txt", odd)
+    snapshot = stored.objects.put_json({"id": "a", "run_id": "b", "files": ["c"], "algorithm": "sft"})
+    stored.objects.set_ref("snapshots/a/b", snapshot)
+    assert [(damage.kind, damage.name) for damage in stored.found()] == [
+        ("misplaced ref", "lineage/notes.txt"),
+        ("misplaced ref", "snapshots/a/b"),
+    ]
+    repaired(stored)
+    assert stored.found() == []
+
+
 def test_what_a_flow_has_mended_meanwhile_is_left_alone(stored: Stored) -> None:
     whole = stored.objects.files.read(blob_key(stored.weights))
     stored.flip(stored.weights)

@@ -17,11 +17,10 @@ from rollout_core.ids import ContentId, is_content_id
 from rollout_core.objects.files import FileStat
 from rollout_core.objects.store import ObjectStore, blob_key
 from rollout_core.objects.wholeness import hashed
-from rollout_core.self_named import SNAPSHOT_REFS
+from rollout_core.self_named import LINEAGE_REFS, SNAPSHOT_REFS
 
 log = logging.getLogger(__name__)
 
-LINEAGE_REFS = "lineage/"
 FINISHED_REFS = "finished/"
 """Below it, under the id of a blob, stands what is noted of it; the note lives as long as the blob."""
 NOTE_REFS = ("model-facts/", "prompt-shards/", "output-files/", "runs/", "work/", "fan-out/")
@@ -148,13 +147,13 @@ class _Marking:
         for name, named in zip(names, self._objects.in_parallel(self._named_by, names), strict=True):
             if named is None:
                 continue
-            about = next((folder for folder in (LINEAGE_REFS, FINISHED_REFS) if name.startswith(folder)), None)
+            about = next((folder for folder in (f"{LINEAGE_REFS}/", FINISHED_REFS) if name.startswith(folder)), None)
             if about is None or not is_content_id(name[len(about) :]):
                 roots.add(named)
                 continue
             blob = ContentId(name[len(about) :])
             self._about.setdefault(blob, set()).add(named)
-            if about == LINEAGE_REFS:
+            if about != FINISHED_REFS:
                 self.reached |= {named} & self._blobs.keys()
             if blob in self._seen:
                 roots.add(named)

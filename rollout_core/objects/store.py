@@ -336,7 +336,7 @@ class ObjectStore:
         try:
             return self.get_ref(name)
         except CorruptRef as error:
-            log.warning("%s; what it stood for is made again", error)
+            log.warning("%s; it will be recomputed", error)
             return None
 
     def cached_bytes(self, name: str) -> bytes | None:
@@ -347,7 +347,7 @@ class ObjectStore:
         try:
             return self.get_bytes(named)
         except (NotFound, CorruptObject) as error:
-            log.warning("ref %s cannot be followed: %s; what it stood for is made again", name, error)
+            log.warning("ref %s cannot be followed: %s; it will be recomputed", name, error)
             return None
 
     def delete_ref(self, name: str) -> None:
