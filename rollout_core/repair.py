@@ -14,8 +14,8 @@ from rollout_core.errors import CorruptObject, CorruptRef, MissingObject, Recove
 from rollout_core.ids import ContentId, is_content_id
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.store import blob_key
-from rollout_core.self_named import own_refs, parsed
-from rollout_core.verification import RECORD_BYTES, Damage, Verification
+from rollout_core.self_named import RECORD_BYTES, own_refs, parsed
+from rollout_core.verification import Damage, Verification
 
 CACHES = (
     "results",
@@ -63,7 +63,7 @@ def _newest_records(objects: ObjectStore, wanted: set[str]) -> dict[str, Content
         if not 0 < stat.size <= RECORD_BYTES:
             continue
         try:
-            if objects.files.read_start(blob_key(content_id))[:1] != b"{":
+            if objects.files.read_part(blob_key(content_id), 0, 1) != b"{":
                 continue
             names = own_refs(parsed(objects.get_bytes(content_id))) & wanted
         except (FileNotFoundError, MissingObject, CorruptObject):

@@ -11,6 +11,8 @@ RESULT_REFS = "results"
 SNAPSHOT_REFS = "snapshots"
 LINEAGE_REFS = "lineage"
 SELF_NAMED_REFS = (RESULT_REFS, SNAPSHOT_REFS, LINEAGE_REFS)
+RECORD_BYTES = 2**20
+"""Records are rarely larger."""
 
 
 def own_refs(document: Any) -> set[str]:

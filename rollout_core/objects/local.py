@@ -77,9 +77,10 @@ class LocalFiles:
         with storage_faults("read", self._path(key)), self._open(key) as file:
             return file.readall()
 
-    def read_start(self, key: str) -> bytes:
+    def read_part(self, key: str, start: int, size: int) -> bytes:
         with storage_faults("read", self._path(key)), self._open(key) as file:
-            return file.read(1) or b""
+            file.seek(start)
+            return file.read(size) or b""
 
     def read_chunks(self, key: str) -> Iterator[bytes]:
         with storage_faults("read", self._path(key)):
