@@ -7,7 +7,7 @@ next run that needs it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rollout_core.errors import CorruptObject, CorruptRef, MissingObject, Recoverable
@@ -54,6 +54,20 @@ def repair_store(objects: ObjectStore, found: Verification) -> Iterator[tuple[Da
             yield damage, _without(objects, damage.holders, "moved aside")
         else:
             yield damage, _mend_blob(objects, damage)
+
+
+def add_checks(objects: ObjectStore, names: Iterable[str]) -> int:
+    """Write those of these refs anew that still have no check; tells how many."""
+    num_written = 0
+    for name in names:
+        try:
+            content = objects.read_ref(name)
+        except CorruptRef:
+            continue
+        if content is not None and not content.is_checked:
+            objects.set_ref(name, content.named)
+            num_written += 1
+    return num_written
 
 
 def _newest_records(objects: ObjectStore, wanted: set[str]) -> dict[str, ContentId]:

@@ -49,6 +49,8 @@ class Verification:
     num_bytes: int = 0
     num_refs: int = 0
     damage: list[Damage] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    """Refs that an earlier version wrote, without a check."""
     stages: dict[str, str] = field(default_factory=dict)
     """Refs of results to the stage that made each."""
 
@@ -116,12 +118,15 @@ class _Check:
 
     def _check_ref(self, name: str) -> None:
         try:
-            named = self._objects.get_ref(name)
+            content = self._objects.read_ref(name)
         except CorruptRef:
             self._add("damaged ref", name)
             return
-        if named is None:
+        if content is None:
             return
+        if not content.is_checked:
+            self._found.unchecked.append(name)
+        named = content.named
         self._refs[named].append(name)
         folder = name.partition("/")[0]
         if folder == PROGRESS_REFS:
