@@ -164,12 +164,12 @@ def test_nothing_is_collected_while_something_that_may_need_it_is_damaged(
     snapshots: SnapshotStore, objects: ObjectStore, saved: list[Snapshot], caplog: pytest.LogCaptureFixture, damage
 ) -> None:
     objects.put_bytes(b"garbage")
-    before = set(objects.list_blobs())
+    before = set(dict(objects.blobs()))
     damage(objects, saved[1])
     report = collect(snapshots)
     assert len(report.unreadable) == 1 and report.deleted_blobs == 0
     assert "no blob is deleted, since it may be what is named by" in caplog.text and report.unreadable[0] in caplog.text
-    assert before - set(objects.list_blobs()) <= {objects.get_ref(saved[1].ref) if damage == lose_record else None}
+    assert before - set(dict(objects.blobs())) <= {objects.get_ref(saved[1].ref) if damage == lose_record else None}
     list(repair_store(objects, verify_store(objects)))
     report = collect(snapshots)
     assert report.unreadable == () and report.deleted_blobs > 0

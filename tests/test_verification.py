@@ -79,7 +79,7 @@ def test_a_whole_store_is_whole(stored: Stored) -> None:
     told: list[tuple[int, int]] = []
     found = verify_store(stored.objects, lambda done, total: told.append((done, total)))
     assert found.damage == [] and found.num_refs == 7
-    assert found.num_blobs == len(list(stored.objects.list_blobs()))
+    assert found.num_blobs == len(dict(stored.objects.blobs()))
     assert told[-1] == (found.num_bytes, found.num_bytes) and found.num_bytes > 5000
 
 

@@ -210,11 +210,6 @@ class ObjectStore:
         """Remove the blob, if it is there."""
         self.files.delete(blob_key(ContentId(content_id)))
 
-    def list_blobs(self) -> Iterator[ContentId]:
-        """Ids of all blobs."""
-        for content_id, _ in self.blobs():
-            yield content_id
-
     def blobs(self) -> Iterator[tuple[ContentId, FileStat]]:
         """Ids of all blobs, with size and age."""
         for key, stat in self.files.list("cas"):
