@@ -99,6 +99,18 @@ def test_what_cannot_be_followed_counts_as_never_kept(local: ObjectStore, caplog
     assert "ref notes/a cannot be followed" in caplog.text and str(kept) in caplog.text
 
 
+def test_many_at_once_may_empty_a_folder(local: ObjectStore) -> None:
+    """Whoever deletes the last file of a folder removes the folder, which another may be about to fsync."""
+    one = local.put_bytes(b"1")
+    names = [f"labels/{n}" for n in range(8)]
+    for _ in range(15):
+        for forget in (local.delete_ref, local.set_ref_aside):
+            for name in names:
+                local.set_ref(name, one)
+            local.in_parallel(lambda name, forget=forget: (forget(name), local.delete_ref(name)), names)
+            assert local.ref_names("labels") == []
+
+
 # Puts over what rotted
 
 

@@ -107,7 +107,8 @@ class LocalFiles:
     def move(self, source: str, target: str) -> None:
         with storage_faults("move", self._path(source)):
             self._rename(self._path(source), self._path(target))
-            self._sync_folder(os.path.dirname(self._path(source)))
+            with suppress(FileNotFoundError):  # `delete` of another file emptied and removed the folder
+                self._sync_folder(os.path.dirname(self._path(source)))
 
     def delete(self, key: str) -> None:
         with storage_faults("delete", self._path(key)):
@@ -116,7 +117,8 @@ class LocalFiles:
             except (FileNotFoundError, NotADirectoryError):
                 return
             folder = os.path.dirname(self._path(key))
-            self._sync_folder(folder)
+            with suppress(FileNotFoundError):  # removed by who deleted another file of it at the same time
+                self._sync_folder(folder)
             with suppress(OSError):
                 os.rmdir(folder)  # fails unless empty
 
