@@ -19,7 +19,8 @@ from rollout_core import DISTRIBUTION
 from rollout_core.errors import ConfigError
 from rollout_core.ids import ContentId, canonical_json
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.gc import LINEAGE_REFS, named_ids
+from rollout_core.objects.gc import named_ids
+from rollout_core.self_named import LINEAGE_REFS
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +52,13 @@ def record_lineage(objects: ObjectStore, lineage: Lineage) -> ContentId:
     """File the record under each of its outputs and return the record's own id."""
     content_id = objects.put_json(lineage)
     for output in lineage.outputs:
-        objects.set_ref(f"{LINEAGE_REFS}{output}", content_id)
+        objects.set_ref(f"{LINEAGE_REFS}/{output}", content_id)
     return content_id
 
 
 def lineage_of(objects: ObjectStore, content_id: ContentId) -> Lineage | None:
     """What made ``content_id``; None when no record of it can be read."""
-    ref = f"{LINEAGE_REFS}{ContentId(content_id)}"
+    ref = f"{LINEAGE_REFS}/{ContentId(content_id)}"
     record = objects.cached_bytes(ref)
     if record is None:
         return None

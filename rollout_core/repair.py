@@ -7,15 +7,15 @@ next run that needs it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rollout_core.errors import CorruptObject, CorruptRef, MissingObject, Recoverable
-from rollout_core.ids import ContentId
+from rollout_core.ids import ContentId, is_content_id
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.store import blob_key
-from rollout_core.self_named import own_refs, parsed
-from rollout_core.verification import RECORD_BYTES, Damage, Verification
+from rollout_core.self_named import RECORD_BYTES, own_refs, parsed
+from rollout_core.verification import Damage, Verification
 
 CACHES = (
     "results",
@@ -56,6 +56,20 @@ def repair_store(objects: ObjectStore, found: Verification) -> Iterator[tuple[Da
             yield damage, _mend_blob(objects, damage)
 
 
+def add_checks(objects: ObjectStore, names: Iterable[str]) -> int:
+    """Write those of these refs anew that still have no check; tells how many."""
+    num_written = 0
+    for name in names:
+        try:
+            content = objects.read_ref(name)
+        except CorruptRef:
+            continue
+        if content is not None and not content.is_checked:
+            objects.set_ref(name, content.named)
+            num_written += 1
+    return num_written
+
+
 def _newest_records(objects: ObjectStore, wanted: set[str]) -> dict[str, ContentId]:
     """For each of these refs the record that was stored last of those that say they belong there."""
     newest: dict[str, tuple[float, ContentId]] = {}
@@ -63,7 +77,7 @@ def _newest_records(objects: ObjectStore, wanted: set[str]) -> dict[str, Content
         if not 0 < stat.size <= RECORD_BYTES:
             continue
         try:
-            if objects.files.read_start(blob_key(content_id))[:1] != b"{":
+            if objects.files.read_part(blob_key(content_id), 0, 1) != b"{":
                 continue
             names = own_refs(parsed(objects.get_bytes(content_id))) & wanted
         except (FileNotFoundError, MissingObject, CorruptObject):
@@ -81,7 +95,7 @@ def _mend_ref(objects: ObjectStore, damage: Damage, record: ContentId | None) ->
     except CorruptRef:
         pass
     folder, _, rest = name.partition("/")
-    if folder == "spans" and objects.exists(ContentId(rest)):
+    if folder == "spans" and is_content_id(rest) and objects.exists(ContentId(rest)):
         record = ContentId(rest)
     if record is not None:
         objects.set_ref(name, record)

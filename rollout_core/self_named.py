@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from rollout_core.ids import is_content_id
+
 RESULT_REFS = "results"
 SNAPSHOT_REFS = "snapshots"
 LINEAGE_REFS = "lineage"
 SELF_NAMED_REFS = (RESULT_REFS, SNAPSHOT_REFS, LINEAGE_REFS)
+RECORD_BYTES = 2**20
+"""Records are rarely larger."""
 
 
 def own_refs(document: Any) -> set[str]:
@@ -16,10 +20,10 @@ def own_refs(document: Any) -> set[str]:
     match document:
         case {"metadata": {"storage_key": str(key)}, "result": _}:
             return {f"{RESULT_REFS}/{key}"}
-        case {"id": str(snapshot), "run_id": str(run), "files": _, "algorithm": _}:
+        case {"id": str(snapshot), "run_id": str(run), "files": files, "algorithm": _} if is_content_id(files):
             return {f"{SNAPSHOT_REFS}/{snapshot}/{run}"}
-        case {"stage": _, "key": _, "outputs": [*outputs]}:
-            return {f"{LINEAGE_REFS}/{output}" for output in outputs}
+        case {"stage": str(), "key": str(), "outputs": [*outputs]}:
+            return {f"{LINEAGE_REFS}/{output}" for output in outputs if is_content_id(output)}
     return set()
 
 

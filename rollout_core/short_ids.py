@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from rollout_core.errors import ConfigError, NotFound
 from rollout_core.ids import ContentId, is_content_id
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.gc import LINEAGE_REFS
 from rollout_core.objects.trees import TREE_BEGINS
+from rollout_core.self_named import LINEAGE_REFS, SNAPSHOT_REFS
 
 MIN_DIGITS = 8
 """Tables show no fewer."""
@@ -18,12 +18,12 @@ _SHORT = re.compile(f"[0-9a-f]{{{MIN_DIGITS},63}}")
 
 def complete_snapshot_id(objects: ObjectStore, digits: str) -> ContentId:
     """The snapshot whose id begins with ``digits``; raises as `complete_id` does."""
-    return complete_id(digits, _names_below(objects, "snapshots"), "snapshot")
+    return complete_id(digits, _names_below(objects, SNAPSHOT_REFS), "snapshot")
 
 
 def complete_lineage_id(objects: ObjectStore, digits: str) -> ContentId:
     """The id with a record of lineage that begins with ``digits``; raises as `complete_id` does."""
-    return complete_id(digits, _names_below(objects, LINEAGE_REFS.rstrip("/")), "record of lineage")
+    return complete_id(digits, _names_below(objects, LINEAGE_REFS), "record of lineage")
 
 
 def complete_object_id(objects: ObjectStore, digits: str) -> ContentId:
@@ -34,7 +34,7 @@ def complete_object_id(objects: ObjectStore, digits: str) -> ContentId:
 def complete_folder_id(objects: ObjectStore, digits: str) -> ContentId:
     """The folder, such as a model's, whose id begins with ``digits``; raises as `complete_id` does."""
     found = list(objects.blobs_beginning(digits)) if not is_content_id(digits) else []
-    # Reading is dear, so only where there is a choice.
+    # Reading is expensive, so only where there is a choice.
     folders = [content_id for content_id in found if is_folder(objects, content_id)] if len(found) > 1 else found
     return complete_id(digits, folders, "folder")
 
@@ -78,6 +78,7 @@ def complete_id(digits: str, known: Iterable[str], what: str) -> ContentId:
 
 
 def _names_below(objects: ObjectStore, refs: str) -> Iterator[str]:
-    """The name after ``refs`` of each ref below it; read when it is asked for."""
+    """The id after ``refs`` of each ref below it; read when it is asked for. Files of somebody else are left out."""
     for name in objects.ref_names(refs):
-        yield name.split("/")[1]
+        if is_content_id(below := name.split("/")[1]):
+            yield below

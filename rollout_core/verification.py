@@ -18,15 +18,13 @@ from blake3 import blake3
 from rollout_core.errors import CorruptRef
 from rollout_core.ids import ContentId
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.gc import named_ids
+from rollout_core.objects.gc import begins_like_json, named_ids
 from rollout_core.objects.store import blob_key
 from rollout_core.objects.trees import TREE_BEGINS
 from rollout_core.objects.wholeness import hashed
 from rollout_core.self_named import LINEAGE_REFS, RESULT_REFS, SELF_NAMED_REFS, SNAPSHOT_REFS, own_refs, parsed
 from rollout_core.snapshots import PROGRESS_REFS
 
-RECORD_BYTES = 2**20
-"""No record of a result, a snapshot or lineage is larger."""
 _BATCH = 256
 _T = TypeVar("_T")
 
@@ -51,6 +49,8 @@ class Verification:
     num_bytes: int = 0
     num_refs: int = 0
     damage: list[Damage] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    """Refs that an earlier version wrote, without a check."""
     stages: dict[str, str] = field(default_factory=dict)
     """Refs of results to the stage that made each."""
 
@@ -118,12 +118,15 @@ class _Check:
 
     def _check_ref(self, name: str) -> None:
         try:
-            named = self._objects.get_ref(name)
+            content = self._objects.read_ref(name)
         except CorruptRef:
             self._add("damaged ref", name)
             return
-        if named is None:
+        if content is None:
             return
+        if not content.is_checked:
+            self._found.unchecked.append(name)
+        named = content.named
         self._refs[named].append(name)
         folder = name.partition("/")[0]
         if folder == PROGRESS_REFS:
@@ -182,7 +185,7 @@ class _Check:
     def _named_in(self, content_id: ContentId) -> set[ContentId]:
         key = blob_key(content_id)
         try:
-            if not self._blobs[content_id] or self._objects.files.read_start(key)[:1] not in b'{["':
+            if not self._blobs[content_id] or not begins_like_json(self._objects.files.read_part(key, 0, 1)):
                 return set()
             return set(named_ids(self._objects.files.read_chunks(key)))
         except FileNotFoundError:

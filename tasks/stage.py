@@ -39,7 +39,7 @@ from rollout_core.numerics import arithmetic
 from rollout_core.objects import ObjectStore
 from rollout_core.records import Record
 from rollout_core.settings import locations
-from rollout_core.snapshots import SnapshotStore
+from rollout_core.snapshots import PROGRESS_REFS, SnapshotStore
 from rollout_core.stopping import is_stopping, run_interruptibly
 from tasks import places
 from tasks.journal import CHECKED, StageEntry, current_journal
@@ -364,7 +364,7 @@ class Submitted(Generic[R]):
 
 def progress_ref(key: ContentId) -> str:
     """Ref of the last snapshot of an unfinished stage."""
-    return f"progress/{key}"
+    return f"{PROGRESS_REFS}/{key}"
 
 
 def is_whole(record: Record, objects: ObjectStore) -> bool:

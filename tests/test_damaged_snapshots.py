@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import pytest
 from rollout_core.errors import NotFound
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.gc import GcReport
+from rollout_core.objects.local import LocalFiles
 from rollout_core.objects.store import blob_key
 from rollout_core.repair import repair_store
 from rollout_core.snapshots import Snapshot, SnapshotStore
 from rollout_core.verification import verify_store
-from tests.object_files import NOTHING
+from tests.object_files import NOTHING, write_tree
 
 
 @pytest.fixture
@@ -115,17 +117,59 @@ def flip_manifest(objects: ObjectStore, snapshot: Snapshot) -> None:
     path.write_bytes(path.read_bytes().replace(b'"', b"'", 1))
 
 
+@pytest.mark.parametrize("place", [*range(8), -1])
+def test_a_damaged_byte_at_either_end_of_a_large_record_stops_collection(
+    snapshots: SnapshotStore, objects: ObjectStore, place: int
+) -> None:
+    named = objects.put_bytes(b"named by a record of more than a mebibyte")
+    record = objects.put_json({"rows": [named] * 20_000})
+    objects.set_ref("labels/big", objects.put_json([record]))
+    path = Path(objects.files.where(blob_key(record)))
+    data = bytearray(path.read_bytes())
+    assert len(data) > 2**20
+    data[place] ^= 1
+    path.write_bytes(data)
+    report = collect(snapshots)
+    assert record in report.unreadable[0] and report.deleted_blobs == 0
+    assert objects.exists(named)
+
+
+@pytest.mark.parametrize("num_bytes", [100_000, 2_000_000])
+def test_a_record_that_a_ref_names_is_read_even_if_nothing_of_it_is_left(
+    snapshots: SnapshotStore, objects: ObjectStore, num_bytes: int
+) -> None:
+    named = objects.put_bytes(b"named by the record")
+    record = objects.put_json({"result": "x" * num_bytes, "named": named})
+    objects.set_ref(f"results/{record}", record)
+    Path(objects.files.where(blob_key(record))).write_bytes(bytes(num_bytes))
+    report = collect(snapshots)
+    assert record in report.unreadable[0] and objects.exists(named)
+
+
+def test_collection_does_not_read_weights(
+    snapshots: SnapshotStore, objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_bytes = random.Random(0)
+    weights = {f"{n}.safetensors": random_bytes.randbytes(2_000_000) + end for n, end in enumerate([b"", b"}", b"\n"])}
+    model = objects.put_tree(write_tree(tmp_path / "model", weights))
+    objects.set_ref("labels/model", model)
+    read, read_chunks = [], LocalFiles.read_chunks
+    monkeypatch.setattr(LocalFiles, "read_chunks", lambda self, key: read.append(key) or read_chunks(self, key))
+    assert collect(snapshots).live_blobs == 4
+    assert set(read) == {blob_key(model)}
+
+
 @pytest.mark.parametrize("damage", [damage_ref, damage_record, flip_record, lose_record, flip_manifest])
 def test_nothing_is_collected_while_something_that_may_need_it_is_damaged(
     snapshots: SnapshotStore, objects: ObjectStore, saved: list[Snapshot], caplog: pytest.LogCaptureFixture, damage
 ) -> None:
     objects.put_bytes(b"garbage")
-    before = set(objects.list_blobs())
+    before = set(dict(objects.blobs()))
     damage(objects, saved[1])
     report = collect(snapshots)
     assert len(report.unreadable) == 1 and report.deleted_blobs == 0
     assert "no blob is deleted, since it may be what is named by" in caplog.text and report.unreadable[0] in caplog.text
-    assert before - set(objects.list_blobs()) <= {objects.get_ref(saved[1].ref) if damage == lose_record else None}
+    assert before - set(dict(objects.blobs())) <= {objects.get_ref(saved[1].ref) if damage == lose_record else None}
     list(repair_store(objects, verify_store(objects)))
     report = collect(snapshots)
     assert report.unreadable == () and report.deleted_blobs > 0

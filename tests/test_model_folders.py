@@ -35,7 +35,7 @@ def refusal(model: Path, objects: ObjectStore) -> str:
         with pytest.raises(ConfigError) as caught:
             look(ModelSource(uri=str(model)), Path())
         told.add(str(caught.value))
-    assert list(objects.list_blobs()) == [], "nothing of it is stored"
+    assert dict(objects.blobs()) == {}, "nothing of it is stored"
     [message] = told
     assert "\n" not in message
     return message

@@ -124,7 +124,7 @@ def test_a_folder_that_is_no_model_is_refused_in_one_line(model, objects, damage
     for look in (lambda: check_model(source(model), Path()), lambda: import_model(source(model), objects, Path())):
         with pytest.raises(ConfigError):
             look()
-    assert list(objects.list_blobs()) == []
+    assert dict(objects.blobs()) == {}
 
 
 @pytest.mark.parametrize("uri", ["./none", "/no/such/folder", "a/b/c", "data/example/model", "-x"])

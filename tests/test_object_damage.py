@@ -43,10 +43,11 @@ def damaged_refs(objects: ObjectStore) -> list[bytes]:
         b"\n",
         b"not an id",
         content[:40],
-        content[:64],
+        content[:63],
+        content[:66],
+        content[:-1],
         flipped,
         other,
-        other[:64],
         NOTHING.encode(),
         b"\xff" * 130,
     ]
@@ -66,6 +67,21 @@ def test_a_ref_that_was_cut_changed_or_put_in_anothers_place_says_so(local: Obje
     assert local.get_ref("labels/one") == one
 
 
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_a_ref_of_an_earlier_version_stands_for_what_it_names_while_that_is_there(local: ObjectStore, end: str) -> None:
+    """So does a ref that was cut to its first line."""
+    one = local.put_bytes(b"1")
+    local.files.write("refs/labels/one", f"{one}{end}".encode())
+    assert local.get_ref("labels/one") == local.cached_ref("labels/one") == one
+    assert list(local.list_refs("labels")) == [("labels/one", one)]
+    flipped = f"{int(one[0], 16) ^ 1:x}{one[1:]}{end}"
+    local.files.write("refs/labels/one", flipped.encode())
+    with pytest.raises(CorruptRef):
+        local.get_ref("labels/one")
+    local.set_ref("labels/one", one)
+    assert len(local.files.read("refs/labels/one")) > 65, "with a check"
+
+
 def test_files_that_are_nobodys_refs_are_no_refs(local: ObjectStore) -> None:
     one = local.put_bytes(b"1")
     local.set_ref("labels/one", one)
@@ -81,6 +97,18 @@ def test_what_cannot_be_followed_counts_as_never_kept(local: ObjectStore, caplog
     local.files.write(blob_key(kept), b"kepd")
     assert local.cached_bytes("notes/a") is None
     assert "ref notes/a cannot be followed" in caplog.text and str(kept) in caplog.text
+
+
+def test_many_at_once_may_empty_a_folder(local: ObjectStore) -> None:
+    """Whoever deletes the last file of a folder removes the folder, which another may be about to fsync."""
+    one = local.put_bytes(b"1")
+    names = [f"labels/{n}" for n in range(8)]
+    for _ in range(15):
+        for forget in (local.delete_ref, local.set_ref_aside):
+            for name in names:
+                local.set_ref(name, one)
+            local.in_parallel(lambda name, forget=forget: (forget(name), local.delete_ref(name)), names)
+            assert local.ref_names("labels") == []
 
 
 # Puts over what rotted

@@ -37,7 +37,7 @@ def test_a_file_system_that_is_full_is_recoverable_and_shows_nothing_half(tmp_pa
                 put()
             assert isinstance(caught.value.__cause__, OSError)
             assert caught.value.hint.delay_seconds >= 10
-        assert list(objects.list_blobs()) == [kept]
+        assert list(dict(objects.blobs())) == [kept]
         assert keys(objects, "tmp") == []
 
         elsewhere = ObjectStore.from_url(str(tmp_path / "store"))
@@ -65,7 +65,7 @@ for put in (lambda: objects.put_bytes(bytes(2**21)), lambda: objects.put_stream(
 """
     output, _ = python(code, local.url).communicate(timeout=30)
     assert output.count("File too large; free some space") == 2
-    assert list(local.list_blobs()) == []
+    assert dict(local.blobs()) == {}
     assert keys(local, "tmp") == []
 
 

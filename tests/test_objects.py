@@ -57,7 +57,7 @@ def test_bytes_come_back_under_the_blake3_of_their_content(objects: ObjectStore,
     assert b"".join(objects.stream(content_id)) == data
     assert objects.exists(content_id)
     assert objects.size(content_id) == len(data)
-    assert list(objects.list_blobs()) == [content_id]
+    assert list(dict(objects.blobs())) == [content_id]
 
 
 def test_layout_is_the_same_on_every_provider(objects: ObjectStore) -> None:
@@ -123,7 +123,7 @@ def test_deleting_twice_is_deleting_once(objects: ObjectStore) -> None:
     objects.delete(content_id)
     objects.delete(content_id)
     assert not objects.exists(content_id)
-    assert list(objects.list_blobs()) == []
+    assert dict(objects.blobs()) == {}
 
 
 def test_a_missing_blob_is_named_with_its_place_and_the_remedy(objects: ObjectStore, tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_an_empty_folder_is_a_tree(objects: ObjectStore, tmp_path: Path) -> None
 def test_trees_that_share_files_share_blobs(local: ObjectStore, tmp_path: Path) -> None:
     local.put_tree(write_tree(tmp_path / "one", {"a": b"shared", "copy/of/a": b"shared", "b": b"1"}))
     local.put_tree(write_tree(tmp_path / "two", {"renamed": b"shared", "b": b"2"}))
-    assert len(list(local.list_blobs())) == 3 + 2  # files, manifests
+    assert len(dict(local.blobs())) == 3 + 2  # files, manifests
 
 
 NAMES = st.text(st.characters(exclude_characters="/\x00", exclude_categories=["Cs"]), min_size=1, max_size=12).filter(
@@ -352,7 +352,7 @@ def test_a_file_that_changes_while_it_is_stored_is_a_conflict(local: ObjectStore
     for local.files.whole_write_bytes in (0, 100):
         with pytest.raises(Conflict, match="changed while it was being stored"):
             local.put_files(before, {"a": folder / "a"})
-    assert list(local.list_blobs()) == []
+    assert dict(local.blobs()) == {}
     assert keys(local, "tmp") == []
 
 
@@ -418,7 +418,7 @@ def test_nothing_is_created_before_the_first_write(tmp_path: Path, monkeypatch: 
         objects = ObjectStore.from_url(url)
         assert objects.url == f"file://{tmp_path}/data"
         assert not objects.exists(NOTHING)
-        assert list(objects.list_blobs()) == list(objects.list_refs("")) == []
+        assert list(objects.blobs()) == list(objects.list_refs("")) == []
         objects.delete(NOTHING)
         objects.delete_ref("x")
     assert list(tmp_path.iterdir()) == []
@@ -512,7 +512,7 @@ def test_threads_may_share_a_store(objects: ObjectStore) -> None:
     with ThreadPoolExecutor(8) as pool:
         ids = list(pool.map(objects.put_bytes, blobs))
         assert list(pool.map(objects.get_bytes, ids)) == blobs
-    assert len(list(objects.list_blobs())) == 10
+    assert len(dict(objects.blobs())) == 10
     assert keys(objects, "tmp") == []
 
 
@@ -554,7 +554,7 @@ ObjectStore.from_url(sys.argv[1]).put_stream(slow())
     writer.send_signal(signal.SIGKILL)
     writer.wait()
     assert len(keys(local, "tmp")) == 1
-    assert list(local.list_blobs()) == []
+    assert dict(local.blobs()) == {}
     report = SnapshotStore(local).gc()
     assert report.deleted_leftovers == 0, "it may belong to a running writer"
     (leftover,) = keys(local, "tmp")
@@ -573,7 +573,7 @@ def test_a_producer_that_fails_leaves_nothing_behind(objects: ObjectStore) -> No
     with pytest.raises(RuntimeError, match="the producer's own error"):
         objects.put_stream(failing())
     assert keys(objects, "tmp") == []
-    assert list(objects.list_blobs()) == []
+    assert dict(objects.blobs()) == {}
     if objects.url.startswith("s3"):
         uploads = objects.files.fs.call_s3("list_multipart_uploads", Bucket=BUCKET)  # type: ignore[attr-defined]
         assert not uploads.get("Uploads")

@@ -181,7 +181,7 @@ def test_an_empty_folder_is_a_snapshot(snapshots: SnapshotStore, tmp_path: Path)
 
 def test_files_shared_by_snapshots_are_stored_once(snapshots: SnapshotStore, objects: ObjectStore, state: Path) -> None:
     save_steps(snapshots, state, 4)
-    sizes = [objects.size(blob) for blob in objects.list_blobs()]
+    sizes = [objects.size(blob) for blob in dict(objects.blobs())]
     assert sizes.count(len(STATE["model/weights.safetensors"])) == 1
     assert len(sizes) == 3 + 4 * 3  # shared files; for each snapshot its own file, manifest and record
 
@@ -379,10 +379,10 @@ def test_collection_deletes_what_no_snapshot_reaches(
     kept = snapshots.prune("run", keep_last=2) and snapshots.list()
     preview = collect(snapshots, dry_run=True)
     assert preview.deleted_blobs == 3 * 3
-    assert len(list(objects.list_blobs())) == 3 + 5 * 3
+    assert len(dict(objects.blobs())) == 3 + 5 * 3
     report = collect(snapshots)
     assert report == preview.model_copy(update={"dry_run": False})
-    assert report.live_blobs == len(list(objects.list_blobs())) == 3 + 2 * 3
+    assert report.live_blobs == len(dict(objects.blobs())) == 3 + 2 * 3
     for snapshot in kept:
         snapshots.restore(snapshot.id, tmp_path / str(snapshot.step))
     assert not snapshots.is_present(saved[0].id)
@@ -416,7 +416,7 @@ def test_collection_follows_json_json_lines_and_json_within_json(
     objects.set_ref("results/a", objects.put_json({"rows": [lines], nested: None}))
     objects.set_ref("labels/b", leaves[3])
     report = collect(snapshots)
-    assert set(objects.list_blobs()) >= set(leaves[:4])
+    assert set(dict(objects.blobs())) >= set(leaves[:4])
     assert report.deleted_blobs == 1
     assert collect(snapshots, extra_roots=[]).deleted_blobs == 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,9 @@ from rollout_core.errors import MissingObject
 from rollout_core.ids import ContentId, hash_bytes
 from rollout_core.lineage import Lineage, record_lineage
 from rollout_core.objects import ObjectStore
+from rollout_core.objects.gc import collect_garbage
 from rollout_core.objects.store import blob_key
-from rollout_core.repair import repair_store
+from rollout_core.repair import add_checks, repair_store
 from rollout_core.snapshots import Snapshot, SnapshotStore
 from rollout_core.verification import Damage, verify_store
 from tests.conftest import BUCKET
@@ -78,7 +79,7 @@ def test_a_whole_store_is_whole(stored: Stored) -> None:
     told: list[tuple[int, int]] = []
     found = verify_store(stored.objects, lambda done, total: told.append((done, total)))
     assert found.damage == [] and found.num_refs == 7
-    assert found.num_blobs == len(list(stored.objects.list_blobs()))
+    assert found.num_blobs == len(dict(stored.objects.blobs()))
     assert told[-1] == (found.num_bytes, found.num_bytes) and found.num_bytes > 5000
 
 
@@ -173,6 +174,28 @@ def test_a_snapshot_that_cannot_be_restored_is_told_as_lost(stored: Stored) -> N
     assert SnapshotStore(stored.objects).list() == [] and stored.found() == []
 
 
+def test_strangers_files_among_the_refs_stop_no_repair(stored: Stored) -> None:
+    names = [f"{folder}/notes.txt" for folder in ("spans", "lineage", "snapshots", "results", "progress", "labels")]
+    for name in names:
+        stored.objects.files.write(f"refs/{name}", b"hello")
+    stored.damage("refs/model-facts/a", b"")
+    assert {name for name, _, _ in repaired(stored)} == {*names, "model-facts/a"}
+    assert stored.found() == []
+
+
+def test_a_blob_that_only_looks_like_a_record_stops_no_verification(stored: Stored) -> None:
+    odd = stored.objects.put_json({"stage": "a", "key": 1, "outputs": ["notes.txt", 2]})
+    stored.objects.set_ref("lineage/notes.txt", odd)
+    snapshot = stored.objects.put_json({"id": "a", "run_id": "b", "files": ["c"], "algorithm": "sft"})
+    stored.objects.set_ref("snapshots/a/b", snapshot)
+    assert [(damage.kind, damage.name) for damage in stored.found()] == [
+        ("misplaced ref", "lineage/notes.txt"),
+        ("misplaced ref", "snapshots/a/b"),
+    ]
+    repaired(stored)
+    assert stored.found() == []
+
+
 def test_what_a_flow_has_mended_meanwhile_is_left_alone(stored: Stored) -> None:
     whole = stored.objects.files.read(blob_key(stored.weights))
     stored.flip(stored.weights)
@@ -182,6 +205,30 @@ def test_what_a_flow_has_mended_meanwhile_is_left_alone(stored: Stored) -> None:
     stored.objects.set_ref("model-facts/a", stored.body)
     assert [outcome.text for _, outcome in repair_store(stored.objects, found)] == ["whole by now"] * 2
     assert stored.objects.get_ref(f"results/{KEY}") == stored.record and stored.found() == []
+
+
+def drop_checks(stored: Stored) -> None:
+    """Write every ref as earlier versions did."""
+    for key in keys(stored.objects, "refs"):
+        stored.damage(key, stored.objects.files.read(key)[:64])
+
+
+def test_refs_of_an_earlier_version_are_counted_and_get_a_check(stored: Stored) -> None:
+    whole = {key: stored.objects.files.read(key) for key in keys(stored.objects, "refs")}
+    drop_checks(stored)
+    assert SnapshotStore(stored.objects).list() == [stored.snapshot]
+    found = verify_store(stored.objects)
+    assert found.damage == [] and len(found.unchecked) == found.num_refs == 7
+    assert collect_garbage(stored.objects, min_age=timedelta(0)).unreadable == ()
+    assert add_checks(stored.objects, found.unchecked) == 7
+    assert {key: stored.objects.files.read(key) for key in whole} == whole
+    assert verify_store(stored.objects).unchecked == []
+
+
+def test_a_record_in_the_place_of_another_is_named_without_a_check_too(stored: Stored) -> None:
+    drop_checks(stored)
+    stored.damage(f"refs/results/{KEY}", stored.body.encode())
+    assert [(damage.kind, damage.name) for damage in stored.found()] == [("misplaced ref", f"results/{KEY}")]
 
 
 # The command
@@ -211,6 +258,15 @@ def test_the_command_names_damage_and_repairs_it(tmp_path: Path, monkeypatch: py
     code, said = run("--repair")
     assert code == 1 and f"lost with it: {stored.snapshot.ref}" in said
     assert run()[0] == 0
+
+
+def test_the_command_counts_refs_without_a_check_and_adds_it(stored: Stored) -> None:
+    drop_checks(stored)
+    code, said = run("--storage", stored.objects.url)
+    assert code == 0 and "7 refs without a check (written by an earlier version); --repair adds it\n" in said
+    code, said = run("--repair", "--storage", stored.objects.url)
+    assert code == 0 and "7 refs without a check (written by an earlier version): added\n" in said
+    assert "without a check" not in run("--storage", stored.objects.url)[1]
 
 
 def test_a_store_that_is_written_meanwhile_is_not_called_damaged(tmp_path: Path, start_process) -> None:

@@ -64,17 +64,25 @@ def storage_verify(
 def _listed(found: Verification) -> bool:
     for damage in found.damage:
         typer.echo(_line(damage, found))
+    if found.unchecked:
+        typer.echo(f"{_unchecked(len(found.unchecked))}; --repair adds it")
     return not found.damage
 
 
 def _repaired(objects: ObjectStore, found: Verification) -> bool:
-    from rollout_core.repair import repair_store
+    from rollout_core.repair import add_checks, repair_store
 
     is_whole = True
     for damage, outcome in repair_store(objects, found):
         typer.echo(f"{_line(damage, found)}: {outcome.text}")
         is_whole = is_whole and not outcome.is_lost
+    if num_written := add_checks(objects, found.unchecked):
+        typer.echo(f"{_unchecked(num_written)}: added")
     return is_whole
+
+
+def _unchecked(num_refs: int) -> str:
+    return f"{num_refs:,} refs without a check (written by an earlier version)"
 
 
 def _line(damage: Damage, found: Verification) -> str:

@@ -85,8 +85,8 @@ class Files(Protocol):
         """Raises FileNotFoundError."""
         ...
 
-    def read_start(self, key: str) -> bytes:
-        """The first bytes of a file that is not empty, at least one. Raises FileNotFoundError."""
+    def read_part(self, key: str, start: int, size: int) -> bytes:
+        """Up to ``size`` bytes from ``start``, which lies within the file. Raises FileNotFoundError."""
         ...
 
     def read_chunks(self, key: str) -> Iterator[bytes]:

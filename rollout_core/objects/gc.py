@@ -17,11 +17,11 @@ from rollout_core.ids import ContentId, is_content_id
 from rollout_core.objects.files import FileStat
 from rollout_core.objects.store import ObjectStore, blob_key
 from rollout_core.objects.wholeness import hashed
-from rollout_core.self_named import SNAPSHOT_REFS
+from rollout_core.self_named import LINEAGE_REFS, RECORD_BYTES, SELF_NAMED_REFS, SNAPSHOT_REFS
 
 log = logging.getLogger(__name__)
 
-LINEAGE_REFS = "lineage/"
+_RECORD_FOLDERS = tuple(f"{folder}/" for folder in SELF_NAMED_REFS)
 FINISHED_REFS = "finished/"
 """Below it, under the id of a blob, stands what is noted of it; the note lives as long as the blob."""
 NOTE_REFS = ("model-facts/", "prompt-shards/", "output-files/", "runs/", "work/", "fan-out/")
@@ -29,8 +29,9 @@ NOTE_REFS = ("model-facts/", "prompt-shards/", "output-files/", "runs/", "work/"
 KEEP_NOTES = timedelta(days=30)
 _NAMED_ID = re.compile(rb'"([0-9a-f]{64})[\\"]')
 _NAMED_ID_BYTES = 66
-_SURELY_READ_BYTES = 2**16
-"""Blobs up to this size are read even where they do not look like JSON: a record may have lost its first byte."""
+_END_BYTES = 64
+"""So many last bytes of weights do not look like text by chance."""
+_NO_TEXT = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]")
 
 
 class GcReport(BaseModel):
@@ -72,6 +73,9 @@ def collect_garbage(
 
     Notes keep what they name, such as the shards of an input or the model of a run, until nobody has set them for
     ``keep_notes``; then they are deleted. Those below `FINISHED_REFS` live as long as the blob they are about.
+
+    Large binary files, such as weights, are not read: files above `RECORD_BYTES` that no result, snapshot or lineage is
+    named by, and of which neither the start nor the end looks like JSON.
 
     While a ref or a reached record is damaged, nobody can tell what it named, so no blob and no note of a blob is
     deleted; the report and a warning name it. ``rollout storage verify --repair`` restores it or moves it aside.
@@ -134,6 +138,8 @@ class _Marking:
         """Keys of the refs below `NOTE_REFS` that nobody has set since."""
         self.unreadable: set[str] = set()
         """Damaged refs and reached records, which may have named anything."""
+        self._records: set[ContentId] = set()
+        """What the refs of results, snapshots and lineage name."""
         self._objects = objects
         self._blobs = blobs
         self._about: dict[ContentId, set[ContentId]] = {}
@@ -148,13 +154,13 @@ class _Marking:
         for name, named in zip(names, self._objects.in_parallel(self._named_by, names), strict=True):
             if named is None:
                 continue
-            about = next((folder for folder in (LINEAGE_REFS, FINISHED_REFS) if name.startswith(folder)), None)
+            about = next((folder for folder in (f"{LINEAGE_REFS}/", FINISHED_REFS) if name.startswith(folder)), None)
             if about is None or not is_content_id(name[len(about) :]):
                 roots.add(named)
                 continue
             blob = ContentId(name[len(about) :])
             self._about.setdefault(blob, set()).add(named)
-            if about == LINEAGE_REFS:
+            if about != FINISHED_REFS:
                 self.reached |= {named} & self._blobs.keys()
             if blob in self._seen:
                 roots.add(named)
@@ -166,6 +172,8 @@ class _Marking:
         except CorruptRef:
             self.unreadable.add(f"ref {name}, which is damaged")
             return None
+        if named is not None and name.startswith(_RECORD_FOLDERS):
+            self._records.add(named)
         if named is None or named in self._blobs or not name.startswith(f"{SNAPSHOT_REFS}/"):
             return named
         if not self._objects.exists(named):
@@ -192,8 +200,8 @@ class _Marking:
         key, size = blob_key(content_id), self._blobs[content_id].size
         hasher = blake3()
         try:
-            is_json = size > 0 and self._objects.files.read_start(key)[:1] in b'{["'
-            if not is_json and size > _SURELY_READ_BYTES:
+            is_json = size > 0 and begins_like_json(self._objects.files.read_part(key, 0, 1))
+            if not is_json and self._is_binary(content_id):
                 return set()
             names = set(named_ids(hashed(self._objects.files.read_chunks(key), hasher))) if size else set()
         except FileNotFoundError:
@@ -202,6 +210,22 @@ class _Marking:
         if hasher.hexdigest() != content_id:
             self.unreadable.add(f"blob {content_id}, which is damaged")
         return names if is_json else set()
+
+    def _is_binary(self, content_id: ContentId) -> bool:
+        """Whether a blob that does not begin like JSON is surely none. A record may have lost its first bytes."""
+        key, size = blob_key(content_id), self._blobs[content_id].size
+        if size <= RECORD_BYTES or content_id in self._records:
+            return False
+        return not _ends_like_json(self._objects.files.read_part(key, size - _END_BYTES, _END_BYTES))
+
+
+def begins_like_json(start: bytes) -> bool:
+    """Whether a blob with these first bytes may be JSON, or JSON lines."""
+    return start[:1] in (b"{", b"[", b'"')
+
+
+def _ends_like_json(end: bytes) -> bool:
+    return end.rstrip()[-1:] in (b"}", b"]", b'"') and _NO_TEXT.search(end) is None
 
 
 def named_ids(chunks: Iterable[bytes]) -> Iterator[ContentId]:

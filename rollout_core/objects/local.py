@@ -77,9 +77,10 @@ class LocalFiles:
         with storage_faults("read", self._path(key)), self._open(key) as file:
             return file.readall()
 
-    def read_start(self, key: str) -> bytes:
+    def read_part(self, key: str, start: int, size: int) -> bytes:
         with storage_faults("read", self._path(key)), self._open(key) as file:
-            return file.read(1) or b""
+            file.seek(start)
+            return file.read(size) or b""
 
     def read_chunks(self, key: str) -> Iterator[bytes]:
         with storage_faults("read", self._path(key)):
@@ -106,7 +107,8 @@ class LocalFiles:
     def move(self, source: str, target: str) -> None:
         with storage_faults("move", self._path(source)):
             self._rename(self._path(source), self._path(target))
-            self._sync_folder(os.path.dirname(self._path(source)))
+            with suppress(FileNotFoundError):  # `delete` of another file emptied and removed the folder
+                self._sync_folder(os.path.dirname(self._path(source)))
 
     def delete(self, key: str) -> None:
         with storage_faults("delete", self._path(key)):
@@ -115,7 +117,8 @@ class LocalFiles:
             except (FileNotFoundError, NotADirectoryError):
                 return
             folder = os.path.dirname(self._path(key))
-            self._sync_folder(folder)
+            with suppress(FileNotFoundError):  # removed by who deleted another file of it at the same time
+                self._sync_folder(folder)
             with suppress(OSError):
                 os.rmdir(folder)  # fails unless empty
 

@@ -1,19 +1,30 @@
 """What a ref's file says: the content id that its name stands for, and a check of both.
 
 The second line binds the id to the name, so that a ref that was damaged, cut, edited or put in another's place is
-noticed when it is read.
+noticed when it is read. Earlier versions wrote the id alone. Such a ref counts while what it names is there; so does
+one that was cut to its first line, which still says what it said.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from rollout_core.errors import ConfigError
-from rollout_core.ids import ContentId, content_id
+from rollout_core.ids import ContentId, content_id, is_content_id
 
 # Hidden files, such as those that a file manager leaves behind, are nobody's ref.
 _SEGMENT = "[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}"
 _NAME = re.compile(f"{_SEGMENT}(/{_SEGMENT})*")
+
+
+@dataclass(frozen=True)
+class RefContent:
+    """What the file of a ref says."""
+
+    named: ContentId
+    is_checked: bool
+    """Whether it has the line that binds the id to the name; refs of earlier versions have none."""
 
 
 def is_ref_name(name: str) -> bool:
@@ -36,13 +47,14 @@ def encode_ref(name: str, named: ContentId) -> bytes:
     return f"{named}\n{_check(name, named)}\n".encode()
 
 
-def decode_ref(name: str, data: bytes) -> ContentId | None:
-    """What the file of ref ``name`` says; None where it is not as `encode_ref` wrote it."""
-    try:
-        named = ContentId(data[:64].decode())
-    except ValueError:
+def decode_ref(name: str, data: bytes) -> RefContent | None:
+    """What the file of ref ``name`` says; None where neither `encode_ref` nor an earlier version wrote it so."""
+    digits = data[:64].decode(errors="replace")
+    if not is_content_id(digits):
         return None
-    return named if data == encode_ref(name, named) else None
+    named = ContentId(digits)
+    is_checked = data == encode_ref(name, named)
+    return RefContent(named, is_checked) if is_checked or data[64:] in (b"", b"\n") else None
 
 
 def _check(name: str, named: ContentId) -> ContentId:

@@ -107,9 +107,9 @@ class RemoteFiles:
         with storage_faults("read", self.where(key)):
             return self.fs.cat_file(self.path(key))
 
-    def read_start(self, key: str) -> bytes:
+    def read_part(self, key: str, start: int, size: int) -> bytes:
         with storage_faults("read", self.where(key)):
-            return self.fs.cat_file(self.path(key), start=0, end=1)
+            return self.fs.cat_file(self.path(key), start=start, end=start + size)
 
     def read_chunks(self, key: str) -> Iterator[bytes]:
         stat = self.stat(key)

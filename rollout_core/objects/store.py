@@ -41,11 +41,12 @@ from rollout_core.objects.folders import (
 )
 from rollout_core.objects.hashing import ContentHasher
 from rollout_core.objects.local import LocalFiles
-from rollout_core.objects.refs import decode_ref, encode_ref, is_ref_name, ref_key
+from rollout_core.objects.refs import RefContent, decode_ref, encode_ref, is_ref_name, ref_key
 from rollout_core.objects.remote import RemoteFiles
 from rollout_core.objects.trees import TreeFile, TreeManifest
 from rollout_core.redaction import refuse_credentials, without_password
 from rollout_core.scratch import sweep
+from rollout_core.self_named import SNAPSHOT_REFS
 
 log = logging.getLogger(__name__)
 
@@ -209,11 +210,6 @@ class ObjectStore:
         """Remove the blob, if it is there."""
         self.files.delete(blob_key(ContentId(content_id)))
 
-    def list_blobs(self) -> Iterator[ContentId]:
-        """Ids of all blobs."""
-        for content_id, _ in self.blobs():
-            yield content_id
-
     def blobs(self) -> Iterator[tuple[ContentId, FileStat]]:
         """Ids of all blobs, with size and age."""
         for key, stat in self.files.list("cas"):
@@ -319,24 +315,33 @@ class ObjectStore:
 
     def get_ref(self, name: str) -> ContentId | None:
         """What ``name`` stands for, if anything. Raises CorruptRef where its file is not what `set_ref` wrote."""
+        content = self.read_ref(name)
+        return None if content is None else content.named
+
+    def read_ref(self, name: str) -> RefContent | None:
+        """`get_ref`, with whether the file has a check. One without counts while what it names is there."""
         try:
             data = self.files.read(ref_key(name))
         except FileNotFoundError:
             return None
-        named = decode_ref(name, data)
-        if named is None:
+        content = decode_ref(name, data)
+        if content is None or not (content.is_checked or self._can_be_named(content.named)):
             raise CorruptRef(
                 f"ref {name} at {self.files.where(ref_key(name))} is damaged, or was put there by something else: "
                 f"{data[:80]!r}; `rollout storage verify --repair` restores it or moves it aside"
             )
-        return named
+        return content
+
+    def _can_be_named(self, content_id: ContentId) -> bool:
+        """Whether this is a blob or a snapshot that is there."""
+        return self.exists(content_id) or bool(self.ref_names(f"{SNAPSHOT_REFS}/{content_id}"))
 
     def cached_ref(self, name: str) -> ContentId | None:
         """`get_ref` for what can be made again: a damaged ref is as good as none, with a warning."""
         try:
             return self.get_ref(name)
         except CorruptRef as error:
-            log.warning("%s; what it stood for is made again", error)
+            log.warning("%s; it will be recomputed", error)
             return None
 
     def cached_bytes(self, name: str) -> bytes | None:
@@ -347,7 +352,7 @@ class ObjectStore:
         try:
             return self.get_bytes(named)
         except (NotFound, CorruptObject) as error:
-            log.warning("ref %s cannot be followed: %s; what it stood for is made again", name, error)
+            log.warning("ref %s cannot be followed: %s; it will be recomputed", name, error)
             return None
 
     def delete_ref(self, name: str) -> None:

@@ -90,7 +90,7 @@ def test_reference_logprobs_are_kept_chunk_by_chunk_and_made_again_when_damaged(
     assert torch.equal(logprobs([*items[:8], documents(30)[-1]])[:16], first[:16]) and len(loads) == 2
     refs = list(objects.list_refs("reference-logprobs"))
     assert len(refs) == 4
-    for blob in list(objects.list_blobs()):
+    for blob in list(dict(objects.blobs())):
         objects.delete(blob)
     assert torch.equal(logprobs(items), first) and len(loads) == 3
 

@@ -146,7 +146,7 @@ def test_a_run_that_nobody_began_cannot_be_gone_on_with(objects: ObjectStore, fo
 
 def test_a_folder_of_a_run_that_the_object_store_lost_begins_it_anew(objects: ObjectStore, folder: LocalFolder):
     begin(objects, folder)
-    for blob in list(objects.list_blobs()):
+    for blob in list(dict(objects.blobs())):
         objects.delete(blob)
     with pytest.raises(ConfigError, match="is unknown to the object store"):
         begin(objects, folder, asked=resolve_run_id(folder, None))
