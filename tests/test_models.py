@@ -451,15 +451,15 @@ def test_a_second_import_writes_no_blob(tiny_model, objects, monkeypatch):
 
 
 def test_a_folder_edited_while_it_is_imported_is_refused_and_not_known_as_good(model, objects, monkeypatch):
-    inspect = model_import.inspect_model
+    inspect = model_import.inspect_bounded
 
-    def inspect_and_edit(folder: Path) -> ModelFacts:
-        facts = inspect(folder)
+    def inspect_and_edit(folder: Path, **options: bool) -> ModelFacts:
+        facts = inspect(folder, **options)
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 17}))
         return facts
 
-    monkeypatch.setattr(model_import, "inspect_model", inspect_and_edit)
+    monkeypatch.setattr(model_import, "inspect_bounded", inspect_and_edit)
     with pytest.raises(Conflict, match="changed while it was read"):
         import_model(source(model), objects, Path())
     assert model_import.recall_model(source(model), Path(), objects) is None
