@@ -6,6 +6,7 @@ input is the wake-up descriptor of the process it guards, and it passes on to it
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -24,7 +25,9 @@ def guard(guarded: int, stop_seconds: float) -> None:
     while True:
         wait = None if deadline is None else max(0.0, deadline - time.monotonic())
         if not select.select([0], [], [], wait)[0]:
-            os.kill(guarded, signal.SIGKILL)
+            for process in [guarded, *descendants(guarded)]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
             return
         numbers = os.read(0, 64)
         if not numbers:
@@ -37,6 +40,22 @@ def guard(guarded: int, stop_seconds: float) -> None:
             first, deadline = now, now + stop_seconds + SLACK_SECONDS
         elif now > first + SAME_SIGNAL_SECONDS:
             deadline = now + SLACK_SECONDS
+
+
+def descendants(ancestor: int) -> list[int]:
+    """Process ids of what a process started in its own session, and of what those did."""
+    parents, sessions = {}, {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
+            # After the program's name in brackets: state, parent, process group, session.
+            _, parent, _, session = file.read().rpartition(")")[2].split()[:4]
+            parents[int(name)], sessions[int(name)] = int(parent), session
+    found, waiting = [], [ancestor]
+    while waiting:
+        parent = waiting.pop()
+        waiting += [child for child, its_parent in parents.items() if its_parent == parent]
+        found += [parent] if parent != ancestor and sessions[parent] == sessions.get(ancestor) else []
+    return found
 
 
 if __name__ == "__main__":
