@@ -333,7 +333,7 @@ def test_without_vllm_the_error_names_what_to_install(tiny, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ConfigError, match=r"install rollout\[vllm\]"), engine(VLLMBackend(), tiny):
+    with pytest.raises(ConfigError, match=r"install rollout-post-training\[vllm\]"), engine(VLLMBackend(), tiny):
         pass
 
 

@@ -127,7 +127,8 @@ async def test_progress_rises_from_what_was_done_to_the_end(batch, watched):
 async def test_a_sample_whose_numbers_cannot_be_kept_fails_alone(batch, tiny):
     class Broken(WatchedEngine):
         def finish(self, completion: Completion) -> Completion:
-            return replace(completion, logprobs=[math.nan]) if completion.key == batch.ids[3] else completion
+            broken = [math.nan] * len(completion.token_ids)
+            return replace(completion, logprobs=broken) if completion.key == batch.ids[3] else completion
 
     with pytest.raises(Fatal, match=r"1 of 10 samples failed; first .*: sample .* log-probabilities that are not fin"):
         await batch.complete(Broken(tiny))
