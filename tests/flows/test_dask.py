@@ -103,6 +103,9 @@ def cluster(start_process, prefect_server, tmp_path, server_logs) -> Cluster:
     from flows.local_server import _free_port
 
     server_logs.watch(tmp_path / "cluster.log")
+    server_logs.expect(
+        "Failed to communicate with scheduler during heartbeat", "tests end schedulers under their workers"
+    )
 
     environment = {"PREFECT_API_URL": prefect_server, "PYTHONPATH": str(PROJECT)}
     return Cluster(start_process, f"tcp://127.0.0.1:{_free_port()}", tmp_path / "cluster.log", environment)
@@ -321,7 +324,8 @@ def test_machines_that_share_only_postgres_and_s3_survive_the_scheduler(tiny_mod
 
 
 @pytest.mark.server
-def test_a_worker_with_another_database_is_one_clear_error(tiny_model, tmp_path, run, cluster):
+def test_a_worker_with_another_database_is_one_clear_error(tiny_model, tmp_path, run, cluster, server_logs):
+    server_logs.expect("(?s)Compute Failed.*has another database", "the worker says what it refuses")
     batch = Batch(tmp_path, tiny_model, 4, {"dask": {"address": cluster.address}})
     cluster.scheduler()
     cluster.worker("stranger", ROLLOUT_DATABASE=f"sqlite:///{tmp_path / 'other.db'}")
