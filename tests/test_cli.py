@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -540,7 +539,8 @@ def test_runs_print_what_they_made_and_a_reward_that_fails_loses_nothing(
     result = run("train-ppo", **server)
     assert result.exit_code == 1 and result.stdout == ""
     last = result.stderr.splitlines()[-1]
-    assert re.match(r"rollout: reward mine\.py:reward returned nan for sample \d \(", last)
+    # The order of this seed, in which the prompt that the reward breaks at is the third.
+    assert last.startswith("rollout: reward mine.py:reward returned nan for sample 3 (")
 
     # The completions are kept: nothing is generated again once the reward is mended.
     monkeypatch.setattr("rollout_core.inference.hf.TransformersEngine.__init__", lambda *arguments: 1 / 0)
