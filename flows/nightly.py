@@ -162,6 +162,8 @@ def _on_policy(config: NightlyConfig, start: ContentId, reward: RewardSpec, rewa
     """PPO or GRPO iterations, rewarded by ``reward`` or by a reward model that is trained first."""
     settings = config.ppo or config.grpo
     assert settings is not None, "validated"
+    objects = places.objects()
+    of_judge: list[Curve] = []
     if config.rm is not None:
         pairs = import_pairs(config.rm.dataset)
         judge = rm_update(
@@ -175,6 +177,8 @@ def _on_policy(config: NightlyConfig, start: ContentId, reward: RewardSpec, rewa
         snapshot(judge, f"{config.run.name}/rm", label="reward model")
         reward = ModelReward(model=judge.model)
         reward_source = source_id(reward)
+        accuracies = figure_of_steps(objects, judge, "rewards/accuracies")
+        of_judge.append(Curve("accuracy of the reward model", accuracies, "RM step"))
     prompts = import_prompts(settings.prompts)
     iterations = policy_iterations(
         start,
@@ -196,7 +200,7 @@ def _on_policy(config: NightlyConfig, start: ContentId, reward: RewardSpec, rewa
     progress = Progress(
         Curve(what, rewards, x_label),
         temperature=settings.sampling.temperature if is_reward else None,
-        others=curves_of_iterations(places.objects(), checkpoints, x_label),
+        others=[*of_judge, *curves_of_iterations(objects, checkpoints, x_label)],
     )
     return _Learned(checkpoints[-1], progress)
 

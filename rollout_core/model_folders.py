@@ -62,8 +62,11 @@ def _folders_like(name: str, place: Path) -> list[Path]:
     """Folders in a place under this name or a similar one, the most similar first."""
     if name in ("..", "."):
         return [place / name]
+    # Not left to the listing, which ends early in a place with very many entries.
+    same = [name] if (place / name).is_dir() else []
     try:
         names = [entry.name for entry, _ in zip(place.iterdir(), range(_LOOKED_AT), strict=False) if entry.is_dir()]
     except OSError:
-        return []
-    return [place / like for like in difflib.get_close_matches(name, names, n=3, cutoff=_NEAR)]
+        names = []
+    like = difflib.get_close_matches(name, [other for other in names if other != name], n=3, cutoff=_NEAR)
+    return [place / found for found in (*same, *like)]

@@ -136,3 +136,11 @@ def test_a_folder_without_a_model_is_not_what_was_meant(tmp_path):
     (tmp_path / "modle" / "config.json").write_text("{}")
     assert near_folder("model", tmp_path) == "modle"
     assert near_folder(str(tmp_path / "model"), Path("/elsewhere")) == str(tmp_path / "modle")
+
+
+def test_a_place_with_very_many_folders_hides_none_that_is_named_exactly(tmp_path):
+    for number in range(1100):
+        (tmp_path / f"other{number}").mkdir()
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    (tmp_path / "models" / "tiny" / "config.json").write_text("{}")
+    assert near_folder("models/tinny", tmp_path) == "models/tiny"

@@ -14,6 +14,7 @@ import queue
 import threading
 from collections.abc import Coroutine, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rollout_core.config import OpenAIBackend
@@ -33,6 +34,13 @@ _END: Any = object()
 _T = TypeVar("_T")
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    outcome: Outcome
+    answered: bool
+    """Also where the answer is of no use."""
+
+
 class OpenAIEngine(GathersStream):
     """An `InferenceBackend` over HTTP.
 
@@ -45,8 +53,6 @@ class OpenAIEngine(GathersStream):
         self._config = config
         self._understood = False
         """It has answered in the configured dialect, so it is no fault of the configuration where it does not."""
-        self._silent = 0
-        """Samples in a row that got no answer."""
         self.update_weights(model)
         self._endpoint = Endpoint(config)
         self._loop = asyncio.new_event_loop()
@@ -71,9 +77,9 @@ class OpenAIEngine(GathersStream):
 
     def stream(self, requests: Iterable[Request | None]) -> Iterator[Outcome]:
         waiting = iter(requests)
-        answered: queue.SimpleQueue[Future[Outcome]] = queue.SimpleQueue()
-        in_flight: set[Future[Outcome]] = set()
-        exhausted, self._silent = False, 0
+        done: queue.SimpleQueue[Future[_Asked]] = queue.SimpleQueue()
+        in_flight: set[Future[_Asked]] = set()
+        exhausted, silent = False, 0
         try:
             while True:
                 paused = False
@@ -84,36 +90,36 @@ class OpenAIEngine(GathersStream):
                         break
                     future = asyncio.run_coroutine_threadsafe(self._complete(request), self._loop)
                     in_flight.add(future)
-                    future.add_done_callback(answered.put)
+                    future.add_done_callback(done.put)
                 if not in_flight:
                     return
                 try:
-                    future = answered.get(timeout=POLL_SECONDS if paused else None)
+                    future = done.get(timeout=POLL_SECONDS if paused else None)
                 except queue.Empty:
                     continue
                 in_flight.remove(future)
-                outcome = future.result()
-                if self._silent >= max(LONE_FAILURES, self._config.max_concurrency) and isinstance(outcome, Failure):
-                    raise Recoverable(f"{self._silent} samples in a row got no answer, the last: {outcome.reason}")
-                yield outcome
+                asked = future.result()
+                silent = 0 if asked.answered else silent + 1
+                if silent >= max(LONE_FAILURES, self._config.max_concurrency) and isinstance(asked.outcome, Failure):
+                    raise Recoverable(f"{silent} samples in a row got no answer, the last: {asked.outcome.reason}")
+                yield asked.outcome
         finally:
             for future in in_flight:
                 future.cancel()
 
-    async def _complete(self, request: Request) -> Outcome:
+    async def _complete(self, request: Request) -> _Asked:
         try:
             outcome = await self._ask(request)
         except Malformed as error:
             # It is an answer, and the next one may be sound.
-            self._silent = 0
-            return self._failure(request, f"the answer is malformed: {error}", passing=True)
+            return _Asked(self._failure(request, f"the answer is malformed: {error}", passing=True), answered=True)
         if isinstance(outcome, Failure):
-            self._silent = self._silent + 1 if outcome.passing else 0
-            return self._failure(request, outcome.reason, passing=outcome.passing)
-        self._silent = 0
+            failure = self._failure(request, outcome.reason, passing=outcome.passing)
+            return _Asked(failure, answered=not outcome.passing)
         if self._endpoint.gives_key_away(outcome.text):
-            return self._failure(request, "the answer repeats the endpoint's key, which is not kept", passing=True)
-        return outcome
+            reason = "the answer repeats the endpoint's key, which is not kept"
+            return _Asked(self._failure(request, reason, passing=True), answered=True)
+        return _Asked(outcome, answered=True)
 
     def _failure(self, request: Request, reason: str, *, passing: bool) -> Failure:
         return Failure(request.key, self._endpoint.told(reason), passing)

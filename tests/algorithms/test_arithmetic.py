@@ -74,7 +74,7 @@ def test_portable_training_refuses_to_go_on_under_another_torch_and_says_what_to
     begun: Workshop, tiny_model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     of_another_process(monkeypatch, torch="9.9")
-    monkeypatch.setattr(resumption, "is_portable", lambda: True)
+    monkeypatch.setattr(resumption, "is_portable_here", lambda: True)
     with pytest.raises(ConfigError, match=r"begun with torch .* \(here 9\.9\)") as caught:
         sft(begun, tiny_model)
     snapshot = SnapshotStore(begun.objects).list()[0]

@@ -129,7 +129,9 @@ async def test_a_server_refuses_numbers_that_are_none(url, make, number):
         async with aiohttp.ClientSession(server.endpoint) as web:
             for span in holed:
                 body = json.dumps({"spans": [good, span]}).replace("NaN", number)
-                async with web.post("/v1/agl/spans/batch", data=body) as reply:
+                async with web.post(
+                    "/v1/agl/spans/batch", data=body, headers={"Content-Type": "application/json"}
+                ) as reply:
                     assert reply.status == 400, await reply.text()
                     assert "JSON has no NaN" in (await reply.json())["detail"]
         assert len(await server.query_spans(rollout.rollout_id)) == 0

@@ -109,7 +109,7 @@ async def test_a_span_of_an_old_attempt_leaves_the_retry_alone(store, make):
     await store.add_span(make.span(first))
     read = await store.get_rollout_by_id(first.rollout_id)
     assert (read.status, read.attempt) == ("preparing", second.attempt)
-    assert (await store.query_attempts(first.rollout_id))[0].status == "running"
+    assert (await store.query_attempts(first.rollout_id))[0].status == "failed"
 
 
 async def test_sequence_ids_count_up_per_rollout_across_attempts(store, make):
