@@ -114,11 +114,11 @@ class _InOrder:
 def _sft(model: Any, rows: Sequence[dict[str, Any]], batch: int, steps: int) -> tuple[_InOrder, Any]:
     import torch
 
-    from rollout_core.algorithms.data import Example
-    from rollout_core.algorithms.packing import Document, pack
     from rollout_core.algorithms.policy import Policy
     from rollout_core.algorithms.sft import SFT
     from rollout_core.config import SFTSettings
+    from rollout_core.data.examples import Example
+    from rollout_core.data.packing import Document, pack
 
     config = settings(SFTSettings, batch, steps)
     examples = [Example(row["input_ids"], [label != -100 for label in row["labels"]]) for row in rows]
@@ -147,7 +147,7 @@ def _reward(model: Any, rows: Sequence[dict[str, Any]], batch: int, steps: int) 
 
 
 def _pairs(rows: Sequence[dict[str, Any]]) -> list[Any]:
-    from rollout_core.algorithms.preference_data import Pair
+    from rollout_core.data.preference_data import Pair
 
     return [Pair(row.get("prompt_ids", []), row["chosen_ids"], row["rejected_ids"]) for row in rows]
 
@@ -158,10 +158,10 @@ def _direct(kind: str) -> Callable[..., tuple[_InOrder, Any]]:
 
         import torch
 
-        from rollout_core.algorithms.packing import pack_branches
         from rollout_core.algorithms.policy import Policy
         from rollout_core.algorithms.preference import DPO, PairBatch, pair_documents
         from rollout_core.config import DPOSettings, IPOSettings
+        from rollout_core.data.packing import pack_branches
 
         config = settings(DPOSettings if kind == "dpo" else IPOSettings, batch, steps)
         reference = Policy(copy.deepcopy(model).requires_grad_(False))
@@ -186,10 +186,10 @@ def _kto(model: Any, rows: Sequence[dict[str, Any]], batch: int, steps: int) -> 
     import torch
 
     from rollout_core.algorithms.kto import KTO, judged_documents
-    from rollout_core.algorithms.packing import pack_branches
     from rollout_core.algorithms.policy import Policy
-    from rollout_core.algorithms.preference_data import Judged
     from rollout_core.config import KTOSettings
+    from rollout_core.data.packing import pack_branches
+    from rollout_core.data.preference_data import Judged
 
     config = settings(KTOSettings, batch, steps)
     reference = Policy(copy.deepcopy(model).requires_grad_(False))

@@ -85,10 +85,10 @@ class Benchmark:
 
     def __init__(self) -> None:
         from rollout_core.config import ModelSource, VLLMBackend
-        from rollout_core.datasets import read_prompts
+        from rollout_core.data.datasets import read_prompts
         from rollout_core.inference.base import ModelRef
-        from rollout_core.model_import import import_model
-        from rollout_core.models import load_tokenizer
+        from rollout_core.models.model_import import import_model
+        from rollout_core.models.tokenizers import load_tokenizer
         from tasks import places
 
         self._backend = VLLMBackend(max_model_len=MAX_MODEL_LEN)
@@ -122,7 +122,7 @@ class Benchmark:
         return seconds, self._tokens_in(Path(written["path"])), stages
 
     def _tokens_in(self, path: Path) -> list[list[int]]:
-        from rollout_core.inference.samples import decode_completions_blob
+        from rollout_core.data.samples import decode_completions_blob
         from tasks import places
 
         with path.open(encoding="utf-8") as file:
@@ -134,9 +134,9 @@ class Benchmark:
         """Seconds of `LLM.generate` and the tokens it drew."""
         import vllm
 
-        from rollout_core.ids import seed_of
+        from rollout_core.base.ids import seed_of
+        from rollout_core.data.samples import make_samples
         from rollout_core.inference.engines import engine
-        from rollout_core.inference.samples import make_samples
 
         sampling = self._sampling(seed)
         rows = self._rows[prompts]

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from harness import PROJECT, Figures
 
-from rollout_core.numerics import NUMERICS, hold_numerics
+from rollout_core.base.numerics import NUMERICS, hold_numerics
 
 CHILD = PROJECT / "tests" / "algorithms" / "portable_child.py"
 CASES = ("sft", "engine")
@@ -92,8 +92,8 @@ def seconds_a_step(folder: Path) -> float:
 def tokens_a_second(folder: Path) -> float:
     """Of 256 requests of 40 tokens each, one thread, the better of three goes."""
     from examples.make_tiny import make_model
+    from rollout_core.base.ids import hash_bytes
     from rollout_core.config import SamplingParams, VLLMBackend
-    from rollout_core.ids import hash_bytes
     from rollout_core.inference.base import ModelRef, Request
     from rollout_core.inference.vllm_backend import VLLMEngine
 

@@ -23,7 +23,9 @@ ITERATIONS = 4
 
 def measure_scoring(figures: Figures, folder: Path, *, rounds: int) -> float:
     """Rows of starting and of scoring; returns the seconds that a scoring of the example's size costs more."""
-    from rollout_core.rewards import FunctionReward, RewardInput, load_reward, score
+    from rollout_core.config.rewards import FunctionReward
+    from rollout_core.rewards.loading import load_reward
+    from rollout_core.rewards.scoring import RewardInput, score
 
     (folder / "mine.py").write_text(CODE)
     spec = FunctionReward(callable="mine.py:reward")

@@ -26,8 +26,8 @@ def measure_stages(figures: Figures, *, calls: int, rounds: int) -> None:
     from prefect import flow, task
     from prefect.cache_policies import NO_CACHE
 
-    from rollout_core.ids import ContentId
-    from rollout_core.records import Dataset
+    from rollout_core.base.ids import ContentId
+    from rollout_core.objects.records import Dataset
     from tasks.stage import current_stage, stage
 
     @stage(version=1)

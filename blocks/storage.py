@@ -9,9 +9,9 @@ from typing import Any
 from prefect.filesystems import WritableFileSystem
 from pydantic import Field, PrivateAttr, SecretStr
 
-from rollout_core.errors import ConfigError, MissingObject
+from rollout_core.base.errors import ConfigError, MissingObject
 from rollout_core.objects import ObjectStore
-from rollout_core.self_named import RESULT_REFS
+from rollout_core.objects.self_named import RESULT_REFS
 
 
 class ContentAddressedStorage(WritableFileSystem):

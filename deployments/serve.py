@@ -16,8 +16,8 @@ import yaml
 
 from flows.connections import PREFECT_HOME, connections
 from flows.local_server import prefect_server
-from rollout_core.errors import RolloutError
-from rollout_core.processes import signal_at_parents_end
+from rollout_core.base.errors import RolloutError
+from rollout_core.base.processes import signal_at_parents_end
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -33,7 +33,7 @@ def deploy_all() -> None:
 def unready_schedules() -> list[str]:
     """A line for each scheduled deployment of the nightly flow whose runs would fail as things are: what is missing."""
     from rollout_core.config import NightlyConfig, parse_config
-    from rollout_core.nightly_plan import plan_nightly
+    from rollout_core.plans.nightly_plan import plan_nightly
 
     lines = []
     for item in yaml.safe_load((PROJECT / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rollout_core.locks import exclusive
+from rollout_core.base.locks import exclusive
 
 SEED = 20260
 DIGITS = 6

@@ -2,8 +2,8 @@
 
 import os
 
-from rollout_core.numerics import NUMERICS, hold_numerics
-from rollout_core.seeding import prepare_environment
+from rollout_core.base.numerics import NUMERICS, hold_numerics
+from rollout_core.base.seeding import prepare_environment
 
 # Every process that runs a flow imports this package first, before torch reads its environment.
 prepare_environment()

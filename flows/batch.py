@@ -11,17 +11,17 @@ from prefect.context import FlowRunContext
 from flows.batch_progress import RunProgress, close_run
 from flows.fan_out import FanOut, open_fleet
 from flows.healing import run_body
-from rollout_core.batch_plan import plan_batch
+from rollout_core.base.ids import ContentId
 from rollout_core.config import InferBatchConfig
-from rollout_core.ids import ContentId
 from rollout_core.inference.engines import close_engine
 from rollout_core.inference.folders import output_folder
 from rollout_core.inference.prompt_shards import shards_of
 from rollout_core.inference.runs import begin_run, parameters_of, resolve_run_id
 from rollout_core.inference.tally import FailureLimit
-from rollout_core.plan import context_limit
-from rollout_core.records import Record, ShardCompletions
-from rollout_core.whole_ids import with_whole_ids
+from rollout_core.objects.records import Record, ShardCompletions
+from rollout_core.objects.whole_ids import with_whole_ids
+from rollout_core.plans.batch_plan import plan_batch
+from rollout_core.plans.plan import context_limit
 from tasks.journal import Journal
 from tasks.keep import import_model
 from tasks.logs import stage_logger

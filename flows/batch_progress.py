@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from flows.log_lines import through_stderr
+from rollout_core.base.ids import ContentId
+from rollout_core.base.plots import draw_histogram
 from rollout_core.config import InferBatchConfig
-from rollout_core.ids import ContentId
 from rollout_core.inference.batch import Progress as ShardProgress
 from rollout_core.inference.tally import FailureLimit, RunWork, forget_tally, forget_work, tally, work_of
-from rollout_core.records import ShardCompletions
-from rollout_core.telemetry import draw_histogram
+from rollout_core.objects.records import ShardCompletions
 from tasks import artifacts, places
 from tasks.logs import stage_logger
 

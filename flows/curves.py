@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollout_core.objects import ObjectStore
-from rollout_core.records import Checkpoint
+from rollout_core.objects.records import Checkpoint
 
 _OF_ITERATIONS = {
     "objective/kl": "KL to the reference, nats a completion",

@@ -15,11 +15,11 @@ from prefect_dask.task_runners import DaskTaskRunner
 
 from flows.dask_fleet import SHARDS_PER_WORKER, DaskFleet
 from flows.dask_worker import Driver, EngineKeeper
+from rollout_core.base.errors import ConfigError, Recoverable
+from rollout_core.base.numerics import current_numerics
+from rollout_core.base.processes import this_machine
 from rollout_core.config import DaskConfig, WorkersConfig
-from rollout_core.errors import ConfigError, Recoverable
 from rollout_core.inference.workers import this_worker
-from rollout_core.numerics import current_numerics
-from rollout_core.processes import this_machine
 from tasks import places
 from tasks.patience import patiently
 

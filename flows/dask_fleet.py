@@ -26,8 +26,8 @@ from prefect_dask.task_runners import PrefectDaskFuture
 
 from flows.dask_worker import Driver, address_of, run_stage
 from flows.fan_out import FanOut, R, T
+from rollout_core.base.errors import Fatal, Recoverable
 from rollout_core.config import DaskConfig, WorkersConfig
-from rollout_core.errors import Fatal, Recoverable
 from rollout_core.inference.batch import Progress
 from rollout_core.inference.tally import tally
 from tasks.logs import stage_logger

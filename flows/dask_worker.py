@@ -26,15 +26,15 @@ from prefect.events.worker import EventsWorker
 from prefect.results import ResultStore
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.numerics import NUMERICS, Numerics, current_numerics
+from rollout_core.base.processes import this_machine
+from rollout_core.base.redaction import without_password
 from rollout_core.config import VLLMBackend
-from rollout_core.errors import ConfigError
 from rollout_core.inference.batch import Progress
 from rollout_core.inference.engines import close_engine
 from rollout_core.inference.tally import forget_tally, tally
-from rollout_core.models import prepare_transformers
-from rollout_core.numerics import NUMERICS, Numerics, current_numerics
-from rollout_core.processes import this_machine
-from rollout_core.redaction import without_password
+from rollout_core.models.tokenizers import prepare_transformers
 from tasks import places
 from tasks.patience import patiently
 from tasks.stage import Stage

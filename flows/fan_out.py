@@ -12,7 +12,7 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from rollout_core.config import WorkersConfig
 from rollout_core.inference.batch import Progress
-from rollout_core.records import Record
+from rollout_core.objects.records import Record
 from tasks.stage import RunsTasks, Submitted
 
 R = TypeVar("R", bound=Record)

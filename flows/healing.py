@@ -14,11 +14,11 @@ from typing import TypeVar
 from prefect import get_client
 from prefect.context import FlowRunContext
 
+from rollout_core.base.errors import CorruptObject, MissingObject
+from rollout_core.base.numerics import require_numerics
+from rollout_core.base.scratch import sweep_scratch
+from rollout_core.base.stopping import is_stopping, watching
 from rollout_core.config import Run
-from rollout_core.errors import CorruptObject, MissingObject
-from rollout_core.numerics import require_numerics
-from rollout_core.scratch import sweep_scratch
-from rollout_core.stopping import is_stopping, watching
 from tasks.journal import Journal, keep_journal
 from tasks.logs import stage_logger
 from tasks.stage import refreshing

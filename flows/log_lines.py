@@ -12,7 +12,7 @@ from typing import Any
 from prefect.logging.configuration import setup_logging
 from prefect.logging.handlers import PrefectConsoleHandler
 
-from rollout_core.errors import RolloutError
+from rollout_core.base.errors import RolloutError
 
 
 def _console_handlers() -> list[Any]:

@@ -12,16 +12,17 @@ from flows.curves import Curve, curves_of_iterations, figure_of_steps
 from flows.healing import run_body
 from flows.report import Progress, Report, SampleComparison, write_report
 from flows.train import policy_iterations
+from rollout_core.base.ids import ContentId
 from rollout_core.config import NightlyConfig, apply_overrides, parse_config
-from rollout_core.ids import ContentId
+from rollout_core.config.rewards import ModelReward, RewardSpec
+from rollout_core.data.samples import decode_completions_blob, decode_samples
 from rollout_core.inference.engines import close_engine
-from rollout_core.inference.samples import decode_completions_blob, decode_samples
-from rollout_core.nightly_plan import plan_nightly
 from rollout_core.objects import ObjectStore
-from rollout_core.plan import context_limit
-from rollout_core.records import Checkpoint, EvalReport
-from rollout_core.rewards import ModelReward, RewardSpec, source_id
-from rollout_core.whole_ids import with_whole_ids
+from rollout_core.objects.records import Checkpoint, EvalReport
+from rollout_core.objects.whole_ids import with_whole_ids
+from rollout_core.plans.nightly_plan import plan_nightly
+from rollout_core.plans.plan import context_limit
+from rollout_core.rewards.source_ids import source_id
 from tasks import artifacts, places
 from tasks.journal import Journal
 from tasks.keep import (

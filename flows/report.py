@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flows.curves import Curve
-from rollout_core.ids import ContentId
+from rollout_core.base.ids import ContentId
+from rollout_core.base.plots import draw_curve
 from rollout_core.inference.folders import LocalFolder
-from rollout_core.telemetry import draw_curve
 from tasks.journal import StageEntry
 
 PROGRESS_PNG = "progress.png"

@@ -15,8 +15,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rollout_core.locks import try_exclusive
-from rollout_core.processes import ProcessName
+from rollout_core.base.locks import try_exclusive
+from rollout_core.base.processes import ProcessName
 
 LOCK = "server.lock"
 """Held by the server while it lives; holds a `Listening` once it has begun."""

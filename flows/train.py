@@ -9,6 +9,8 @@ from prefect import flow
 
 from flows.healing import run_body
 from rollout_core.algorithms.state import MODEL_FOLDER
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.ids import ContentId
 from rollout_core.config import (
     BackendConfig,
     GRPOSettings,
@@ -17,15 +19,14 @@ from rollout_core.config import (
     TrainPPOConfig,
     TrainSFTConfig,
 )
-from rollout_core.errors import ConfigError
-from rollout_core.ids import ContentId
+from rollout_core.config.rewards import RewardSpec
 from rollout_core.inference.engines import close_engine
-from rollout_core.learner_plan import plan_on_policy, plan_sft
-from rollout_core.plan import context_limit
-from rollout_core.records import Checkpoint, Scores
-from rollout_core.rewards import RewardSpec, source_id
-from rollout_core.snapshots import SnapshotStore
-from rollout_core.whole_ids import with_whole_ids
+from rollout_core.objects.records import Checkpoint, Scores
+from rollout_core.objects.snapshots import SnapshotStore
+from rollout_core.objects.whole_ids import with_whole_ids
+from rollout_core.plans.learner_plan import plan_on_policy, plan_sft
+from rollout_core.plans.plan import context_limit
+from rollout_core.rewards.source_ids import source_id
 from tasks.generate import batch_inference
 from tasks.journal import Journal
 from tasks.keep import (

@@ -22,8 +22,8 @@ from prefect.artifacts import (
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TaskID
 
-from rollout_core.ids import ContentId
-from rollout_core.telemetry import draw_curve
+from rollout_core.base.ids import ContentId
+from rollout_core.base.plots import draw_curve
 from tasks.logs import stage_logger
 
 PROGRESS_INTERVAL_SECONDS = 2.0

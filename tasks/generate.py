@@ -5,18 +5,18 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 
+from rollout_core.base.ids import content_id
+from rollout_core.base.locks import exclusive
+from rollout_core.base.stopping import run_async
 from rollout_core.config import BackendConfig, SamplingParams, identity
-from rollout_core.ids import content_id
 from rollout_core.inference.base import ModelRef
 from rollout_core.inference.batch import BatchOptions, Work
 from rollout_core.inference.engines import EngineOf
+from rollout_core.inference.training_completions import Failed, FailedSamples, complete_batch
 from rollout_core.inference.workers import this_worker
-from rollout_core.locks import exclusive
 from rollout_core.objects import ObjectStore
-from rollout_core.records import Completions, PromptSet
-from rollout_core.stopping import run_async
+from rollout_core.objects.records import Completions, PromptSet
 from rollout_core.store.types import RolloutMode
-from rollout_core.training_completions import Failed, FailedSamples, complete_batch
 from tasks import artifacts, places
 from tasks.logs import stage_logger
 from tasks.stage import current_stage, stage

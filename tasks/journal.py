@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from rollout_core.ids import ContentId
+from rollout_core.base.ids import ContentId
 
 CHECKED = "Checked"
 """State of a stage that always looks and seldom does: an import of unchanged files, a promotion."""

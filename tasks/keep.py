@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rollout_core.base.ids import ContentId, is_content_id
+from rollout_core.base.scratch import scratch_folder
+from rollout_core.base.stopping import run_async
 from rollout_core.config import DatasetSource, HeldOutRows, ModelSource, PromotionConfig, RunInfo
-from rollout_core.dataset_sources import import_dataset, read_dataset
-from rollout_core.datasets import PromptRow, Row, SftRow
-from rollout_core.ids import ContentId, is_content_id
-from rollout_core.model_import import import_model as file_model
-from rollout_core.preferences import JudgedRow, PairRow
-from rollout_core.records import Checkpoint, Dataset, EvalReport, Model, Record, SnapshotRecord
-from rollout_core.resume import find_start
-from rollout_core.rewards import RewardSpec, with_models
-from rollout_core.scratch import scratch_folder
-from rollout_core.snapshots import SnapshotStore
-from rollout_core.stopping import run_async
+from rollout_core.config.rewards import RewardSpec, with_models
+from rollout_core.data.dataset_sources import import_dataset, read_dataset
+from rollout_core.data.datasets import PromptRow, Row, SftRow
+from rollout_core.data.preferences import JudgedRow, PairRow
+from rollout_core.models.model_import import import_model as file_model
+from rollout_core.objects.records import Checkpoint, Dataset, EvalReport, Model, Record, SnapshotRecord
+from rollout_core.objects.resume import find_start
+from rollout_core.objects.snapshots import SnapshotStore
 from rollout_core.store import LLM
 from tasks import artifacts, places
 from tasks.logs import stage_logger

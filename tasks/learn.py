@@ -9,8 +9,9 @@ from typing import Any
 
 from prefect.runtime import flow_run
 
-from rollout_core.algorithms.data_report import DataReport
 from rollout_core.algorithms.workshop import Workshop
+from rollout_core.base.ids import ContentId, content_id
+from rollout_core.base.stopping import is_stopping
 from rollout_core.config import (
     DPOSettings,
     GRPOSettings,
@@ -22,11 +23,10 @@ from rollout_core.config import (
     SFTSettings,
     identity,
 )
-from rollout_core.ids import ContentId, content_id
+from rollout_core.data.data_report import DataReport
 from rollout_core.launch import run_update
 from rollout_core.launch.job import UpdateName
-from rollout_core.records import Checkpoint, Scores
-from rollout_core.stopping import is_stopping
+from rollout_core.objects.records import Checkpoint, Scores
 from tasks import artifacts, places
 from tasks.logs import stage_logger
 from tasks.stage import StageRun, current_stage, stage

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 import orjson
 
+from rollout_core.base.ids import ContentId
+from rollout_core.base.stopping import run_async
 from rollout_core.config import InferBatchConfig
-from rollout_core.ids import ContentId
+from rollout_core.data.samples import decode_completions_blob
 from rollout_core.inference.folders import output_folder
 from rollout_core.inference.output import file_name, output_chunks, output_id, shard_rows, write_known
-from rollout_core.inference.samples import decode_completions_blob
 from rollout_core.inference.shard_run import finished_ref
 from rollout_core.objects import ObjectStore
-from rollout_core.records import Record, ShardCompletions
-from rollout_core.stopping import run_async
+from rollout_core.objects.records import Record, ShardCompletions
 from tasks import artifacts, places
 from tasks.logs import stage_logger
 from tasks.stage import current_stage, stage

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from rollout_core.errors import Recoverable
-from rollout_core.stopping import is_stopping
+from rollout_core.base.errors import Recoverable
+from rollout_core.base.stopping import is_stopping
 from tasks.logs import stage_logger
 
 T = TypeVar("T")

@@ -17,11 +17,11 @@ from urllib.parse import parse_qs, urlsplit
 from prefect.blocks.core import Block
 
 from blocks import ContentAddressedStorage, RolloutDatabase
-from rollout_core.connections import Connections
-from rollout_core.errors import ConfigError
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.redaction import without_password
+from rollout_core.base.settings import BLOCK_PREFIX, locations
 from rollout_core.objects import ObjectStore
-from rollout_core.redaction import without_password
-from rollout_core.settings import BLOCK_PREFIX, locations
+from rollout_core.plans.connections import Connections
 from rollout_core.store import SqlLightningStore
 
 BlockT = TypeVar("BlockT", bound=Block)

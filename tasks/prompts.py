@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from rollout_core.algorithms.data import positions_between
+from rollout_core.base.ids import ContentId
+from rollout_core.base.stopping import run_async
 from rollout_core.config import SamplingParams
-from rollout_core.datasets import parse_prompts
-from rollout_core.ids import ContentId
+from rollout_core.data.datasets import parse_prompts
+from rollout_core.data.examples import positions_between
+from rollout_core.data.samples import encode_samples, make_samples
 from rollout_core.inference.ledger import SampleLedger
-from rollout_core.inference.samples import encode_samples, make_samples
-from rollout_core.models import load_tokenizer, max_positions
-from rollout_core.records import PromptSet
-from rollout_core.stopping import run_async
+from rollout_core.models.facts import max_positions
+from rollout_core.models.tokenizers import load_tokenizer
+from rollout_core.objects.records import PromptSet
 from rollout_core.store.types import RolloutMode
 from tasks import artifacts, places
 from tasks.logs import stage_logger

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 
-from rollout_core.ids import ContentId
-from rollout_core.rewards import RewardFunction, RewardSpec, load_reward, source_of
+from rollout_core.base.ids import ContentId
+from rollout_core.config.rewards import RewardSpec
+from rollout_core.rewards.loading import load_reward
+from rollout_core.rewards.scoring import RewardFunction
+from rollout_core.rewards.source_ids import source_of
 from tasks import places
 from tasks.logs import stage_logger
 from tasks.stage import current_stage

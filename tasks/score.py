@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import statistics
 
+from rollout_core.base.ids import ContentId, canonical_json, content_id
+from rollout_core.base.stopping import run_async
 from rollout_core.config import BackendConfig, SamplingParams
-from rollout_core.ids import ContentId, canonical_json, content_id
-from rollout_core.inference.samples import decode_completions_blob, decode_samples
+from rollout_core.config.rewards import RewardSpec
+from rollout_core.data.samples import decode_completions_blob, decode_samples
 from rollout_core.objects import ObjectStore
-from rollout_core.records import Completions, EvalReport, PromptSet, Scores
-from rollout_core.rewards import RewardFunction, RewardInput, RewardSpec, score
-from rollout_core.stopping import run_async
+from rollout_core.objects.records import Completions, EvalReport, PromptSet, Scores
+from rollout_core.rewards.scoring import RewardFunction, RewardInput, score
 from rollout_core.store import AttemptedRollout, Span
 from rollout_core.store.semconv import AGL_ANNOTATION, AGL_REWARD
 from tasks import artifacts, places

@@ -6,22 +6,22 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+from rollout_core.base.errors import Recoverable
+from rollout_core.base.ids import ContentId
+from rollout_core.base.stopping import run_async
 from rollout_core.config import BackendConfig, InferBatchConfig, SamplingParams, Settings, WorkersConfig
-from rollout_core.errors import Recoverable
-from rollout_core.ids import ContentId
+from rollout_core.data.prompt_files import open_prompts
 from rollout_core.inference.base import ModelRef
 from rollout_core.inference.batch import BatchOptions, Progress, Work
 from rollout_core.inference.engines import EngineOf
 from rollout_core.inference.events import EventLog
-from rollout_core.inference.prompt_files import open_prompts
 from rollout_core.inference.prompt_shards import forget_import, import_shards
 from rollout_core.inference.shard_run import ShardWork, assist_shard, complete_shard
 from rollout_core.inference.tally import FailureLimit, RunWork, note_work, tally
 from rollout_core.inference.workers import this_worker
-from rollout_core.models import max_positions
+from rollout_core.models.facts import max_positions
 from rollout_core.objects import ObjectStore
-from rollout_core.records import PromptShards, Record, ShardCompletions
-from rollout_core.stopping import run_async
+from rollout_core.objects.records import PromptShards, Record, ShardCompletions
 from tasks import places
 from tasks.generate import generator_id
 from tasks.logs import stage_logger

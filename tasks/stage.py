@@ -30,17 +30,17 @@ from prefect.results import get_result_store
 from prefect.task_engine import run_task_sync
 
 from blocks import ContentAddressedStorage
+from rollout_core.base.errors import CorruptObject, CorruptRef, MissingObject, Recoverable, RolloutError
+from rollout_core.base.ids import ContentId, content_id, is_content_id
+from rollout_core.base.locks import exclusive
+from rollout_core.base.numerics import arithmetic
+from rollout_core.base.settings import locations
+from rollout_core.base.stopping import is_stopping, run_interruptibly
 from rollout_core.config import identity
-from rollout_core.errors import CorruptObject, CorruptRef, MissingObject, Recoverable, RolloutError
-from rollout_core.ids import ContentId, content_id, is_content_id
-from rollout_core.lineage import Lineage, record_lineage, software_versions
-from rollout_core.locks import exclusive
-from rollout_core.numerics import arithmetic
 from rollout_core.objects import ObjectStore
-from rollout_core.records import Record
-from rollout_core.settings import locations
-from rollout_core.snapshots import PROGRESS_REFS, SnapshotStore
-from rollout_core.stopping import is_stopping, run_interruptibly
+from rollout_core.objects.lineage import Lineage, record_lineage, software_versions
+from rollout_core.objects.records import Record
+from rollout_core.objects.snapshots import PROGRESS_REFS, SnapshotStore
 from tasks import places
 from tasks.journal import CHECKED, StageEntry, current_journal
 from tasks.logs import stage_logger

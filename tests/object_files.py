@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollout_core.ids import hash_bytes
+from rollout_core.base.ids import hash_bytes
 from rollout_core.objects import ObjectStore
 
 NOTHING = hash_bytes(b"nothing has these bytes")

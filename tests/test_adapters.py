@@ -12,15 +12,15 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rollout_core import adapters
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.ids import hash_bytes, sample_id
 from rollout_core.config import ModelSource, SamplingParams, TransformersBackend
-from rollout_core.errors import ConfigError
-from rollout_core.ids import hash_bytes, sample_id
 from rollout_core.inference.base import ModelRef, Request
 from rollout_core.inference.hf import TransformersEngine
-from rollout_core.model_import import import_model
-from rollout_core.models import check_model
+from rollout_core.models import adapters
+from rollout_core.models.model_import import import_model
 from rollout_core.objects import ObjectStore
+from rollout_core.plans.model_check import check_model
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 

@@ -11,15 +11,18 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForSequenceClassification, LlamaConfig, PreTrainedTokenizerFast, T5Config
 
-from rollout_core import resources
 from rollout_core.algorithms import state
+from rollout_core.base.errors import ConfigError
 from rollout_core.config import CONFIG_KINDS, apply_overrides, parse_config
-from rollout_core.connections import plain_connections
-from rollout_core.errors import ConfigError
-from rollout_core.learner_plan import plan_on_policy, plan_sft
-from rollout_core.preference_plan import plan_kto, plan_pairs
-from rollout_core.resources import ModelSize, Training, estimate_memory, readable, state_bytes
-from rollout_core.rewards import FunctionReward, RewardInput, load_reward, score
+from rollout_core.config.rewards import FunctionReward
+from rollout_core.models.sizes import ModelSize
+from rollout_core.plans import resources
+from rollout_core.plans.connections import plain_connections
+from rollout_core.plans.learner_plan import plan_on_policy, plan_sft
+from rollout_core.plans.preference_plan import plan_kto, plan_pairs
+from rollout_core.plans.resources import Training, estimate_memory, readable, state_bytes
+from rollout_core.rewards.loading import load_reward
+from rollout_core.rewards.scoring import RewardInput, score
 
 PLANS: dict[str, Any] = {
     "sft": plan_sft,

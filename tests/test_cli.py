@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from rollout_core import config as config_package
+from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import CONFIG_KINDS
-from rollout_core.ids import ContentId, hash_bytes
-from rollout_core.lineage import Lineage, record_lineage
 from rollout_core.objects import ObjectStore
-from rollout_core.snapshots import Snapshot, SnapshotStore
+from rollout_core.objects.lineage import Lineage, record_lineage
+from rollout_core.objects.snapshots import Snapshot, SnapshotStore
 from rollout_core.store import SqlLightningStore
 from tests.conftest import BUCKET
 from tests.flows.conftest import write_toml
@@ -100,7 +100,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, weights_stay_unread: None) -
         raise AssertionError("this must start nothing")
 
     def refuse_others(command: Any, *arguments: Any, **options: Any) -> Any:
-        return (popen if "rollout_core.isolation.warden" in command else refuse)(command, *arguments, **options)
+        return (popen if "rollout_core.base.isolation.warden" in command else refuse)(command, *arguments, **options)
 
     monkeypatch.setattr(subprocess, "Popen", refuse_others)
     for place in (

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from rollout_core.base.errors import ConfigError
 from rollout_core.config import (
     CONFIG_KINDS,
     GRPOSettings,
@@ -26,7 +27,6 @@ from rollout_core.config import (
     load_config,
     parse_config,
 )
-from rollout_core.errors import ConfigError
 
 PROJECT = Path(__file__).resolve().parent.parent
 EXAMPLES = {

@@ -14,7 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rollout_core import dataset_sources
+from rollout_core.base.errors import ConfigError, DataError
 from rollout_core.config import (
     DatasetSource,
     HuggingFaceDataset,
@@ -24,12 +24,12 @@ from rollout_core.config import (
     TrainSFTConfig,
     parse_config,
 )
-from rollout_core.dataset_sources import import_dataset, read_dataset, stored_rows
-from rollout_core.datasets import PromptRow, Row, SftRow, to_jsonl
-from rollout_core.errors import ConfigError, DataError
-from rollout_core.models import Unchecked
+from rollout_core.data import dataset_sources
+from rollout_core.data.dataset_sources import import_dataset, read_dataset, stored_rows
+from rollout_core.data.datasets import PromptRow, Row, SftRow, to_jsonl
+from rollout_core.data.preferences import JudgedRow, PairRow
+from rollout_core.models.locating import Unchecked
 from rollout_core.objects import ObjectStore
-from rollout_core.preferences import JudgedRow, PairRow
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 ROWS: dict[type[Row], list[dict[str, Any]]] = {

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rollout_core.datasets import (
+from rollout_core.base.errors import ConfigError, DataError
+from rollout_core.data.datasets import (
     MAX_VIOLATIONS,
-    ChatMessage,
     PromptRow,
     SftRow,
     iter_prompts,
@@ -25,7 +25,7 @@ from rollout_core.datasets import (
     read_sft,
     to_jsonl,
 )
-from rollout_core.errors import ConfigError, DataError
+from rollout_core.models.chat import ChatMessage
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_core.errors import ConfigError
-from rollout_core.expressions import FUNCTIONS, compile_expression
+from rollout_core.base.errors import ConfigError
+from rollout_core.config.expressions import FUNCTIONS, compile_expression
 
 VALUES = {"quality": 0.75, "num_tokens": 40.0, "truncated": 1.0}
 

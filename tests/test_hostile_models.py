@@ -17,21 +17,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from rollout_core import stopping
-from rollout_core.bounded import inspecting, tokenizing
-from rollout_core.bounded.keeper import KeptChild
-from rollout_core.bounded.tokenizing import Chat, Problem, encode, how_prompts_vary, render
+from rollout_core.base import stopping
+from rollout_core.base.errors import ConfigError, Recoverable
+from rollout_core.base.ids import hash_bytes
+from rollout_core.base.isolation import child as isolation_child
+from rollout_core.base.isolation.limits import Limits
 from rollout_core.config import ModelSource, SamplingParams, TransformersBackend
-from rollout_core.datasets import ChatMessage, PromptRow
-from rollout_core.errors import ConfigError, Recoverable
-from rollout_core.ids import hash_bytes
+from rollout_core.data.datasets import PromptRow
+from rollout_core.data.text import tokenize_prompts, try_prompts
 from rollout_core.inference.base import ModelRef, Request
 from rollout_core.inference.hf import TransformersEngine
-from rollout_core.inference.text import tokenize_prompts, try_prompts
-from rollout_core.isolation import child as isolation_child
-from rollout_core.isolation.limits import Limits
-from rollout_core.models import check_model, load_tokenizer
-from rollout_core.store.migrate import is_postgres
+from rollout_core.models.bounded import inspecting, tokenizing
+from rollout_core.models.bounded.keeper import KeptChild
+from rollout_core.models.bounded.tokenizing import Chat, Problem, encode, how_prompts_vary, render
+from rollout_core.models.chat import ChatMessage
+from rollout_core.models.tokenizers import load_tokenizer
+from rollout_core.plans.model_check import check_model
+from rollout_core.store.sql.migrate import is_postgres
 
 CHILDREN = {tokenizing: "texts", inspecting: "inspection"}
 FORTY_DOUBLINGS = [{"type": "Replace", "pattern": {"String": " "}, "content": "  "}] * 40
@@ -49,7 +51,7 @@ def tokenizer(tiny_model: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def small_child() -> Iterator[KeptChild]:
-    child = KeptChild("rollout_core.bounded.texts:handle", replace(tokenizing.LIMITS, memory_bytes=600 * 2**20))
+    child = KeptChild("rollout_core.models.bounded.texts:handle", replace(tokenizing.LIMITS, memory_bytes=600 * 2**20))
     yield child
     child.close()
 
@@ -57,7 +59,9 @@ def small_child() -> Iterator[KeptChild]:
 @pytest.fixture
 def busy_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No child starts in time."""
-    children = {place: KeptChild(f"rollout_core.bounded.{name}:handle", Limits()) for place, name in CHILDREN.items()}
+    children = {
+        place: KeptChild(f"rollout_core.models.bounded.{name}:handle", Limits()) for place, name in CHILDREN.items()
+    }
     for place, child in children.items():
         monkeypatch.setattr(place, "_child", child)
     monkeypatch.setattr(isolation_child, "START_SECONDS", 0.0)
@@ -159,7 +163,7 @@ def test_what_is_rendered_and_tokenised_is_what_transformers_makes_of_it(tokeniz
 def test_a_child_that_forgets_the_tokenizer_between_two_requests_is_asked_all_the_same(tokenizer, monkeypatch):
     """Another thread's row may end the child, or another tokenizer take the place of this one, at any time."""
     tokenizer.chat_template = REAL
-    child = KeptChild("rollout_core.bounded.texts:handle", tokenizing.LIMITS)
+    child = KeptChild("rollout_core.models.bounded.texts:handle", tokenizing.LIMITS)
 
     class Forgetful:
         def call(self, request: Any) -> Any:
@@ -221,7 +225,7 @@ def test_a_decoder_that_makes_a_book_of_every_token_is_refused(model):
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_stop_while_the_child_gets_ready_prints_nothing(monkeypatch, capfd):
-    child = KeptChild("rollout_core.bounded.inspection:handle", inspecting.LIMITS)
+    child = KeptChild("rollout_core.models.bounded.inspection:handle", inspecting.LIMITS)
     monkeypatch.setattr(inspecting, "_child", child)
     before = set(threading.enumerate())
     with stopping.watching(ends_process=False):
@@ -287,7 +291,7 @@ def test_json_of_any_depth_is_one_line(model, name, text):
 
 
 def test_a_model_that_takes_too_much_to_build_is_ended(model, monkeypatch):
-    child = KeptChild("rollout_core.bounded.inspection:handle", Limits(seconds=300.0, memory_bytes=450 * 2**20))
+    child = KeptChild("rollout_core.models.bounded.inspection:handle", Limits(seconds=300.0, memory_bytes=450 * 2**20))
     monkeypatch.setattr(inspecting, "_child", child)
     edit(model / "config.json", num_hidden_layers=10_000, layer_types=None)
     message = refusal(model)

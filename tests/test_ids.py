@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.ids import ContentId, canonical_json, content_id, hash_bytes, new_run_id, sample_id, seed_of
 from rollout_core.config import SamplingParams
-from rollout_core.errors import ConfigError
-from rollout_core.ids import ContentId, canonical_json, content_id, hash_bytes, new_run_id, sample_id, seed_of
 
 MODEL = hash_bytes(b"a model")
 JSON = st.recursive(

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from rollout_core.errors import Fatal, Recoverable
-from rollout_core.isolation import child as isolation_child
-from rollout_core.isolation.child import Child, Ended, Interrupted
-from rollout_core.isolation.limits import Limits
+from rollout_core.base.errors import Fatal, Recoverable
+from rollout_core.base.isolation import child as isolation_child
+from rollout_core.base.isolation.child import Child, Ended, Interrupted
+from rollout_core.base.isolation.limits import Limits
 
 TESTS = str(Path(__file__).parent)
 MIB = 2**20
@@ -165,7 +165,7 @@ def test_lines_of_output_are_bounded_and_the_rest_is_counted():
 def test_all_processes_end_with_their_caller(start_process: Callable[..., Any]):
     """Also by ``kill -9``, and those that left their session and their parent."""
     code = (
-        "from rollout_core.isolation.child import Child\n"
+        "from rollout_core.base.isolation.child import Child\n"
         "import sys, time\n"
         f"sys.path.insert(0, {TESTS!r})\n"
         "running = Child('isolated_handlers:misbehave')\n"

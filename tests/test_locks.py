@@ -9,13 +9,13 @@ import time
 
 import pytest
 
-from rollout_core.errors import Recoverable
-from rollout_core.locks import exclusive
+from rollout_core.base.errors import Recoverable
+from rollout_core.base.locks import exclusive
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from rollout_core.locks import exclusive
+from rollout_core.base.locks import exclusive
 with exclusive(Path(sys.argv[1]), on_wait=lambda: print("waiting", flush=True)):
     print("holding", flush=True)
     sys.stdin.readline()

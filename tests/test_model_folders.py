@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from rollout_core.adapters import CONFIG, WEIGHTS
+from rollout_core.base.errors import ConfigError
 from rollout_core.config import ModelSource
-from rollout_core.errors import ConfigError
-from rollout_core.model_folders import check_own_file, near_folder
-from rollout_core.model_import import import_model
-from rollout_core.models import check_model
+from rollout_core.models.adapters import CONFIG, WEIGHTS
+from rollout_core.models.model_folders import check_own_file, near_folder
+from rollout_core.models.model_import import import_model
 from rollout_core.objects import ObjectStore
+from rollout_core.plans.model_check import check_model
 
 
 @pytest.fixture
@@ -115,8 +115,8 @@ def test_a_name_that_is_nearly_a_folders_is_refused_with_what_may_be_meant(model
 def test_it_is_refused_where_the_hub_is_out_of_reach_and_an_unlike_name_is_told_as_not_checked(
     model, tmp_path, monkeypatch
 ):
-    from rollout_core import models
-    from rollout_core.hub import HubOutOfReach
+    from rollout_core.models import models
+    from rollout_core.models.hub import HubOutOfReach
 
     def out_of_reach(uri, *arguments, download):
         if not download:

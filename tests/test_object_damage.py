@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout_core.errors import CorruptRef
-from rollout_core.ids import ContentId
+from rollout_core.base.errors import CorruptRef
+from rollout_core.base.ids import ContentId
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.local import LocalFiles
 from rollout_core.objects.store import blob_key

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_core.errors import ConfigError, Recoverable
+from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import storage_faults
 from rollout_core.objects.store import blob_key
@@ -53,7 +53,7 @@ def test_a_file_size_limit_is_recoverable_and_shows_nothing_half(tmp_path: Path)
     local = ObjectStore.from_url(f"file://{tmp_path}/store")
     code = """
 import resource, sys
-from rollout_core.errors import Recoverable
+from rollout_core.base.errors import Recoverable
 from rollout_core.objects import ObjectStore
 resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
 objects = ObjectStore.from_url(sys.argv[1])

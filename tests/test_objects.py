@@ -19,13 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rollout_core.errors import ConfigError, Conflict, CorruptObject, MissingObject, Recoverable
-from rollout_core.ids import ContentId, hash_bytes
+from rollout_core.base.errors import ConfigError, Conflict, CorruptObject, MissingObject, Recoverable
+from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.objects import ObjectStore, TreeFile, TreeManifest
 from rollout_core.objects.files import TOUCH_AFTER_SECONDS
 from rollout_core.objects.local import LocalFiles
+from rollout_core.objects.snapshots import SnapshotStore
 from rollout_core.objects.store import blob_key
-from rollout_core.snapshots import SnapshotStore
 from tests.conftest import BUCKET
 from tests.object_files import NOTHING, TREE, in_pieces, keys, python, read_tree, write_tree
 

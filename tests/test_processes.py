@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout_core import processes
+from rollout_core.base import processes
+from rollout_core.base.processes import ProcessName, this_machine
 from rollout_core.inference.workers import is_gone, this_worker
-from rollout_core.processes import ProcessName, this_machine
 
 SAY_WORKER = "from rollout_core.inference.workers import this_worker; print(this_worker(), flush=True); input()"
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_core.errors import ConfigError
-from rollout_core.redaction import Redaction, refuse_credentials, without_password, without_passwords
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.redaction import Redaction, refuse_credentials, without_password, without_passwords
 
 
 @pytest.mark.parametrize(

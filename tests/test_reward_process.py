@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
-from rollout_core import rewards
-from rollout_core.errors import ConfigError, Fatal, Recoverable
-from rollout_core.rewards import FunctionReward, RewardInput, load_reward, read_source, score, source_id, source_of
+from rollout_core.base.errors import ConfigError, Fatal, Recoverable
+from rollout_core.config.rewards import FunctionReward
+from rollout_core.rewards import rewards
+from rollout_core.rewards.loading import load_reward
+from rollout_core.rewards.scoring import RewardInput, score
+from rollout_core.rewards.source_ids import read_source, source_id, source_of
 
 SAMPLES = [RewardInput("2+2?", "4", {"answer": "4"}, id="s-0"), RewardInput("3+3?", "7", id="s-1")]
 
@@ -190,7 +193,7 @@ def test_a_recoverable_fault_crosses_with_its_hint_and_the_process_goes_on(tmp_p
     write(
         tmp_path / "mine.py",
         """
-        from rollout_core.errors import Recoverable, RetryHint
+        from rollout_core.base.errors import Recoverable, RetryHint
 
         class Overloaded(Recoverable): ...
 

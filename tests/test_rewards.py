@@ -15,25 +15,22 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.config import identity
-from rollout_core.errors import ConfigError, Fatal, Recoverable
-from rollout_core.rewards import (
+from rollout_core.config.rewards import (
     CompositeReward,
     ExactMatchReward,
     ExpressionReward,
     FunctionReward,
     ModelReward,
-    RewardFunction,
-    RewardInput,
     RewardSpec,
     WeightedReward,
-    batch_reward,
-    load_reward,
     plain_rewards,
-    score,
-    source_id,
     with_models,
 )
+from rollout_core.rewards.loading import load_reward
+from rollout_core.rewards.scoring import RewardFunction, RewardInput, batch_reward, score
+from rollout_core.rewards.source_ids import source_id
 
 SAMPLES = [RewardInput("2+2?", "4", {"answer": "4"}, "stop", 1, "s-0"), RewardInput("3+3?", "7", {"answer": "6"})]
 
@@ -362,7 +359,7 @@ def test_a_batch_reward_that_raises_while_it_yields_is_fatal_too():
 
 def test_rewards_load_without_torch():
     """Planning reads reward specs; it must stay quick."""
-    code = "import rollout_core.rewards, rollout_core.datasets, sys; sys.exit('torch' in sys.modules)"
+    code = "import rollout_core.rewards, rollout_core.data.datasets, sys; sys.exit('torch' in sys.modules)"
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
 
 

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from rollout_core import scratch
+from rollout_core.base import scratch
+from rollout_core.base.scratch import scratch_folder, sweep
 from rollout_core.inference.folders import LocalFolder
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.local import LEFTOVER_AFTER_SECONDS
-from rollout_core.scratch import scratch_folder, sweep
 from tests.conftest import PROJECT
 from tests.object_files import keys
 
 HOLDER = """
 import sys, time
-from rollout_core.scratch import scratch_folder
+from rollout_core.base.scratch import scratch_folder
 with scratch_folder("state") as folder:
     (folder / "weights").write_bytes(bytes(100))
     print(folder, flush=True)
@@ -85,7 +85,7 @@ def test_processes_that_sweep_and_make_folders_at_once_never_lose_one(temporary:
     code = """
 import tempfile
 from pathlib import Path
-from rollout_core.scratch import scratch_folder, sweep
+from rollout_core.base.scratch import scratch_folder, sweep
 for _ in range(300):
     with scratch_folder("busy") as folder:
         sweep(Path(tempfile.gettempdir()), "rollout-scratch-*")

@@ -20,14 +20,14 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_core.errors import ConfigError, Conflict, CorruptObject, MissingObject, NotFound
-from rollout_core.ids import ContentId, hash_bytes
-from rollout_core.lineage import Lineage, lineage_of, record_lineage
+from rollout_core.base.errors import ConfigError, Conflict, CorruptObject, MissingObject, NotFound
+from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.gc import GcReport, named_ids
+from rollout_core.objects.lineage import Lineage, lineage_of, record_lineage
+from rollout_core.objects.snapshots import Snapshot, SnapshotStore
 from rollout_core.objects.store import blob_key
-from rollout_core.snapshots import Snapshot, SnapshotStore
-from rollout_core.tar import tar_stream
+from rollout_core.objects.tar import tar_stream
 
 STATE = {"model/weights.safetensors": bytes(range(256)) * 100, "optimizer.bin": b"moments", "rng.json": b"[1,2]"}
 NOTHING = hash_bytes(b"no snapshot has this id")
@@ -272,7 +272,7 @@ def test_a_trainer_killed_while_it_saves_leaves_the_last_snapshot(
 import os, sys
 from pathlib import Path
 from rollout_core.objects import ObjectStore
-from rollout_core.snapshots import SnapshotStore
+from rollout_core.objects.snapshots import SnapshotStore
 snapshots, folder = SnapshotStore(ObjectStore.from_url(sys.argv[1])), Path(sys.argv[2])
 folder.mkdir()
 for step in range(10_000):

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from rollout_core.errors import ConfigError
-from rollout_core.settings import stop_seconds
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.settings import stop_seconds
 
 LONG = 60.0
 """Seconds; what takes that long did not stop by itself."""
@@ -25,7 +25,7 @@ IS_LOST = "signal.signal(signal.SIGTERM, lambda *_: None)"
 PROGRAM = """
 import ctypes, signal, subprocess, sys, threading, time
 from rollout_core import stopping
-from rollout_core.errors import Stopped
+from rollout_core.base.errors import Stopped
 
 class Interrupted(BaseException):
     pass
@@ -173,7 +173,7 @@ def test_one_wish_that_two_pass_on_is_no_second_signal(program):
 
 
 def test_without_its_own_process_only_the_flag_is_set_and_taken_back():
-    from rollout_core import stopping
+    from rollout_core.base import stopping
 
     def noted(*_: object) -> None:
         pass
@@ -202,7 +202,7 @@ def test_threads_for_work_are_kept_and_carry_the_context():
     import contextvars
     import threading
 
-    from rollout_core.stopping import in_thread
+    from rollout_core.base.stopping import in_thread
 
     name = contextvars.ContextVar("name", default="none")
     name.set("caller's")

@@ -16,16 +16,16 @@ from rollout_core.algorithms.grpo import compare_groups
 from rollout_core.algorithms.learners import grpo_update, load_groups, load_trajectories, ppo_update
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.state import load_policy
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import GRPOSettings, JsonlDataset, OptimizerConfig, PPOSettings
-from rollout_core.errors import ConfigError
-from rollout_core.ids import ContentId, hash_bytes
-from rollout_core.inference.base import Completion
+from rollout_core.data.completions import Completion
+from rollout_core.data.samples import Sample, encode_completion, encode_samples
 from rollout_core.inference.ledger import Answer, SampleLedger
-from rollout_core.inference.samples import Sample, encode_completion, encode_samples
+from rollout_core.inference.token_samples import TokenSample, adapt_rollouts, file_experience
 from rollout_core.objects import ObjectStore
 from rollout_core.store import InMemoryLightningStore, Span
 from rollout_core.store.semconv import AGL_ANNOTATION, AGL_REWARD
-from rollout_core.token_samples import TokenSample, adapt_rollouts, file_experience
 from tests.algorithms.updates import workshop
 
 COMMON: Any = {

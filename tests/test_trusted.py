@@ -7,9 +7,9 @@ import copy
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from rollout_core.datasets import PromptRow
+from rollout_core.base.trusted import trusted
+from rollout_core.data.datasets import PromptRow
 from rollout_core.store.types import Attempt, AttemptedRollout, Rollout
-from rollout_core.trusted import trusted
 
 ATTEMPT = Attempt(rollout_id="r", attempt_id="a", sequence_id=1, start_time=2.0, metadata={"b": [1, None]})
 MODELS = [

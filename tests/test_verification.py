@@ -11,15 +11,15 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
-from rollout_core.errors import MissingObject
-from rollout_core.ids import ContentId, hash_bytes
-from rollout_core.lineage import Lineage, record_lineage
+from rollout_core.base.errors import MissingObject
+from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.gc import collect_garbage
+from rollout_core.objects.lineage import Lineage, record_lineage
+from rollout_core.objects.repair import add_checks, repair_store
+from rollout_core.objects.snapshots import Snapshot, SnapshotStore
 from rollout_core.objects.store import blob_key
-from rollout_core.repair import add_checks, repair_store
-from rollout_core.snapshots import Snapshot, SnapshotStore
-from rollout_core.verification import Damage, verify_store
+from rollout_core.objects.verification import Damage, verify_store
 from tests.conftest import BUCKET
 from tests.object_files import NOTHING, TREE, keys, write_tree
 
@@ -274,7 +274,7 @@ def test_a_store_that_is_written_meanwhile_is_not_called_damaged(tmp_path: Path,
 import sys
 from pathlib import Path
 from rollout_core.objects import ObjectStore
-from rollout_core.snapshots import SnapshotStore
+from rollout_core.objects.snapshots import SnapshotStore
 snapshots = SnapshotStore(ObjectStore.from_url(sys.argv[1]))
 folder = Path(sys.argv[2])
 folder.mkdir()

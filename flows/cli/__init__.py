@@ -54,8 +54,8 @@ def schema(
 ) -> None:
     """Print the JSON Schema of run configurations: every key with its meaning, default and bounds."""
     with one_line_errors(debug=False):
+        from rollout_core.base.errors import ConfigError
         from rollout_core.config import CONFIG_KINDS, json_schema
-        from rollout_core.errors import ConfigError
 
         schemas = json_schema()
         if kind is not None and kind not in schemas:

@@ -36,7 +36,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.
 @contextmanager
 def one_line_errors(debug: bool) -> Iterator[None]:
     """Turns our errors into an exit code and lines on stderr, one for each thing that is wrong."""
-    from rollout_core.errors import ConfigError, NotFound, RolloutError
+    from rollout_core.base.errors import ConfigError, NotFound, RolloutError
 
     try:
         yield
@@ -49,7 +49,7 @@ def one_line_errors(debug: bool) -> Iterator[None]:
 
 
 def parse_overrides(settings: list[str] | None) -> dict[str, Any]:
-    from rollout_core.errors import ConfigError
+    from rollout_core.base.errors import ConfigError
 
     overrides = {}
     for setting in settings or ():
@@ -67,8 +67,8 @@ def load_run(
     path: Path, model: type[RunT], overrides: Mapping[str, Any], options: Mapping[str, str] | None = None
 ) -> RunT:
     """The configuration of a run, in a process that computes as it asks. ``options`` as of `parse_config`."""
+    from rollout_core.base.numerics import hold_numerics
     from rollout_core.config.parsing import apply_overrides, parse_config, read_toml
-    from rollout_core.numerics import hold_numerics
 
     tables = read_toml(path)
     # Before anything is validated, which may import torch.
@@ -79,7 +79,7 @@ def load_run(
 def _whole_ids(config: RunT) -> RunT:
     """``config`` with whole content ids, unless the object store is a block of a server that is not running yet."""
     from flows.connections import connections
-    from rollout_core.whole_ids import with_whole_ids
+    from rollout_core.objects.whole_ids import with_whole_ids
 
     places = connections()
     return config if places is None else with_whole_ids(config, Path.cwd(), places.open_objects)
@@ -104,7 +104,7 @@ def run_flow(start: Callable[[], Any], debug: bool) -> Any:
     """
     from flows.connections import PREFECT_HOME
     from flows.local_server import prefect_server
-    from rollout_core.stopping import watching
+    from rollout_core.base.stopping import watching
 
     with watching(ends_process=True), prefect_server(PREFECT_HOME):
         # Not before: Prefect takes the server's address when it is imported.

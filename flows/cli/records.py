@@ -29,7 +29,7 @@ def snapshot_list(
     """Print snapshots, newest first, as JSON."""
     with one_line_errors(debug):
         from flows.connections import object_store
-        from rollout_core.snapshots import SnapshotStore
+        from rollout_core.objects.snapshots import SnapshotStore
 
         with object_store(storage) as objects:
             found = SnapshotStore(objects).list(run_id=run_id, kind=kind, limit=limit)  # pyright: ignore[reportArgumentType]
@@ -41,8 +41,8 @@ def snapshot_show(snapshot_id: ShortId, storage: StoragePath = None, debug: Debu
     """Print one snapshot as JSON."""
     with one_line_errors(debug):
         from flows.connections import object_store
-        from rollout_core.short_ids import complete_snapshot_id
-        from rollout_core.snapshots import SnapshotStore
+        from rollout_core.objects.short_ids import complete_snapshot_id
+        from rollout_core.objects.snapshots import SnapshotStore
 
         with object_store(storage) as objects:
             found = SnapshotStore(objects).get(complete_snapshot_id(objects, snapshot_id))
@@ -53,9 +53,9 @@ def lineage(content_id: ShortId, storage: StoragePath = None, debug: Debug = Fal
     """Print what made a checkpoint or any other result, back to the first inputs, as JSON."""
     with one_line_errors(debug):
         from flows.connections import object_store
-        from rollout_core.errors import NotFound
-        from rollout_core.lineage import trace_lineage
-        from rollout_core.short_ids import complete_lineage_id
+        from rollout_core.base.errors import NotFound
+        from rollout_core.objects.lineage import trace_lineage
+        from rollout_core.objects.short_ids import complete_lineage_id
 
         with object_store(storage) as objects:
             found = trace_lineage(objects, complete_lineage_id(objects, content_id))

@@ -40,8 +40,8 @@ def infer_batch(
     """Complete every prompt of the input, exactly once."""
     with one_line_errors(debug):
         from flows.connections import connections
-        from rollout_core.batch_plan import plan_batch
         from rollout_core.config import InferBatchConfig
+        from rollout_core.plans.batch_plan import plan_batch
 
         overrides = parse_overrides(set_) | ({} if workers is None else {"workers.count": workers})
         overrides |= {"output.events": True} if events else {}
@@ -84,7 +84,7 @@ def nightly(
     with one_line_errors(debug):
         from flows.connections import connections
         from rollout_core.config import NightlyConfig, apply_overrides, parse_config
-        from rollout_core.nightly_plan import plan_nightly
+        from rollout_core.plans.nightly_plan import plan_nightly
 
         parsed = load_run(config, NightlyConfig, parse_overrides(set_))
         if nproc is not None:

@@ -15,7 +15,7 @@ from flows.cli.records import StoragePath
 
 if TYPE_CHECKING:
     from rollout_core.objects import ObjectStore
-    from rollout_core.verification import Damage, Verification
+    from rollout_core.objects.verification import Damage, Verification
 
 app = typer.Typer(no_args_is_help=True, help="Look after the object store.")
 
@@ -42,7 +42,7 @@ def storage_verify(
     """
     with one_line_errors(debug):
         from flows.connections import object_store
-        from rollout_core.verification import verify_store
+        from rollout_core.objects.verification import verify_store
 
         with object_store(storage) as objects:
             started = time.monotonic()
@@ -70,7 +70,7 @@ def _listed(found: Verification) -> bool:
 
 
 def _repaired(objects: ObjectStore, found: Verification) -> bool:
-    from rollout_core.repair import add_checks, repair_store
+    from rollout_core.objects.repair import add_checks, repair_store
 
     is_whole = True
     for damage, outcome in repair_store(objects, found):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rollout_core.algorithms.losses import ShapeError
-from rollout_core.errors import ConfigError
+from rollout_core.base.errors import ConfigError
 
 WHITEN_EPS = 1e-8
 """Added to the variance by `masked_whiten`."""

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from rollout_core.algorithms.packing import Layout
 from rollout_core.algorithms.precision import product_dtype
-from rollout_core.errors import ConfigError
+from rollout_core.base.errors import ConfigError
+from rollout_core.data.packing import Layout
 
 PACKED_ATTENTION = "rollout_packed"
 PADDING_WORTH_A_CALL = 2**15

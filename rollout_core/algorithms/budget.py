@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from itertools import count
 
-from rollout_core.algorithms.data import epoch_order
 from rollout_core.config import PreferenceSettings, SFTSettings
+from rollout_core.data.examples import epoch_order
 
 
 def num_steps(

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rollout_core.errors import ConfigError
+from rollout_core.base.errors import ConfigError
 
 
 def checkpoint_layers(model: nn.Module, *others: nn.Module) -> None:

@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from rollout_core.algorithms.loop import MinibatchLoss, StepFigures
 from rollout_core.algorithms.parallel import deal
 from rollout_core.algorithms.state import TrainState
+from rollout_core.base.errors import Fatal
 from rollout_core.config import PreferenceSettings, SFTSettings
-from rollout_core.errors import Fatal
 
 BatchT = TypeVar("BatchT")
 PREFIX = "eval_"

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rollout_core.algorithms.data import epoch_order
 from rollout_core.algorithms.groups import Groups
-from rollout_core.algorithms.packing import pack_completions
 from rollout_core.algorithms.parallel import add_up, deal
 from rollout_core.algorithms.policy import Policy
+from rollout_core.base.errors import Fatal
 from rollout_core.config import ImportanceCorrection, OnPolicySettings
-from rollout_core.errors import Fatal
+from rollout_core.data.examples import epoch_order
+from rollout_core.data.packing import pack_completions
 
 
 @dataclass(frozen=True)

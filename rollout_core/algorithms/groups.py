@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from rollout_core.errors import ConfigError
+from rollout_core.base.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from rollout_core.algorithms.budget import num_steps
-from rollout_core.algorithms.data import positions_at
-from rollout_core.algorithms.item_table import Mapped
 from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.losses import kto_loss
-from rollout_core.algorithms.packing import Document, PackedTokens, pack_branches
 from rollout_core.algorithms.parallel import add_up, deal
 from rollout_core.algorithms.policy import Policy
-from rollout_core.algorithms.preference_data import Judged
 from rollout_core.config import KTOSettings
+from rollout_core.data.examples import positions_at
+from rollout_core.data.item_table import Mapped
+from rollout_core.data.packing import Document, PackedTokens, pack_branches
+from rollout_core.data.preference_data import Judged
 
 
 @dataclass(frozen=True)

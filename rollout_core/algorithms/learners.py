@@ -16,31 +16,31 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from rollout_core.algorithms.data import Example
-from rollout_core.algorithms.data_report import DataReport
 from rollout_core.algorithms.evaluation import evaluation_of
 from rollout_core.algorithms.experience import Trajectory, build_batch
 from rollout_core.algorithms.groups import Groups
 from rollout_core.algorithms.grpo import GRPO, compare_groups
 from rollout_core.algorithms.loop import build_accelerator, build_optimizer
-from rollout_core.algorithms.lora import WithoutAdapters, with_lora
 from rollout_core.algorithms.parallel import divided, parts_per_minibatch, shard, world_size
 from rollout_core.algorithms.policy import Policy, ValueModel, zero_head
 from rollout_core.algorithms.ppo import PPO, KLController, assign_credit
 from rollout_core.algorithms.sft import SFT
 from rollout_core.algorithms.state import TrainState, load_policy, load_state
 from rollout_core.algorithms.training import train_to_end
-from rollout_core.algorithms.training_data import sft_form, training_items
 from rollout_core.algorithms.workshop import Workshop
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.ids import ContentId
+from rollout_core.base.scratch import scratch_folder
+from rollout_core.base.seeding import seed_everything
 from rollout_core.config import GRPOSettings, OnPolicySettings, PPOSettings, SFTSettings
-from rollout_core.errors import ConfigError
-from rollout_core.ids import ContentId
-from rollout_core.inference.samples import decode_completions_blob, decode_samples
+from rollout_core.data.data_report import DataReport
+from rollout_core.data.examples import Example
+from rollout_core.data.samples import decode_completions_blob, decode_samples
+from rollout_core.data.training_data import sft_form, training_items
+from rollout_core.models.lora import WithoutAdapters, with_lora
 from rollout_core.objects import ObjectStore
-from rollout_core.records import Checkpoint, Scores
-from rollout_core.scratch import scratch_folder
-from rollout_core.seeding import seed_everything
-from rollout_core.snapshots import SnapshotStore
+from rollout_core.objects.records import Checkpoint, Scores
+from rollout_core.objects.snapshots import SnapshotStore
 
 VALUES = "value_function"  # "values" is a method of ModuleDict
 

@@ -22,12 +22,12 @@ from rollout_core.algorithms.allocation import keep_freed_memory
 from rollout_core.algorithms.gradients import GradientSum
 from rollout_core.algorithms.parallel import add_up, clip_gradients, deal, of_first, seed_step, world_size
 from rollout_core.algorithms.state import TrainState
+from rollout_core.base.devices import mixed_precision, probe_device
+from rollout_core.base.errors import Fatal
+from rollout_core.base.ids import ContentId, canonical_json, hash_bytes
+from rollout_core.base.numerics import check_numerics
 from rollout_core.config import LearnerSettings, OptimizerConfig
-from rollout_core.devices import mixed_precision, probe_device
-from rollout_core.errors import Fatal
-from rollout_core.ids import ContentId, canonical_json, hash_bytes
-from rollout_core.numerics import check_numerics
-from rollout_core.optimizers import OTHER_KERNELS, optimizer_class
+from rollout_core.config.optimizers import OTHER_KERNELS, optimizer_class
 
 log = logging.getLogger(__name__)
 BatchT = TypeVar("BatchT")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rollout_core.errors import ConfigError, RolloutError
+from rollout_core.base.errors import ConfigError, RolloutError
 
 IGNORED_LABEL = -100
 """Label of a token that is not trained."""

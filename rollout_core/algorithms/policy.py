@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollout_core.algorithms.architecture import check_output_layer
 from rollout_core.algorithms.attention import PACKED_ATTENTION
 from rollout_core.algorithms.heads import target_logprobs, weighted_nll
-from rollout_core.algorithms.packing import Document, PackedTokens, pack, unpacked_rows
 from rollout_core.algorithms.precision import scalar_head
-from rollout_core.errors import ConfigError
+from rollout_core.base.errors import ConfigError
+from rollout_core.data.packing import Document, PackedTokens, pack, unpacked_rows
+from rollout_core.models.architecture import check_output_layer
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from rollout_core.algorithms.groups import Groups
 from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.losses import ppo_policy_loss, ppo_value_loss
 from rollout_core.algorithms.policy import Policy
+from rollout_core.base.errors import Fatal
 from rollout_core.config import AdaptiveKL, PPOSettings
-from rollout_core.errors import Fatal
 
 
 class KLController:

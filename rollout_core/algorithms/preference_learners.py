@@ -16,27 +16,28 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from rollout_core.algorithms.evaluation import Evaluation, evaluation_of
-from rollout_core.algorithms.item_table import Mapped
 from rollout_core.algorithms.kto import KTO, judged_documents
 from rollout_core.algorithms.learners import check_sequence_length
 from rollout_core.algorithms.loop import Algorithm, build_accelerator, build_optimizer
-from rollout_core.algorithms.lora import WithoutAdapters, with_lora
-from rollout_core.algorithms.packing import Document
 from rollout_core.algorithms.parallel import divided, shard
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.preference import DPO, pair_documents
-from rollout_core.algorithms.preference_data import Judged, Pair, PreferenceReport
 from rollout_core.algorithms.reference import reference_logprobs
 from rollout_core.algorithms.reward_model import BradleyTerry, RewardModel, load_reward_model, set_padding, until_eos
 from rollout_core.algorithms.state import TrainState, load_policy
 from rollout_core.algorithms.training import train_to_end
-from rollout_core.algorithms.training_data import judged_form, pair_form, training_items
 from rollout_core.algorithms.workshop import Workshop
+from rollout_core.base.ids import ContentId
+from rollout_core.base.seeding import seed_everything
 from rollout_core.config import DPOSettings, IPOSettings, KTOSettings, PreferenceSettings, RewardModelSettings
-from rollout_core.ids import ContentId
-from rollout_core.models import check_reference, load_tokenizer
-from rollout_core.records import Checkpoint
-from rollout_core.seeding import seed_everything
+from rollout_core.data.item_table import Mapped
+from rollout_core.data.packing import Document
+from rollout_core.data.preference_data import Judged, Pair, PreferenceReport
+from rollout_core.data.training_data import judged_form, pair_form, training_items
+from rollout_core.models.facts import check_reference
+from rollout_core.models.lora import WithoutAdapters, with_lora
+from rollout_core.models.tokenizers import load_tokenizer
+from rollout_core.objects.records import Checkpoint
 
 OnData = Callable[[PreferenceReport], None]
 """Hears of the rows before training starts."""

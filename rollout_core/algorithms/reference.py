@@ -15,10 +15,10 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from rollout_core.algorithms.packing import Document, pack_branches
 from rollout_core.algorithms.parallel import add_up, deal, everywhere, is_first
-from rollout_core.errors import Fatal
-from rollout_core.ids import ContentId, content_id
+from rollout_core.base.errors import Fatal
+from rollout_core.base.ids import ContentId, content_id
+from rollout_core.data.packing import Document, pack_branches
 from rollout_core.objects import ObjectStore
 
 CHUNK_DOCUMENTS = 512

@@ -26,14 +26,14 @@ from rollout_core.algorithms.state import (
     write_state,
 )
 from rollout_core.algorithms.workshop import Workshop
+from rollout_core.base.errors import ConfigError, CorruptObject, NotFound, Recoverable
+from rollout_core.base.ids import ContentId
+from rollout_core.base.numerics import arithmetic, differing, is_portable_here
+from rollout_core.base.scratch import scratch_folder
 from rollout_core.config import LearnerSettings
-from rollout_core.errors import ConfigError, CorruptObject, NotFound, Recoverable
-from rollout_core.ids import ContentId
-from rollout_core.numerics import arithmetic, differing, is_portable_here
-from rollout_core.records import Checkpoint
-from rollout_core.resume import RUN_NAME
-from rollout_core.scratch import scratch_folder
-from rollout_core.snapshots import PROGRESS_REFS, Snapshot, SnapshotStore
+from rollout_core.objects.records import Checkpoint
+from rollout_core.objects.resume import RUN_NAME
+from rollout_core.objects.snapshots import PROGRESS_REFS, Snapshot, SnapshotStore
 
 log = logging.getLogger(__name__)
 

@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout_core.algorithms.architecture import check_score_head
 from rollout_core.algorithms.budget import num_steps
-from rollout_core.algorithms.data import positions_at
 from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.losses import bradley_terry_loss
-from rollout_core.algorithms.packing import Document, PackedTokens, num_branch_tokens, pack, pack_branches
 from rollout_core.algorithms.policy import PackedModel
 from rollout_core.algorithms.precision import scalar_head
-from rollout_core.algorithms.preference_data import Pair
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.numerics import check_numerics, cpu_threads, default_threads
 from rollout_core.config import RewardModelSettings
-from rollout_core.errors import ConfigError
-from rollout_core.numerics import check_numerics, cpu_threads, default_threads
-from rollout_core.pretrained import load_model
+from rollout_core.data.examples import positions_at
+from rollout_core.data.packing import Document, PackedTokens, num_branch_tokens, pack, pack_branches
+from rollout_core.data.preference_data import Pair
+from rollout_core.models.architecture import check_score_head
+from rollout_core.models.pretrained import load_model
 
 
 class RewardModel(PackedModel):

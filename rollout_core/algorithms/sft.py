@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from rollout_core.algorithms.budget import num_steps
-from rollout_core.algorithms.data import Example, positions_at
 from rollout_core.algorithms.loop import MinibatchLoss
-from rollout_core.algorithms.packing import Document, PackedTokens, pack
 from rollout_core.algorithms.policy import Policy
 from rollout_core.config import SFTSettings
+from rollout_core.data.examples import Example, positions_at
+from rollout_core.data.packing import Document, PackedTokens, pack
 
 
 class SFT:

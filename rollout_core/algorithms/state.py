@@ -19,13 +19,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from rollout_core.algorithms.lora import adapter_weights, has_lora, merged_weights
 from rollout_core.algorithms.parallel import host_copies, laid_out_like
-from rollout_core.errors import ConfigError
-from rollout_core.ids import canonical_json
-from rollout_core.models import copy_tokenizer
-from rollout_core.seeding import RngState, capture_rng, restore_rng
-from rollout_core.weights import load_causal_lm, load_whole
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.ids import canonical_json
+from rollout_core.base.seeding import RngState, capture_rng, restore_rng
+from rollout_core.models.lora import adapter_weights, has_lora, merged_weights
+from rollout_core.models.tokenizers import copy_tokenizer
+from rollout_core.models.weights import load_causal_lm, load_whole
 
 STATE_VERSION = 2
 MODEL_FOLDER = "model"

@@ -15,8 +15,8 @@ from typing import Any
 
 from accelerate.tracking import GeneralTracker, MLflowTracker, TensorBoardTracker, WandBTracker
 
+from rollout_core.base.ids import ContentId
 from rollout_core.config import Settings, TrackerName
-from rollout_core.ids import ContentId
 
 SETTINGS_LENGTH = 80
 """Characters of the settings in a name, which is also that of a folder."""

@@ -16,9 +16,9 @@ from rollout_core.algorithms.resumption import Origin, Resumption
 from rollout_core.algorithms.state import TrainState
 from rollout_core.algorithms.tracking import Series, Tracking
 from rollout_core.algorithms.workshop import Workshop
+from rollout_core.base.errors import ConfigError, Stopped
 from rollout_core.config import LearnerSettings
-from rollout_core.errors import ConfigError, Stopped
-from rollout_core.records import Checkpoint
+from rollout_core.objects.records import Checkpoint
 
 
 def train_to_end(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollout_core.ids import ContentId
+from rollout_core.base.ids import ContentId
 from rollout_core.objects import ObjectStore
 
 
@@ -22,7 +22,7 @@ class Workshop:
     run_id: str
     seed: int
     run_name: str = ""
-    """What people call the run; `rollout_core.resume` finds its snapshots by it."""
+    """What people call the run; `rollout_core.objects.resume` finds its snapshots by it."""
     start_from: ContentId | None = None
     """Snapshot to start from where the update has none of its own."""
     tracking: Path | None = None

@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
+from rollout_core.base.devices import probe_device
+from rollout_core.base.numerics import default_threads, numerics_identity
 from rollout_core.config.base import Settings
-from rollout_core.devices import probe_device
-from rollout_core.numerics import default_threads, numerics_identity
 
 
 class VLLMBackend(Settings):

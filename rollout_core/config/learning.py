@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from rollout_core.base.devices import mixed_precision, probe_device
+from rollout_core.base.numerics import numerics_identity
 from rollout_core.config.base import Settings
 from rollout_core.config.datasets import DatasetSource
-from rollout_core.devices import mixed_precision, probe_device
-from rollout_core.numerics import numerics_identity
-from rollout_core.optimizers import ADAM_KEYS, OWN_KEYS, check_optimizer, optimizer_arguments, optimizer_class
+from rollout_core.config.optimizers import ADAM_KEYS, OWN_KEYS, check_optimizer, optimizer_arguments, optimizer_class
 
 PLAIN_OPTIMIZERS = ("adamw", "adam", "sgd")
 """Known without asking torch."""

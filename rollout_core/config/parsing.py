@@ -10,9 +10,9 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.redaction import without_passwords
 from rollout_core.config.base import Settings
-from rollout_core.errors import ConfigError
-from rollout_core.redaction import without_passwords
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
 

@@ -7,17 +7,17 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from rollout_core.base.devices import probe_device
+from rollout_core.base.numerics import Numerics
 from rollout_core.config.backends import BackendConfig, EngineConfig, VLLMBackend
 from rollout_core.config.base import SCHEMA_VERSION, Address, ModelSource, RunInfo, Settings
 from rollout_core.config.datasets import DatasetSource
 from rollout_core.config.learning import SFTSettings
 from rollout_core.config.on_policy import GRPOSettings, PPOSettings
 from rollout_core.config.preference import DPOSettings, IPOSettings, KTOSettings, RewardModelSettings
+from rollout_core.config.rewards import ExactMatchReward, RewardSpec
 from rollout_core.config.sampling import SamplingParams
 from rollout_core.config.workers import WorkersConfig
-from rollout_core.devices import probe_device
-from rollout_core.numerics import Numerics
-from rollout_core.rewards import ExactMatchReward, RewardSpec
 
 
 class SFTAlgorithm(SFTSettings):

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
+from rollout_core.base.errors import Fatal
+from rollout_core.base.ids import ContentId
 from rollout_core.config import SamplingParams
-from rollout_core.errors import Fatal
-from rollout_core.ids import ContentId
-
-FinishReason = Literal["stop", "length"]
-TopLogprobs = Sequence[tuple[int, float]]
-"""Tokens and their log-probabilities in nats, the most likely first; none that could not be drawn."""
+from rollout_core.data.completions import Completion, Failure, Outcome
 
 
 @dataclass(frozen=True)
@@ -29,36 +26,6 @@ class Request:
     prompt_text: str = field(default="", compare=False)
     messages: Sequence[Mapping[str, str]] = field(default=(), compare=False)
     """Of a chat, before the template: role and content of each."""
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One finished generation."""
-
-    key: str
-    token_ids: Sequence[int]
-    """Includes the end-of-sequence token when one ended the completion."""
-    logprobs: Sequence[float]
-    """Log-probability of each token under the distribution it was drawn from (after temperature), nats."""
-    text: str
-    """Decoded completion without special tokens, the stop string or the stop token."""
-    finish_reason: FinishReason
-    top_logprobs: Sequence[TopLogprobs] = ()
-    """For each token, where ``params.logprobs`` asks for them, the most likely ones under the same distribution."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A request that cannot be completed. The others go on."""
-
-    key: str
-    reason: str
-    """One line for people."""
-    passing: bool = False
-    """Another try later may succeed (an overloaded endpoint); False where it never will (a prompt that is too long)."""
-
-
-Outcome = Completion | Failure
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,15 @@ from typing import NamedTuple, Protocol, cast
 
 import orjson
 
+from rollout_core.base.errors import Fatal, Recoverable, RolloutError
+from rollout_core.base.ids import ContentId, seed_of
 from rollout_core.config import SamplingParams
-from rollout_core.errors import Fatal, Recoverable, RolloutError
-from rollout_core.ids import ContentId, seed_of
-from rollout_core.inference.base import Completion, Failure, Outcome, Request
+from rollout_core.data.completions import Completion, Failure, Outcome
+from rollout_core.data.samples import Sample, encode_completion, encode_failure, length_problem
+from rollout_core.inference.base import Request
 from rollout_core.inference.checks import problem_with
 from rollout_core.inference.lanes import Lane, Lanes
 from rollout_core.inference.ledger import Answer, SampleLedger, Standing
-from rollout_core.inference.samples import Sample, encode_completion, encode_failure, length_problem
 from rollout_core.objects import ObjectStore
 from rollout_core.store import AttemptedRollout, LightningStore
 from rollout_core.store.types import RolloutMode

@@ -18,10 +18,10 @@ from typing import Any
 import httpx
 import orjson
 
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.redaction import Redaction
+from rollout_core.base.secrets import require_secret
 from rollout_core.config import OpenAIBackend
-from rollout_core.errors import ConfigError
-from rollout_core.redaction import Redaction
-from rollout_core.secrets import require_secret
 
 MAX_BACKOFF_SECONDS = 60.0
 MAX_RETRY_AFTER_SECONDS = 600.0

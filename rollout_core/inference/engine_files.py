@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rollout_core.scratch import SHARED_MEMORY, note_shared_memory, scratch_folder
-from rollout_core.stopping import children
+from rollout_core.base.scratch import SHARED_MEMORY, note_shared_memory, scratch_folder
+from rollout_core.base.stopping import children
 
 SOCKETS = "VLLM_RPC_BASE_PATH"
 """Environment variable: vLLM's folder of sockets."""

@@ -12,9 +12,9 @@ import signal
 import threading
 from typing import Any
 
-from rollout_core.numerics import hide_wider_instructions, is_portable_here
-from rollout_core.processes import signal_at_parents_end
-from rollout_core.stopping import kill_children
+from rollout_core.base.numerics import hide_wider_instructions, is_portable_here
+from rollout_core.base.processes import signal_at_parents_end
+from rollout_core.base.stopping import kill_children
 
 
 def _hold_kernels() -> None:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from typing import TypeVar
 
-from rollout_core.errors import Fatal
-from rollout_core.stopping import children, in_thread, is_stopping, kill_children, raise_if_stopping
+from rollout_core.base.errors import Fatal
+from rollout_core.base.stopping import children, in_thread, is_stopping, kill_children, raise_if_stopping
 
 T = TypeVar("T")
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
+from rollout_core.base.ids import ContentId, hash_bytes
+from rollout_core.base.stopping import is_stopping
 from rollout_core.config import BackendConfig, OpenAIBackend, ScriptedBackend, TransformersBackend, VLLMBackend
-from rollout_core.ids import ContentId, hash_bytes
 from rollout_core.inference.base import InferenceBackend, ModelRef
 from rollout_core.inference.engine_start import start_in_time
 from rollout_core.inference.lanes import Lanes
-from rollout_core.models import tokenizer_files
-from rollout_core.stopping import is_stopping
+from rollout_core.models.tokenizers import tokenizer_files
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import orjson
 
-from rollout_core.errors import Conflict, CorruptObject, NotFound
-from rollout_core.ids import ContentId
+from rollout_core.base.errors import Conflict, CorruptObject, NotFound
+from rollout_core.base.ids import ContentId
+from rollout_core.data.samples import Sample
 from rollout_core.inference.ledger import BLOB_ATTRIBUTE, ROW_ATTRIBUTE
-from rollout_core.inference.samples import Sample
 from rollout_core.objects import ObjectStore
 from rollout_core.store import Attempt, AttemptUpdate, LightningStore
 from rollout_core.store.forwarding import ForwardingLightningStore

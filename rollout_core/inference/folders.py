@@ -12,13 +12,13 @@ from typing import Any, BinaryIO, Protocol
 from blake3 import blake3
 from ulid import ULID
 
-from rollout_core.errors import ConfigError
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.scratch import held, sweep
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import storage_faults
 from rollout_core.objects.folders import hash_file
 from rollout_core.objects.remote import UPLOAD_PART_BYTES, RemoteFiles
-from rollout_core.scratch import held, sweep
-from rollout_core.urls import bucket_exists, files_at, is_url, local_path, mark_of
+from rollout_core.objects.urls import bucket_exists, files_at, is_url, local_path, mark_of
 
 WRITE_BYTES = 2**20
 

@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
-from rollout_core.inference.base import InferenceBackend, Outcome, Request
+from rollout_core.data.completions import Outcome
+from rollout_core.inference.base import InferenceBackend, Request
 
 
 class Lanes:

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from rollout_core.errors import Conflict, CorruptObject, MissingObject
-from rollout_core.ids import ContentId
-from rollout_core.inference.samples import Sample
+from rollout_core.base.errors import Conflict, CorruptObject, MissingObject
+from rollout_core.base.ids import ContentId
+from rollout_core.data.samples import Sample
 from rollout_core.inference.workers import is_gone
 from rollout_core.objects import ObjectStore
 from rollout_core.store import (

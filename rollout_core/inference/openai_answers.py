@@ -10,12 +10,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rollout_core.base.errors import ConfigError
 from rollout_core.config import OpenAIBackend
-from rollout_core.errors import ConfigError
-from rollout_core.inference.base import Completion, Failure, Outcome, Request, TopLogprobs
+from rollout_core.data.completions import Completion, Failure, Outcome, TopLogprobs
+from rollout_core.data.text import decode_completions, told_tokens
+from rollout_core.inference.base import Request
 from rollout_core.inference.checks import LOGPROB_NOISE, problem_with
 from rollout_core.inference.endpoint import Malformed
-from rollout_core.inference.text import decode_completions, told_tokens
 
 _IMPOSSIBLE = -9999.0
 """vLLM's server writes this for minus infinity."""

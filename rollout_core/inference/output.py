@@ -10,13 +10,13 @@ from typing import Any
 
 import orjson
 
+from rollout_core.base.ids import ContentId, content_id, ordered_json
 from rollout_core.config import InferBatchConfig, OutputDir, identity
-from rollout_core.ids import ContentId, content_id, ordered_json
 from rollout_core.inference.folders import OutputFolder
 from rollout_core.inference.parquet_output import parquet_chunks
 from rollout_core.inference.prompt_shards import read_shard
 from rollout_core.objects import ObjectStore
-from rollout_core.records import ShardCompletions
+from rollout_core.objects.records import ShardCompletions
 
 OUTPUT_REFS = "output-files"
 LINES_TOGETHER = 1024

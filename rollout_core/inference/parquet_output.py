@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from rollout_core.ids import ordered_json
+from rollout_core.base.ids import ordered_json
 
 if TYPE_CHECKING:
     import pyarrow

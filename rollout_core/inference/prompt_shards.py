@@ -16,15 +16,15 @@ import orjson
 from blake3 import blake3
 from pydantic import ValidationError
 
+from rollout_core.base.errors import CorruptObject, NotFound
+from rollout_core.base.ids import ContentId, canonical_json, content_id
+from rollout_core.base.trusted import trusted
 from rollout_core.config import SamplingParams
-from rollout_core.datasets import PromptRow
-from rollout_core.errors import CorruptObject, NotFound
-from rollout_core.ids import ContentId, canonical_json, content_id
-from rollout_core.inference.samples import Sample, identify
-from rollout_core.inference.text import try_prompts
+from rollout_core.data.datasets import PromptRow
+from rollout_core.data.samples import Sample, identify
+from rollout_core.data.text import try_prompts
 from rollout_core.objects import ObjectStore
-from rollout_core.records import PromptShards
-from rollout_core.trusted import trusted
+from rollout_core.objects.records import PromptShards
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import orjson
 
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.ids import ContentId, new_run_id
 from rollout_core.config import InferBatchConfig, identity
-from rollout_core.errors import ConfigError
-from rollout_core.ids import ContentId, new_run_id
 from rollout_core.inference.folders import OutputFolder
 from rollout_core.objects import ObjectStore
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
+from rollout_core.base.ids import ContentId
 from rollout_core.config import ScriptedBackend
-from rollout_core.ids import ContentId
-from rollout_core.inference.base import Completion, GathersStream, ModelRef, Request
-from rollout_core.inference.text import token_ids_of
-from rollout_core.models import load_tokenizer
+from rollout_core.data.completions import Completion
+from rollout_core.data.text import token_ids_of
+from rollout_core.inference.base import GathersStream, ModelRef, Request
+from rollout_core.models.tokenizers import load_tokenizer
 
 GROUP = 256
 """Prompts whose texts are tokenised together."""

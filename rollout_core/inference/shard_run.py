@@ -13,18 +13,18 @@ from typing import Any
 
 import orjson
 
+from rollout_core.base.ids import ContentId
 from rollout_core.config import SamplingParams
-from rollout_core.ids import ContentId
+from rollout_core.data.samples import Sample
 from rollout_core.inference.batch import BatchOptions, Completed, Engine, Progress, Work, complete_samples
 from rollout_core.inference.batch import assist as assist_samples
 from rollout_core.inference.events import EventLog
 from rollout_core.inference.garbage import seldom_collected
 from rollout_core.inference.prompt_shards import read_shard, shard_samples
-from rollout_core.inference.samples import Sample
-from rollout_core.models import load_tokenizer
+from rollout_core.models.tokenizers import load_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.gc import FINISHED_REFS
-from rollout_core.records import ShardCompletions
+from rollout_core.objects.records import ShardCompletions
 from rollout_core.store import LightningStore
 
 LENGTH_BUCKETS = 64

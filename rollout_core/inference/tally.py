@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 
 import orjson
 
-from rollout_core.errors import Fatal
-from rollout_core.ids import ContentId, new_run_id
+from rollout_core.base.errors import Fatal
+from rollout_core.base.ids import ContentId, new_run_id
 from rollout_core.inference.batch import Progress, Work
 from rollout_core.objects import ObjectStore
 

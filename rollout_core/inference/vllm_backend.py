@@ -22,18 +22,20 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from rollout_core import DISTRIBUTION
+from rollout_core.base.devices import probe_device
+from rollout_core.base.errors import ConfigError, Fatal, Recoverable
+from rollout_core.base.ids import ContentId
+from rollout_core.base.numerics import check_numerics, is_portable_here
+from rollout_core.base.secrets import read_secret
 from rollout_core.config import SamplingParams, StructuredOutput, VLLMBackend
-from rollout_core.devices import probe_device
-from rollout_core.errors import ConfigError, Fatal, Recoverable
-from rollout_core.ids import ContentId
-from rollout_core.inference.base import Completion, Failure, GathersStream, ModelRef, Outcome, Request, TopLogprobs
+from rollout_core.data.completions import Completion, Failure, Outcome, TopLogprobs
+from rollout_core.data.text import decode_completions, told_tokens
+from rollout_core.inference.base import GathersStream, ModelRef, Request
 from rollout_core.inference.engine_files import engine_files, noting_segments
 from rollout_core.inference.structured import vllm_constraint
-from rollout_core.inference.text import decode_completions, told_tokens
-from rollout_core.models import load_tokenizer
-from rollout_core.numerics import check_numerics, is_portable_here
-from rollout_core.pretrained import start_vllm
-from rollout_core.secrets import read_secret
+from rollout_core.models.pretrained import start_vllm
+from rollout_core.models.tokenizers import load_tokenizer
+from rollout_core.models.weights import load_causal_lm
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -329,14 +331,10 @@ def trainer_logprobs(model: ModelRef, prompt: Sequence[int], token_ids: Sequence
     """Log-probabilities of ``token_ids`` after ``prompt`` by the transformers model in ``model.folder``, nats."""
     import torch
 
-    from rollout_core.algorithms.losses import selected_logprobs
-    from rollout_core.algorithms.state import load_policy
-
-    policy = load_policy(model.folder)
     ids = torch.tensor([[*prompt, *token_ids]])
     with torch.no_grad():
-        logits_TV = policy(ids).logits[0, len(prompt) - 1 : -1]
-        return selected_logprobs(logits_TV, ids[0, len(prompt) :]).tolist()
+        logits_TV = load_causal_lm(model.folder)(ids).logits[0, len(prompt) - 1 : -1]
+        return torch.log_softmax(logits_TV, -1).gather(-1, ids[0, len(prompt) :, None])[:, 0].tolist()
 
 
 def _refuse_long_contexts(llm: LLM) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from rollout_core.processes import ProcessName
+from rollout_core.base.processes import ProcessName
 
 
 def this_worker() -> str:

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from rollout_core.ids import ContentId
+from rollout_core.base.ids import ContentId
 
 UpdateName = Literal["sft", "rm", "dpo", "kto", "ppo", "grpo"]
 """``dpo`` is also IPO, which its settings tell."""

@@ -22,8 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from rollout_core.error_messages import error_of, is_own_error
-from rollout_core.errors import ConfigError, Recoverable, RolloutError
+from rollout_core.base.error_messages import error_of, is_own_error
+from rollout_core.base.errors import ConfigError, Recoverable, RolloutError
+from rollout_core.base.numerics import default_threads
+from rollout_core.base.processes import search_path
+from rollout_core.base.scratch import scratch_folder
+from rollout_core.base.settings import stop_seconds
 from rollout_core.launch.job import (
     LAUNCHER,
     RENDEZVOUS,
@@ -36,10 +40,6 @@ from rollout_core.launch.job import (
     update_function,
 )
 from rollout_core.launch.messages import PIPE
-from rollout_core.numerics import default_threads
-from rollout_core.processes import search_path
-from rollout_core.scratch import scratch_folder
-from rollout_core.settings import stop_seconds
 
 if TYPE_CHECKING:
     from rollout_core.algorithms.workshop import Workshop

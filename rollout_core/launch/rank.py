@@ -18,8 +18,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-from rollout_core.error_messages import error_message
-from rollout_core.errors import ConfigError, RolloutError
+from rollout_core.base.error_messages import error_message
+from rollout_core.base.errors import ConfigError, RolloutError
+from rollout_core.base.processes import signal_at_parents_end
+from rollout_core.base.seeding import prepare_environment
 from rollout_core.launch.job import (
     LAUNCHER,
     RENDEZVOUS,
@@ -31,8 +33,6 @@ from rollout_core.launch.job import (
     update_function,
 )
 from rollout_core.launch.messages import Messenger
-from rollout_core.processes import signal_at_parents_end
-from rollout_core.seeding import prepare_environment
 
 PATIENCE = timedelta(hours=2)
 """For the other ranks: a launcher ends all when one dies; who waits may wait for a large upload by the first."""
@@ -127,7 +127,7 @@ def join() -> None:
     import torch
     import torch.distributed as dist
 
-    from rollout_core.devices import probe_device
+    from rollout_core.base.devices import probe_device
 
     device = None
     if probe_device() == "cuda":

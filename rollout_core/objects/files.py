@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from io import FileIO
 from typing import Protocol
 
-from rollout_core.errors import ConfigError, Recoverable, RetryHint, RolloutError
-from rollout_core.ids import ContentId
-from rollout_core.redaction import without_passwords
+from rollout_core.base.errors import ConfigError, Recoverable, RetryHint, RolloutError
+from rollout_core.base.ids import ContentId
+from rollout_core.base.redaction import without_passwords
 
 CHUNK_BYTES = 4 * 2**20
 """How much is read or written at once."""

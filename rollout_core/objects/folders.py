@@ -14,11 +14,11 @@ from pathlib import Path
 from blake3 import blake3
 from ulid import ULID
 
-from rollout_core.errors import ConfigError, Conflict, RolloutError
-from rollout_core.ids import ContentId
+from rollout_core.base.errors import ConfigError, Conflict, RolloutError
+from rollout_core.base.ids import ContentId
+from rollout_core.base.scratch import held, sweep
 from rollout_core.objects.files import CHUNK_BYTES, storage_faults, write_all
 from rollout_core.objects.trees import TreeManifest
-from rollout_core.scratch import held, sweep
 
 
 def files_of(folder: Path) -> dict[str, Path]:

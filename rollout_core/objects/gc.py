@@ -12,12 +12,12 @@ from itertools import chain
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict
 
-from rollout_core.errors import CorruptRef
-from rollout_core.ids import ContentId, is_content_id
+from rollout_core.base.errors import CorruptRef
+from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.objects.files import FileStat
+from rollout_core.objects.self_named import LINEAGE_REFS, RECORD_BYTES, SELF_NAMED_REFS, SNAPSHOT_REFS
 from rollout_core.objects.store import ObjectStore, blob_key
 from rollout_core.objects.wholeness import hashed
-from rollout_core.self_named import LINEAGE_REFS, RECORD_BYTES, SELF_NAMED_REFS, SNAPSHOT_REFS
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from blake3 import blake3
 
-from rollout_core.ids import ContentId
+from rollout_core.base.ids import ContentId
 
 _WORTH_A_THREAD_BYTES = 2**20
 

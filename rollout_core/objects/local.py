@@ -12,10 +12,10 @@ from pathlib import Path
 
 from ulid import ULID
 
-from rollout_core.ids import ContentId
+from rollout_core.base.ids import ContentId
+from rollout_core.base.scratch import lock, sweep
 from rollout_core.objects.files import CHUNK_BYTES, TOUCH_AFTER_SECONDS, FileStat, storage_faults, write_all
 from rollout_core.objects.wholeness import have_id, once_whole
-from rollout_core.scratch import lock, sweep
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from rollout_core.errors import ConfigError
-from rollout_core.ids import ContentId, content_id, is_content_id
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.ids import ContentId, content_id, is_content_id
 
 # Hidden files, such as those that a file manager leaves behind, are nobody's ref.
 _SEGMENT = "[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}"

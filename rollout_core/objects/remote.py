@@ -17,8 +17,8 @@ from typing import Any
 from ulid import ULID
 
 from rollout_core import DISTRIBUTION
-from rollout_core.errors import ConfigError
-from rollout_core.ids import ContentId
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.ids import ContentId
 from rollout_core.objects.files import TOUCH_AFTER_SECONDS, FileStat, storage_faults
 from rollout_core.objects.wholeness import have_id, once_whole
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from rollout_core.ids import ContentId
+from rollout_core.base.ids import ContentId
 
 
 def _safe_path(path: str) -> str:

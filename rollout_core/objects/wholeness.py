@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 
 from blake3 import blake3
 
-from rollout_core.ids import ContentId
+from rollout_core.base.ids import ContentId
 
 _MOST = 100_000
 _found_whole: set[tuple[str, Hashable]] = set()

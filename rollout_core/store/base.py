@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from rollout_core.errors import Conflict
+from rollout_core.base.errors import Conflict
 from rollout_core.store.checks import check_ends
 from rollout_core.store.codec import encode_stored
 from rollout_core.store.resources import NamedResources, ResourcesUpdate

@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
-from rollout_core.errors import ConfigError, NotFound
-from rollout_core.ids import canonical_json
+from rollout_core.base.errors import ConfigError, NotFound
+from rollout_core.base.ids import canonical_json
 from rollout_core.store.codec import decode, encode
 from rollout_core.store.resources import NamedResources
 from rollout_core.store.types import AttemptUpdate, Rollout, Unset, build

@@ -16,8 +16,8 @@ import orjson
 from pydantic import BaseModel
 from pydantic_core import from_json, to_json
 
-from rollout_core.errors import ConfigError
-from rollout_core.ids import ordered_json
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.ids import ordered_json
 
 # orjson would write these on its own; a reader would get a string or a dict back.
 _OPTIONS = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from rollout_core.errors import ConfigError
+from rollout_core.base.errors import ConfigError
 
 
 class Condition(NamedTuple):

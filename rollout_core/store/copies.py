@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
+from rollout_core.base.trusted import SET_EXTRA, SET_FIELDS_SET, trusted
 from rollout_core.store.codec import decode, encode
 from rollout_core.store.span_fields import SpanFields
 from rollout_core.store.spans import Event, Link, OtelResource, Span, SpanContext, StatusCode, TraceStatus
 from rollout_core.store.types import Attempt, AttemptedRollout, Rollout, RolloutConfig, Worker
-from rollout_core.trusted import SET_EXTRA, SET_FIELDS_SET, trusted
 
 Model = TypeVar("Model", bound=BaseModel)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from rollout_core.errors import ConfigError
+from rollout_core.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollout_core.store.types import AttemptedRollout

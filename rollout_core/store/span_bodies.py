@@ -10,10 +10,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from rollout_core.errors import ConfigError
-from rollout_core.ids import ContentId
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.ids import ContentId
 from rollout_core.objects.store import ObjectStore
-from rollout_core.store.sql_columns import BODY
+from rollout_core.store.sql.columns import BODY
 
 Model = TypeVar("Model")
 SpanModel = Callable[[str, Sequence[Any]], Model]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollout_core.errors import ConfigError
+from rollout_core.base.errors import ConfigError
 from rollout_core.store.codec import encode
 from rollout_core.store.semconv import AGL_VIRTUAL
 

@@ -10,8 +10,8 @@ import json
 import sys
 from pathlib import Path
 
-from rollout_core.ids import ContentId, canonical_json, hash_bytes
-from rollout_core.seeding import prepare_environment
+from rollout_core.base.ids import ContentId, canonical_json, hash_bytes
+from rollout_core.base.seeding import prepare_environment
 
 
 def model(folder: Path) -> Path:
@@ -29,11 +29,11 @@ def engine(folder: Path) -> dict[str, ContentId]:
 
     from rollout_core.algorithms.learners import ppo_update
     from rollout_core.config import SamplingParams, VLLMBackend
+    from rollout_core.data.samples import Sample, encode_completion, encode_samples
     from rollout_core.inference.base import ModelRef, Request
-    from rollout_core.inference.samples import Sample, encode_completion, encode_samples
     from rollout_core.inference.vllm_backend import VLLMEngine, trainer_logprobs
-    from rollout_core.models import load_tokenizer
-    from rollout_core.records import Scores
+    from rollout_core.models.tokenizers import load_tokenizer
+    from rollout_core.objects.records import Scores
 
     place, files = workshop(folder, num_threads=2), model(folder)
     start = place.objects.put_tree(files)

@@ -26,10 +26,10 @@ from updates import (
 
 from rollout_core.algorithms.learners import grpo_update, ppo_update, sft_update
 from rollout_core.algorithms.workshop import Workshop
+from rollout_core.base.ids import hash_bytes
 from rollout_core.config import BudgetConfig, GRPOSettings, HeldOutRows, OptimizerConfig, ParallelConfig
-from rollout_core.datasets import to_jsonl
-from rollout_core.ids import hash_bytes
-from rollout_core.records import Checkpoint
+from rollout_core.data.datasets import to_jsonl
+from rollout_core.objects.records import Checkpoint
 
 KINDS = ("ddp", "fsdp2")
 INTERRUPTED = ("sft", "ppo")

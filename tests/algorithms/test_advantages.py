@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rollout_core.algorithms.advantages import gae, group_advantages, masked_whiten
 from rollout_core.algorithms.losses import ShapeError
-from rollout_core.errors import ConfigError
+from rollout_core.base.errors import ConfigError
 
 seeds = st.integers(0, 2**31 - 1)
 lengths = st.lists(st.integers(0, 6), min_size=1, max_size=4)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rollout_core.algorithms.packing import Document, pack
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.reward_model import RewardModel, load_reward_model
 from rollout_core.algorithms.state import load_policy
-from rollout_core.bounded.inspecting import check_training
-from rollout_core.errors import ConfigError
+from rollout_core.base.errors import ConfigError
+from rollout_core.data.packing import Document, pack
+from rollout_core.models.bounded.inspecting import check_training
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,

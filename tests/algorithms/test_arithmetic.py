@@ -14,10 +14,10 @@ from updates import sft, workshop
 from rollout_core.algorithms import resumption
 from rollout_core.algorithms.resumption import ARITHMETIC
 from rollout_core.algorithms.workshop import Workshop
-from rollout_core.errors import ConfigError, Recoverable
-from rollout_core.ids import hash_bytes
-from rollout_core.numerics import arithmetic
-from rollout_core.snapshots import SnapshotStore
+from rollout_core.base.errors import ConfigError, Recoverable
+from rollout_core.base.ids import hash_bytes
+from rollout_core.base.numerics import arithmetic
+from rollout_core.objects.snapshots import SnapshotStore
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from updates import preference_update as update
 from updates import sft_settings, workshop
 
 from rollout_core.algorithms.budget import num_steps
-from rollout_core.algorithms.data import positions_at
-from rollout_core.algorithms.packing import SHARED_PREFIX_TOKENS, Document, num_branch_tokens, pack_branches
 from rollout_core.config import BudgetConfig, identity
+from rollout_core.data.examples import positions_at
+from rollout_core.data.packing import SHARED_PREFIX_TOKENS, Document, num_branch_tokens, pack_branches
 
 
 def steps(budget: dict[str, Any], lengths: list[int], *, minibatch_size: int = 2) -> int:

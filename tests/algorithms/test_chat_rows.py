@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rollout_core.algorithms.data import DataReport, Example, tokenize_sft
+from rollout_core.base.errors import ConfigError
 from rollout_core.config import LossOn
-from rollout_core.datasets import ChatMessage, PromptRow, SftRow
-from rollout_core.errors import ConfigError
-from rollout_core.inference.text import tokenize_prompts
-from rollout_core.models import load_tokenizer
+from rollout_core.data.datasets import PromptRow, SftRow
+from rollout_core.data.examples import DataReport, Example, tokenize_sft
+from rollout_core.data.text import tokenize_prompts
+from rollout_core.models.chat import ChatMessage
+from rollout_core.models.tokenizers import load_tokenizer
 
 START, END = "<|im_start|>", "<|im_end|>"
 CHATML = (

@@ -12,13 +12,13 @@ from updates import ppo, sft_settings, workshop
 from updates import preference_update as update
 
 from rollout_core.algorithms.checkpointing import checkpoint_layers
-from rollout_core.algorithms.data import Example
-from rollout_core.algorithms.packing import Document, pack_branches
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.sft import SFT
 from rollout_core.algorithms.state import load_policy
+from rollout_core.base.errors import ConfigError
 from rollout_core.config import LearnerSettings, identity
-from rollout_core.errors import ConfigError
+from rollout_core.data.examples import Example
+from rollout_core.data.packing import Document, pack_branches
 
 CPU = torch.device("cpu")
 

@@ -13,15 +13,15 @@ from updates import KINDS, preference_data, rows_of, sft_rows, sft_settings, wor
 from updates import preference_update as update
 
 from rollout_core.algorithms import evaluation
-from rollout_core.algorithms.data import tokenize_sft
 from rollout_core.algorithms.learners import sft_update
 from rollout_core.algorithms.state import load_policy
 from rollout_core.algorithms.workshop import Workshop
+from rollout_core.base.errors import Fatal
 from rollout_core.config import HeldOutRows, JsonlDataset, identity
-from rollout_core.datasets import to_jsonl
-from rollout_core.errors import Fatal
-from rollout_core.models import load_tokenizer
-from rollout_core.records import Checkpoint
+from rollout_core.data.datasets import to_jsonl
+from rollout_core.data.examples import tokenize_sft
+from rollout_core.models.tokenizers import load_tokenizer
+from rollout_core.objects.records import Checkpoint
 
 HELD_OUT = HeldOutRows(dataset=JsonlDataset(path="x"), every_steps=2)
 ROWS = sft_rows(5, first=40)

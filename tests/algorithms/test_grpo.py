@@ -17,6 +17,8 @@ from rollout_core.algorithms.policy import Policy, ValueModel
 from rollout_core.algorithms.ppo import PPO, assign_credit
 from rollout_core.algorithms.state import load_policy
 from rollout_core.algorithms.workshop import Workshop
+from rollout_core.base.errors import Fatal
+from rollout_core.base.ids import canonical_json, hash_bytes
 from rollout_core.config import (
     GRPOSettings,
     ImportanceCorrection,
@@ -26,12 +28,10 @@ from rollout_core.config import (
     SamplingParams,
     SnapshotPolicy,
 )
-from rollout_core.errors import Fatal
-from rollout_core.ids import canonical_json, hash_bytes
-from rollout_core.inference.samples import Completion, Sample, encode_completion, encode_samples
-from rollout_core.models import copy_tokenizer
+from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
+from rollout_core.models.tokenizers import copy_tokenizer
 from rollout_core.objects import ObjectStore
-from rollout_core.records import Scores
+from rollout_core.objects.records import Scores
 
 CPU = torch.device("cpu")
 GROUP = 3

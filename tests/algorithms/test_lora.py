@@ -11,15 +11,15 @@ from updates import LORA, UPDATES, grpo, ppo, preference_update, sft_settings, w
 
 from rollout_core.algorithms import learners, preference_learners
 from rollout_core.algorithms.loop import build_optimizer
-from rollout_core.algorithms.lora import WithoutAdapters, has_lora, merged_weights, with_lora
-from rollout_core.algorithms.packing import pack_completions
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.preference_learners import rm_update
 from rollout_core.algorithms.state import TrainState, load_policy, load_state, save_state
+from rollout_core.base.errors import ConfigError
 from rollout_core.config import LoRAConfig, OptimizerConfig, ParallelConfig, RewardModelSettings, parse_config
-from rollout_core.datasets import to_jsonl
-from rollout_core.errors import ConfigError
-from rollout_core.preferences import PairRow
+from rollout_core.data.datasets import to_jsonl
+from rollout_core.data.packing import pack_completions
+from rollout_core.data.preferences import PairRow
+from rollout_core.models.lora import WithoutAdapters, has_lora, merged_weights, with_lora
 
 IDS = torch.arange(2, 12)[None]
 

@@ -30,7 +30,7 @@ from rollout_core.algorithms.losses import (
     sft_loss,
     token_logprobs,
 )
-from rollout_core.errors import ConfigError
+from rollout_core.base.errors import ConfigError
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo"]
 LONGEST = 9

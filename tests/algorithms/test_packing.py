@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from rollout_core.algorithms.heads import target_logprobs, weighted_nll
-from rollout_core.algorithms.packing import Document, pack, pack_completions, unpacked_rows
 from rollout_core.algorithms.policy import Policy
-from rollout_core.errors import ConfigError
+from rollout_core.base.errors import ConfigError
+from rollout_core.data.packing import Document, pack, pack_completions, unpacked_rows
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 50}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}

@@ -18,7 +18,7 @@ from updates import rows_of, sft_settings, workshop
 from rollout_core.algorithms.parallel import deal, parts_per_minibatch
 from rollout_core.config import OptimizerConfig, ParallelConfig, SFTSettings, identity
 from rollout_core.objects import ObjectStore
-from rollout_core.records import Checkpoint
+from rollout_core.objects.records import Checkpoint
 
 PROJECT = Path(__file__).parents[2]
 ONE = ParallelConfig()

@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from updates import grpo, ppo, rows_of, workshop
 
 from rollout_core.algorithms.loop import build_accelerator
-from rollout_core.algorithms.packing import Document, pack, pack_completions
 from rollout_core.algorithms.policy import Policy, PolicyOutput, ValueModel
 from rollout_core.algorithms.reward_model import RewardModel, load_reward_model
 from rollout_core.algorithms.state import load_policy
 from rollout_core.config import ImportanceCorrection
-from rollout_core.records import Checkpoint
+from rollout_core.data.packing import Document, pack, pack_completions
+from rollout_core.objects.records import Checkpoint
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product")
 HIDDEN = 64

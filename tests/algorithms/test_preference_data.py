@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from rollout_core.algorithms.preference_data import Judged, Pair, tokenize_judged, tokenize_pairs
-from rollout_core.datasets import to_jsonl
-from rollout_core.errors import ConfigError, DataError
-from rollout_core.models import load_tokenizer
-from rollout_core.preferences import JudgedRow, PairRow, parse_judged, parse_pairs
+from rollout_core.base.errors import ConfigError, DataError
+from rollout_core.data.datasets import to_jsonl
+from rollout_core.data.preference_data import Judged, Pair, tokenize_judged, tokenize_pairs
+from rollout_core.data.preferences import JudgedRow, PairRow, parse_judged, parse_pairs
+from rollout_core.models.tokenizers import load_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}\n{% endfor %}"

@@ -12,27 +12,21 @@ from updates import COMMON, KINDS, preference_data, rows_of, workshop
 from updates import preference_update as update
 
 from rollout_core.algorithms import reference as reference_module
-from rollout_core.algorithms.packing import Document
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.preference_learners import dpo_update
 from rollout_core.algorithms.reference import reference_logprobs
 from rollout_core.algorithms.reward_model import load_reward_model, set_padding, until_eos
 from rollout_core.algorithms.state import load_policy
+from rollout_core.base.errors import ConfigError, Fatal
+from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import DPOSettings
-from rollout_core.errors import ConfigError, Fatal
-from rollout_core.ids import ContentId, hash_bytes
-from rollout_core.models import load_tokenizer
+from rollout_core.config.rewards import CompositeReward, ExpressionReward, ModelReward, WeightedReward
+from rollout_core.data.packing import Document
+from rollout_core.models.tokenizers import load_tokenizer
 from rollout_core.objects import ObjectStore
-from rollout_core.records import Checkpoint
-from rollout_core.rewards import (
-    CompositeReward,
-    ExpressionReward,
-    ModelReward,
-    RewardInput,
-    WeightedReward,
-    load_reward,
-    score,
-)
+from rollout_core.objects.records import Checkpoint
+from rollout_core.rewards.loading import load_reward
+from rollout_core.rewards.scoring import RewardInput, score
 
 CPU = torch.device("cpu")
 

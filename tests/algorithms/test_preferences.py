@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from rollout_core.algorithms.kto import KTO, judged_documents
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.preference import DPO
-from rollout_core.algorithms.preference_data import Judged, Pair
 from rollout_core.algorithms.reward_model import BradleyTerry, RewardModel, load_reward_model, score_sequences
 from rollout_core.algorithms.state import load_policy
 from rollout_core.config import DPOSettings, IPOSettings, KTOSettings, RewardModelSettings
+from rollout_core.data.preference_data import Judged, Pair
 
 CPU = torch.device("cpu")
 COMMON = {"dataset": {"path": "x"}, "optimizer": {"lr": 1e-3}, "minibatch_size": 8}

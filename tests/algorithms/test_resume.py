@@ -14,10 +14,10 @@ from updates import ON_POLICY, UPDATES, StepCounter, sft_settings, workshop
 
 from rollout_core.algorithms.learners import sft_update
 from rollout_core.algorithms.resumption import FINISHED
+from rollout_core.base.errors import Fatal
 from rollout_core.config import OptimizerConfig, SnapshotPolicy
-from rollout_core.errors import Fatal
-from rollout_core.records import Checkpoint
-from rollout_core.snapshots import SnapshotStore
+from rollout_core.objects.records import Checkpoint
+from rollout_core.objects.snapshots import SnapshotStore
 
 
 class Interrupted(Exception):

@@ -17,7 +17,7 @@ from rollout_core.algorithms.resumption import Resumption
 from rollout_core.algorithms.state import TrainState, save_state
 from rollout_core.algorithms.workshop import Workshop
 from rollout_core.config import SnapshotPolicy
-from rollout_core.snapshots import Snapshot, SnapshotStore
+from rollout_core.objects.snapshots import Snapshot, SnapshotStore
 
 
 class SlowWriter:

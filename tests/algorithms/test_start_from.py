@@ -10,13 +10,13 @@ from updates import preference_update, sft_rows, sft_settings, workshop
 
 from rollout_core.algorithms.learners import sft_update
 from rollout_core.algorithms.workshop import Workshop
+from rollout_core.base.errors import ConfigError, NotFound
+from rollout_core.base.ids import hash_bytes
 from rollout_core.config import BudgetConfig
-from rollout_core.datasets import to_jsonl
-from rollout_core.errors import ConfigError, NotFound
-from rollout_core.ids import hash_bytes
-from rollout_core.records import Checkpoint
-from rollout_core.resume import find_start
-from rollout_core.snapshots import Snapshot, SnapshotStore
+from rollout_core.data.datasets import to_jsonl
+from rollout_core.objects.records import Checkpoint
+from rollout_core.objects.resume import find_start
+from rollout_core.objects.snapshots import Snapshot, SnapshotStore
 
 
 def sft(place: Workshop, model: Path, max_steps: int) -> Checkpoint:

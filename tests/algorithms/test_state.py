@@ -11,8 +11,8 @@ from torch import nn
 
 from rollout_core.algorithms.loop import build_optimizer
 from rollout_core.algorithms.state import MODEL_FOLDER, STATE_VERSION, TrainState, load_policy, load_state, save_state
+from rollout_core.base.errors import ConfigError
 from rollout_core.config import OptimizerConfig
-from rollout_core.errors import ConfigError
 
 DECAYING = ("sgd", "adam", "adamw", "Adafactor")
 """With two groups of parameters, whose order in the optimizer is another than in the model."""

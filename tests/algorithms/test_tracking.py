@@ -12,10 +12,10 @@ from updates import ppo, rows_of, sft_rows, sft_settings, workshop
 from rollout_core.algorithms import tracking
 from rollout_core.algorithms.learners import sft_update
 from rollout_core.algorithms.workshop import Workshop
+from rollout_core.base.ids import hash_bytes
 from rollout_core.config import OptimizerConfig, identity
-from rollout_core.datasets import to_jsonl
-from rollout_core.ids import hash_bytes
-from rollout_core.records import Checkpoint
+from rollout_core.data.datasets import to_jsonl
+from rollout_core.objects.records import Checkpoint
 
 
 class Interrupted(Exception):

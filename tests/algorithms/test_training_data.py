@@ -14,12 +14,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_core.algorithms import data, training_data
-from rollout_core.algorithms.data import EXAMPLES, Example, epoch_order, positions_at, tokenize_sft
-from rollout_core.algorithms.data_report import DataReport
-from rollout_core.algorithms.item_table import ItemForm, ItemTable, ItemWriter, Mapped
 from rollout_core.algorithms.kto import judged_documents
-from rollout_core.algorithms.preference_data import (
+from rollout_core.base.errors import Conflict
+from rollout_core.base.ids import ContentId
+from rollout_core.config import DPOSettings, JsonlDataset, KTOSettings, OptimizerConfig, Padded, SFTSettings
+from rollout_core.data import examples as data
+from rollout_core.data import training_data
+from rollout_core.data.data_report import DataReport
+from rollout_core.data.dataset_sources import import_dataset, read_dataset
+from rollout_core.data.datasets import SftRow, parse_sft, to_jsonl
+from rollout_core.data.examples import EXAMPLES, Example, epoch_order, positions_at, tokenize_sft
+from rollout_core.data.item_table import ItemForm, ItemTable, ItemWriter, Mapped
+from rollout_core.data.preference_data import (
     JUDGED,
     PAIRS,
     Judged,
@@ -27,16 +33,11 @@ from rollout_core.algorithms.preference_data import (
     tokenize_judged,
     tokenize_pairs,
 )
-from rollout_core.algorithms.training_data import judged_form, look_at_rows, pair_form, sft_form, training_items
-from rollout_core.config import DPOSettings, JsonlDataset, KTOSettings, OptimizerConfig, Padded, SFTSettings
-from rollout_core.dataset_sources import import_dataset, read_dataset
-from rollout_core.datasets import SftRow, parse_sft, to_jsonl
-from rollout_core.errors import Conflict
-from rollout_core.ids import ContentId
-from rollout_core.models import load_tokenizer, tokenizer_id
+from rollout_core.data.preferences import JudgedRow, PairRow
+from rollout_core.data.training_data import judged_form, look_at_rows, pair_form, sft_form, training_items
+from rollout_core.models.tokenizers import load_tokenizer, tokenizer_id
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.gc import collect_garbage
-from rollout_core.preferences import JudgedRow, PairRow
 
 COMMON: Any = {"dataset": JsonlDataset(path="x"), "optimizer": OptimizerConfig(lr=1e-3)}
 SFT = SFTSettings(**COMMON, packing=Padded(max_seq_len=24))

@@ -12,10 +12,8 @@ import torch
 from updates import grpo, ppo, rows_of, sft_settings, workshop
 
 from rollout_core.algorithms import learners
-from rollout_core.algorithms.data import Example, epoch_order, positions_at, positions_between, tokenize_sft
 from rollout_core.algorithms.experience import Trajectory, build_batch, completion_forward, drawn_entropy
 from rollout_core.algorithms.learners import sft_update
-from rollout_core.algorithms.packing import Document, pack
 from rollout_core.algorithms.policy import Policy, zero_head
 from rollout_core.algorithms.ppo import PPO, KLController, assign_credit
 from rollout_core.algorithms.sft import SFT
@@ -29,8 +27,10 @@ from rollout_core.config import (
     PPOSettings,
     SamplingParams,
 )
-from rollout_core.datasets import parse_sft, to_jsonl
-from rollout_core.models import load_tokenizer
+from rollout_core.data.datasets import parse_sft, to_jsonl
+from rollout_core.data.examples import Example, epoch_order, positions_at, positions_between, tokenize_sft
+from rollout_core.data.packing import Document, pack
+from rollout_core.models.tokenizers import load_tokenizer
 
 CPU = torch.device("cpu")
 

@@ -22,6 +22,7 @@ from typing import Any
 from rollout_core.algorithms.learners import grpo_update, ppo_update, sft_update
 from rollout_core.algorithms.preference_learners import dpo_update, kto_update, rm_update
 from rollout_core.algorithms.workshop import Workshop
+from rollout_core.base.ids import ContentId, canonical_json, hash_bytes
 from rollout_core.config import (
     BudgetConfig,
     DPOSettings,
@@ -36,13 +37,12 @@ from rollout_core.config import (
     SFTSettings,
     SnapshotPolicy,
 )
-from rollout_core.datasets import SftRow, to_jsonl
-from rollout_core.ids import ContentId, canonical_json, hash_bytes
-from rollout_core.inference.base import Completion
-from rollout_core.inference.samples import Sample, encode_completion, encode_samples
+from rollout_core.data.completions import Completion
+from rollout_core.data.datasets import SftRow, to_jsonl
+from rollout_core.data.preferences import parse_judged, parse_pairs
+from rollout_core.data.samples import Sample, encode_completion, encode_samples
 from rollout_core.objects import ObjectStore, TreeManifest
-from rollout_core.preferences import parse_judged, parse_pairs
-from rollout_core.records import Checkpoint, Scores
+from rollout_core.objects.records import Checkpoint, Scores
 
 
 def workshop(folder: Path, **changes: Any) -> Workshop:

@@ -104,6 +104,6 @@ def finished_samples() -> int:
 
 def snapshots_of(algorithm: str) -> list[Any]:
     """Snapshots of an algorithm, newest first."""
-    from rollout_core.snapshots import SnapshotStore
+    from rollout_core.objects.snapshots import SnapshotStore
 
     return [snapshot for snapshot in SnapshotStore(objects()).list() if snapshot.algorithm == algorithm]

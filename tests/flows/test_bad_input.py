@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.config import (
     InferBatchConfig,
     JsonlDataset,
@@ -18,8 +19,8 @@ from rollout_core.config import (
     TransformersBackend,
     parse_config,
 )
-from rollout_core.errors import ConfigError, Fatal
-from rollout_core.rewards import FunctionReward, source_id
+from rollout_core.config.rewards import FunctionReward
+from rollout_core.rewards.source_ids import source_id
 
 pytestmark = pytest.mark.server
 

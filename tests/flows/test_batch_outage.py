@@ -90,7 +90,7 @@ class Batch:
     def start(self) -> subprocess.Popen[str]:
         """`rollout infer batch`, which does not wait as long as it would before it tries again."""
         program = (
-            "import rollout_core.errors as errors; errors.RetryHint.delay_for_try = lambda *_: 0.1;"
+            "import rollout_core.base.errors as errors; errors.RetryHint.delay_for_try = lambda *_: 0.1;"
             "from flows.cli import main; main()"
         )
         return subprocess.Popen(

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from flows.batch_progress import SPEED_SECONDS, Speed, closing_figures
+from rollout_core.base.ids import hash_bytes
 from rollout_core.config import InferBatchConfig, parse_config
-from rollout_core.ids import hash_bytes
 from rollout_core.inference.batch import Progress, Work
 from rollout_core.inference.tally import RunWork, Tally
-from rollout_core.records import ShardCompletions
+from rollout_core.objects.records import ShardCompletions
 
 
 def test_speed_counts_from_the_first_sample_and_forgets_what_is_long_ago():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollout_core.records import Experience
+from rollout_core.objects.records import Experience
 from rollout_core.store import Span
 from rollout_core.store.semconv import AGL_ANNOTATION, AGL_REWARD
 

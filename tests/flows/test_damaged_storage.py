@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rollout_core.objects import ObjectStore
-from rollout_core.verification import verify_store
+from rollout_core.objects.verification import verify_store
 
 pytestmark = pytest.mark.server
 

@@ -22,9 +22,9 @@ from typing import Any
 import psutil
 import pytest
 
-from rollout_core.batch_plan import plan_batch
+from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.config import DaskConfig, InferBatchConfig, WorkersConfig, parse_config
-from rollout_core.errors import ConfigError, Recoverable
+from rollout_core.plans.batch_plan import plan_batch
 from tests.conftest import BUCKET, PROJECT
 from tests.flows.conftest import finished_samples, wait_for, write_toml
 from tests.store.postgres import PostgresServer
@@ -367,7 +367,7 @@ def test_threads_are_not_counted_for_a_cluster():
     ("path", "message"), [("distributed.NoCluster", "cannot be imported"), ("os.sep", "is str, not a class")]
 )
 def test_a_cluster_class_that_is_none_is_found_before_the_run(path, message):
-    from rollout_core.dask_cluster import check_cluster
+    from rollout_core.plans.dask import check_cluster
 
     with pytest.raises(ConfigError, match=message):
         check_cluster(DaskConfig(cluster=path))

@@ -20,9 +20,9 @@ import pytest
 
 from flows.local_server import prefect_server
 from flows.server_process import LOCK
-from rollout_core.errors import RolloutError
-from rollout_core.locks import exclusive
-from rollout_core.processes import ProcessName
+from rollout_core.base.errors import RolloutError
+from rollout_core.base.locks import exclusive
+from rollout_core.base.processes import ProcessName
 from tests.flows.conftest import wait_for
 from tests.server_logs import ServerLogs
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rollout_core.base.errors import ConfigError
 from rollout_core.config import (
     CONFIG_KINDS,
     JsonlDataset,
@@ -22,11 +23,10 @@ from rollout_core.config import (
     load_config,
     parse_config,
 )
-from rollout_core.errors import ConfigError
-from rollout_core.inference.samples import decode_samples
-from rollout_core.learner_plan import plan_on_policy
-from rollout_core.nightly_plan import plan_nightly
-from rollout_core.preference_plan import plan_kto, plan_pairs
+from rollout_core.data.samples import decode_samples
+from rollout_core.plans.learner_plan import plan_on_policy
+from rollout_core.plans.nightly_plan import plan_nightly
+from rollout_core.plans.preference_plan import plan_kto, plan_pairs
 from tests.flows.conftest import objects, snapshots_of
 
 PROJECT = Path(__file__).resolve().parent.parent.parent

@@ -8,9 +8,9 @@ import pytest
 
 from flows.curves import Curve, curves_of_iterations, figure_of_steps
 from flows.report import Progress, Report, write_report
-from rollout_core.ids import canonical_json, hash_bytes
+from rollout_core.base.ids import canonical_json, hash_bytes
 from rollout_core.objects import ObjectStore
-from rollout_core.records import Checkpoint
+from rollout_core.objects.records import Checkpoint
 from tasks.journal import StageEntry
 
 SOME = hash_bytes(b"some")

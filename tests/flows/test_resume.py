@@ -158,7 +158,7 @@ def test_a_full_disk_ends_in_one_clear_failure_and_the_next_run_goes_on(
         # No file of this process may grow past 300 KB: checkpoints do not fit, as on a disk that is full.
         "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.RLIM_INFINITY));"
-        "import rollout_core.errors as e; e.RetryHint.delay_for_try = lambda self, retry: 0.0;"
+        "import rollout_core.base.errors as e; e.RetryHint.delay_for_try = lambda self, retry: 0.0;"
         "from flows.cli import main; main()",
         "nightly",
         "--config",

@@ -10,19 +10,20 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from rollout_core.base.ids import ContentId
 from rollout_core.config import SamplingParams, ScriptedBackend
-from rollout_core.datasets import PromptRow
-from rollout_core.ids import ContentId
-from rollout_core.inference.base import Completion, ModelRef, Request
+from rollout_core.data.completions import Completion
+from rollout_core.data.datasets import PromptRow
+from rollout_core.data.samples import Sample, encode_samples, make_samples
+from rollout_core.inference.base import ModelRef, Request
 from rollout_core.inference.batch import BatchOptions, Progress, Work
 from rollout_core.inference.lanes import Lanes
-from rollout_core.inference.samples import Sample, encode_samples, make_samples
 from rollout_core.inference.scripted import ScriptedEngine
-from rollout_core.models import load_tokenizer
+from rollout_core.inference.training_completions import complete_batch
+from rollout_core.models.tokenizers import load_tokenizer
 from rollout_core.objects import ObjectStore
-from rollout_core.records import Completions
+from rollout_core.objects.records import Completions
 from rollout_core.store import AttemptedRollout, SqlLightningStore
-from rollout_core.training_completions import complete_batch
 
 PARAMS = SamplingParams(max_tokens=64)
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 
+from rollout_core.base.errors import Recoverable
+from rollout_core.base.ids import hash_bytes
 from rollout_core.config import SamplingParams, VLLMBackend
-from rollout_core.errors import Recoverable
-from rollout_core.ids import hash_bytes
 from rollout_core.inference.base import ModelRef, Request
 from rollout_core.inference.vllm_backend import VLLMEngine
 

@@ -13,10 +13,11 @@ import torch
 from batches import ref
 from transformers import AutoModelForCausalLM, TopKLogitsWarper, TopPLogitsWarper
 
+from rollout_core.base.errors import ConfigError
 from rollout_core.config import SamplingParams, ScriptedBackend, TransformersBackend, VLLMBackend
-from rollout_core.errors import ConfigError
+from rollout_core.data.completions import Completion
 from rollout_core.inference import engines
-from rollout_core.inference.base import Completion, ModelRef, Request
+from rollout_core.inference.base import ModelRef, Request
 from rollout_core.inference.engines import EngineOf, close_engine, engine
 from rollout_core.inference.hf import TransformersEngine, _distribution, _draw
 from rollout_core.inference.scripted import ScriptedEngine
@@ -275,7 +276,7 @@ def test_a_model_that_needs_more_than_new_weights_is_another_engine(tiny, tiny_m
 def test_a_trained_checkpoint_needs_no_other_engine(tiny, built, tmp_path):
     """What the trainer saves differs from its base model in weights alone."""
     from rollout_core.algorithms.state import load_policy
-    from rollout_core.models import copy_tokenizer
+    from rollout_core.models.tokenizers import copy_tokenizer
 
     policy = load_policy(tiny.folder)
     with torch.no_grad():

@@ -22,6 +22,9 @@ from endpoint_server import (
     status,
 )
 
+from rollout_core.base.errors import ConfigError, Recoverable
+from rollout_core.base.ids import ContentId
+from rollout_core.base.secrets import require_secret
 from rollout_core.config import (
     InferBatchConfig,
     JsonSchemaOutput,
@@ -32,12 +35,10 @@ from rollout_core.config import (
     identity,
     parse_config,
 )
-from rollout_core.errors import ConfigError, Recoverable
-from rollout_core.ids import ContentId
-from rollout_core.inference.base import Completion, Failure, Request
+from rollout_core.data.completions import Completion, Failure
+from rollout_core.data.samples import decode_completions_blob, encode_completion
+from rollout_core.inference.base import Request
 from rollout_core.inference.openai_http import OpenAIEngine
-from rollout_core.inference.samples import decode_completions_blob, encode_completion
-from rollout_core.secrets import require_secret
 
 # What is asked and what comes back
 

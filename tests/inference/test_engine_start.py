@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout_core.errors import Fatal
+from rollout_core.base.errors import Fatal
 from rollout_core.inference.engine_start import start_in_time
 
 ENGINE = """
@@ -22,7 +22,7 @@ import os, sys
 from pathlib import Path
 import flows
 from rollout_core.config import VLLMBackend
-from rollout_core.ids import hash_bytes
+from rollout_core.base.ids import hash_bytes
 from rollout_core.inference.base import ModelRef
 from rollout_core.inference.engines import engine
 
@@ -83,7 +83,7 @@ def test_an_owner_killed_while_its_engine_starts_leaves_no_process(small, tmp_pa
     assert not alive
 
 
-SWEEP = "from rollout_core.scratch import sweep_scratch; sweep_scratch()"
+SWEEP = "from rollout_core.base.scratch import sweep_scratch; sweep_scratch()"
 
 
 @pytest.mark.engine

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from batches import PARAMS, Batch, Ready, WatchedEngine
 
-from rollout_core.datasets import PromptRow
+from rollout_core.data.datasets import PromptRow
 from rollout_core.inference.batch import BatchOptions
 from rollout_core.inference.events import EventLog
 from rollout_core.inference.prompt_shards import import_shards, shards_of

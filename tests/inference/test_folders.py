@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from places import address_of, use_s3
 
-from rollout_core.errors import ConfigError, Recoverable
+from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.inference import folders
 from rollout_core.inference.folders import OutputFolder, output_folder
 from rollout_core.objects import ObjectStore

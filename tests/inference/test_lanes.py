@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 import pytest
 from batches import PARAMS
 
-from rollout_core.inference.base import Completion, Request
+from rollout_core.data.completions import Completion
+from rollout_core.inference.base import Request
 from rollout_core.inference.lanes import Lane, Lanes
 
 

@@ -15,17 +15,18 @@ import orjson
 import pyarrow.parquet as pq
 import pytest
 
+from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import InferBatchConfig, parse_config
-from rollout_core.datasets import ChatMessage, PromptRow
-from rollout_core.ids import ContentId, hash_bytes
+from rollout_core.data.completions import Completion, Failure
+from rollout_core.data.datasets import PromptRow
+from rollout_core.data.samples import encode_completion, encode_failure
 from rollout_core.inference import output, parquet_output
-from rollout_core.inference.base import Completion, Failure
 from rollout_core.inference.folders import LocalFolder
 from rollout_core.inference.output import file_name, output_chunks, output_id, shard_rows, write_known
 from rollout_core.inference.prompt_shards import import_shards, read_shard, shard_samples, shards_of
-from rollout_core.inference.samples import encode_completion, encode_failure
+from rollout_core.models.chat import ChatMessage
 from rollout_core.objects import ObjectStore
-from rollout_core.records import ShardCompletions
+from rollout_core.objects.records import ShardCompletions
 
 MODEL = hash_bytes(b"model")
 CHAT = (ChatMessage(role="user", content="hi"),)

@@ -10,18 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout_core.base.errors import ConfigError, Fatal
+from rollout_core.base.ids import hash_bytes
 from rollout_core.config import SamplingParams
-from rollout_core.datasets import ChatMessage, PromptRow
-from rollout_core.errors import ConfigError, Fatal
-from rollout_core.ids import hash_bytes
-from rollout_core.inference.base import Completion
-from rollout_core.inference.samples import (
+from rollout_core.data.completions import Completion
+from rollout_core.data.datasets import PromptRow
+from rollout_core.data.samples import (
     decode_completions_blob,
     decode_samples,
     encode_completion,
     encode_samples,
     make_samples,
 )
+from rollout_core.models.chat import ChatMessage
 
 MODEL = hash_bytes(b"model")
 PARAMS = SamplingParams(max_tokens=8)
@@ -58,7 +59,7 @@ def test_ids_do_not_depend_on_how_a_file_is_cut_into_shards(tokenizer, cut, samp
 
 
 def test_equal_conversations_are_told_apart_too(tokenizer, tiny_model):
-    from rollout_core.models import load_tokenizer
+    from rollout_core.models.tokenizers import load_tokenizer
 
     chatty = load_tokenizer(tiny_model)
     chatty.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"

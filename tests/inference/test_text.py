@@ -6,9 +6,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rollout_core.datasets import ChatMessage, PromptRow
-from rollout_core.errors import ConfigError
-from rollout_core.inference.text import decode_completions, tokenize_prompts
+from rollout_core.base.errors import ConfigError
+from rollout_core.data.datasets import PromptRow
+from rollout_core.data.text import decode_completions, tokenize_prompts
+from rollout_core.models.chat import ChatMessage
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
@@ -76,7 +77,7 @@ def test_byte_level_text_comes_back_as_it_was(tokenizer, text):
 
 
 def test_messages_go_through_the_chat_template_with_the_generation_prompt(tokenizer, tiny_model):
-    from rollout_core.models import load_tokenizer
+    from rollout_core.models.tokenizers import load_tokenizer
 
     chatty = load_tokenizer(tiny_model)
     chatty.chat_template = TEMPLATE

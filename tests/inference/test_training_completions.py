@@ -8,12 +8,12 @@ import orjson
 import pytest
 from batches import PARAMS, Batch, Ready, WatchedEngine, make_batch
 
-from rollout_core.errors import Fatal, Recoverable
-from rollout_core.inference.base import Completion, Failure
-from rollout_core.inference.samples import decode_samples
-from rollout_core.records import Completions
+from rollout_core.base.errors import Fatal, Recoverable
+from rollout_core.data.completions import Completion, Failure
+from rollout_core.data.samples import decode_samples
+from rollout_core.inference.training_completions import FailedSamples, complete_batch
+from rollout_core.objects.records import Completions
 from rollout_core.store import SqlLightningStore
-from rollout_core.training_completions import FailedSamples, complete_batch
 
 LEAVE_OUT = FailedSamples("leave_out", group_size=2)
 

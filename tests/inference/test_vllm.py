@@ -19,11 +19,12 @@ from alike import GREEDY, PROMPTS, TOLERANCE, assert_alike, requests
 from batches import make_batch, ref
 
 from rollout_core.algorithms.state import load_policy
+from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.config import SamplingParams, TransformersBackend, VLLMBackend
-from rollout_core.errors import ConfigError, Fatal, Recoverable
-from rollout_core.inference.base import Completion, ModelRef, Request
+from rollout_core.data.completions import Completion
+from rollout_core.data.samples import decode_completions_blob, encode_completion
+from rollout_core.inference.base import ModelRef, Request
 from rollout_core.inference.hf import TransformersEngine, _distribution
-from rollout_core.inference.samples import decode_completions_blob, encode_completion
 
 pytestmark = pytest.mark.engine
 

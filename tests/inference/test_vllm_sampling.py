@@ -19,12 +19,13 @@ from rollout_core.config import (
     SamplingParams,
     TransformersBackend,
 )
-from rollout_core.datasets import PromptRow
-from rollout_core.inference.base import Completion, Failure, ModelRef, Request
+from rollout_core.data.completions import Completion, Failure
+from rollout_core.data.datasets import PromptRow
+from rollout_core.data.samples import encode_completion, make_samples
+from rollout_core.inference.base import ModelRef, Request
 from rollout_core.inference.batch import BatchOptions, complete_samples
 from rollout_core.inference.hf import TransformersEngine
-from rollout_core.inference.samples import encode_completion, make_samples
-from rollout_core.model_import import import_model
+from rollout_core.models.model_import import import_model
 from rollout_core.objects import ObjectStore
 from rollout_core.store import SqlLightningStore
 

@@ -12,6 +12,7 @@ from alike import GREEDY, PROMPTS, assert_alike, requests
 from batches import make_batch
 from served import VLLMServer
 
+from rollout_core.base.errors import Recoverable
 from rollout_core.config import (
     ChoiceOutput,
     JsonSchemaOutput,
@@ -19,10 +20,10 @@ from rollout_core.config import (
     RegexOutput,
     SamplingParams,
 )
-from rollout_core.errors import Recoverable
-from rollout_core.inference.base import Completion, Request
+from rollout_core.data.completions import Completion
+from rollout_core.data.samples import decode_completions_blob
+from rollout_core.inference.base import Request
 from rollout_core.inference.openai_http import OpenAIEngine
-from rollout_core.inference.samples import decode_completions_blob
 
 pytestmark = pytest.mark.engine
 

@@ -12,12 +12,12 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedTokenizerFast
 
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.ids import hash_bytes
 from rollout_core.config import CONFIG_KINDS, ModelSource, apply_overrides, parse_config
-from rollout_core.errors import ConfigError
-from rollout_core.ids import hash_bytes
-from rollout_core.learner_plan import plan_sft
-from rollout_core.model_import import import_model
+from rollout_core.models.model_import import import_model
 from rollout_core.objects import ObjectStore
+from rollout_core.plans.learner_plan import plan_sft
 from tests.plan.planning import CHAT, LONG, PLANS, TEMPLATE, cache_hub_model, document, files, jsonl, plan, refusal
 
 
@@ -390,10 +390,10 @@ def test_an_output_folder_that_cannot_be_made_is_refused_before_work_not_after(w
 
 
 def test_processes_that_have_no_gpu_or_no_common_store_are_refused(work: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rollout_core.learner_plan.num_gpus", lambda: 1)
+    monkeypatch.setattr("rollout_core.plans.learner_plan.num_gpus", lambda: 1)
     message = refusal("train-sft", work, algorithm__minibatch_size=2, algorithm__parallel__nproc=2)
     assert message == "algorithm.parallel.nproc: 2 processes, and 1 GPUs for them"
-    monkeypatch.setattr("rollout_core.learner_plan.num_gpus", lambda: 0)
+    monkeypatch.setattr("rollout_core.plans.learner_plan.num_gpus", lambda: 0)
     monkeypatch.setenv("ROLLOUT_STORAGE", "memory://plan")
     message = refusal("train-sft", work, algorithm__minibatch_size=2, algorithm__parallel__nproc=2)
     assert message.startswith(

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from rollout_core import batch_plan
-from rollout_core.batch_plan import plan_batch
+from rollout_core.base.errors import ConfigError
 from rollout_core.config import CONFIG_KINDS, InputGlob, parse_config
-from rollout_core.connections import Connections
-from rollout_core.errors import ConfigError
-from rollout_core.inference.prompt_files import PromptFiles, open_prompts
+from rollout_core.data.prompt_files import PromptFiles, open_prompts
 from rollout_core.inference.prompt_shards import import_shards
-from rollout_core.model_import import import_model
+from rollout_core.models.model_import import import_model
 from rollout_core.objects import ObjectStore
+from rollout_core.plans import batch_plan
+from rollout_core.plans.batch_plan import plan_batch
+from rollout_core.plans.connections import Connections
 from tests.plan.planning import CHAT, LONG, cache_hub_model, document, jsonl, plan, refusal
 
 
@@ -69,7 +69,9 @@ def test_a_model_that_was_imported_is_known_without_its_tokenizer_until_it_chang
     connections = Connections(lambda: objects, lambda: f"sqlite:///{work / 'rollout.db'}")
     import_model(config.model, objects, work)
     with monkeypatch.context() as patched:
-        patched.setattr("rollout_core.models.load_tokenizer", lambda folder: pytest.fail("it was looked at before"))
+        patched.setattr(
+            "rollout_core.models.tokenizers.load_tokenizer", lambda folder: pytest.fail("it was looked at before")
+        )
         assert plan_batch(config, work, None, connections)["model"] == "model"
         import_model(config.model, objects, work)
         jsonl(work / "prompts.jsonl", CHAT)

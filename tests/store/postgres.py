@@ -19,8 +19,8 @@ from urllib.parse import quote
 import psutil
 import pytest
 
-from rollout_core.store.migrate import migrate
-from rollout_core.store.tables import metadata
+from rollout_core.store.sql.migrate import migrate
+from rollout_core.store.sql.tables import metadata
 
 SETTINGS = {
     "listen_addresses": "",

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from rollout_core.errors import Conflict, Recoverable
+from rollout_core.base.errors import Conflict, Recoverable
 from rollout_core.store import Span, SqlLightningStore
 
 Result = TypeVar("Result")

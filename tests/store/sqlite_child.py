@@ -11,14 +11,8 @@ import resource
 import signal
 import sys
 
-from rollout_core.errors import ConfigError, Recoverable
-from rollout_core.store import (
-    AttemptUpdate,
-    EnqueueRolloutRequest,
-    Span,
-    SqlLightningStore,
-    sqlite_database,  # noqa: F401 - open_as_nobody may not be able to read it any more
-)
+from rollout_core.base.errors import ConfigError, Recoverable
+from rollout_core.store import AttemptUpdate, EnqueueRolloutRequest, Span, SqlLightningStore
 
 
 def say(*words: object) -> None:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from rollout_core.errors import ConfigError
+from rollout_core.base.errors import ConfigError
 from rollout_core.store.http import large_bodies, replies, wire
 from rollout_core.store.http.errors import unprocessable
 from rollout_core.store.http.large_bodies import list_fields, read_large

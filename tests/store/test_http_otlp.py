@@ -22,7 +22,7 @@ from opentelemetry.trace import Link as OtelLink
 from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace import Status as OtelStatus
 
-from rollout_core.errors import Recoverable
+from rollout_core.base.errors import Recoverable
 from rollout_core.store import LightningStoreServer, SqlLightningStore
 from tests.store.conftest import FailingStore
 

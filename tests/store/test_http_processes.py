@@ -20,7 +20,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
-from rollout_core.errors import Recoverable
+from rollout_core.base.errors import Recoverable
 from rollout_core.store import AttemptedRollout, LightningStoreClient, SqlLightningStore
 
 ROOT = Path(__file__).parents[2]

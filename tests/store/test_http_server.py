@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from rollout_core.errors import (
+from rollout_core.base.errors import (
     ConfigError,
     Conflict,
     CorruptObject,

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from rollout_core.errors import ConfigError, NotFound
+from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.store import Event, LightningStore, LightningStoreServer, Link, Span, SqlLightningStore
 from rollout_core.store.span_fields import SpanFields, num_nulls, span_fields
-from rollout_core.store.sql_rows import span_columns
+from rollout_core.store.sql.rows import span_columns
 
 CHECKED = TypeAdapter(SpanFields)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_core.errors import ConfigError, Conflict, NotFound
+from rollout_core.base.errors import ConfigError, Conflict, NotFound
 from rollout_core.store import AttemptUpdate, EnqueueRolloutRequest, RolloutConfig
 from rollout_core.store.span_fields import plain_span_fields, span_ids
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_core.errors import Conflict, NotFound
+from rollout_core.base.errors import Conflict, NotFound
 from rollout_core.store import (
     AttemptUpdate,
     EnqueueRolloutRequest,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_core.errors import ConfigError, Conflict, NotFound
+from rollout_core.base.errors import ConfigError, Conflict, NotFound
 from rollout_core.store import (
     Attempt,
     DequeBasedQueue,

@@ -12,7 +12,7 @@ from inspect import iscoroutinefunction
 
 import pytest
 
-from rollout_core.errors import ConfigError, Fatal
+from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.store import (
     LLM,
     AttemptUpdate,

@@ -16,11 +16,12 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import NullPool, create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from rollout_core.errors import ConfigError
-from rollout_core.store import SqlLightningStore, migrate
-from rollout_core.store.migrate import REVISIONS
-from rollout_core.store.postgres_server import connect
-from rollout_core.store.tables import metadata
+from rollout_core.base.errors import ConfigError
+from rollout_core.store import SqlLightningStore
+from rollout_core.store.sql import migrate
+from rollout_core.store.sql.migrate import REVISIONS
+from rollout_core.store.sql.postgres_server import connect
+from rollout_core.store.sql.tables import metadata
 
 pytestmark = pytest.mark.asyncio
 
@@ -135,7 +136,7 @@ async def test_processes_may_create_or_upgrade_at_the_same_time(empty):
     for prepare in (None, _downgrade):
         if prepare is not None:
             await prepare(empty)
-        program = "import sys; from rollout_core.store.migrate import migrate; print(migrate(sys.argv[1]))"
+        program = "import sys; from rollout_core.store.sql.migrate import migrate; print(migrate(sys.argv[1]))"
         children = [
             subprocess.Popen([sys.executable, "-c", program, empty], stdout=subprocess.PIPE, text=True, cwd=ROOT)
             for _ in range(4)

@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from rollout_core.errors import Conflict
+from rollout_core.base.errors import Conflict
 from rollout_core.store import (
     AttemptedRollout,
     InMemoryLightningStore,

@@ -9,7 +9,7 @@ from datetime import timedelta
 import orjson
 import pytest
 
-from rollout_core.errors import ConfigError, MissingObject
+from rollout_core.base.errors import ConfigError, MissingObject
 from rollout_core.objects.gc import collect_garbage
 from rollout_core.objects.store import ObjectStore, blob_key
 from rollout_core.store import Event, Span, SqlLightningStore

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_core.errors import ConfigError, Fatal, Recoverable
+from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.store import (
     AttemptedRollout,
     EnqueueRolloutRequest,

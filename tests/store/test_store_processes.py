@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from rollout_core.errors import ConfigError, Conflict, Fatal, Recoverable
+from rollout_core.base.errors import ConfigError, Conflict, Fatal, Recoverable
 from rollout_core.store import AttemptedRollout, EnqueueRolloutRequest, SqlLightningStore
-from rollout_core.store.migrate import REVISIONS
+from rollout_core.store.sql.migrate import REVISIONS
 from tests.store.forking import leave
 
 pytestmark = pytest.mark.asyncio

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import pytest_asyncio
 
-from rollout_core.errors import ConfigError
+from rollout_core.base.errors import ConfigError
 from rollout_core.store import LLM, AttemptedRollout, PaginatedResult, PromptTemplate, ProxyLLM, Rollout
 
 pytestmark = pytest.mark.asyncio

@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from rollout_core.errors import ConfigError, Conflict, NotFound
+from rollout_core.base.errors import ConfigError, Conflict, NotFound
 from rollout_core.store import (
     LLM,
     AttemptedRollout,

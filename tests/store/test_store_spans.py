@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import pytest_asyncio
 
-from rollout_core.errors import ConfigError, NotFound
+from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.store import Event, Link, OtelResource, Span, SpanContext, TraceStatus
 
 pytestmark = pytest.mark.asyncio

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rollout_core.store as package
-from rollout_core.errors import ConfigError
+from rollout_core.base.errors import ConfigError
 from rollout_core.store import (
     LLM,
     UNSET,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import PromotionConfig, Run, RunInfo
-from rollout_core.ids import ContentId, hash_bytes
 from rollout_core.objects import ObjectStore
-from rollout_core.records import EvalReport
+from rollout_core.objects.records import EvalReport
 from rollout_core.store import LLM
 
 pytestmark = pytest.mark.server

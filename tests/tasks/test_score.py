@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from rollout_core import rewards
-from rollout_core.errors import ConfigError, Fatal
-from rollout_core.ids import ContentId, hash_bytes
-from rollout_core.inference.base import Completion
-from rollout_core.inference.samples import Sample, encode_completion, encode_samples
+from rollout_core.base.errors import ConfigError, Fatal
+from rollout_core.base.ids import ContentId, hash_bytes
+from rollout_core.config.rewards import FunctionReward
+from rollout_core.data.completions import Completion
+from rollout_core.data.samples import Sample, encode_completion, encode_samples
 from rollout_core.objects import ObjectStore
-from rollout_core.records import Completions
-from rollout_core.rewards import FunctionReward, source_id
+from rollout_core.objects.records import Completions
+from rollout_core.rewards import rewards
+from rollout_core.rewards.source_ids import source_id
 
 pytestmark = pytest.mark.server
 SPEC = FunctionReward(callable="mine.py:reward")

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from rollout_core.base.errors import ConfigError, CorruptObject, Fatal, Recoverable, RetryHint
+from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import Run, RunInfo, SnapshotPolicy
-from rollout_core.errors import ConfigError, CorruptObject, Fatal, Recoverable, RetryHint
-from rollout_core.ids import ContentId, hash_bytes
-from rollout_core.lineage import lineage_of, trace_lineage
 from rollout_core.objects import ObjectStore
-from rollout_core.records import BlobId, Record
+from rollout_core.objects.lineage import lineage_of, trace_lineage
+from rollout_core.objects.records import BlobId, Record
 
 pytestmark = pytest.mark.server
 
@@ -81,7 +81,7 @@ def run(prefect_server, monkeypatch):
 
     from flows.healing import run_body
 
-    monkeypatch.setattr("rollout_core.errors.RetryHint.delay_for_try", lambda self, retry: 0.0)
+    monkeypatch.setattr("rollout_core.base.errors.RetryHint.delay_for_try", lambda self, retry: 0.0)
 
     def start(body, *, refresh=False):
         kept = []

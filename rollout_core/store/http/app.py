@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from rollout_core.errors import NotFound, UnknownOutcome
+from rollout_core.base.errors import NotFound, UnknownOutcome
 from rollout_core.store.base import LightningStore
 from rollout_core.store.http import wire
 from rollout_core.store.http.bodies import BodyLimits

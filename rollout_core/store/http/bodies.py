@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
 
-from rollout_core.errors import ConfigError
+from rollout_core.base.errors import ConfigError
 from rollout_core.store.http.errors import TooLarge, TooSlow, WrongMediaType
 from rollout_core.store.http.lane import Lane
 

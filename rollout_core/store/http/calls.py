@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollout_core.errors import ConfigError
+from rollout_core.base.errors import ConfigError
 from rollout_core.store.base import LightningStore
 from rollout_core.store.http import wire
 from rollout_core.store.http.bodies import BodyLimits, read_body

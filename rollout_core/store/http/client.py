@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import BaseModel, TypeAdapter
 
-from rollout_core.errors import ConfigError, Conflict, Recoverable
+from rollout_core.base.errors import ConfigError, Conflict, Recoverable
 from rollout_core.store.base import LightningStore
 from rollout_core.store.checks import resources_json
 from rollout_core.store.http import wire

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from rollout_core.errors import (
+from rollout_core.base.errors import (
     ConfigError,
     Conflict,
     CorruptObject,

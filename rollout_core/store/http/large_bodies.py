@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from rollout_core.errors import ConfigError
+from rollout_core.base.errors import ConfigError
 from rollout_core.store.http.errors import TooLarge, unprocessable
 from rollout_core.store.http.lane import LOOP_BYTES, LOOP_RECORDS
 from rollout_core.store.http.wire import MAX_RECORDS

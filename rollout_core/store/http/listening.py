@@ -15,7 +15,7 @@ from typing import Any
 
 import uvicorn
 
-from rollout_core.errors import ConfigError
+from rollout_core.base.errors import ConfigError
 from rollout_core.store.base import LightningStore
 from rollout_core.store.http.protocol import BoundedProtocol
 

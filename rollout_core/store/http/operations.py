@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, TypeAdapter
 from starlette.datastructures import QueryParams
 
-from rollout_core.errors import ConfigError, Conflict
+from rollout_core.base.errors import ConfigError, Conflict
 from rollout_core.store.base import LightningStore
 from rollout_core.store.http import wire
 from rollout_core.store.http.large_bodies import list_fields

@@ -30,7 +30,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
-from rollout_core.errors import ConfigError, NotFound, Recoverable
+from rollout_core.base.errors import ConfigError, NotFound, Recoverable
 from rollout_core.store.base import LightningStore
 from rollout_core.store.http import wire
 from rollout_core.store.http.bodies import BodyLimits, read_body

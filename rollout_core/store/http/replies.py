@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from rollout_core.errors import Recoverable
+from rollout_core.base.errors import Recoverable
 from rollout_core.store.codec import encode_stored
 from rollout_core.store.http import wire
 from rollout_core.store.http.errors import error_body, status_of

@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass
 import orjson
 from fastapi import FastAPI
 
-from rollout_core.errors import ConfigError
-from rollout_core.scratch import scratch_folder
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.scratch import scratch_folder
 from rollout_core.store.http.app import AppSettings, create_app
 from rollout_core.store.http.listening import MainServer, listen, require_key, serving, url_of, uvicorn_config
 from rollout_core.store.http.metrics import MULTIPROCESS_FOLDER
 from rollout_core.store.http.supervisor import Supervisor
-from rollout_core.store.sql import SqlLightningStore
+from rollout_core.store.sql.store import SqlLightningStore
 
 SETTINGS_VARIABLE = "ROLLOUT_STORE_SERVE"
 """Environment variable by which worker processes learn what to serve. It names the key's variable, not the key."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from fastapi import FastAPI
 
-from rollout_core.errors import ConfigError, Fatal
+from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.store.base import LightningStore
 from rollout_core.store.forwarding import ForwardingLightningStore
 from rollout_core.store.http import wire

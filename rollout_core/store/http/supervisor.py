@@ -14,7 +14,7 @@ from uvicorn.config import STARTUP_FAILURE
 from uvicorn.supervisors import Multiprocess
 from uvicorn.supervisors.multiprocess import Process
 
-from rollout_core.errors import Fatal
+from rollout_core.base.errors import Fatal
 
 START_SECONDS = 300
 """From a worker's start to its first answer; on a busy machine the imports alone take long."""

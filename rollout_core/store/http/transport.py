@@ -21,8 +21,8 @@ from urllib.parse import quote, urlsplit
 import aiohttp
 from yarl import URL
 
-from rollout_core.errors import ConfigError, Recoverable, UnknownOutcome
-from rollout_core.redaction import without_password
+from rollout_core.base.errors import ConfigError, Recoverable, UnknownOutcome
+from rollout_core.base.redaction import without_password
 from rollout_core.store.http import wire
 from rollout_core.store.http.errors import error_from
 

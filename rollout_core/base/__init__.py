@@ -1,0 +1,1 @@
+"""Ground floor: errors, ids, processes, secrets, arithmetic. Knows no word of training."""

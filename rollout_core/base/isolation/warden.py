@@ -1,0 +1,192 @@
+"""Between a caller and the code that it does not trust: starts the code's process, counts, and ends everything.
+
+``python -P -m rollout_core.base.isolation.warden OPTIONS`` with OPTIONS in JSON. Orphans of the code's processes become
+the warden's children, so none gets away by forking twice or in a session of its own. The warden ends when its pipe from
+the caller ends or the caller's process does, and takes all of them along.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from rollout_core.base.isolation import processes
+from rollout_core.base.isolation.worker import serve
+
+BUSY, IDLE, END = b"b", b"i", b"e"
+"""What the caller tells: a call has begun, has ended, everything is to end."""
+BUSY_SECONDS, IDLE_SECONDS = 0.03, 0.5
+"""Between looks at processes and memory. A look takes about a millisecond for each hundred processes of the machine,
+or a few microseconds where no new process is about."""
+SHARE = 20
+"""Looking takes at most this part of the time."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the caller asks for; descriptors are those of open pipes."""
+
+    caller: int
+    """Its process id."""
+    control: int
+    verdict: int
+    requests: int
+    answers: int
+    progress: int
+    handler: str
+    search_path: list[str]
+    memory_bytes: int
+    max_processes: int
+    address_space: bool
+
+
+def main() -> None:
+    """Start the code's process and watch it to its end."""
+    options = Options(**json.loads(sys.argv[1]))
+    caught, heard = _listen_to_signals()
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    # Sent when the *thread* that started us ends, too; so it only wakes us, to look whether the caller is there.
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
+    warden = os.getpid()
+    worker = os.fork()
+    if worker == 0:
+        _become_worker(options, warden, caught, heard)
+    for descriptor in (options.requests, options.answers, options.progress):
+        os.close(descriptor)
+    _give_up_output()
+    with contextlib.suppress(OSError):  # the right to be quicker than what it counts is root's
+        os.nice(-5)
+    watch = _Watch(options, worker, heard)
+    try:
+        watch.run()
+    finally:
+        # Once it was waited for, its number may be another's.
+        processes.end_all(warden, None if watch.worker_ended else worker)
+    os._exit(0)
+
+
+def _listen_to_signals() -> tuple[int, int]:
+    """A pipe that any of the signals writes to; SIGTERM and SIGINT are the caller's to give by ending its pipe."""
+    heard, caught = os.pipe()
+    os.set_blocking(caught, False)
+    os.set_blocking(heard, False)
+    for number in (signal.SIGCHLD, signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.set_wakeup_fd(caught, warn_on_full_buffer=False)
+    return caught, heard
+
+
+def _give_up_output() -> None:
+    """Only the code's own processes hold its output open."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (1, 2):
+        os.dup2(nowhere, descriptor)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _become_worker(options: Options, warden: int, *own: int) -> None:
+    """Never returns."""
+    try:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != warden:
+            os._exit(1)
+        os.setsid()
+        for descriptor in (options.control, options.verdict, *own):
+            os.close(descriptor)
+        _bound(options)
+        sys.path[:] = options.search_path
+        serve(options.handler, options.requests, options.answers, options.progress)
+    finally:
+        os._exit(1)
+
+
+def _bound(options: Options) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if options.address_space:
+        resource.setrlimit(resource.RLIMIT_AS, (options.memory_bytes, options.memory_bytes))
+    with contextlib.suppress(OSError):
+        # Where the machine runs out of memory all the same, it is this process that ends.
+        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+            file.write("1000")
+
+
+class _Watch:
+    """Looks at the code's processes until there is a reason to end them."""
+
+    def __init__(self, options: Options, worker: int, heard: int) -> None:
+        self._options = options
+        self._worker = worker
+        self._heard = heard
+        self._interval = IDLE_SECONDS
+        self._found: list[int] = []
+        self._newest = ""
+        self.worker_ended = False
+
+    def run(self) -> None:
+        """Until then; the caller is told the reason where it does not know it."""
+        pause = self._interval
+        while True:
+            ready, _, _ = select.select([self._options.control, self._heard], [], [], pause)
+            if self._heard in ready:
+                with contextlib.suppress(BlockingIOError):
+                    if signal.SIGTERM in os.read(self._heard, 4096):
+                        return
+            if self._options.control in ready and not self._hear():
+                return
+            if os.getppid() != self._options.caller:
+                return
+            status = processes.reap().get(self._worker)
+            if status is not None:
+                self.worker_ended = True
+                return self._tell(exit_code=os.waitstatus_to_exitcode(status))
+            started = time.monotonic()
+            problem = self._problem()
+            if problem:
+                return self._tell(**problem)
+            pause = max(self._interval, SHARE * (time.monotonic() - started))
+
+    def _hear(self) -> bool:
+        """Whether to go on."""
+        told = os.read(self._options.control, 4096)
+        if not told or END in told:
+            return False
+        self._interval = BUSY_SECONDS if told[-1:] == BUSY else IDLE_SECONDS
+        return True
+
+    def _problem(self) -> dict[str, Any] | None:
+        newest = processes.newest()
+        if newest != self._newest:
+            self._newest, self._found = newest, processes.below(os.getpid())
+        if len(self._found) > self._options.max_processes:
+            return {"processes": len(self._found)}
+        # The quick figure counts shared memory more than once, so it is held against the other before it counts.
+        used = processes.resident_bytes(self._found)
+        if used > self._options.memory_bytes and (used := processes.own_bytes(self._found) or used):
+            return {"memory_bytes": used} if used > self._options.memory_bytes else None
+        return None
+
+    def _tell(self, **verdict: Any) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._options.verdict, json.dumps(verdict).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The process that runs the code: calls the handler with each request, and answers with its value or its error."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import mmap
+import os
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from rollout_core.base.isolation import frames
+
+_PLACE = struct.Struct("<q")
+NO_PLACE, STARTING = -1, -2
+"""Before the handler's first step; before the handler is called."""
+PROGRESS_BYTES = mmap.PAGESIZE
+
+
+class Progress:
+    """A number in memory that the caller sees: how far the handler is, also after a sudden end."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._memory = mmap.mmap(descriptor, PROGRESS_BYTES)
+        os.close(descriptor)
+
+    @property
+    def place(self) -> int:
+        """From 0 on a step's; below that `NO_PLACE` or `STARTING`."""
+        return _PLACE.unpack_from(self._memory)[0]
+
+    @place.setter
+    def place(self, value: int) -> None:
+        _PLACE.pack_into(self._memory, 0, value)
+
+    def close(self) -> None:
+        """The number is gone."""
+        self._memory.close()
+
+
+Handler = Callable[[Any, Callable[[int], None]], Any]
+"""Called with a request and a function that is told the place of each step before it; returns what JSON can hold."""
+
+
+def serve(handler: str, requests: int, answers: int, progress: int) -> None:
+    """Answer requests until there are none."""
+    own = os.getpid()
+    for descriptor in (requests, answers):
+        os.set_inheritable(descriptor, False)
+    place = Progress(progress)
+
+    def tell(step: int) -> None:
+        place.place = step
+
+    with os.fdopen(requests, "rb") as incoming, os.fdopen(answers, "wb") as outgoing:
+        call: Handler | None = None
+        while (frame := frames.read(incoming)) is not None:
+            try:
+                call = call or _find(handler)
+                tell(NO_PLACE)
+                answer = frames.encode({"value": call(frame["request"], tell)})
+            except BaseException as error:  # noqa: BLE001 - whatever it is, it is the caller's to judge
+                answer = frames.encode({"error": _described(error)})
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            if os.getpid() != own:
+                os._exit(0)  # a copy that the code forked and let run on; the first one answers
+            outgoing.write(answer)
+            outgoing.flush()
+
+
+def _find(handler: str) -> Handler:
+    module, _, name = handler.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _described(error: BaseException) -> dict[str, Any]:
+    from rollout_core.base.error_messages import error_message
+
+    with contextlib.suppress(BaseException):
+        traceback.print_exception(error)
+    return error_message(error)

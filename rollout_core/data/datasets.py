@@ -1,0 +1,402 @@
+"""Rows, read strictly: what is wrong with a file is said once, as ``path:line: reason``, before any work starts.
+
+A JSONL file is UTF-8 with one JSON object a line; blank lines are skipped but counted. `to_jsonl` writes the one
+canonical form of rows, so that a data set has a content id that ignores key order, spacing and how its files were
+split. Other kinds of data sets are read by `dataset_sources`.
+"""
+
+from __future__ import annotations
+
+import base64
+import codecs
+import difflib
+import glob
+import json
+import math
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from decimal import Decimal
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, ClassVar, Self, TypeVar
+
+import orjson
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import to_jsonable_python
+
+from rollout_core.base.errors import ConfigError, DataError
+from rollout_core.base.ids import canonical_json
+from rollout_core.base.trusted import trusted
+from rollout_core.models.chat import ChatMessage
+
+MAX_VIOLATIONS = 20
+"""Problems of one data set that are shown together; reading stops there."""
+
+
+def _at_least_one(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
+    if not messages:
+        raise ValueError("expected at least one message")
+    return messages
+
+
+Conversation = Annotated[tuple[ChatMessage, ...], AfterValidator(_at_least_one)]
+
+
+class Row(BaseModel):
+    """What rows share: the keys they know, and ``extras`` for all others, in the order of the file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    own_keys: ClassVar[frozenset[str]] = frozenset()
+    """Keys of a line that are fields; every other key is an extra."""
+    extras: dict[str, Any] = Field(default_factory=dict)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        cls.own_keys = frozenset(cls.model_fields) - {"extras"}
+
+    @field_validator("extras")
+    @classmethod
+    def _extras_hide_no_field(cls, extras: dict[str, Any]) -> dict[str, Any]:
+        if not cls.own_keys.isdisjoint(extras):
+            raise ValueError(f"{', '.join(sorted(cls.own_keys & extras.keys()))} would hide the row's own; rename it")
+        return extras
+
+    @classmethod
+    def quick(cls, line: bytes) -> Self | None:
+        """The row of a line in its most usual form, without the cost of full validation; None where it has another."""
+        return None
+
+    def document(self) -> dict[str, Any]:
+        """The row as one flat JSON object."""
+        return {**self.model_dump(mode="json", exclude={"extras"}, exclude_none=True), **self.extras}
+
+    def missing(self, wanted: str, *keys: str) -> ValueError:
+        """The error for a row that lacks what is ``wanted``, with the nearest of its other keys to ``keys``."""
+        found = ", ".join(self.extras) or "none"
+        for key in keys:
+            for near in difflib.get_close_matches(key, self.extras, n=1):
+                return ValueError(f"{wanted}; did you mean {key!r} by {near!r}?")
+        return ValueError(f"{wanted}; other keys found: {found}")
+
+
+class PromptRow(Row):
+    """A prompt to complete: a text or a conversation."""
+
+    prompt: str | None = None
+    messages: Conversation | None = None
+    id: str | None = None
+    """The caller's own name of the row; it comes back in outputs."""
+
+    @classmethod
+    def quick(cls, line: bytes) -> Self | None:
+        try:
+            document = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            return None  # the full reading says what is wrong
+        if type(document) is not dict or type(document.get("prompt")) is not str or "messages" in document:
+            return None
+        if type(document.get("id", "")) is not str:
+            return None
+        prompt, row_id = document.pop("prompt"), document.pop("id", None)
+        # A float may have been an integer too large for this parser; what is nested may hold one.
+        if not all(type(value) in (str, int, bool, NoneType) for value in document.values()):
+            return None
+        return trusted(cls, {"extras": document, "prompt": prompt, "messages": None, "id": row_id})
+
+    @model_validator(mode="after")
+    def _exactly_one_form(self) -> PromptRow:
+        if self.prompt is None and self.messages is None:
+            raise self.missing("needs prompt or messages", "prompt", "messages")
+        if self.prompt is not None and self.messages is not None:
+            raise ValueError("has both prompt and messages; give one of them")
+        return self
+
+
+UNTRAINED_LABEL = -100
+"""In ``labels``: this token is no target."""
+TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+
+
+class SftRow(Row):
+    """A demonstration to imitate: a prompt with its completion, a conversation that ends with the assistant, or tokens.
+
+    ``loss_mask`` or ``labels`` say what of it is trained where ``loss_on.kind`` is ``custom``.
+    """
+
+    prompt: str | None = None
+    completion: str | None = None
+    messages: Conversation | None = None
+    input_ids: tuple[TokenId, ...] | None = None
+    """Token ids, taken as they are."""
+    labels: tuple[int, ...] | None = None
+    """For each of ``input_ids`` the same id, or -100 where it is not trained."""
+    loss_mask: tuple[bool, ...] | None = None
+    """For each of ``input_ids``, or each of ``messages``: whether it is trained."""
+
+    @model_validator(mode="after")
+    def _exactly_one_form(self) -> SftRow:
+        if self.input_ids is not None:
+            self._check_tokens(self.input_ids)
+        elif self.labels is not None:
+            raise ValueError("has labels but no input_ids")
+        elif self.messages is not None:
+            self._check_conversation(self.messages)
+        elif self.loss_mask is not None:
+            raise ValueError("has loss_mask but neither messages nor input_ids, whose parts it would name")
+        elif self.prompt is None and self.completion is None:
+            raise self.missing("needs prompt and completion, or messages", "prompt", "completion", "messages")
+        elif self.prompt is None:
+            raise self.missing("has completion but no prompt", "prompt")
+        elif self.completion is None:
+            raise self.missing("has prompt but no completion", "completion")
+        elif not self.completion:
+            raise ValueError("completion is empty; there is nothing to train")
+        return self
+
+    def _check_conversation(self, messages: tuple[ChatMessage, ...]) -> None:
+        if self.prompt is not None or self.completion is not None:
+            raise ValueError("has both messages and prompt or completion; give one form")
+        if self.loss_mask is not None:
+            if len(self.loss_mask) != len(messages):
+                raise ValueError(f"loss_mask has {len(self.loss_mask)} entries for {len(messages)} messages")
+            return
+        if messages[-1].role != "assistant":
+            raise ValueError(
+                f"the last message is the {messages[-1].role}'s; a demonstration ends with the assistant's"
+            )
+        if any(message.role == "assistant" and not message.content for message in messages):
+            raise ValueError("an assistant message is empty; there is nothing to train")
+
+    def _check_tokens(self, input_ids: tuple[int, ...]) -> None:
+        if self.prompt is not None or self.completion is not None or self.messages is not None:
+            raise ValueError("has both input_ids and prompt, completion or messages; give one form")
+        if not input_ids:
+            raise ValueError("input_ids is empty; there is nothing to train")
+        if self.labels is not None and self.loss_mask is not None:
+            raise ValueError("has both labels and loss_mask; give one of them")
+        mask = self.labels if self.labels is not None else self.loss_mask
+        if mask is not None and len(mask) != len(input_ids):
+            name = "labels" if self.labels is not None else "loss_mask"
+            raise ValueError(f"{name} has {len(mask)} entries for {len(input_ids)} input_ids")
+        for place, (token, label) in enumerate(zip(input_ids, self.labels or input_ids, strict=True)):
+            if label not in (token, UNTRAINED_LABEL):
+                raise ValueError(
+                    f"labels.{place} is {label}; expected {token}, as in input_ids, or {UNTRAINED_LABEL} (labels are "
+                    "not shifted)"
+                )
+
+
+RowT = TypeVar("RowT", bound=Row)
+PlacedDocument = tuple[str, int, bytes | dict[str, Any]]
+"""What comes before the number in the name of a place, such as ``file.jsonl:``; the number, from 1; and a line of JSON,
+or what one would hold."""
+PlacedRow = tuple[str, int, RowT]
+
+
+def read_prompts(pattern_or_path: str | Path, *, base: Path | None = None) -> list[PromptRow]:
+    """All rows of a JSONL file, or of the files that match a pattern with ``*`` or ``?``, sorted by path.
+
+    A relative path starts at ``base`` (default: the working directory); ``**`` matches folders at any depth.
+    Raises ConfigError when there is no row or a file cannot be read, DataError when rows are malformed.
+    """
+    return list(iter_prompts(pattern_or_path, base=base))
+
+
+def iter_prompts(pattern_or_path: str | Path, *, base: Path | None = None) -> Iterator[PromptRow]:
+    """`read_prompts` one row at a time, holding one line in memory. The error comes when the iteration reaches it."""
+    return _iter_files(pattern_or_path, base, PromptRow)
+
+
+def read_sft(pattern_or_path: str | Path, *, base: Path | None = None) -> list[SftRow]:
+    """All demonstrations of a file or pattern; paths and errors as `read_prompts`."""
+    return list(_iter_files(pattern_or_path, base, SftRow))
+
+
+def parse_prompts(data: bytes, name: str) -> list[PromptRow]:
+    """Rows of JSONL bytes, perhaps none. Raises DataError that calls the bytes ``name``."""
+    return parse_rows(data, name, PromptRow)
+
+
+def parse_sft(data: bytes, name: str) -> list[SftRow]:
+    """Rows of JSONL bytes, perhaps none. Raises DataError that calls the bytes ``name``."""
+    return parse_rows(data, name, SftRow)
+
+
+def parse_rows(data: bytes, name: str, model: type[RowT]) -> list[RowT]:
+    """Rows of one kind from JSONL bytes, perhaps none. Raises DataError that calls the bytes ``name``."""
+    return [row for _, _, row in parse_documents(numbered_lines(name, data.split(b"\n")), model)]
+
+
+def to_jsonl(rows: Iterable[Row]) -> bytes:
+    """The canonical bytes of rows: `canonical_json` a line. Raises ConfigError for extras that are not JSON."""
+    return b"".join(map(to_line, rows))
+
+
+def to_line(row: Row) -> bytes:
+    """The canonical bytes of one row."""
+    return canonical_json(row.document()) + b"\n"
+
+
+def _iter_files(pattern_or_path: str | Path, base: Path | None, model: type[RowT]) -> Iterator[RowT]:
+    paths = matching_files(pattern_or_path, base)
+    row = None
+    for _, _, row in parse_documents(jsonl_documents((str(path), path) for path in paths), model):
+        yield row
+    if row is None:
+        reason = f"{len(paths)} files without a row" if paths else "no such file"
+        raise ConfigError(f"no input rows matched {str(pattern_or_path)!r}: {reason}")
+
+
+def matching_files(pattern_or_path: str | Path, base: Path | None) -> list[Path]:
+    """The file of that path, or those that match the pattern, sorted; perhaps none. Raises ConfigError for a folder."""
+    base, pattern = base or Path(), str(pattern_or_path)
+    if "*" in pattern or "?" in pattern:
+        only_those_are_special = pattern.replace("[", "[[]")
+        matches = (base / match for match in glob.glob(only_those_are_special, root_dir=base, recursive=True))
+        return sorted((path for path in matches if not path.is_dir()), key=str)
+    path = base / pattern
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; name a file, or a pattern such as {path / '*.jsonl'}")
+    return [path] if path.exists() else []
+
+
+def jsonl_documents(files: Iterable[tuple[str, Path]]) -> Iterator[PlacedDocument]:
+    """Lines of JSONL files, each given as name and path. Raises ConfigError for a file that cannot be read."""
+    for name, path in files:
+        try:
+            with path.open("rb") as file:
+                yield from numbered_lines(name, file)
+        except OSError as error:
+            raise ConfigError(f"{name}: not readable: {error.strerror or error}") from error
+
+
+def numbered_lines(name: str, lines: Iterable[bytes]) -> Iterator[PlacedDocument]:
+    """Lines of one file, without a byte order mark."""
+    for number, line in enumerate(lines, start=1):
+        yield f"{name}:", number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+
+
+def parse_documents(documents: Iterable[PlacedDocument], model: type[RowT]) -> Iterator[PlacedRow[RowT]]:
+    """Yields rows up to the first malformed one; from there on only collects what is wrong, then raises DataError."""
+    violations: list[str] = []
+    for name, number, document in documents:
+        try:
+            row = _parse(document, model)
+            if row is not None and not violations:
+                yield name, number, row
+        except (ValueError, RecursionError) as error:
+            violations += [f"{name}{number}: {reason}" for reason in _reasons(error)]
+        if len(violations) >= MAX_VIOLATIONS:
+            break
+    if violations:
+        shown = violations[:MAX_VIOLATIONS]
+        more = [f"stopped at {MAX_VIOLATIONS} problems; there may be more"] if len(violations) >= MAX_VIOLATIONS else []
+        raise DataError("\n".join([*shown, *more]), shown)
+
+
+def _parse(document: bytes | dict[str, Any], model: type[RowT]) -> RowT | None:
+    if isinstance(document, dict):
+        return _row(_as_json(document, model), model)
+    if (quick := model.quick(document)) is not None:
+        return quick
+    text = document.decode("utf-8").strip(" \t\r\n")
+    if not text:
+        return None
+    found = _DECODER.decode(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"expected a JSON object, got {_shown(found)}")
+    if "\\u" in text:
+        canonical_json(found)  # refuses half a surrogate pair, which no UTF-8 file could hold
+    return _row(found, model)
+
+
+def _as_json(document: dict[str, Any], model: type[Row]) -> dict[str, Any]:
+    """A row of a table, its extras in JSON's types; the row's own keys have to be of their types as they are."""
+    try:
+        canonical_json(document)
+        return document
+    except ConfigError:
+        own = model.own_keys
+        document = {key: value if key in own else json_value(value) for key, value in document.items()}
+    canonical_json(document)
+    return document
+
+
+def json_value(value: Any) -> Any:
+    """What stands in JSON for a value of a table: ISO 8601 for times and durations, all digits of a decimal number,
+    base64 for bytes."""
+    if isinstance(value, dict):
+        return {key: json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(item) for item in value]
+    if isinstance(value, Decimal):
+        return format(value, "f")
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if hasattr(value, "isoformat"):  # of pandas too, which counts nanoseconds
+        return value.isoformat()
+    return to_jsonable_python(value) if isinstance(value, timedelta) else value
+
+
+def _row(document: dict[str, Any], model: type[RowT]) -> RowT:
+    fields = {key: document.pop(key) for key in model.own_keys if key in document}
+    return model.model_validate({**fields, "extras": document})
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text} is out of range")
+    return number
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is not JSON; write null or leave the key out")
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse_constant)
+
+
+def _reasons(error: ValueError | RecursionError) -> Iterator[str]:
+    if isinstance(error, ValidationError):
+        for item in error.errors(include_url=False):
+            yield _field_reason(item)
+    elif isinstance(error, UnicodeDecodeError):
+        yield f"not valid UTF-8 at byte {error.start + 1}"
+    elif isinstance(error, json.JSONDecodeError):
+        yield f"not valid JSON: {error.msg} at column {error.colno}"
+    elif isinstance(error, RecursionError):
+        yield "nested too deeply"
+    else:
+        yield str(error)
+
+
+_EXPECTED = {
+    "string_type": "expected a string",
+    "model_type": "expected an object with role and content",
+}
+
+
+def _field_reason(item: Any) -> str:
+    place = ".".join(str(part) for part in item["loc"])
+    reason = item["msg"].removeprefix("Value error, ")
+    if not place:
+        return reason
+    if item["type"] == "missing":
+        return f"{place}: required, but not given"
+    if item["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(item["loc"][-1]), ChatMessage.model_fields, n=1)
+        return f"{place}: unknown key" + (
+            f"; did you mean {near[0]!r}?" if near else "; a message has role and content"
+        )
+    if item["type"] == "literal_error":
+        reason = f"expected {item['ctx']['expected']}"
+    if item["type"] == "tuple_type":
+        reason = f"expected a list of {'numbers' if place in ('input_ids', 'labels', 'loss_mask') else 'messages'}"
+    return f"{place}: {_EXPECTED.get(item['type'], reason)}, got {_shown(item['input'])}"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,178 @@
+"""Samples and their completions as rows of JSONL blobs.
+
+Every row is one line of JSON with sorted keys; log-probabilities are written as the shortest decimal that reads back to
+the same float32. Equal samples give equal bytes, so a blob's content id stands for what was generated.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+
+from rollout_core.base.errors import ConfigError, Fatal
+from rollout_core.base.ids import ContentId, SampleIds
+from rollout_core.config import SamplingParams
+from rollout_core.data.completions import Completion, Failure
+from rollout_core.data.datasets import PromptRow
+from rollout_core.data.text import tokenize_prompts
+
+_DUMP = orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One generation to make: a prompt, tokenised, under its identity."""
+
+    id: ContentId
+    prompt: Any
+    """The text, or the list of chat messages."""
+    prompt_token_ids: list[int]
+    index: int
+    """Tells repeated samples of one prompt apart."""
+    row_id: str | None
+    """The input row's own ``id``."""
+    extras: dict[str, Any]
+    """The input row's further keys."""
+
+
+@dataclass(frozen=True)
+class SampledCompletion:
+    """What was generated for a sample."""
+
+    id: ContentId
+    token_ids: list[int]
+    logprobs: list[float]
+    text: str
+    finish_reason: str
+    """``stop``, ``length``, or ``error``."""
+    error: str | None = None
+    """Why there is no completion."""
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    """The most likely tokens of each position and their log-probabilities, where they were asked for."""
+
+
+def make_samples(
+    tokenizer: Any,
+    rows: Sequence[PromptRow],
+    *,
+    model: ContentId,
+    params: SamplingParams,
+    samples_per_prompt: int = 1,
+    max_model_len: int | None = None,
+    earlier: Sequence[PromptRow] = (),
+) -> list[Sample]:
+    """Give every prompt row its samples: tokenised, identified and checked against the context length.
+
+    Equal prompts are told apart by the count of their occurrences before, ``earlier`` rows included; so the ids do not
+    depend on how a file is cut into shards. Raises ConfigError naming prompts that leave no room for a completion.
+    """
+    token_ids = tokenize_prompts(tokenizer, rows)
+    if max_model_len is not None:
+        refuse_long_prompts(token_ids, params.max_tokens, max_model_len)
+    seen = Counter(_prompt_key(row) for row in earlier)
+    occurrences = []
+    for row in rows:
+        key = _prompt_key(row)
+        occurrences.append(seen[key])
+        seen[key] += 1
+    return identify(rows, token_ids, occurrences, model=model, params=params, samples_per_prompt=samples_per_prompt)
+
+
+def identify(
+    rows: Sequence[PromptRow],
+    token_ids: Sequence[list[int]],
+    occurrences: Sequence[int],
+    *,
+    model: ContentId,
+    params: SamplingParams,
+    samples_per_prompt: int,
+) -> list[Sample]:
+    """``samples_per_prompt`` samples of each row, whose prompt occurred so many times before."""
+    identities = SampleIds(model, params)
+    samples = []
+    for row, ids, occurrence in zip(rows, token_ids, occurrences, strict=True):
+        prompt = _prompt_value(row)
+        for index in range(occurrence * samples_per_prompt, (occurrence + 1) * samples_per_prompt):
+            samples.append(Sample(identities.of(prompt, index), prompt, ids, index, row.id, row.extras))
+    return samples
+
+
+def _prompt_value(row: PromptRow) -> Any:
+    return row.prompt if row.prompt is not None else [message.model_dump() for message in row.messages or ()]
+
+
+def _prompt_key(row: PromptRow) -> str | bytes:
+    return row.prompt if row.prompt is not None else orjson.dumps(_prompt_value(row), option=orjson.OPT_SORT_KEYS)
+
+
+def refuse_long_prompts(token_ids: Sequence[Sequence[int]], max_tokens: int, max_model_len: int) -> None:
+    """Raise ConfigError where a prompt leaves no room for ``max_tokens`` of completion, naming the first and the number
+    of the others."""
+    problems = [length_problem(len(ids), max_tokens, max_model_len) for ids in token_ids]
+    long = [number for number, problem in enumerate(problems, start=1) if problem]
+    if long:
+        more = f" (and {len(long) - 1} more)" if len(long) > 1 else ""
+        raise ConfigError(f"prompt {long[0]}{more}: {problems[long[0] - 1]}")
+
+
+def length_problem(prompt_tokens: int, max_tokens: int, max_model_len: int | None) -> str | None:
+    """Why a prompt of so many tokens cannot be completed, if so."""
+    if max_model_len is None or prompt_tokens + max_tokens <= max_model_len:
+        return None
+    return (
+        f"{prompt_tokens} tokens + sampling.max_tokens {max_tokens} exceed the model's context of {max_model_len} "
+        "tokens; shorten the prompt or lower sampling.max_tokens"
+    )
+
+
+def encode_samples(samples: Iterable[Sample]) -> bytes:
+    """One line a sample."""
+    return b"".join(orjson.dumps(vars(sample), option=_DUMP) for sample in samples)
+
+
+def decode_samples(data: bytes) -> list[Sample]:
+    """Inverse of `encode_samples`."""
+    return [Sample(**{**row, "id": ContentId(row["id"])}) for row in map(orjson.loads, data.splitlines())]
+
+
+def encode_completion(completion: Completion) -> bytes:
+    """One line; the key becomes ``id``. Raises Fatal for a log-probability that is not finite: JSON has none such."""
+    logprobs = np.asarray(completion.logprobs, dtype=np.float32)
+    if not np.isfinite(logprobs).all():
+        raise Fatal(
+            f"sample {completion.key[:12]} has log-probabilities that are not finite; the model's weights are broken, "
+            "or dtype overflows: look at the training that made them, or choose another backend.dtype"
+        )
+    row: dict[str, Any] = {
+        "id": completion.key,
+        "token_ids": completion.token_ids,
+        "logprobs": logprobs,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+    }
+    if completion.top_logprobs:
+        row["top_logprobs"] = [[(token, np.float32(p)) for token, p in top] for top in completion.top_logprobs]
+    return orjson.dumps(row, option=_DUMP)
+
+
+def encode_failure(failure: Failure) -> bytes:
+    """One line in the place of a completion."""
+    row = {
+        "id": failure.key,
+        "token_ids": [],
+        "logprobs": [],
+        "text": "",
+        "finish_reason": "error",
+        "error": failure.reason,
+    }
+    return orjson.dumps(row, option=_DUMP)
+
+
+def decode_completions_blob(data: bytes) -> list[SampledCompletion]:
+    """Rows of a completions blob, in order."""
+    return [SampledCompletion(**{**row, "id": ContentId(row["id"])}) for row in map(orjson.loads, data.splitlines())]

@@ -1,0 +1,1 @@
+"""Model folders: found, checked, imported, loaded."""

@@ -1,0 +1,185 @@
+"""What can be known of a model folder without loading its weights, and whether it is sound."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.ids import ContentId
+from rollout_core.models.pretrained import build_model, read_config, read_object
+from rollout_core.models.sizes import ModelSize
+from rollout_core.models.tokenizers import load_identified_tokenizer, load_tokenizer, one_line, prepare_transformers
+from rollout_core.models.weights import check_tensors, check_weights
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What can be known of a model folder without loading its weights."""
+
+    vocab_size: int
+    max_positions: int | None
+    """Longest sequence the architecture supports, in tokens."""
+    tokenizer_size: int
+    has_chat_template: bool
+    tokenizer_id: ContentId
+    is_reward_model: bool
+    size: ModelSize
+    tokenizer: Any = field(repr=False, compare=False)
+
+    def document(self) -> dict[str, Any]:
+        """All but the tokenizer, as JSON."""
+        told = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "tokenizer"}
+        return told | {"size": dataclasses.asdict(self.size), "tokenizer_id": str(self.tokenizer_id)}
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any], tokenizer: Any = None) -> ModelFacts:
+        """Inverse of `document`."""
+        size, tokenizer_id = ModelSize(**document["size"]), ContentId(document["tokenizer_id"])
+        return cls(**{**document, "size": size, "tokenizer_id": tokenizer_id}, tokenizer=tokenizer)
+
+
+def inspect_model(folder: Path) -> ModelFacts:
+    """Check that ``folder`` is a causal language model with weights and a tokenizer that fit each other.
+
+    Raises ConfigError saying what is missing or does not fit. Loads the tokenizer, and of the weights names and shapes.
+    """
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model folder {folder} has no config.json; expected a model saved with save_pretrained")
+    check_weights(folder)
+    facts = describe_model(folder)
+    check_tensors(folder)
+    return facts
+
+
+def describe_model(folder: Path) -> ModelFacts:
+    """What configuration and tokenizer of ``folder`` tell, and whether they fit. Raises ConfigError if they do not."""
+    config = _text_config(folder)
+    tokenizer, its_id = load_identified_tokenizer(folder)
+    highest = max(tokenizer.get_vocab().values(), default=-1)
+    vocab_size = getattr(config, "vocab_size", None)
+    if not isinstance(vocab_size, int):
+        raise ConfigError(f"{folder / 'config.json'}: no vocab_size; is this a causal language model?")
+    if highest >= vocab_size:
+        raise ConfigError(
+            f"tokenizer and model in {folder} do not fit: the tokenizer has ids up to {highest}, "
+            f"the model embeds {vocab_size}; use the tokenizer the model was trained with"
+        )
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"tokenizer in {folder} has no end-of-sequence token, so completions could never end")
+    return ModelFacts(
+        vocab_size=vocab_size,
+        max_positions=getattr(config, "max_position_embeddings", None),
+        tokenizer_size=len(tokenizer),
+        has_chat_template=bool(tokenizer.chat_template),
+        tokenizer_id=its_id,
+        is_reward_model=_architecture(folder).endswith("ForSequenceClassification"),
+        size=_size(config),
+        tokenizer=tokenizer,
+    )
+
+
+_LARGEST = {
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 100_000,
+    "hidden_size": 10_000_000,
+    "vocab_size": 100_000_000,
+}
+"""A hundred times what the largest models have."""
+
+
+def _check_sizes(told: Mapping[str, Any], file: Path) -> None:
+    """Raises ConfigError for sizes that no model has, before anybody makes as many of something."""
+    for name, largest in _LARGEST.items():
+        value = told.get(name)
+        if value is not None and (type(value) is not int or not 0 < value <= largest):
+            raise ConfigError(f"{file}: {name} is {value!r:.100}; expected a whole number from 1 to {largest}")
+
+
+def max_positions(folder: Path) -> int | None:
+    """The longest sequence that a model's configuration allows, in tokens, if it says so."""
+    return getattr(_text_config(folder), "max_position_embeddings", None)
+
+
+def vocab_size(folder: Path) -> int:
+    """Tokens that the model of a folder has; its token ids are below."""
+    return _text_config(folder).vocab_size
+
+
+def blank_model(folder: Path, *, is_reward_model: bool = False) -> Any:
+    """The language model, or the reward model, that a folder's configuration describes, without memory for its
+    parameters."""
+    return _blank(_text_config(folder), is_reward_model=is_reward_model)
+
+
+def _blank(config: Any, *, is_reward_model: bool = False) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    if is_reward_model:
+        config.num_labels = 1
+    with torch.device("meta"):
+        return build_model(AutoModelForSequenceClassification if is_reward_model else AutoModelForCausalLM, config)
+
+
+def _size(config: Any) -> ModelSize:
+    """Of a language model of this configuration."""
+    model = _blank(config)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    intermediate_size = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return ModelSize(num_parameters, config.num_hidden_layers, config.hidden_size, intermediate_size)
+
+
+def _architecture(folder: Path) -> str:
+    config = read_object(folder / "config.json")
+    return (config.get("architectures") or ["model of unknown architecture"])[0]
+
+
+def check_reference(model: Path, reference: Path) -> None:
+    """Raises ConfigError unless the two model folders are of one architecture and read the same token ids."""
+    kinds = [_text_config(folder).model_type for folder in (model, reference)]
+    if kinds[0] != kinds[1]:
+        raise ConfigError(
+            f"the reference in {reference} is a {kinds[1]!r}, the model a {kinds[0]!r}; give an earlier checkpoint of "
+            "the same architecture"
+        )
+    vocabularies = [load_tokenizer(folder).get_vocab() for folder in (model, reference)]
+    if vocabularies[0] != vocabularies[1]:
+        raise ConfigError(
+            f"the tokenizer of the reference in {reference} has another vocabulary ({len(vocabularies[1])} tokens) "
+            f"than the model's ({len(vocabularies[0])} tokens); give a reference that reads the same token ids"
+        )
+
+
+def check_reward_model(folder: Path) -> None:
+    """Raises ConfigError unless the model folder is a sequence classifier of one label."""
+    config = read_object(folder / "config.json")
+    kind, labels = _architecture(folder), len(config.get("id2label") or "..")
+    if not kind.endswith("ForSequenceClassification") or labels != 1:
+        raise ConfigError(
+            f"{folder} holds a {kind} of {labels} labels, no reward model; train one with `rollout train rm`"
+        )
+
+
+def _text_config(folder: Path) -> Any:
+    """Configuration of the text model in ``folder``."""
+    prepare_transformers()
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    file = folder / "config.json"
+    told = read_object(file)
+    for part in (told, told.get("text_config")):
+        if isinstance(part, dict):
+            _check_sizes(part, file)
+    try:
+        config = read_config(folder)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{file}: not a model that transformers knows: {one_line(error)}") from error
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(f"{file}: a {config.model_type!r} is not a causal language model")
+    return config.get_text_config()

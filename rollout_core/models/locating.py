@@ -1,0 +1,142 @@
+"""Where a model is: a folder, the hub, the object store. Everything later knows it by the content id of its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollout_core.base.errors import ConfigError, Recoverable
+from rollout_core.base.ids import ContentId, is_content_id
+from rollout_core.base.scratch import scratch_folder
+from rollout_core.config import ModelSource
+from rollout_core.models.bounded.inspecting import inspect_bounded
+from rollout_core.models.facts import ModelFacts
+from rollout_core.models.files import (
+    DESCRIPTION_FILES,
+    MODEL_FILES,
+    check_stored,
+    is_weights,
+    linked_files,
+    model_files,
+)
+from rollout_core.models.hub import HubOutOfReach, fetch_from_hub, looks_like_hub_id
+from rollout_core.models.model_folders import check_entries, near_folder
+from rollout_core.objects import ObjectStore, TreeManifest
+from rollout_core.objects.short_ids import is_short_id
+
+
+@dataclass(frozen=True)
+class Description:
+    """A folder with at least a model's configuration and tokenizer; the model's own, or a copy without the weights."""
+
+    folder: Path
+    has_weights: bool
+
+    def inspect(self) -> ModelFacts:
+        """`inspect_model` under limits, or as much of it as there is."""
+        return inspect_bounded(self.folder, has_weights=self.has_weights)
+
+
+def locate_model(source: ModelSource, base: Path, *, download: bool = True) -> Path | None:
+    """Local folder of ``source``; None for a content id, or for a hub id that is yet to be downloaded.
+
+    ``base`` is the folder relative paths start from. Raises ConfigError when there is nothing at that address.
+    """
+    if is_content_id(source.uri):
+        if source.tokenizer is not None:
+            raise ConfigError(
+                f"model {source.uri} is a checkpoint with its own tokenizer; leave out tokenizer {source.tokenizer!r}"
+            )
+        return None
+    return _locate(source.uri, source.revision, base, "model", download)
+
+
+def locate_tokenizer(source: ModelSource, base: Path, *, download: bool = True) -> Path | None:
+    """Local folder of the tokenizer that ``source`` names, else of the model; None and errors as `locate_model`."""
+    if source.tokenizer is None:
+        return locate_model(source, base, download=download)
+    return _locate(source.tokenizer, None, base, "tokenizer", download)
+
+
+def _locate(uri: str, revision: str | None, base: Path, what: str, download: bool) -> Path | None:
+    folder = base / uri
+    if folder.is_dir():
+        check_entries(folder)
+        return folder
+    if not looks_like_hub_id(uri) or uri.startswith((".", "/")):
+        advice = _meant(uri, base) or "give a folder or a hub id"
+        raise ConfigError(f"{what} folder {uri!r} does not exist (looked at {folder}); {advice}")
+    try:
+        return fetch_from_hub(uri, revision, what, MODEL_FILES, download=download)
+    except ConfigError as error:
+        raise _with_meant(error, uri, base) from error
+
+
+def _meant(uri: str, base: Path) -> str:
+    near = near_folder(uri, base)
+    return f"did you mean the folder {near!r}?" if near else ""
+
+
+def _with_meant(error: ConfigError, uri: str, base: Path) -> ConfigError:
+    """The error, with the folder that may have been meant. Who is out of reach cannot say that it was none."""
+    meant = _meant(uri, base)
+    return ConfigError(f"{error}; {meant}") if meant else error
+
+
+class Unchecked(Exception):
+    """Something that a plan cannot reach, in words; no fault of the configuration."""
+
+
+@contextmanager
+def describe(source: ModelSource, base: Path, objects: ObjectStore | None) -> Iterator[Description]:
+    """Configuration and tokenizer of ``source``, from where it is: this machine, the object store, or the hub.
+
+    Raises ConfigError when there is no such model, Unchecked when that cannot be told now.
+    """
+    if is_short_id(source.uri) and not (base / source.uri).is_dir():
+        # Where the store can be reached it is a whole one by now.
+        raise Unchecked(f"model {source.uri}, as the object store cannot be reached")
+    model = locate_model(source, base, download=False)
+    if model is None and is_content_id(source.uri):
+        with _stored_description(ContentId(source.uri), objects) as folder:
+            yield Description(folder, has_weights=False)
+        return
+    own = model or _hub_description(source.uri, source.revision, base, "model")
+    if source.tokenizer is None:
+        yield Description(own, has_weights=model is not None)
+        return
+    tokenizer = locate_tokenizer(source, base, download=False) or _hub_description(
+        source.tokenizer, None, base, "tokenizer"
+    )
+    with linked_files(model_files(own, tokenizer)) as folder:
+        yield Description(folder, has_weights=model is not None)
+
+
+def _hub_description(uri: str, revision: str | None, base: Path, what: str) -> Path:
+    """The small files of a repository that is not here yet. Raises Unchecked where the hub is out of reach, and
+    ConfigError where a folder here was rather meant."""
+    try:
+        folder = fetch_from_hub(uri, revision, what, DESCRIPTION_FILES, download=True)
+    except (HubOutOfReach, Recoverable) as error:
+        if meant := _meant(uri, base):
+            raise ConfigError(f"{what} {uri!r} is not a folder here, and the hub cannot be reached; {meant}") from error
+        raise Unchecked(f"{what} {uri!r}, as the hub cannot be reached; there is no such folder here") from error
+    except ConfigError as error:
+        raise _with_meant(error, uri, base) from error
+    assert folder is not None, "what was downloaded has a folder"
+    check_entries(folder)
+    return folder
+
+
+@contextmanager
+def _stored_description(content_id: ContentId, objects: ObjectStore | None) -> Iterator[Path]:
+    if objects is None:
+        raise Unchecked(f"model {content_id}, as the object store cannot be reached")
+    check_stored(content_id, objects)
+    files = objects.manifest(content_id).files
+    small = tuple(file for file in files if not is_weights(file.path))
+    with scratch_folder("model") as scratch:
+        objects.get_files(TreeManifest(files=small), scratch)
+        yield scratch

@@ -1,0 +1,317 @@
+"""Snapshots: folders of state under a content id, saved durably and verified when restored.
+
+A snapshot's id is the blake3 of the deterministic tar of its folder (see `tar`), so equal state has an equal id on
+every machine. What is stored is each file as a blob of its own plus a small record, so that a tensor file shared by
+many snapshots is stored once; `SnapshotStore.export` streams the very tar whose hash is the id.
+
+The record of snapshot S saved by run R is the blob that ref ``snapshots/<S>/<R>`` names. It says both itself, so that a
+ref to another's record is noticed.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from blake3 import blake3
+from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
+
+from rollout_core.base.errors import ConfigError, Conflict, CorruptObject, CorruptRef, MissingObject, NotFound
+from rollout_core.base.ids import ContentId, canonical_json
+from rollout_core.objects import ObjectStore, TreeFile, TreeManifest
+from rollout_core.objects.folders import appearing_folder, files_of, read_file
+from rollout_core.objects.gc import GcReport, collect_garbage
+from rollout_core.objects.hashing import ContentHasher
+from rollout_core.objects.self_named import SNAPSHOT_REFS
+from rollout_core.objects.tar import tar_stream
+
+log = logging.getLogger(__name__)
+
+_REPAIR = "`rollout storage verify --repair` says what is lost, and restores what can be"
+PROGRESS_REFS = "progress"
+"""Each names the last snapshot of an unfinished stage, by an id that is no blob's."""
+_RUN_ID = re.compile("[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
+SnapshotKind = Literal["train_state", "buffer", "process", "episodic_memory"]
+
+
+class Snapshot(BaseModel):
+    """The record of one snapshot."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: ContentId
+    """blake3 of the deterministic tar of the folder."""
+    kind: SnapshotKind
+    run_id: str
+    step: int
+    label: str | None = None
+    """A name people gave it; labelled snapshots are spared by `SnapshotStore.prune`."""
+    created_at: AwareDatetime
+    algorithm: str
+    files: ContentId
+    """Manifest of the folder."""
+    size_bytes: int
+    """Sum of the sizes of its files."""
+    meta: dict[str, Any] = {}
+    """Whatever the saver wants to remember, as JSON."""
+
+    @property
+    def ref(self) -> str:
+        """The ref that names this record."""
+        return _ref(self.id, self.run_id)
+
+
+class SnapshotStore:
+    """Saves, finds, restores and drops snapshots in an object store."""
+
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
+
+    def save(
+        self,
+        folder: Path,
+        *,
+        kind: SnapshotKind = "train_state",
+        run_id: str,
+        step: int,
+        algorithm: str,
+        label: str | None = None,
+        meta: dict[str, Any] | None = None,
+    ) -> Snapshot:
+        """Save ``folder``; durable when this returns. The same bytes have the same id.
+
+        Saving the same bytes again in the same run replaces the record, except that a label stays unless a new one is
+        given. Raises ConfigError for what a tree cannot hold, Conflict when the folder changes meanwhile.
+        """
+        _check_kind(kind)
+        canonical_json(meta)  # pydantic would quietly turn NaN into null
+        paths = files_of(folder)
+        snapshot_id, manifest = _identify(paths)
+        ref = _ref(snapshot_id, run_id)
+        if label is None and (before := self._record(ref)) is not None:
+            label = before.label
+        snapshot = Snapshot(
+            id=snapshot_id,
+            kind=kind,
+            run_id=run_id,
+            step=step,
+            label=label,
+            created_at=datetime.now(UTC),
+            algorithm=algorithm,
+            files=self._objects.put_files(manifest, paths),
+            size_bytes=manifest.size_bytes,
+            meta=meta or {},
+        )
+        self._objects.set_ref(ref, self._objects.put_json(snapshot))
+        return snapshot
+
+    def restore(self, snapshot_id: ContentId, folder: Path) -> Snapshot:
+        """Write the snapshot's files to ``folder``, which appears whole and verified, or not at all.
+
+        ``folder`` must not exist, or be empty. Raises NotFound, MissingObject, CorruptObject, or Conflict.
+        """
+        snapshot = self.get(snapshot_id)
+        manifest = self._objects.manifest(snapshot.files)
+        with appearing_folder(folder) as temporary:
+            self._objects.get_files(manifest, temporary)
+            sizes = [(file.path, file.size) for file in manifest.files]
+            found = _hash_tar(sizes, lambda path: read_file(temporary / path))
+            if found != snapshot.id:
+                raise _wrong_tar(snapshot, found)
+        return snapshot
+
+    def export(self, snapshot_id: ContentId) -> Iterator[bytes]:
+        """Chunks of the tar whose blake3 is the snapshot's id; CorruptObject instead of the last one if it is not."""
+        snapshot = self.get(snapshot_id)
+        files = {file.path: file for file in self._objects.manifest(snapshot.files).files}
+        sizes = [(path, file.size) for path, file in files.items()]
+        hasher = blake3()
+        held = b""
+        for chunk in tar_stream(sizes, lambda path: self._objects.stream(files[path].content_id)):
+            if held:
+                yield held
+            hasher.update(chunk)
+            held = chunk
+        if hasher.hexdigest() != snapshot.id:
+            raise _wrong_tar(snapshot, hasher.hexdigest())
+        yield held
+
+    def get(self, snapshot_id: ContentId) -> Snapshot:
+        """The record; of several runs that saved the same bytes, the newest. Raises NotFound."""
+        below = f"{SNAPSHOT_REFS}/{ContentId(snapshot_id)}"
+        found = _newest_first(self._records(below))
+        if found:
+            return found[0]
+        if self._objects.ref_names(below):
+            raise NotFound(f"snapshot {snapshot_id} cannot be read: its record is damaged or gone. {_REPAIR}")
+        raise NotFound(f"snapshot not found: {snapshot_id}")
+
+    def subtree(self, snapshot_id: ContentId, folder: str) -> ContentId:
+        """The tree that ``folder`` of the snapshot is by itself; its files are not copied. Raises NotFound."""
+        below = f"{folder}/"
+        files = tuple(
+            file.model_copy(update={"path": file.path.removeprefix(below)})
+            for file in self._objects.manifest(self.get(snapshot_id).files).files
+            if file.path.startswith(below)
+        )
+        if not files:
+            raise NotFound(f"snapshot {snapshot_id} has no folder {folder!r}")
+        return self._objects.put_json(TreeManifest(files=files))
+
+    def list(
+        self,
+        *,
+        run_id: str | None = None,
+        kind: SnapshotKind | None = None,
+        label_contains: str | None = None,
+        limit: int | None = None,
+    ) -> list[Snapshot]:
+        """Snapshots that match all that is given, newest first. Unlabelled ones match no ``label_contains``.
+
+        One whose record cannot be read is left out, and named in a warning.
+
+        Raises ConfigError for an unknown kind.
+        """
+        if kind is not None:
+            _check_kind(kind)
+        found = [
+            snapshot
+            for snapshot in self._records(SNAPSHOT_REFS, run_id)
+            if kind in (None, snapshot.kind)
+            and (label_contains is None or (snapshot.label is not None and label_contains in snapshot.label))
+        ]
+        return _newest_first(found)[:limit]
+
+    def set_label(self, snapshot_id: ContentId, label: str | None) -> Snapshot:
+        """Give the snapshot a label, or take it away. Raises NotFound."""
+        snapshot = self.get(snapshot_id).model_copy(update={"label": label})
+        self._objects.set_ref(snapshot.ref, self._objects.put_json(snapshot))
+        return snapshot
+
+    def is_present(self, snapshot_id: ContentId) -> bool:
+        """Whether the record and all files are there with the right sizes. The files are not read."""
+        try:
+            return self._objects.tree_is_present(self.get(snapshot_id).files)
+        except NotFound:
+            return False
+
+    def delete(self, snapshot_id: ContentId) -> None:
+        """Drop the records of the snapshot, of every run. Its bytes stay until `gc`. Idempotent."""
+        for ref in self._objects.ref_names(f"{SNAPSHOT_REFS}/{ContentId(snapshot_id)}"):
+            self._objects.delete_ref(ref)
+
+    def prune(
+        self,
+        run_id: str,
+        *,
+        keep_last: int = 3,
+        keep_labelled: bool = True,
+        max_age: timedelta | None = None,
+        keep_every: int | None = None,
+        keep: Collection[ContentId] = (),
+    ) -> list[Snapshot]:
+        """Drop old records of one run and return them, newest first. Their bytes stay until `gc`.
+
+        Kept is what is among the newest ``keep_last`` (labelled or not), or labelled, or younger than ``max_age``, or
+        of a step that ``keep_every`` divides, or among ``keep``. So ``max_age`` only protects; without it age does not
+        count.
+        """
+        now = datetime.now(UTC)
+        dropped = [
+            snapshot
+            for index, snapshot in enumerate(self.list(run_id=run_id))
+            if index >= keep_last
+            and not (keep_labelled and snapshot.label is not None)
+            and not (max_age is not None and now - snapshot.created_at < max_age)
+            and not (keep_every is not None and snapshot.step % keep_every == 0)
+            and snapshot.id not in keep
+        ]
+        for snapshot in dropped:
+            self._objects.delete_ref(snapshot.ref)
+        return dropped
+
+    def gc(
+        self,
+        *,
+        extra_roots: Iterable[ContentId] = (),
+        min_age: timedelta = timedelta(days=1),
+        dry_run: bool = False,
+    ) -> GcReport:
+        """Delete blobs that nothing live reaches; see `objects.gc.collect_garbage`."""
+        return collect_garbage(self._objects, extra_roots=extra_roots, min_age=min_age, dry_run=dry_run)
+
+    def _records(self, prefix: str, run_id: str | None = None) -> list[Snapshot]:
+        names = [
+            name for name in self._objects.ref_names(prefix) if run_id is None or name.rpartition("/")[2] == run_id
+        ]
+        return [record for record in self._objects.in_parallel(self._record, names) if record is not None]
+
+    def _record(self, ref: str) -> Snapshot | None:
+        """None when there is none, or none that can be read: one lost record must not hide the others."""
+        try:
+            content_id = self._objects.get_ref(ref)
+            if content_id is None:
+                return None
+            snapshot = Snapshot.model_validate_json(self._objects.get_bytes(content_id))
+        except (MissingObject, CorruptObject, CorruptRef) as error:
+            log.warning("a snapshot is left out: %s", error)
+        except ValidationError:
+            log.warning("a snapshot is left out: what ref %s names is no record of one. %s", ref, _REPAIR)
+        else:
+            if ref == snapshot.ref:
+                return snapshot
+            log.warning("a snapshot is left out: ref %s names the record of %s. %s", ref, snapshot.ref, _REPAIR)
+        return None
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in get_args(SnapshotKind):
+        raise ConfigError(f"unknown kind of snapshot: {kind!r}; expected one of {', '.join(get_args(SnapshotKind))}")
+
+
+def _identify(paths: dict[str, Path]) -> tuple[ContentId, TreeManifest]:
+    """Tar hash and manifest of a folder, from one and the same reading of its files."""
+    sizes = {path: real.stat().st_size for path, real in paths.items()}
+    content_ids: dict[str, ContentId] = {}
+
+    def read(path: str) -> Iterator[bytes]:
+        with ContentHasher() as hasher:
+            for chunk in read_file(paths[path]):
+                with hasher.hashing(chunk):
+                    yield chunk
+            content_ids[path] = hasher.content_id
+
+    try:
+        snapshot_id = _hash_tar(sizes.items(), read)
+    except ValueError as error:
+        raise Conflict(f"{error}; save the snapshot again when nobody writes to it") from error
+    files = tuple(TreeFile(path=path, size=sizes[path], content_id=content_ids[path]) for path in paths)
+    return snapshot_id, TreeManifest(files=files)
+
+
+def _hash_tar(sizes: Iterable[tuple[str, int]], read: Callable[[str], Iterable[bytes]]) -> ContentId:
+    hasher = blake3()
+    for chunk in tar_stream(sizes, read):
+        hasher.update(chunk)
+    return ContentId(hasher.hexdigest())
+
+
+def _wrong_tar(snapshot: Snapshot, found: str) -> CorruptObject:
+    return CorruptObject(
+        snapshot.id,
+        f"files of snapshot {snapshot.id} have the tar hash {found}; its record is wrong: delete the snapshot",
+    )
+
+
+def _newest_first(snapshots: Iterable[Snapshot]) -> list[Snapshot]:
+    return sorted(snapshots, key=lambda snapshot: (snapshot.created_at, snapshot.step), reverse=True)
+
+
+def _ref(snapshot_id: ContentId, run_id: str) -> str:
+    if not _RUN_ID.fullmatch(run_id):
+        raise ConfigError(f"run id {run_id!r} cannot name a snapshot; expected letters, digits, '.', '_' and '-'")
+    return f"{SNAPSHOT_REFS}/{snapshot_id}/{run_id}"

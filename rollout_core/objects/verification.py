@@ -1,0 +1,220 @@
+"""Whether a store holds what it says: every blob read and compared with its id, every ref and record followed.
+
+Nothing is changed here; `repair` does that. Blobs are read as streams, several at once; in memory are the ids of blobs
+and the names of refs, and where there is damage, also which blob names which. Safe beside running flows: what appears
+meanwhile is looked for before it counts as missing, and what goes meanwhile is nobody's damage.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Literal, TypeVar
+
+from blake3 import blake3
+
+from rollout_core.base.errors import CorruptRef
+from rollout_core.base.ids import ContentId
+from rollout_core.objects import ObjectStore
+from rollout_core.objects.gc import begins_like_json, named_ids
+from rollout_core.objects.self_named import LINEAGE_REFS, RESULT_REFS, SELF_NAMED_REFS, SNAPSHOT_REFS, own_refs, parsed
+from rollout_core.objects.snapshots import PROGRESS_REFS
+from rollout_core.objects.store import blob_key
+from rollout_core.objects.trees import TREE_BEGINS
+from rollout_core.objects.wholeness import hashed
+
+_BATCH = 256
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Something that is not as it was stored."""
+
+    kind: Literal["damaged blob", "missing blob", "damaged ref", "misplaced ref", "dangling ref"]
+    name: str
+    """Id of the blob, or name of the ref."""
+    place: str
+    holders: tuple[str, ...] = ()
+    """Refs that need a blob; of a ref, itself."""
+
+
+@dataclass
+class Verification:
+    """What was read, and what of it is damaged."""
+
+    num_blobs: int = 0
+    num_bytes: int = 0
+    num_refs: int = 0
+    damage: list[Damage] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    """Refs that an earlier version wrote, without a check."""
+    stages: dict[str, str] = field(default_factory=dict)
+    """Refs of results to the stage that made each."""
+
+
+def verify_store(
+    objects: ObjectStore, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> Verification:
+    """Read and compare all that is in a store. ``on_progress`` is told the bytes read so far, and of all blobs."""
+    return _Check(objects, on_progress).run()
+
+
+class _Check:
+    def __init__(self, objects: ObjectStore, on_progress: Callable[[int, int], None]) -> None:
+        self._objects = objects
+        self._on_progress = on_progress
+        self._found = Verification()
+        self._blobs = {content_id: stat.size for content_id, stat in objects.blobs()}
+        self._names = set(objects.ref_names(""))
+        self._snapshots = {name.split("/")[1] for name in self._names if name.startswith(f"{SNAPSHOT_REFS}/")}
+        self._damaged: set[str] = set()
+        self._missing: set[str] = set()
+        self._refs: dict[str, list[str]] = defaultdict(list)
+        """What each id is named by."""
+        self._outputs: dict[str, set[str]] = {}
+        """Refs of results to what these stand on, as far as lineage tells."""
+
+    def run(self) -> Verification:
+        self._read_blobs()
+        for names in _batches(sorted(self._names)):
+            self._objects.in_parallel(self._check_ref, names)
+        self._found.num_refs = len(self._names)
+        self._tell_of_blobs()
+        self._found.damage.sort(key=lambda damage: (damage.kind, damage.name))
+        return self._found
+
+    # Blobs
+
+    def _read_blobs(self) -> None:
+        total = sum(self._blobs.values())
+        for batch in _batches(self._blobs):
+            self._objects.in_parallel(self._check_blob, batch)
+            self._found.num_blobs += len(batch)
+            self._found.num_bytes += sum(self._blobs[content_id] for content_id in batch)
+            self._on_progress(self._found.num_bytes, total)
+
+    def _check_blob(self, content_id: ContentId) -> None:
+        hasher = blake3()
+        try:
+            chunks = hashed(self._objects.files.read_chunks(blob_key(content_id)), hasher)
+            first = next(chunks, b"")
+            files = set(named_ids(chain([first], chunks))) if first.startswith(TREE_BEGINS) else set()
+            for _ in chunks:
+                """Only to be hashed."""
+        except FileNotFoundError:
+            return  # deleted in the meantime
+        if hasher.hexdigest() != content_id:
+            self._damaged.add(content_id)
+            return
+        self._missing.update(file for file in files if not self._is_there(file))
+
+    def _is_there(self, content_id: str) -> bool:
+        return content_id in self._blobs or self._objects.exists(ContentId(content_id))
+
+    # Refs
+
+    def _check_ref(self, name: str) -> None:
+        try:
+            content = self._objects.read_ref(name)
+        except CorruptRef:
+            self._add("damaged ref", name)
+            return
+        if content is None:
+            return
+        if not content.is_checked:
+            self._found.unchecked.append(name)
+        named = content.named
+        self._refs[named].append(name)
+        folder = name.partition("/")[0]
+        if folder == PROGRESS_REFS:
+            if named not in self._snapshots and not self._objects.ref_names(f"{SNAPSHOT_REFS}/{named}"):
+                self._add("dangling ref", name)
+        elif not self._is_there(named):
+            self._add("dangling ref", name)
+        elif folder in SELF_NAMED_REFS and named not in self._damaged and not self._follow(name, named):
+            self._add("misplaced ref", name)
+
+    def _follow(self, name: str, named: ContentId) -> bool:
+        """Look for what a record stands on; False where it is not the record of ``name``."""
+        try:
+            document = parsed(self._objects.files.read(blob_key(named)))
+        except FileNotFoundError:
+            return True
+        if name not in own_refs(document):
+            return False
+        if name.startswith(f"{SNAPSHOT_REFS}/") and not self._is_there(document["files"]):
+            self._missing.add(document["files"])
+        if name.startswith(f"{LINEAGE_REFS}/"):
+            result = f"{RESULT_REFS}/{document['key']}"
+            self._outputs[result] = set(document["outputs"])
+            self._found.stages[result] = document["stage"]
+            output = name.partition("/")[2]
+            if result in self._names and output not in self._snapshots and not self._is_there(output):
+                self._missing.add(output)
+        return True
+
+    def _add(self, kind: Literal["damaged ref", "misplaced ref", "dangling ref"], name: str) -> None:
+        self._found.damage.append(Damage(kind, name, self._objects.files.where(f"refs/{name}"), (name,)))
+
+    # Who needs what is damaged
+
+    def _tell_of_blobs(self) -> None:
+        wanted = self._damaged | self._missing
+        parents = self._parents(wanted) if wanted else {}
+        for name in wanted:
+            holders = tuple(sorted(self._holders(name, parents)))
+            place = self._objects.files.where(blob_key(ContentId(name)))
+            if name in self._damaged:
+                self._found.damage.append(Damage("damaged blob", name, place, holders))
+            elif holders:  # what nobody needs may well be gone
+                self._found.damage.append(Damage("missing blob", name, place, holders))
+
+    def _parents(self, wanted: set[str]) -> dict[str, set[str]]:
+        """Blobs that name each blob and snapshot."""
+        known = self._blobs.keys() | wanted | self._snapshots
+        parents: dict[str, set[str]] = defaultdict(set)
+        for batch in _batches(self._blobs):
+            for blob, named in zip(batch, self._objects.in_parallel(self._named_in, batch), strict=True):
+                for child in named & known - {blob}:
+                    parents[child].add(blob)
+        return parents
+
+    def _named_in(self, content_id: ContentId) -> set[ContentId]:
+        key = blob_key(content_id)
+        try:
+            if not self._blobs[content_id] or not begins_like_json(self._objects.files.read_part(key, 0, 1)):
+                return set()
+            return set(named_ids(self._objects.files.read_chunks(key)))
+        except FileNotFoundError:
+            return set()
+
+    def _holders(self, name: str, parents: dict[str, set[str]]) -> set[str]:
+        """Refs that are of no use without this blob, or snapshot."""
+        holders: set[str] = set()
+        seen, waiting = {name}, [name]
+        while waiting:
+            child = waiting.pop()
+            refs = {ref for ref in self._refs.get(child, ()) if not ref.startswith(f"{LINEAGE_REFS}/")}
+            holders |= refs
+            above = {ref.split("/")[1] for ref in refs if ref.startswith(f"{SNAPSHOT_REFS}/")}
+            above |= {parent for parent in parents.get(child, ()) if self._stands_on(parent, child)}
+            waiting += above - seen
+            seen |= above
+        return holders
+
+    def _stands_on(self, parent: str, child: str) -> bool:
+        """Not so where a record of lineage names what once was an input, or a result what it was made of."""
+        refs = self._refs.get(parent, ())
+        results = [ref for ref in refs if ref.startswith(f"{RESULT_REFS}/")]
+        if any(ref.startswith(f"{LINEAGE_REFS}/") for ref in refs):
+            return False
+        return not results or any(child in self._outputs.get(ref, {child}) for ref in results)
+
+
+def _batches(items: Iterable[_T]) -> Iterator[Sequence[_T]]:
+    rest = iter(items)
+    while batch := list(islice(rest, _BATCH)):
+        yield batch

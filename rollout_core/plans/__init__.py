@@ -1,0 +1,1 @@
+"""What is checked and estimated before a run starts (the dry run)."""

@@ -1,0 +1,176 @@
+"""What is checked of a batch inference run before any engine starts."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollout_core.base.errors import ConfigError, CorruptObject, NotFound
+from rollout_core.base.ids import ContentId
+from rollout_core.config import InferBatchConfig
+from rollout_core.data.datasets import PromptRow
+from rollout_core.data.prompt_files import open_prompts
+from rollout_core.data.samples import length_problem
+from rollout_core.data.text import try_prompts
+from rollout_core.inference.folders import output_folder
+from rollout_core.inference.output import file_name
+from rollout_core.inference.prompt_shards import imported_before, read_shard, shards_of
+from rollout_core.inference.runs import RUN_ID_FILE, check_run, earlier_run_id, parameters_of
+from rollout_core.models.hub import has_token, is_gated
+from rollout_core.objects import ObjectStore
+from rollout_core.objects.records import PromptShards
+from rollout_core.plans.plan import Connections, Plan, context_limit
+
+log = logging.getLogger(__name__)
+
+SAMPLED_ROWS = 1000
+"""Rows that are tokenised, to tell how many will fail."""
+_SAMPLED_SHARDS = 4
+
+
+def plan_batch(
+    config: InferBatchConfig,
+    base: Path,
+    run_id: str | None = None,
+    connections: Connections | None = None,
+    *,
+    thorough: bool = False,
+) -> dict[str, Any]:
+    """Check a batch inference run, perhaps one to go on with. Raises ConfigError naming all that is wrong.
+
+    Every line of the input is read, unless the same files were read before. ``thorough``: a model that an earlier run
+    found good is looked at again, and some rows are tokenised to tell how many will fail.
+    """
+    plan = Plan(base, connections)
+    plan.places()
+    (plan.model if thorough else plan.known_model)("model", config.model)
+    gated = [uri for uri in (config.model.uri, config.model.tokenizer) if uri and is_gated(uri)]
+    if gated:
+        plan.facts["hub token"] = "set" if has_token() else f"not set; {gated[0]} may ask for ROLLOUT_SECRET_HF_TOKEN"
+    plan.backend("backend", config.backend)
+    plan.sampling("sampling", config.sampling, config.backend)
+    rows = plan.check("input.glob", lambda: _read(plan, config))
+    plan.facts["inputs"] = rows.count if rows else 0
+    plan.facts["workers"] = _workers(plan, config)
+    plan.check("output.dir", lambda: _check_output(plan, config, run_id))
+    if rows and thorough:
+        _count_failures(plan, config, rows)
+    return plan.done()
+
+
+def _workers(plan: Plan, config: InferBatchConfig) -> int | str | None:
+    dask = config.workers.dask
+    if dask is None:
+        return config.workers.count
+    from rollout_core.plans.dask import check_cluster
+
+    return plan.check("workers.dask", lambda: check_cluster(dask))
+
+
+class _Rows:
+    """The number of rows, and some of them, each as likely as any other."""
+
+    def __init__(self, count: int = 0, num_chats: int = 0) -> None:
+        self.count = count
+        self.num_chats = num_chats
+        self.sampled: list[PromptRow] = []
+        self._random = random.Random(0)
+
+    def see(self, rows: Iterable[PromptRow]) -> None:
+        """Count rows, and keep a sample of them (Vitter's algorithm R)."""
+        for row in rows:
+            self.count += 1
+            self.num_chats += row.messages is not None
+            if len(self.sampled) < SAMPLED_ROWS:
+                self.sampled.append(row)
+            elif (place := int(self._random.random() * self.count)) < SAMPLED_ROWS:
+                self.sampled[place] = row
+
+
+_read_last: dict[ContentId, _Rows] = {}
+"""By the identity of the input: a command plans, and then the flow that it starts in this process does."""
+
+
+def _read(plan: Plan, config: InferBatchConfig) -> _Rows:
+    prompts = open_prompts(config.input, plan.base, plan.objects)
+    source = prompts.identity()
+    rows = None
+    if plan.objects is not None and source is not None:
+        rows = _imported(plan.objects, source, config.workers.shard_size)
+    if rows is None and source is not None:
+        rows = _read_last.get(source)
+    if rows is None:
+        rows = _Rows()
+        rows.see(prompts.rows())
+        _read_last.clear()
+        _read_last.update({} if source is None else {source: rows})
+    if rows.num_chats and plan.has_chat_template is False:
+        raise ConfigError(
+            f"{rows.num_chats} of {rows.count} rows hold chat messages, but the tokenizer has no chat template; give "
+            "plain text, or a model or model.tokenizer with a template"
+        )
+    return rows
+
+
+def _imported(objects: ObjectStore, source: ContentId, shard_size: int) -> _Rows | None:
+    """What is known of an input that was imported before; None where it was not, or what was kept cannot be read."""
+    known = imported_before(objects, source, shard_size)
+    if known is None:
+        return None
+    rows = _Rows(known.num_rows, known.num_chats)
+    try:
+        rows.sampled = _sample(objects, known)
+    except (CorruptObject, NotFound) as error:
+        log.warning("the input is read again: what was kept of it cannot be read (%s)", error)
+        return None
+    return rows
+
+
+def _sample(objects: ObjectStore, prompts: PromptShards) -> list[PromptRow]:
+    chosen = random.Random(0)
+    shards = shards_of(objects, prompts)
+    some = shards if len(shards) <= _SAMPLED_SHARDS else chosen.sample(shards, _SAMPLED_SHARDS)
+    rows = [shard_row.row for shard, _ in some for shard_row in read_shard(objects, shard)]
+    return rows if len(rows) <= SAMPLED_ROWS else chosen.sample(rows, SAMPLED_ROWS)
+
+
+def _check_output(plan: Plan, config: InferBatchConfig, asked: str | None) -> None:
+    folder = output_folder(config.output.dir, plan.base, plan.objects)
+    name = file_name(config.output)
+    folder.check(name, RUN_ID_FILE)
+    if open_prompts(config.input, plan.base, plan.objects).covers(folder.where(name)):
+        raise ConfigError(
+            f"{folder.where(name)} would be part of the input {config.input.glob!r} of the next run; write to another "
+            "folder, or give a pattern that leaves it out"
+        )
+    run_id = earlier_run_id(folder, asked)
+    if run_id is None:
+        return
+    plan.facts["goes on with run"] = run_id
+    if plan.objects is None:
+        return
+    if check_run(plan.objects, run_id, parameters_of(config), folder, asked) is None:
+        plan.facts["goes on with run"] = f"{run_id} (unknown to this object store, so it begins anew)"
+
+
+def _count_failures(plan: Plan, config: InferBatchConfig, rows: _Rows) -> None:
+    """Tell how many samples will fail for their prompts, if some will."""
+    if plan.tokenizer is None:
+        return
+    found = plan.check("input.glob", lambda: try_prompts(plan.tokenizer, rows.sampled))
+    if found is None:
+        return
+    token_ids, refused = found
+    limit = context_limit(config.backend) or plan.max_positions
+    problems = [length_problem(len(ids), config.sampling.max_tokens, limit) for ids in token_ids]
+    _tell(plan, "prompts refused", list(refused.values()), rows)
+    _tell(plan, "prompts too long", [problem for problem in problems if problem], rows)
+
+
+def _tell(plan: Plan, what: str, problems: Sequence[str], rows: _Rows) -> None:
+    if problems:
+        looked_at = "" if len(rows.sampled) == rows.count else f" of {len(rows.sampled)} looked at"
+        plan.facts[what] = f"{len(problems)}{looked_at}, which will fail, such as: {problems[0]}"

@@ -1,0 +1,253 @@
+"""What can be known of training before it starts: settings, rows, tokenizer, reward and resources held together."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollout_core import DISTRIBUTION
+from rollout_core.base.devices import num_gpus
+from rollout_core.base.errors import ConfigError
+from rollout_core.config import (
+    BackendConfig,
+    DatasetSource,
+    GRPOSettings,
+    HeldOutRows,
+    LearnerSettings,
+    ModelSource,
+    Padded,
+    PPOSettings,
+    RewardModelSettings,
+    SFTSettings,
+    TrainGRPOConfig,
+    TrainPPOConfig,
+    TrainSFTConfig,
+)
+from rollout_core.config.rewards import ExactMatchReward, ModelReward, RewardSpec, plain_rewards
+from rollout_core.data.datasets import PromptRow
+from rollout_core.models.facts import blank_model, check_reward_model
+from rollout_core.models.locating import describe
+from rollout_core.plans.connections import Connections
+from rollout_core.plans.plan import Plan, context_limit
+from rollout_core.plans.resources import row_tokens, tell_disk, tell_memory, training_of
+from rollout_core.rewards.loading import load_reward
+
+if TYPE_CHECKING:  # imports torch, which --help need not wait for
+    from rollout_core.data.data_report import DataReport
+    from rollout_core.data.training_data import RowForm
+
+DATA_REPORT = "data report"
+RESOURCES = "resources"
+"""Facts that are tables of their own."""
+
+
+@dataclass
+class LearnerPlan(Plan):
+    """A plan of a run that trains."""
+
+    keeps_tokens: bool = False
+    """What is tokenised is kept in the object store, where training finds it."""
+    _trained_parameters: dict[str, int | None] = field(default_factory=dict)
+    """Of learners with adapters, by their keys."""
+
+    def learner(self, what: str, settings: LearnerSettings) -> None:
+        """What the settings of every learner ask of machine and model is there."""
+        self._trackers(what, settings)
+        self._processes(what, settings)
+        self._adapters(what, settings)
+        self._architecture(what, settings)
+
+    def _architecture(self, what: str, settings: LearnerSettings) -> None:
+        """The trainer can do what the model's architecture asks; of what it is trained into, too."""
+        source, facts = self.model_source, self.model_facts
+        if source is None or facts is None:
+            return
+        from rollout_core.models.bounded.inspecting import check_training
+
+        def look() -> None:
+            with describe(source, self.base, self.objects) as found:
+                check_training(found.folder, is_reward_model=isinstance(settings, RewardModelSettings))
+
+        self.check(what, look)
+
+    def _adapters(self, what: str, settings: LearnerSettings) -> None:
+        """The layers that are to have adapters are there; what is trained of them is counted."""
+        source = self.model_source
+        if settings.lora is None or self.model_facts is None or source is None:
+            return
+        from rollout_core.models.lora import with_lora
+
+        def look() -> int:
+            with describe(source, self.base, self.objects) as found:
+                model = with_lora(blank_model(found.folder), settings.lora, seed=0)
+            return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+        self._trained_parameters[what] = self.check(what, look)
+
+    def _trackers(self, what: str, settings: LearnerSettings) -> None:
+        """The software of every tracker is installed."""
+        missing = [name for name in settings.trackers if importlib.util.find_spec(name) is None]
+        self.violations += [
+            f"{what}.trackers: {name} is not installed; install {DISTRIBUTION}[{name}]" for name in missing
+        ]
+
+    def _processes(self, what: str, settings: LearnerSettings) -> None:
+        """A GPU for each process, where there are GPUs, and an object store that all of them reach."""
+        nproc = settings.parallel.nproc
+        if nproc == 1:
+            return
+        self.facts["processes"] = nproc
+        gpus = num_gpus()
+        if gpus and nproc > gpus:
+            self.violations.append(f"{what}.parallel.nproc: {nproc} processes, and {gpus} GPUs for them")
+        if self.objects is not None and self.objects.url.startswith("memory://"):
+            self.violations.append(
+                f"{what}.parallel.nproc: {nproc} processes, but the object store {self.objects.url} exists in this one "
+                "only; set ROLLOUT_STORAGE to a folder or bucket"
+            )
+
+    def resources(self, what: str, name: str, settings: LearnerSettings, sequence_tokens: int, **models: int) -> None:
+        """An estimate of memory and disk; an error only where the certain part of it exceeds all there is.
+
+        ``what`` is the key of the learner, which `learner` has looked at; ``models`` as of `training_of`.
+        """
+        if self.model_facts is None:
+            return
+        training = training_of(
+            settings, sequence_tokens, trained_parameters=self._trained_parameters.get(what), **models
+        )
+        needs = tell_memory(self.model_facts.size, training)
+        if self.objects is not None and self.objects.url.startswith("file://"):
+            folder = Path(self.objects.url.removeprefix("file://"))
+            needs += tell_disk(self.model_facts.size, training, folder, settings.snapshots.keep_last)
+        told = self.facts.setdefault(RESOURCES, {})
+        for need in needs:
+            told[f"{name} {need.what} (estimate)"] = need.told
+            self.violations += [f"{name}: {need.problem}"] if need.problem else []
+
+    def sequence_length(self, what: str, packing: Padded) -> None:
+        """Rows are cut at no more than the model has positions."""
+        positions = self.max_positions
+        if positions is not None and packing.max_seq_len > positions:
+            self.violations.append(
+                f"{what}.packing.max_seq_len: {packing.max_seq_len} tokens, but the model has {positions} positions"
+            )
+
+    def sft(self, what: str, settings: SFTSettings) -> None:
+        """Rows of the SFT file, what of them is trained, and sequences no longer than the model."""
+        from rollout_core.data.training_data import sft_form
+
+        self.learner(what, settings)
+        self.sequence_length(what, settings.packing)
+        training_rows = sft_form(settings)
+        report = self.training_rows(f"{what}.dataset", settings.dataset, training_rows)
+        if report is not None:
+            self.facts["sft rows"] = report.num_rows
+            self.facts["trained tokens"] = report.num_trained_tokens
+            self.facts["truncated rows"] = report.num_truncated
+            self.facts[DATA_REPORT] = report.figures()
+        self.held_out_rows(f"{what}.evaluation.dataset", settings.evaluation, training_rows)
+        self.resources(what, "sft", settings, row_tokens(report, settings.packing.max_seq_len))
+
+    def training_rows(self, what: str, dataset: DatasetSource, asked: RowForm[Any, Any]) -> DataReport | None:
+        """What becomes of the rows of a data set; without a tokenizer they are only read.
+
+        Where an earlier run, or plan, has tokenised the same rows, its report is taken.
+        """
+        rows = self.stream(dataset, asked.row)
+
+        def look() -> DataReport | None:
+            from rollout_core.data.training_data import look_at_rows
+
+            found = self.model_facts
+            if found is None:
+                rows.check()
+                return None
+            options = {"objects": self.objects, "tokenizer_id": found.tokenizer_id, "keep": self.keeps_tokens}
+            return look_at_rows(rows, self.tokenizer, asked, **options)
+
+        return self.check(f"{what}.{dataset.address_key}", look)
+
+    def held_out_rows(self, what: str, evaluation: HeldOutRows | None, rows: RowForm[Any, Any]) -> None:
+        """Rows of an evaluation during training, read and tokenised like the training rows."""
+        report = None if evaluation is None else self.training_rows(what, evaluation.dataset, rows)
+        if report is not None:
+            self.facts["held-out rows"] = report.num_rows
+
+    def on_policy(
+        self, what: str, settings: PPOSettings | GRPOSettings, backend: BackendConfig
+    ) -> Sequence[PromptRow] | None:
+        """Training prompts."""
+        rows = self.prompt_rows(f"{what}.prompts", settings.prompts)
+        self.sampling(f"{what}.sampling", settings.sampling, backend)
+        self.facts["training prompts"] = len(rows or ())
+        self.learner(what, settings)
+        where = f"{what}.prompts.{settings.prompts.address_key}"
+        longest = self.prompts(where, rows, context_limit(backend), settings.sampling)
+        self.resources(
+            what,
+            "ppo" if isinstance(settings, PPOSettings) else "grpo",
+            settings,
+            longest + settings.sampling.max_tokens,
+            trained_models=2 if isinstance(settings, PPOSettings) and settings.values == "model" else 1,
+            frozen_models=1 if settings.lora is None and (isinstance(settings, PPOSettings) or settings.kl_coef) else 0,
+        )
+        return rows
+
+    def reward(self, what: str, spec: RewardSpec) -> None:
+        """The reward's code can be loaded; reward models are there and read the policy's token ids."""
+        self.check(what, lambda: load_reward(spec, base=self.base).close())
+        for part in plain_rewards(spec):
+            if isinstance(part, ModelReward):
+                self.check(what, lambda uri=part.model: self._reward_model(uri))
+
+    def _reward_model(self, uri: str) -> None:
+        with describe(ModelSource(uri=uri), self.base, self.objects) as found:
+            tokenizer = found.inspect().tokenizer
+            check_reward_model(found.folder)
+        if self.tokenizer is not None and tokenizer.get_vocab() != self.tokenizer.get_vocab():
+            raise ConfigError(
+                f"the tokenizer of reward model {uri!r} has another vocabulary than the policy's, whose token ids it "
+                "is to score; train it from a model with the policy's tokenizer"
+            )
+
+    def answers(self, what: str, rows: Sequence[PromptRow] | None, spec: RewardSpec) -> None:
+        """Every row has the answer an exact-match reward compares with."""
+        for key in {part.answer_key: None for part in plain_rewards(spec) if isinstance(part, ExactMatchReward)}:
+            missing = [number for number, row in enumerate(rows or (), start=1) if key not in row.extras]
+            if missing:
+                self.violations.append(
+                    f"{what}: row {missing[0]} has no {key!r}, which the exact_match reward compares with"
+                    + (f" (and {len(missing) - 1} more rows)" if len(missing) > 1 else "")
+                )
+
+
+def plan_sft(
+    config: TrainSFTConfig, base: Path, connections: Connections | None = None, *, keep: bool = False
+) -> dict[str, Any]:
+    """Check an SFT run; ``keep`` what was tokenised for it. Raises ConfigError naming all that is wrong."""
+    plan = LearnerPlan(base, connections, keeps_tokens=keep)
+    plan.places()
+    plan.resume(config.run, "sft")
+    plan.model("algorithm.base_model", config.algorithm.base_model)
+    plan.sft("algorithm", config.algorithm)
+    return plan.done()
+
+
+def plan_on_policy(
+    config: TrainPPOConfig | TrainGRPOConfig, base: Path, connections: Connections | None = None, *, keep: bool = False
+) -> dict[str, Any]:
+    """Check a PPO or GRPO run, which has no rows to ``keep``. Raises ConfigError naming all that is wrong."""
+    plan = LearnerPlan(base, connections, keeps_tokens=keep)
+    plan.places()
+    plan.resume(config.run, config.algorithm.kind, steps_per_iteration=config.algorithm.steps_per_iteration)
+    plan.model("algorithm.base_model", config.algorithm.base_model)
+    plan.backend("backend", config.backend)
+    rows = plan.on_policy("algorithm", config.algorithm, config.backend)
+    plan.reward("algorithm.reward", config.algorithm.reward)
+    settings = config.algorithm
+    plan.answers(f"algorithm.prompts.{settings.prompts.address_key}", rows, settings.reward)
+    return plan.done()

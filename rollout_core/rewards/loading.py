@@ -1,0 +1,132 @@
+"""The function that a reward's description means. What can be wrong with it is found here, before any generation."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollout_core.base.errors import ConfigError, Fatal
+from rollout_core.base.ids import canonical_json
+from rollout_core.config.expressions import compile_expression
+from rollout_core.config.rewards import (
+    SAMPLE_FIGURES,
+    CompositeReward,
+    ExactMatchReward,
+    ExpressionReward,
+    ModelReward,
+    RewardSpec,
+    plain_rewards,
+)
+from rollout_core.rewards.functions import is_batched, load_function, near
+from rollout_core.rewards.process import RewardProcess
+from rollout_core.rewards.scoring import RewardFunction, RewardInput, places, score
+from rollout_core.rewards.source_ids import RewardSource, read_source
+from rollout_core.rewards.user_code import UserCode
+from rollout_core.rewards.user_modules import importable
+
+log = logging.getLogger(__name__)
+
+IS_ISOLATED = sys.platform == "linux"
+"""Elsewhere nothing can be said of a process's descendants, and rewards run in this process."""
+
+
+def load_reward(
+    spec: RewardSpec,
+    *,
+    base: Path | None = None,
+    source: RewardSource | None = None,
+    model_folder: Callable[[str], Path] | None = None,
+    on_line: Callable[[str], None] = log.info,
+) -> RewardFunction:
+    """The function ``spec`` describes; relative files and modules start at ``base`` (default: the working directory).
+
+    ``source`` is its code where that has been read, ``model_folder`` finds the local folder of a reward model by its
+    address, when it first scores; ``on_line`` gets what a user's function writes to its output.
+    Raises ConfigError where the module, file or function does not exist, fails on import, or cannot be called with a
+    sample.
+    """
+    source = source or read_source(spec, base)
+    options: dict[str, Any] = {"base": base, "source": source, "model_folder": model_folder, "on_line": on_line}
+    if isinstance(spec, CompositeReward | ExpressionReward):
+        return _combined(spec, [load_reward(part, **options) for part in plain_rewards(spec)])
+    if isinstance(spec, ModelReward):
+        return RewardFunction(f"model({spec.model})", _model_scores(spec, base or Path(), model_folder), batched=True)
+    if isinstance(spec, ExactMatchReward):
+        return RewardFunction(f"exact_match({spec.answer_key})", lambda sample: _exact_match(spec, sample))
+    code = source.codes[spec.callable]
+    if spec.in_process or not IS_ISOLATED:
+        return _in_process(code, spec.kwargs)
+    process = RewardProcess(code, spec.kwargs, spec.limits(), on_line)
+    return RewardFunction(spec.callable, process, batched=True, close=process.close)
+
+
+def _in_process(code: UserCode, kwargs: Mapping[str, Any]) -> RewardFunction:
+    with importable(code):
+        function = load_function(code, kwargs)
+
+    def call(given: Any) -> Any:
+        with importable(code):  # for imports inside of functions
+            return function(given, **kwargs)
+
+    return RewardFunction(code.callable, call, is_batched(function))
+
+
+def _combined(spec: CompositeReward | ExpressionReward, parts: Sequence[RewardFunction]) -> RewardFunction:
+    if isinstance(spec, CompositeReward):
+        weights = [part.weight for part in spec.parts]
+
+        def combine(sample: RewardInput, values: Sequence[float]) -> float:
+            return sum(weight * value for weight, value in zip(weights, values, strict=True))
+
+        name = "composite"
+    else:
+        evaluate = compile_expression(spec.expression, [*spec.rewards, *SAMPLE_FIGURES])
+
+        def combine(sample: RewardInput, values: Sequence[float]) -> float:
+            figures = (sample.num_tokens, len(sample.completion), sample.finish_reason == "length")
+            return evaluate(dict(zip((*spec.rewards, *SAMPLE_FIGURES), (*values, *figures), strict=True)))
+
+        name = spec.expression
+
+    def rewards(samples: Sequence[RewardInput]) -> list[float]:
+        columns = [score(part, samples) for part in parts]
+        combined = []
+        for place, sample, *values in zip(places(samples), samples, *columns, strict=True):
+            try:
+                combined.append(combine(sample, values))
+            except (ArithmeticError, ValueError) as error:
+                raise Fatal(f"reward {name} failed on {place}: {type(error).__name__}: {error}") from error
+        return combined
+
+    def close() -> None:
+        for part in parts:
+            part.close()
+
+    return RewardFunction(name, rewards, batched=True, close=close)
+
+
+def _model_scores(
+    spec: ModelReward, base: Path, model_folder: Callable[[str], Path] | None
+) -> Callable[[Sequence[RewardInput]], list[float]]:
+    def scores(samples: Sequence[RewardInput]) -> list[float]:
+        from rollout_core.algorithms.reward_model import score_samples
+
+        folder = model_folder(spec.model) if model_folder else base / spec.model
+        return score_samples(folder, [(sample.prompt_token_ids, sample.token_ids) for sample in samples])
+
+    return scores
+
+
+def _exact_match(spec: ExactMatchReward, sample: RewardInput) -> float:
+    if spec.answer_key not in sample.extras:
+        raise ConfigError(f"the prompt's row has no {spec.answer_key!r}; {near(spec.answer_key, sample.extras)}")
+    answer = sample.extras[spec.answer_key]
+    pair = [sample.completion, answer if isinstance(answer, str) else canonical_json(answer).decode()]
+    if spec.strip:
+        pair = [text.strip() for text in pair]
+    if spec.ignore_case:
+        pair = [text.casefold() for text in pair]
+    return float(pair[0] == pair[1])

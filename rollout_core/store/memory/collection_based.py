@@ -1,0 +1,533 @@
+"""The LightningStore over any ``LightningCollections``."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+from rollout_core.base.errors import ConfigError
+from rollout_core.store.base import LightningStore
+from rollout_core.store.checks import (
+    check_id_list,
+    check_ids,
+    check_metadata,
+    check_statuses,
+    resources_json,
+    rollout_changes,
+)
+from rollout_core.store.codec import decode
+from rollout_core.store.copies import (
+    changed,
+    kept_json,
+    kept_span,
+    shown_attempt,
+    shown_rollout,
+    shown_spans,
+    shown_worker,
+)
+from rollout_core.store.lifecycle import FINISHED, RUNNING, lost_status
+from rollout_core.store.memory import collection_operations as operations
+from rollout_core.store.memory.collection import LightningCollections, SortOptions
+from rollout_core.store.memory.collection_work import RolloutState, Work, latest_attempts
+from rollout_core.store.resources import NamedResources, ResourcesUpdate
+from rollout_core.store.span_fields import SpanFields, span_fields
+from rollout_core.store.spans import Span
+from rollout_core.store.types import (
+    UNSET,
+    Attempt,
+    AttemptedRollout,
+    AttemptUpdate,
+    EnqueueRolloutRequest,
+    FilterLogic,
+    LightningStoreCapabilities,
+    LightningStoreStatistics,
+    PaginatedResult,
+    Rollout,
+    RolloutConfig,
+    RolloutMode,
+    RolloutStatus,
+    SortOrder,
+    TaskInput,
+    Unset,
+    Worker,
+    WorkerStatus,
+    enqueue_request,
+)
+from rollout_core.store.waiting import Waiters
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+
+    from rollout_core.base.errors import Conflict
+
+T_collections = TypeVar("T_collections", bound=LightningCollections)
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+WATCHDOG_BATCH = 1_000
+"""Most overdue attempts that one run of the watchdog handles; the next call goes on with the others."""
+POLL_SECONDS = 0.5
+"""How often a waiting call runs the watchdog, and looks for what others who share the collections have finished."""
+
+
+class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
+    """A LightningStore over ``collections``, which decide what it can do.
+
+    ``scan_debounce_seconds`` is the least time between two runs of the watchdog (0: it always runs), ``clock`` the
+    source of time, in seconds since the epoch. A subclass may override ``get_lost_rollouts``, ``on_rollout_update`` and
+    ``on_spans_added``; they are called within an atomic block and must not open another.
+    """
+
+    def __init__(
+        self,
+        collections: T_collections,
+        *,
+        scan_debounce_seconds: float = 10.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.collections = collections
+        self._clock = clock
+        self._scan_debounce_seconds = scan_debounce_seconds
+        self._last_scan: float | None = None
+        self._opened = clock()
+        self._waiters = Waiters()
+
+    @property
+    def capabilities(self) -> LightningStoreCapabilities:
+        """None that are known: they depend on the collections."""
+        return LightningStoreCapabilities(thread_safe=False, async_safe=False, zero_copy=False, otlp_traces=False)
+
+    async def statistics(self) -> LightningStoreStatistics:
+        """Counts of everything stored."""
+        async with self.collections.atomic() as collections:
+            return {
+                "name": type(self).__name__,
+                "uptime": self._clock() - self._opened,
+                "total_rollouts": await collections.rollouts.size(),
+                "total_attempts": await collections.attempts.size(),
+                "total_spans": await collections.spans.size(),
+                "total_resources": await collections.resources.size(),
+                "total_workers": await collections.workers.size(),
+            }
+
+    # What a subclass may do better
+
+    async def get_running_rollouts(self, collections: T_collections) -> list[AttemptedRollout]:
+        """Rollouts that somebody works on, with their latest attempts."""
+        running = (await collections.rollouts.query({"status": {"within": sorted(RUNNING)}})).items
+        attempts = await latest_attempts(collections, [rollout.rollout_id for rollout in running])
+        found = [shown_rollout(rollout, attempts.get(rollout.rollout_id)) for rollout in running]
+        return [rollout for rollout in found if isinstance(rollout, AttemptedRollout)]
+
+    async def get_lost_rollouts(self, collections: T_collections, now: float, limit: int) -> list[str]:
+        """Up to ``limit`` rollouts whose latest attempt may be lost by ``now``; all that are, but for the limit."""
+        return [
+            rollout.rollout_id
+            for rollout in await self.get_running_rollouts(collections)
+            if operations.is_watched(rollout, rollout.attempt)
+            and lost_status(rollout.config, rollout.attempt.start_time, rollout.attempt.last_heartbeat_time, now)
+        ][:limit]
+
+    async def on_rollout_update(self, rollout: Rollout) -> None:
+        """Called with each rollout that was made, or whose status, config or latest attempt has changed."""
+
+    async def on_spans_added(self, collections: T_collections, spans: Sequence[Span]) -> None:
+        """Called with spans that were stored."""
+
+    async def check_spans_kept(self, rollout_ids: Sequence[str]) -> None:
+        """Called before spans of these rollouts are read."""
+
+    # Atomic operations
+
+    async def _do(self, operation: Callable[[Work], Awaitable[Result]], *, watched: bool = True) -> Result:
+        """Run an operation and save what it changed. A ``watched`` one comes after the watchdog, if that is due."""
+        if watched:
+            await self._watch()
+        async with self.collections.atomic() as collections:
+            work = Work(collections, self._clock())
+            result = await operation(work)
+            await work.save(self._tell)
+        if work.finished:
+            self._waiters.wake(work.finished)
+        return result
+
+    async def _tell(self, state: RolloutState) -> None:
+        await self.on_rollout_update(shown_rollout(state.rollout, state.latest))
+
+    async def _watch(self) -> None:
+        now = self._clock()
+        # A clock that was set back must not put the watchdog to sleep.
+        if self._last_scan is not None and 0 <= now - self._last_scan < self._scan_debounce_seconds:
+            return
+        async with self.collections.atomic() as collections:
+            lost = await self.get_lost_rollouts(collections, now, WATCHDOG_BATCH)
+            if len(lost) < WATCHDOG_BATCH:
+                self._last_scan = now
+            if not lost:
+                return
+            work = Work(collections, now)
+            # In the order of insertion: those that are queued again keep the order they were first queued in.
+            found = await collections.rollouts.query({"rollout_id": {"within": lost}})
+            await operations.mark_lost(work, [rollout.rollout_id for rollout in found.items])
+            await work.save(self._tell)
+        self._waiters.wake(work.finished)
+
+    # The queue
+
+    async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> Sequence[Rollout]:
+        requests = [operations.new_rollout(request) for request in rollouts]
+        states = await self._do(lambda work: operations.enqueue(work, requests))
+        return [shown_rollout(state.rollout, state.latest) for state in states]
+
+    async def dequeue_many_rollouts(
+        self, *, limit: int = 1, worker_id: str | None = None
+    ) -> Sequence[AttemptedRollout]:
+        if limit <= 0:
+            return []
+        return await self._do(lambda work: operations.claim(work, limit, worker_id))
+
+    async def start_rollout(
+        self,
+        input: TaskInput,
+        mode: RolloutMode | None = None,
+        resources_id: str | None = None,
+        config: RolloutConfig | None = None,
+        metadata: dict[str, Any] | None = None,
+        worker_id: str | None = None,
+    ) -> AttemptedRollout:
+        request = operations.new_rollout(enqueue_request(input, mode, resources_id, config, metadata))
+        [rollout] = await self._do(lambda work: operations.start_new(work, [request], worker_id))
+        assert rollout is not None, "its id is new"
+        return rollout
+
+    async def start_many_rollouts(
+        self, rollouts: Sequence[EnqueueRolloutRequest], *, worker_id: str | None = None
+    ) -> Sequence[AttemptedRollout | None]:
+        requests = [operations.new_rollout(request) for request in rollouts]
+        return await self._do(lambda work: operations.start_new(work, requests, worker_id))
+
+    async def start_many_attempts(
+        self, rollout_ids: Sequence[str], *, worker_id: str | None = None
+    ) -> Sequence[AttemptedRollout]:
+        return await self._do(lambda work: operations.start(work, rollout_ids, worker_id))
+
+    # Updates
+
+    async def update_rollout(
+        self,
+        rollout_id: str,
+        input: TaskInput | Unset = UNSET,
+        mode: RolloutMode | Unset | None = UNSET,
+        resources_id: str | Unset | None = UNSET,
+        status: RolloutStatus | Unset = UNSET,
+        config: RolloutConfig | Unset = UNSET,
+        metadata: dict[str, Any] | Unset | None = UNSET,
+    ) -> Rollout:
+        changes = rollout_changes(
+            rollout_id,
+            input=input,
+            mode=mode,
+            resources_id=resources_id,
+            status=status,
+            config=config,
+            metadata=metadata,
+        )
+        for name in changes.keys() & {"input", "metadata"}:
+            changes[name] = kept_json(changes[name], name)
+        return await self._do(lambda work: operations.update_rollout(work, rollout_id, changes))
+
+    async def update_many_attempts(
+        self, updates: Sequence[AttemptUpdate], *, fenced: bool = False
+    ) -> Sequence[Attempt | Conflict]:
+        check_metadata(updates)  # also that of updates which turn out to be refused
+        return await self._do(lambda work: operations.update_attempts(work, updates, fenced))
+
+    # Spans
+
+    async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
+        is_new = await self.add_span_fields([span_fields(span) for span in spans])
+        return [span for span, new in zip(spans, is_new, strict=True) if new]
+
+    async def add_span_fields(self, spans: Sequence[SpanFields]) -> Sequence[bool]:
+        kept = [kept_span(span) for span in spans]
+        return await self._do(lambda work: self._add_spans(work, kept), watched=False)
+
+    async def add_otel_span(
+        self, rollout_id: str, attempt_id: str, readable_span: ReadableSpan, sequence_id: int | None = None
+    ) -> Span | None:
+        span = Span.from_opentelemetry(readable_span, rollout_id, attempt_id, sequence_id or 0)
+        kept = kept_span(span_fields(span))
+
+        async def add(work: Work) -> list[bool]:
+            if sequence_id is None:
+                # Numbered before it is stored, and only if it can be.
+                [state] = (await work.load([rollout_id])).values()
+                await work.attempt(state, attempt_id)
+                [span.sequence_id] = await operations.number_spans(work, [rollout_id])
+            return await self._add_spans(work, [changed(kept, sequence_id=span.sequence_id)])
+
+        return span if (await self._do(add, watched=False))[0] else None
+
+    async def _add_spans(self, work: Work, spans: Sequence[Span]) -> list[bool]:
+        is_new = await operations.add_spans(work, spans)
+        await self.on_spans_added(self.collections, [span for span, new in zip(spans, is_new, strict=True) if new])
+        return is_new
+
+    async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> Sequence[int]:
+        rollout_ids = [rollout_id for rollout_id, _ in rollout_attempt_ids]
+        return await self._do(lambda work: operations.number_spans(work, rollout_ids), watched=False)
+
+    # Queries
+
+    async def query_rollouts(
+        self,
+        *,
+        status_in: Sequence[RolloutStatus] | None = None,
+        rollout_id_in: Sequence[str] | None = None,
+        rollout_id_contains: str | None = None,
+        filter_logic: FilterLogic = "and",
+        sort_by: str | None = None,
+        sort_order: SortOrder = "asc",
+        limit: int = -1,
+        offset: int = 0,
+        status: Sequence[RolloutStatus] | None = None,
+        rollout_ids: Sequence[str] | None = None,
+    ) -> PaginatedResult[Rollout]:
+        check_ids(rollout_id_contains)
+        statuses = status if status_in is None else status_in
+        check_statuses(statuses, RolloutStatus)
+        ids = rollout_ids if rollout_id_in is None else rollout_id_in
+        if ids is not None:
+            check_id_list(ids)
+        filter = _filter(
+            filter_logic, status={"within": statuses}, rollout_id={"within": ids, "contains": rollout_id_contains}
+        )
+        await self._watch()
+        async with self.collections.atomic() as collections:
+            page = await collections.rollouts.query(filter, _sort(sort_by, sort_order), limit, offset)
+            attempts = await latest_attempts(collections, [rollout.rollout_id for rollout in page.items])
+            return _page(page, lambda rollout: shown_rollout(rollout, attempts.get(rollout.rollout_id)))
+
+    async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
+        found = await self.query_rollouts(rollout_id_in=[rollout_id])
+        return found[0] if found else None
+
+    async def query_attempts(
+        self,
+        rollout_id: str,
+        *,
+        sort_by: str | None = "sequence_id",
+        sort_order: SortOrder = "asc",
+        limit: int = -1,
+        offset: int = 0,
+    ) -> PaginatedResult[Attempt]:
+        check_ids(rollout_id)
+        await self._watch()
+        async with self.collections.atomic() as collections:
+            page = await collections.attempts.query(
+                {"rollout_id": {"exact": rollout_id}}, _sort(sort_by, sort_order), limit, offset
+            )
+        return _page(page, shown_attempt)
+
+    async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
+        check_ids(rollout_id)
+        await self._watch()
+        async with self.collections.atomic() as collections:
+            attempt = (await latest_attempts(collections, [rollout_id])).get(rollout_id)
+        return None if attempt is None else shown_attempt(attempt)
+
+    async def query_spans(
+        self,
+        rollout_id: str,
+        attempt_id: str | Literal["latest"] | None = None,
+        *,
+        trace_id: str | None = None,
+        trace_id_contains: str | None = None,
+        span_id: str | None = None,
+        span_id_contains: str | None = None,
+        parent_id: str | None = None,
+        parent_id_contains: str | None = None,
+        name: str | None = None,
+        name_contains: str | None = None,
+        filter_logic: FilterLogic = "and",
+        limit: int = -1,
+        offset: int = 0,
+        sort_by: str | None = "sequence_id",
+        sort_order: SortOrder = "asc",
+    ) -> PaginatedResult[Span]:
+        check_ids(rollout_id, attempt_id, trace_id, span_id, parent_id, name)
+        check_ids(trace_id_contains, span_id_contains, parent_id_contains, name_contains)
+        await self._watch()
+        async with self.collections.atomic() as collections:
+            await self.check_spans_kept([rollout_id])
+            scope: dict[str, Any] = {"rollout_id": {"exact": rollout_id}}
+            if attempt_id == "latest":
+                latest = (await latest_attempts(collections, [rollout_id])).get(rollout_id)
+                attempt_id = "" if latest is None else latest.attempt_id
+            if attempt_id is not None:
+                scope["attempt_id"] = {"exact": attempt_id}
+            filter = _filter(
+                filter_logic,
+                trace_id={"exact": trace_id, "contains": trace_id_contains},
+                span_id={"exact": span_id, "contains": span_id_contains},
+                parent_id={"exact": parent_id, "contains": parent_id_contains},
+                name={"exact": name, "contains": name_contains},
+            )
+            page = await collections.spans.query(
+                {**filter, "_must": scope}, _span_sort(sort_by, sort_order), limit, offset
+            )
+        page.items = shown_spans(page.items)
+        return page
+
+    async def query_many_spans(self, rollout_ids: Sequence[str], *, name: str | None = None) -> Sequence[Span]:
+        check_id_list(rollout_ids)
+        check_ids(name)
+        await self._watch()
+        spans: list[Span] = []
+        async with self.collections.atomic() as collections:
+            await self.check_spans_kept(rollout_ids)
+            latest = await latest_attempts(collections, rollout_ids)
+            for rollout_id in dict.fromkeys(rollout_ids):
+                if rollout_id in latest:
+                    filter = _filter(
+                        "and",
+                        rollout_id={"exact": rollout_id},
+                        attempt_id={"exact": latest[rollout_id].attempt_id},
+                        name={"exact": name},
+                    )
+                    spans += (await collections.spans.query(filter, _span_sort("sequence_id", "asc"))).items
+        return shown_spans(spans)
+
+    async def wait_for_rollout(self, rollout_id: str, timeout: float | None = None) -> Rollout | None:
+        """Wait for one rollout, see ``wait_for_rollouts``; None if it is not finished in time."""
+        finished = await self.wait_for_rollouts(rollout_ids=[rollout_id], timeout=timeout)
+        return finished[0] if finished else None
+
+    async def wait_for_rollouts(self, *, rollout_ids: Sequence[str], timeout: float | None = None) -> list[Rollout]:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._waiters.waiting(rollout_ids) as waiter:
+            known = await self.query_rollouts(rollout_id_in=rollout_ids)
+            finished = {rollout.rollout_id: rollout for rollout in known if rollout.status in FINISHED}
+            waited = {rollout.rollout_id for rollout in known}
+            while open_ids := waited - finished.keys():
+                left = POLL_SECONDS if deadline is None else deadline - time.monotonic()
+                if left <= 0:
+                    break
+                news = await waiter.next_finished(min(left, POLL_SECONDS))
+                # Without news it looks at all: others may share the collections, and if every worker has died there
+                # is nobody else to run the watchdog.
+                found = await self.query_rollouts(rollout_id_in=list(news or open_ids))
+                finished.update({rollout.rollout_id: rollout for rollout in found if rollout.status in FINISHED})
+        return [finished[rollout_id] for rollout_id in dict.fromkeys(rollout_ids) if rollout_id in finished]
+
+    # Resources
+
+    async def add_resources(self, resources: NamedResources) -> ResourcesUpdate:
+        return await self.update_resources(f"rs-{secrets.token_hex(6)}", resources)
+
+    async def update_resources(self, resources_id: str, resources: NamedResources) -> ResourcesUpdate:
+        check_ids(resources_id)
+        kept = decode(resources_json(resources))
+        update = await self._do(lambda work: operations.put_resources(work, resources_id, kept))
+        return update.model_copy(deep=True)
+
+    async def query_resources(
+        self,
+        *,
+        resources_id: str | None = None,
+        resources_id_contains: str | None = None,
+        sort_by: str | None = None,
+        sort_order: SortOrder = "asc",
+        limit: int = -1,
+        offset: int = 0,
+    ) -> PaginatedResult[ResourcesUpdate]:
+        check_ids(resources_id, resources_id_contains)
+        filter = _filter("and", resources_id={"exact": resources_id, "contains": resources_id_contains})
+        async with self.collections.atomic() as collections:
+            page = await collections.resources.query(filter, _sort(sort_by, sort_order), limit, offset)
+        return _page(page, lambda update: update.model_copy(deep=True))
+
+    async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None:
+        found = await self.query_resources(resources_id=resources_id)
+        return found[0] if found else None
+
+    async def get_latest_resources(self) -> ResourcesUpdate | None:
+        latest = await self._do(operations.latest_resources, watched=False)
+        return None if latest is None else latest.model_copy(deep=True)
+
+    # Workers
+
+    async def update_worker(self, worker_id: str, heartbeat_stats: dict[str, Any] | Unset = UNSET) -> Worker:
+        stats = None
+        if not isinstance(heartbeat_stats, Unset):
+            if not isinstance(heartbeat_stats, dict):
+                raise ConfigError(
+                    f"heartbeat_stats is {heartbeat_stats!r}; expected a dict, or nothing to keep the last"
+                )
+            stats = kept_json(heartbeat_stats, "heartbeat_stats")
+
+        async def record(work: Work) -> Worker:
+            worker = await work.worker(worker_id)
+            worker.last_heartbeat_time = work.now
+            if stats is not None:
+                worker.heartbeat_stats = stats
+            return worker
+
+        return shown_worker(await self._do(record))
+
+    async def query_workers(
+        self,
+        *,
+        status_in: Sequence[WorkerStatus] | None = None,
+        worker_id_contains: str | None = None,
+        filter_logic: FilterLogic = "and",
+        sort_by: str | None = None,
+        sort_order: SortOrder = "asc",
+        limit: int = -1,
+        offset: int = 0,
+    ) -> PaginatedResult[Worker]:
+        check_statuses(status_in, WorkerStatus)
+        check_ids(worker_id_contains)
+        filter = _filter(filter_logic, status={"within": status_in}, worker_id={"contains": worker_id_contains})
+        await self._watch()
+        async with self.collections.atomic() as collections:
+            page = await collections.workers.query(filter, _sort(sort_by, sort_order), limit, offset)
+        return _page(page, shown_worker)
+
+    async def get_worker_by_id(self, worker_id: str) -> Worker | None:
+        check_ids(worker_id)
+        await self._watch()
+        async with self.collections.atomic() as collections:
+            found = await collections.workers.get({"worker_id": {"exact": worker_id}})
+        return None if found is None else shown_worker(found)
+
+
+def _filter(logic: FilterLogic, **fields: dict[str, Any]) -> dict[str, Any]:
+    """A filter of the conditions that are not None."""
+    given = {
+        name: {operator: operand for operator, operand in field.items() if operand is not None}
+        for name, field in fields.items()
+    }
+    return {"_aggregate": logic, **{name: field for name, field in given.items() if field}}
+
+
+def _sort(sort_by: str | None, sort_order: SortOrder) -> SortOptions | None:
+    if sort_order not in ("asc", "desc"):
+        raise ConfigError(f"sort_order is {sort_order!r}; expected 'asc' or 'desc'")
+    return None if sort_by is None else {"name": sort_by, "order": sort_order}
+
+
+def _span_sort(sort_by: str | None, sort_order: SortOrder) -> SortOptions | None:
+    """Spans that share a sequence id are ordered by their times."""
+    sort = _sort(sort_by, sort_order)
+    if sort is not None and sort_by == "sequence_id":
+        sort["then"] = ("start_time", "end_time")
+    return sort
+
+
+def _page(page: PaginatedResult[Item], shown: Callable[[Item], Item]) -> PaginatedResult[Item]:
+    """A page whose items callers may do with as they like."""
+    page.items = [shown(item) for item in page.items]
+    return page

@@ -1,1 +1,0 @@
-"""Versions of the store's schema, see ``rollout_core.store.migrate``."""

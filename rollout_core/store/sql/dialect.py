@@ -1,0 +1,186 @@
+"""What differs between databases in the statements of the SQL store, and the transaction they run in.
+
+Statements are written once: positional ``?`` parameters, and these marks for what each database says its own way:
+
+    {in_texts}     membership in a list of texts, which is one parameter
+    {lock}         lock the rows of ``r`` until the transaction ends, always in the same order
+    {lock_free}    lock those rows of ``r`` that nobody else has locked, and leave the others out
+    {infinity}     a number beyond all others
+    {writer}       a number of this connection, from a small range
+    {last_span}    a number that every span written from now on has a higher key than
+
+Further marks stand for lists of columns, see ``sql_columns``. No text of a caller ever becomes part of a statement.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import count
+from typing import Any, NamedTuple, Protocol
+
+import orjson
+
+from rollout_core.base.errors import ConfigError
+from rollout_core.store.sql.columns import BY_MARK
+
+
+class Connection(Protocol):
+    """A connection as the operations of the store use it; statements have their marks filled in."""
+
+    def fetch(self, sql: str, parameters: Sequence[Any], /) -> list[tuple[Any, ...]]:
+        """Run one statement; all of its rows."""
+        ...
+
+    def run_many(self, sql: str, rows: Sequence[Sequence[Any]], /) -> None:
+        """Run one statement for each row of parameters, prepared once."""
+        ...
+
+    def insert_many(self, sql: str, rows: Sequence[Sequence[Any]], /) -> int:
+        """``run_many`` of an INSERT that may leave rows out; how many it wrote."""
+        ...
+
+
+class Dialect(NamedTuple):
+    """One database's way to say the marks above, and to test for a substring (``{column}``, one parameter)."""
+
+    name: str
+    in_texts: str
+    lock: str
+    lock_free: str
+    infinity: str
+    writer: str
+    last_span: str
+    contains: str
+    numbers: dict[str, str]
+    """By the name of a counter: the statement for its next ``?`` numbers, which nobody else gets; with
+    ``writes_alone`` the one for its last number."""
+    no_limit: int | None
+    """The parameter of LIMIT that means none."""
+    array: Callable[[Sequence[str]], Any]
+    """The parameter for ``{in_texts}`` from a list."""
+    writes_alone: bool = False
+    """Whether a writing transaction has the whole database to itself."""
+    numbered_parameters: bool = False
+    """Whether ``?`` is written ``$1``, ``$2`` and so on."""
+
+    def statement(self, sql: str) -> str:
+        """``sql`` with its marks filled in."""
+        return _statement(self.name, sql)
+
+
+def _json_array(values: Sequence[str]) -> str:
+    return orjson.dumps(values).decode()
+
+
+SQLITE = Dialect(
+    name="sqlite",
+    in_texts="IN (SELECT value FROM json_each(?))",
+    lock="",
+    lock_free="",
+    infinity="9e999",
+    writer="0",
+    last_span="SELECT COALESCE(MAX(key), 0) FROM spans",
+    contains="instr({column}, ?) > 0",
+    numbers={
+        "rollout": "SELECT COALESCE(MAX(key), 0) FROM rollouts",
+        "queue": "SELECT COALESCE(MAX(queue_position), 0) FROM rollouts WHERE queue_position IS NOT NULL",
+        "resources": "SELECT COALESCE(MAX(change_number), 0) FROM resources",
+    },
+    no_limit=-1,
+    array=_json_array,
+    writes_alone=True,
+)
+POSTGRES = Dialect(
+    name="postgresql",
+    in_texts="= ANY (?::text[])",
+    lock="ORDER BY r.key FOR UPDATE OF r",
+    lock_free="FOR UPDATE OF r SKIP LOCKED",
+    infinity="'infinity'::float8",
+    writer="pg_backend_pid() % 64",
+    last_span="SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM spans_key_seq",
+    contains="strpos({column}, ?) > 0",
+    # Sequences, because two processes that read MAX(key) at the same time would take the same number.
+    numbers={
+        "rollout": "SELECT nextval('rollouts_key_seq') FROM generate_series(1, ?::bigint)",
+        "queue": "SELECT nextval('queue_positions') FROM generate_series(1, ?::bigint)",
+        "resources": "SELECT nextval('resources_changes') FROM generate_series(1, ?::bigint)",
+    },
+    no_limit=None,
+    array=list,
+    numbered_parameters=True,
+)
+_DIALECTS = {dialect.name: dialect for dialect in (SQLITE, POSTGRES)}
+
+
+@lru_cache(1024)
+def _statement(name: str, sql: str) -> str:
+    dialect = _DIALECTS[name]
+    for mark in ("in_texts", "lock", "lock_free", "infinity", "writer", "last_span"):
+        sql = sql.replace(f"{{{mark}}}", getattr(dialect, mark))
+    for mark, columns in BY_MARK.items():
+        sql = sql.replace(f"{{{mark}}}", columns)
+    if dialect.numbered_parameters:
+        first, *others = sql.split("?")
+        sql = first + "".join(f"${number}{part}" for number, part in zip(count(1), others))
+    return sql
+
+
+class Transaction:
+    """A transaction under way, as the operations of the store see it."""
+
+    __slots__ = ("_connection", "counted", "dialect", "finished", "now")
+
+    def __init__(self, connection: Connection, dialect: Dialect, now: float) -> None:
+        self._connection = connection
+        self.dialect = dialect
+        self.now = now
+        """The time of this transaction, in seconds since the epoch."""
+        self.finished: list[str] = []
+        """Rollouts that reach a terminal status if this transaction commits; their waiters are woken then."""
+        self.counted: Counter[str] = Counter()
+        """Changes of the counts in ``sql_counts``, which are written once for the whole transaction."""
+
+    def rows(self, sql: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        """Run one statement; all of its rows."""
+        return self._connection.fetch(self.dialect.statement(sql), parameters)
+
+    def row(self, sql: str, *parameters: Any) -> tuple[Any, ...] | None:
+        """Run one statement; its first row."""
+        return next(iter(self.rows(sql, *parameters)), None)
+
+    def number(self, sql: str, *parameters: Any) -> int:
+        """Run one statement that yields one number."""
+        return self.rows(sql, *parameters)[0][0]
+
+    def run(self, sql: str, *parameters: Any) -> None:
+        """Run one statement that yields nothing."""
+        self._connection.fetch(self.dialect.statement(sql), parameters)
+
+    def run_many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Run one statement for each row of parameters, prepared once."""
+        if rows:
+            self._connection.run_many(self.dialect.statement(sql), rows)
+
+    def insert_many(self, sql: str, rows: Sequence[Sequence[Any]]) -> int:
+        """``run_many`` of an INSERT that may leave rows out; how many it wrote."""
+        return self._connection.insert_many(self.dialect.statement(sql), rows) if rows else 0
+
+    def next_numbers(self, counter: str, how_many: int) -> list[int]:
+        """The next numbers of a counter of this database, ascending; see ``Dialect.numbers``."""
+        if not how_many:
+            return []
+        if self.dialect.writes_alone:
+            last = self.number(self.dialect.numbers[counter])
+            return list(range(last + 1, last + 1 + how_many))
+        return [number for (number,) in self.rows(self.dialect.numbers[counter], how_many)]
+
+    def texts(self, values: Sequence[str]) -> Any:
+        """The parameter for an ``{in_texts}`` mark. One parameter whatever the length: no limit on variables is met."""
+        if isinstance(values, str):
+            raise ConfigError(f"got the text {values!r:.80}; expected a list of texts")
+        try:
+            return self.dialect.array(list(values))
+        except TypeError as error:
+            raise ConfigError(f"expected a list of texts: {error}") from error

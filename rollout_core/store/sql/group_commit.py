@@ -1,0 +1,265 @@
+"""Concurrent calls share a transaction, and so one sync to disk and one set of statements.
+
+Callers hand in operations and wait. A writer takes all that are waiting, runs those of one kind as one batch, commits
+once, and only then lets the callers go on: what was acknowledged is on disk. A batch that fails undoes itself alone and
+is run again caller by caller, so that only those are refused that really fail; the same goes for the transaction itself
+(disk full, for one). What drives the writer, a thread or an event loop, is up to the database.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from rollout_core.base.errors import Fatal, RolloutError
+from rollout_core.store.sql.counts import add_counts
+from rollout_core.store.sql.dialect import Connection, Dialect, Transaction
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Batch = Callable[[Transaction, Sequence[Item]], Sequence[Result]]
+"""An operation on many items, with one result for each, in order."""
+Undo = Callable[[Transaction, Sequence[Result]], object]
+
+MAX_TRIES = 3
+"""How often one operation is run before an error that may pass at once, such as a deadlock, is the caller's."""
+MAX_GROUP_ITEMS = 2_048
+"""A transaction that has as many items takes no more operations. Bounds how long others wait for their turn."""
+
+
+class Hooks(NamedTuple):
+    """What the store has its database do."""
+
+    clock: Callable[[], float]
+    watchdog: Callable[[Transaction], bool]
+    """Run before other writes; whether it looked at anything."""
+    on_finished: Callable[[Sequence[str]], None]
+    """Told, from any thread, of rollouts that have just finished."""
+
+
+class Session(Connection, Protocol):
+    """A connection as a group of operations is run on it."""
+
+    dialect: Dialect
+
+    def begin(self) -> None:
+        """Begin a writing transaction."""
+        ...
+
+    def commit(self, finished: Sequence[str]) -> None:
+        """Make it durable, and let other processes know which rollouts have finished."""
+        ...
+
+    def rollback(self) -> None:
+        """Undo it; harmless when there is none, or no connection any more."""
+        ...
+
+    def savepoint(self) -> None:
+        """Begin a part that can be undone alone; only one at a time."""
+        ...
+
+    def undo_part(self) -> None:
+        """Undo it to the savepoint."""
+        ...
+
+    def keep_part(self) -> None:
+        """Make the part since the savepoint, if not undone, one with the rest of the transaction."""
+        ...
+
+    def breaks_transaction(self, error: Exception) -> bool:
+        """Whether nothing of the transaction can be relied on after this error."""
+        ...
+
+    def worth_repeating(self, error: Exception) -> bool:
+        """Whether the same operation, run again at once, may well succeed, nothing of it having been stored."""
+        ...
+
+    def explain(self, error: Exception) -> Exception:
+        """Our error for one that a statement raised; any other error as it is."""
+        ...
+
+
+@dataclass(eq=False)
+class Job(Generic[Item, Result]):
+    """An operation that a caller waits for."""
+
+    batch: Batch[Item, Result]
+    items: Sequence[Item]
+    watched: bool
+    future: asyncio.Future[Sequence[Result]]
+    taken: bool = False
+    """Whether the writer has it, so that it can no longer be withdrawn."""
+    results: Sequence[Result] = ()
+    error: Exception | None = None
+
+
+class GroupCommit(ABC):
+    """The jobs of one store in one process, and how a writer runs them."""
+
+    def __init__(self, name: str, hooks: Hooks) -> None:
+        self._name = name
+        self._hooks = hooks
+        self._jobs: deque[Job[Any, Any]] = deque()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @abstractmethod
+    def _wake(self) -> None:
+        """See to it that a writer takes the jobs. Called with the lock held, from any thread."""
+
+    async def run(
+        self, batch: Batch[Item, Result], items: Sequence[Item], *, watched: bool, undo: Undo[Result] | None = None
+    ) -> Sequence[Result]:
+        """Run ``batch`` in the next transaction, after the watchdog if ``watched``; its results once they are on disk.
+
+        If the caller is cancelled before the operation starts, it never runs. After that it does; then ``undo`` takes
+        its results back, and the cancellation waits for that.
+        """
+        job = Job(batch, items, watched, asyncio.get_running_loop().create_future())
+        self._submit(job)
+        try:
+            return await (job.future if undo is None else asyncio.shield(job.future))
+        except asyncio.CancelledError:
+            if not self._withdraw(job) and undo is not None:
+                with contextlib.suppress(RolloutError):
+                    results = await job.future
+                    await self.run(lambda tx, _: [undo(tx, results)], [None], watched=False)
+            raise
+
+    def _submit(self, job: Job[Any, Any]) -> None:
+        with self._lock:
+            if self._closed:
+                raise Fatal(f"the store of {self._name} is closed; open it again with from_url")
+            self._jobs.append(job)
+            self._wake()
+
+    def _withdraw(self, job: Job[Any, Any]) -> bool:
+        """Keep a job from running if it has not started."""
+        with self._lock:
+            if not job.taken:
+                job.batch, job.items, job.watched = _nothing, (), False
+            return not job.taken
+
+    def _take(self) -> list[Job[Any, Any]]:
+        """The jobs of the next transaction; none if nothing is waiting."""
+        with self._lock:
+            group: list[Job[Any, Any]] = []
+            num_items = 0
+            while self._jobs and num_items < MAX_GROUP_ITEMS:
+                job = self._jobs.popleft()
+                job.taken = True
+                num_items += max(1, len(job.items))
+                group.append(job)
+            return group
+
+    def _commit(self, session: Session, group: Sequence[Job[Any, Any]]) -> None:
+        """Run the group, and hand each job its outcome."""
+        pending = deque([(group, MAX_TRIES)])
+        finished: list[str] = []
+        while pending:
+            jobs, tries = pending.popleft()
+            try:
+                session.begin()
+            except Exception as error:  # noqa: BLE001 - the writer must outlive it, and the callers must hear of it
+                _fail(session, [*jobs, *(job for others, _ in pending for job in others)], error)
+                break
+            try:
+                whole = self._run_jobs(session, jobs)
+                session.commit(whole.finished)
+                finished += whole.finished
+            except Exception as error:  # noqa: BLE001 - as above
+                with contextlib.suppress(Exception):
+                    session.rollback()
+                if isinstance(error, RolloutError):
+                    _fail(session, jobs, error)
+                elif len(jobs) > 1:
+                    pending.extend(([job], tries) for job in jobs)
+                elif tries > 1 and session.worth_repeating(error):
+                    pending.append((jobs, tries - 1))
+                else:
+                    _fail(session, jobs, error)
+        if finished:
+            self._hooks.on_finished(finished)
+        self._deliver(group)
+
+    def _run_jobs(self, session: Session, jobs: Sequence[Job[Any, Any]]) -> Transaction:
+        """Run jobs in the transaction under way, one part for each kind of operation; what they did together."""
+        parts: dict[Batch[Any, Any], list[Job[Any, Any]]] = {}
+        for job in jobs:
+            job.results, job.error = (), None
+            parts.setdefault(job.batch, []).append(job)
+        whole = Transaction(session, session.dialect, self._hooks.clock())
+        has_scanned = any(job.watched for job in jobs) and self._hooks.watchdog(whole)
+        if len(jobs) == 1 and not has_scanned:
+            self._run_batch(whole, session, jobs[0].batch, jobs)  # to undo it is to undo the transaction
+        else:
+            for batch, sharers in parts.items():
+                self._run_part(whole, session, batch, sharers)
+        add_counts(whole, whole.counted)
+        return whole
+
+    def _run_part(
+        self, whole: Transaction, session: Session, batch: Batch[Any, Any], jobs: Sequence[Job[Any, Any]]
+    ) -> None:
+        """Run jobs of one kind together, or each by itself if that fails."""
+        session.savepoint()
+        try:
+            self._run_batch(whole, session, batch, jobs)
+        except Exception as error:
+            if session.breaks_transaction(error) or (len(jobs) == 1 and session.worth_repeating(error)):
+                raise
+            session.undo_part()
+            if len(jobs) == 1:
+                jobs[0].error = session.explain(error)
+            else:
+                for job in jobs:
+                    self._run_part(whole, session, batch, [job])
+        else:
+            session.keep_part()
+
+    def _run_batch(
+        self, whole: Transaction, session: Session, batch: Batch[Any, Any], jobs: Sequence[Job[Any, Any]]
+    ) -> None:
+        tx = Transaction(session, session.dialect, self._hooks.clock())
+        results = batch(tx, jobs[0].items if len(jobs) == 1 else [item for job in jobs for item in job.items])
+        start = 0
+        for job in jobs:
+            job.results = results[start : start + len(job.items)]
+            start += len(job.items)
+        whole.finished += tx.finished
+        whole.counted.update(tx.counted)
+
+    def _deliver(self, group: Sequence[Job[Any, Any]]) -> None:
+        """Hand results to their event loops, with one wake-up for each loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[Job[Any, Any]]] = {}
+        for job in group:
+            by_loop.setdefault(job.future.get_loop(), []).append(job)
+        for loop, jobs in by_loop.items():
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(_resolve, jobs)
+
+
+def _fail(session: Session, jobs: Iterable[Job[Any, Any]], error: Exception) -> None:
+    for job in jobs:
+        job.results, job.error = (), session.explain(error)
+
+
+def _resolve(jobs: Sequence[Job[Any, Any]]) -> None:
+    for job in jobs:
+        if job.future.cancelled():
+            continue
+        if job.error is not None:
+            job.future.set_exception(job.error)
+        else:
+            job.future.set_result(job.results)
+
+
+def _nothing(tx: Transaction, items: Sequence[Any]) -> Sequence[Any]:
+    """What a job does whose caller was cancelled before it started."""
+    return ()

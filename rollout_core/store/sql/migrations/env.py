@@ -1,0 +1,8 @@
+"""Run by Alembic for each upgrade, on the connection that ``rollout_core.store.sql.migrate`` hands over."""
+
+from alembic import context
+
+from rollout_core.store.sql.tables import metadata
+
+context.configure(connection=context.config.attributes["connection"], target_metadata=metadata, render_as_batch=True)
+context.run_migrations()

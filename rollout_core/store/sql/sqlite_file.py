@@ -1,0 +1,199 @@
+"""A SQLite file as the store uses it: how it is opened, made, recognised, and what its errors mean.
+
+A committed transaction is on disk: WAL with ``synchronous=FULL`` syncs the log at every commit. A file is taken to be
+ours by its application id, and its schema by the revision it records.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rollout_core.base.errors import ConfigError, Fatal, Recoverable, RolloutError
+from rollout_core.base.redaction import without_password
+from rollout_core.store.sql.migrate import REVISIONS, known_revision, upgrade
+
+APPLICATION_ID = 0x524F4C4C
+"""``ROLL`` in ASCII, in the file's header."""
+
+LEAST_VERSION = (3, 33, 0)
+"""For ``UPDATE ... FROM``, and statements of more than 999 variables."""
+
+_NOT_OURS = {sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT}
+_PASSING = {
+    sqlite3.SQLITE_BUSY: "is held by another process",
+    sqlite3.SQLITE_LOCKED: "is held by another process",
+    sqlite3.SQLITE_FULL: "has no room left on its disk",
+    sqlite3.SQLITE_IOERR: "could not be read or written",
+    sqlite3.SQLITE_CANTOPEN: "could not be opened",
+    sqlite3.SQLITE_NOMEM: "ran out of memory",
+    sqlite3.SQLITE_INTERRUPT: "was interrupted",
+    sqlite3.SQLITE_PROTOCOL: "is held by too many processes",
+}
+
+
+def parse_url(url: str) -> Path:
+    """The file of a URL like ``sqlite:///relative.db`` or ``sqlite:////absolute.db``. Raises ConfigError for others."""
+    scheme, separator, path = url.partition(":///")
+    if not separator or scheme != "sqlite":
+        raise ConfigError(
+            f"database URL is {without_password(url)!r}; expected sqlite:///path/to/file.db or postgresql://user:password@host/database"
+        )
+    if not path or path == ":memory:" or "?" in path:
+        raise ConfigError(
+            f"database URL is {without_password(url)!r}; expected the path of a file after sqlite:///, without options"
+        )
+    return Path(path)
+
+
+def connect(path: Path, busy_timeout_seconds: float) -> sqlite3.Connection:
+    """A connection with every setting the store relies on. Transactions are begun and ended by hand."""
+    connection = sqlite3.connect(
+        path, timeout=busy_timeout_seconds, isolation_level=None, check_same_thread=False, cached_statements=256
+    )
+    try:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA wal_autocheckpoint = 4000")  # 16 MB: each checkpoint syncs the file itself as well
+        connection.execute("PRAGMA journal_size_limit = 67108864")
+        # What undoes a part of a transaction stays in memory; a third of all writes went to a temporary file for it.
+        connection.execute("PRAGMA temp_store = MEMORY")
+        connection.execute("PRAGMA cache_size = -32000")  # 32 MB, however large the file grows
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def prepare(path: Path, busy_timeout_seconds: float) -> str | None:
+    """Make sure ``path`` is a store of the present schema; the one it had, None if there was nothing yet.
+
+    Raises ConfigError for a file that is not ours, is damaged, cannot be written, or comes from a newer version, and
+    Recoverable if it is merely busy.
+    """
+    if sqlite3.sqlite_version_info < LEAST_VERSION:
+        least = ".".join(map(str, LEAST_VERSION))
+        raise ConfigError(
+            f"this Python has SQLite {sqlite3.sqlite_version}; expected {least} or later, use another one"
+        )
+    with _opening(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Looked at before anything is set: opening somebody else's database must not turn it into a WAL file.
+        revision = inspect(path, busy_timeout_seconds)
+        if revision == REVISIONS[-1]:
+            return revision
+        connection = connect(path, busy_timeout_seconds)
+        try:
+            return _upgrade(connection, path)
+        finally:
+            connection.close()
+
+
+def inspect(path: Path, busy_timeout_seconds: float) -> str | None:
+    """The schema revision of the store at ``path``, None if there is nothing; raises as `prepare`, creates nothing."""
+    with _opening(path):
+        if not path.exists():
+            nearest = next(folder for folder in path.absolute().parents if folder.exists())
+            if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+                raise ConfigError(f"{path} cannot be created: {nearest} is no folder, or may not be written")
+            return None
+        if not os.access(path, os.W_OK):
+            raise ConfigError(f"{path} is read-only; the store needs to write it, change its permissions or the URL")
+        connection = sqlite3.connect(path, timeout=busy_timeout_seconds, isolation_level=None)
+        try:
+            return _recognise(connection, path)
+        finally:
+            connection.close()
+
+
+@contextmanager
+def _opening(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        if _primary_code(error) in _NOT_OURS:
+            raise ConfigError(f"{path} is not a database of this store, or is damaged: {error}") from error
+        if _primary_code(error) in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
+            raise ConfigError(f"{path} cannot be opened for writing: {error}") from error
+        raise explain(error, path) from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be created: {error}") from error
+
+
+def explain(error: Exception, path: Path) -> Exception:
+    """Our error for one that a statement raised, with that one as its cause; any other error as it is."""
+    if isinstance(error, sqlite3.Error):
+        explained = _translate(error, path)
+    elif isinstance(error, (UnicodeEncodeError, OverflowError)):
+        explained = ConfigError(f"a value cannot be stored: {error}")
+    else:
+        return error
+    explained.__cause__ = error
+    return explained
+
+
+def _translate(error: sqlite3.Error, path: Path) -> RolloutError:
+    """Recoverable if it may pass, else the kind that says what to do."""
+    code = _primary_code(error)
+    if code in _PASSING:
+        return Recoverable(f"{path} {_PASSING[code]} ({error}); nothing of this call was stored, it can be repeated")
+    if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
+        return ConfigError(
+            f"{path} cannot be written any more: {error}; check its permissions and that it still exists"
+        )
+    if code == sqlite3.SQLITE_TOOBIG or isinstance(error, sqlite3.DataError):
+        return ConfigError(f"a value is too large for one row of {path}: {error}; keep it in the object store instead")
+    if isinstance(error, (sqlite3.InterfaceError, sqlite3.ProgrammingError)):
+        return ConfigError(
+            f"a value of a kind that no column holds: {error}; ids, names and times are text and numbers"
+        )
+    return Fatal(f"{path} is damaged or was changed by another program: {error}; restore it from a copy")
+
+
+def breaks_transaction(error: sqlite3.Error) -> bool:
+    """Whether this error is the file's trouble, so that nothing of the transaction can be relied on."""
+    return _primary_code(error) not in (
+        None,
+        sqlite3.SQLITE_CONSTRAINT,
+        sqlite3.SQLITE_TOOBIG,
+        sqlite3.SQLITE_ERROR,
+        sqlite3.SQLITE_MISMATCH,
+        sqlite3.SQLITE_RANGE,
+        sqlite3.SQLITE_MISUSE,
+    )
+
+
+def _primary_code(error: sqlite3.Error) -> int | None:
+    code = getattr(error, "sqlite_errorcode", None)
+    return None if code is None else code & 0xFF
+
+
+def _recognise(connection: sqlite3.Connection, path: Path) -> str | None:
+    """The schema revision of a store, None for an empty file. Raises ConfigError for anything else."""
+    application_id = connection.execute("PRAGMA application_id").fetchone()[0]
+    num_tables = connection.execute("SELECT COUNT(*) FROM sqlite_schema").fetchone()[0]
+    if application_id != APPLICATION_ID:
+        if num_tables or application_id:
+            raise ConfigError(f"{path} is a database of another program; give the store a file of its own")
+        return None
+    found = connection.execute("SELECT version_num FROM alembic_version").fetchall()
+    return known_revision([revision for (revision,) in found], str(path))
+
+
+def _upgrade(connection: sqlite3.Connection, path: Path) -> str | None:
+    """Create the tables or bring them to the present; the revision they had."""
+    # Imported here because only a new or an old file needs them, and SQLAlchemy takes a third of a second.
+    from sqlalchemy import StaticPool, create_engine
+
+    with create_engine("sqlite://", creator=lambda: connection, poolclass=StaticPool).connect() as upgrading:
+        upgrading.exec_driver_sql("BEGIN IMMEDIATE")
+        # Another process may have done it in the meantime.
+        revision = _recognise(connection, path)
+        if revision != REVISIONS[-1]:
+            upgrade(upgrading)
+            upgrading.exec_driver_sql(f"PRAGMA application_id = {APPLICATION_ID}")
+        upgrading.commit()
+        return revision
