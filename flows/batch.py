@@ -9,7 +9,8 @@ from prefect import flow
 from prefect.context import FlowRunContext
 
 from flows.batch_progress import RunProgress, close_run
-from flows.fan_out import FanOut, open_fleet
+from flows.fan_out import FanOut
+from flows.fleets import open_fleet
 from flows.healing import run_body
 from rollout_core.base.ids import ContentId
 from rollout_core.config import InferBatchConfig

@@ -10,7 +10,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
-from rollout_core.config import WorkersConfig
 from rollout_core.inference.batch import Progress
 from rollout_core.objects.records import Record
 from tasks.stage import RunsTasks, Submitted
@@ -42,19 +41,6 @@ class Fleet(Protocol):
     def average_workers(self) -> float:
         """How many workers there were, over the time so far."""
         ...
-
-
-@contextmanager
-def open_fleet(workers: WorkersConfig, run_id: str) -> Iterator[Fleet]:
-    """The configured workers, for the length of the block."""
-    if workers.dask is None:
-        with local_fleet(workers.count) as fleet:
-            yield fleet
-    else:
-        from flows.dask_cluster import dask_fleet
-
-        with dask_fleet(workers, workers.dask, run_id) as fleet:
-            yield fleet
 
 
 @contextmanager

@@ -374,7 +374,7 @@ def test_a_cluster_class_that_is_none_is_found_before_the_run(path, message):
 
 
 def test_a_driver_waits_for_a_database_that_is_away_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from flows import dask_cluster
+    from flows.dask import cluster as dask_cluster
     from tasks import patience, places
 
     monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{tmp_path / 'objects'}")

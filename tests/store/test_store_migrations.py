@@ -19,8 +19,8 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from rollout_core.base.errors import ConfigError
 from rollout_core.store import SqlLightningStore
 from rollout_core.store.sql import migrate
-from rollout_core.store.sql.migrate import REVISIONS
 from rollout_core.store.sql.postgres_server import connect
+from rollout_core.store.sql.schema import REVISIONS
 from rollout_core.store.sql.tables import metadata
 
 pytestmark = pytest.mark.asyncio

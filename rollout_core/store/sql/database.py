@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from rollout_core.store.sql.dialect import Transaction
-from rollout_core.store.sql.group_commit import Batch, GroupCommit, Hooks, Undo
-from rollout_core.store.sql.migrate import is_postgres
+from rollout_core.store.sql.group_commit import Batch, GroupCommit, Undo
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -67,22 +66,6 @@ class Database(ABC):
     @abstractmethod
     def after_fork_in_child(self) -> None:
         """Begin anew: the threads, and the callers they worked for, exist in the parent only."""
-
-
-def open_database(url: str, hooks: Hooks, *, busy_timeout_seconds: float) -> Database:
-    """The database at ``url``, created or brought to the present schema if need be.
-
-    Raises ConfigError for a URL that is none, and what the database is not fit for; Recoverable if it is merely busy.
-    """
-    # Imported when they are needed: a store in a file does without the driver of a server.
-    if is_postgres(url):
-        from rollout_core.store.sql.postgres_database import PostgresDatabase
-
-        return PostgresDatabase(url, hooks, busy_timeout_seconds)
-    from rollout_core.store.sql.sqlite_database import SqliteDatabase
-    from rollout_core.store.sql.sqlite_file import parse_url
-
-    return SqliteDatabase(parse_url(url), hooks, busy_timeout_seconds)
 
 
 def forget(database: Database) -> None:

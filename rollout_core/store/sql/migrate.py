@@ -6,33 +6,21 @@ The versions are Alembic's, in ``migrations``. A new database starts empty and g
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
 
-from rollout_core import DISTRIBUTION
-from rollout_core.base.errors import ConfigError
-from rollout_core.base.redaction import HIDDEN, without_password
+from rollout_core.base.redaction import without_password
+from rollout_core.store.sql.database_urls import is_postgres
+from rollout_core.store.sql.schema import REVISIONS
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    pass
 
 Result = TypeVar("Result")
 
-REVISIONS = ("0001", "0002")
-"""Every version there has been, the present one last."""
-EXPECTED_POSTGRES = (
-    "postgresql://user:password@host:port/database, with %40, %2F, %3F and %23 for @, /, ? and # in a password"
-)
 BUSY_TIMEOUT_SECONDS = 30.0
 """How long an upgrade waits for others to finish writing."""
-
-
-_alembic_lock = threading.Lock()  # Alembic keeps the upgrade under way in a global
 
 
 def migrate(url: str) -> str:
@@ -78,52 +66,3 @@ def _run(work: Coroutine[Any, Any, Result]) -> Result:
     """The result of ``work``, in a thread of its own: the caller's may be running an event loop."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()
-
-
-def is_postgres(url: str) -> bool:
-    """Whether a database URL is one of PostgreSQL. Raises ConfigError if it is and its driver is not installed."""
-    if not url.startswith(("postgresql://", "postgres://")):
-        return False
-    if find_spec("asyncpg") is None:
-        raise ConfigError(f"postgresql:// needs a package: pip install '{DISTRIBUTION}[postgres]'")
-    _check_ports(url)
-    return True
-
-
-def _check_ports(url: str) -> None:
-    """Raises ConfigError for a port that is none, of one of the hosts; the driver would raise anything."""
-    shown = without_password(url)
-    try:
-        hosts = urlsplit(url).netloc.rpartition("@")[2].split(",")
-    except ValueError:  # whose text is a piece of the URL, perhaps of the password
-        raise ConfigError(f"database URL {shown!r} cannot be read; expected {EXPECTED_POSTGRES}") from None
-    for host in hosts:
-        port = host.rpartition("]")[2].rpartition(":")[2] if ":" in host.rpartition("]")[2] else ""
-        if port and not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 2**16):
-            # Of a password with a slash a piece stands where the port would.
-            told = port[:20] if f":{port}" in shown else HIDDEN
-            raise ConfigError(
-                f"database URL has port {told!r}; expected a number from 1 to 65535, in {EXPECTED_POSTGRES}"
-            )
-
-
-def known_revision(found: Sequence[str], where: str) -> str:
-    """The version that a database of ours records. Raises ConfigError if this program does not know it."""
-    if len(found) == 1 and found[0] in REVISIONS:
-        return found[0]
-    raise ConfigError(
-        f"{where} has schema revision {', '.join(found) or 'none'}, this version of rollout knows {REVISIONS[-1]}; "
-        "it was written by a newer version, use that one"
-    )
-
-
-def upgrade(connection: Connection) -> None:
-    """Bring the database to the present version, in the transaction under way. The caller locks and commits."""
-    # Imported here because only a database that is not at the present version needs it.
-    from alembic import command
-    from alembic.config import Config
-
-    config = Config(attributes={"connection": connection})
-    config.set_main_option("script_location", str(Path(__file__).with_name("migrations")).replace("%", "%%"))
-    with _alembic_lock:
-        command.upgrade(config, "head")

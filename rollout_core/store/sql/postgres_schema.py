@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.redaction import without_password
-from rollout_core.store.sql.migrate import REVISIONS, known_revision, upgrade
 from rollout_core.store.sql.postgres_server import DRIVER_ERRORS, connect, explain
+from rollout_core.store.sql.schema import REVISIONS, known_revision, upgrade
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

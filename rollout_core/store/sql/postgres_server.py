@@ -11,7 +11,7 @@ import asyncpg
 
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable, RolloutError, UnknownOutcome
 from rollout_core.base.redaction import without_password
-from rollout_core.store.sql.migrate import EXPECTED_POSTGRES
+from rollout_core.store.sql.database_urls import EXPECTED_POSTGRES
 
 CONNECT_SECONDS = 10.0
 """How long to wait for a connection before the server counts as unreachable."""

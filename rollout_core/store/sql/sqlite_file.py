@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable, RolloutError
 from rollout_core.base.redaction import without_password
-from rollout_core.store.sql.migrate import REVISIONS, known_revision, upgrade
+from rollout_core.store.sql.schema import REVISIONS, known_revision, upgrade
 
 APPLICATION_ID = 0x524F4C4C
 """``ROLL`` in ASCII, in the file's header."""

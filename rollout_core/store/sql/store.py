@@ -33,9 +33,9 @@ from rollout_core.store.sql import queue as sql_queue
 from rollout_core.store.sql import spans as sql_spans
 from rollout_core.store.sql.attempts import end_attempts, find_lost_attempts, update_attempts, update_rollout
 from rollout_core.store.sql.columns import SEQUENCE_ID
-from rollout_core.store.sql.database import open_database
 from rollout_core.store.sql.dialect import Transaction
 from rollout_core.store.sql.group_commit import Hooks
+from rollout_core.store.sql.open_database import open_database
 from rollout_core.store.sql.resources import add_resources, update_resources
 from rollout_core.store.sql.rows import span_columns, span_json, span_model
 from rollout_core.store.sql.workers import record_heartbeat

@@ -24,7 +24,7 @@ from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext, serialize_context
 from prefect_dask.task_runners import PrefectDaskFuture
 
-from flows.dask_worker import Driver, address_of, run_stage
+from flows.dask.worker import Driver, address_of, run_stage
 from flows.fan_out import FanOut, R, T
 from rollout_core.base.errors import Fatal, Recoverable
 from rollout_core.config import DaskConfig, WorkersConfig

@@ -13,8 +13,8 @@ from distributed import Client
 from prefect.settings import PREFECT_API_URL
 from prefect_dask.task_runners import DaskTaskRunner
 
-from flows.dask_fleet import SHARDS_PER_WORKER, DaskFleet
-from flows.dask_worker import Driver, EngineKeeper
+from flows.dask.fleet import SHARDS_PER_WORKER, DaskFleet
+from flows.dask.worker import Driver, EngineKeeper
 from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.base.numerics import current_numerics
 from rollout_core.base.processes import this_machine
