@@ -115,7 +115,7 @@ def test_a_name_that_is_nearly_a_folders_is_refused_with_what_may_be_meant(model
 def test_it_is_refused_where_the_hub_is_out_of_reach_and_an_unlike_name_is_told_as_not_checked(
     model, tmp_path, monkeypatch
 ):
-    from rollout_core.models import models
+    from rollout_core.models import locating
     from rollout_core.models.hub import HubOutOfReach
 
     def out_of_reach(uri, *arguments, download):
@@ -123,10 +123,10 @@ def test_it_is_refused_where_the_hub_is_out_of_reach_and_an_unlike_name_is_told_
             return None
         raise HubOutOfReach(f"{uri} is not here")
 
-    monkeypatch.setattr(models, "fetch_from_hub", out_of_reach)
+    monkeypatch.setattr(locating, "fetch_from_hub", out_of_reach)
     with pytest.raises(ConfigError, match=r"did you mean the folder 'models/tiny'\?"):
         check_model(ModelSource(uri="models/tinny"), tmp_path / "work")
-    with pytest.raises(models.Unchecked, match="model 'somebody/else', as the hub cannot be reached; there is no such"):
+    with pytest.raises(locating.Unchecked, match="model 'somebody/else', as the hub cannot be reached; there is no such"):
         check_model(ModelSource(uri="somebody/else"), tmp_path / "work")
 
 

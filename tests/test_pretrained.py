@@ -20,7 +20,7 @@ from rollout_core.objects import ObjectStore
 from rollout_core.plans.model_check import check_model
 from tests.conftest import PROJECT
 
-DOOR = PROJECT / "rollout_core" / "pretrained.py"
+DOOR = PROJECT / "rollout_core" / "models" / "pretrained.py"
 LOADING = {"from_pretrained", "from_config"}
 CODE = """
 from pathlib import Path

@@ -13,7 +13,7 @@ import pytest
 
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.config.rewards import FunctionReward
-from rollout_core.rewards import rewards
+from rollout_core.rewards import source_ids
 from rollout_core.rewards.loading import load_reward
 from rollout_core.rewards.scoring import RewardInput, score
 from rollout_core.rewards.source_ids import read_source, source_id, source_of
@@ -61,7 +61,7 @@ def test_another_process_refuses_code_that_is_not_that_of_the_id(tmp_path: Path,
     write(tmp_path / "mine.py", "def r(sample): return 1\n")
     spec = FunctionReward(callable="mine.py:r")
     first = source_id(spec, tmp_path)
-    monkeypatch.setattr(rewards, "_held", {})  # as where the id was taken elsewhere
+    monkeypatch.setattr(source_ids, "_held", {})  # as where the id was taken elsewhere
     assert source_of(spec, tmp_path, first).id == first
     write(tmp_path / "mine.py", "def r(sample): return 2\n")
     with pytest.raises(ConfigError, match=r"the code of reward mine\.py:r is not what it was when the run began"):

@@ -15,7 +15,7 @@ from rollout_core.data.completions import Completion
 from rollout_core.data.samples import Sample, encode_completion, encode_samples
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions
-from rollout_core.rewards import rewards
+from rollout_core.rewards import source_ids
 from rollout_core.rewards.source_ids import source_id
 
 pytestmark = pytest.mark.server
@@ -87,7 +87,7 @@ def test_where_the_code_of_the_id_is_gone_the_stage_fails_and_stores_nothing(sco
     given = completions("5")
     write(1.0)
     first = source_id(SPEC)
-    monkeypatch.setattr(rewards, "_held", {})
+    monkeypatch.setattr(source_ids, "_held", {})
     write(2.0)
     with pytest.raises(ConfigError, match=r"the code of reward mine\.py:reward is not what it was when the run began"):
         scored(given, first)
