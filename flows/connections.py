@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rollout_core.base.settings import BLOCK_PREFIX, locations
 from rollout_core.objects import ObjectStore
-from rollout_core.plans.connections import Connections, plain_connections
+from rollout_core.store.connections import Connections, plain_connections
 
 PREFECT_HOME = Path("data/prefect")
 """Of the server that a command starts where none is configured."""

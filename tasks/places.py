@@ -21,8 +21,8 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.base.redaction import without_password
 from rollout_core.base.settings import BLOCK_PREFIX, locations
 from rollout_core.objects import ObjectStore
-from rollout_core.plans.connections import Connections
 from rollout_core.store import SqlLightningStore
+from rollout_core.store.connections import Connections
 
 BlockT = TypeVar("BlockT", bound=Block)
 

@@ -126,7 +126,9 @@ def test_it_is_refused_where_the_hub_is_out_of_reach_and_an_unlike_name_is_told_
     monkeypatch.setattr(locating, "fetch_from_hub", out_of_reach)
     with pytest.raises(ConfigError, match=r"did you mean the folder 'models/tiny'\?"):
         check_model(ModelSource(uri="models/tinny"), tmp_path / "work")
-    with pytest.raises(locating.Unchecked, match="model 'somebody/else', as the hub cannot be reached; there is no such"):
+    with pytest.raises(
+        locating.Unchecked, match="model 'somebody/else', as the hub cannot be reached; there is no such"
+    ):
         check_model(ModelSource(uri="somebody/else"), tmp_path / "work")
 
 

@@ -22,6 +22,7 @@ from rollout_core.inference.runs import RUN_ID_FILE, check_run, earlier_run_id, 
 from rollout_core.models.hub import has_token, is_gated
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import PromptShards
+from rollout_core.plans.dask import check_cluster
 from rollout_core.plans.plan import Connections, Plan, context_limit
 
 log = logging.getLogger(__name__)
@@ -65,8 +66,6 @@ def _workers(plan: Plan, config: InferBatchConfig) -> int | str | None:
     dask = config.workers.dask
     if dask is None:
         return config.workers.count
-    from rollout_core.plans.dask import check_cluster
-
     return plan.check("workers.dask", lambda: check_cluster(dask))
 
 

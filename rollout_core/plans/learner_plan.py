@@ -28,12 +28,13 @@ from rollout_core.config import (
 )
 from rollout_core.config.rewards import ExactMatchReward, ModelReward, RewardSpec, plain_rewards
 from rollout_core.data.datasets import PromptRow
+from rollout_core.models.bounded.inspecting import check_training
 from rollout_core.models.facts import blank_model, check_reward_model
 from rollout_core.models.locating import describe
-from rollout_core.plans.connections import Connections
 from rollout_core.plans.plan import Plan, context_limit
 from rollout_core.plans.resources import row_tokens, tell_disk, tell_memory, training_of
 from rollout_core.rewards.loading import load_reward
+from rollout_core.store.connections import Connections
 
 if TYPE_CHECKING:  # imports torch, which --help need not wait for
     from rollout_core.data.data_report import DataReport
@@ -65,7 +66,6 @@ class LearnerPlan(Plan):
         source, facts = self.model_source, self.model_facts
         if source is None or facts is None:
             return
-        from rollout_core.models.bounded.inspecting import check_training
 
         def look() -> None:
             with describe(source, self.base, self.objects) as found:

@@ -37,8 +37,8 @@ from rollout_core.models.model_import import recall_model
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.resume import find_start
 from rollout_core.objects.snapshots import Snapshot
-from rollout_core.plans.connections import Connections
 from rollout_core.plans.model_check import check_model
+from rollout_core.store.connections import Connections
 
 T = TypeVar("T")
 

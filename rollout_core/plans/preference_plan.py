@@ -18,9 +18,9 @@ from rollout_core.config import (
 )
 from rollout_core.models.facts import check_reference
 from rollout_core.models.locating import describe
-from rollout_core.plans.connections import Connections
 from rollout_core.plans.learner_plan import DATA_REPORT, LearnerPlan
 from rollout_core.plans.resources import row_tokens
+from rollout_core.store.connections import Connections
 
 if TYPE_CHECKING:  # imports torch, which --help need not wait for
     from rollout_core.data.data_report import DataReport

@@ -9,6 +9,8 @@ from typing import Any
 
 from rollout_core.base.error_messages import in_words
 from rollout_core.base.errors import ConfigError
+from rollout_core.models.facts import blank_model, describe_model, inspect_model
+from rollout_core.models.tokenizers import prepare_transformers
 
 
 def handle(request: dict[str, Any], step: Callable[[int], None]) -> Any:
@@ -26,14 +28,10 @@ def handle(request: dict[str, Any], step: Callable[[int], None]) -> Any:
 
 def _prepare() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from rollout_core.models.tokenizers import prepare_transformers
-
     prepare_transformers()
 
 
 def _inspect(folder: str, has_weights: bool) -> dict[str, Any]:
-    from rollout_core.models.facts import describe_model, inspect_model
-
     facts = inspect_model(Path(folder)) if has_weights else describe_model(Path(folder))
     _try_decoder(facts.tokenizer, folder)
     return facts.document()
@@ -56,6 +54,5 @@ def _adapter(folder: str, model_folder: str, whole: bool) -> None:
 
 def _training(folder: str, is_reward_model: bool) -> None:
     from rollout_core.models.architecture import check_trainable
-    from rollout_core.models.facts import blank_model
 
     check_trainable(blank_model(Path(folder), is_reward_model=is_reward_model))

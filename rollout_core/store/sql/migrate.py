@@ -1,21 +1,16 @@
-"""The schema of a store's database: known versions, and how an older one is brought to the present.
-
-The versions are Alembic's, in ``migrations``. A new database starts empty and goes through all of them.
-"""
+"""A store's database brought to the present schema. A new one starts empty and goes through all versions."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from rollout_core.base.redaction import without_password
+from rollout_core.store.sql import sqlite_file
 from rollout_core.store.sql.database_urls import is_postgres
 from rollout_core.store.sql.schema import REVISIONS
-
-if TYPE_CHECKING:
-    pass
 
 Result = TypeVar("Result")
 
@@ -44,8 +39,6 @@ def check(url: str) -> None:
 
         _run(inspect(url, BUSY_TIMEOUT_SECONDS))
     else:
-        from rollout_core.store.sql import sqlite_file
-
         sqlite_file.inspect(sqlite_file.parse_url(url), BUSY_TIMEOUT_SECONDS)
 
 
@@ -56,8 +49,6 @@ def _prepare(url: str) -> tuple[str | None, str]:
 
         prepared = _run(prepare(url, BUSY_TIMEOUT_SECONDS))
         return prepared.revision_before, without_password(url)
-    from rollout_core.store.sql import sqlite_file
-
     path = sqlite_file.parse_url(url)
     return sqlite_file.prepare(path, BUSY_TIMEOUT_SECONDS), str(path)
 

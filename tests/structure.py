@@ -1,0 +1,127 @@
+"""The plan of the house: what imports what. ``python -m tests.structure`` prints it as a table.
+
+Counted are the modules of the five packages. An import inside a function is an arrow like any other; one for the eyes
+of type checkers alone (under ``TYPE_CHECKING``) is none, as nothing runs along it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parents[1]
+PACKAGES = ("rollout_core", "blocks", "tasks", "flows", "deployments")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One module names another."""
+
+    importer: str
+    imported: str
+    function: str | None
+    """In which it stands, if in one."""
+
+
+@dataclass(frozen=True)
+class House:
+    """Modules with their lines, and the imports between them."""
+
+    lines: Mapping[str, int]
+    imports: frozenset[Import]
+
+    def circle(self) -> list[str]:
+        """Modules that import each other in a loop, if any do."""
+        sorter: TopologicalSorter[str] = TopologicalSorter()
+        for item in self.imports:
+            sorter.add(item.importer, item.imported)
+        try:
+            sorter.prepare()
+        except CycleError as error:
+            return error.args[1]
+        return []
+
+    def floors(self) -> dict[str, int]:
+        """Of rooms, which are the packages of ``rollout_core`` and the others: one above the highest they import."""
+        below: dict[str, set[str]] = {room_of(module): set() for module in self.lines}
+        for item in self.imports:
+            below[room_of(item.importer)].add(room_of(item.imported))
+        floors: dict[str, int] = {}
+        for room in TopologicalSorter({room: rooms - {room} for room, rooms in below.items()}).static_order():
+            floors[room] = 1 + max((floors[other] for other in below[room] - {room}), default=0)
+        return floors
+
+    def inside_functions(self) -> list[Import]:
+        """Imports that are not at the top of their file."""
+        return sorted((item for item in self.imports if item.function), key=lambda item: (item.importer, item.imported))
+
+
+def room_of(module: str) -> str:
+    """``rollout_core.store`` of ``rollout_core.store.sql.queue``, ``flows`` of ``flows.train``."""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "rollout_core" and len(parts) > 1 else parts[0]
+
+
+def read_house(project: Path = PROJECT) -> House:
+    """Of the files as they are now."""
+    files = {
+        _name(file.relative_to(project)): file for package in PACKAGES for file in (project / package).rglob("*.py")
+    }
+    lines, imports = {}, set()
+    for name, file in files.items():
+        text = file.read_text(encoding="utf-8")
+        lines[name] = len(text.splitlines())
+        for node, function in _imports(ast.parse(text), None):
+            for imported in _targets(node, files):
+                # Names that a package hands on are imported when they are first used, from where they are.
+                if imported != name and not _is_face(files[imported]):
+                    imports.add(Import(name, imported, function))
+    return House(lines, frozenset(imports))
+
+
+def _name(file: Path) -> str:
+    return ".".join(file.parent.parts if file.stem == "__init__" else file.with_suffix("").parts)
+
+
+def _is_face(file: Path) -> bool:
+    return file.name == "__init__.py"
+
+
+def _imports(node: ast.AST, function: str | None) -> Iterator[tuple[ast.Import | ast.ImportFrom, str | None]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child, function
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        else:
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            yield from _imports(child, child.name if is_function and function is None else function)
+
+
+def _targets(node: ast.Import | ast.ImportFrom, files: Mapping[str, Path]) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names if alias.name in files)
+    elif node.module in files:
+        for alias in node.names:
+            whole = f"{node.module}.{alias.name}"
+            yield whole if whole in files else node.module
+
+
+def main() -> None:
+    """Print the table."""
+    house = read_house()
+    print(f"{len(house.lines)} files, {sum(house.lines.values()):,} lines; longest: ", end="")
+    longest = sorted(house.lines, key=lambda name: -house.lines[name])[:5]
+    print(", ".join(f"{name} {house.lines[name]}" for name in longest))
+    print(f"circle: {' -> '.join(house.circle()) or 'none'}")
+    for room, floor in sorted(house.floors().items(), key=lambda item: (-item[1], item[0])):
+        num_lines = sum(lines for module, lines in house.lines.items() if room_of(module) == room)
+        print(f"floor {floor:2}  {room:26} {num_lines:6,} lines")
+    print(f"imports inside functions: {len(house.inside_functions())}")
+
+
+if __name__ == "__main__":
+    main()
