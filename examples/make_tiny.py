@@ -9,6 +9,7 @@ Run: python examples/make_tiny.py [FOLDER]   (default: data/example)
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -123,12 +124,16 @@ def make_model(folder: Path, *, hidden_size: int = 256, num_layers: int = 4, see
 
 def main() -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "data/example")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("data/example"), help="default: data/example")
+    folder: Path = parser.parse_args().folder
     # Two first commands may be started together.
     with exclusive(folder.with_name(f".{folder.name}.lock")):
         if all((folder / name).is_file() for name in FILES) and (folder / "model" / "config.json").is_file():
             print(f"{folder}: already made")
             return
+        if others := sorted({entry.name for entry in folder.glob("*")} - {*FILES, "model"}):
+            sys.exit(f"{folder} holds {others[0]}, which is not of this example; name a folder that is new or empty")
         make(folder)
     print(
         f"{folder}: model and {NUM_SFT} SFT rows, {NUM_PROMPTS} prompts, {NUM_HELD_OUT} held-out prompts, "

@@ -67,9 +67,8 @@ def room_of(module: str) -> str:
 
 def read_house(project: Path = PROJECT) -> House:
     """Of the files as they are now."""
-    files = {
-        _name(file.relative_to(project)): file for package in PACKAGES for file in (project / package).rglob("*.py")
-    }
+    found = (file for package in PACKAGES for file in (project / package).rglob("*.py"))
+    files = {_name(file.relative_to(project)): file for file in found}
     lines, imports = {}, set()
     for name, file in files.items():
         text = file.read_text(encoding="utf-8")

@@ -126,6 +126,8 @@ BAD_ENDS = {
     "raise KeyboardInterrupt": "KeyboardInterrupt",
     "raise Unshowable": "Unshowable: (its message cannot be shown: __str__ raises ZeroDivisionError)",
     "return Unshowable()": "returned a Unshowable whose __repr__ raises",
+    "raise ValueError('half a \\ud83d')": "ValueError: half a \\ud83d",
+    "os.kill(os.getpid(), 40)": "it was killed by signal 40",
 }
 
 
@@ -152,6 +154,17 @@ def test_a_reward_that_goes_wrong_is_named_with_sample_and_reason(tmp_path: Path
         scores(tmp_path, memory_mb=150, max_processes=8, **timeout)
     told = str(caught.value)
     assert told.startswith("reward mine.py:r ") and "sample 1" in told and BAD_ENDS[line] in told
+    told.encode()
+
+
+def test_a_file_that_only_a_computed_import_names_is_refused(tmp_path: Path):
+    """Nothing would notice its changes."""
+    write(tmp_path / "hidden.py", "W = 1\n")
+    write(tmp_path / "mine.py", "import importlib\ndef r(sample): return importlib.import_module('hid' + 'den').W\n")
+    with pytest.raises(Fatal, match=r"imports hidden from .*hidden\.py, which no import statement of its files names"):
+        scores(tmp_path)
+    write(tmp_path / "mine.py", "import hidden, importlib\ndef r(sample): return importlib.import_module('hidden').W\n")
+    assert scores(tmp_path) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("line", ["sys.exit(0)", "raise GeneratorExit", "raise Unshowable", "return Unshowable()"])

@@ -272,6 +272,33 @@ def test_source_id_follows_relative_imports_out_of_a_package(tmp_path: Path):
     assert source_id(FunctionReward(callable="pack.rewards.mine:r"), tmp_path) != before
 
 
+@pytest.mark.parametrize(
+    "exported",
+    ["__all__ = ['sub']", "__all__ = []\n__all__ += ('sub',)", "__all__ = [name for name in ('sub',)]"],
+)
+def test_source_id_follows_what_a_star_imports(tmp_path: Path, exported: str):
+    write(tmp_path / "pack/__init__.py", f"{exported}\n")
+    write(tmp_path / "mine.py", "from pack import *\ndef r(sample): return sub.V\n")
+    found = []
+    for value in (1.0, 2.0):
+        write(tmp_path / "pack/sub.py", f"V = {value}\n")
+        spec = FunctionReward(callable="mine.py:r")
+        reward = load_reward(spec, base=tmp_path)
+        found.append((source_id(spec, tmp_path), score(reward, SAMPLES)[0]))
+        reward.close()
+    assert found[0][0] != found[1][0] and [value for _, value in found] == [1.0, 2.0]
+
+
+def test_a_project_under_the_prefix_of_the_interpreter_is_the_users_own(tmp_path: Path, monkeypatch):
+    """As in containers, where the prefix is /usr/local and a project may be /usr/local/app."""
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    write(tmp_path / "app/rewards/mine.py", "from helper import W\n")
+    write(tmp_path / "app/helper.py", "W = 1\n")
+    before = source_id(FunctionReward(callable="rewards/mine.py:r"), tmp_path / "app")
+    write(tmp_path / "app/helper.py", "W = 2\n")
+    assert source_id(FunctionReward(callable="rewards/mine.py:r"), tmp_path / "app") != before
+
+
 def test_source_id_of_a_rule_follows_its_settings():
     assert source_id(ExactMatchReward()) == source_id(ExactMatchReward())
     assert source_id(ExactMatchReward()) != source_id(ExactMatchReward(strip=False))

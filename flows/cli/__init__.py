@@ -5,7 +5,9 @@ Heavy imports happen inside the commands that need them, so that ``--help`` answ
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from typing import Annotated
 
 import typer
@@ -65,4 +67,8 @@ def schema(
 
 def main() -> None:
     """Entry point of the `rollout` command."""
+    for stream in (sys.stdout, sys.stderr):
+        # A character that the terminal cannot show is no reason for a traceback.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     app()

@@ -13,6 +13,7 @@ from rollout_core.base.errors import (
     Recoverable,
     RetryHint,
     RolloutError,
+    well_formed,
 )
 
 
@@ -24,9 +25,18 @@ def in_words(error: BaseException) -> str:
 
 def _text(error: BaseException) -> str:
     try:
-        return str(error)
+        return well_formed(str(error))
     except (Exception, SystemExit, GeneratorExit) as problem:  # noqa: BLE001 - other people's code, which may do anything
         return f"(its message cannot be shown: __str__ raises {type(problem).__name__})"
+
+
+def as_cause(error: Exception) -> Exception | None:
+    """For ``raise ... from``: the error, unless its message cannot be encoded, and with it no log record that shows it."""
+    try:
+        str(error).encode()
+    except Exception:  # noqa: BLE001 - other people's code
+        return None
+    return error
 
 
 def error_message(error: BaseException) -> dict[str, Any]:
@@ -36,7 +46,7 @@ def error_message(error: BaseException) -> dict[str, Any]:
         "kind": (own or [type(error)])[0].__name__,
         "message": _text(error) or type(error).__name__,
         "passing": isinstance(error, OSError | RuntimeError),
-        "violations": [str(line) for line in getattr(error, "violations", ())] if own else [],
+        "violations": [well_formed(str(line)) for line in getattr(error, "violations", ())] if own else [],
         "content_id": str(getattr(error, "content_id", "")) if own else "",
         "hint": vars(error.hint) if isinstance(error, Recoverable) else None,
     }

@@ -23,12 +23,17 @@ class RetryHint:
         return min(self.delay_seconds * 2.0**retry, self.max_delay_seconds)
 
 
+def well_formed(text: str) -> str:
+    r"""``text`` with lone surrogates as ``\\udc80``: what cannot be encoded can be neither logged nor stored."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
 class RolloutError(Exception):
     """Base of all errors raised on purpose by this project. ``str(error)`` is one clear line."""
 
     def __str__(self) -> str:
         # KeyError (a base of NotFound) would show the repr of the message.
-        return str(self.args[0]) if self.args else type(self).__name__
+        return well_formed(str(self.args[0])) if self.args else type(self).__name__
 
 
 class ConfigError(RolloutError, ValueError):

@@ -109,6 +109,14 @@ def signal_at_parents_end(number: signal.Signals | None) -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, number or 0)
 
 
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9; most real-time signals have no name of their own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def search_path() -> str:
     """PYTHONPATH for a child process that is to run this very code."""
     package = str(Path(__file__).resolve().parents[2])

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rollout_core.base.errors import well_formed
+
 FinishReason = Literal["stop", "length"]
 
 TopLogprobs = Sequence[tuple[int, float]]
@@ -37,6 +39,9 @@ class Failure:
     """One line for people."""
     passing: bool = False
     """Another try later may succeed (an overloaded endpoint); False where it never will (a prompt that is too long)."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", well_formed(self.reason))
 
 
 Outcome = Completion | Failure

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import queue
-import signal
 import subprocess
 import sys
 import threading
@@ -25,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 from rollout_core.base.error_messages import error_of, is_own_error
 from rollout_core.base.errors import ConfigError, Recoverable, RolloutError
 from rollout_core.base.numerics import default_threads
-from rollout_core.base.processes import search_path
+from rollout_core.base.processes import search_path, signal_name
 from rollout_core.base.scratch import scratch_folder
 from rollout_core.base.settings import stop_seconds
 from rollout_core.launch.job import (
@@ -204,7 +203,7 @@ class _Ranks:
         if first.kind == "error":
             return error_of(first.content, where)
         code = first.content
-        end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        end = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         lines = " / ".join(self._ranks[first.rank].last_lines) or "none"
         return Recoverable(
             f"{where} {end}; the others were ended too. Run again, the update goes on from its last snapshot. Its last "

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Any, TypeVar
 
-from rollout_core.base.error_messages import in_words
+from rollout_core.base.error_messages import as_cause, in_words
 from rollout_core.base.errors import Fatal, Recoverable
 from rollout_core.rewards.functions import shown
 
@@ -97,7 +97,7 @@ def _call(reward: RewardFunction, argument: Any, place: str) -> Any:
     except (Recoverable, Fatal):
         raise
     except (Exception, SystemExit, GeneratorExit) as error:
-        raise Fatal(f"reward {reward.name} failed on {place}: {in_words(error)}") from error
+        raise Fatal(f"reward {reward.name} failed on {place}: {in_words(error)}") from as_cause(error)
 
 
 def _number(reward: RewardFunction, value: Any, place: str) -> float:
@@ -108,7 +108,7 @@ def _number(reward: RewardFunction, value: Any, place: str) -> float:
     except OverflowError:
         number = math.inf
     except (Exception, SystemExit, GeneratorExit) as error:
-        raise Fatal(f"reward {reward.name} returned no number for {place}: {in_words(error)}") from error
+        raise Fatal(f"reward {reward.name} returned no number for {place}: {in_words(error)}") from as_cause(error)
     if not math.isfinite(number):
         raise Fatal(f"reward {reward.name} returned {shown(value)} for {place}; expected a finite number")
     return number

@@ -18,12 +18,17 @@ from typing import Any
 from rollout_core.base.error_messages import in_words
 from rollout_core.base.errors import ConfigError
 from rollout_core.rewards.user_code import SourceFile, UserCode
+from rollout_core.rewards.user_places import is_users
 
 
 @contextmanager
-def importable(code: UserCode) -> Iterator[None]:
-    """Imports inside the block, by any thread, find the user's modules as they were read."""
-    finder = _Finder(code, list(sys.path))
+def importable(code: UserCode, *, alone: bool = False) -> Iterator[None]:
+    """Imports inside the block, by any thread, find the user's modules as they were read.
+
+    ``alone``: no other code runs in this process, so that a file of the user's that was not read is refused, with
+    ConfigError: nothing would notice its changes.
+    """
+    finder = _Finder(code, list(sys.path), alone)
     sys.meta_path.insert(0, finder)
     sys.path[:0] = code.folders
     try:
@@ -69,20 +74,35 @@ def _run_file(name: str, file: SourceFile) -> ModuleType:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, code: UserCode, search_path: list[str]) -> None:
+    def __init__(self, code: UserCode, search_path: list[str], alone: bool) -> None:
+        self._code = code
         self._files = code.files
         self._search_path = search_path
+        self._alone = alone
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Of a module that is among the code's files."""
+        """Of a module among the code's files. Raises ConfigError for another of the user's, as `importable` says."""
         if fullname in self._files:
             return _spec(fullname, self._files[fullname])
         if path is None and fullname in sys.stdlib_module_names:
             # A file of the user's that has such a name is not meant, nor in the code's id.
             return importlib.machinery.PathFinder.find_spec(fullname, self._search_path)
+        if self._alone:
+            self._refuse_unread(fullname, path)
         return None
+
+    def _refuse_unread(self, name: str, path: Sequence[str] | None) -> None:
+        folders = [*self._code.folders, *self._search_path]
+        spec = importlib.machinery.PathFinder.find_spec(name, folders if path is None else path)
+        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+            return
+        if is_users(Path(spec.origin), folders):
+            raise ConfigError(
+                f"reward {self._code.callable} imports {name} from {spec.origin}, which no import statement of its "
+                "files names, so that scores would not follow that file's changes; import it by a plain statement"
+            )
 
 
 def _spec(name: str, file: SourceFile) -> importlib.machinery.ModuleSpec:

@@ -6,13 +6,13 @@ import ast
 import importlib
 import importlib.machinery
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-import rollout_core
 from rollout_core.base.errors import ConfigError
 from rollout_core.rewards.functions import near
 from rollout_core.rewards.user_code import SourceFile, UserCode
+from rollout_core.rewards.user_places import OWN_PACKAGES, PROJECT, is_installed
 
 
 def read_code(name: str, base: Path | None) -> UserCode:
@@ -21,7 +21,7 @@ def read_code(name: str, base: Path | None) -> UserCode:
 
     Only the user's own code counts as imported: what lies in a folder of Python's search path outside its installation,
     beside the file, or under ``base``. The standard library's names are its own. Imports that are computed at run time
-    are not seen.
+    are not seen; `rollout_core.rewards.user_modules` refuses those of the user's own files.
     """
     folder = (base or Path()).resolve()
     source = name.rpartition(":")[0]
@@ -80,9 +80,8 @@ def _find_spec(name: str, path: list[str] | None) -> importlib.machinery.ModuleS
 
 
 def _users_folders(file: Path, base: Path) -> list[Path]:
-    installed = tuple({str(Path(folder).resolve()) for folder in (sys.prefix, sys.base_prefix)})
-    places = [file.parent, base, *(Path(entry).resolve() for entry in sys.path)]
-    return [place for place in dict.fromkeys(places) if place.is_dir() and not str(place).startswith(installed)]
+    places = [place for place in (Path(entry).resolve() for entry in sys.path) if not is_installed(place)]
+    return [place for place in dict.fromkeys([file.parent, base, *places]) if place.is_dir()]
 
 
 def _parents(module: str, folders: list[Path]) -> dict[str, SourceFile]:
@@ -96,13 +95,47 @@ def _add_imported(found: dict[str, SourceFile], first: tuple[SourceFile, str], f
     waiting = [first, *((file, _inside(name, file)) for name, file in found.items())]
     while waiting:
         file, package = waiting.pop()
-        for name in _imported_names(file.code, package):
+        for name in _with_exported(_imported_names(file.code, package), found):
             if name in found:
                 continue
             imported = _find(name, folders)
             if imported is not None:
                 found[name] = imported
                 waiting.append((imported, _inside(name, imported)))
+
+
+def _with_exported(names: Iterable[str], found: Mapping[str, SourceFile]) -> Iterator[str]:
+    """``names``; in place of ``package.*``, whose package comes before it, the modules which that imports."""
+    for name in names:
+        package, star, _ = name.partition(".*")
+        if not star:
+            yield name
+        elif package in found and found[package].is_package:
+            yield from (f"{package}.{module}" for module in _exported(found[package]))
+
+
+def _exported(package: SourceFile) -> list[str]:
+    """What ``__all__`` lists; where it is computed, all modules that there are."""
+    tree = _parsed(package.code)
+    if tree is None:
+        return []
+    values = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) and "__all__" in _assigned(node)
+    ]
+    mentions = sum(isinstance(node, ast.Name) and node.id == "__all__" for node in ast.walk(tree))
+    listed = [value.elts for value in values if isinstance(value, ast.List | ast.Tuple)]
+    items = [item.value if isinstance(item, ast.Constant) else None for items in listed for item in items]
+    if mentions == len(values) == len(listed) and None not in items:
+        return [str(item) for item in items]
+    folder = package.path.parent
+    return sorted({file.stem for file in folder.glob("*.py")} | {file.parent.name for file in folder.glob("*/*.py")})
+
+
+def _assigned(node: ast.Assign | ast.AugAssign | ast.AnnAssign) -> set[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 def _inside(name: str, file: SourceFile) -> str:
@@ -115,18 +148,13 @@ def _find(name: str, folders: Iterable[Path]) -> SourceFile | None:
     if first in sys.stdlib_module_names:
         return None
     for folder in folders:
-        if folder == _ROOT and (_ROOT / first) in _OWN:
+        if folder == PROJECT and first in OWN_PACKAGES:
             continue
         stem = folder.joinpath(*name.split("."))
         for path, is_package in ((stem / "__init__.py", True), (stem.with_suffix(".py"), False)):
             if path.is_file():
                 return SourceFile(path, _read(path), is_package)
     return None
-
-
-_ROOT = Path(rollout_core.__file__).resolve().parents[1]
-_OWN = {_ROOT / name for name in ("rollout_core", "blocks", "tasks", "flows", "deployments")}
-"""Packages of this project, which are no user's wherever they are installed from."""
 
 
 def _package_of(file: Path) -> tuple[str, Path]:
@@ -139,13 +167,18 @@ def _package_of(file: Path) -> tuple[str, Path]:
     return ".".join(names), folder
 
 
-def _imported_names(code: bytes, package: str) -> Iterator[str]:
-    """Dotted names that the code of a module of ``package`` imports, and the packages they lie in."""
+def _parsed(code: bytes) -> ast.Module | None:
     try:
-        tree = ast.parse(code)
+        return ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return  # said in full when it is loaded
-    for node in ast.walk(tree):
+        return None  # said in full when it is loaded
+
+
+def _imported_names(code: bytes, package: str) -> Iterator[str]:
+    """Dotted names that the code of a module of ``package`` imports, each after the packages it lies in; ``name.*`` for
+    all that ``name`` exports."""
+    tree = _parsed(code)
+    for node in ast.walk(tree) if tree else ():
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

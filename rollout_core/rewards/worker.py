@@ -22,7 +22,7 @@ def handle(request: dict[str, Any], tell: Callable[[int], None]) -> Any:
     global _loaded
     if "code" in request:
         code, kwargs = UserCode.from_document(request["code"]), request["kwargs"]
-        _imports.enter_context(importable(code))
+        _imports.enter_context(importable(code, alone=True))
         function = load_function(code, kwargs)
         _loaded = RewardFunction(code.callable, lambda given: function(given, **kwargs), is_batched(function))
         return None

@@ -104,3 +104,34 @@ def test_a_reward_that_ends_its_process_fails_its_stage_and_the_next_goes_on(sco
         scored(given, source_id(SPEC))
     write(3.0)
     assert scored(given, source_id(SPEC)) == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_a_reward_whose_error_cannot_be_encoded_fails_its_run_like_any_other(prefect_server, in_process, capfd):
+    """A reply cut in the middle of a character is enough; the run must not stay Running for ever."""
+    from prefect import flow
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+    from prefect.logging.handlers import APILogHandler
+
+    from tasks.rewards import close_rewards
+    from tasks.score import score_rewards
+
+    Path("mine.py").write_text("def reward(sample): raise ValueError('half a \\ud83d')\n")
+    spec = FunctionReward(callable="mine.py:reward", in_process=in_process)
+
+    @flow(name="test-score", persist_result=False)
+    def test_score() -> None:
+        score_rewards(completions("7"), spec, source_id(spec))
+
+    state = test_score(return_state=True)
+    close_rewards()
+    APILogHandler().flush()
+    with pytest.raises(Fatal, match=r"reward mine\.py:reward failed on sample 0 \(row-0\): ValueError: half a"):
+        state.result()
+    with get_client(sync_client=True) as client:
+        run = client.read_flow_run(state.state_details.flow_run_id)
+        assert run.state is not None and run.state.is_failed()
+        [task] = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id])))
+        assert task.state is not None and task.state.is_failed()
+    assert "Error logging to API" not in capfd.readouterr().err

@@ -26,6 +26,7 @@ from rollout_core.base.isolation.environment import child_environment
 from rollout_core.base.isolation.limits import Limits, allowed_memory, gibibytes
 from rollout_core.base.isolation.warden import BUSY, END, IDLE
 from rollout_core.base.isolation.worker import PROGRESS_BYTES, STARTING, Progress
+from rollout_core.base.processes import signal_name
 from rollout_core.base.stopping import raise_if_stopping
 
 log = logging.getLogger(__name__)
@@ -361,7 +362,7 @@ class _Call:
             return self._ended(f"ended its process with exit code {code}")
         if code == -signal.SIGKILL:
             return self._ended("was killed by SIGKILL (the machine may have run out of memory)", Interrupted)
-        return self._ended(f"was killed by {signal.Signals(-code).name}")
+        return self._ended(f"was killed by {signal_name(-code)}")
 
     def _ended(self, reason: str, kind: type[Ended | Interrupted] = Ended) -> Ended | Interrupted:
         self._read_rest()

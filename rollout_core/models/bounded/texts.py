@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rollout_core.base.error_messages import in_words
+from rollout_core.base.errors import well_formed
 
 ENCODE_SECONDS = 60.0
 """Of processor time, for the texts of one request: ten times what they take."""
@@ -83,7 +84,7 @@ def _words(error: Exception) -> str:
     from jinja2 import TemplateError
 
     text = str(error) if isinstance(error, TemplateError | TypeError) else in_words(error)
-    return " ".join(text.split())[:500]
+    return " ".join(well_formed(text).split())[:500]
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from uvicorn.supervisors import Multiprocess
 from uvicorn.supervisors.multiprocess import Process
 
 from rollout_core.base.errors import Fatal
+from rollout_core.base.processes import signal_name
 
 START_SECONDS = 300
 """From a worker's start to its first answer; on a busy machine the imports alone take long."""
@@ -105,4 +105,4 @@ class Supervisor(Multiprocess):
 
 
 def _end(code: int | None) -> str:
-    return f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
+    return f"was killed by {signal_name(-code)}" if code and code < 0 else f"ended with exit code {code}"
