@@ -30,8 +30,8 @@ def _text(error: BaseException) -> str:
         return f"(its message cannot be shown: __str__ raises {type(problem).__name__})"
 
 
-def as_cause(error: Exception) -> Exception | None:
-    """For ``raise ... from``: the error, unless its message cannot be encoded, and with it no log record that shows it."""
+def as_cause(error: BaseException) -> BaseException | None:
+    """For ``raise ... from``: the error, unless its message cannot be encoded; a log record that shows it could not."""
     try:
         str(error).encode()
     except Exception:  # noqa: BLE001 - other people's code

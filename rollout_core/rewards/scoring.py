@@ -96,7 +96,7 @@ def _call(reward: RewardFunction, argument: Any, place: str) -> Any:
         return list(value) if reward.batched and isinstance(value, Iterable) else value
     except (Recoverable, Fatal):
         raise
-    except (Exception, SystemExit, GeneratorExit) as error:
+    except (Exception, SystemExit, GeneratorExit) as error:  # noqa: BLE001 - other people's code
         raise Fatal(f"reward {reward.name} failed on {place}: {in_words(error)}") from as_cause(error)
 
 
@@ -107,7 +107,7 @@ def _number(reward: RewardFunction, value: Any, place: str) -> float:
         number = float(value) if isinstance(value, Real) else math.nan
     except OverflowError:
         number = math.inf
-    except (Exception, SystemExit, GeneratorExit) as error:
+    except (Exception, SystemExit, GeneratorExit) as error:  # noqa: BLE001 - other people's code
         raise Fatal(f"reward {reward.name} returned no number for {place}: {in_words(error)}") from as_cause(error)
     if not math.isfinite(number):
         raise Fatal(f"reward {reward.name} returned {shown(value)} for {place}; expected a finite number")
