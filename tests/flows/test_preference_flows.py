@@ -321,7 +321,7 @@ def test_dry_run_says_what_the_data_gives(kind, tiny_model, preference_data):
         (
             "kto",
             {"algorithm.trackers": ["wandb"]},
-            r"algorithm\.trackers: wandb is not installed; install rollout\[wandb\]",
+            r"algorithm\.trackers: wandb is not installed; install rollout-post-training\[wandb\]",
         ),
         ("dpo", {"algorithm.trackers": ["wandbb"]}, r"algorithm\.trackers.*got 'wandbb'"),
         ("rm", {"algorithm.evaluation.dataset.path": "none"}, r"evaluation\.dataset\.path: dataset 'none' cannot be"),
