@@ -6,6 +6,9 @@ one after the other: each result is what its own item left. Unknown ids raise No
 cannot be stored ConfigError (a ValueError), passing trouble of the storage Recoverable; a call that raised has changed
 nothing, unless it says by UnknownOutcome, a Recoverable, that it cannot know.
 
+An id, of whatever it is, is text that is not empty, holds no NUL and is valid Unicode; the last two hold for names of
+spans and for filters too. Anything else is a ConfigError, also where it is only asked for.
+
 An attempt is a lease: the worker that got it may complete the rollout until the watchdog or another worker ends the
 lease. An attempt in preparing or running that loses its lease to a newer one ends as failed; so does one that a late
 span has revived, when the rollout finishes. The watchdog is not a thread. It runs before most calls, at most once per
@@ -19,7 +22,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollout_core.base.errors import Conflict
-from rollout_core.store.checks import check_ends
+from rollout_core.store.checks import check_ends, check_id_list
 from rollout_core.store.codec import encode_stored
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
 from rollout_core.store.span_fields import SpanFields
@@ -140,6 +143,7 @@ class LightningStore(ABC):
         A rollout that has moved on since is left alone. A store may take the attempt back as if it had not been, and
         put the rollout at the head of the queue; by default the rollout is queued again at the tail.
         """
+        check_id_list([rollout.rollout_id for rollout in claimed])
         for rollout in claimed:
             latest = await self.get_rollout_by_id(rollout.rollout_id)
             if isinstance(latest, AttemptedRollout) and latest == rollout:
@@ -314,7 +318,7 @@ class LightningStore(ABC):
         """The next sequence id for each (rollout, attempt) pair, in the order of pairs.
 
         There is one counter for each rollout, so the numbers of an attempt strictly increase. The attempt need not
-        exist yet. Raises NotFound for an unknown rollout.
+        exist yet. Raises NotFound for an unknown rollout, ConfigError if a span has the largest number there is.
         """
 
     async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:

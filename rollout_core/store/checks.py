@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
@@ -11,17 +12,21 @@ from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.base.ids import canonical_json
 from rollout_core.store.codec import decode, encode
 from rollout_core.store.resources import NamedResources
-from rollout_core.store.types import AttemptUpdate, Rollout, Unset, build
+from rollout_core.store.types import AttemptUpdate, EnqueueRolloutRequest, Rollout, Unset, build
+
+LARGEST_NUMBER = 2**63 - 1
+"""The largest integer that every store can count to and keep."""
 
 _NAMED_RESOURCES = TypeAdapter(NamedResources)
+_texts_of = itemgetter("rollout_id", "attempt_id", "span_id", "trace_id", "parent_id", "name")
 
 
 def check_page(limit: int, offset: int) -> None:
-    """Raise ConfigError for a limit or offset that means nothing."""
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < -1:
-        raise ConfigError(f"limit is {limit!r}; expected a number of items, or -1 for no limit")
-    if isinstance(offset, bool) or not isinstance(offset, int) or offset < 0:
-        raise ConfigError(f"offset is {offset!r}; expected a number of items to skip, from 0")
+    """Raise ConfigError for a limit or offset that means nothing, or that no store could count to."""
+    if isinstance(limit, bool) or not isinstance(limit, int) or not -1 <= limit <= LARGEST_NUMBER:
+        raise ConfigError(f"limit is {limit!r:.80}; expected a number of items below 2**63, or -1 for no limit")
+    if isinstance(offset, bool) or not isinstance(offset, int) or not 0 <= offset <= LARGEST_NUMBER:
+        raise ConfigError(f"offset is {offset!r:.80}; expected a number of items to skip, from 0 and below 2**63")
 
 
 def check_statuses(statuses: Sequence[str] | None, kind: Any) -> None:
@@ -31,16 +36,36 @@ def check_statuses(statuses: Sequence[str] | None, kind: Any) -> None:
             raise ConfigError(f"status is {status!r}; expected any of {', '.join(get_args(kind))}")
 
 
+def check_texts(*texts: Any) -> None:
+    """Raise ConfigError for what is not text that every store can keep, and filter by; None is let pass.
+
+    Text holds no NUL, which PostgreSQL refuses, and no lone surrogate, which UTF-8 cannot say.
+    """
+    for text in texts:
+        if isinstance(text, str):
+            if "\0" in text:
+                raise ConfigError(f"{text!r:.80} holds a NUL character, which not every store can keep; remove it")
+            if not text.isascii():
+                _check_unicode(text)
+        elif text is not None:
+            raise ConfigError(f"got {text!r:.80} ({type(text).__name__}); expected text")
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{text!r:.80} is not valid Unicode; remove the lone surrogate") from error
+
+
 def check_ids(*ids: Any) -> None:
-    """Raise ConfigError for an id that is not text; None, which names nothing, is let pass."""
-    for value in ids:
-        if isinstance(value, str):
-            try:
-                value.encode()
-            except UnicodeEncodeError as error:
-                raise ConfigError(f"id {value!r:.80} is not valid Unicode: remove the lone surrogate") from error
-        elif value is not None:
-            raise ConfigError(f"got the id {value!r:.80} ({type(value).__name__}); expected text")
+    """Raise ConfigError for an id that is empty or fails ``check_texts``; None, which names nothing, is let pass."""
+    for given in ids:
+        # Spelled out for what nearly every id is: this runs for each record of each call.
+        if given is not None and not (given.__class__ is str and given and given.isascii() and "\0" not in given):
+            check_texts(given)
+            if given == "":
+                raise ConfigError("an id is empty; expected a text that is not empty")
 
 
 def check_id_list(ids: Iterable[Any]) -> None:
@@ -63,11 +88,49 @@ def same_json(left: str, right: str) -> bool:
     return left == right or canonical_json(decode(left)) == canonical_json(decode(right))
 
 
+def check_request(request: EnqueueRolloutRequest) -> None:
+    """Raise ConfigError for a request with a bad id."""
+    check_ids(request.rollout_id, request.resources_id)
+
+
+def check_span(span: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a span, given as its ``SpanFields``, whose ids, texts or number no store could keep.
+
+    What else it holds is checked when it is encoded.
+    """
+    if not _has_plain_texts(span):
+        check_ids(span["rollout_id"], span["attempt_id"], span["span_id"])
+        check_texts(span["trace_id"], span["parent_id"], span["name"])
+    number = span["sequence_id"]
+    if not 0 <= number <= LARGEST_NUMBER:
+        raise ConfigError(f"sequence_id of span {span['span_id']} is {number!r:.80}; expected a number below 2**63")
+
+
+def _has_plain_texts(span: Mapping[str, Any]) -> bool:
+    """Whether a span has its ids, and all its texts are ASCII without NUL: one look at all of them together, which
+    suffices for nearly all spans."""
+    rollout_id, attempt_id, span_id, trace_id, parent_id, name = _texts_of(span)
+    try:
+        texts = "".join((rollout_id, attempt_id, span_id, trace_id, "" if parent_id is None else parent_id, name))
+    except TypeError:
+        return False
+    return bool(rollout_id and attempt_id and span_id) and texts.isascii() and "\0" not in texts
+
+
+def sequence_id_after(last: int, rollout_id: str) -> int:
+    """The span sequence id that follows ``last``. Raises ConfigError if that was the largest one."""
+    if last >= LARGEST_NUMBER:
+        raise ConfigError(f"a span of rollout {rollout_id} has the largest sequence_id, 2**63 - 1; none follows it")
+    return last + 1
+
+
 def rollout_changes(rollout_id: str, **fields: Any) -> dict[str, Any]:
     """The new values of a rollout's fields, UNSET ones left out. Raises ConfigError for what a field may not be."""
+    check_ids(rollout_id)
     changes = {name: value for name, value in fields.items() if not isinstance(value, Unset)}
     # A config given as a dict becomes one.
     checked = build(Rollout, rollout_id=rollout_id, start_time=0.0, **{"input": None, **changes})
+    check_ids(checked.resources_id)
     return {name: getattr(checked, name) for name in changes}
 
 
@@ -80,19 +143,22 @@ def resources_json(resources: NamedResources) -> str:
     return encode(_NAMED_RESOURCES.dump_python(checked), "resources")
 
 
-def check_metadata(updates: Iterable[AttemptUpdate]) -> None:
-    """Raise ConfigError for metadata that is no JSON."""
+def check_updates(updates: Iterable[AttemptUpdate]) -> None:
+    """Raise ConfigError for a bad id, and for metadata that is no JSON."""
     for update in updates:
+        check_ids(update.rollout_id, update.attempt_id)
+        if not isinstance(update.worker_id, Unset):
+            check_ids(update.worker_id)
         if not isinstance(update.metadata, Unset):
             encode(update.metadata, f"metadata of attempt {update.attempt_id}")
 
 
 def check_ends(ends: Sequence[tuple[Mapping[str, Any], AttemptUpdate]]) -> None:
-    """Raise ConfigError for a span that is of another attempt than its update, and for metadata that is no JSON."""
+    """Raise ConfigError for a span that is of another attempt than its update, and as ``check_updates``."""
     for span, update in ends:
         if (span["rollout_id"], span["attempt_id"]) != (update.rollout_id, update.attempt_id):
             raise ConfigError(
                 f"a span of attempt {span['attempt_id']} of {span['rollout_id']} came with the end of attempt "
                 f"{update.attempt_id} of {update.rollout_id}; give each end a span of its own attempt"
             )
-    check_metadata(update for _, update in ends)
+    check_updates(update for _, update in ends)

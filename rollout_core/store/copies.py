@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from rollout_core.base.trusted import SET_EXTRA, SET_FIELDS_SET, trusted
+from rollout_core.store.checks import check_span
 from rollout_core.store.codec import decode, encode
 from rollout_core.store.span_fields import SpanFields
 from rollout_core.store.spans import Event, Link, OtelResource, Span, SpanContext, StatusCode, TraceStatus
@@ -99,7 +100,8 @@ def kept_json(value: Any, what: str) -> Any:
 
 
 def kept_span(span: SpanFields) -> Span:
-    """A span as the store keeps it. Raises ConfigError if JSON cannot hold it."""
+    """A span as the store keeps it. Raises ConfigError as ``check_span``, and if JSON cannot hold it."""
+    check_span(span)
     # Only what may hold anything goes through JSON; and no missing values, for the encoder is quicker without nulls.
     fields = dict(span)
     loose = {"name": span["name"], "attributes": span["attributes"]}

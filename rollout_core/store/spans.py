@@ -167,7 +167,7 @@ class Span(BaseModel):
             trace_id=f"{context.trace_id if context else 0:032x}",
             span_id=f"{context.span_id if context else 0:016x}",
             parent_id=f"{src.parent.span_id:016x}" if src.parent else None,
-            name=src.name,
+            name=otel_name(src.name),
             status=TraceStatus.from_opentelemetry(src.status),
             attributes=otel_attributes(src.attributes),
             events=[Event.from_opentelemetry(event) for event in src.events],
@@ -242,6 +242,11 @@ def _seconds(timestamp: float | None) -> float | None:
     if not timestamp:
         return None
     return timestamp / 1e9 if timestamp > _NANOSECONDS_FROM else timestamp
+
+
+def otel_name(name: str) -> str:
+    """A span's name without what a store would refuse; a traced program must not lose a span over it."""
+    return name.encode(errors="replace").decode().replace("\0", "\ufffd")
 
 
 def otel_attributes(attributes: Mapping[str, Any] | None) -> Attributes:

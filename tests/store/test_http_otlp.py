@@ -165,6 +165,22 @@ async def test_what_cannot_be_filed_is_rejected_alone_and_said(server, rollout, 
     assert [span.name for span in await server.query_spans(rollout.rollout_id)] == ["kept"]
 
 
+async def test_a_span_with_a_bad_id_is_rejected_alone(server, rollout, web):
+    request = by_hand(
+        named(rollout),
+        {"name": "kept\0"},
+        {"spanId": ""},
+        {"attributes": pairs({"agentlightning.rollout_id": "a\0b"})},
+        {"attributes": pairs({"agentlightning.attempt_id": "a\0b"})},
+    )
+    async with web.post("/v1/traces", json=request) as reply:
+        answer = await reply.json()
+    assert reply.status == 200
+    assert answer["partialSuccess"]["rejectedSpans"] == "3"
+    assert "an id is empty" in answer["partialSuccess"]["errorMessage"]
+    assert [span.name for span in await server.query_spans(rollout.rollout_id)] == ["kept\ufffd"]
+
+
 async def test_spans_of_older_attempts_are_kept_beside_those_of_unknown_ones(server, rollout, web):
     newer = await server.start_attempt(rollout.rollout_id)
     fields = [{"attributes": pairs({"agentlightning.attempt_id": "at-nope"})} for _ in range(3)]

@@ -19,6 +19,8 @@ from rollout_core.store.sql.rows import span_columns
 CHECKED = TypeAdapter(SpanFields)
 
 texts = st.sampled_from(["", "a", "é", "null", "\u0000"])
+kept_texts = texts.map(lambda text: text.replace("\0", ""))
+ids = kept_texts.filter(bool)
 values = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts
 attributes = st.dictionaries(texts, values | st.lists(values, max_size=3), max_size=3)
 times = st.none() | st.floats(0, 1e12)
@@ -36,9 +38,10 @@ def part(required, optional=None):
 contexts = part({"trace_id": texts, "span_id": texts, "is_remote": st.booleans(), "trace_state": st.just({"k": "v"})})
 spans = part(
     {
-        **dict.fromkeys(["rollout_id", "attempt_id", "trace_id", "span_id", "name"], texts),
+        **dict.fromkeys(["rollout_id", "attempt_id", "span_id"], ids),
+        **dict.fromkeys(["trace_id", "name"], kept_texts),
         "sequence_id": st.integers(0, 2**63 - 1),
-        "parent_id": st.none() | texts,
+        "parent_id": st.none() | kept_texts,
         "status": part({"status_code": st.just("OK")}, {"description": st.none() | texts}),
         "attributes": attributes,
         "events": st.lists(part({"name": texts, "attributes": attributes}, {"timestamp": times}), max_size=2),

@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from rollout_core.base.errors import Conflict
+from rollout_core.base.errors import ConfigError, Conflict
 from rollout_core.store import (
     AttemptedRollout,
     InMemoryLightningStore,
@@ -36,6 +36,15 @@ CONFIGS = [
     RolloutConfig(timeout_seconds=10, unresponsive_seconds=4),
 ]
 WORKERS = ["w1", "w2", "w3"]
+REFUSED = [
+    lambda store, _, bad: store.dequeue_rollout(bad),
+    lambda store, rollout_id, bad: store.start_attempt(rollout_id, bad),
+    lambda store, rollout_id, bad: store.start_many_attempts([rollout_id, bad], worker_id="w4"),
+    lambda store, rollout_id, bad: store.update_attempt(rollout_id, "latest", status="succeeded", worker_id=bad),
+    lambda store, _, bad: store.update_worker(bad),
+    lambda store, _, bad: store.enqueue_rollout(1, rollout_id=bad),
+]
+"""Calls with an id that is none; they also get one of a rollout, which may be unknown."""
 
 
 @dataclass
@@ -62,6 +71,8 @@ class Model:
         self.now = 1_000_000.0
         self.rollouts: dict[str, ModelRollout] = {}
         self.queue: list[str] = []
+        self.workers: set[str] = set()
+        self.num_spans = 0
 
     def set_status(self, rollout_id: str, status: str) -> None:
         rollout = self.rollouts[rollout_id]
@@ -118,6 +129,7 @@ class Model:
                     self.set_attempt(rollout_id, attempt, "unresponsive")
 
     def span(self, rollout_id: str, attempt: ModelAttempt) -> None:
+        self.num_spans += 1
         rollout = self.rollouts[rollout_id]
         attempt.heartbeat = self.now
         revived = attempt is rollout.attempts[-1] or rollout.status not in ("succeeded", "failed", "cancelled")
@@ -178,6 +190,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
     @rule(limit=st.integers(1, 3), worker=st.sampled_from(WORKERS))
     def dequeue(self, limit, worker):
         self.model.watchdog()
+        self.model.workers.add(worker)
         claimed = self.do(self.store.dequeue_many_rollouts(limit=limit, worker_id=worker))
         assert [rollout.rollout_id for rollout in claimed] == self.model.queue[:limit]
         for rollout in claimed:
@@ -187,6 +200,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
     @rule(n=st.integers(0, 9), worker=st.sampled_from(WORKERS))
     def start_attempt(self, n, worker):
         self.model.watchdog()
+        self.model.workers.add(worker)
         self.note_attempt(self.do(self.store.start_attempt(self.pick(n)[0], worker)))
 
     @precondition(lambda self: self.model.rollouts)
@@ -240,6 +254,13 @@ class StoreAgainstModel(RuleBasedStateMachine):
         self.do(self.store.update_rollout(rollout_id, status=status))
         self.model.set_status(rollout_id, status)
 
+    @rule(call=st.sampled_from(REFUSED), bad=st.sampled_from(["", "a\0b"]))
+    def refuse(self, call, bad):
+        self.model.watchdog()
+        rollout_id = next(iter(self.model.rollouts), "nope")
+        with pytest.raises(ConfigError):
+            self.do(call(self.store, rollout_id, bad))
+
     @rule(seconds=st.sampled_from([1, 2.5, 4, 10, 11]))
     def wait(self, seconds):
         self.model.now += seconds
@@ -260,6 +281,13 @@ class StoreAgainstModel(RuleBasedStateMachine):
             assert (rollout.attempt if isinstance(rollout, AttemptedRollout) else None) == (
                 attempts[-1] if len(attempts) else None
             )
+        counts = self.do(self.store.statistics())
+        assert {name: counts.get(f"total_{name}") for name in ("rollouts", "attempts", "spans", "workers")} == {
+            "rollouts": len(self.model.rollouts),
+            "attempts": sum(len(rollout.attempts) for rollout in self.model.rollouts.values()),
+            "spans": self.model.num_spans,
+            "workers": len(self.model.workers),
+        }
         finished = {rollout.rollout_id for rollout in stored if rollout.end_time is not None}
         waited = self.do(self.store.wait_for_rollouts(rollout_ids=list(self.model.rollouts), timeout=0))
         assert {rollout.rollout_id for rollout in waited} == finished

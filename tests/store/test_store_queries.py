@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import pytest_asyncio
 
@@ -81,7 +83,10 @@ async def test_pages_add_up_to_the_whole(store, five):
         {"filter_logic": "xor"},
         {"limit": -2},
         {"limit": 1.5},
+        {"limit": 2**63},
+        {"limit": 10**20},
         {"offset": -1},
+        {"offset": 2**63},
         {"status_in": ["done"]},
         {"status_in": "queuing"},
     ],
@@ -90,6 +95,27 @@ async def test_meaningless_queries_are_refused(store, five, bad):
     with pytest.raises(ConfigError):
         await store.query_rollouts(**bad)
     assert len(await store.query_rollouts()) == 5
+
+
+async def test_the_largest_page_is_a_page(store, make, five):
+    largest = 2**63 - 1
+    rollout = await store.start_attempt("r0")
+    await store.add_span(make.span(rollout))
+    for query in (
+        store.query_rollouts,
+        partial(store.query_attempts, "r0"),
+        partial(store.query_spans, "r0"),
+        store.query_workers,
+        store.query_resources,
+    ):
+        whole = await query()
+        for limit, offset in ((largest, 0), (largest, 1), (largest, largest), (5, largest), (-1, largest)):
+            page = await query(limit=limit, offset=offset)
+            assert page.items == whole.items[offset:]
+            assert (page.limit, page.offset, page.total) == (limit, offset, whole.total)
+        for meaningless in ({"limit": largest + 1}, {"offset": largest + 1}, {"limit": 10**20}):
+            with pytest.raises(ConfigError):
+                await query(**meaningless)
 
 
 async def test_get_of_an_unknown_id_is_none(store):

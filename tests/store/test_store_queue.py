@@ -32,6 +32,14 @@ async def test_enqueued_rollout_has_the_documented_defaults(store, clock):
     )
 
 
+@pytest.mark.parametrize("limit", [10**6, 2**63 - 1, 10**20])
+async def test_a_dequeue_may_ask_for_more_than_there_ever_is(store, limit):
+    assert len(await store.dequeue_many_rollouts(limit=limit)) == 0
+    for n in range(3):
+        await store.enqueue_rollout(n)
+    assert [rollout.input for rollout in await store.dequeue_many_rollouts(limit=limit)] == [0, 1, 2]
+
+
 async def test_everything_given_at_enqueue_comes_back(store):
     config = RolloutConfig(timeout_seconds=5.5, unresponsive_seconds=2, max_attempts=3, retry_condition=["failed"])
     given = await store.enqueue_rollout([1, None, "é\u0000"], "val", "rs-x", config, {"k": [1.5]})

@@ -210,6 +210,31 @@ async def test_many_spans_are_those_of_the_latest_attempts_in_the_order_asked_fo
     }
 
 
+async def test_after_the_largest_number_there_is_none(store, make):
+    rollout = await make.claimed(store)
+    ids = (rollout.rollout_id, rollout.attempt.attempt_id)
+    await store.add_span(make.span(rollout, 2**63 - 2))
+    with pytest.raises(ConfigError, match="largest"):
+        await store.get_many_span_sequence_ids([ids, ids])
+    assert await store.get_next_span_sequence_id(*ids) == 2**63 - 1
+    with pytest.raises(ConfigError, match="largest"):
+        await store.get_next_span_sequence_id(*ids)
+    for beyond in (2**63, -1):
+        with pytest.raises(ConfigError):
+            await store.add_span(make.span(rollout).model_copy(update={"sequence_id": beyond}))
+    assert [span.sequence_id for span in await store.query_spans(ids[0])] == [2**63 - 2]
+
+
+async def test_a_program_is_traced_whatever_it_calls_its_spans(store, make):
+    from opentelemetry.sdk.trace import TracerProvider
+
+    rollout = await make.claimed(store)
+    span = TracerProvider().get_tracer("test").start_span("a\0b\ud800")
+    span.end()
+    added = await store.add_otel_span(rollout.rollout_id, rollout.attempt.attempt_id, span)
+    assert added.name == "a\ufffdb?"
+
+
 async def test_otel_spans_are_numbered_unless_they_have_a_number(store, make):
     from opentelemetry.sdk.trace import TracerProvider
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from rollout_core.base.errors import ConfigError, Conflict, Recoverable
 from rollout_core.store.base import LightningStore
-from rollout_core.store.checks import resources_json
+from rollout_core.store.checks import check_id_list, check_ids, resources_json
 from rollout_core.store.http import wire
 from rollout_core.store.http.transport import Repeat, Transport, TransportSettings, path_part
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
@@ -140,7 +140,9 @@ class LightningStoreClient(LightningStore):
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> Sequence[Rollout]:
         # With an id of our own a repeated request is the same rollout, not another one.
         named = [
-            {**request.__dict__, "rollout_id": request.rollout_id or f"ro-{secrets.token_hex(10)}"}
+            {**request.__dict__, "rollout_id": f"ro-{secrets.token_hex(10)}"}
+            if request.rollout_id is None
+            else request.__dict__
             for request in rollouts
         ]
         data = await self._post("/queues/rollouts/enqueue", {"rollouts": named}, "input")
@@ -155,9 +157,11 @@ class LightningStoreClient(LightningStore):
     async def dequeue_many_rollouts(
         self, *, limit: int = 1, worker_id: str | None = None
     ) -> Sequence[AttemptedRollout]:
+        check_ids(worker_id)
         if limit <= 0:
             return []
-        body = {"limit": limit, "worker_id": worker_id}
+        # No more than a request may ask for: "up to" the limit is what is promised.
+        body = {"limit": min(limit, wire.MAX_RECORDS), "worker_id": worker_id}
         claim = asyncio.ensure_future(self._post("/queues/rollouts/dequeue", body, "worker_id", Repeat.KNOWN))
         try:
             return _CLAIMED.validate_json(await asyncio.shield(claim))
@@ -346,6 +350,7 @@ class LightningStoreClient(LightningStore):
                 f"timeout is {timeout} s; a client waits at most {LONGEST_TIMEOUT_SECONDS} s in one call, or with None "
                 "as long as it takes"
             )
+        check_id_list(rollout_ids)
         finished: dict[str, Rollout] = {}
         while True:
             waited = [rollout_id for rollout_id in dict.fromkeys(rollout_ids) if rollout_id not in finished]

@@ -32,6 +32,7 @@ from starlette.types import Receive, Scope
 
 from rollout_core.base.errors import ConfigError, NotFound, Recoverable
 from rollout_core.store.base import LightningStore
+from rollout_core.store.checks import check_ids
 from rollout_core.store.http import wire
 from rollout_core.store.http.bodies import BodyLimits, read_body
 from rollout_core.store.http.errors import TooLarge, WrongMediaType, status_of
@@ -49,6 +50,7 @@ from rollout_core.store.spans import (
     TraceState,
     TraceStatus,
     otel_attributes,
+    otel_name,
 )
 from rollout_core.store.types import AttemptedRollout
 
@@ -201,11 +203,18 @@ async def store_spans(store: LightningStore, given: Sequence[OtlpSpan]) -> Rejec
 
 
 async def _known(store: LightningStore, spans: Sequence[OtlpSpan], rejected: Rejected) -> list[OtlpSpan]:
-    """The spans whose rollouts and attempts exist; the others are rejected."""
-    attempts = await _attempts(store, {span.ids for span in spans})
-    known: list[OtlpSpan] = []
+    """The spans that have ids, of rollouts and attempts that exist; the others are rejected."""
     unknown: Counter[str] = Counter()
+    sound: list[OtlpSpan] = []
     for span in spans:
+        try:
+            check_ids(*span.ids, span.span.span_id)
+            sound.append(span)
+        except ConfigError as error:
+            unknown[str(error)] += 1
+    attempts = await _attempts(store, {span.ids for span in sound})
+    known: list[OtlpSpan] = []
+    for span in sound:
         rollout_id, attempt_id = span.ids
         if rollout_id not in attempts:
             unknown[f"rollout {rollout_id} does not exist in this store"] += 1
@@ -281,7 +290,7 @@ def _convert(source: ProtoSpan, resource: OtelResource, scope: Mapping[str, Any]
         trace_id=context.trace_id,
         span_id=context.span_id,
         parent_id=parent_id,
-        name=source.name,
+        name=otel_name(source.name),
         status=TraceStatus(
             status_code=_STATUS_CODES[source.status.code] if 0 <= source.status.code < 3 else "UNSET",
             description=source.status.message or None,

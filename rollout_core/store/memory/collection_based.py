@@ -12,8 +12,9 @@ from rollout_core.store.base import LightningStore
 from rollout_core.store.checks import (
     check_id_list,
     check_ids,
-    check_metadata,
     check_statuses,
+    check_texts,
+    check_updates,
     resources_json,
     rollout_changes,
 )
@@ -184,6 +185,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
     async def dequeue_many_rollouts(
         self, *, limit: int = 1, worker_id: str | None = None
     ) -> Sequence[AttemptedRollout]:
+        check_ids(worker_id)
         if limit <= 0:
             return []
         return await self._do(lambda work: operations.claim(work, limit, worker_id))
@@ -197,6 +199,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         metadata: dict[str, Any] | None = None,
         worker_id: str | None = None,
     ) -> AttemptedRollout:
+        check_ids(worker_id)
         request = operations.new_rollout(enqueue_request(input, mode, resources_id, config, metadata))
         [rollout] = await self._do(lambda work: operations.start_new(work, [request], worker_id))
         assert rollout is not None, "its id is new"
@@ -205,12 +208,15 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
     async def start_many_rollouts(
         self, rollouts: Sequence[EnqueueRolloutRequest], *, worker_id: str | None = None
     ) -> Sequence[AttemptedRollout | None]:
+        check_ids(worker_id)
         requests = [operations.new_rollout(request) for request in rollouts]
         return await self._do(lambda work: operations.start_new(work, requests, worker_id))
 
     async def start_many_attempts(
         self, rollout_ids: Sequence[str], *, worker_id: str | None = None
     ) -> Sequence[AttemptedRollout]:
+        check_id_list(rollout_ids)
+        check_ids(worker_id)
         return await self._do(lambda work: operations.start(work, rollout_ids, worker_id))
 
     # Updates
@@ -241,7 +247,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
     async def update_many_attempts(
         self, updates: Sequence[AttemptUpdate], *, fenced: bool = False
     ) -> Sequence[Attempt | Conflict]:
-        check_metadata(updates)  # also that of updates which turn out to be refused
+        check_updates(updates)  # also those which turn out to be refused
         return await self._do(lambda work: operations.update_attempts(work, updates, fenced))
 
     # Spans
@@ -276,6 +282,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         return is_new
 
     async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> Sequence[int]:
+        check_ids(*[given_id for pair in rollout_attempt_ids for given_id in pair])
         rollout_ids = [rollout_id for rollout_id, _ in rollout_attempt_ids]
         return await self._do(lambda work: operations.number_spans(work, rollout_ids), watched=False)
 
@@ -295,7 +302,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         status: Sequence[RolloutStatus] | None = None,
         rollout_ids: Sequence[str] | None = None,
     ) -> PaginatedResult[Rollout]:
-        check_ids(rollout_id_contains)
+        check_texts(rollout_id_contains)
         statuses = status if status_in is None else status_in
         check_statuses(statuses, RolloutStatus)
         ids = rollout_ids if rollout_id_in is None else rollout_id_in
@@ -357,8 +364,8 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         sort_by: str | None = "sequence_id",
         sort_order: SortOrder = "asc",
     ) -> PaginatedResult[Span]:
-        check_ids(rollout_id, attempt_id, trace_id, span_id, parent_id, name)
-        check_ids(trace_id_contains, span_id_contains, parent_id_contains, name_contains)
+        check_ids(rollout_id, attempt_id, span_id)
+        check_texts(trace_id, parent_id, name, trace_id_contains, span_id_contains, parent_id_contains, name_contains)
         await self._watch()
         async with self.collections.atomic() as collections:
             await self.check_spans_kept([rollout_id])
@@ -383,7 +390,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
 
     async def query_many_spans(self, rollout_ids: Sequence[str], *, name: str | None = None) -> Sequence[Span]:
         check_id_list(rollout_ids)
-        check_ids(name)
+        check_texts(name)
         await self._watch()
         spans: list[Span] = []
         async with self.collections.atomic() as collections:
@@ -406,6 +413,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         return finished[0] if finished else None
 
     async def wait_for_rollouts(self, *, rollout_ids: Sequence[str], timeout: float | None = None) -> list[Rollout]:
+        check_id_list(rollout_ids)
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._waiters.waiting(rollout_ids) as waiter:
             known = await self.query_rollouts(rollout_id_in=rollout_ids)
@@ -443,7 +451,8 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         limit: int = -1,
         offset: int = 0,
     ) -> PaginatedResult[ResourcesUpdate]:
-        check_ids(resources_id, resources_id_contains)
+        check_ids(resources_id)
+        check_texts(resources_id_contains)
         filter = _filter("and", resources_id={"exact": resources_id, "contains": resources_id_contains})
         async with self.collections.atomic() as collections:
             page = await collections.resources.query(filter, _sort(sort_by, sort_order), limit, offset)
@@ -460,6 +469,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
     # Workers
 
     async def update_worker(self, worker_id: str, heartbeat_stats: dict[str, Any] | Unset = UNSET) -> Worker:
+        check_ids(worker_id)
         stats = None
         if not isinstance(heartbeat_stats, Unset):
             if not isinstance(heartbeat_stats, dict):
@@ -489,7 +499,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         offset: int = 0,
     ) -> PaginatedResult[Worker]:
         check_statuses(status_in, WorkerStatus)
-        check_ids(worker_id_contains)
+        check_texts(worker_id_contains)
         filter = _filter(filter_logic, status={"within": status_in}, worker_id={"contains": worker_id_contains})
         await self._watch()
         async with self.collections.atomic() as collections:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from rollout_core.base.errors import Conflict, NotFound
 from rollout_core.store import lifecycle
-from rollout_core.store.checks import check_id_list, check_ids, same_json
+from rollout_core.store.checks import check_request, same_json, sequence_id_after
 from rollout_core.store.codec import decode, encode
 from rollout_core.store.copies import kept_config, kept_json, shown_attempt, shown_rollout
 from rollout_core.store.memory.collection_work import RolloutState, Work
@@ -42,7 +42,8 @@ class NewRollout(NamedTuple):
 
 
 def new_rollout(request: EnqueueRolloutRequest) -> NewRollout:
-    """Check a request before anything is done. Raises ConfigError if its input is not JSON."""
+    """Check a request before anything is done. Raises ConfigError for a bad id, and if its input is not JSON."""
+    check_request(request)
     return NewRollout(
         rollout_id=request.rollout_id,
         input_json=encode(request.input, "input"),
@@ -94,7 +95,6 @@ async def _load_known(work: Work, rollout_ids: Sequence[str]) -> dict[str, Rollo
 
 async def claim(work: Work, limit: int, worker_id: str | None) -> list[AttemptedRollout]:
     """Start an attempt of up to ``limit`` queued rollouts, first in, first out."""
-    check_ids(worker_id)  # before anything is taken from the queue
     states: list[RolloutState] = []
     while len(states) < limit:
         rollout_ids = await work.collections.rollout_queue.dequeue(limit - len(states))
@@ -117,7 +117,6 @@ async def claim(work: Work, limit: int, worker_id: str | None) -> list[Attempted
 
 def begin_attempt(work: Work, state: RolloutState, worker_id: str | None) -> AttemptedRollout:
     """Give a rollout its next attempt, in preparing."""
-    check_ids(worker_id)
     attempt = Attempt(
         rollout_id=state.rollout.rollout_id,
         attempt_id=f"at-{secrets.token_hex(6)}",
@@ -237,16 +236,17 @@ def is_watched(rollout: Rollout, attempt: Attempt | None) -> bool:
 
 async def number_spans(work: Work, rollout_ids: Sequence[str]) -> list[int]:
     """The next span sequence id for each request, in the order of requests. One counter a rollout."""
-    check_id_list(rollout_ids)
     counters = work.collections.span_sequence_ids
-    unknown = [rollout_id for rollout_id in dict.fromkeys(rollout_ids) if not await counters.has(rollout_id)]
-    if unknown:
-        await work.require(unknown)
+    last = {rollout_id: await counters.get(rollout_id) or 0 for rollout_id in rollout_ids}
+    unnumbered = [rollout_id for rollout_id, number in last.items() if not number]
+    if unnumbered:
+        await work.require(unnumbered)
     numbers: list[int] = []
     for rollout_id in rollout_ids:
-        number = (await counters.get(rollout_id) or 0) + 1
+        last[rollout_id] = sequence_id_after(last[rollout_id], rollout_id)
+        numbers.append(last[rollout_id])
+    for rollout_id, number in last.items():
         await counters.set(rollout_id, number)
-        numbers.append(number)
     return numbers
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from rollout_core.base.errors import NotFound
 from rollout_core.store import lifecycle
-from rollout_core.store.checks import check_id_list, check_ids, refuse_missing
+from rollout_core.store.checks import refuse_missing
 from rollout_core.store.copies import changed
 from rollout_core.store.memory.collection import LightningCollections
 from rollout_core.store.types import Attempt, AttemptStatus, Rollout, RolloutStatus, Worker
@@ -50,7 +50,6 @@ class Work:
 
     async def load(self, rollout_ids: Iterable[str]) -> dict[str, RolloutState]:
         """These rollouts with their latest attempts, to be changed. Raises NotFound if one is unknown."""
-        check_id_list(rollout_ids)
         wanted = list(dict.fromkeys(rollout_ids))
         rollouts = (await self.collections.rollouts.query({"rollout_id": {"within": wanted}})).items
         found = {rollout.rollout_id: rollout for rollout in rollouts}
@@ -138,7 +137,6 @@ class Work:
 
     async def worker(self, worker_id: str) -> Worker:
         """A worker, to be changed; a new one if it is unknown."""
-        check_ids(worker_id)
         if worker_id not in self._workers:
             found = await self.collections.workers.get({"worker_id": {"exact": worker_id}})
             self._workers[worker_id] = Worker(worker_id=worker_id) if found is None else changed(found)

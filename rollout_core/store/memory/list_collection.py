@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from sortedcontainers import SortedDict
 
 from rollout_core.base.errors import ConfigError, Conflict, NotFound
-from rollout_core.store.checks import check_page
+from rollout_core.store.checks import LARGEST_NUMBER, check_page
 from rollout_core.store.conditions import Condition, conditions_of, sortable_fields
 from rollout_core.store.memory.collection import Collection, FilterOptions, SortOptions
 from rollout_core.store.types import PaginatedResult
@@ -224,7 +224,7 @@ class ListBasedCollection(Collection[Record]):
         if total is None:
             entries = list(entries)
             total = len(entries)
-        end = None if limit == -1 else offset + limit
+        end = None if limit == -1 else min(offset + limit, LARGEST_NUMBER)
         return [entry.item for entry in islice(entries, offset, end)], total
 
     def _match(self, filter: FilterOptions) -> _Found:

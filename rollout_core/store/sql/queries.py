@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from rollout_core.store.checks import check_page
+from rollout_core.store.checks import LARGEST_NUMBER, check_page
 from rollout_core.store.lifecycle import FINISHED
 from rollout_core.store.resources import ResourcesUpdate
 from rollout_core.store.sql.counts import count, count_rollouts
@@ -79,7 +79,7 @@ def _page(
         part = f"{where}{order} LIMIT ? OFFSET ?"
         if key is not None:
             part = f" WHERE {key} IN ({SELECT}{key}{source}{part}){order}"
-        most = tx.dialect.no_limit if limit == -1 else limit + 1
+        most = tx.dialect.no_limit if limit == -1 else min(limit + 1, LARGEST_NUMBER)
         rows = tx.rows(f"{select}{part}", *parameters, most, offset)
     is_last = limit == -1 or len(rows) <= limit
     if limit != 0 and is_last and (rows or not offset):

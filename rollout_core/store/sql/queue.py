@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from rollout_core.base.errors import Conflict
 from rollout_core.base.trusted import trusted
-from rollout_core.store.checks import refuse_missing, same_json
+from rollout_core.store.checks import LARGEST_NUMBER, check_request, refuse_missing, same_json
 from rollout_core.store.codec import encode
 from rollout_core.store.sql.columns import NUM_ROLLOUT
 from rollout_core.store.sql.dialect import Transaction
@@ -71,7 +71,11 @@ class Claim(NamedTuple):
 
 
 def new_rollout(request: EnqueueRolloutRequest) -> NewRollout:
-    """Check and encode a request, outside of the transaction. Raises ConfigError if its input is not JSON."""
+    """Check and encode a request, outside of the transaction.
+
+    Raises ConfigError for a bad id, and if its input is not JSON.
+    """
+    check_request(request)
     return NewRollout(
         rollout_id=request.rollout_id or f"ro-{secrets.token_hex(10)}",
         given_id=request.rollout_id is not None,
@@ -102,7 +106,7 @@ def claim(tx: Transaction, demands: Sequence[Demand]) -> list[list[Claim]]:
     found = tx.rows(
         "SELECT {rollout}, {payload} FROM rollouts r JOIN rollout_payloads p ON p.key = r.key"
         " WHERE r.queue_position IS NOT NULL ORDER BY r.queue_position LIMIT ? {lock_free}",
-        sum(demand.limit for demand in demands),
+        min(sum(demand.limit for demand in demands), LARGEST_NUMBER),
     )
     rows = [_Stored(RolloutState(*row[:-2]), row[-2], row[-1]) for row in found]
     before: list[tuple[RolloutStatus, int | None]] = [(state.status, state.queue_position) for state, _, _ in rows]

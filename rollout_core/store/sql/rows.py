@@ -16,7 +16,7 @@ import orjson
 from rollout_core.base.errors import NotFound
 from rollout_core.base.trusted import trusted
 from rollout_core.store import lifecycle
-from rollout_core.store.checks import refuse_missing
+from rollout_core.store.checks import check_span, refuse_missing
 from rollout_core.store.codec import decode, encode, model_fields
 from rollout_core.store.resources import ResourcesUpdate
 from rollout_core.store.span_fields import num_nulls
@@ -266,8 +266,11 @@ def attempt_model(rollout_id: str, columns: Sequence[Any]) -> Attempt:
 
 
 def span_columns(span: Mapping[str, Any]) -> tuple[Any, ...]:
-    """A span, given as its ``SpanFields``, in the order of ``sql_columns.SPAN``. Raises ConfigError if JSON cannot hold
-    it."""
+    """A span, given as its ``SpanFields``, in the order of ``sql_columns.SPAN``.
+
+    Raises ConfigError as ``check_span``, and if JSON cannot hold it.
+    """
+    check_span(span)
     body = dict(span)
     for name in ("rollout_id", *_SPAN_COLUMNS):
         del body[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rollout_core.store import lifecycle
+from rollout_core.store.checks import sequence_id_after
 from rollout_core.store.span_bodies import StoredSpan
 from rollout_core.store.sql.dialect import Transaction
 from rollout_core.store.sql.rows import RolloutState, load_rollouts, save_counters
@@ -17,8 +18,9 @@ def number_spans(tx: Transaction, rollout_ids: Sequence[str]) -> list[int]:
     states = load_rollouts(tx, rollout_ids)
     numbers: list[int] = []
     for rollout_id in rollout_ids:
-        states[rollout_id].last_sequence_id += 1
-        numbers.append(states[rollout_id].last_sequence_id)
+        state = states[rollout_id]
+        state.last_sequence_id = sequence_id_after(state.last_sequence_id, rollout_id)
+        numbers.append(state.last_sequence_id)
     save_counters(tx, states.values())
     return numbers
 

@@ -17,9 +17,11 @@ from rollout_core.objects.store import ObjectStore
 from rollout_core.store.base import LightningStore
 from rollout_core.store.checks import (
     check_ends,
+    check_id_list,
     check_ids,
-    check_metadata,
     check_statuses,
+    check_texts,
+    check_updates,
     resources_json,
     rollout_changes,
 )
@@ -178,6 +180,7 @@ class SqlLightningStore(LightningStore):
         return await self._claim(limit, worker_id, claim_id)
 
     async def release_rollouts(self, claimed: Sequence[AttemptedRollout]) -> None:
+        check_id_list([rollout.rollout_id for rollout in claimed])
         await self._write(lambda tx: sql_queue.release(tx, claimed))
 
     async def _claim(self, limit: int, worker_id: str | None, claim_id: str | None = None) -> list[AttemptedRollout]:
@@ -213,6 +216,7 @@ class SqlLightningStore(LightningStore):
     async def start_many_attempts(
         self, rollout_ids: Sequence[str], *, worker_id: str | None = None
     ) -> Sequence[AttemptedRollout]:
+        check_id_list(rollout_ids)
         check_ids(worker_id)
         return await self._write(lambda tx: sql_queue.start(tx, rollout_ids, worker_id))
 
@@ -245,7 +249,7 @@ class SqlLightningStore(LightningStore):
     async def update_many_attempts(
         self, updates: Sequence[AttemptUpdate], *, fenced: bool = False
     ) -> Sequence[Attempt | Conflict]:
-        check_metadata(updates)
+        check_updates(updates)
         return await self._database.write_batch(update_attempts, [(update, fenced) for update in updates])
 
     async def end_attempts(self, ends: Sequence[tuple[SpanFields, AttemptUpdate]]) -> Sequence[Attempt | Conflict]:
@@ -280,6 +284,7 @@ class SqlLightningStore(LightningStore):
         return span if await self._database.write(add, watched=False) else None
 
     async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> Sequence[int]:
+        check_ids(*[given_id for pair in rollout_attempt_ids for given_id in pair])
         rollout_ids = [rollout_id for rollout_id, _ in rollout_attempt_ids]
         return await self._database.write_batch(sql_spans.number_spans, rollout_ids, watched=False)
 
@@ -299,13 +304,17 @@ class SqlLightningStore(LightningStore):
         status: Sequence[RolloutStatus] | None = None,
         rollout_ids: Sequence[str] | None = None,
     ) -> PaginatedResult[Rollout]:
+        check_texts(rollout_id_contains)
         statuses = status if status_in is None else status_in
         check_statuses(statuses, RolloutStatus)
+        ids = rollout_ids if rollout_id_in is None else rollout_id_in
+        if ids is not None:
+            check_id_list(ids)
         return await self._watched_read(
             partial(
                 queries.find_rollouts,
                 status_in=statuses,
-                rollout_id_in=rollout_ids if rollout_id_in is None else rollout_id_in,
+                rollout_id_in=ids,
                 rollout_id_contains=rollout_id_contains,
                 filter_logic=filter_logic,
                 sort_by=sort_by,
@@ -316,6 +325,7 @@ class SqlLightningStore(LightningStore):
         )
 
     async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
+        check_ids(rollout_id)
         return await self._watched_read(lambda tx: queries.find_rollout(tx, rollout_id))
 
     async def query_attempts(
@@ -327,6 +337,7 @@ class SqlLightningStore(LightningStore):
         limit: int = -1,
         offset: int = 0,
     ) -> PaginatedResult[Attempt]:
+        check_ids(rollout_id)
         return await self._watched_read(
             lambda tx: queries.find_attempts(
                 tx, rollout_id, sort_by=sort_by, sort_order=sort_order, limit=limit, offset=offset
@@ -334,6 +345,7 @@ class SqlLightningStore(LightningStore):
         )
 
     async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
+        check_ids(rollout_id)
         return await self._watched_read(lambda tx: queries.find_latest_attempt(tx, rollout_id))
 
     async def query_spans(
@@ -381,17 +393,22 @@ class SqlLightningStore(LightningStore):
         self, rollout_id: str, attempt_id: str | None, query: dict[str, Any], model: SpanModel[Result]
     ) -> PaginatedResult[Result]:
         """A page of spans, each made by ``model`` of the rollout's id and a row."""
+        check_ids(rollout_id, attempt_id, query["exact"].get("span_id"))
+        check_texts(*query["exact"].values(), *query["parts"].values())
         here = if_here(model)
         page = await self._watched_read(lambda tx: queries.find_spans(tx, rollout_id, attempt_id, model=here, **query))
         items = await self._bodies.fetch(page.items, model)
         return PaginatedResult(items=items, limit=page.limit, offset=page.offset, total=page.total)
 
     async def query_many_spans(self, rollout_ids: Sequence[str], *, name: str | None = None) -> Sequence[Span]:
+        check_id_list(rollout_ids)
+        check_texts(name)
         here = if_here(span_model)
         found = await self._watched_read(lambda tx: queries.find_many_spans(tx, rollout_ids, name, model=here))
         return await self._bodies.fetch(found, span_model)
 
     async def wait_for_rollouts(self, *, rollout_ids: Sequence[str], timeout: float | None = None) -> list[Rollout]:
+        check_id_list(rollout_ids)
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._waiters.waiting(rollout_ids) as waiter:
             version = await self._database.foreign_version()
@@ -426,6 +443,7 @@ class SqlLightningStore(LightningStore):
         return await self._write(lambda tx: add_resources(tx, text))
 
     async def update_resources(self, resources_id: str, resources: NamedResources) -> ResourcesUpdate:
+        check_ids(resources_id)
         text = resources_json(resources)
         return await self._write(lambda tx: update_resources(tx, resources_id, text))
 
@@ -439,6 +457,8 @@ class SqlLightningStore(LightningStore):
         limit: int = -1,
         offset: int = 0,
     ) -> PaginatedResult[ResourcesUpdate]:
+        check_ids(resources_id)
+        check_texts(resources_id_contains)
         return await self._read(
             partial(
                 queries.find_resources,
@@ -461,6 +481,7 @@ class SqlLightningStore(LightningStore):
     # Workers
 
     async def update_worker(self, worker_id: str, heartbeat_stats: dict[str, Any] | Unset = UNSET) -> Worker:
+        check_ids(worker_id)
         stats_json = None
         if not isinstance(heartbeat_stats, Unset):
             if not isinstance(heartbeat_stats, dict):
@@ -482,6 +503,7 @@ class SqlLightningStore(LightningStore):
         offset: int = 0,
     ) -> PaginatedResult[Worker]:
         check_statuses(status_in, WorkerStatus)
+        check_texts(worker_id_contains)
         return await self._watched_read(
             partial(
                 queries.find_workers,
@@ -496,6 +518,7 @@ class SqlLightningStore(LightningStore):
         )
 
     async def get_worker_by_id(self, worker_id: str) -> Worker | None:
+        check_ids(worker_id)
         return await self._watched_read(lambda tx: queries.find_worker(tx, worker_id))
 
     # The watchdog
