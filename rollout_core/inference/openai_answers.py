@@ -12,10 +12,10 @@ from typing import Any
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import OpenAIBackend
-from rollout_core.data.completions import Completion, Failure, Outcome, TopLogprobs
+from rollout_core.data.completions import Completion, Failure, FinishReason, Outcome, TopLogprobs
 from rollout_core.data.text import decode_completions, told_tokens
 from rollout_core.inference.base import Request
-from rollout_core.inference.checks import LOGPROB_NOISE, problem_with
+from rollout_core.inference.checks import LOGPROB_NOISE, problem_with, problem_with_text
 from rollout_core.inference.endpoint import Malformed
 
 _IMPOSSIBLE = -9999.0
@@ -50,7 +50,7 @@ def longest_answer(request: Request) -> int:
 def outcome_of(
     config: OpenAIBackend, tokenizer: Any, request: Request, answer: Mapping[str, Any], vocab_size: int
 ) -> Outcome:
-    """The outcome that a whole answer tells.
+    """The outcome that a whole answer tells. It may take a second to find out: not for an event loop.
 
     Raises Malformed where the answer is none, OtherDialect where the endpoint does not speak the configured dialect.
     """
@@ -73,9 +73,16 @@ def outcome_of(
         )
     text = _content(config, choice)
     if config.dialect == "openai":
-        token_ids = tokenizer(text or "", add_special_tokens=False)["input_ids"]
-        return Completion(request.key, token_ids, [], text or "", reason)
+        return _retokenised(tokenizer, request, text or "", reason, vocab_size)
     return _sampled(config, tokenizer, request, choice, text, vocab_size)
+
+
+def _retokenised(tokenizer: Any, request: Request, text: str, reason: FinishReason, vocab_size: int) -> Completion:
+    """A completion of which only the text is told."""
+    _refuse(problem_with_text(text, request.params))
+    token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    _refuse(problem_with(token_ids, [], request.params, vocab_size))
+    return Completion(request.key, token_ids, [], text, reason)
 
 
 def _sampled(
@@ -93,9 +100,7 @@ def _sampled(
     names, logprobs, top = read(told, likely=params.logprobs > 0)
     if not token_ids or not logprobs:
         raise Malformed(f"{len(token_ids)} tokens, and log-probabilities of {len(logprobs)}")
-    problem = problem_with(token_ids, logprobs, params, vocab_size)
-    if problem is not None:
-        raise Malformed(problem)
+    _refuse(problem_with(token_ids, logprobs, params, vocab_size))
     if min(logprobs) <= _IMPOSSIBLE:
         raise Malformed("a token was drawn that has no probability")
     if names and names != [f"{_TOKEN_ID}{token}" for token in token_ids]:
@@ -110,6 +115,11 @@ def _sampled(
     likely = [_ordered(entries, vocab_size)[: params.logprobs] for entries in top]
     reason = choice["finish_reason"]
     return Completion(request.key, token_ids, [min(logprob, 0.0) for logprob in logprobs], text, reason, likely)
+
+
+def _refuse(problem: str | None) -> None:
+    if problem is not None:
+        raise Malformed(problem)
 
 
 def _only_choice(answer: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -163,6 +163,53 @@ def test_usage_that_cannot_be_is_not_believed_either(server, engine_of, tokenize
     assert isinstance(failure, Failure) and reason in failure.reason
 
 
+@pytest.mark.parametrize("api", ["completions", "chat"])
+@pytest.mark.parametrize(
+    ("text", "told", "reason"),
+    [
+        (
+            "12 " * 300_000,
+            {"finish_reason": "stop", "usage": {"completion_tokens": 2}},
+            "a text of 900,000 characters, more than the 1,024 that fit sampling.max_tokens 4",
+        ),
+        (
+            "12" * 400,
+            {"finish_reason": "length", "usage": None},
+            "a text of 800 tokens, more than 8 times sampling.max_tokens 4",
+        ),
+    ],
+)
+def test_a_text_far_longer_than_asked_for_is_not_believed(server, engine_of, tokenizer, api, text, told, reason):
+    def change(answer: dict[str, Any]) -> Any:
+        said = {"message": {"content": text}} if api == "chat" else {"text": text}
+        return {"choices": [{**said, "finish_reason": told["finish_reason"]}], "usage": told["usage"]}
+
+    server.change = change
+    [failure] = engine_of(dialect="openai", api=api).stream(requests(tokenizer, SamplingParams(max_tokens=4))[:1])
+    assert isinstance(failure, Failure) and failure.passing and reason in failure.reason
+
+
+def test_a_text_of_broken_characters_has_more_tokens_than_were_sampled_and_is_kept(server, engine_of, tokenizer):
+    """Each sampled byte that is no character reads as U+FFFD, which has three."""
+    server.change = put("text", value="\ufffd" * 4)
+    engine = engine_of(dialect="openai")
+    [completion] = engine.generate(requests(tokenizer, SamplingParams(max_tokens=4))[:1])
+    assert len(completion.token_ids) == 12 and tokenizer.decode(completion.token_ids) == "\ufffd" * 4
+
+
+def test_a_text_is_tokenised_beside_the_other_requests(server, engine_of, tokenizer):
+    """Two are, at the same time: neither call returns before the other began."""
+    both = threading.Barrier(2, timeout=10)
+
+    def meet(text: str, **options: Any) -> Any:
+        both.wait()
+        return tokenizer(text, **options)
+
+    engine = engine_of(dialect="openai", max_concurrency=2)
+    engine._tokenizer = meet
+    assert {type(outcome) for outcome in engine.stream(requests(tokenizer)[:2])} == {Completion}
+
+
 def test_a_log_probability_that_rounding_put_above_0_counts_as_0(server, engine_of, tokenizer):
     server.change = put("logprobs", "token_logprobs", 0, value=3e-5)
     [completion] = engine_of().generate(requests(tokenizer)[:1])
@@ -383,7 +430,8 @@ async def test_malformed_answers_are_kept_as_failures_and_asked_for_again_by_the
     [
         ([5, 6], [-0.5, -0.5], None),
         ([5, 6], [], None),
-        ([5] * 9, [], None),
+        ([5] * 64, [], None),
+        ([5] * 65, [], "a text of 65 tokens, more than 8 times sampling.max_tokens 8"),
         ([], [], None),
         ([5, -6], [-0.5, -0.5], "token id -6, which is outside the vocabulary; the model has 262 tokens"),
         ([5, 262], [-0.5, -0.5], "token id 262, which is outside the vocabulary; the model has 262 tokens"),
