@@ -1,6 +1,6 @@
 """A small real HTTP server with vLLM's dialect of OpenAI's API, which misbehaves when told to.
 
-It completes a prompt of token ids with the same ids in reverse, each of log-probability -0.5, and remembers every
+It completes a prompt of token ids with the same ids in reverse, each of log-probability -1, and remembers every
 request. ``mishaps`` are done in turn, one a request, before it answers properly.
 """
 
@@ -138,7 +138,7 @@ class FaultyServer:
             ids = prompt[::-1]
             top = [{name: p for name, p in _likely(token)} for token in ids]
             names = [f"token_id:{token}" for token in ids]
-            logprobs = {"tokens": names, "token_logprobs": [-0.5] * len(ids), "top_logprobs": top}
+            logprobs = {"tokens": names, "token_logprobs": [-1.0] * len(ids), "top_logprobs": top}
             choice |= {"token_ids": ids, "logprobs": logprobs}
         self._send_choice(handler, choice)
 
@@ -149,7 +149,7 @@ class FaultyServer:
             content = [
                 {
                     "token": f"token_id:{token}",
-                    "logprob": -0.5,
+                    "logprob": -1.0,
                     "top_logprobs": [{"token": name, "logprob": p} for name, p in _likely(token)],
                 }
                 for token in CHAT_TOKENS
@@ -164,7 +164,7 @@ class FaultyServer:
 
 
 def _likely(token: int) -> list[tuple[str, float]]:
-    return [(f"token_id:{token}", -0.5), ("token_id:0", -0.1), ("token_id:1", -9999.0)]
+    return [(f"token_id:{token}", -1.0), ("token_id:0", -0.5), ("token_id:1", -9999.0)]
 
 
 def config_of(server: FaultyServer, **config: Any) -> OpenAIBackend:
