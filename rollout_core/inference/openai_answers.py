@@ -13,7 +13,7 @@ from typing import Any
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import OpenAIBackend
 from rollout_core.data.completions import Completion, Failure, FinishReason, Outcome, TopLogprobs
-from rollout_core.data.text import decode_completions, told_tokens
+from rollout_core.data.text import decode_as_streamed, decode_completions, told_tokens
 from rollout_core.inference.base import Request
 from rollout_core.inference.checks import LOGPROB_NOISE, problem_with, problem_with_text
 from rollout_core.inference.endpoint import Malformed
@@ -108,13 +108,27 @@ def _sampled(
     _check_names(names, token_ids)
     drawn = list(zip(token_ids, logprobs, strict=True))
     likely = _likeliest(tops, drawn, params.logprobs, vocab_size) if params.logprobs else []
-    if not params.stop:
-        # The same decoding as for every other backend; with stop strings the server knows where the text ends.
-        [text] = decode_completions(tokenizer, [request.prompt_token_ids], [told_tokens(token_ids, params)])
-    if text is None:
-        raise Malformed("the text is null")
+    text = _text_of(tokenizer, request, told_tokens(token_ids, params), text)
     reason = choice["finish_reason"]
     return Completion(request.key, token_ids, [min(logprob, 0.0) for logprob in logprobs], text, reason, likely)
+
+
+def _text_of(tokenizer: Any, request: Request, token_ids: Sequence[int], told: str | None) -> str:
+    """The same decoding as for every other backend; with stop strings the server knows where that ends."""
+    [whole] = decode_completions(tokenizer, [request.prompt_token_ids], [token_ids])
+    if not request.params.stop:
+        return whole
+    if told is None:
+        raise Malformed("the text is null")
+    streamed = decode_as_streamed(tokenizer, request.prompt_token_ids, token_ids)
+    if not (_begins(whole, told) or _begins(streamed, told)):
+        raise Malformed("the text is not that of its tokens")
+    return told
+
+
+def _begins(whole: str, text: str) -> bool:
+    """Whether a text is cut from a whole. Decoded behind another prompt, such as a chat's, a first space may differ."""
+    return any(one.startswith(text) for one in (whole, f" {whole}", whole.removeprefix(" ")))
 
 
 def _refuse(problem: str | None) -> None:

@@ -58,6 +58,8 @@ class FaultyServer:
     """Answers without token ids and log-probabilities, as other servers than vLLM's do."""
     max_model_len: Any = MAX_MODEL_LEN
     finish_reason: str = "stop"
+    text: str = "unused"
+    """Of each completion that comes with token ids."""
     change: Callable[[dict[str, Any]], Any] | None = None
     """What is made of each completion before it is sent: other JSON, or the bytes of a body."""
     seen: list[Seen] = field(default_factory=list)
@@ -133,7 +135,7 @@ class FaultyServer:
             return self._send_choice(handler, {"text": prompt[::-1]})
         if self.refused_token in prompt:
             return send(handler, 400, {"error": {"message": "too long by far\nand worse"}})
-        choice: dict[str, Any] = {"text": "unused"}
+        choice: dict[str, Any] = {"text": self.text}
         if not self.plain:
             ids = prompt[::-1]
             top = [{name: p for name, p in _likely(token)} for token in ids]

@@ -307,6 +307,54 @@ def test_a_text_may_hold_any_character_but_reasons_hold_only_those_that_print(se
     assert isinstance(failure, Failure) and failure.reason.isprintable() and len(failure.reason) <= 300
 
 
+WITH_STOP = SamplingParams(max_tokens=64, stop=("zz",), stop_token_ids=(6,))
+
+
+def say(tokens: list[int], text: Any) -> Callable[[dict[str, Any]], Any]:
+    """An answer of these tokens, with that text."""
+
+    def change(answer: dict[str, Any]) -> Any:
+        choice = answer["choices"][0]
+        logprobs = {"token_logprobs": [-1.0] * len(tokens)}
+        return {**answer, "choices": [{**choice, "token_ids": tokens, "text": text, "logprobs": logprobs}]}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("completely different text " * 10, "the text is not that of its tokens"),
+        ("hello worldzz", "the text is not that of its tokens"),
+        ("ello", "the text is not that of its tokens"),
+        ("  hello", "the text is not that of its tokens"),
+        ("hello\ufffd", "the text is not that of its tokens"),
+        (None, "text is null, not a text"),
+        ("hello world", None),
+        ("hello wo", None),
+        (" hello wo", None),
+        ("", None),
+    ],
+)
+def test_with_stop_strings_a_text_is_what_its_tokens_begin_with(server, engine_of, tokenizer, text, reason):
+    """The stop token at the end, and an end of sequence, are no part of it."""
+    tokens = [*tokenizer("hello world")["input_ids"], tokenizer.eos_token_id, 6]
+    server.change = say(tokens, text)
+    [outcome] = engine_of().stream(requests(tokenizer, WITH_STOP)[:1])
+    if reason is None:
+        assert isinstance(outcome, Completion) and outcome.text == text and outcome.token_ids == tokens
+    else:
+        assert isinstance(outcome, Failure) and outcome.passing and reason in outcome.reason
+
+
+@pytest.mark.parametrize(("text", "believed"), [("a\u20ac", True), ("a\u20ac\ufffd", True), ("a\u20acb", False)])
+def test_a_text_may_lack_the_character_that_its_tokens_only_begin(server, engine_of, tokenizer, text, believed):
+    tokens = [*tokenizer("a\u20ac")["input_ids"], *tokenizer("\u20ac")["input_ids"][:2]]
+    server.change = say(tokens, text)
+    [outcome] = engine_of().stream(requests(tokenizer, WITH_STOP)[:1])
+    assert isinstance(outcome, Completion) is believed, outcome
+
+
 # Bodies
 
 
