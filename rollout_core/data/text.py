@@ -9,6 +9,8 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from tokenizers.decoders import DecodeStream
+
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import SamplingParams
 from rollout_core.data.datasets import PromptRow
@@ -151,6 +153,27 @@ def decode_completions(
                 tokenizer.decode(list(completion), skip_special_tokens=True, clean_up_tokenization_spaces=False)
             )
     return texts
+
+
+def decode_as_streamed(tokenizer: Any, prompt: Sequence[int], completion: Sequence[int]) -> str:
+    """Text of a completion as a server puts it together, token by token behind its prompt, special tokens left out.
+
+    It is that of `decode_completions` but for bytes that make no character: those at the end are held back, and may not
+    take back a character that stood before them, as they do in the whole.
+    """
+    stream = DecodeStream(ids=list(prompt[-_CONTEXT_TOKENS:]), skip_special_tokens=True)
+    pieces: list[str | None] = []
+    for token in completion:
+        try:
+            piece = stream.step(tokenizer.backend_tokenizer, token)
+        except Exception as error:  # the tokenizers library raises plain Exception
+            if not str(error).startswith("Invalid prefix"):
+                raise
+            # A character is taken back. vLLM goes on afresh, and so is done here.
+            stream = DecodeStream(skip_special_tokens=True)
+            piece = stream.step(tokenizer.backend_tokenizer, token)
+        pieces.append(piece)
+    return "".join(piece or "" for piece in pieces)
 
 
 def told_tokens(token_ids: Sequence[int], params: SamplingParams) -> Sequence[int]:

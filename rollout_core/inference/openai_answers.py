@@ -12,14 +12,16 @@ from typing import Any
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import OpenAIBackend
-from rollout_core.data.completions import Completion, Failure, Outcome, TopLogprobs
-from rollout_core.data.text import decode_completions, told_tokens
+from rollout_core.data.completions import Completion, Failure, FinishReason, Outcome, TopLogprobs
+from rollout_core.data.text import decode_as_streamed, decode_completions, told_tokens
 from rollout_core.inference.base import Request
-from rollout_core.inference.checks import LOGPROB_NOISE, problem_with
+from rollout_core.inference.checks import LOGPROB_NOISE, problem_with, problem_with_text
 from rollout_core.inference.endpoint import Malformed
 
 _IMPOSSIBLE = -9999.0
 """vLLM's server writes this for minus infinity."""
+_SUM_NOISE = 0.01
+"""Probabilities may add to so much more than 1: rounding their logarithms to bfloat16 does less."""
 _TOKEN_ID = "token_id:"
 _JSON_KINDS = {
     type(None): "null",
@@ -50,7 +52,7 @@ def longest_answer(request: Request) -> int:
 def outcome_of(
     config: OpenAIBackend, tokenizer: Any, request: Request, answer: Mapping[str, Any], vocab_size: int
 ) -> Outcome:
-    """The outcome that a whole answer tells.
+    """The outcome that a whole answer tells. It may take a second to find out: not for an event loop.
 
     Raises Malformed where the answer is none, OtherDialect where the endpoint does not speak the configured dialect.
     """
@@ -73,9 +75,16 @@ def outcome_of(
         )
     text = _content(config, choice)
     if config.dialect == "openai":
-        token_ids = tokenizer(text or "", add_special_tokens=False)["input_ids"]
-        return Completion(request.key, token_ids, [], text or "", reason)
+        return _retokenised(tokenizer, request, text or "", reason, vocab_size)
     return _sampled(config, tokenizer, request, choice, text, vocab_size)
+
+
+def _retokenised(tokenizer: Any, request: Request, text: str, reason: FinishReason, vocab_size: int) -> Completion:
+    """A completion of which only the text is told."""
+    _refuse(problem_with_text(text, request.params))
+    token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    _refuse(problem_with(token_ids, [], request.params, vocab_size))
+    return Completion(request.key, token_ids, [], text, reason)
 
 
 def _sampled(
@@ -90,26 +99,41 @@ def _sampled(
     params, token_ids = request.params, _token_ids(choice["token_ids"])
     told = _object(choice["logprobs"], "logprobs")
     read = _chat_logprobs if config.api == "chat" else _logprobs
-    names, logprobs, top = read(told, likely=params.logprobs > 0)
+    names, logprobs, tops = read(told, likely=params.logprobs > 0)
     if not token_ids or not logprobs:
         raise Malformed(f"{len(token_ids)} tokens, and log-probabilities of {len(logprobs)}")
-    problem = problem_with(token_ids, logprobs, params, vocab_size)
-    if problem is not None:
-        raise Malformed(problem)
+    _refuse(problem_with(token_ids, logprobs, params, vocab_size))
     if min(logprobs) <= _IMPOSSIBLE:
         raise Malformed("a token was drawn that has no probability")
-    if names and names != [f"{_TOKEN_ID}{token}" for token in token_ids]:
-        raise Malformed("the log-probabilities are those of other tokens than token_ids")
-    if params.logprobs and len(top) != len(token_ids):
-        raise Malformed(f"top_logprobs of {len(top)} tokens, but there are {len(token_ids)}")
-    if not params.stop:
-        # The same decoding as for every other backend; with stop strings the server knows where the text ends.
-        [text] = decode_completions(tokenizer, [request.prompt_token_ids], [told_tokens(token_ids, params)])
-    if text is None:
-        raise Malformed("the text is null")
-    likely = [_ordered(entries, vocab_size)[: params.logprobs] for entries in top]
+    _check_names(names, token_ids)
+    drawn = list(zip(token_ids, logprobs, strict=True))
+    likely = _likeliest(tops, drawn, params.logprobs, vocab_size) if params.logprobs else []
+    text = _text_of(tokenizer, request, told_tokens(token_ids, params), text)
     reason = choice["finish_reason"]
     return Completion(request.key, token_ids, [min(logprob, 0.0) for logprob in logprobs], text, reason, likely)
+
+
+def _text_of(tokenizer: Any, request: Request, token_ids: Sequence[int], told: str | None) -> str:
+    """The same decoding as for every other backend; with stop strings the server knows where that ends."""
+    [whole] = decode_completions(tokenizer, [request.prompt_token_ids], [token_ids])
+    if not request.params.stop:
+        return whole
+    if told is None:
+        raise Malformed("the text is null")
+    streamed = decode_as_streamed(tokenizer, request.prompt_token_ids, token_ids)
+    if not (_begins(whole, told) or _begins(streamed, told)):
+        raise Malformed("the text is not that of its tokens")
+    return told
+
+
+def _begins(whole: str, text: str) -> bool:
+    """Whether a text is cut from a whole. Decoded behind another prompt, such as a chat's, a first space may differ."""
+    return any(one.startswith(text) for one in (whole, f" {whole}", whole.removeprefix(" ")))
+
+
+def _refuse(problem: str | None) -> None:
+    if problem is not None:
+        raise Malformed(problem)
 
 
 def _only_choice(answer: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -150,19 +174,20 @@ def _token_ids(told: Any) -> list[int]:
 
 
 def _logprobs(told: Mapping[str, Any], *, likely: bool) -> tuple[list[str], list[float], list[Any]]:
-    """Names of the tokens, where they tell ids; their log-probabilities; and the likeliest tokens of each place."""
-    names = _list(told.get("tokens") or [], "logprobs.tokens")
+    """Names of the tokens, where it tells any; their log-probabilities; and the likeliest tokens of each place."""
+    names = _names(_list(told.get("tokens") or [], "logprobs.tokens"))
     top = _list(told.get("top_logprobs"), "top_logprobs") if likely else []
     entries = [list(_object(item, "an item of top_logprobs").items()) for item in top]
-    return _ids_among(names), _numbers(_list(told.get("token_logprobs"), "token_logprobs")), entries
+    return names, _numbers(_list(told.get("token_logprobs"), "token_logprobs")), entries
 
 
 def _chat_logprobs(told: Mapping[str, Any], *, likely: bool) -> tuple[list[str], list[float], list[Any]]:
     content = _list(told.get("content") or [], "logprobs.content")
     items = [_object(item, "an item of logprobs.content") for item in content]
-    names, logprobs = [item.get("token") for item in items], _numbers(item.get("logprob") for item in items)
+    names = _names(item.get("token") for item in items)
+    logprobs = _numbers(item.get("logprob") for item in items)
     tops = [_list(item.get("top_logprobs"), "top_logprobs") if likely else [] for item in items]
-    return _ids_among(names), logprobs, [[_entry(told) for told in top] for top in tops]
+    return names, logprobs, [[_entry(told) for told in top] for top in tops]
 
 
 def _entry(told: Any) -> tuple[Any, Any]:
@@ -170,9 +195,17 @@ def _entry(told: Any) -> tuple[Any, Any]:
     return entry.get("token"), entry.get("logprob")
 
 
-def _ids_among(names: Sequence[Any]) -> list[str]:
-    """The tokens' names, unless the server writes their texts."""
-    return list(names) if names and all(isinstance(name, str) and name.startswith(_TOKEN_ID) for name in names) else []
+def _names(told: Iterable[Any]) -> list[str]:
+    return [_text(name, "the name of a token") for name in told]
+
+
+def _check_names(names: Sequence[str], token_ids: Sequence[int]) -> None:
+    """The names are those of these tokens, unless the server writes the texts of all of them, or none."""
+    if names and len(names) != len(token_ids):
+        raise Malformed(f"{len(token_ids)} tokens, but names of {len(names)}")
+    are_ids = any(name.startswith(_TOKEN_ID) for name in names)
+    if are_ids and names != [f"{_TOKEN_ID}{token}" for token in token_ids]:
+        raise Malformed("the log-probabilities are those of other tokens than token_ids")
 
 
 def _numbers(told: Iterable[Any]) -> list[float]:
@@ -183,16 +216,54 @@ def _numbers(told: Iterable[Any]) -> list[float]:
     return [float(logprob) for logprob in logprobs]
 
 
-def _ordered(entries: Iterable[tuple[Any, Any]], vocab_size: int) -> TopLogprobs:
-    """Most likely first; the server puts the token drawn before them, once more where it is not among them."""
-    named = [(_text(name, "a likely token").removeprefix(_TOKEN_ID), logprob) for name, logprob in entries]
-    if not all(name.isascii() and name.isdecimal() and len(name) < 12 and int(name) < vocab_size for name, _ in named):
+def _likeliest(
+    tops: Sequence[Any], drawn: Sequence[tuple[int, float]], count: int, vocab_size: int
+) -> list[TopLogprobs]:
+    """The ``count`` likeliest tokens of each place, most likely first.
+
+    The server puts the token drawn before them, one more where it is not among them.
+    """
+    if len(tops) != len(drawn):
+        raise Malformed(f"top_logprobs of {len(tops)} tokens, but there are {len(drawn)}")
+    likely: list[TopLogprobs] = []
+    for entries, (token, logprob) in zip(tops, drawn, strict=True):
+        found = _by_token(entries, vocab_size)
+        _check_place(found, token, logprob)
+        possible = [(other, min(p, 0.0)) for other, p in found.items() if p > _IMPOSSIBLE]
+        likely.append(sorted(possible, key=lambda entry: (-entry[1], entry[0]))[:count])
+    return likely
+
+
+def _check_place(found: Mapping[int, float], token: int, logprob: float) -> None:
+    """Log-probabilities told of a place are of one distribution, and that is the one that the token was drawn from."""
+    if max(found.values(), default=_IMPOSSIBLE) <= _IMPOSSIBLE:
+        raise Malformed("top_logprobs names no token that could be drawn")
+    if max(found.values()) > LOGPROB_NOISE:
+        raise Malformed(f"a log-probability of {max(found.values()):g}, above 0")
+    if abs(found.get(token, logprob) - logprob) > LOGPROB_NOISE:
+        raise Malformed(f"token {token} has a log-probability of {logprob:g}, and {found[token]:g} in top_logprobs")
+    total = sum(math.exp(p) for p in {**found, token: logprob}.values())
+    if total > 1 + _SUM_NOISE:
+        raise Malformed(f"top_logprobs of tokens whose probabilities add to {total:.3g}")
+
+
+def _by_token(entries: Sequence[tuple[Any, Any]], vocab_size: int) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for name, logprob in entries:
+        token = _id_named(_text(name, "a likely token"), vocab_size)
+        if token in found:
+            raise Malformed(f"top_logprobs names token {token} twice")
+        [found[token]] = _numbers([logprob])
+    return found
+
+
+def _id_named(name: str, vocab_size: int) -> int:
+    number = name.removeprefix(_TOKEN_ID)
+    # Without the prefix it is a token's text, which may be a number, too.
+    is_id = number != name and number.isascii() and number.isdecimal() and len(number) < 12
+    if not is_id or int(number) >= vocab_size:
         raise Malformed("top_logprobs names a token that is no id of the model's vocabulary")
-    numbers = _numbers(logprob for _, logprob in named)
-    if max(numbers, default=-math.inf) > LOGPROB_NOISE:
-        raise Malformed(f"a log-probability of {max(numbers):g}, above 0")
-    found = {int(name): min(p, 0.0) for (name, _), p in zip(named, numbers, strict=True) if p > _IMPOSSIBLE}
-    return sorted(found.items(), key=lambda entry: (-entry[1], entry[0]))
+    return int(number)
 
 
 def _list(value: Any, what: str) -> list[Any]:

@@ -137,7 +137,8 @@ class OpenAIEngine(GathersStream):
         except Refused as error:
             return Failure(request.key, str(error))
         try:
-            outcome = outcome_of(config, tokenizer, request, answer, self._vocab_size)
+            # Beside the loop: tokenising a long text holds up no other request.
+            outcome = await asyncio.to_thread(outcome_of, config, tokenizer, request, answer, self._vocab_size)
         except OtherDialect:
             if not self._understood:
                 raise no_vllm(config) from None

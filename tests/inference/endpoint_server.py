@@ -1,6 +1,6 @@
 """A small real HTTP server with vLLM's dialect of OpenAI's API, which misbehaves when told to.
 
-It completes a prompt of token ids with the same ids in reverse, each of log-probability -0.5, and remembers every
+It completes a prompt of token ids with the same ids in reverse, each of log-probability -1, and remembers every
 request. ``mishaps`` are done in turn, one a request, before it answers properly.
 """
 
@@ -58,6 +58,8 @@ class FaultyServer:
     """Answers without token ids and log-probabilities, as other servers than vLLM's do."""
     max_model_len: Any = MAX_MODEL_LEN
     finish_reason: str = "stop"
+    text: str = "unused"
+    """Of each completion that comes with token ids."""
     change: Callable[[dict[str, Any]], Any] | None = None
     """What is made of each completion before it is sent: other JSON, or the bytes of a body."""
     seen: list[Seen] = field(default_factory=list)
@@ -133,12 +135,12 @@ class FaultyServer:
             return self._send_choice(handler, {"text": prompt[::-1]})
         if self.refused_token in prompt:
             return send(handler, 400, {"error": {"message": "too long by far\nand worse"}})
-        choice: dict[str, Any] = {"text": "unused"}
+        choice: dict[str, Any] = {"text": self.text}
         if not self.plain:
             ids = prompt[::-1]
             top = [{name: p for name, p in _likely(token)} for token in ids]
             names = [f"token_id:{token}" for token in ids]
-            logprobs = {"tokens": names, "token_logprobs": [-0.5] * len(ids), "top_logprobs": top}
+            logprobs = {"tokens": names, "token_logprobs": [-1.0] * len(ids), "top_logprobs": top}
             choice |= {"token_ids": ids, "logprobs": logprobs}
         self._send_choice(handler, choice)
 
@@ -149,7 +151,7 @@ class FaultyServer:
             content = [
                 {
                     "token": f"token_id:{token}",
-                    "logprob": -0.5,
+                    "logprob": -1.0,
                     "top_logprobs": [{"token": name, "logprob": p} for name, p in _likely(token)],
                 }
                 for token in CHAT_TOKENS
@@ -164,7 +166,7 @@ class FaultyServer:
 
 
 def _likely(token: int) -> list[tuple[str, float]]:
-    return [(f"token_id:{token}", -0.5), ("token_id:0", -0.1), ("token_id:1", -9999.0)]
+    return [(f"token_id:{token}", -1.0), ("token_id:0", -0.5), ("token_id:1", -9999.0)]
 
 
 def config_of(server: FaultyServer, **config: Any) -> OpenAIBackend:

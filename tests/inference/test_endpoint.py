@@ -47,7 +47,7 @@ def test_token_ids_go_out_and_token_ids_and_logprobs_come_back(server, engine_of
     asked = requests(tokenizer)
     for request, completion in zip(asked, engine_of().generate(asked), strict=True):
         assert completion.token_ids == request.prompt_token_ids[::-1]
-        assert completion.logprobs == [-0.5] * len(completion.token_ids)
+        assert completion.logprobs == [-1.0] * len(completion.token_ids)
         assert completion.text == tokenizer.decode(completion.token_ids) and completion.finish_reason == "stop"
     bodies = {tuple(seen.body["prompt"]): seen.body for seen in server.asked}
     for request in asked:
@@ -71,7 +71,9 @@ def test_every_field_reaches_a_vllm_server_and_no_default_of_its_own_counts(serv
         logprobs=2,
         structured=RegexOutput(pattern="[0-9]+"),
     )
-    [completion] = engine_of().generate(requests(tokenizer, params, ["hello"]))
+    asked = requests(tokenizer, params, ["hello"])
+    server.text = tokenizer.decode(asked[0].prompt_token_ids[::-1])[:2]
+    [completion] = engine_of().generate(asked)
     [seen] = server.asked
     assert {key: value for key, value in seen.body.items() if key != "prompt"} == {
         "model": "served",
@@ -92,10 +94,10 @@ def test_every_field_reaches_a_vllm_server_and_no_default_of_its_own_counts(serv
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
-    assert completion.text == "unused", "with stop strings the server knows where the text ends"
-    assert completion.top_logprobs[0] == [(0, -0.1), (completion.token_ids[0], -0.5)], "none of probability 0"
+    assert completion.text == server.text, "with stop strings the server knows where the text ends"
+    assert completion.top_logprobs[0] == [(0, -0.5), (completion.token_ids[0], -1.0)], "none of probability 0"
     row = json.loads(encode_completion(completion))
-    assert row["top_logprobs"][0] == [[0, -0.1], [completion.token_ids[0], -0.5]]
+    assert row["top_logprobs"][0] == [[0, -0.5], [completion.token_ids[0], -1.0]]
 
 
 def test_servers_of_other_makes_are_asked_only_what_openai_documents(server, engine_of, tokenizer):

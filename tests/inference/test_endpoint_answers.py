@@ -42,6 +42,20 @@ def put(*path: Any, value: Any) -> Callable[[dict[str, Any]], Any]:
     return change
 
 
+DRAWN = "the drawn token"
+
+
+def change_first_place(likely: dict[str, float]) -> Callable[[dict[str, Any]], Any]:
+    """The likely tokens of the first place are others."""
+
+    def change(answer: dict[str, Any]) -> Any:
+        drawn = answer["choices"][0]["logprobs"]["tokens"][0]
+        named = {drawn if name == DRAWN else name: p for name, p in likely.items()}
+        return put("logprobs", "top_logprobs", 0, value=named)(answer)
+
+    return change
+
+
 def choices(change: Callable[[list[Any]], Any]) -> Callable[[dict[str, Any]], Any]:
     return lambda answer: {**answer, "choices": change(answer["choices"])}
 
@@ -76,6 +90,13 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         put("logprobs", "tokens", 0, value="token_id:6"),
         "those of other tokens than token_ids",
     ),
+    "ids of other tokens, and a text": (
+        put("logprobs", "tokens", value=["token_id:6", *"x" * 7]),
+        "those of other tokens than token_ids",
+    ),
+    "ids, and a text": (put("logprobs", "tokens", 3, value="x"), "those of other tokens than token_ids"),
+    "names of fewer tokens": (put("logprobs", "tokens", value=["x"]), "8 tokens, but names of 1"),
+    "a name that is none": (put("logprobs", "tokens", 0, value=5), "the name of a token is a number, not a text"),
     "no logprobs": (put("logprobs", value=None), "lacks token ids or log-probabilities"),
     "logprobs of another form": (put("logprobs", value=[-0.5]), "logprobs is a list, not an object"),
     "likely tokens of fewer places": (put("logprobs", "top_logprobs", value=[]), "top_logprobs of 0 tokens"),
@@ -87,6 +108,38 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a likely token that is none": (
         put("logprobs", "top_logprobs", 0, value={"token_id: 1_2": -0.5}),
         "no id of the model's vocabulary",
+    ),
+    "a likely token named by its text": (
+        put("logprobs", "top_logprobs", 0, value={"5": -0.5}),
+        "no id of the model's vocabulary",
+    ),
+    "a likely token twice": (
+        put("logprobs", "top_logprobs", 0, value={"token_id:5": -2, "token_id:05": -2}),
+        "top_logprobs names token 5 twice",
+    ),
+    "no likely token of a place": (
+        put("logprobs", "top_logprobs", 1, value={}),
+        "top_logprobs names no token that could be drawn",
+    ),
+    "likely tokens that are impossible": (
+        put("logprobs", "top_logprobs", 1, value={"token_id:5": -9999.0, "token_id:6": -9999.0}),
+        "top_logprobs names no token that could be drawn",
+    ),
+    "a token drawn that is likely by another number": (
+        change_first_place({DRAWN: -7.0, "token_id:0": -3.0}),
+        "has a log-probability of -1, and -7 in top_logprobs",
+    ),
+    "a token drawn that is impossible by another number": (
+        change_first_place({DRAWN: -9999.0, "token_id:0": -3.0}),
+        "has a log-probability of -1, and -9999 in top_logprobs",
+    ),
+    "two certain tokens": (
+        change_first_place({DRAWN: -1.0, "token_id:0": 0.0, "token_id:1": 0.0}),
+        "probabilities add to 2.37",
+    ),
+    "a certain token beside the one drawn": (
+        change_first_place({"token_id:0": 0.0}),
+        "probabilities add to 1.37",
     ),
     "a likely token with a log-probability of null": (
         put("logprobs", "top_logprobs", 0, value={"token_id:5": None}),
@@ -129,6 +182,12 @@ def test_an_answer_that_cannot_be_true_fails_its_own_sample_and_no_other(server,
         (("logprobs", "content", 0, "logprob"), 0.7, "a log-probability of 0.7, above 0"),
         (("logprobs", "content", 0, "logprob"), None, "a log-probability is null"),
         (("logprobs", "content", 0, "token"), "token_id:6", "those of other tokens"),
+        (("logprobs", "content", 0, "token"), "x", "those of other tokens"),
+        (("logprobs", "content", 0, "token"), None, "the name of a token is null"),
+        (("logprobs", "content", 1, "top_logprobs"), [], "names no token that could be drawn"),
+        (("logprobs", "content", 1, "top_logprobs", 0, "logprob"), -7.0, "of -1, and -7 in top_logprobs"),
+        (("logprobs", "content", 1, "top_logprobs", 0, "token"), "token_id:0", "names token 0 twice"),
+        (("logprobs", "content", 1, "top_logprobs", 1, "logprob"), 0.0, "probabilities add to 1.37"),
         (("logprobs", "content", 0), [], "an item of logprobs.content is a list"),
         (("logprobs", "content", 0, "top_logprobs"), None, "top_logprobs is null"),
         (("logprobs", "content", 0, "top_logprobs", 0), "x", "a likely token is a text"),
@@ -163,10 +222,79 @@ def test_usage_that_cannot_be_is_not_believed_either(server, engine_of, tokenize
     assert isinstance(failure, Failure) and reason in failure.reason
 
 
+@pytest.mark.parametrize("api", ["completions", "chat"])
+@pytest.mark.parametrize(
+    ("text", "told", "reason"),
+    [
+        (
+            "12 " * 300_000,
+            {"finish_reason": "stop", "usage": {"completion_tokens": 2}},
+            "a text of 900,000 characters, more than the 1,024 that fit sampling.max_tokens 4",
+        ),
+        (
+            "12" * 400,
+            {"finish_reason": "length", "usage": None},
+            "a text of 800 tokens, more than 8 times sampling.max_tokens 4",
+        ),
+    ],
+)
+def test_a_text_far_longer_than_asked_for_is_not_believed(server, engine_of, tokenizer, api, text, told, reason):
+    def change(answer: dict[str, Any]) -> Any:
+        said = {"message": {"content": text}} if api == "chat" else {"text": text}
+        return {"choices": [{**said, "finish_reason": told["finish_reason"]}], "usage": told["usage"]}
+
+    server.change = change
+    [failure] = engine_of(dialect="openai", api=api).stream(requests(tokenizer, SamplingParams(max_tokens=4))[:1])
+    assert isinstance(failure, Failure) and failure.passing and reason in failure.reason
+
+
+def test_a_text_of_broken_characters_has_more_tokens_than_were_sampled_and_is_kept(server, engine_of, tokenizer):
+    """Each sampled byte that is no character reads as U+FFFD, which has three."""
+    server.change = put("text", value="\ufffd" * 4)
+    engine = engine_of(dialect="openai")
+    [completion] = engine.generate(requests(tokenizer, SamplingParams(max_tokens=4))[:1])
+    assert len(completion.token_ids) == 12 and tokenizer.decode(completion.token_ids) == "\ufffd" * 4
+
+
+def test_a_text_is_tokenised_beside_the_other_requests(server, engine_of, tokenizer):
+    """Two are, at the same time: neither call returns before the other began."""
+    both = threading.Barrier(2, timeout=10)
+
+    def meet(text: str, **options: Any) -> Any:
+        both.wait()
+        return tokenizer(text, **options)
+
+    engine = engine_of(dialect="openai", max_concurrency=2)
+    engine._tokenizer = meet
+    assert {type(outcome) for outcome in engine.stream(requests(tokenizer)[:2])} == {Completion}
+
+
 def test_a_log_probability_that_rounding_put_above_0_counts_as_0(server, engine_of, tokenizer):
     server.change = put("logprobs", "token_logprobs", 0, value=3e-5)
     [completion] = engine_of().generate(requests(tokenizer)[:1])
-    assert completion.logprobs[0] == 0.0 and completion.logprobs[1] == -0.5
+    assert completion.logprobs[0] == 0.0 and completion.logprobs[1] == -1.0
+
+
+def test_log_probabilities_of_a_coarse_number_format_are_believed(server, engine_of, tokenizer):
+    """Logarithms of 0.35, 0.29, 0.26 and 0.1 as bfloat16 rounds them: such probabilities add to 1.0035."""
+    first, second, third, rest = -1.046875, -1.234375, -1.34375, -2.296875
+
+    def change(answer: dict[str, Any]) -> Any:
+        drawn = answer["choices"][0]["logprobs"]["tokens"][0]
+        likely = {drawn: rest, "token_id:0": first, "token_id:1": second, "token_id:2": third}
+        put("logprobs", "token_logprobs", 0, value=rest)(answer)
+        return put("logprobs", "top_logprobs", 0, value=likely)(answer)
+
+    server.change = change
+    [completion] = engine_of().generate(requests(tokenizer, WITH_TOP)[:1])
+    assert completion.logprobs[0] == rest and completion.top_logprobs[0] == [(0, first), (1, second)]
+
+
+def test_a_server_may_name_tokens_by_their_texts(server, engine_of, tokenizer):
+    server.change = put("logprobs", "tokens", value=["2", " =", "x", "token", "1", " ", "", "sort"])
+    asked = requests(tokenizer)[:1]
+    [completion] = engine_of().generate(asked)
+    assert completion.token_ids == asked[0].prompt_token_ids[::-1]
 
 
 def test_a_text_may_hold_any_character_but_reasons_hold_only_those_that_print(server, engine_of, tokenizer):
@@ -177,6 +305,54 @@ def test_a_text_may_hold_any_character_but_reasons_hold_only_those_that_print(se
     server.change = put("finish_reason", value="\x00\x1b[31mred\n" + "\u202e" + "x" * 5000)
     [failure] = engine.stream(requests(tokenizer)[:1])
     assert isinstance(failure, Failure) and failure.reason.isprintable() and len(failure.reason) <= 300
+
+
+WITH_STOP = SamplingParams(max_tokens=64, stop=("zz",), stop_token_ids=(6,))
+
+
+def say(tokens: list[int], text: Any) -> Callable[[dict[str, Any]], Any]:
+    """An answer of these tokens, with that text."""
+
+    def change(answer: dict[str, Any]) -> Any:
+        choice = answer["choices"][0]
+        logprobs = {"token_logprobs": [-1.0] * len(tokens)}
+        return {**answer, "choices": [{**choice, "token_ids": tokens, "text": text, "logprobs": logprobs}]}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("completely different text " * 10, "the text is not that of its tokens"),
+        ("hello worldzz", "the text is not that of its tokens"),
+        ("ello", "the text is not that of its tokens"),
+        ("  hello", "the text is not that of its tokens"),
+        ("hello\ufffd", "the text is not that of its tokens"),
+        (None, "text is null, not a text"),
+        ("hello world", None),
+        ("hello wo", None),
+        (" hello wo", None),
+        ("", None),
+    ],
+)
+def test_with_stop_strings_a_text_is_what_its_tokens_begin_with(server, engine_of, tokenizer, text, reason):
+    """The stop token at the end, and an end of sequence, are no part of it."""
+    tokens = [*tokenizer("hello world")["input_ids"], tokenizer.eos_token_id, 6]
+    server.change = say(tokens, text)
+    [outcome] = engine_of().stream(requests(tokenizer, WITH_STOP)[:1])
+    if reason is None:
+        assert isinstance(outcome, Completion) and outcome.text == text and outcome.token_ids == tokens
+    else:
+        assert isinstance(outcome, Failure) and outcome.passing and reason in outcome.reason
+
+
+@pytest.mark.parametrize(("text", "believed"), [("a\u20ac", True), ("a\u20ac\ufffd", True), ("a\u20acb", False)])
+def test_a_text_may_lack_the_character_that_its_tokens_only_begin(server, engine_of, tokenizer, text, believed):
+    tokens = [*tokenizer("a\u20ac")["input_ids"], *tokenizer("\u20ac")["input_ids"][:2]]
+    server.change = say(tokens, text)
+    [outcome] = engine_of().stream(requests(tokenizer, WITH_STOP)[:1])
+    assert isinstance(outcome, Completion) is believed, outcome
 
 
 # Bodies
@@ -383,7 +559,8 @@ async def test_malformed_answers_are_kept_as_failures_and_asked_for_again_by_the
     [
         ([5, 6], [-0.5, -0.5], None),
         ([5, 6], [], None),
-        ([5] * 9, [], None),
+        ([5] * 64, [], None),
+        ([5] * 65, [], "a text of 65 tokens, more than 8 times sampling.max_tokens 8"),
         ([], [], None),
         ([5, -6], [-0.5, -0.5], "token id -6, which is outside the vocabulary; the model has 262 tokens"),
         ([5, 262], [-0.5, -0.5], "token id 262, which is outside the vocabulary; the model has 262 tokens"),

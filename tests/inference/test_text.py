@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.data.datasets import PromptRow
-from rollout_core.data.text import decode_completions, tokenize_prompts
+from rollout_core.data.text import decode_as_streamed, decode_completions, tokenize_prompts
 from rollout_core.models.chat import ChatMessage
 
 TEMPLATE = (
@@ -42,6 +42,36 @@ def test_a_completion_that_goes_on_with_a_word_has_no_space(sentencepiece):
     prompt = sentencepiece("one fo")["input_ids"]
     rest = sentencepiece.convert_tokens_to_ids(["ur", "!"])
     assert decode_completions(sentencepiece, [prompt], [rest]) == ["ur!"]
+
+
+@pytest.fixture(scope="module")
+def byte_fallback():
+    """A tokenizer that spells characters it has no word for in bytes."""
+    words = ["<unk>", "</s>", "▁", "a", "▁a", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocabulary = {word: token for token, word in enumerate(words)}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[("▁", "a")], unk_token="<unk>", byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    inner.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize(
+    ("spelt", "then", "streamed", "whole"),
+    [
+        ("你好".encode(), ["▁a"], " a你好 a", " a你好 a"),
+        ("你好".encode()[:5], [], " a你", " a" + "\ufffd" * 5),
+        ("你好".encode()[:5], ["▁a", "a"], " a你aa", " a" + "\ufffd" * 5 + " aa"),
+        (b"", ["</s>"], " a", " a"),
+    ],
+)
+def test_a_text_streamed_keeps_characters_that_later_bytes_take_back_in_the_whole(
+    byte_fallback, spelt, then, streamed, whole
+):
+    """What is held back when the bytes come to nothing is lost, as it is at servers."""
+    words = ["▁a", *(f"<0x{byte:02X}>" for byte in spelt), *then]
+    prompt, tokens = byte_fallback.convert_tokens_to_ids(["a", "▁a"]), byte_fallback.convert_tokens_to_ids(words)
+    assert decode_completions(byte_fallback, [prompt], [tokens]) == [whole]
+    assert decode_as_streamed(byte_fallback, prompt, tokens) == streamed
 
 
 def test_the_end_of_sequence_is_no_part_of_the_text(sentencepiece):

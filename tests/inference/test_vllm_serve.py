@@ -76,6 +76,15 @@ def test_sampled_completions_too_for_a_request_has_its_own_seed(engine_of, vllm_
     assert_alike(engine_of().generate(asked), vllm_engine.generate(asked))
 
 
+@pytest.mark.parametrize("api", ["completions", "chat"])
+def test_texts_cut_at_stop_strings_are_believed_whatever_bytes_they_hold(engine_of, tokenizer, api):
+    """A model that was never trained writes bytes that make no characters."""
+    params = SamplingParams(temperature=1.0, max_tokens=24, stop=("=", "1", "e", "\ufffd!"), logprobs=2)
+    completions = engine_of(api=api).generate(requests(tokenizer, params, PROMPTS * 20))
+    assert {completion.finish_reason for completion in completions} == {"stop", "length"}
+    assert any("\ufffd" in completion.text for completion in completions)
+
+
 def test_a_chat_endpoint_gives_its_tokens_and_their_alternatives(engine_of, tokenizer):
     engine = engine_of(api="chat")
     params = SamplingParams(temperature=1.0, max_tokens=12, logprobs=3)
