@@ -256,7 +256,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
 
     @rule(call=st.sampled_from(REFUSED), bad=st.sampled_from(["", "a\0b"]))
     def refuse(self, call, bad):
-        self.model.watchdog()
+        """Before anything is done, the search for lost attempts included."""
         rollout_id = next(iter(self.model.rollouts), "nope")
         with pytest.raises(ConfigError):
             self.do(call(self.store, rollout_id, bad))
