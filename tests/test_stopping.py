@@ -24,7 +24,7 @@ IS_LOST = "signal.signal(signal.SIGTERM, lambda *_: None)"
 
 PROGRAM = """
 import ctypes, signal, subprocess, sys, threading, time
-from rollout_core import stopping
+from rollout_core.base import stopping
 from rollout_core.base.errors import Stopped
 
 class Interrupted(BaseException):
