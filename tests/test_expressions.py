@@ -6,8 +6,7 @@ import contextlib
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.config.expressions import FUNCTIONS, compile_expression

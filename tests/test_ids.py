@@ -4,8 +4,7 @@ import copy
 import string
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId, canonical_json, content_id, hash_bytes, new_run_id, sample_id, seed_of

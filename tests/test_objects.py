@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 from blake3 import blake3
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from pydantic import ValidationError
 
 from rollout_core.base.errors import ConfigError, Conflict, CorruptObject, MissingObject, Recoverable

@@ -8,8 +8,7 @@ import string
 from urllib.parse import quote
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.redaction import Redaction, refuse_credentials, without_password, without_passwords

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import pytest
 from blake3 import blake3
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from rollout_core.base.errors import ConfigError, Conflict, CorruptObject, MissingObject, NotFound
 from rollout_core.base.ids import ContentId, hash_bytes

@@ -20,8 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
+from concurrent.futures import Future, wait as wait_for
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar

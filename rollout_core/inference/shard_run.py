@@ -16,8 +16,15 @@ import orjson
 from rollout_core.base.ids import ContentId
 from rollout_core.config import SamplingParams
 from rollout_core.data.samples import Sample
-from rollout_core.inference.batch import BatchOptions, Completed, Engine, Progress, Work, complete_samples
-from rollout_core.inference.batch import assist as assist_samples
+from rollout_core.inference.batch import (
+    BatchOptions,
+    Completed,
+    Engine,
+    Progress,
+    Work,
+    assist as assist_samples,
+    complete_samples,
+)
 from rollout_core.inference.events import EventLog
 from rollout_core.inference.garbage import seldom_collected
 from rollout_core.inference.prompt_shards import read_shard, shard_samples

@@ -7,8 +7,7 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from rollout_core.algorithms.advantages import gae, group_advantages, masked_whiten

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from updates import preference_update as update
-from updates import sft_settings, workshop
+from updates import preference_update as update, sft_settings, workshop
 
 from rollout_core.algorithms.budget import num_steps
 from rollout_core.config import BudgetConfig, identity

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from updates import ppo, sft_settings, workshop
-from updates import preference_update as update
+from updates import ppo, preference_update as update, sft_settings, workshop
 
 from rollout_core.algorithms.checkpointing import checkpoint_layers
 from rollout_core.algorithms.policy import Policy

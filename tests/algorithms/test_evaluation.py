@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from updates import KINDS, preference_data, rows_of, sft_rows, sft_settings, workshop
-from updates import preference_update as update
+from updates import KINDS, preference_data, preference_update as update, rows_of, sft_rows, sft_settings, workshop
 
 from rollout_core.algorithms import evaluation
 from rollout_core.algorithms.learners import sft_update

@@ -7,8 +7,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,

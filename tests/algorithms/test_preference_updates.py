@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-from updates import COMMON, KINDS, preference_data, rows_of, workshop
-from updates import preference_update as update
+from updates import COMMON, KINDS, preference_data, preference_update as update, rows_of, workshop
 
 from rollout_core.algorithms import reference as reference_module
 from rollout_core.algorithms.policy import Policy

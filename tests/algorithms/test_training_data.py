@@ -11,15 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rollout_core.algorithms.kto import judged_documents
 from rollout_core.base.errors import Conflict
 from rollout_core.base.ids import ContentId
 from rollout_core.config import DPOSettings, JsonlDataset, KTOSettings, OptimizerConfig, Padded, SFTSettings
-from rollout_core.data import examples as data
-from rollout_core.data import training_data
+from rollout_core.data import examples as data, training_data
 from rollout_core.data.data_report import DataReport
 from rollout_core.data.dataset_sources import import_dataset, read_dataset
 from rollout_core.data.datasets import SftRow, parse_sft, to_jsonl

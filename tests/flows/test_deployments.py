@@ -195,9 +195,13 @@ def served_by_make() -> list[list[str]]:
 def runs_of(api: str, deployment: str, state: str) -> list[Any]:
     """Runs of a deployment in a type of state."""
     from prefect.client.orchestration import PrefectClient
-    from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, FlowRunFilter
-    from prefect.client.schemas.filters import FlowRunFilterState as OfState
-    from prefect.client.schemas.filters import FlowRunFilterStateType as OfType
+    from prefect.client.schemas.filters import (
+        DeploymentFilter,
+        DeploymentFilterName,
+        FlowRunFilter,
+        FlowRunFilterState as OfState,
+        FlowRunFilterStateType as OfType,
+    )
     from prefect.client.schemas.objects import StateType
 
     async def find() -> list[Any]:

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 from batches import make_batch
 from endpoint_server import CHAT_TOKENS, FaultyServer, config_of, outcomes, requests, send
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.config import SamplingParams

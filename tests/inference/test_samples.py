@@ -7,8 +7,7 @@ import math
 import numpy as np
 import orjson
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.ids import hash_bytes

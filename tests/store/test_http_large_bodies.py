@@ -7,8 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 from pydantic import TypeAdapter
 
 from rollout_core.base.errors import ConfigError

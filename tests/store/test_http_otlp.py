@@ -18,9 +18,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.trace import Link as OtelLink
-from opentelemetry.trace import SpanKind, StatusCode
-from opentelemetry.trace import Status as OtelStatus
+from opentelemetry.trace import Link as OtelLink, SpanKind, Status as OtelStatus, StatusCode
 
 from rollout_core.base.errors import Recoverable
 from rollout_core.store import LightningStoreServer, SqlLightningStore

@@ -7,8 +7,7 @@ import math
 
 import aiohttp
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from rollout_core.base.errors import ConfigError, NotFound

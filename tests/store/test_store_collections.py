@@ -6,8 +6,7 @@ import asyncio
 import threading
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from rollout_core.base.errors import ConfigError, Conflict, NotFound
 from rollout_core.store import (

@@ -6,11 +6,18 @@ from itertools import product
 from typing import get_args
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from rollout_core.store import AttemptStatus, Rollout, RolloutConfig, RolloutStatus, is_finished, is_queuing, is_running
-from rollout_core.store import lifecycle as life
+from rollout_core.store import (
+    AttemptStatus,
+    Rollout,
+    RolloutConfig,
+    RolloutStatus,
+    is_finished,
+    is_queuing,
+    is_running,
+    lifecycle as life,
+)
 
 ATTEMPT_STATUSES = get_args(AttemptStatus)
 ROLLOUT_STATUSES = get_args(RolloutStatus)

@@ -30,9 +30,7 @@ from rollout_core.store.resources import NamedResources, ResourcesUpdate
 from rollout_core.store.span_bodies import SpanBodies, SpanModel, StoredSpan, if_here
 from rollout_core.store.span_fields import SpanFields, span_fields
 from rollout_core.store.spans import Span
-from rollout_core.store.sql import queries
-from rollout_core.store.sql import queue as sql_queue
-from rollout_core.store.sql import spans as sql_spans
+from rollout_core.store.sql import queries, queue as sql_queue, spans as sql_spans
 from rollout_core.store.sql.attempts import end_attempts, find_lost_attempts, update_attempts, update_rollout
 from rollout_core.store.sql.columns import SEQUENCE_ID
 from rollout_core.store.sql.dialect import Transaction
