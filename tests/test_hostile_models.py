@@ -33,7 +33,7 @@ from rollout_core.models.bounded.tokenizing import Chat, Problem, encode, how_pr
 from rollout_core.models.chat import ChatMessage
 from rollout_core.models.tokenizers import load_tokenizer
 from rollout_core.plans.model_check import check_model
-from rollout_core.store.sql.database_urls import is_postgres
+from rollout_core.store.sql.by_url import is_postgres
 
 CHILDREN = {tokenizing: "texts", inspecting: "inspection"}
 FORTY_DOUBLINGS = [{"type": "Replace", "pattern": {"String": " "}, "content": "  "}] * 40
