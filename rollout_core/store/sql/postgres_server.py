@@ -63,7 +63,7 @@ def _translate(error: Exception, where: str) -> RolloutError | None:
         return None
     state = getattr(error, "sqlstate", None) or ""
     if state.startswith(_REFUSED):
-        return ConfigError(f"{where} refuses the store: {error}; check the address, the user and what it may do")
+        return _refusal(error, where)
     if is_lost(error) or isinstance(error, OSError) or state.startswith((*OTHERS_IN_THE_WAY, *_PASSING)):
         what = str(error) or type(error).__name__
         return Recoverable(
@@ -73,6 +73,10 @@ def _translate(error: Exception, where: str) -> RolloutError | None:
     if isinstance(error, psycopg.DataError) or state.startswith(_TOO_LARGE) or not state:
         return ConfigError(f"a value cannot be stored: {error}")
     return Fatal(f"{where} is damaged or was changed by another program: {error}; restore it from a copy")
+
+
+def _refusal(error: Exception, where: str) -> ConfigError:
+    return ConfigError(f"{where} refuses the store: {error}; check the address, the user and what it may do")
 
 
 def unknown_outcome(error: Exception, url: str) -> UnknownOutcome:
@@ -137,24 +141,27 @@ def connect(url: str, busy_timeout_seconds: float, *, autocommit: bool = True) -
     """
     settings = _connection_settings(url, busy_timeout_seconds)
     try:
-        try:
-            connection = psycopg.connect(**settings, autocommit=autocommit)
-        except psycopg.OperationalError as error:
-            if not _is_up(settings, error):
-                raise
-            connection = psycopg.connect(**settings, autocommit=autocommit)  # it may have come up between the two
+        connection = psycopg.connect(**settings, autocommit=autocommit)
     except psycopg.OperationalError as error:
-        if _is_up(settings, error):
-            raise ConfigError(
-                f"{without_password(url)} refuses the store: {error}; check the address, the user and what it may do"
-            ) from error
-        raise explain(error, url) from error
+        if not _is_up(settings, error):
+            raise explain(error, url) from error
+        connection = _connect_again(url, settings, autocommit)
     except psycopg.Error as error:
         raise explain(error, url) from error
     connection.adapters.register_dumper(int, Int8Dumper)  # one type for all, so that statements are prepared once
     connection.prepare_threshold = 0
     connection.prepared_max = 512
     return connection
+
+
+def _connect_again(url: str, settings: dict[str, Any], autocommit: bool) -> psycopg.Connection[tuple[Any, ...]]:
+    """Connect to a server that is up now; it may have been coming up when it gave no connection the first time."""
+    try:
+        return psycopg.connect(**settings, autocommit=autocommit)
+    except psycopg.OperationalError as error:
+        if not _is_up(settings, error):
+            raise explain(error, url) from error
+        raise _refusal(error, without_password(url)) from error
 
 
 def _is_up(settings: dict[str, Any], error: psycopg.OperationalError) -> bool:
