@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import asyncpg
+import psycopg
 from harness import PROJECT, Figures, median_ratio
 from rich.console import Console
 from rich.table import Table
@@ -86,14 +86,14 @@ async def postgres(folder: Path) -> AsyncIterator[LightningStore]:
     """A schema of its own in the database that ROLLOUT_BENCH_POSTGRES names."""
     url = os.environ["ROLLOUT_BENCH_POSTGRES"]
     schema = folder.name.lower().replace("-", "_")
-    connection = await asyncpg.connect(url)
-    await connection.execute(f"CREATE SCHEMA {schema}")
-    try:
-        async with SqlLightningStore.from_url(f"{url}{'&' if '?' in url else '?'}search_path={schema}") as store:
-            yield store
-    finally:
-        await connection.execute(f"DROP SCHEMA {schema} CASCADE")
-        await connection.close()
+    name = psycopg.sql.Identifier(schema)
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(psycopg.sql.SQL("CREATE SCHEMA {}").format(name))
+        try:
+            async with SqlLightningStore.from_url(f"{url}{'&' if '?' in url else '?'}search_path={schema}") as store:
+                yield store
+        finally:
+            connection.execute(psycopg.sql.SQL("DROP SCHEMA {} CASCADE").format(name))
 
 
 def http(folder: Path) -> AbstractAsyncContextManager[LightningStore]:
@@ -402,7 +402,13 @@ def main() -> None:
         asyncio.run(measure_flat(sizes, calls, rounds)).show()
         return
     size = Size(calls=100, batches=2, rounds=1) if arguments.quick else Size(calls=1_000, batches=10, rounds=5)
-    table = asyncio.run(measure_all(arguments.stores.split(";"), size))
+    names = arguments.stores.split(";")
+    if unknown := set(names) - set(STORES):
+        parser.error(
+            f"argument --stores: unknown store {', '.join(sorted(unknown))}; expected some of {'; '.join(STORES)}"
+            + ("" if "postgres" in STORES else " (postgres needs ROLLOUT_BENCH_POSTGRES, see above)")
+        )
+    table = asyncio.run(measure_all(names, size))
     Console(width=170).print(table)
 
 
