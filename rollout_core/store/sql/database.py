@@ -82,8 +82,8 @@ class Database(ABC, Generic[SessionT]):
         """Run ``operation`` on a consistent snapshot that holds every write acknowledged so far."""
 
         def run(session: Session) -> Result:
-            session.begin_reading()
             try:
+                session.begin_reading()
                 return operation(Transaction(session, session.dialect, self._hooks.clock()))
             finally:
                 session.end_reading()

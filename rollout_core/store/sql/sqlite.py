@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -28,6 +29,9 @@ APPLICATION_ID = 0x524F4C4C
 LEAST_VERSION = (3, 33, 0)
 """For ``UPDATE ... FROM``, and statements of more than 999 variables."""
 
+TURN_SECONDS = 0.01
+"""How long a query waits for another one to end before it runs beside it. Both fight for the interpreter's lock, which
+is let go at each row: at 16 callers, two queries at once take longer than one after the other."""
 CHUNKS = (256, 64, 16, 4, 1)
 """Rows that one statement takes: few sizes, so that there are few statements to prepare, and many rows, because the
 interpreter's lock is let go and fought for once a statement: beside a busy thread, updates one by one take two to three
@@ -215,8 +219,11 @@ class SqliteSession(Session):
 
     dialect = SQLITE
 
-    def __init__(self, path: Path, busy_timeout_seconds: float) -> None:
+    def __init__(self, path: Path, busy_timeout_seconds: float, turn: threading.Lock) -> None:
+        """Of the sessions that share ``turn``, one reads at a time, but for those that have waited ``TURN_SECONDS``."""
         super().__init__()
+        self._turn = turn
+        self._has_turn = False
         self._path = path
         self._busy_timeout_seconds = busy_timeout_seconds
         self._connection: sqlite3.Connection | None = None
@@ -259,10 +266,16 @@ class SqliteSession(Session):
         self._connected().execute("BEGIN IMMEDIATE")
 
     def begin_reading(self) -> None:
+        self._has_turn = self._turn.acquire(timeout=TURN_SECONDS)
         self._connected().execute("BEGIN")
 
     def end_reading(self) -> None:
-        self.rollback()
+        try:
+            self.rollback()
+        finally:
+            if self._has_turn:
+                self._turn.release()
+                self._has_turn = False
 
     def commit(self, finished: Sequence[str]) -> None:
         self._execute("COMMIT")
@@ -320,9 +333,7 @@ class SqliteDatabase(Database[SqliteSession]):
     """An open SQLite file. Raises what ``prepare`` does when it is made."""
 
     NUM_WRITERS = 1
-    # Two, so that a long query does not hold up short ones. More only fight for the interpreter's lock, which is let go
-    # at each row: with four, 16 callers read spans at 0.6 of the speed.
-    NUM_READERS = 2
+    NUM_READERS = 2  # so that a long query does not hold up short ones
 
     def __init__(self, path: Path, hooks: Hooks, busy_timeout_seconds: float) -> None:
         self.path = path.absolute()
@@ -330,8 +341,12 @@ class SqliteDatabase(Database[SqliteSession]):
         prepare(self.path, busy_timeout_seconds)
         super().__init__(self.path.name, str(self.path), hooks)
 
+    def _start(self) -> None:
+        self._turn = threading.Lock()
+        super()._start()
+
     def _session(self) -> SqliteSession:
-        return SqliteSession(self.path, self._busy_timeout_seconds)
+        return SqliteSession(self.path, self._busy_timeout_seconds, self._turn)
 
     async def foreign_version(self) -> tuple[int, int]:
         # Asked of the connection that writes, because on that one our own commits do not count as changes.
