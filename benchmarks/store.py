@@ -8,7 +8,10 @@ With ``--flat`` it measures instead how the cost of a call in SQLite changes wit
 call that runs the watchdog with nothing due, and one that finds lost attempts, at 10,000 and at 1,000,000 rollouts, a
 tenth of them under way. Rounds alternate between the two files; the ratio is the median of the rounds' own.
 
-Run: python benchmarks/store.py [--quick] [--flat] [--stores "memory;http, memory"]
+With ``--commits`` it measures what one caller's writes to SQLite reach of the disk's rate: calls a second, each of them
+one transaction and one sync, beside bare transactions of one short row, with the same settings, in turns.
+
+Run: python benchmarks/store.py [--quick] [--flat | --commits] [--stores "memory;http, memory"]
 The row of PostgreSQL needs ROLLOUT_BENCH_POSTGRES=postgresql://... of a database it may make schemas in.
 """
 
@@ -21,6 +24,7 @@ import gc
 import itertools
 import os
 import resource
+import sqlite3
 import statistics
 import subprocess
 import sys
@@ -34,6 +38,7 @@ from typing import Any
 
 import psycopg
 from harness import PROJECT, Figures, median_ratio
+from psycopg import sql
 from rich.console import Console
 from rich.table import Table
 
@@ -49,6 +54,7 @@ from rollout_core.store import (
     Span,
     SqlLightningStore,
 )
+from rollout_core.store.sql import sqlite as sqlite_file
 
 NUM_ROLLOUTS = 10_000
 """Rollouts among which a query looks for 50 of one status."""
@@ -86,14 +92,14 @@ async def postgres(folder: Path) -> AsyncIterator[LightningStore]:
     """A schema of its own in the database that ROLLOUT_BENCH_POSTGRES names."""
     url = os.environ["ROLLOUT_BENCH_POSTGRES"]
     schema = folder.name.lower().replace("-", "_")
-    name = psycopg.sql.Identifier(schema)
+    name = sql.Identifier(schema)
     with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute(psycopg.sql.SQL("CREATE SCHEMA {}").format(name))
+        connection.execute(sql.SQL("CREATE SCHEMA {}").format(name))
         try:
             async with SqlLightningStore.from_url(f"{url}{'&' if '?' in url else '?'}search_path={schema}") as store:
                 yield store
         finally:
-            connection.execute(psycopg.sql.SQL("DROP SCHEMA {} CASCADE").format(name))
+            connection.execute(sql.SQL("DROP SCHEMA {} CASCADE").format(name))
 
 
 def http(folder: Path) -> AbstractAsyncContextManager[LightningStore]:
@@ -391,15 +397,72 @@ async def measure_flat(sizes: tuple[int, int], calls: int, rounds: int) -> Figur
     return figures
 
 
+# What writes reach of the disk's rate
+
+
+async def measure_commits(calls: int, rounds: int) -> Figures:
+    """Calls a second of one caller, and bare commits a second, in turns."""
+    with tempfile.TemporaryDirectory(prefix="rollout-bench-") as folder:
+        bare = sqlite_file.connect(Path(folder, "bare.db"), busy_timeout_seconds=30)
+        bare.execute("CREATE TABLE rows (key INTEGER PRIMARY KEY, value TEXT)")
+        rates: dict[str, list[tuple[float, float]]] = {}
+        async with SqlLightningStore.from_url(f"sqlite:///{folder}/store.db") as store:
+            for counted in range(rounds + 1):
+                async for operation, rate in _write_rates(store, calls):
+                    if counted:
+                        rates.setdefault(operation, []).append((rate, _commit_rate(bare, calls)))
+        bare.close()
+    figures = Figures("SQLite, one caller: calls a second (ours) and bare commits a second")
+    for operation, measured in rates.items():
+        figures.compare(operation, *zip(*measured, strict=True))
+    return figures
+
+
+def _commit_rate(bare: sqlite3.Connection, commits: int) -> float:
+    started = time.perf_counter()
+    for _ in range(commits):
+        bare.execute("BEGIN IMMEDIATE")
+        bare.execute("INSERT INTO rows (value) VALUES (?)", ["x" * 200])
+        bare.execute("COMMIT")
+    return commits / (time.perf_counter() - started)
+
+
+async def _write_rates(store: LightningStore, calls: int) -> AsyncIterator[tuple[str, float]]:
+    """Each write with its calls a second."""
+    claimed: list[AttemptedRollout] = []
+
+    async def dequeue() -> None:
+        rollout = await store.dequeue_rollout("worker")
+        assert rollout is not None
+        claimed.append(rollout)
+
+    async def rate(operations: Sequence[Callable[[], Awaitable[Any]]]) -> float:
+        started = time.perf_counter()
+        await share(operations, 1)
+        return len(operations) / (time.perf_counter() - started)
+
+    yield "enqueue", await rate([lambda: store.enqueue_rollout({"task": 1})] * calls)
+    yield "dequeue", await rate([dequeue] * calls)
+    ids = [(rollout.rollout_id, rollout.attempt.attempt_id) for rollout in claimed]
+    spans = [make_span(rollout, 1) for rollout in claimed]
+    yield "add_span", await rate([lambda span=span: store.add_span(span) for span in spans])
+    yield "sequence id", await rate([lambda id=id: store.get_next_span_sequence_id(*id) for id in ids])
+    yield "update_attempt", await rate([lambda id=id: store.update_attempt(*id, status="succeeded") for id in ids])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small form, to see that it runs")
     parser.add_argument("--flat", action="store_true", help="cost of a call with many rollouts stored")
+    parser.add_argument("--commits", action="store_true", help="one caller's writes beside bare commits")
     parser.add_argument("--stores", default=";".join(STORES), help="the rows, joined by semicolons")
     arguments = parser.parse_args()
     if arguments.flat:
         sizes, calls, rounds = ((1_000, 10_000), 20, 2) if arguments.quick else ((10_000, 1_000_000), 200, 5)
         asyncio.run(measure_flat(sizes, calls, rounds)).show()
+        return
+    if arguments.commits:
+        asyncio.run(measure_commits(*((20, 2) if arguments.quick else (100, 15)))).show()
         return
     size = Size(calls=100, batches=2, rounds=1) if arguments.quick else Size(calls=1_000, batches=10, rounds=5)
     names = arguments.stores.split(";")

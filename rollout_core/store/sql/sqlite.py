@@ -32,10 +32,10 @@ LEAST_VERSION = (3, 33, 0)
 TURN_SECONDS = 0.01
 """How long a query waits for another one to end before it runs beside it. Both fight for the interpreter's lock, which
 is let go at each row: at 16 callers, two queries at once take longer than one after the other."""
-CHUNKS = (256, 64, 16, 4, 1)
-"""Rows that one statement takes: few sizes, so that there are few statements to prepare, and many rows, because the
-interpreter's lock is let go and fought for once a statement: beside a busy thread, updates one by one take two to three
-times as long."""
+CHUNKS = (256, 64, 16, 4)
+"""Rows that one statement takes, besides one for the last few: few sizes, so that there are few statements to prepare;
+and many rows, because the interpreter's lock is let go and fought for once a statement. Beside a busy thread, updates
+one by one take two to three times as long."""
 
 _NOT_OURS = {sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT}
 _PASSING = {
@@ -227,21 +227,16 @@ class SqliteSession(Session):
         self._path = path
         self._busy_timeout_seconds = busy_timeout_seconds
         self._connection: sqlite3.Connection | None = None
-        self._execute: Callable[..., sqlite3.Cursor] = self._unconnected
         self._num_connections = 0
-
-    def _unconnected(self, *_: Any) -> sqlite3.Cursor:
-        raise AssertionError("no transaction has begun")
 
     def _connected(self) -> sqlite3.Connection:
         if self._connection is None:
             self._connection = connect(self._path, self._busy_timeout_seconds)
-            self._execute = self._connection.execute
             self._num_connections += 1
         return self._connection
 
     def fetch(self, sql: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
-        return self._execute(sql, parameters).fetchall()
+        return self._connected().execute(sql, parameters).fetchall()
 
     def insert(self, table: str, columns: str, rows: Sequence[Sequence[Any]], conflict: str) -> int:
         return self._in_chunks(partial(_insert, table, columns, conflict), rows)
@@ -251,16 +246,19 @@ class SqliteSession(Session):
 
     def _in_chunks(self, statement: Callable[[int], str], rows: Sequence[Sequence[Any]]) -> int:
         """Run ``statement`` of so and so many rows until all rows are written; how many were changed."""
+        execute = self._connected().execute
+        if len(rows) == 1:
+            return execute(statement(1), rows[0]).rowcount
         changed = start = 0
-        for size in CHUNKS:
-            while len(rows) - start >= size:
+        for size in (*CHUNKS, len(rows) % CHUNKS[-1]):
+            while 0 < size <= len(rows) - start:
                 part = rows[start : start + size]
-                changed += self._execute(statement(size), [value for row in part for value in row]).rowcount
+                changed += execute(statement(size), [value for row in part for value in row]).rowcount
                 start += size
         return changed
 
     def run(self, sql: str) -> None:
-        self._execute(sql)
+        self._connected().execute(sql)
 
     def begin(self) -> None:
         self._connected().execute("BEGIN IMMEDIATE")
@@ -278,7 +276,7 @@ class SqliteSession(Session):
                 self._has_turn = False
 
     def commit(self, finished: Sequence[str]) -> None:
-        self._execute("COMMIT")
+        self._connected().execute("COMMIT")
 
     def rollback(self) -> None:
         if self._connection is not None and self._connection.in_transaction:  # after some errors SQLite has done so
@@ -287,7 +285,7 @@ class SqliteSession(Session):
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
-            self._connection, self._execute = None, self._unconnected
+            self._connection = None
 
     def data_version(self) -> tuple[int, int]:
         """A value that changes when others have committed; this connection's own commits do not count."""
