@@ -47,14 +47,14 @@ class Database(ABC, Generic[SessionT]):
         _open_databases.add(self)
 
     def _start(self) -> None:
-        self._writers = [self._session() for _ in range(self.NUM_WRITERS)]
-        self._readers = [self._session() for _ in range(self.NUM_READERS)]
+        self._writers = [self._session(writes=True) for _ in range(self.NUM_WRITERS)]
+        self._readers = [self._session(writes=False) for _ in range(self.NUM_READERS)]
         self._commits = GroupCommit(f"store-writer-{self._name}", self._where, self._writers, self._hooks)
         self._reads = SessionThreads[_Read](f"store-reader-{self._name}", self._where, self._readers, _answer)
 
     @abstractmethod
-    def _session(self) -> SessionT:
-        """A connection that is not yet open."""
+    def _session(self, *, writes: bool) -> SessionT:
+        """A connection that is not yet open, for transactions that write or that read."""
 
     async def write(
         self, operation: Callable[[Transaction], Result], *, watched: bool = True, undo: Undo[Result] | None = None

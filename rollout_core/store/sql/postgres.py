@@ -11,7 +11,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import orjson
@@ -33,6 +33,9 @@ from rollout_core.store.sql.postgres_server import (
 )
 from rollout_core.store.sql.sessions import Session
 
+BY_INDEX = {"enable_seqscan": "off", "enable_hashjoin": "off", "enable_mergejoin": "off"}
+"""Settings of connections that write. All that they look up is behind an index, and the server, which does not know how
+few rows a parameter holds, would read whole tables for them; the more so with a plan from when those were small."""
 MAX_NOTICE_BYTES = 7_900
 """PostgreSQL takes notices below 8,000 bytes."""
 MAX_STATEMENT_BYTES = 8_000_000
@@ -44,11 +47,17 @@ class PostgresSession(Session):
 
     dialect = POSTGRES
 
-    def __init__(self, url: str, busy_timeout_seconds: float, channel: str, on_connect: Callable[[int], Any]) -> None:
+    def __init__(
+        self,
+        url: str,
+        open_connection: Callable[[], psycopg.Connection[Any]],
+        channel: str,
+        on_connect: Callable[[int], Any],
+    ) -> None:
         """Rollouts that finish are announced on ``channel``; ``on_connect`` gets the server's process id."""
         super().__init__()
         self._url = url
-        self._busy_timeout_seconds = busy_timeout_seconds
+        self._open_connection = open_connection
         self._channel = channel
         self._on_connect = on_connect
         self._connection: psycopg.Connection[Any] | None = None
@@ -90,7 +99,7 @@ class PostgresSession(Session):
                 self.close()
                 if not is_lost(error):
                     raise
-        connection = self._connection = connect(self._url, self._busy_timeout_seconds)
+        connection = self._connection = self._open_connection()
         self._cursor = RawCursor(connection)
         self.writer = connection.info.backend_pid % 64
         self._on_connect(connection.info.backend_pid)
@@ -257,8 +266,9 @@ class PostgresDatabase(Database[PostgresSession]):
         self._listening = threading.Lock()
         super()._start()
 
-    def _session(self) -> PostgresSession:
-        return PostgresSession(self.url, self._busy_timeout_seconds, self._channel, self._own_pids.add)
+    def _session(self, *, writes: bool) -> PostgresSession:
+        open_connection = partial(connect, self.url, self._busy_timeout_seconds, BY_INDEX if writes else {})
+        return PostgresSession(self.url, open_connection, self._channel, self._own_pids.add)
 
     async def foreign_version(self) -> int:
         return await self._in_reader(lambda _: self._listen())

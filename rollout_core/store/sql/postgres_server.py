@@ -5,7 +5,7 @@ A committed transaction is on the server's disk: ``synchronous_commit`` is on wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
@@ -102,8 +102,11 @@ def check_url(url: str) -> None:
             raise ConfigError(f"database URL has port {got!r}; expected a number from 1 to 65535, in {EXPECTED_URL}")
 
 
-def _connection_settings(url: str, busy_timeout_seconds: float) -> dict[str, Any]:
-    """The driver's settings for a URL. What libpq does not know in its query is a setting of the server."""
+def _connection_settings(url: str, busy_timeout_seconds: float, further: Mapping[str, str]) -> dict[str, Any]:
+    """The driver's settings for a URL, and for ``further`` ones of the server.
+
+    What libpq does not know in the query of the URL is a setting of the server too.
+    """
     milliseconds = str(max(1, round(busy_timeout_seconds * 1000)))
     server = {
         "synchronous_commit": "on",
@@ -111,6 +114,7 @@ def _connection_settings(url: str, busy_timeout_seconds: float) -> dict[str, Any
         # A process that froze in a transaction would keep its rows locked for ever.
         "idle_in_transaction_session_timeout": milliseconds,
         "jit": "off",  # its start costs more than the largest query here
+        **further,
     }
     known_names = {option.keyword.decode() for option in pq.Conninfo.get_defaults()}
     address, _, query = url.partition("?")
@@ -134,16 +138,18 @@ def _connection_settings(url: str, busy_timeout_seconds: float) -> dict[str, Any
     }
 
 
-def connect(url: str, busy_timeout_seconds: float, *, autocommit: bool = True) -> psycopg.Connection[tuple[Any, ...]]:
-    """A connection with every setting the store relies on.
+def connect(
+    url: str, busy_timeout_seconds: float, further_settings: Mapping[str, str] | None = None, *, autocommit: bool = True
+) -> psycopg.Connection[tuple[Any, ...]]:
+    """A connection with every setting the store relies on, and with ``further_settings`` of the server.
 
     Raises ConfigError for a URL that is none and for a server that refuses it, Recoverable for one that is away.
     """
-    settings = _connection_settings(url, busy_timeout_seconds)
+    settings = _connection_settings(url, busy_timeout_seconds, further_settings or {})
     try:
         connection = psycopg.connect(**settings, autocommit=autocommit)
     except psycopg.OperationalError as error:
-        if not _is_up(settings, error):
+        if not _refuses(settings, error):
             raise explain(error, url) from error
         connection = _connect_again(url, settings, autocommit)
     except psycopg.Error as error:
@@ -155,24 +161,25 @@ def connect(url: str, busy_timeout_seconds: float, *, autocommit: bool = True) -
 
 
 def _connect_again(url: str, settings: dict[str, Any], autocommit: bool) -> psycopg.Connection[tuple[Any, ...]]:
-    """Connect to a server that is up now; it may have been coming up when it gave no connection the first time."""
+    """Connect to a server that may have been coming up when it gave no connection the first time."""
     try:
         return psycopg.connect(**settings, autocommit=autocommit)
     except psycopg.OperationalError as error:
-        if not _is_up(settings, error):
+        if not _refuses(settings, error):
             raise explain(error, url) from error
         raise _refusal(error, without_password(url)) from error
 
 
-def _is_up(settings: dict[str, Any], error: psycopg.OperationalError) -> bool:
-    """Whether a server that gave no connection does take connections, so that it is ours that it refuses.
+def _refuses(settings: dict[str, Any], error: psycopg.OperationalError) -> bool:
+    """Whether it is this connection that the server refuses, or that makes no sense, rather than any at present.
 
     The driver raises the same error for both, and the server may speak any language.
     """
     full = "too many" in str(error) or "connection slots" in str(error)
     if full or isinstance(error, psycopg.errors.ConnectionTimeout):
         return False
-    return pq.PGconn.ping(make_conninfo(**settings).encode()) == pq.Ping.OK
+    answer = pq.PGconn.ping(make_conninfo(**settings).encode())
+    return answer in (pq.Ping.OK, pq.Ping.NO_ATTEMPT)
 
 
 # The tables

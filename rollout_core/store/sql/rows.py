@@ -36,7 +36,9 @@ ROLLOUTS_WITH_ATTEMPT = (
 _SPAN_COLUMNS = [column.removeprefix("s.") for column in SPAN.split(", ")[:BODY]]
 """The fields of a span that have columns of their own, the rollout's id left out."""
 _columns_of = itemgetter(*_SPAN_COLUMNS)
-_NUM_FIELDS = {model: len(model.model_fields) for model in (Event, OtelResource, SpanContext, TraceStatus)}
+_NUM_FIELDS: dict[type[BaseModel], int] = {
+    model: len(model.model_fields) for model in (Event, OtelResource, SpanContext, TraceStatus)
+}
 """The parts of a span are stored with all of their fields, so that their number tells whether there are others."""
 
 

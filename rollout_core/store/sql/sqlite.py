@@ -343,7 +343,7 @@ class SqliteDatabase(Database[SqliteSession]):
         self._turn = threading.Lock()
         super()._start()
 
-    def _session(self) -> SqliteSession:
+    def _session(self, *, writes: bool) -> SqliteSession:
         return SqliteSession(self.path, self._busy_timeout_seconds, self._turn)
 
     async def foreign_version(self) -> tuple[int, int]:
