@@ -232,9 +232,10 @@ async def test_an_address_that_is_none_is_a_configuration_error_without_its_pass
 
 
 async def test_the_query_of_an_address_may_hold_settings_of_the_server(url):
-    async with SqlLightningStore.from_url(f"{url}&work_mem=5MB&DateStyle=SQL%2C%20DMY") as store:
+    async with SqlLightningStore.from_url(f"{url}&work_mem=5MB&DateStyle=SQL%2C%20DMY&synchronous_commit=off") as store:
         assert await store._database.read(lambda tx: tx.rows("SHOW work_mem")) == [("5MB",)]
         assert await store._database.write(lambda tx: tx.rows("SHOW DateStyle")) == [("SQL, DMY",)]
+        assert await store._database.write(lambda tx: tx.rows("SHOW synchronous_commit")) == [("on",)]
 
 
 async def test_rows_to_change_are_found_by_index_however_small_the_tables_are(url):

@@ -1,9 +1,9 @@
 """Concurrent calls share a transaction, and so one sync to disk and one set of statements.
 
 Callers hand in operations and wait. A writer takes all that are waiting, runs those of one kind as one batch, commits
-once, and only then lets the callers go on: what was acknowledged is on disk. A batch that fails undoes itself alone and
-is run again caller by caller, so that only those are refused that really fail; the same goes for the transaction itself
-(disk full, for one).
+once, and only then lets the callers continue: what was acknowledged is on disk. A batch that fails undoes itself alone
+and is run again caller by caller, so that only those are refused that really fail; the same goes for the transaction
+itself (disk full, for one).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Hooks(NamedTuple):
     watchdog: Callable[[Transaction], bool]
     """Run before other writes; whether it looked at anything."""
     on_finished: Callable[[Sequence[str]], None]
-    """Told, from any thread, of rollouts that have just finished."""
+    """Called, from any thread, with rollouts that have just finished."""
 
 
 @dataclass(eq=False)

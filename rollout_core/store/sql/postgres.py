@@ -6,12 +6,12 @@ Rollouts that finish are announced by NOTIFY in the transaction that finishes th
 from __future__ import annotations
 
 import json
-import select
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
+from selectors import EVENT_READ, DefaultSelector
 from typing import Any, NamedTuple
 
 import orjson
@@ -112,10 +112,10 @@ class PostgresSession(Session):
         try:
             self.run("COMMIT")
         except psycopg.Error as error:
+            if not is_lost(error):
+                raise
             self.close()
-            if is_lost(error):
-                raise unknown_outcome(error, self._url) from error
-            raise
+            raise unknown_outcome(error, self._url) from error
         if self._cursor.statusmessage != "COMMIT":
             raise Fatal(
                 f"{without_password(self._url)} answered {self._cursor.statusmessage} to COMMIT; nothing was stored"
@@ -233,11 +233,18 @@ class _Listener:
         return self._thread.is_alive()
 
     def _run(self) -> None:
-        with suppress(psycopg.Error, OSError), self._stopping, self._connection as connection:
+        with (
+            suppress(psycopg.Error, OSError),
+            self._stopping,
+            self._connection as connection,
+            DefaultSelector() as selector,
+        ):
+            selector.register(connection, EVENT_READ)
+            stopping = selector.register(self._stopping, EVENT_READ)
             while True:
                 for notice in connection.notifies(timeout=0):
                     self._hear(notice)
-                if self._stopping in select.select([connection, self._stopping], [], [])[0]:
+                if stopping in [key for key, _ in selector.select()]:
                     return
 
     def stop(self) -> None:

@@ -108,7 +108,7 @@ def _connection_settings(url: str, busy_timeout_seconds: float, further: Mapping
     What libpq does not know in the query of the URL is a setting of the server too.
     """
     milliseconds = str(max(1, round(busy_timeout_seconds * 1000)))
-    server = {
+    ours = {
         "synchronous_commit": "on",
         "lock_timeout": milliseconds,
         # A process that froze in a transaction would keep its rows locked for ever.
@@ -119,6 +119,7 @@ def _connection_settings(url: str, busy_timeout_seconds: float, further: Mapping
     known_names = {option.keyword.decode() for option in pq.Conninfo.get_defaults()}
     address, _, query = url.partition("?")
     known: list[tuple[str, str]] = []
+    server: dict[str, str] = {}
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name in known_names:
             known.append((name, value))
@@ -128,7 +129,7 @@ def _connection_settings(url: str, busy_timeout_seconds: float, further: Mapping
         settings: dict[str, Any] = conninfo_to_dict(f"{address}?{urlencode(known, quote_via=quote)}")
     except (psycopg.ProgrammingError, ValueError):  # whose text is a piece of the URL, possibly of the password
         raise ConfigError(f"database URL {without_password(url)!r} cannot be read; expected {EXPECTED_URL}") from None
-    escaped = [f"-c {name}={value}".replace("\\", "\\\\") for name, value in server.items()]
+    escaped = [f"-c {name}={value}".replace("\\", "\\\\") for name, value in {**server, **ours}.items()]
     options = " ".join(option[:3] + option[3:].replace(" ", "\\ ") for option in escaped)
     return {
         **settings,
