@@ -69,14 +69,14 @@ def read_house(project: Path = PROJECT) -> House:
     """Of the files as they are now."""
     found = (file for package in PACKAGES for file in (project / package).rglob("*.py"))
     files = {_name(file.relative_to(project)): file for file in found}
+    faces = {name: _handed_on(name, file, files) for name, file in files.items() if file.name == "__init__.py"}
     lines, imports = {}, set()
     for name, file in files.items():
         text = file.read_text(encoding="utf-8")
         lines[name] = len(text.splitlines())
         for node, function in _imports(ast.parse(text), None):
-            for imported in _targets(node, files):
-                # Names that a package hands on are imported when they are first used, from where they are.
-                if imported != name and not _is_face(files[imported]):
+            for imported in _targets(node, files, faces):
+                if imported != name and imported not in faces:
                     imports.add(Import(name, imported, function))
     return House(lines, frozenset(imports))
 
@@ -85,8 +85,15 @@ def _name(file: Path) -> str:
     return ".".join(file.parent.parts if file.stem == "__init__" else file.with_suffix("").parts)
 
 
-def _is_face(file: Path) -> bool:
-    return file.name == "__init__.py"
+def _handed_on(name: str, face: Path, files: Mapping[str, Path]) -> dict[str, str]:
+    """Of the names that a package hands on, from its stub if it has one: the modules where they are."""
+    text = face.with_suffix(".pyi" if face.with_suffix(".pyi").exists() else ".py").read_text(encoding="utf-8")
+    names = {}
+    for node, _ in _imports(ast.parse(text), None):
+        if isinstance(node, ast.ImportFrom):
+            module = f"{name}.{node.module}" if node.level else node.module
+            names |= {alias.name: module for alias in node.names if module in files}
+    return names
 
 
 def _imports(node: ast.AST, function: str | None) -> Iterator[tuple[ast.Import | ast.ImportFrom, str | None]]:
@@ -100,13 +107,15 @@ def _imports(node: ast.AST, function: str | None) -> Iterator[tuple[ast.Import |
             yield from _imports(child, child.name if is_function and function is None else function)
 
 
-def _targets(node: ast.Import | ast.ImportFrom, files: Mapping[str, Path]) -> Iterator[str]:
+def _targets(
+    node: ast.Import | ast.ImportFrom, files: Mapping[str, Path], faces: Mapping[str, Mapping[str, str]]
+) -> Iterator[str]:
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names if alias.name in files)
     elif node.module in files:
         for alias in node.names:
             whole = f"{node.module}.{alias.name}"
-            yield whole if whole in files else node.module
+            yield whole if whole in files else faces.get(node.module, {}).get(alias.name, node.module)
 
 
 def main() -> None:

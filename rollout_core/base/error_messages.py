@@ -34,7 +34,7 @@ def as_cause(error: BaseException) -> BaseException | None:
     """For ``raise ... from``: the error, unless its message cannot be encoded; a log record that shows it could not."""
     try:
         str(error).encode()
-    except Exception:  # noqa: BLE001 - other people's code
+    except (Exception, SystemExit, GeneratorExit):  # noqa: BLE001 - other people's code
         return None
     return error
 

@@ -69,18 +69,12 @@ class CorruptObject(RolloutError, OSError):
         self.content_id = content_id
         super().__init__(message)
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
     def __reduce__(self):
         return type(self), (self.content_id, self.args[0])
 
 
 class CorruptRef(RolloutError, OSError):
     """The file of a ref is not what was written under its name, so nobody can tell what the ref stood for."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class MissingObject(NotFound):

@@ -22,6 +22,10 @@ from rollout_core.config.rewards import (
 from rollout_core.rewards.user_code import UserCode
 from rollout_core.rewards.user_sources import read_code
 
+HELD_SOURCES = 32
+_held: dict[ContentId, RewardSource] = {}
+_held_lock = threading.Lock()
+
 
 @dataclass(frozen=True)
 class RewardSource:
@@ -75,13 +79,6 @@ def source_of(spec: RewardSpec, base: Path | None, wanted: ContentId) -> RewardS
             "again to score with the code as it is now"
         )
     return source
-
-
-HELD_SOURCES = 32
-
-_held: dict[ContentId, RewardSource] = {}
-
-_held_lock = threading.Lock()
 
 
 def _source_id(spec: RewardSpec, codes: Mapping[str, UserCode]) -> ContentId:

@@ -25,8 +25,8 @@ from rollout_core.rewards.user_places import is_users
 def importable(code: UserCode, *, alone: bool = False) -> Iterator[None]:
     """Imports inside the block, by any thread, find the user's modules as they were read.
 
-    ``alone``: no other code runs in this process, so that a file of the user's that was not read is refused, with
-    ConfigError: nothing would notice its changes.
+    ``alone``: no other code runs in this process, so that a file of the user's that was not read does not run but
+    raises ConfigError: nothing would notice its changes. It may be looked for, as libraries look for their extras.
     """
     finder = _Finder(code, list(sys.path), alone)
     sys.meta_path.insert(0, finder)
@@ -83,26 +83,23 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Of a module among the code's files. Raises ConfigError for another of the user's, as `importable` says."""
+        """Of a module among the code's files; of another of the user's, one that refuses to run, if ``alone``."""
         if fullname in self._files:
             return _spec(fullname, self._files[fullname])
         if path is None and fullname in sys.stdlib_module_names:
             # A file of the user's that has such a name is not meant, nor in the code's id.
             return importlib.machinery.PathFinder.find_spec(fullname, self._search_path)
-        if self._alone:
-            self._refuse_unread(fullname, path)
-        return None
+        return self._unread(fullname, path) if self._alone else None
 
-    def _refuse_unread(self, name: str, path: Sequence[str] | None) -> None:
+    def _unread(self, name: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
         folders = [*self._code.folders, *self._search_path]
         spec = importlib.machinery.PathFinder.find_spec(name, folders if path is None else path)
         if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-            return
-        if is_users(Path(spec.origin), folders):
-            raise ConfigError(
-                f"reward {self._code.callable} imports {name} from {spec.origin}, which no import statement of its "
-                "files names, so that scores would not follow that file's changes; import it by a plain statement"
-            )
+            return None
+        if not is_users(Path(spec.origin), folders):
+            return None
+        spec.loader = _Unread(self._code)
+        return spec
 
 
 def _spec(name: str, file: SourceFile) -> importlib.machinery.ModuleSpec:
@@ -129,6 +126,18 @@ class _Loader(importlib.abc.InspectLoader):
     def get_code(self, fullname: str) -> CodeType:
         """The code as it was read."""
         return compile(self.file.code, str(self.file.path), "exec", dont_inherit=True)
+
+
+class _Unread(importlib.abc.Loader):
+    def __init__(self, code: UserCode) -> None:
+        self._code = code
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Raises ConfigError."""
+        raise ConfigError(
+            f"reward {self._code.callable} imports {module.__name__} from {module.__file__}, which no import statement "
+            "of its files names, so that scores would not follow that file's changes; import it by a plain statement"
+        )
 
 
 def _forget_other_versions(code: UserCode) -> None:
