@@ -20,7 +20,7 @@ from rollout_core.inference.prompt_shards import shards_of
 from rollout_core.inference.runs import begin_run, parameters_of, resolve_run_id
 from rollout_core.inference.tally import FailureLimit
 from rollout_core.objects.records import Record, ShardCompletions
-from rollout_core.objects.whole_ids import with_whole_ids
+from rollout_core.objects.short_ids import with_whole_ids
 from rollout_core.plans.batch_plan import plan_batch
 from rollout_core.plans.plan import context_limit
 from tasks.journal import Journal

@@ -19,7 +19,7 @@ from rollout_core.data.samples import decode_completions_blob, decode_samples
 from rollout_core.inference.engines import close_engine
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint, EvalReport
-from rollout_core.objects.whole_ids import with_whole_ids
+from rollout_core.objects.short_ids import with_whole_ids
 from rollout_core.plans.nightly_plan import plan_nightly
 from rollout_core.plans.plan import context_limit
 from rollout_core.rewards.source_ids import source_id

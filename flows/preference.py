@@ -10,8 +10,8 @@ from prefect import flow
 from flows.healing import run_body
 from rollout_core.config import DatasetSource, TrainDPOConfig, TrainIPOConfig, TrainKTOConfig, TrainRMConfig
 from rollout_core.objects.records import Checkpoint, Dataset
-from rollout_core.objects.whole_ids import with_whole_ids
-from rollout_core.plans.preference_plan import plan_kto, plan_pairs
+from rollout_core.objects.short_ids import with_whole_ids
+from rollout_core.plans.learner_plan import plan_kto, plan_pairs
 from tasks.journal import Journal
 from tasks.keep import import_held_out, import_judged, import_model, import_pairs, snapshot, start_snapshot
 from tasks.learn import dpo_update, kto_update, rm_update

@@ -22,8 +22,8 @@ from rollout_core.config import (
 from rollout_core.config.rewards import RewardSpec
 from rollout_core.inference.engines import close_engine
 from rollout_core.objects.records import Checkpoint, Scores
+from rollout_core.objects.short_ids import with_whole_ids
 from rollout_core.objects.snapshots import SnapshotStore
-from rollout_core.objects.whole_ids import with_whole_ids
 from rollout_core.plans.learner_plan import plan_on_policy, plan_sft
 from rollout_core.plans.plan import context_limit
 from rollout_core.rewards.source_ids import source_id

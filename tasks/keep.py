@@ -14,8 +14,7 @@ from rollout_core.data.datasets import PromptRow, Row, SftRow
 from rollout_core.data.preferences import JudgedRow, PairRow
 from rollout_core.models.model_import import import_model as file_model
 from rollout_core.objects.records import Checkpoint, Dataset, EvalReport, Model, Record, SnapshotRecord
-from rollout_core.objects.resume import find_start
-from rollout_core.objects.snapshots import SnapshotStore
+from rollout_core.objects.snapshots import SnapshotStore, find_start
 from rollout_core.store import LLM
 from tasks import artifacts, places
 from tasks.logs import stage_logger

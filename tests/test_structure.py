@@ -30,7 +30,6 @@ INSIDE_FUNCTIONS = {
     "rollout_core.plans.learner_plan": "imports torch",
     "rollout_core.plans.nightly_plan": "imports torch",
     "rollout_core.plans.plan": "only a plan with an endpoint asks one",
-    "rollout_core.plans.preference_plan": "imports torch",
     "rollout_core.rewards.loading": "imports torch, for reward models only",
     "rollout_core.rewards.user_code": "a child starts without it",
     "rollout_core.store.sql.migrate": "PostgreSQL's driver is an extra",

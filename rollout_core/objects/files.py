@@ -14,7 +14,7 @@ from typing import Protocol
 
 from rollout_core.base.errors import ConfigError, Recoverable, RetryHint, RolloutError
 from rollout_core.base.ids import ContentId
-from rollout_core.base.redaction import without_passwords
+from rollout_core.base.secrets import without_passwords
 
 CHUNK_BYTES = 4 * 2**20
 """How much is read or written at once."""

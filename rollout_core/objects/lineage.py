@@ -20,7 +20,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId, canonical_json
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.gc import named_ids
-from rollout_core.objects.self_named import LINEAGE_REFS
+from rollout_core.objects.refs import LINEAGE_REFS
 
 log = logging.getLogger(__name__)
 

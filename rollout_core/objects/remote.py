@@ -20,7 +20,7 @@ from rollout_core import DISTRIBUTION
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.objects.files import TOUCH_AFTER_SECONDS, FileStat, storage_faults
-from rollout_core.objects.wholeness import have_id, once_whole
+from rollout_core.objects.hashing import have_id, once_whole
 
 READ_BYTES = 8 * 2**20
 READ_AHEAD = 4

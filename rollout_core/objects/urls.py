@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.redaction import refuse_credentials, without_password
+from rollout_core.base.secrets import refuse_credentials, without_password
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import storage_faults
 from rollout_core.objects.remote import RemoteFiles

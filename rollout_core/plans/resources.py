@@ -24,6 +24,7 @@ from rollout_core.models.sizes import FLOAT32_BYTES, ModelSize
 if TYPE_CHECKING:
     from rollout_core.data.data_report import DataReport
 
+
 _HIDDEN_VECTORS = 14
 _MLP_VECTORS = 4
 _CHECKPOINTED_SHARE = 1 / 16

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Any, TypeVar
 
-from rollout_core.base.error_messages import as_cause, in_words
-from rollout_core.base.errors import Fatal, Recoverable
-from rollout_core.rewards.functions import shown
+from rollout_core.base.errors import Fatal, Recoverable, as_cause, in_words, shown
 
 
 @dataclass(frozen=True)

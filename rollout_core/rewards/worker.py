@@ -6,12 +6,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from rollout_core.base.error_messages import in_words
-from rollout_core.base.errors import Fatal, RolloutError
+from rollout_core.base.errors import Fatal, RolloutError, in_words
 from rollout_core.rewards.functions import is_batched, load_function
 from rollout_core.rewards.scoring import INPUT_FIELDS, RewardFunction, RewardInput, score, whole_batch
-from rollout_core.rewards.user_code import UserCode
-from rollout_core.rewards.user_modules import importable
+from rollout_core.rewards.user_code import UserCode, importable
 
 _loaded: RewardFunction | None = None
 _imports = ExitStack()

@@ -19,11 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_core.base.error_messages import error_of
-from rollout_core.base.errors import Fatal, Recoverable
+from rollout_core.base.errors import Fatal, Recoverable, error_of
 from rollout_core.base.isolation import frames
-from rollout_core.base.isolation.environment import child_environment
-from rollout_core.base.isolation.limits import Limits, allowed_memory, gibibytes
+from rollout_core.base.isolation.limits import Limits, allowed_memory, child_environment, gibibytes
 from rollout_core.base.isolation.warden import BUSY, END, IDLE
 from rollout_core.base.isolation.worker import PROGRESS_BYTES, STARTING, Progress
 from rollout_core.base.processes import signal_name

@@ -8,7 +8,6 @@ the caller ends or the caller's process does, and takes all of them along.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import resource
@@ -19,7 +18,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_core.base.isolation import processes
+from rollout_core.base import process_tree
 from rollout_core.base.isolation.worker import serve
 
 BUSY, IDLE, END = b"b", b"i", b"e"
@@ -29,7 +28,6 @@ BUSY_SECONDS, IDLE_SECONDS = 0.03, 0.5
 or a few microseconds where no new process is about."""
 SHARE = 20
 """Looking takes at most this part of the time."""
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 @dataclass(frozen=True)
@@ -54,9 +52,9 @@ def main() -> None:
     """Start the code's process and watch it to its end."""
     options = Options(**json.loads(sys.argv[1]))
     caught, heard = _listen_to_signals()
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    process_tree.adopt_orphans()
     # Sent when the *thread* that started us ends, too; so it only wakes us, to look whether the caller is there.
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
+    process_tree.signal_at_parents_end(signal.SIGUSR1)
     warden = os.getpid()
     worker = os.fork()
     if worker == 0:
@@ -71,7 +69,7 @@ def main() -> None:
         watch.run()
     finally:
         # Once it was waited for, its number may be another's.
-        processes.end_all(warden, None if watch.worker_ended else worker)
+        process_tree.end_all(warden, None if watch.worker_ended else worker)
     os._exit(0)
 
 
@@ -94,18 +92,13 @@ def _give_up_output() -> None:
         os.dup2(nowhere, descriptor)
 
 
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
 def _become_worker(options: Options, warden: int, *own: int) -> None:
     """Never returns."""
     try:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        process_tree.signal_at_parents_end(signal.SIGKILL)
         if os.getppid() != warden:
             os._exit(1)
         os.setsid()
@@ -153,7 +146,7 @@ class _Watch:
                 return
             if os.getppid() != self._options.caller:
                 return
-            status = processes.reap().get(self._worker)
+            status = process_tree.reap().get(self._worker)
             if status is not None:
                 self.worker_ended = True
                 return self._tell(exit_code=os.waitstatus_to_exitcode(status))
@@ -172,14 +165,14 @@ class _Watch:
         return True
 
     def _problem(self) -> dict[str, Any] | None:
-        newest = processes.newest()
+        newest = process_tree.newest()
         if newest != self._newest:
-            self._newest, self._found = newest, processes.below(os.getpid())
+            self._newest, self._found = newest, process_tree.below(os.getpid())
         if len(self._found) > self._options.max_processes:
             return {"processes": len(self._found)}
         # The quick figure counts shared memory more than once, so it is held against the other before it counts.
-        used = processes.resident_bytes(self._found)
-        if used > self._options.memory_bytes and (used := processes.own_bytes(self._found) or used):
+        used = process_tree.resident_bytes(self._found)
+        if used > self._options.memory_bytes and (used := process_tree.own_bytes(self._found) or used):
             return {"memory_bytes": used} if used > self._options.memory_bytes else None
         return None
 

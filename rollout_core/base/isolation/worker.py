@@ -79,7 +79,7 @@ def _find(handler: str) -> Handler:
 
 
 def _described(error: BaseException) -> dict[str, Any]:
-    from rollout_core.base.error_messages import error_message
+    from rollout_core.base.errors import error_message
 
     with contextlib.suppress(BaseException):
         traceback.print_exception(error)
