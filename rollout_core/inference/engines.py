@@ -28,7 +28,7 @@ class _Resident:
     backend: InferenceBackend
     lanes: Lanes
     users: int = 0
-    in_doubt: bool = False
+    suspect: bool = False
     """A failure inside a block may have left it in any state: nobody else joins, and the last one drops it."""
 
 
@@ -104,7 +104,7 @@ def _shared(config: BackendConfig, model: ModelRef, say: Callable[[str], None]) 
     try:
         yield resident
     except BaseException:
-        resident.in_doubt = True
+        resident.suspect = True
         raise
     finally:
         _leave(resident)
@@ -150,7 +150,7 @@ def _enter(config: BackendConfig, model: ModelRef, say: Callable[[str], None]) -
 
 def _prepare(config: BackendConfig, model: ModelRef, architecture: str, say: Callable[[str], None]) -> _Resident:
     global _resident
-    if _resident and (_resident.config != config or _resident.architecture != architecture or _resident.in_doubt):
+    if _resident and (_resident.config != config or _resident.architecture != architecture or _resident.suspect):
         _drop()
     if _resident is None:
         backend = _start(config, model, say)
@@ -185,7 +185,7 @@ def _leave(resident: _Resident) -> None:
     global _preparing
     with _changed:
         resident.users -= 1
-        drop = resident.in_doubt and not resident.users
+        drop = resident.suspect and not resident.users
         _preparing = _preparing or drop
         _changed.notify_all()
     if drop:
@@ -197,7 +197,7 @@ def _leave(resident: _Resident) -> None:
 
 def _fits(resident: _Resident, config: BackendConfig, model: ModelRef, architecture: str) -> bool:
     return (
-        not resident.in_doubt
+        not resident.suspect
         and resident.config == config
         and resident.architecture == architecture
         and resident.backend.model_id == model.content_id
