@@ -75,13 +75,13 @@ async def open_store() -> AsyncIterator[SqlLightningStore]:
             await store.close()
 
 
-def connections() -> Connections:
-    """Both, for a plan to try."""
+def current_connections() -> Connections:
+    """Object store and database, for a plan to check."""
     return Connections(objects, _database_url)
 
 
-def in_words() -> str:
-    """Object storage and database, without user, password or options."""
+def description() -> str:
+    """Object storage and database for a message, without user, password or options."""
     parts = urlsplit(_database_url())
     # PostgreSQL's folder of sockets stands in the query.
     host = parts.netloc.rpartition("@")[2] or parse_qs(parts.query).get("host", [""])[0]
