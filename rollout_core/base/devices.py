@@ -33,7 +33,7 @@ def mixed_precision(asked: str) -> str:
 
 
 def machine_memory() -> tuple[int, int]:
-    """Bytes of the machine's memory, as far as its control group lets us: available now, and altogether."""
+    """Bytes of the machine's memory, as far as its control group lets us: available now, and in total."""
     import psutil  # not needed by commands that only read a configuration, and slow to load
 
     machine = psutil.virtual_memory()

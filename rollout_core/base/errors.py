@@ -75,7 +75,7 @@ class CorruptObject(RolloutError, OSError):
 
 
 class CorruptRef(RolloutError, OSError):
-    """The file of a ref is not what was written under its name, so nobody can tell what the ref stood for."""
+    """The file of a ref is not what was written under its name, so what the ref stood for is unknown."""
 
 
 class MissingObject(NotFound):
@@ -106,11 +106,11 @@ class UnknownOutcome(Recoverable):
 
 
 class Stopped(Recoverable):
-    """The work ended early because the process was asked to stop. What was done is kept; run again, and it goes on."""
+    """The work ended early because the process was asked to stop. The next run continues with what was done."""
 
 
 class Fatal(RolloutError, RuntimeError):
-    """Work cannot go on and trying again would not help, such as a loss that is not finite."""
+    """Work cannot continue and trying again would not help, such as a loss that is not finite."""
 
 
 def in_words(error: BaseException) -> str:

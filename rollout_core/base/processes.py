@@ -41,7 +41,7 @@ class ProcessName:
     """As `this_machine` has it."""
     pid: int
     start_ticks: int
-    """Since the machine's boot; 0 where the system does not tell."""
+    """Since the machine's boot; 0 where the system does not say."""
 
     @classmethod
     def of_this_process(cls) -> ProcessName:

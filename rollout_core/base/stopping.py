@@ -53,11 +53,9 @@ def is_stopping() -> bool:
 
 
 def raise_if_stopping(what: str) -> None:
-    """Raises Stopped, naming the work that does not begin or go on, if this process was asked to stop."""
+    """Raises Stopped, naming the work that does not begin or continue, if this process was asked to stop."""
     if _flag.is_set():
-        raise Stopped(
-            f"{what} was interrupted because the process was asked to stop; run again, and it goes on from there"
-        )
+        raise Stopped(f"{what} was interrupted because the process was asked to stop; run again to continue from there")
 
 
 def request_stop() -> None:

@@ -25,12 +25,12 @@ _RECORD_FOLDERS = tuple(f"{folder}/" for folder in SELF_NAMED_REFS)
 FINISHED_REFS = "finished/"
 """Below it, under the id of a blob, stands what is noted of it; the note lives as long as the blob."""
 NOTE_REFS = ("model-facts/", "prompt-shards/", "output-files/", "runs/", "work/", "fan-out/")
-"""Below them stands what spares work or tells of a run; a note lives until nobody has set it for a while."""
+"""Refs below them only save work or describe a run; such a note expires when it has not been set for a while."""
 KEEP_NOTES = timedelta(days=30)
 _NAMED_ID = re.compile(rb'"([0-9a-f]{64})[\\"]')
 _NAMED_ID_BYTES = 66
 _END_BYTES = 64
-"""So many last bytes of weights do not look like text by chance."""
+"""So many trailing bytes of weights do not look like text by accident."""
 _NO_TEXT = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]")
 
 
@@ -50,7 +50,7 @@ class GcReport(BaseModel):
     deleted_leftovers: int
     """Temporary files of killed writers, and corrupt blobs that had been set aside."""
     deleted_notes: int
-    """Refs that nobody used for long, or that told of a blob that is gone."""
+    """Refs that nobody used for long, or that described a blob that is gone."""
     unreadable: tuple[str, ...] = ()
     """Damaged refs and records. They may have named any blob, so none is deleted while there is one."""
     dry_run: bool
@@ -77,7 +77,7 @@ def collect_garbage(
     Large binary files, such as weights, are not read: files above `RECORD_BYTES` that no result, snapshot or lineage is
     named by, and of which neither the start nor the end looks like JSON.
 
-    While a ref or a reached record is damaged, nobody can tell what it named, so no blob and no note of a blob is
+    While a ref or a reached record is damaged, what it named is unknown, so no blob and no note of a blob is
     deleted; the report and a warning name it. ``rollout storage verify --repair`` restores it or moves it aside.
 
     Safe beside running writers as long as each names what it puts by a ref within ``min_age`` less six hours: a put

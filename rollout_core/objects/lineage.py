@@ -1,7 +1,7 @@
 """Lineage: which stage, inputs, config and code made a content id.
 
 The record is a blob; ref ``lineage/<id>`` of each output names it. Of several records of one id the last one counts:
-equal content may well have been made twice.
+equal content can be made more than once.
 """
 
 from __future__ import annotations

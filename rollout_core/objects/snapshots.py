@@ -320,7 +320,7 @@ def _ref(snapshot_id: ContentId, run_id: str) -> str:
 
 LATEST = "latest"
 RUN_NAME = "run"
-"""Key of a snapshot's meta: what people call the run that saved it."""
+"""Key of a snapshot's meta: the name of the run that saved it."""
 
 
 def find_start(

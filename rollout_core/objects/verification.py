@@ -71,7 +71,7 @@ class Verification:
 def verify_store(
     objects: ObjectStore, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> Verification:
-    """Read and compare all that is in a store. ``on_progress`` is told the bytes read so far, and of all blobs."""
+    """Read and compare all that is in a store. ``on_progress`` gets the bytes read so far, and those of all blobs."""
     return _Check(objects, on_progress).run()
 
 
@@ -88,7 +88,7 @@ class _Check:
         self._refs: dict[str, list[str]] = defaultdict(list)
         """What each id is named by."""
         self._outputs: dict[str, set[str]] = {}
-        """Refs of results to what these stand on, as far as lineage tells."""
+        """Refs of results to what these stand on, as far as lineage records it."""
 
     def run(self) -> Verification:
         self._read_blobs()
@@ -182,7 +182,7 @@ class _Check:
             place = self._objects.files.where(blob_key(ContentId(name)))
             if name in self._damaged:
                 self._found.damage.append(Damage("damaged blob", name, place, holders))
-            elif holders:  # what nobody needs may well be gone
+            elif holders:  # what nobody needs may be gone
                 self._found.damage.append(Damage("missing blob", name, place, holders))
 
     def _parents(self, wanted: set[str]) -> dict[str, set[str]]:
@@ -273,7 +273,7 @@ def repair_store(objects: ObjectStore, found: Verification) -> Iterator[tuple[Da
 
 
 def add_checks(objects: ObjectStore, names: Iterable[str]) -> int:
-    """Write those of these refs anew that still have no check; tells how many."""
+    """Write those of these refs anew that still have no check; returns how many."""
     num_written = 0
     for name in names:
         try:

@@ -31,7 +31,7 @@ from rollout_core.plans.plan import Connections, Plan, context_limit
 log = logging.getLogger(__name__)
 
 SAMPLED_ROWS = 1000
-"""Rows that are tokenised, to tell how many will fail."""
+"""Rows that are tokenised, to estimate how many will fail."""
 _SAMPLED_SHARDS = 4
 
 
@@ -43,10 +43,10 @@ def plan_batch(
     *,
     thorough: bool = False,
 ) -> dict[str, Any]:
-    """Check a batch inference run, perhaps one to go on with. Raises ConfigError naming all that is wrong.
+    """Check a batch inference run, or one to be continued. Raises ConfigError naming all that is wrong.
 
     Every line of the input is read, unless the same files were read before. ``thorough``: a model that an earlier run
-    found good is looked at again, and some rows are tokenised to tell how many will fail.
+    found good is looked at again, and some rows are tokenised to estimate how many will fail.
     """
     plan = Plan(base, connections)
     plan.places()
@@ -151,11 +151,11 @@ def _check_output(plan: Plan, config: InferBatchConfig, asked: str | None) -> No
     run_id = earlier_run_id(folder, asked)
     if run_id is None:
         return
-    plan.facts["goes on with run"] = run_id
+    plan.facts["continues run"] = run_id
     if plan.objects is None:
         return
     if check_run(plan.objects, run_id, parameters_of(config), folder, asked) is None:
-        plan.facts["goes on with run"] = f"{run_id} (unknown to this object store, so it begins anew)"
+        plan.facts["continues run"] = f"{run_id} (unknown to this object store, so it begins anew)"
 
 
 def _count_failures(plan: Plan, config: InferBatchConfig, rows: _Rows) -> None:
@@ -182,7 +182,7 @@ CONNECT_SECONDS = 5.0
 
 
 def check_cluster(config: DaskConfig) -> str:
-    """The cluster in words. Raises ConfigError unless its scheduler answers, or its class can be imported."""
+    """A description of the cluster. Raises ConfigError unless its scheduler answers, or its class can be imported."""
     if any(importlib.util.find_spec(package) is None for package in ("prefect_dask", "distributed")):
         raise ConfigError(f"Dask is not installed; install {DISTRIBUTION}[dask]")
     if config.cluster is not None:
@@ -208,7 +208,7 @@ def _import_class(path: str) -> Any:
 
 
 def _count_workers(address: str) -> int:
-    # Not a Client, which goes on trying in the background when nobody answers.
+    # Not a Client, which keeps trying in the background when nobody answers.
     from distributed.core import rpc
     from distributed.security import Security
 

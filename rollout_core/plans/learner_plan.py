@@ -41,7 +41,7 @@ from rollout_core.models.bounded.inspecting import check_training
 from rollout_core.models.facts import blank_model, check_reference, check_reward_model
 from rollout_core.models.locating import describe
 from rollout_core.plans.plan import Plan, context_limit
-from rollout_core.plans.resources import row_tokens, tell_disk, tell_memory, training_of
+from rollout_core.plans.resources import disk_needs, memory_needs, row_tokens, training_of
 from rollout_core.rewards.loading import load_reward
 from rollout_core.store.connections import Connections
 
@@ -129,13 +129,13 @@ class LearnerPlan(Plan):
         training = training_of(
             settings, sequence_tokens, trained_parameters=self._trained_parameters.get(what), **models
         )
-        needs = tell_memory(self.model_facts.size, training)
+        needs = memory_needs(self.model_facts.size, training)
         if self.objects is not None and self.objects.url.startswith("file://"):
             folder = Path(self.objects.url.removeprefix("file://"))
-            needs += tell_disk(self.model_facts.size, training, folder, settings.snapshots.keep_last)
-        told = self.facts.setdefault(RESOURCES, {})
+            needs += disk_needs(self.model_facts.size, training, folder, settings.snapshots.keep_last)
+        resources = self.facts.setdefault(RESOURCES, {})
         for need in needs:
-            told[f"{name} {need.what} (estimate)"] = need.told
+            resources[f"{name} {need.what} (estimate)"] = need.text
             self.violations += [f"{name}: {need.problem}"] if need.problem else []
 
     def sequence_length(self, what: str, sequence: SequenceConfig) -> None:

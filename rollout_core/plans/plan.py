@@ -54,7 +54,7 @@ class Plan:
     tokenizer: Any = None
     """The model's, once `model` found it."""
     unchecked: list[str] = field(default_factory=list)
-    """What could not be looked at, in words."""
+    """What could not be checked, as sentences."""
     objects: ObjectStore | None = None
     model_facts: ModelFacts | None = None
     model_source: ModelSource | None = None

@@ -42,7 +42,7 @@ def _check_callable(function: Any, name: str, kwargs: Mapping[str, Any], batched
     try:
         signature = inspect.signature(function)
     except ValueError:
-        return  # some built-ins do not tell
+        return  # some built-ins have none
     try:
         signature.bind(None, **kwargs)
     except TypeError as error:

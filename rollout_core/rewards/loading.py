@@ -180,7 +180,7 @@ class RewardProcess:
 
 
 def _place(place: int | None, inputs: Sequence[RewardInput]) -> str:
-    """Where it was, in words; what the process tells may be no place."""
+    """Where it was, for a message; the process may have reported no valid position."""
     known = list(places(inputs))
     return known[place] if place is not None and 0 <= place < len(known) else whole_batch(inputs)
 

@@ -116,7 +116,7 @@ _STANDARD_LIBRARY = tuple({Path(sysconfig.get_path(name)).resolve() for name in 
 
 
 def is_installed(place: Path) -> bool:
-    """Whether a folder or file is of Python's installation, or of a package that is installed there. A project may well
+    """Whether a folder or file is of Python's installation, or of a package that is installed there. A project may
     lie under the interpreter's prefix, as in many containers, and is not installed for that."""
     if {"site-packages", "dist-packages"} & set(place.parts):
         return True
@@ -154,11 +154,11 @@ def load_module(code: UserCode) -> ModuleType:
     """The module named, run unless the same code was before; inside `importable`. Raises ConfigError if it fails."""
     _forget_other_versions(code)
     name = code.module or f"_rollout_reward_{_mark(code)}"
-    told = f"reward file {_main(code).path}" if code.module is None else f"reward module {name}"
+    named = f"reward file {_main(code).path}" if code.module is None else f"reward module {name}"
     try:
         return importlib.import_module(name) if code.module else _run_file(name, _main(code))
     except (Exception, SystemExit, GeneratorExit) as error:
-        raise ConfigError(f"{told} fails on import: {in_words(error)}") from error
+        raise ConfigError(f"{named} fails on import: {in_words(error)}") from error
 
 
 def _mark(code: UserCode) -> str:

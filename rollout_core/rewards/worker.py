@@ -15,7 +15,7 @@ _loaded: RewardFunction | None = None
 _imports = ExitStack()
 
 
-def handle(request: dict[str, Any], tell: Callable[[int], None]) -> Any:
+def handle(request: dict[str, Any], report: Callable[[int], None]) -> Any:
     """Load the function that a request brings the code of, which is the first; score the inputs of any other."""
     global _loaded
     if "code" in request:
@@ -30,7 +30,7 @@ def handle(request: dict[str, Any], tell: Callable[[int], None]) -> Any:
     at = [whole_batch(inputs)]
 
     def on_sample(index: int) -> None:
-        tell(index)
+        report(index)
         at[0] = f"sample {index}"
 
     try:

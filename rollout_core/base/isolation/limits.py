@@ -16,7 +16,7 @@ class Limits:
     """For all processes that the code makes, together."""
 
     seconds: float = 300.0
-    """Of one call, or of one step where the handler tells how far it is."""
+    """Of one call, or of one step where the handler reports how far it is."""
     memory_bytes: int | None = None
     """Resident; None: three quarters of the machine's (or container's) memory."""
     processes: int = 64

@@ -22,10 +22,10 @@ from rollout_core.base import process_tree
 from rollout_core.base.isolation.worker import serve
 
 BUSY, IDLE, END = b"b", b"i", b"e"
-"""What the caller tells: a call has begun, has ended, everything is to end."""
+"""What the caller sends: a call has begun, has ended, everything is to end."""
 BUSY_SECONDS, IDLE_SECONDS = 0.03, 0.5
 """Between looks at processes and memory. A look takes about a millisecond for each hundred processes of the machine,
-or a few microseconds where no new process is about."""
+or a few microseconds where there is no new process."""
 SHARE = 20
 """Looking takes at most this part of the time."""
 
@@ -116,7 +116,7 @@ def _bound(options: Options) -> None:
     if options.address_space:
         resource.setrlimit(resource.RLIMIT_AS, (options.memory_bytes, options.memory_bytes))
     with contextlib.suppress(OSError):
-        # Where the machine runs out of memory all the same, it is this process that ends.
+        # If the machine runs out of memory all the same, this process is the one to end.
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
             file.write("1000")
 
@@ -134,7 +134,7 @@ class _Watch:
         self.worker_ended = False
 
     def run(self) -> None:
-        """Until then; the caller is told the reason where it does not know it."""
+        """Until then; the caller gets the reason where it does not know it."""
         pause = self._interval
         while True:
             ready, _, _ = select.select([self._options.control, self._heard], [], [], pause)
@@ -157,11 +157,11 @@ class _Watch:
             pause = max(self._interval, SHARE * (time.monotonic() - started))
 
     def _hear(self) -> bool:
-        """Whether to go on."""
-        told = os.read(self._options.control, 4096)
-        if not told or END in told:
+        """Whether to continue."""
+        received = os.read(self._options.control, 4096)
+        if not received or END in received:
             return False
-        self._interval = BUSY_SECONDS if told[-1:] == BUSY else IDLE_SECONDS
+        self._interval = BUSY_SECONDS if received[-1:] == BUSY else IDLE_SECONDS
         return True
 
     def _problem(self) -> dict[str, Any] | None:
