@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 
 from blake3 import blake3
@@ -99,19 +100,12 @@ def collect_garbage(
     unreached = [] if unreadable else [blob_key(content_id) for content_id in blobs.keys() - marking.reached]
     leftovers = [key for folder in ("tmp", "corrupt") for key, _ in objects.files.list(folder)]
 
-    def sweep(key: str, since: float = spared_since) -> int | None:
-        """Bytes freed, or None when the file is spared; its age is asked for again, since a put may have renewed it."""
-        stat = objects.files.stat(key)
-        if stat is None or stat.modified >= since:
-            return None
-        if not dry_run:
-            objects.files.delete(key)
-        return stat.size
-
-    swept = [size for size in objects.in_parallel(sweep, unreached) if size is not None]
-    cleared = [size for size in objects.in_parallel(sweep, leftovers) if size is not None]
-    orphans = [] if unreadable else [sweep(key) for key in marking.orphaned_notes()]
-    unused = [sweep(key, unused_since) for key in marking.unused_notes]
+    sweep = partial(_sweep, objects, dry_run=dry_run)
+    free = partial(sweep, unchanged_since=spared_since)
+    swept = [size for size in objects.in_parallel(free, unreached) if size is not None]
+    cleared = [size for size in objects.in_parallel(free, leftovers) if size is not None]
+    orphans = [] if unreadable else [free(key) for key in marking.orphaned_notes()]
+    unused = [sweep(key, unchanged_since=unused_since) for key in marking.unused_notes]
     return GcReport(
         live_blobs=live_blobs,
         young_blobs=len(blobs) - live_blobs - len(swept),
@@ -122,6 +116,16 @@ def collect_garbage(
         unreadable=tuple(unreadable),
         dry_run=dry_run,
     )
+
+
+def _sweep(objects: ObjectStore, key: str, *, unchanged_since: float, dry_run: bool) -> int | None:
+    """Bytes freed, or None when the file is spared; its age is asked for again, since a put may have renewed it."""
+    stat = objects.files.stat(key)
+    if stat is None or stat.modified >= unchanged_since:
+        return None
+    if not dry_run:
+        objects.files.delete(key)
+    return stat.size
 
 
 class _Marking:
