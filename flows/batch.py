@@ -16,9 +16,8 @@ from rollout_core.base.ids import ContentId
 from rollout_core.config import InferBatchConfig
 from rollout_core.inference.engines import close_engine
 from rollout_core.inference.folders import output_folder
-from rollout_core.inference.prompt_shards import shards_of
-from rollout_core.inference.runs import begin_run, parameters_of, resolve_run_id
-from rollout_core.inference.tally import FailureLimit
+from rollout_core.inference.runs import FailureLimit, begin_run, parameters_of, resolve_run_id
+from rollout_core.inference.shards import shards_of
 from rollout_core.objects.records import Record, ShardCompletions
 from rollout_core.objects.whole_ids import with_whole_ids
 from rollout_core.plans.batch_plan import plan_batch

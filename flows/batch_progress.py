@@ -22,7 +22,7 @@ from rollout_core.base.ids import ContentId
 from rollout_core.base.plots import draw_histogram
 from rollout_core.config import InferBatchConfig
 from rollout_core.inference.batch import Progress as ShardProgress
-from rollout_core.inference.tally import FailureLimit, RunWork, forget_tally, forget_work, tally, work_of
+from rollout_core.inference.runs import FailureLimit, RunWork, forget_tally, forget_work, tally, work_of
 from rollout_core.objects.records import ShardCompletions
 from tasks import artifacts, connections
 from tasks.logs import stage_logger

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rollout_core.base.stopping import run_async
-from rollout_core.inference.token_samples import Adapted, Failed, adapt_rollouts, file_experience
+from rollout_core.inference.training_samples import Adapted, Failed, adapt_rollouts, file_experience
 from rollout_core.objects.records import Experience
 from tasks import artifacts, connections
 from tasks.stage import current_stage, stage

@@ -12,8 +12,8 @@ from rollout_core.config import BackendConfig, SamplingParams, identity
 from rollout_core.inference.base import ModelRef
 from rollout_core.inference.batch import BatchOptions, Work
 from rollout_core.inference.engines import EngineOf
-from rollout_core.inference.training_completions import Failed, FailedSamples, complete_batch
-from rollout_core.inference.workers import this_worker
+from rollout_core.inference.ledger import this_worker
+from rollout_core.inference.training_samples import Failed, FailedSamples, complete_batch
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions, PromptSet
 from rollout_core.store.types import RolloutMode

@@ -12,7 +12,7 @@ from rollout_core.config import InferBatchConfig
 from rollout_core.data.samples import decode_completions_blob
 from rollout_core.inference.folders import output_folder
 from rollout_core.inference.output import file_name, output_chunks, output_id, shard_rows, write_known
-from rollout_core.inference.shard_run import finished_ref
+from rollout_core.inference.shards import finished_ref
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Record, ShardCompletions
 from tasks import artifacts, connections

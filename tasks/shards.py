@@ -14,11 +14,9 @@ from rollout_core.data.prompt_files import open_prompts
 from rollout_core.inference.base import ModelRef
 from rollout_core.inference.batch import BatchOptions, Progress, Work
 from rollout_core.inference.engines import EngineOf
-from rollout_core.inference.events import EventLog
-from rollout_core.inference.prompt_shards import forget_import, import_shards
-from rollout_core.inference.shard_run import ShardWork, assist_shard, complete_shard
-from rollout_core.inference.tally import FailureLimit, RunWork, note_work, tally
-from rollout_core.inference.workers import this_worker
+from rollout_core.inference.ledger import this_worker
+from rollout_core.inference.runs import EventLog, FailureLimit, RunWork, note_work, tally
+from rollout_core.inference.shards import ShardWork, assist_shard, complete_shard, forget_import, import_shards
 from rollout_core.models.facts import max_positions
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import PromptShards, Record, ShardCompletions

@@ -19,7 +19,7 @@ from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.base.numerics import current_numerics
 from rollout_core.base.processes import this_machine
 from rollout_core.config import DaskConfig, WorkersConfig
-from rollout_core.inference.workers import this_worker
+from rollout_core.inference.ledger import this_worker
 from tasks import connections
 from tasks.stage import retry
 

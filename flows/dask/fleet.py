@@ -29,7 +29,7 @@ from flows.fan_out import FanOut, R, T
 from rollout_core.base.errors import Fatal, Recoverable
 from rollout_core.config import DaskConfig, WorkersConfig
 from rollout_core.inference.batch import Progress
-from rollout_core.inference.tally import tally
+from rollout_core.inference.runs import tally
 from tasks.logs import stage_logger
 from tasks.stage import Submitted
 

@@ -33,7 +33,7 @@ from rollout_core.base.redaction import without_password
 from rollout_core.config import VLLMBackend
 from rollout_core.inference.batch import Progress
 from rollout_core.inference.engines import close_engine
-from rollout_core.inference.tally import forget_tally, tally
+from rollout_core.inference.runs import forget_tally, tally
 from rollout_core.models.tokenizers import prepare_transformers
 from tasks import connections
 from tasks.stage import Stage, retry

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollout_core.config import InferBatchConfig
-from rollout_core.inference.prompt_shards import read_shard, shards_of
+from rollout_core.inference.shards import read_shard, shards_of
 from rollout_core.objects import ObjectStore
 
 pytestmark = pytest.mark.server
