@@ -8,9 +8,8 @@ from typing import Any
 
 from prefect import flow
 
-from flows.curves import Curve, curves_of_iterations, figure_of_steps
 from flows.flow_run import recompute_missing
-from flows.report import Progress, Report, SampleComparison, write_report
+from flows.report import Curve, Progress, Report, SampleComparison, curves_of_iterations, figure_of_steps, write_report
 from flows.train import policy_iterations
 from rollout_core.base.ids import ContentId
 from rollout_core.config import NightlyConfig, apply_overrides, parse_config
@@ -25,13 +24,12 @@ from rollout_core.plans.plan import context_limit
 from rollout_core.rewards.source_ids import source_id
 from tasks import artifacts, connections
 from tasks.connections import current_connections, working_folder
+from tasks.generate import enqueue_prompts
 from tasks.imports import import_held_out, import_model, import_pairs, import_prompts, import_reward, import_sft
 from tasks.journal import Journal
 from tasks.learn import dpo_update, rm_update, sft_update
 from tasks.promotion import latest_model, promote, snapshot
-from tasks.prompts import enqueue_prompts
-from tasks.rewards import close_rewards
-from tasks.score import evaluate
+from tasks.score import close_rewards, evaluate
 
 SHOWN_SAMPLES = 8
 

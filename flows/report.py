@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import html
+import json
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.curves import Curve
 from rollout_core.base.ids import ContentId
 from rollout_core.base.plots import draw_curve
 from rollout_core.inference.folders import LocalFolder
+from rollout_core.objects import ObjectStore
+from rollout_core.objects.records import Checkpoint
 from tasks.journal import StageEntry
 
 PROGRESS_PNG = "progress.png"
 PAGE = "index.html"
+_OF_ITERATIONS = {
+    "objective/kl": "KL to the reference, nats a completion",
+    "kl": "KL to the reference, nats a token",
+    "entropy": "entropy, nats a token",
+    "completions/mean_length": "mean completion length, tokens",
+    "value_loss": "value loss",
+}
 
 
 @dataclass(frozen=True)
@@ -168,3 +178,34 @@ def _stages_table(stages: Sequence[StageEntry]) -> str:
         )
     head = "<tr><th>stage</th><th></th><th>state</th><th>seconds</th><th>in</th><th>out</th></tr>"
     return f"<table>{head}\n{rows}</table>"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values over 1, 2, 3, ... of ``x_label``."""
+
+    what: str
+    """Name and unit, for the y axis."""
+    values: Sequence[float]
+    x_label: str
+
+    @property
+    def file_name(self) -> str:
+        """Of the picture."""
+        return "-".join(self.what.partition(",")[0].lower().split()) + ".png"
+
+
+def figure_of_steps(objects: ObjectStore, checkpoint: Checkpoint, name: str) -> list[float]:
+    """A figure of each optimizer step of an update; of steps that have none, nothing."""
+    rows = map(json.loads, objects.get_bytes(checkpoint.metrics).splitlines())
+    return [row[name] for row in rows if name in row]
+
+
+def curves_of_iterations(objects: ObjectStore, checkpoints: Sequence[Checkpoint], x_label: str) -> list[Curve]:
+    """KL, entropy, length and value loss of PPO or GRPO iterations, each the mean over an iteration's steps."""
+    curves = []
+    for name, what in _OF_ITERATIONS.items():
+        steps = [figure_of_steps(objects, checkpoint, name) for checkpoint in checkpoints]
+        if all(steps):
+            curves.append(Curve(what, [statistics.fmean(values) for values in steps], x_label))
+    return curves

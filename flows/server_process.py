@@ -1,6 +1,6 @@
 """The Prefect server of a folder as a process that nobody owns: it ends with the last command that uses it.
 
-Run by `flows.local_server`: ``python -m flows.server_process PORT FOLDER LOCK``. LOCK is a descriptor that holds the
+Run by `flows.connections`: ``python -m flows.server_process PORT FOLDER LOCK``. LOCK is a descriptor that holds the
 lock file of the folder's server, in which the process says who it is and where it listens.
 """
 

@@ -102,8 +102,7 @@ def run_flow(start: Callable[[], Any], debug: bool) -> Any:
 
     Unless ``debug``, log lines in the terminal show no tracebacks of our own errors, whose messages say what to do.
     """
-    from flows.connections import PREFECT_HOME
-    from flows.local_server import prefect_server
+    from flows.connections import PREFECT_HOME, prefect_server
     from rollout_core.base.stopping import watching
 
     with watching(ends_process=True), prefect_server(PREFECT_HOME):
