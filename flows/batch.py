@@ -9,10 +9,10 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 from prefect import flow
 from prefect.context import FlowRunContext
@@ -40,19 +40,17 @@ from rollout_core.inference.runs import (
     work_of,
 )
 from rollout_core.inference.shards import shards_of
-from rollout_core.objects.records import Record, ShardCompletions
+from rollout_core.objects.records import ShardCompletions
 from rollout_core.objects.whole_ids import with_whole_ids
 from rollout_core.plans.batch_plan import plan_batch
 from rollout_core.plans.plan import context_limit
 from tasks import artifacts, connections
-from tasks.batch import Reporting, help_shard, import_prompts, infer_shard, write_completions
+from tasks.batch import Reporting, ShardJob, help_shard, import_prompts, infer_shard, write_completions
 from tasks.connections import current_connections, objects, working_folder
 from tasks.imports import import_model
 from tasks.journal import Journal
 from tasks.logs import stage_logger
-from tasks.stage import RunsTasks, Stage, Submitted
 
-R = TypeVar("R", bound=Record)
 REFRESH_SECONDS = 0.5
 LOG_SECONDS = 30.0
 SPEED_SECONDS = 30.0
@@ -94,28 +92,23 @@ def _complete(
     flow_run_id = str(context.flow_run.id)
     failures = FailureLimit(config.failures.max_share, num_samples)
     reporting = Reporting(run_id=run_id, events=config.output.events, failures=failures)
-    labels = {shard: f"{number}/{len(shards)}" for number, (shard, _) in enumerate(shards, start=1)}
+    jobs = [
+        ShardJob(
+            rows=shard,
+            model=model,
+            sampling=config.sampling.params,
+            backend=config.backend,
+            workers=config.workers,
+            samples_per_prompt=config.sampling.n,
+            limit=context_limit(config.backend),
+            reporting=reporting,
+            label=f"{number}/{len(shards)}",
+        )
+        for number, (shard, _) in enumerate(shards, start=1)
+    ]
 
-    def call(stage: Stage[..., R]) -> Callable[[RunsTasks, tuple[ContentId, int]], Submitted[R]]:
-        def submit(runner: RunsTasks, item: tuple[ContentId, int]) -> Submitted[R]:
-            shard, _ = item
-            return stage.submit(
-                runner,
-                shard,
-                model,
-                config.sampling.params,
-                config.backend,
-                config.workers,
-                samples_per_prompt=config.sampling.n,
-                limit=context_limit(config.backend),
-                reporting=reporting,
-                label=labels[shard],
-            )
-
-        return submit
-
-    def on_result(item: tuple[ContentId, int], record: ShardCompletions) -> None:
-        progress.finish(item[0], record)
+    def on_result(job: ShardJob, record: ShardCompletions) -> None:
+        progress.finish(job.rows, record)
         progress.check(failures)
 
     bar = not config.output.events
@@ -123,8 +116,8 @@ def _complete(
         open_fleet(config.workers, flow_run_id) as fleet,
         RunProgress(flow_run_id, num_samples, bar=bar) as progress,
     ):
-        work = FanOut(call(infer_shard), call(help_shard), lambda item: progress.of(item[0]), on_result)
-        records = fleet.run_all(shards, work)
+        work = FanOut(infer_shard.submit, help_shard.submit, lambda job: progress.of(job.rows), on_result)
+        records = fleet.run_all(jobs, work)
     return records, close_run(config, flow_run_id, records, fleet.average_workers())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import orjson
@@ -56,7 +57,7 @@ def import_prompts(config: InferBatchConfig) -> PromptShards:
 
 
 class Reporting(Settings):
-    """What is told of a shard while it is worked on; no part of its cache key."""
+    """What is reported of a shard while it is worked on; no part of its cache key."""
 
     run_id: str
     events: bool
@@ -67,27 +68,31 @@ class Reporting(Settings):
         return None
 
 
-@stage(version=1, concurrency="engine", optional=("limit",))
-def infer_shard(
-    rows: ContentId,
-    model: ContentId,
-    sampling: SamplingParams,
-    backend: BackendConfig,
-    workers: WorkersConfig,
-    *,
-    samples_per_prompt: int = 1,
-    limit: int | None = None,
-    reporting: Reporting,
-    label: str = "",
-) -> ShardCompletions:
-    """Bring every sample of a shard to its outcome, exactly once; an interrupted run goes on with what is missing.
+@dataclass(frozen=True)
+class ShardJob:
+    """What is asked of a shard. Each field counts as an argument of the stages that take it."""
 
-    On a cluster other processes may take unclaimed samples meanwhile (`help_shard`). ``limit`` is the longest sequence,
-    in tokens, where the backend has one of its own: it decides which samples fail.
+    rows: ContentId
+    model: ContentId
+    sampling: SamplingParams
+    backend: BackendConfig
+    workers: WorkersConfig
+    samples_per_prompt: int
+    limit: int | None
+    """Longest sequence, in tokens, where the backend has a limit of its own: it decides which samples fail."""
+    reporting: Reporting
+    label: str
+    """Its number among the run's shards, such as ``3/17``."""
+
+
+@stage(version=1, concurrency="engine", optional=("limit",))
+def infer_shard(job: ShardJob) -> ShardCompletions:
+    """Bring every sample of a shard to its outcome, exactly once; an interrupted run resumes with what is missing.
+
+    On a cluster other processes may take unclaimed samples meanwhile (`help_shard`).
     """
-    run = _ShardRun(rows, model, sampling, backend, workers, samples_per_prompt, limit, reporting, label)
-    record, work = run.complete()
-    stage_logger().info("shard %s: %d samples, %d generated now", label or rows.short, record.num_samples, work.samples)
+    record, work = _ShardRun(job).complete()
+    stage_logger().info("shard %s: %d samples, %d generated now", job.label, record.num_samples, work.samples)
     return record
 
 
@@ -98,64 +103,38 @@ class Help(Record):
 
 
 @stage(version=1, cached=False, retries=0, concurrency="engine")
-def help_shard(
-    rows: ContentId,
-    model: ContentId,
-    sampling: SamplingParams,
-    backend: BackendConfig,
-    workers: WorkersConfig,
-    *,
-    samples_per_prompt: int = 1,
-    limit: int | None = None,
-    reporting: Reporting,
-    label: str = "",
-) -> Help:
+def help_shard(job: ShardJob) -> Help:
     """Generate samples of a shard that its worker has not claimed yet; returns at once where there are none."""
-    run = _ShardRun(rows, model, sampling, backend, workers, samples_per_prompt, limit, reporting, label)
-    work = run.help()
-    stage_logger().info("shard %s: %d samples generated for its worker", label or rows.short, work.samples)
+    work = _ShardRun(job).help()
+    stage_logger().info("shard %s: %d samples generated for its worker", job.label, work.samples)
     return Help(num_samples=work.samples)
 
 
 class _ShardRun:
     """A shard with this process's connections."""
 
-    def __init__(
-        self,
-        rows: ContentId,
-        model: ContentId,
-        sampling: SamplingParams,
-        backend: BackendConfig,
-        workers: WorkersConfig,
-        samples_per_prompt: int,
-        limit: int | None,
-        reporting: Reporting,
-        label: str,
-    ) -> None:
+    def __init__(self, job: ShardJob) -> None:
+        self._job = job
         self._objects: ObjectStore = current_stage().objects
         self._run_id = current_stage().run_id
-        self._rows = rows
-        folder = self._objects.local_tree(model, connections.cache_folder())
-        self._work = ShardWork(rows, sampling, samples_per_prompt, folder)
-        self._engine = EngineOf(backend, ModelRef(model, folder), stage_logger().info)
-        self._backend = backend
-        self._events = EventLog(reporting.run_id, label) if reporting.events else None
-        self._failures = reporting.failures
-        self._workers = workers
-        self._limit = limit or max_positions(folder)
+        folder = self._objects.local_tree(job.model, connections.cache_folder())
+        self._work = ShardWork(job.rows, job.sampling, job.samples_per_prompt, folder)
+        self._engine = EngineOf(job.backend, ModelRef(job.model, folder), stage_logger().info)
+        self._events = EventLog(job.reporting.run_id, job.label) if job.reporting.events else None
+        self._max_model_len = job.limit or max_positions(folder)
 
     def _options(self) -> BatchOptions:
         return BatchOptions(
             mode="test",
             # Whole shards, where that makes them repeatable; see `rollout_core.config.backends`.
-            deterministic=self._backend.owns_batches,
+            deterministic=self._job.backend.owns_batches,
             keep_done=True,
             # Otherwise the stage's lock, a file, does not keep all others out.
-            exclusive=connections.storage_is_local() and self._workers.dask is None,
-            claim_size=self._workers.claimed_together,
-            stale_after_seconds=self._workers.stale_after_seconds,
-            max_model_len=self._limit,
-            generator=generator_id(self._backend),
+            exclusive=connections.storage_is_local() and self._job.workers.dask is None,
+            claim_size=self._job.workers.claimed_together,
+            stale_after_seconds=self._job.workers.stale_after_seconds,
+            max_model_len=self._max_model_len,
+            generator=generator_id(self._job.backend),
         )
 
     def complete(self) -> tuple[ShardCompletions, Work]:
@@ -190,16 +169,16 @@ class _ShardRun:
 
     def _note(self, progress: Progress) -> None:
         noted = tally(self._run_id)
-        noted.note(self._rows, progress)
-        self._failures.check(noted)
+        noted.note(self._job.rows, progress)
+        self._job.reporting.failures.check(noted)
 
     def _note_help(self, progress: Progress) -> None:
         # What is done of the shard is its own worker's to tell.
-        tally(self._run_id).note(f"{self._rows} {this_worker()}", Progress(0, 0, progress.tokens))
+        tally(self._run_id).note(f"{self._job.rows} {this_worker()}", Progress(0, 0, progress.tokens))
 
     def _file_work(self, started: float, work: Work) -> None:
         if work.samples:
-            note_work(self._objects, self._run_id, self._rows, RunWork.of(work, started, time.time()))
+            note_work(self._objects, self._run_id, self._job.rows, RunWork.of(work, started, time.time()))
 
 
 class OutputFile(Record):

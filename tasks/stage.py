@@ -12,10 +12,10 @@ import inspect
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import UTC, datetime
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast, get_type_hints
 from uuid import UUID
@@ -106,6 +106,7 @@ def stage(
     an effect outside the object store are not ``cached``. ``concurrency`` names a limit: where ``ROLLOUT_LIMITS`` lists
     it, the Prefect server holds runs to ``prefect concurrency-limit create rollout:NAME N``. A parameter named
     ``label`` is for people only and stays out of the cache key, and so do the ``optional`` ones while they are None.
+    The fields of a dataclass count as arguments of their own.
     """
 
     def decorate(function: Callable[P, R]) -> Stage[P, R]:
@@ -213,7 +214,7 @@ class Stage(Generic[P, R]):
     def _plain_key(self, inputs: dict[str, Any]) -> ContentId:
         counted = {
             name: value
-            for name, value in inputs.items()
+            for name, value in spread_arguments(inputs).items()
             if name != LABEL and not (value is None and name in self._optional)
         }
         return content_id(f"stage/{self.name}/{self.version}", identity(counted))
@@ -277,7 +278,7 @@ class Stage(Generic[P, R]):
             stage=self.name,
             version=self.version,
             key=run.key,
-            inputs=identity(inputs),
+            inputs=identity(spread_arguments(inputs)),
             outputs=record.outputs(),
             created_at=datetime.now(UTC),
             software=software_versions(),
@@ -328,9 +329,21 @@ class Stage(Generic[P, R]):
     def _note(self, inputs: dict[str, Any], state: str, seconds: float, outputs: tuple[ContentId, ...]) -> None:
         journal = current_journal()
         if journal is not None:
+            inputs = spread_arguments(inputs)
             ids = tuple(ContentId(value) for value in inputs.values() if is_content_id(value))
             records = (item for value in inputs.values() if isinstance(value, Record) for item in value.outputs())
             journal.add(StageEntry(self.name, str(inputs.get(LABEL, "")), state, seconds, (*ids, *records), outputs))
+
+
+def spread_arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, where those that travel together in a dataclass stand one by one."""
+    found: dict[str, Any] = {}
+    for name, value in inputs.items():
+        if is_dataclass(value) and not isinstance(value, type):
+            found |= {field.name: getattr(value, field.name) for field in fields(value)}
+        else:
+            found[name] = value
+    return found
 
 
 class UnreadableResult(RolloutError):
