@@ -20,8 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from flows.fan_out import FanOut, Fleet, local_fleet
-from flows.flow_run import recompute_missing
-from flows.log_lines import through_stderr
+from flows.flow_run import recompute_missing, through_stderr
 from rollout_core.base.ids import ContentId
 from rollout_core.base.plots import draw_histogram
 from rollout_core.config import InferBatchConfig, WorkersConfig

@@ -12,13 +12,16 @@ from pathlib import Path
 
 from rollout_core.base.ids import ContentId
 from rollout_core.base.plots import draw_curve
+from rollout_core.data.samples import decode_completions_blob, decode_samples
 from rollout_core.inference.folders import LocalFolder
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import Checkpoint
+from rollout_core.objects.records import Checkpoint, EvalReport
+from tasks import artifacts
 from tasks.journal import StageEntry
 
 PROGRESS_PNG = "progress.png"
 PAGE = "index.html"
+SHOWN_SAMPLES = 8
 _OF_ITERATIONS = {
     "objective/kl": "KL to the reference, nats a completion",
     "kl": "KL to the reference, nats a token",
@@ -64,6 +67,33 @@ class Report:
     model: ContentId
     stages: Sequence[StageEntry]
     samples: Sequence[SampleComparison]
+
+
+def compare_samples(objects: ObjectStore, *reports: EvalReport) -> list[SampleComparison]:
+    """A few held-out prompts with what each model made of them, those first whose reward changed."""
+    samples = decode_samples(objects.get_bytes(reports[0].samples))
+    texts = [[row.text for row in decode_completions_blob(objects.get_bytes(r.completions))] for r in reports]
+    scores: list[list[float]] = [json.loads(objects.get_bytes(report.scores)) for report in reports]
+    order = sorted(range(len(samples)), key=lambda row: scores[0][row] - scores[-1][row])
+    half = SHOWN_SAMPLES // 2
+    chosen = dict.fromkeys([*order[:half], *range(min(half, len(samples)))])
+    return [
+        SampleComparison(
+            prompt=samples[row].prompt if isinstance(samples[row].prompt, str) else json.dumps(samples[row].prompt),
+            completions=tuple(text[row] for text in texts),
+            rewards=tuple(score[row] for score in scores),
+        )
+        for row in chosen
+    ]
+
+
+def show_report(report: Report, folder: Path) -> None:
+    """Show the curve and the table of stages of a report, which is in ``folder``, in the Prefect UI."""
+    curve = report.progress.curve
+    title = f"{report.name}: {curve.what}"
+    artifacts.curve("reward", curve.values, title=title, x_label=curve.x_label, y_label=curve.what)
+    rows = [entry.row() for entry in report.stages]
+    artifacts.table("stages", rows, f"Stages of this run; the report is in {folder}")
 
 
 def write_report(report: Report, folder: Path) -> Path:

@@ -107,7 +107,7 @@ def run_flow(start: Callable[[], Any], debug: bool) -> Any:
 
     with watching(ends_process=True), prefect_server(PREFECT_HOME):
         # Not before: Prefect takes the server's address when it is imported.
-        from flows.log_lines import without_known_traces
+        from flows.flow_run import without_known_traces
 
         try:
             with nullcontext() if debug else without_known_traces():
