@@ -59,17 +59,17 @@ SPEED_SECONDS = 30.0
 def batch_inference(config: InferBatchConfig, run_id: str | None = None) -> dict[str, Any]:
     """Complete every prompt of the input and write the completions in input order; returns what was written.
 
-    ``run_id`` names an earlier run to go on with; without it the output folder's own run is taken up.
+    ``run_id`` names an earlier run to resume; without it the output folder's own run is resumed, if it has one.
     """
     config = with_whole_ids(config, working_folder(), objects)
     plan_batch(config, working_folder(), run_id, current_connections())
     folder = output_folder(config.output.dir, working_folder(), objects())
-    asked, run_id = run_id, resolve_run_id(folder, run_id)
+    requested, run_id = run_id, resolve_run_id(folder, run_id)
 
     def body(journal: Journal) -> dict[str, Any]:
         model = import_model(config.model)
-        goes_on = begin_run(objects(), run_id, parameters_of(config, model.model), folder, asked)
-        stage_logger().info("run %s %s", run_id, "goes on" if goes_on else "begins")
+        is_resumed = begin_run(objects(), run_id, parameters_of(config, model.model), folder, requested)
+        stage_logger().info("run %s %s", run_id, "resumes" if is_resumed else "starts")
         prompts = import_prompts(config)
         shards = shards_of(objects(), prompts)
         records, figures = _complete(config, run_id, model.model, shards, prompts.num_rows * config.sampling.n)
@@ -153,7 +153,7 @@ class RunProgress:
         self._tally.note(shard, ShardProgress(count, count, tokens, record.num_failed, record.first_failure))
 
     def of(self, shard: ContentId) -> ShardProgress:
-        """How far a shard is; zeros before its worker told."""
+        """How far a shard is; zeros before its worker reported."""
         return self._tally.of(shard)
 
     def _show(self) -> None:
@@ -161,40 +161,40 @@ class RunProgress:
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[told]}"),
+            TextColumn("{task.fields[figures]}"),
         )
         bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not self._bar)
-        task = bar.add_task("completions", total=self._total, told="")
+        task = bar.add_task("completions", total=self._total, figures="")
         artifact = artifacts.ProgressArtifact("inference-progress", "Batch inference")
         next_log = time.monotonic() + LOG_SECONDS
         with bar, through_stderr() if self._bar else nullcontext():
             while not self._stopped.wait(REFRESH_SECONDS):
                 now = self._tally.total()
                 self._speed.note(time.monotonic(), now.done - self._tally.earlier, now.tokens)
-                bar.update(task, completed=now.done, told=self._told(now))
+                bar.update(task, completed=now.done, figures=self._figures(now))
                 artifact.show(now.done, self._total)
                 if time.monotonic() > next_log and not self._bar:
                     next_log = time.monotonic() + LOG_SECONDS
-                    stage_logger().info("%d of %d samples, %s", now.done, self._total, self._told(now))
+                    stage_logger().info("%d of %d samples, %s", now.done, self._total, self._figures(now))
         artifact.end(self._tally.total().done, self._total)
 
-    def _told(self, now: ShardProgress) -> str:
+    def _figures(self, now: ShardProgress) -> str:
         samples, tokens = self._speed.per_second
-        told = [f"{now.failed:,} failed"] if now.failed else []
-        told += [f"{samples:,.0f} samples/s", f"{tokens:,.0f} tokens/s"]
+        figures = [f"{now.failed:,} failed"] if now.failed else []
+        figures += [f"{samples:,.0f} samples/s", f"{tokens:,.0f} tokens/s"]
         if samples:
-            told.append(f"{timedelta(seconds=round((self._total - now.done) / samples))} left")
-        return ", ".join(told)
+            figures.append(f"{timedelta(seconds=round((self._total - now.done) / samples))} left")
+        return ", ".join(figures)
 
 
 class Speed:
-    """What was generated of late: in the last half minute, beginning with the first sample."""
+    """Recent speed: over the last half minute, from the first sample on."""
 
     def __init__(self) -> None:
         self._noted: deque[tuple[float, int, int]] = deque()
 
     def note(self, seconds: float, samples: int, tokens: int) -> None:
-        """So many were generated up to a moment of a monotonic clock."""
+        """``samples`` and ``tokens`` were generated until ``seconds`` of a monotonic clock."""
         if samples == 0 and self._noted:
             self._noted.clear()
         self._noted.append((seconds, samples, tokens))
@@ -206,8 +206,8 @@ class Speed:
         """Samples and tokens a second; zeros where nothing is known yet."""
         if len(self._noted) < 2:
             return 0.0, 0.0
-        (begun, samples, tokens), (now, more_samples, more_tokens) = self._noted[0], self._noted[-1]
-        return (more_samples - samples) / (now - begun), (more_tokens - tokens) / (now - begun)
+        (start, samples, tokens), (now, more_samples, more_tokens) = self._noted[0], self._noted[-1]
+        return (more_samples - samples) / (now - start), (more_tokens - tokens) / (now - start)
 
 
 def close_run(
@@ -215,7 +215,7 @@ def close_run(
 ) -> dict[str, Any]:
     """File the table and the histogram of a finished run, and return the table's figures.
 
-    ``workers``: how many there were, on the average.
+    ``workers``: their average number over the run.
     """
     objects = connections.objects()
     figures = closing_figures(config, records, work_of(objects, run_id), workers)
@@ -234,7 +234,7 @@ def close_run(
 def closing_figures(
     config: InferBatchConfig, records: Sequence[ShardCompletions], work: RunWork, workers: float
 ) -> dict[str, Any]:
-    """What a finished run tells, by name."""
+    """Figures of a finished run, by name."""
     reasons: Counter[str] = Counter()
     for record in records:
         reasons.update(record.finish_reasons)

@@ -84,7 +84,7 @@ def prefect_server(home: Path, *, port: int | None = None, say: Callable[[str], 
     """Address of the configured Prefect API, or of the server of the folder ``home``, while the block runs.
 
     Where no command uses that server now, it is started, on ``port`` or a free one. Its database lives in ``home``, so
-    its runs can be looked at later (``PREFECT_HOME=... prefect server start``). ``say`` is told what is waited for.
+    its runs can be looked at later (``PREFECT_HOME=... prefect server start``). ``say`` receives a line for each wait.
     Raises RolloutError when the configured server cannot be reached, or the folder's does not start.
     """
     configured = os.environ.get("PREFECT_API_URL")
@@ -132,10 +132,10 @@ def _find_or_start(home: Path, port: int | None, say: Callable[[str], None]) -> 
 def _start(home: Path, port: int, lock: int) -> None:
     if _is_taken(port):
         raise RolloutError(
-            f"port {port} is taken, perhaps by a Prefect server: set PREFECT_API_URL to use it, or give another port"
+            f"port {port} is taken, possibly by a Prefect server: set PREFECT_API_URL to use it, or give another port"
         )
     with (home / LOG).open("ab") as output:
-        # Returns at once: the server goes on as a process that is nobody's child.
+        # Returns at once: the server lives on as a process that is nobody's child.
         subprocess.run(
             [sys.executable, "-m", "flows.server_process", str(port), str(home), str(lock)],
             stdout=output,

@@ -98,7 +98,7 @@ def batch_inference(
     group_size: int = 1,
     label: str = "",
 ) -> Completions:
-    """Complete every sample of a prompt set exactly once; an interrupted run goes on with what is missing.
+    """Complete every sample of a prompt set exactly once; an interrupted run resumes with what is missing.
 
     Where one fails for good, the stage does, or with ``failed = "leave_out"`` leaves its group out and counts it.
     """

@@ -40,7 +40,7 @@ def open_reward(reward: RewardSpec, reward_source: ContentId) -> RewardFunction:
     changed = [path for code in source.codes.values() if (path := code.changed_file()) is not None]
     if changed:
         stage_logger().warning(
-            "%s was changed or removed since this run began, and the run goes on with the code it began with",
+            "%s was changed or removed since this run began, and the run continues with the code it started with",
             changed[0],
         )
     # What a process may take is no part of the id.

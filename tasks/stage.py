@@ -160,7 +160,7 @@ class Stage(Generic[P, R]):
         return self._result(inputs, state, time.monotonic() - started)
 
     def submit(self, runner: RunsTasks, *args: P.args, **kwargs: P.kwargs) -> Submitted[R]:
-        """Run the stage on a started task runner, which may be of another machine, and go on meanwhile."""
+        """Run the stage on a started task runner, which may be on another machine, and return at once."""
         inputs = self._bind(args, kwargs)
         prepared = self._prepare(inputs)
         with TagsContext(current_tags=set()):
@@ -273,7 +273,7 @@ class Stage(Generic[P, R]):
             return record
 
     def _store(self, run: StageRun, inputs: dict[str, Any], record: R) -> None:
-        """Make the record durable before Prefect learns of it: a failed write of Prefect's own is only logged there."""
+        """Make the record durable before Prefect learns of it: Prefect only logs a failed write of its own."""
         lineage = Lineage(
             stage=self.name,
             version=self.version,
@@ -354,7 +354,7 @@ class RunsTasks(Protocol):
     """A started task runner, or a place on one."""
 
     def submit(self, task: Task[..., Any], parameters: dict[str, Any]) -> PrefectFuture[Any]:
-        """Run a task and go on meanwhile."""
+        """Start a task and return at once."""
         ...
 
 
@@ -392,7 +392,7 @@ def is_whole(record: Record, objects: ObjectStore) -> bool:
 
 
 def stop_signal() -> TerminationSignal:
-    """What Prefect's handler of SIGTERM raises: the run then ends Crashed, or Cancelled where that was asked for."""
+    """What Prefect's handler of SIGTERM raises: the run then ends Crashed, or Cancelled where that was requested."""
     return TerminationSignal(signal=signal.SIGTERM)
 
 

@@ -103,7 +103,7 @@ def _flow(kind: str) -> Callable[..., dict[str, Any]]:
 @infer_app.command("batch")
 def infer_batch(
     config: ConfigPath,
-    resume: Annotated[str | None, typer.Option("--resume", help="Run id to go on with.")] = None,
+    resume: Annotated[str | None, typer.Option("--resume", help="Id of the run to resume.")] = None,
     workers: Annotated[int | None, typer.Option("--workers", help="Instead of [workers].count.")] = None,
     events: Annotated[
         bool, typer.Option("--events", help="A line of JSON on stderr for each finished sample.")

@@ -39,7 +39,7 @@ def snapshot_list(
     storage: StoragePath = None,
     run_id: Annotated[str | None, typer.Option("--run-id", help="Only this run's.")] = None,
     kind: Annotated[str | None, typer.Option("--kind", help="Only this kind.")] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most so many, newest first.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most this many, newest first.")] = None,
     debug: Debug = False,
 ) -> None:
     """Print snapshots, newest first, as JSON."""

@@ -143,7 +143,7 @@ class DaskFleet:
             try:
                 results[job.place] = job.submitted.result()
             except _Deadly as error:
-                self._refuse_deadly(job, work.progress(items[job.place]).done, error)
+                self._raise_if_stuck(job, work.progress(items[job.place]).done, error)
                 waiting.appendleft(job.place)
                 continue
             work.on_result(items[job.place], results[job.place])
@@ -163,7 +163,7 @@ class DaskFleet:
             self._driver,
             key=f"{task.name}-{task_run_id}",
             workers=None if job.worker is None else [job.worker],
-            # A shard goes on elsewhere when its worker dies; help is of use only where there is nothing else to do.
+            # Another worker continues a shard whose worker dies; help is of use only where there is nothing else to do.
             allow_other_workers=job.worker is not None and not job.is_help,
             resources=None if gpus is None else {"GPU": gpus / SHARDS_PER_WORKER},
             pure=False,
@@ -172,7 +172,7 @@ class DaskFleet:
         return _StageFuture(task_run_id=task_run_id, wrapped_future=future)
 
     def _hear(self, event: tuple[float, dict[str, Any]]) -> None:
-        """What a worker tells; called by Dask's thread."""
+        """Take a worker's event; called by Dask's thread."""
         _, message = event
         if "shard" in message:
             self._tally.note(message["shard"], Progress(*message["progress"]))
@@ -268,10 +268,10 @@ class DaskFleet:
         try:
             assert job.submitted is not None
             job.submitted.result()
-        except Exception as error:  # noqa: BLE001 - what is wrong with the shard itself, its own task tells
+        except Exception as error:  # noqa: BLE001 - its own task reports what is wrong with the shard itself
             stage_logger().warning("help with shard %d ended: %s", job.place + 1, error)
 
-    def _refuse_deadly(self, job: _Job, done: int, error: _Deadly) -> None:
+    def _raise_if_stuck(self, job: _Job, done: int, error: _Deadly) -> None:
         """A shard that Dask gave up is tried again as long as it gets further."""
         if done > job.done_before:
             return

@@ -63,7 +63,7 @@ class Driver:
 
     @property
     def topic(self) -> str:
-        """Where its workers tell of their progress."""
+        """On which its workers report their progress."""
         return f"rollout-{self.run_id}"
 
 
@@ -183,7 +183,7 @@ def _name() -> str:
 
 
 class EngineKeeper(WorkerPlugin):
-    """Keeps a worker's engine warm while a run goes on, and closes it after.
+    """Keeps a worker's engine warm while a run lasts, and closes it afterwards.
 
     ``workers_end``: the workers end with the run.
     """

@@ -1,7 +1,8 @@
 """vLLM's engine process and its workers end when their owner does, also by ``kill -9``, and leave nothing behind.
 
-Left alone, vLLM's engine waits for requests of its dead owner for ever, with its memory. This module imports nothing
-heavy: the child imports it first, so from then on its owner's end ends it, long before vLLM itself is imported there.
+Left alone, vLLM's engine waits forever for requests of its dead owner, and keeps its memory. This module imports
+nothing heavy: the child imports it first, so from then on its owner's end ends it, long before vLLM itself is imported
+there.
 
 Outside its processes a killed engine leaves sockets and segments of shared memory. Sockets are put into a scratch
 folder, and segments are noted there by name, so that whoever sweeps scratch folders of dead processes removes both.
@@ -57,7 +58,7 @@ def end_with_owner() -> None:
 
 def run_engine_core(*args: Any, **kwargs: Any) -> None:
     """What vLLM's engine process runs."""
-    # The kernel would end this process alone; its workers would go on until they notice.
+    # The kernel would end this process alone; its workers would run until they notice.
     threading.Thread(target=_end_with_owner, name="rollout-owner-watch", daemon=True).start()
     signal_at_parents_end(None)
 

@@ -49,7 +49,7 @@ _held: set[str] = set()
 
 @dataclass
 class Standing:
-    """Where each of the asked samples stands."""
+    """Where each of the samples stands."""
 
     done: dict[ContentId, bytes] = field(default_factory=dict)
     """Line of every sample that is completed, or failed for good."""
@@ -81,7 +81,7 @@ class Answer:
 class SampleLedger:
     """Samples of one batch over the store and the object store.
 
-    A sample's id says what is asked for, not by which software and device it is answered; ``generator`` does. Only
+    A sample's id says what is to be generated, not with which software and device; ``generator`` does. Only
     completions of the same generator count as done, others are generated anew.
     """
 

@@ -116,7 +116,7 @@ def longest_answer(request: Request) -> int:
 def outcome_of(
     config: OpenAIBackend, tokenizer: Any, request: Request, answer: Mapping[str, Any], vocab_size: int
 ) -> Outcome:
-    """The outcome that a whole answer tells. It may take a second to find out: not for an event loop.
+    """The outcome of a whole answer. It may take a second to compute: not for an event loop.
 
     Raises Malformed where the answer is none, OtherDialect where the endpoint does not speak the configured dialect.
     """
@@ -127,7 +127,7 @@ def outcome_of(
         return Failure(request.key, f"the endpoint ended it with {reason!r}", passing=reason in ("abort", "error"))
     if config.dialect == "vllm" and (choice.get("token_ids") is None or choice.get("logprobs") is None):
         raise OtherDialect
-    num_tokens = _tokens_told(config, answer, choice)
+    num_tokens = _completion_length(config, answer, choice)
     if num_tokens is not None and num_tokens > request.params.max_tokens:
         raise Malformed(f"{num_tokens} tokens, but sampling.max_tokens is {request.params.max_tokens}")
     if reason == "length" and num_tokens is not None and num_tokens < request.params.max_tokens:
@@ -144,7 +144,7 @@ def outcome_of(
 
 
 def _retokenised(tokenizer: Any, request: Request, text: str, reason: FinishReason, vocab_size: int) -> Completion:
-    """A completion of which only the text is told."""
+    """A completion of which the answer gives the text alone."""
     _refuse(problem_with_text(text, request.params))
     token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     _refuse(problem_with(token_ids, [], request.params, vocab_size))
@@ -159,11 +159,11 @@ def _sampled(
     text: str | None,
     vocab_size: int,
 ) -> Completion:
-    """A completion as a vLLM server tells it."""
+    """A completion with tokens and log-probabilities, as a vLLM server gives it."""
     params, token_ids = request.params, _token_ids(choice["token_ids"])
-    told = _object(choice["logprobs"], "logprobs")
+    found = _object(choice["logprobs"], "logprobs")
     read = _chat_logprobs if config.api == "chat" else _logprobs
-    names, logprobs, tops = read(told, likely=params.logprobs > 0)
+    names, logprobs, tops = read(found, likely=params.logprobs > 0)
     if not token_ids or not logprobs:
         raise Malformed(f"{len(token_ids)} tokens, and log-probabilities of {len(logprobs)}")
     _refuse(problem_with(token_ids, logprobs, params, vocab_size))
@@ -177,16 +177,16 @@ def _sampled(
     return Completion(request.key, token_ids, [min(logprob, 0.0) for logprob in logprobs], text, reason, likely)
 
 
-def _text_of(tokenizer: Any, request: Request, token_ids: Sequence[int], told: str | None) -> str:
-    """The same decoding as for every other backend; with stop strings the server knows where that ends."""
+def _text_of(tokenizer: Any, request: Request, token_ids: Sequence[int], text: str | None) -> str:
+    """The same decoding as for every other backend; with stop strings it ends where the server says."""
     [whole] = decode_completions(tokenizer, [request.prompt_token_ids], [token_ids])
     if not request.params.stop:
         return whole
-    if told is None:
+    if text is None:
         raise Malformed("the text is null")
     # Decoding token by token is slow, and its result differs only where bytes make no character.
-    if _begins(whole, told) or _begins(decode_as_streamed(tokenizer, request.prompt_token_ids, token_ids), told):
-        return told
+    if _begins(whole, text) or _begins(decode_as_streamed(tokenizer, request.prompt_token_ids, token_ids), text):
+        return text
     raise Malformed("the text is not that of its tokens")
 
 
@@ -218,49 +218,49 @@ def _content(config: OpenAIBackend, choice: Mapping[str, Any]) -> str | None:
     return _text(choice.get("text"), "text")
 
 
-def _tokens_told(config: OpenAIBackend, answer: Mapping[str, Any], choice: Mapping[str, Any]) -> int | None:
-    """Length of the completion, if the answer tells."""
+def _completion_length(config: OpenAIBackend, answer: Mapping[str, Any], choice: Mapping[str, Any]) -> int | None:
+    """Length of the completion, if the answer has it."""
     if config.dialect == "vllm":
         return len(_list(choice["token_ids"], "token_ids"))
     usage = answer.get("usage")
-    told = None if usage is None else _object(usage, "usage").get("completion_tokens")
-    if told is not None and (type(told) is not int or told < 0):
+    length = None if usage is None else _object(usage, "usage").get("completion_tokens")
+    if length is not None and (type(length) is not int or length < 0):
         raise Malformed("usage.completion_tokens is no number of tokens")
-    return told
+    return length
 
 
-def _token_ids(told: Any) -> list[int]:
-    token_ids = _list(told, "token_ids")
+def _token_ids(value: Any) -> list[int]:
+    token_ids = _list(value, "token_ids")
     for token in token_ids:
         if type(token) is not int:  # a truth value is an int, too
             raise Malformed(f"a token id is {_kind(token)}" + (" but not a whole one" if type(token) is float else ""))
     return token_ids
 
 
-def _logprobs(told: Mapping[str, Any], *, likely: bool) -> tuple[list[str], list[float], list[Any]]:
-    """Names of the tokens, where it tells any; their log-probabilities; and the likeliest tokens of each place."""
-    names = _names(_list(told.get("tokens") or [], "logprobs.tokens"))
-    top = _list(told.get("top_logprobs"), "top_logprobs") if likely else []
+def _logprobs(found: Mapping[str, Any], *, likely: bool) -> tuple[list[str], list[float], list[Any]]:
+    """Names of the tokens, where there are any; their log-probabilities; and the likeliest tokens of each place."""
+    names = _names(_list(found.get("tokens") or [], "logprobs.tokens"))
+    top = _list(found.get("top_logprobs"), "top_logprobs") if likely else []
     entries = [list(_object(item, "an item of top_logprobs").items()) for item in top]
-    return names, _numbers(_list(told.get("token_logprobs"), "token_logprobs")), entries
+    return names, _numbers(_list(found.get("token_logprobs"), "token_logprobs")), entries
 
 
-def _chat_logprobs(told: Mapping[str, Any], *, likely: bool) -> tuple[list[str], list[float], list[Any]]:
-    content = _list(told.get("content") or [], "logprobs.content")
+def _chat_logprobs(found: Mapping[str, Any], *, likely: bool) -> tuple[list[str], list[float], list[Any]]:
+    content = _list(found.get("content") or [], "logprobs.content")
     items = [_object(item, "an item of logprobs.content") for item in content]
     names = _names(item.get("token") for item in items)
     logprobs = _numbers(item.get("logprob") for item in items)
     tops = [_list(item.get("top_logprobs"), "top_logprobs") if likely else [] for item in items]
-    return names, logprobs, [[_entry(told) for told in top] for top in tops]
+    return names, logprobs, [[_entry(item) for item in top] for top in tops]
 
 
-def _entry(told: Any) -> tuple[Any, Any]:
-    entry = _object(told, "a likely token")
+def _entry(value: Any) -> tuple[Any, Any]:
+    entry = _object(value, "a likely token")
     return entry.get("token"), entry.get("logprob")
 
 
-def _names(told: Iterable[Any]) -> list[str]:
-    return [_text(name, "the name of a token") for name in told]
+def _names(values: Iterable[Any]) -> list[str]:
+    return [_text(name, "the name of a token") for name in values]
 
 
 def _check_names(names: Sequence[str], token_ids: Sequence[int]) -> None:
@@ -272,8 +272,8 @@ def _check_names(names: Sequence[str], token_ids: Sequence[int]) -> None:
         raise Malformed("the log-probabilities are those of other tokens than token_ids")
 
 
-def _numbers(told: Iterable[Any]) -> list[float]:
-    logprobs = list(told)
+def _numbers(values: Iterable[Any]) -> list[float]:
+    logprobs = list(values)
     for logprob in logprobs:
         if type(logprob) is not float and type(logprob) is not int:
             raise Malformed(f"a log-probability is {_kind(logprob)}")
@@ -299,7 +299,7 @@ def _likeliest(
 
 
 def _check_place(found: Mapping[int, float], token: int, logprob: float) -> None:
-    """Log-probabilities told of a place are of one distribution, and that is the one that the token was drawn from."""
+    """Log-probabilities of a place are of one distribution, and that is the one that the token was drawn from."""
     if max(found.values(), default=_IMPOSSIBLE) <= _IMPOSSIBLE:
         raise Malformed("top_logprobs names no token that could be drawn")
     if max(found.values()) > LOGPROB_NOISE:

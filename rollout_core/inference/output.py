@@ -31,7 +31,7 @@ ROWS_OF_A_GROUP = 8192
 
 @dataclass(frozen=True)
 class OutputRow:
-    """A completion with what was asked."""
+    """A completion with its prompt."""
 
     fields: dict[str, Any]
     """By the names of the output, in its order; ``sampling_params`` is JSON already, as it is the same for all."""

@@ -1,7 +1,7 @@
-"""A run of batch inference: which output folder it belongs to, by which parameters it was begun, and how far it is.
+"""A run of batch inference: which output folder it belongs to, with which parameters it was started, and how far it is.
 
 A run's id is that of ``--resume``, else what the folder's file ``run-id`` says, else a new one that is written there.
-What decides over a run's completions is noted in the object store under the id, before the first sample: resuming with
+What determines a run's completions is noted in the object store under the id, before the first sample: resuming with
 other parameters is refused. How far a run is and what it did is for people, and its results do not depend on it:
 progress in memory, work in the object store, an event on stderr for each sample that ended.
 """
@@ -42,12 +42,12 @@ _FIRST_BUCKET_SECONDS = 1e-3
 REPORT_SECONDS = 2.0
 
 
-def resolve_run_id(folder: OutputFolder, asked: str | None) -> str:
-    """Run id of an output folder: the one asked for, else the folder's own, else a new one that is written there.
+def resolve_run_id(folder: OutputFolder, requested: str | None) -> str:
+    """Run id of an output folder: the requested one, else the folder's own, else a new one that is written there.
 
     Raises ConfigError as `earlier_run_id`.
     """
-    run_id = earlier_run_id(folder, asked)
+    run_id = earlier_run_id(folder, requested)
     while run_id is None:
         made = new_run_id()
         # Where another process was quicker, its run is this one too.
@@ -55,13 +55,13 @@ def resolve_run_id(folder: OutputFolder, asked: str | None) -> str:
     return run_id
 
 
-def earlier_run_id(folder: OutputFolder, asked: str | None) -> str | None:
-    """The run to go on with: the one asked for, else the output folder's own; None where a new one will begin.
+def earlier_run_id(folder: OutputFolder, requested: str | None) -> str | None:
+    """The run to resume: the requested one, else the output folder's own; None where a new one will start.
 
     Raises ConfigError for an id that is no ULID, or a ``run-id`` file that holds none.
     """
-    if asked is not None:
-        return _checked(asked, "run id")
+    if requested is not None:
+        return _checked(requested, "run id")
     data = folder.read(RUN_ID_FILE)
     return None if data is None else _checked(data.decode("utf-8", "replace").strip(), folder.where(RUN_ID_FILE))
 
@@ -73,7 +73,7 @@ def _checked(run_id: str, where: str) -> str:
 
 
 def parameters_of(config: InferBatchConfig, model: ContentId | None = None) -> dict[str, Any]:
-    """What decides over a run's completions, by dotted names; without ``model``, as far as the configuration says.
+    """What determines a run's completions, by dotted names; without ``model``, as far as the configuration says.
 
     The input is no part of it: rows may be added or changed, and output always follows the input. Nor are workers,
     places and forms of output, which change no completion.
@@ -91,46 +91,46 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def begin_run(
-    objects: ObjectStore, run_id: str, parameters: Mapping[str, Any], folder: OutputFolder, asked: str | None
+    objects: ObjectStore, run_id: str, parameters: Mapping[str, Any], folder: OutputFolder, requested: str | None
 ) -> bool:
-    """Note by which parameters a run is made, before its first sample; True where it was begun before.
+    """Note a run's parameters, before its first sample; True where it was started before.
 
     Raises ConfigError as `check_run`.
     """
-    begun = check_run(objects, run_id, parameters, folder, asked)
-    document = begun or {"run_id": run_id, "begun": datetime.now(UTC).isoformat(), "parameters": parameters}
+    noted = check_run(objects, run_id, parameters, folder, requested)
+    document = noted or {"run_id": run_id, "begun": datetime.now(UTC).isoformat(), "parameters": parameters}
     # Also where it is there: garbage collection goes by when it was last set.
     objects.set_ref(_ref(run_id), objects.put_json(document))
-    return begun is not None
+    return noted is not None
 
 
 def check_run(
-    objects: ObjectStore, run_id: str, parameters: Mapping[str, Any], folder: OutputFolder, asked: str | None
+    objects: ObjectStore, run_id: str, parameters: Mapping[str, Any], folder: OutputFolder, requested: str | None
 ) -> dict[str, Any] | None:
-    """What was noted when the run was begun; None where it was not, as far as the object store knows.
+    """What was noted when the run was started; None where it was not, as far as the object store knows.
 
-    Raises ConfigError where it was begun by other parameters, naming each, and where a run that was asked for is
-    unknown. The model is compared where it is among ``parameters``.
+    Raises ConfigError where it was started with other parameters, naming each, and where a requested run is unknown.
+    The model is compared where it is among ``parameters``.
     """
     document = _noted(objects, run_id)
     if document is None:
-        if asked is not None:
+        if requested is not None:
             raise ConfigError(
-                f"run {run_id} is unknown to the object store {objects.url}; expected the id of a run that was begun "
-                "there: leave out --resume to begin a new one"
+                f"run {run_id} is unknown to the object store {objects.url}; expected the id of a run that was started "
+                "there: leave out --resume to start a new one"
             )
         return None
-    begun = document["parameters"]
+    noted = document["parameters"]
     differing = [
-        f"{name}: got {_shown(parameters, name)}, expected {_shown(begun, name)}"
-        for name in sorted({*parameters, *begun})
-        if parameters.get(name) != begun.get(name) and (name != MODEL or MODEL in parameters)
+        f"{name}: got {_shown(parameters, name)}, expected {_shown(noted, name)}"
+        for name in sorted({*parameters, *noted})
+        if parameters.get(name) != noted.get(name) and (name != MODEL or MODEL in parameters)
     ]
     if differing:
-        other = "leave out --resume" if asked is not None else f"remove {folder.where(RUN_ID_FILE)}"
+        other = "leave out --resume" if requested is not None else f"remove {folder.where(RUN_ID_FILE)}"
         raise ConfigError(
-            f"run {run_id} was begun with other parameters: {'; '.join(differing)}. Go on with those, or begin a new "
-            f"run: give another output.dir, or {other}"
+            f"run {run_id} was started with other parameters: {'; '.join(differing)}. Resume with those, or start a "
+            f"new run: give another output.dir, or {other}"
         )
     return document
 
@@ -177,7 +177,7 @@ class Tally:
         self._failed = 0
 
     def report_to(self, report: Callable[[str, Progress], None]) -> None:
-        """Tell ``report`` of every shard from now on: every two seconds at most, and of its end."""
+        """Call ``report`` for every shard from now on: every two seconds at most, and at its end."""
         with self._lock:
             self._report = report
 
@@ -332,9 +332,9 @@ OnSamples = Callable[[Sequence[SampleEnd]], None]
 
 
 class WatchedStore(ForwardingLightningStore):
-    """A store whose ledger of samples is watched: ``on_samples`` is told of those that ended, a commit at a time.
+    """A store whose ledger of samples is watched: ``on_samples`` receives those that ended, a commit at a time.
 
-    Only an attempt that the store let succeed or fail counts, so a sample is told once. What it became is read back
+    Only an attempt that the store let succeed or fail counts, so a sample is reported once. What it became is read back
     from the blob that its span names.
     """
 
@@ -352,10 +352,10 @@ class WatchedStore(ForwardingLightningStore):
     async def forward(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         result = await super().forward(name, *args, **kwargs)
         if name == "end_attempts":
-            await self._tell(args[0], result)
+            await self._report(args[0], result)
         return result
 
-    async def _tell(
+    async def _report(
         self, ends: Sequence[tuple[Mapping[str, Any], AttemptUpdate]], outcomes: Sequence[Attempt | Conflict]
     ) -> None:
         ended: dict[ContentId, list[int]] = {}

@@ -179,15 +179,15 @@ def file_experience(
     groups, incomplete = _groups(adapted.samples, group_size)
     left_out |= {"incomplete group": incomplete} if incomplete else {}
     samples, rollouts = _side_by_side(groups)
-    told = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+    reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
     if left_out and failed == "stop":
         first = next(iter(adapted.left_out.values()), [""])[0]
         raise ConfigError(
-            f"rollouts that cannot be learnt from: {told}{f' (such as {first})' if first else ''}; run them again, or "
-            "collect with failed = 'leave_out'"
+            f"rollouts that cannot be learnt from: {reasons}{f' (such as {first})' if first else ''}; run them again, "
+            "or collect with failed = 'leave_out'"
         )
     if not samples:
-        raise ConfigError(f"none of the rollouts can be learnt from: {told or 'none was given'}")
+        raise ConfigError(f"none of the rollouts can be learnt from: {reasons or 'none was given'}")
     ids = [content_id("stored-sample/1", [sample.rollout_id, number]) for number, sample in enumerate(samples)]
     prompts = [
         Sample(name, "", sample.prompt_token_ids, 0, sample.rollout_id, {})
@@ -276,7 +276,7 @@ def _adapt(adapted: Adapted, blobs: _Blobs, rollout_id: str, rollout: Rollout | 
 
 
 def _task(rollout: Rollout) -> Any:
-    """Its input; that of batch inference also has the number of the sample, and the prompt is what is asked."""
+    """Its input; that of batch inference also has the number of the sample, and the prompt alone is the task."""
     if (rollout.metadata or {}).get("kind") == SAMPLE_KIND and isinstance(rollout.input, dict):
         return rollout.input.get("prompt")
     return rollout.input
@@ -335,7 +335,7 @@ def _first(value: Any) -> Any:
 
 
 def _reward(span: Span) -> float | None:
-    """The primary reward that the span tells."""
+    """The primary reward that the span holds."""
     value = span.attributes.get(_REWARD, span.attributes.get("reward") if span.name == AGL_REWARD else None)
     usable = isinstance(value, int | float) and math.isfinite(value)
     return float(value) if usable else None  # pyright: ignore[reportArgumentType]
