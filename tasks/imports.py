@@ -55,7 +55,7 @@ def import_held_out(
 
 
 def start_snapshot(run: RunInfo, algorithm: str, *, steps_per_iteration: int = 1) -> ContentId | None:
-    """The snapshot that a run is told to start from, if it is; raises as `find_start` does."""
+    """The snapshot that a run's configuration has it start from, if any; raises as `find_start` does."""
     if run.resume is None:
         return None
     options = {"algorithm": algorithm, "run_name": run.name, "steps_per_iteration": steps_per_iteration}

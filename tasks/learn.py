@@ -28,9 +28,8 @@ from rollout_core.launch import run_update
 from rollout_core.launch.job import UpdateName
 from rollout_core.objects.records import Checkpoint, Scores
 from tasks import artifacts, connections
-from tasks.logs import stage_logger
+from tasks.logs import StepLog, stage_logger
 from tasks.stage import StageRun, current_stage, stage
-from tasks.training_log import StepLog
 
 
 @stage(version=3, concurrency="learner", optional=("held_out", "start_from"))

@@ -22,7 +22,7 @@ from rollout_core.config import GRPOSettings, JsonlDataset, OptimizerConfig, PPO
 from rollout_core.data.completions import Completion
 from rollout_core.data.samples import Sample, encode_completion, encode_samples
 from rollout_core.inference.ledger import Answer, SampleLedger
-from rollout_core.inference.token_samples import TokenSample, adapt_rollouts, file_experience
+from rollout_core.inference.training_samples import TokenSample, adapt_rollouts, file_experience
 from rollout_core.objects import ObjectStore
 from rollout_core.store import InMemoryLightningStore, Span
 from rollout_core.store.semconv import AGL_ANNOTATION, AGL_REWARD

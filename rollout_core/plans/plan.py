@@ -28,7 +28,7 @@ from rollout_core.data.dataset_sources import RowStream, read_dataset
 from rollout_core.data.datasets import PromptRow, RowT
 from rollout_core.data.samples import refuse_long_prompts
 from rollout_core.data.text import tokenize_prompts
-from rollout_core.inference.capabilities import unsupported
+from rollout_core.inference.base import unsupported
 from rollout_core.inference.folders import LocalFolder
 from rollout_core.models.adapters import check_adapter
 from rollout_core.models.bounded.tokenizing import how_prompts_vary
