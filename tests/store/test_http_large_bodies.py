@@ -47,7 +47,7 @@ def at_once(data: bytes) -> Any:
 
 def in_parts(data: bytes) -> Any:
     try:
-        return asyncio.run(read_large(START_MANY, LISTS, data))
+        return asyncio.run(read_large(START_MANY.validate_json, LISTS, data))
     except ConfigError as error:
         # What is large beside its list is refused; here that is nearly everything.
         return None if "beside its list" in str(error) or "long lists" in str(error) else type(error)
@@ -87,14 +87,16 @@ def test_a_body_with_a_fault_is_refused_as_it_would_be(body, place, change):
 )
 def test_what_cannot_be_read_in_parts_is_said(data, message):
     with pytest.raises(ConfigError, match=message):
-        asyncio.run(read_large(START_MANY, LISTS, data))
+        asyncio.run(read_large(START_MANY.validate_json, LISTS, data))
 
 
 def test_a_large_body_without_a_list_is_read_at_once():
     resources = {"main": {"resource_type": "prompt_template", "template": "x" * 500, "engine": "f-string"}}
     adapter = TypeAdapter(NamedResources)
     data = json.dumps(resources).encode()
-    assert asyncio.run(read_large(adapter, list_fields(NamedResources), data)) == adapter.validate_json(data)
+    assert asyncio.run(read_large(adapter.validate_json, list_fields(NamedResources), data)) == adapter.validate_json(
+        data
+    )
 
 
 def test_a_large_reply_is_the_same_as_a_small_one():

@@ -30,7 +30,7 @@ async def read_call(operation: Operation, request: Request, limits: BodyLimits, 
     headers: dict[bytes, bytes] = dict(request.scope["headers"])
     key = _key(headers)
     body, data = None, b""
-    if operation.adapter is not None:
+    if operation.read is not None:
         if operation.method == "GET":
             body = _read_query(operation, request)
         else:
@@ -68,7 +68,7 @@ def _read_query(operation: Operation, request: Request) -> Any:
 
 
 async def _read_json(operation: Operation, headers: Mapping[bytes, bytes], data: bytes, lane: Lane) -> Any:
-    assert operation.adapter is not None
+    assert operation.read is not None
     if not data and operation.may_be_empty:
         return None
     media_type = headers.get(b"content-type", b"")
@@ -76,9 +76,9 @@ async def _read_json(operation: Operation, headers: Mapping[bytes, bytes], data:
         # Pages of others can send other types without asking; see ``gate``.
         raise WrongMediaType(f"content-type is {media_type.decode('latin-1')!r:.100}; expected {wire.JSON}")
     if len(data) > LOOP_BYTES:
-        return await lane.run(read_large(operation.adapter, operation.lists, data))
+        return await lane.run(read_large(operation.read, operation.lists, data))
     try:
-        return operation.adapter.validate_json(data)
+        return operation.read(data)
     except ValidationError as error:
         raise unprocessable(error) from error
 

@@ -46,8 +46,8 @@ def describe(title: str, operations: Sequence[Operation]) -> dict[str, Any]:
 
 def _adapters(operation: Operation) -> list[tuple[Any, TypeAdapter[Any]]]:
     found: list[tuple[Any, TypeAdapter[Any]]] = []
-    if operation.adapter is not None:
-        found.append(("validation", operation.adapter))
+    if operation.takes is not None:
+        found.append(("validation", TypeAdapter(operation.takes)))
     if operation.gives is not None:
         found.append(("serialization", TypeAdapter(operation.gives)))
     return found

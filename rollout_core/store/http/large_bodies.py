@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Container
+from collections.abc import Callable, Container
 from types import UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.store.http.errors import TooLarge, unprocessable
@@ -59,8 +59,8 @@ def _may_be_list(annotation: Any) -> bool:
     return origin is list or (origin in (UnionType, Union, Annotated) and any(map(_may_be_list, get_args(annotation))))
 
 
-async def read_large(adapter: TypeAdapter[Any], lists: Container[str], data: bytes) -> Any:
-    """The value of a large body; of its outermost object the fields named in ``lists`` can be cut.
+async def read_large(read: Callable[[bytes], Any], lists: Container[str], data: bytes) -> Any:
+    """What ``read`` makes of a large body; of its outermost object the fields named in ``lists`` can be cut.
 
     Raises ConfigError if it is no JSON, Unprocessable if it is not what is expected, and TooLarge.
     """
@@ -68,7 +68,7 @@ async def read_large(adapter: TypeAdapter[Any], lists: Container[str], data: byt
     if long_list is None:
         end = _value_end(data, _skip_space(data, 0))
         # Beyond the value there may be any number of spaces.
-        return _validated(adapter, data[:end] if _skip_space(data, end) == len(data) else data[: end + 1], 0)
+        return _validated(read, data[:end] if _skip_space(data, end) == len(data) else data[: end + 1], 0)
     head, tail = data[: long_list.start] + b"[", b"]" + data[long_list.end :].rstrip(_SPACE)
     if len(head) + len(tail) > LOOP_BYTES:
         raise TooLarge(f"the body has more than {LOOP_BYTES} bytes beside its list {long_list.key!r:.80}")
@@ -76,15 +76,15 @@ async def read_large(adapter: TypeAdapter[Any], lists: Container[str], data: byt
     records: list[Any] = []
     for start, end in long_list.parts:
         await asyncio.sleep(0)
-        whole = _validated(adapter, b"%b%b%b" % (head, data[start:end], tail), len(records))
+        whole = _validated(read, b"%b%b%b" % (head, data[start:end], tail), len(records))
         records += getattr(whole, long_list.key)
     assert whole is not None
     return whole.model_copy(update={long_list.key: records})
 
 
-def _validated(adapter: TypeAdapter[Any], data: bytes, num_before: int) -> Any:
+def _validated(read: Callable[[bytes], Any], data: bytes, num_before: int) -> Any:
     try:
-        return adapter.validate_json(data)
+        return read(data)
     except ValidationError as error:
         raise unprocessable(error, num_before) from error
 

@@ -70,12 +70,15 @@ class Operation:
     """Whether the body may be missing."""
     remembered: bool = True
     """Whether the reply is kept for a client that may ask again; too costly for what can simply be asked again."""
-    adapter: TypeAdapter[Any] | None = field(init=False)
+    read: Callable[[bytes], Any] | None = field(init=False)
+    """Makes the body's bytes what is taken; raises ValidationError."""
     lists: frozenset[str] = field(init=False)
     """The fields of the body that are lists of records."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "adapter", None if self.takes is None else TypeAdapter(self.takes))
+        own = getattr(self.takes, "read", None)
+        read = None if self.takes is None else own or TypeAdapter(self.takes).validate_json
+        object.__setattr__(self, "read", read)
         object.__setattr__(self, "lists", list_fields(self.takes))
 
     def read_query(self, parameters: QueryParams) -> Any:
@@ -275,7 +278,7 @@ async def _add_span(store: LightningStore, call: Call) -> Any:
 @_operation("POST", "/spans/batch", takes=wire.SpansRequest, gives=wire.SpansReply, status=201)
 async def _add_spans(store: LightningStore, call: Call) -> Any:
     """Store spans, all or none; the places of duplicates, which are left out."""
-    is_new = await store.add_span_fields(call.body.spans)
+    is_new = await store.add_encoded_spans(call.body.encoded())
     return {"duplicates": [place for place, new in enumerate(is_new) if not new]}
 
 
