@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from operator import attrgetter, itemgetter
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -18,6 +18,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from rollout_core.store.checks import LARGEST_NUMBER, check_span
 from rollout_core.store.codec import decode, encode, model_fields
 from rollout_core.store.span_fields import num_nulls
+from rollout_core.store.spans import StatusCode
 
 
 class EncodedSpan(NamedTuple):
@@ -70,7 +71,7 @@ class _Part(Struct, forbid_unknown_fields=True, gc=False):
 class StatusStruct(_Part):
     """See ``TraceStatus``."""
 
-    status_code: Literal["UNSET", "OK", "ERROR"]
+    status_code: StatusCode
     description: str | None = None
 
 
