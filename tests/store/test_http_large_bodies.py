@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 from pydantic import TypeAdapter
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.store.http import large_bodies, replies, wire
+from rollout_core.store.codec import encode_stored
+from rollout_core.store.http import large_bodies, wire
 from rollout_core.store.http.errors import unprocessable
 from rollout_core.store.http.large_bodies import list_fields, read_large
 from rollout_core.store.resources import NamedResources
@@ -35,7 +36,6 @@ LISTS = list_fields(wire.StartManyRequest)
 def _small_parts(monkeypatch):
     monkeypatch.setattr(large_bodies, "LOOP_BYTES", 64)
     monkeypatch.setattr(large_bodies, "LOOP_RECORDS", 3)
-    monkeypatch.setattr(replies, "LOOP_RECORDS", 3)
 
 
 def at_once(data: bytes) -> Any:
@@ -103,5 +103,5 @@ def test_a_large_reply_is_the_same_as_a_small_one():
     rollouts = [Rollout(rollout_id=f"r{n}", input={"n": n}, start_time=0.0) for n in range(10)]
     page = PaginatedResult[Rollout](items=rollouts, limit=-1, offset=0, total=10)
     for result in (rollouts, tuple(rollouts), page):
-        assert replies.is_large(result)
-        assert asyncio.run(replies.encode_large(result)) == replies.encode_stored(result)
+        assert large_bodies.is_large(result)
+        assert asyncio.run(large_bodies.encode_large(result)) == encode_stored(result)

@@ -34,7 +34,7 @@ from rollout_core.store import (
     SqlLightningStore,
 )
 from rollout_core.store.forwarding import ForwardingLightningStore
-from rollout_core.store.http import listening, protocol, wire
+from rollout_core.store.http import listening, wire
 from rollout_core.store.http.transport import path_part
 from tests.store.conftest import FailingStore
 from tests.store.forking import leave
@@ -277,7 +277,7 @@ async def test_broken_gzip_is_a_bad_request(web, data):
 
 
 async def test_slow_clients_block_nobody_and_are_cut_off(make_server, monkeypatch):
-    monkeypatch.setattr(protocol, "HEADER_SECONDS", 0.5)
+    monkeypatch.setattr(listening, "HEADER_SECONDS", 0.5)
     monkeypatch.setattr(listening, "UNREAD_SECONDS", 1)
     server = await make_server()
     store = server.store

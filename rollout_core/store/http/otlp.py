@@ -15,9 +15,11 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 from google.protobuf import json_format
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 from google.rpc.status_pb2 import Status
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -43,11 +45,9 @@ from rollout_core.store.encoded_spans import (
     StatusStruct,
 )
 from rollout_core.store.http import wire
-from rollout_core.store.http.bodies import BodyLimits, read_body
 from rollout_core.store.http.errors import TooLarge, WrongMediaType, status_of
-from rollout_core.store.http.lane import Lane
-from rollout_core.store.http.large_bodies import check_weight
-from rollout_core.store.http.protobuf import check_messages
+from rollout_core.store.http.large_bodies import Lane, check_weight
+from rollout_core.store.http.requests import BodyLimits, read_body
 from rollout_core.store.semconv import LightningResourceAttributes as Keys
 from rollout_core.store.spans import StatusCode, TraceState, otel_attributes, otel_name
 from rollout_core.store.types import AttemptedRollout
@@ -381,3 +381,63 @@ def _reply(message: Message, media_type: str, status: int, packed: bool) -> Resp
     if packed and data:
         data, headers = gzip.compress(data, 1), {"content-encoding": "gzip"}
     return Response(data, status, headers, media_type=media_type)
+
+
+# The size of protobuf messages
+
+UNCOUNTED_BYTES = 1 << 20
+"""A body of so many bytes is read in some 40 ms whatever it holds, and need not be counted."""
+MAX_MESSAGES = 500_000
+"""Most messages (spans, attributes, values and so on) of one body."""
+_VARINT, _FIXED_64, _LENGTH, _FIXED_32 = 0, 1, 2, 5
+
+
+def check_messages(kind: Descriptor, data: bytes) -> None:
+    """Raise TooLarge for a body of this kind with more than ``MAX_MESSAGES`` messages, DecodeError for one that cannot
+    be read."""
+    if len(data) <= UNCOUNTED_BYTES:
+        return
+    num_messages = 1
+    waiting = [(kind, 0, len(data))]
+    while waiting:
+        kind, place, end = waiting.pop()
+        parts = _parts(kind)
+        while place < end:
+            tag, place = _number(data, place)
+            wire_type = tag & 7
+            if wire_type == _LENGTH:
+                length, place = _number(data, place)
+                if place + length > end:
+                    raise DecodeError("a part is longer than the whole")
+                if tag >> 3 in parts:
+                    num_messages += 1
+                    if num_messages > MAX_MESSAGES:
+                        raise TooLarge(f"the body has more than {MAX_MESSAGES} messages; send fewer spans in a request")
+                    waiting.append((parts[tag >> 3], place, place + length))
+                place += length
+            elif wire_type == _VARINT:
+                _, place = _number(data, place)
+            elif wire_type in (_FIXED_64, _FIXED_32):
+                place += 8 if wire_type == _FIXED_64 else 4
+            else:
+                raise DecodeError(f"wire type {wire_type} is not known")
+
+
+@cache
+def _parts(kind: Descriptor) -> dict[int, Descriptor]:
+    """The fields of a message that are messages, by number."""
+    return {number: field.message_type for number, field in kind.fields_by_number.items() if field.message_type}
+
+
+def _number(data: bytes, place: int) -> tuple[int, int]:
+    """The number at a place, and the place after it."""
+    value = shift = 0
+    while True:
+        if place >= len(data) or shift > 63:
+            raise DecodeError("a number is cut off")
+        byte = data[place]
+        value |= (byte & 0x7F) << shift
+        place += 1
+        if byte < 0x80:
+            return value, place
+        shift += 7

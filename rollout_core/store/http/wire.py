@@ -63,6 +63,10 @@ AnyRollout = Annotated[AttemptedRollout | Rollout, Field(union_mode="left_to_rig
 Rollouts = list[AnyRollout]
 
 
+class Changes(BaseModel):
+    """New values of some fields; those left out stay as they are."""
+
+
 class EnqueueRequest(BaseModel):
     """Rollouts to be queued."""
 
@@ -111,7 +115,7 @@ class StartAttemptsRequest(StartAttemptRequest):
     rollout_ids: FailFastList[str]
 
 
-class RolloutChanges(BaseModel):
+class RolloutChanges(Changes):
     """New values of a rollout's fields; those left out stay as they are."""
 
     input: TaskInput = None
@@ -122,7 +126,7 @@ class RolloutChanges(BaseModel):
     metadata: dict[str, Any] | None = None
 
 
-class AttemptChanges(BaseModel):
+class AttemptChanges(Changes):
     """New values of an attempt's fields; those left out stay as they are."""
 
     status: AttemptStatus | None = None
@@ -280,7 +284,7 @@ class LatestSpansQuery(BaseModel):
     name: str | None = None
 
 
-class HeartbeatRequest(BaseModel):
+class HeartbeatRequest(Changes):
     """A worker's statistics; left out, the last ones stay."""
 
     heartbeat_stats: dict[str, Any] | None = None
