@@ -89,9 +89,13 @@ def create_app(
     app.add_middleware(Gate, api_key=settings.api_key, allowed_origins=settings.cors_allow_origins, metrics=metrics)
     if settings.cors_allow_origins:
         # The outermost: browsers ask for permission without a key, and must be able to read a refusal.
+        # With credentials no answer may say ``*``, so it is a pattern, and each page reads its own origin.
+        everybody = "*" in settings.cors_allow_origins
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=list(settings.cors_allow_origins),
+            allow_origins=() if everybody else settings.cors_allow_origins,
+            allow_origin_regex=".*" if everybody else None,
+            allow_credentials=True,
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=[wire.UNFINISHED_HEADER],

@@ -122,6 +122,9 @@ def _repeat_of_update(given: dict[str, Any]) -> Repeat:
 class LightningStoreClient(LightningStore):
     """A LightningStore on a server; ``server_address`` is ``http://host:port``, with a path if there is one in front.
 
+    As an attribute ``server_address`` is that of the routes, which ends in ``/v1/agl``, as users of Agent-lightning
+    know it, and ``server_address_root`` is what was given. Either is understood as the argument.
+
     ``retry_delays`` are the waits before each further try of a request that got no answer, ``health_retry_delays``
     those between looks at whether the server is well again; ``request_timeout`` and ``connection_timeout`` bound each
     try. All in seconds. ``api_key`` is what the server was started with.
@@ -152,11 +155,12 @@ class LightningStoreClient(LightningStore):
             "connection_timeout": connection_timeout,
             "api_key": api_key,
         }
-        self.server_address = server_address.rstrip("/")
-        self._transport = Transport(TransportSettings(self.server_address, **self._settings))
+        self.server_address_root = server_address.rstrip("/").removesuffix(wire.PREFIX)
+        self.server_address = self.server_address_root + wire.PREFIX
+        self._transport = Transport(TransportSettings(self.server_address_root, **self._settings))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), **self._settings), (self.server_address,)
+        return partial(type(self), **self._settings), (self.server_address_root,)
 
     @property
     def capabilities(self) -> LightningStoreCapabilities:
@@ -167,7 +171,7 @@ class LightningStoreClient(LightningStore):
 
     def otlp_traces_endpoint(self) -> str:
         """URL for an OTLP/HTTP exporter."""
-        return self.server_address + wire.TRACES_PATH
+        return self.server_address_root + wire.TRACES_PATH
 
     async def is_healthy(self) -> bool:
         """Whether the server answers now."""
