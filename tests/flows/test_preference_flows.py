@@ -24,9 +24,8 @@ from rollout_core.config import (
     parse_config,
 )
 from rollout_core.data.samples import decode_samples
-from rollout_core.plans.learner_plan import plan_on_policy
+from rollout_core.plans.learner_plan import plan_kto, plan_on_policy, plan_pairs
 from rollout_core.plans.nightly_plan import plan_nightly
-from rollout_core.plans.preference_plan import plan_kto, plan_pairs
 from tests.flows.conftest import objects, snapshots_of
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
@@ -35,7 +34,7 @@ KINDS = ("rm", "dpo", "ipo", "kto")
 
 @pytest.fixture(scope="module")
 def preference_data(tmp_path_factory) -> dict[str, Path]:
-    """Files of pairs and of judged answers."""
+    """Files of pairs and of labelled answers."""
     from make_tiny import make_judged, make_pairs, make_problems
 
     folder = tmp_path_factory.mktemp("preferences")
@@ -63,9 +62,9 @@ def example(kind: str, tiny_model: Path, files: dict[str, Path], **changes):
 
 
 def plan(kind: str, config, base: Path = PROJECT, *, connect: bool = False):
-    from tasks.places import connections
+    from tasks.connections import current_connections
 
-    return (plan_kto if kind == "kto" else plan_pairs)(config, base, connections() if connect else None)
+    return (plan_kto if kind == "kto" else plan_pairs)(config, base, current_connections() if connect else None)
 
 
 @pytest.mark.server
@@ -141,7 +140,7 @@ def test_the_nightly_flow_learns_from_pairs(
         "minibatch_size": 16,
         "optimizer": {"lr": 1e-3},
         "dataset": {"path": str(preference_data["pairs"])},
-        "packing": {"max_seq_len": 64},
+        "sequence": {"max_length": 64},
     }
     document = {**small_nightly, "run": {"name": variant.replace(" ", "-")}}
     ppo = document.pop("ppo")
@@ -247,8 +246,8 @@ def test_iterations_pass_over_the_prompts_in_orders_that_follow_from_the_seed(
     from prefect import flow
 
     from flows import train
-    from tasks import places
-    from tasks.keep import import_model, import_prompts
+    from tasks import connections
+    from tasks.imports import import_model, import_prompts
 
     lines = sorting_task.prompts.read_text().splitlines()[:6]
     rows = [json.loads(line)["prompt"] for line in lines]
@@ -258,7 +257,7 @@ def test_iterations_pass_over_the_prompts_in_orders_that_follow_from_the_seed(
 
     def asking(*arguments, **options):
         prompts = enqueue(*arguments, **options)
-        samples = decode_samples(places.objects().get_bytes(prompts.samples))
+        samples = decode_samples(connections.objects().get_bytes(prompts.samples))
         asked.extend(sample.prompt for sample in samples[:: options.get("samples_per_prompt", 1)])
         return prompts
 
@@ -316,7 +315,11 @@ def test_dry_run_says_what_the_data_gives(kind, tiny_model, preference_data):
         ("ipo", {"algorithm.label_smoothing": 0.1}, r"algorithm\.label_smoothing: unknown key"),
         ("kto", {"algorithm.kind": "dpo"}, r"algorithm\.kind: .*got 'dpo'"),
         ("rm", {"algorithm.head": "linear"}, r"algorithm\.head: .*got 'linear'"),
-        ("dpo", {"algorithm.packing.max_seq_len": 9999}, r"max_seq_len: 9999 tokens, but the model has 256 positions"),
+        (
+            "dpo",
+            {"algorithm.sequence.max_length": 9999},
+            r"sequence.max_length: 9999 tokens, but the model has 256 positions",
+        ),
         ("dpo", {"algorithm.dataset.path": "none.jsonl"}, r"dataset\.path: dataset 'none\.jsonl' cannot be read"),
         (
             "kto",
