@@ -192,6 +192,7 @@ def _read(home: Path) -> Listening | None:
 
 
 def _is_healthy(server: Listening) -> bool:
+    # By urllib, here and below: every command begins with a probe, and aiohttp takes ten times as long to import.
     try:
         with urllib.request.urlopen(f"{server.url}/health", timeout=2) as answer:
             return answer.status == 200

@@ -37,12 +37,12 @@ from tasks.connections import current_connections, objects, working_folder
 from tasks.generate import batch_inference, enqueue_prompts
 from tasks.imports import (
     import_held_out,
-    import_unpaired,
     import_model,
     import_pairs,
     import_prompts,
     import_reward,
     import_sft,
+    import_unpaired,
     start_snapshot,
 )
 from tasks.journal import Journal
