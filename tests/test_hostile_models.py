@@ -193,7 +193,7 @@ def test_a_busy_machine_is_nobodys_fault_and_worth_another_try(model, tokenizer,
     for ask in (
         lambda: render(tokenizer, chats("one", "two")),
         lambda: encode(tokenizer, ["sort 1 ="], special_tokens=True),
-        lambda: inspecting.inspect_folder(model, has_weights=True),
+        lambda: inspecting.inspect_bounded(model, has_weights=True),
     ):
         with pytest.raises(Recoverable, match="took longer than 0 s to start"):
             ask()

@@ -7,35 +7,20 @@ evaluation trains exactly as one without.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from accelerate import Accelerator
 
-from rollout_core.algorithms.loop import MinibatchLoss, StepFigures
+from rollout_core.algorithms.dataset_algorithm import DatasetAlgorithm
+from rollout_core.algorithms.loop import StepFigures
 from rollout_core.algorithms.parallel import split_across_ranks
 from rollout_core.algorithms.state import TrainState
 from rollout_core.base.errors import Fatal
-from rollout_core.config import PreferenceSettings, SFTSettings
+from rollout_core.config import DatasetSettings
 
 BatchT = TypeVar("BatchT")
 PREFIX = "eval_"
-
-
-class Evaluable(Protocol, Generic[BatchT]):
-    """What of an algorithm an evaluation needs."""
-
-    name: str
-    num_items: int
-
-    def minibatch(self, positions: Sequence[int]) -> BatchT:
-        """The items at ``positions``."""
-        ...
-
-    def loss(self, batch: BatchT, step_batches: Sequence[BatchT]) -> MinibatchLoss:
-        """As in `Algorithm`."""
-        ...
 
 
 class Evaluation(Generic[BatchT]):
@@ -43,7 +28,7 @@ class Evaluation(Generic[BatchT]):
 
     def __init__(
         self,
-        algorithm: Evaluable[BatchT],
+        algorithm: DatasetAlgorithm[BatchT],
         accelerator: Accelerator,
         *,
         minibatch_size: int,
@@ -89,7 +74,7 @@ class Evaluation(Generic[BatchT]):
 
 
 def evaluation_of(
-    held_out: Evaluable[BatchT] | None, settings: SFTSettings | PreferenceSettings, accelerator: Accelerator
+    held_out: DatasetAlgorithm[BatchT] | None, settings: DatasetSettings, accelerator: Accelerator
 ) -> Evaluation[BatchT] | None:
     """What ``settings`` say of an algorithm over held-out items; None where there is none."""
     if held_out is None or settings.evaluation is None:

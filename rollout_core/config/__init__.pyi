@@ -22,12 +22,18 @@ from .datasets import (
 )
 from .learning import (
     BudgetConfig as BudgetConfig,
+    DatasetSettings as DatasetSettings,
+    DPOSettings as DPOSettings,
     HeldOutRows as HeldOutRows,
+    IPOSettings as IPOSettings,
+    KTOSettings as KTOSettings,
     LearnerSettings as LearnerSettings,
     LoRAConfig as LoRAConfig,
     LossOn as LossOn,
     OptimizerConfig as OptimizerConfig,
     ParallelConfig as ParallelConfig,
+    PreferenceSettings as PreferenceSettings,
+    RewardModelSettings as RewardModelSettings,
     SequenceConfig as SequenceConfig,
     SFTSettings as SFTSettings,
     SnapshotPolicy as SnapshotPolicy,
@@ -44,13 +50,6 @@ from .parsing import (
     apply_overrides as apply_overrides,
     load_config as load_config,
     parse_config as parse_config,
-)
-from .preference import (
-    DPOSettings as DPOSettings,
-    IPOSettings as IPOSettings,
-    KTOSettings as KTOSettings,
-    PreferenceSettings as PreferenceSettings,
-    RewardModelSettings as RewardModelSettings,
 )
 from .runs import (
     CONFIG_KINDS as CONFIG_KINDS,
@@ -72,6 +71,7 @@ from .runs import (
     Run as Run,
     RunConfig as RunConfig,
     SFTAlgorithm as SFTAlgorithm,
+    TrainConfig as TrainConfig,
     TrainDPOConfig as TrainDPOConfig,
     TrainGRPOConfig as TrainGRPOConfig,
     TrainIPOConfig as TrainIPOConfig,

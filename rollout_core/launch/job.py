@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from rollout_core.base.ids import ContentId
 
-UpdateName = Literal["sft", "rm", "dpo", "kto", "ppo", "grpo"]
-"""``dpo`` is also IPO, which its settings tell."""
+UpdateName = Literal["sft", "rm", "preference", "ppo", "grpo"]
+"""``preference`` is DPO, IPO or KTO, as its settings say."""
 
 STORAGE_OPTIONS = "ROLLOUT_RANK_STORAGE_OPTIONS"
 """Environment variable: options of the object store, as JSON; they may hold secrets."""
@@ -49,10 +49,9 @@ class Job(BaseModel):
 
 def update_function(name: UpdateName) -> Callable[..., Any]:
     """The update of that name."""
-    from rollout_core.algorithms import learners, preference_learners
+    from rollout_core.algorithms import dataset_updates, on_policy_updates
 
-    of_preferences = name in ("rm", "dpo", "kto")
-    return getattr(preference_learners if of_preferences else learners, f"{name}_update")
+    return getattr(on_policy_updates if name in ("ppo", "grpo") else dataset_updates, f"{name}_update")
 
 
 def encode_inputs(name: UpdateName, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,8 @@ from updates import (
 )
 
 from rollout_core.algorithms.context import UpdateContext
-from rollout_core.algorithms.learners import grpo_update, ppo_update, sft_update
+from rollout_core.algorithms.dataset_updates import sft_update
+from rollout_core.algorithms.on_policy_updates import grpo_update, ppo_update
 from rollout_core.base.ids import hash_bytes
 from rollout_core.config import BudgetConfig, GRPOSettings, HeldOutRows, OptimizerConfig, ParallelConfig
 from rollout_core.data.datasets import to_jsonl

@@ -13,13 +13,13 @@ from updates import KINDS, preference_data, preference_update as update, rows_of
 
 from rollout_core.algorithms import evaluation
 from rollout_core.algorithms.context import UpdateContext
-from rollout_core.algorithms.learners import sft_update
-from rollout_core.algorithms.state import load_policy
+from rollout_core.algorithms.dataset_updates import sft_update
 from rollout_core.base.errors import Fatal
 from rollout_core.config import HeldOutRows, JsonlDataset, identity
 from rollout_core.data.datasets import to_jsonl
 from rollout_core.data.examples import tokenize_sft
 from rollout_core.models.tokenizers import load_tokenizer
+from rollout_core.models.weights import load_causal_lm
 from rollout_core.objects.records import Checkpoint
 
 HELD_OUT = HeldOutRows(dataset=JsonlDataset(path="x"), every_steps=2)
@@ -80,7 +80,7 @@ def test_the_loss_is_that_of_transformers_over_all_rows(tiny_model: Path, tmp_pa
     place = update_context(tmp_path)
     checkpoint = sft(place, tiny_model, HELD_OUT, minibatch_size=2)
     folder = place.model(checkpoint.model)
-    model = load_policy(folder).eval()
+    model = load_causal_lm(folder).eval()
     examples, _ = tokenize_sft(load_tokenizer(folder), ROWS, loss_on=sft_settings().loss_on, max_seq_len=64)
     total, count = 0.0, 0
     for example in examples:

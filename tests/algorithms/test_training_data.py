@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from rollout_core.algorithms.kto import unpaired_documents
+from rollout_core.algorithms.preference import unpaired_documents
 from rollout_core.base.errors import Conflict
 from rollout_core.base.ids import ContentId
 from rollout_core.config import DPOSettings, JsonlDataset, KTOSettings, OptimizerConfig, SequenceConfig, SFTSettings

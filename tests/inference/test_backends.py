@@ -275,10 +275,10 @@ def test_a_model_that_needs_more_than_new_weights_is_another_engine(tiny, tiny_m
 
 def test_a_trained_checkpoint_needs_no_other_engine(tiny, built, tmp_path):
     """What the trainer saves differs from its base model in weights alone."""
-    from rollout_core.algorithms.state import load_policy
     from rollout_core.models.tokenizers import copy_tokenizer
+    from rollout_core.models.weights import load_causal_lm
 
-    policy = load_policy(tiny.folder)
+    policy = load_causal_lm(tiny.folder)
     with torch.no_grad():
         next(policy.parameters()).add_(0.01)
     policy.save_pretrained(tmp_path / "trained")

@@ -238,7 +238,7 @@ def test_inputs_travel_as_the_update_declares_them():
     assert type(found["settings"]) is GRPOSettings and found["settings"].loss_type == "dapo"
     dpo = DPOSettings.model_validate({"dataset": {"path": "x"}, "optimizer": {"lr": 0.1}, "beta": 0.3})
     inputs = {"model": ids["model"], "reference": ids["model"], "dataset": ids["model"], "settings": dpo}
-    assert decode_inputs("dpo", encode_inputs("dpo", inputs)) == inputs
+    assert decode_inputs("preference", encode_inputs("preference", inputs)) == inputs
 
 
 def test_outcomes_travel_with_their_report():
