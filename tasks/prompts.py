@@ -5,7 +5,7 @@ from __future__ import annotations
 from rollout_core.base.ids import ContentId
 from rollout_core.base.stopping import run_async
 from rollout_core.config import SamplingParams
-from rollout_core.data.datasets import parse_prompts
+from rollout_core.data.datasets import PromptRow, parse_rows
 from rollout_core.data.examples import positions_between
 from rollout_core.data.samples import encode_samples, make_samples
 from rollout_core.inference.ledger import SampleLedger
@@ -38,7 +38,7 @@ def enqueue_prompts(
     order of its own, which follows from it. Enqueueing a sample twice is one rollout.
     """
     objects = current_stage().objects
-    rows = parse_prompts(objects.get_bytes(prompts), name=f"prompts {prompts.short}")
+    rows = parse_rows(objects.get_bytes(prompts), f"prompts {prompts.short}", PromptRow)
     last = len(rows) if count is None else first + count
     order = _order(last, len(rows), seed)
     folder = objects.local_tree(model, places.cache_folder())

@@ -69,7 +69,6 @@ from .runs import (
     PromotionConfig as PromotionConfig,
     RewardModelAlgorithm as RewardModelAlgorithm,
     Run as Run,
-    RunConfig as RunConfig,
     SFTAlgorithm as SFTAlgorithm,
     TrainConfig as TrainConfig,
     TrainDPOConfig as TrainDPOConfig,

@@ -283,7 +283,6 @@ class NightlyConfig(TrainingRun):
 
 
 PreferenceConfig = TrainRMConfig | TrainDPOConfig | TrainIPOConfig | TrainKTOConfig
-RunConfig = NightlyConfig | TrainSFTConfig | TrainPPOConfig | TrainGRPOConfig | PreferenceConfig | InferBatchConfig
 
 
 CONFIG_KINDS: dict[str, type[Run]] = {

@@ -194,35 +194,6 @@ or what one would hold."""
 PlacedRow = tuple[str, int, RowT]
 
 
-def read_prompts(pattern_or_path: str | Path, *, base: Path | None = None) -> list[PromptRow]:
-    """All rows of a JSONL file, or of the files that match a pattern with ``*`` or ``?``, sorted by path.
-
-    A relative path starts at ``base`` (default: the working directory); ``**`` matches folders at any depth.
-    Raises ConfigError when there is no row or a file cannot be read, DataError when rows are malformed.
-    """
-    return list(iter_prompts(pattern_or_path, base=base))
-
-
-def iter_prompts(pattern_or_path: str | Path, *, base: Path | None = None) -> Iterator[PromptRow]:
-    """`read_prompts` one row at a time, holding one line in memory. The error comes when the iteration reaches it."""
-    return _iter_files(pattern_or_path, base, PromptRow)
-
-
-def read_sft(pattern_or_path: str | Path, *, base: Path | None = None) -> list[SftRow]:
-    """All demonstrations of a file or pattern; paths and errors as `read_prompts`."""
-    return list(_iter_files(pattern_or_path, base, SftRow))
-
-
-def parse_prompts(data: bytes, name: str) -> list[PromptRow]:
-    """Rows of JSONL bytes, perhaps none. Raises DataError that calls the bytes ``name``."""
-    return parse_rows(data, name, PromptRow)
-
-
-def parse_sft(data: bytes, name: str) -> list[SftRow]:
-    """Rows of JSONL bytes, perhaps none. Raises DataError that calls the bytes ``name``."""
-    return parse_rows(data, name, SftRow)
-
-
 def parse_rows(data: bytes, name: str, model: type[RowT]) -> list[RowT]:
     """Rows of one kind from JSONL bytes, perhaps none. Raises DataError that calls the bytes ``name``."""
     return [row for _, _, row in parse_documents(numbered_lines(name, data.split(b"\n")), model)]
@@ -236,16 +207,6 @@ def to_jsonl(rows: Iterable[Row]) -> bytes:
 def to_line(row: Row) -> bytes:
     """The canonical bytes of one row."""
     return canonical_json(row.document()) + b"\n"
-
-
-def _iter_files(pattern_or_path: str | Path, base: Path | None, model: type[RowT]) -> Iterator[RowT]:
-    paths = matching_files(pattern_or_path, base)
-    row = None
-    for _, _, row in parse_documents(jsonl_documents((str(path), path) for path in paths), model):
-        yield row
-    if row is None:
-        reason = f"{len(paths)} files without a row" if paths else "no such file"
-        raise ConfigError(f"no input rows matched {str(pattern_or_path)!r}: {reason}")
 
 
 def matching_files(pattern_or_path: str | Path, base: Path | None) -> list[Path]:

@@ -51,15 +51,6 @@ def in_chunks(rows: Iterable[T], size: int = ROWS_AT_ONCE) -> Iterator[list[T]]:
         yield chunk
 
 
-def tokenize_sft(
-    tokenizer: Any, rows: Iterable[SftRow], *, loss_on: LossOn, max_seq_len: int
-) -> tuple[list[Example], DataReport]:
-    """All examples of ``rows`` at once; see `each_example`."""
-    examples: list[Example] = []
-    report = each_example(tokenizer, rows, examples.append, loss_on=loss_on, max_seq_len=max_seq_len)
-    return examples, report
-
-
 def each_example(
     tokenizer: Any,
     rows: Iterable[SftRow],

@@ -53,14 +53,6 @@ class PreferenceReport(DataReport):
     num_undesirable: int | None = None
 
 
-def tokenize_pairs(
-    tokenizer: Any, rows: Iterable[PairRow], *, max_seq_len: int, need_prompts: bool
-) -> tuple[list[Pair], PreferenceReport]:
-    """All pairs of ``rows`` at once; see `each_pair`."""
-    pairs: list[Pair] = []
-    return pairs, each_pair(tokenizer, rows, pairs.append, max_seq_len=max_seq_len, need_prompts=need_prompts)
-
-
 def each_pair(
     tokenizer: Any,
     rows: Iterable[PairRow],
@@ -114,14 +106,6 @@ def each_pair(
                 tally.num_left_out += 1
     _require_some(tally, max_seq_len)
     return PreferenceReport(**tally.fields(), num_prompt_tokens=prompt_tokens)
-
-
-def tokenize_unpaired(
-    tokenizer: Any, rows: Iterable[UnpairedRow], *, max_seq_len: int
-) -> tuple[list[UnpairedPreference], PreferenceReport]:
-    """All labelled answers of ``rows`` at once; see `each_unpaired`."""
-    items: list[UnpairedPreference] = []
-    return items, each_unpaired(tokenizer, rows, items.append, max_seq_len=max_seq_len)
 
 
 def each_unpaired(

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Discriminator, Tag, model_validator
 
-from rollout_core.data.datasets import Conversation, Row, parse_rows
+from rollout_core.data.datasets import Conversation, Row
 from rollout_core.models.chat import ChatMessage
 
 Text = Annotated[str, Tag("text")]
@@ -76,13 +76,3 @@ def check_answer(name: str, answer: Any, prompt: Any) -> None:
 def as_messages(answer: str | tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
     """An answer in a conversation: a text is the assistant's."""
     return (ChatMessage(role="assistant", content=answer),) if isinstance(answer, str) else answer
-
-
-def parse_pairs(data: bytes, name: str) -> list[PairRow]:
-    """Pairs of JSONL bytes, perhaps none. Raises DataError that calls the bytes ``name``."""
-    return parse_rows(data, name, PairRow)
-
-
-def parse_unpaired(data: bytes, name: str) -> list[UnpairedRow]:
-    """Labelled answers of JSONL bytes, perhaps none. Raises DataError that calls the bytes ``name``."""
-    return parse_rows(data, name, UnpairedRow)

@@ -17,10 +17,10 @@ from rollout_core.algorithms.dataset_updates import sft_update
 from rollout_core.base.errors import Fatal
 from rollout_core.config import HeldOutRows, JsonlDataset, identity
 from rollout_core.data.datasets import to_jsonl
-from rollout_core.data.examples import tokenize_sft
 from rollout_core.models.tokenizers import load_tokenizer
 from rollout_core.models.weights import load_causal_lm
 from rollout_core.objects.records import Checkpoint
+from tests.rows import tokenize_sft
 
 HELD_OUT = HeldOutRows(dataset=JsonlDataset(path="x"), every_steps=2)
 ROWS = sft_rows(5, first=40)

@@ -26,11 +26,12 @@ from rollout_core.config import (
     PPOSettings,
     SamplingParams,
 )
-from rollout_core.data.datasets import parse_sft, to_jsonl
-from rollout_core.data.examples import Example, epoch_order, positions_at, positions_between, tokenize_sft
+from rollout_core.data.datasets import to_jsonl
+from rollout_core.data.examples import Example, epoch_order, positions_at, positions_between
 from rollout_core.data.packing import Document, pack
 from rollout_core.models.tokenizers import load_tokenizer
 from rollout_core.models.weights import load_causal_lm
+from tests.rows import parse_sft, tokenize_sft
 
 CPU = torch.device("cpu")
 
