@@ -85,7 +85,7 @@ class Benchmark:
 
     def __init__(self) -> None:
         from rollout_core.config import InputGlob, ModelSource, VLLMBackend
-        from rollout_core.data.prompt_files import open_prompts
+        from rollout_core.data.dataset_sources import open_prompts
         from rollout_core.inference.base import ModelRef
         from rollout_core.models.model_import import import_model
         from rollout_core.models.tokenizers import load_tokenizer

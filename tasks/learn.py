@@ -25,9 +25,9 @@ from rollout_core.config import (
     SFTSettings,
     identity,
 )
-from rollout_core.data.data_report import DataReport
+from rollout_core.data.tokenized import DataReport
 from rollout_core.launch import run_update
-from rollout_core.launch.job import UpdateName
+from rollout_core.launch.launcher import UpdateName
 from rollout_core.objects.records import Checkpoint, Scores
 from tasks import artifacts, places
 from tasks.logs import stage_logger

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rollout_core.config import InputGlob, LossOn
-from rollout_core.data.data_report import DataReport
-from rollout_core.data.datasets import PromptRow, SftRow, parse_rows
+from rollout_core.data.dataset_sources import open_prompts
+from rollout_core.data.datasets import PairRow, PromptRow, SftRow, UnpairedRow, parse_rows
 from rollout_core.data.examples import Example, each_example
 from rollout_core.data.preference_data import Pair, PreferenceReport, UnpairedPreference, each_pair, each_unpaired
-from rollout_core.data.preferences import PairRow, UnpairedRow
-from rollout_core.data.prompt_files import open_prompts
+from rollout_core.data.tokenized import DataReport
 
 
 def iter_prompts(pattern: str | Path, *, base: Path | None = None) -> Iterator[PromptRow]:

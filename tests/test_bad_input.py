@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, LlamaCo
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import CONFIG_KINDS, apply_overrides, parse_config
 from rollout_core.config.rewards import FunctionReward
-from rollout_core.models.sizes import ModelSize
+from rollout_core.models.facts import ModelSize
 from rollout_core.plans import resources
 from rollout_core.plans.learner_plan import plan_on_policy, plan_sft
 from rollout_core.plans.preference_plan import plan_kto, plan_pairs

@@ -28,8 +28,8 @@ from rollout_core.models import model_import
 from rollout_core.models.facts import ModelFacts, inspect_model
 from rollout_core.models.locating import Unchecked, locate_model
 from rollout_core.models.model_import import import_model
+from rollout_core.models.pretrained import load_causal_lm
 from rollout_core.models.tokenizers import copy_tokenizer, load_tokenizer
-from rollout_core.models.weights import load_causal_lm
 from rollout_core.objects import ObjectStore
 from rollout_core.plans.model_check import check_model
 

@@ -16,9 +16,9 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from rollout_core.algorithms.advantages import Groups
 from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.experience import Trajectory, build_batch
-from rollout_core.algorithms.groups import Groups
 from rollout_core.algorithms.grpo import GRPO, compare_groups
 from rollout_core.algorithms.loop import build_accelerator, build_optimizer
 from rollout_core.algorithms.parallel import divided, parts_per_minibatch, shard, world_size
@@ -33,7 +33,7 @@ from rollout_core.base.seeding import seed_everything
 from rollout_core.config import GRPOSettings, OnPolicySettings, PPOSettings
 from rollout_core.data.samples import decode_completions_blob, decode_samples
 from rollout_core.models.lora import WithoutAdapters, with_lora
-from rollout_core.models.weights import load_causal_lm
+from rollout_core.models.pretrained import load_causal_lm
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint, Scores
 from rollout_core.objects.snapshots import SnapshotStore

@@ -1,4 +1,4 @@
-"""Learning from preferences against a reference policy: DPO, IPO and KTO.
+"""Learning from preferences against a reference policy: DPO, IPO and KTO, and the reference's log-probabilities.
 
 DPO (direct preference optimization, arXiv:2305.18290) and IPO (identity preference optimization, arXiv:2310.12036)
 raise the log-ratio of policy to reference on the chosen answer of a pair above that on the rejected one. DPO sums
@@ -7,26 +7,40 @@ log-ratios over tokens; IPO averages each over its own.
 KTO (Kahneman-Tversky optimization, arXiv:2402.01306) needs no pairs: the log-ratio is raised on desirable answers and
 lowered on undesirable ones, both against an estimate of KL(policy || reference): the mean log-ratio of answers under
 prompts they do not belong to.
+
+Log-probabilities under a reference are computed once and kept in the object store. The key names the reference model,
+the precision and the very tokens, so that epochs, runs and algorithms share what any of them computed. Documents are
+taken in chunks, and each chunk is kept as soon as it is done: a run that is killed here resumes here. How a chunk is
+batched follows from its tokens alone, so its bits do not depend on whose run it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollout_core.algorithms.dataset_algorithm import DatasetAlgorithm, share_of_step
 from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.losses import dpo_loss, ipo_loss, kto_loss
-from rollout_core.algorithms.parallel import all_reduce_sum, split_across_ranks
+from rollout_core.algorithms.parallel import all_ranks, all_reduce_sum, is_first, split_across_ranks
 from rollout_core.algorithms.policy import Policy
+from rollout_core.base.errors import Fatal
+from rollout_core.base.ids import ContentId, content_id
 from rollout_core.config import DPOSettings, IPOSettings, KTOSettings
-from rollout_core.data.item_table import Mapped
 from rollout_core.data.packing import Document, PackedTokens, num_branch_tokens, pack_branches
 from rollout_core.data.preference_data import Pair, UnpairedPreference
+from rollout_core.data.tokenized import Mapped
+from rollout_core.objects import ObjectStore
+
+CHUNK_DOCUMENTS = 512
+BATCH_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -246,3 +260,73 @@ class KTO(DatasetAlgorithm[UnpairedBatch]):
 
     def tokens_of(self, batch: UnpairedBatch) -> PackedTokens:
         return batch.tokens
+
+
+def reference_logprobs(
+    objects: ObjectStore,
+    reference: ContentId,
+    documents: Sequence[Document],
+    load: Callable[[], nn.Module],
+    *,
+    precision: str,
+    autocast: Callable[[], AbstractContextManager[None]],
+    device: torch.device,
+) -> Tensor:
+    """[R] float32: summed log-probability (nats) of every branch after its prefix, in order.
+
+    ``load`` gives the policy with content id ``reference``; it is called only where something is not in the store yet.
+    Collective. Raises Fatal where a log-probability is not finite.
+    """
+    policy: nn.Module | None = None
+    found: list[float] = []
+    for start in range(0, len(documents), CHUNK_DOCUMENTS):
+        chunk = documents[start : start + CHUNK_DOCUMENTS]
+        tokens = [[document.prefix, *document.branches] for document in chunk]
+        ref = f"reference-logprobs/{content_id('reference-logprobs/2', [reference, precision, tokens])}"
+        values = _kept(objects, ref)
+        if not all_ranks(values is not None, device):
+            policy = policy or load()
+            with torch.no_grad(), autocast():
+                values = _computed(policy, list(_batches(chunk)), device)
+            if not all(map(math.isfinite, values)):
+                raise Fatal(f"reference model {reference.short} gives log-probabilities that are not finite")
+            if is_first():
+                objects.set_ref(ref, objects.put_json(values))
+        assert values is not None, "kept everywhere, or computed"
+        found += values
+    return torch.tensor(found, dtype=torch.float32)
+
+
+def _kept(objects: ObjectStore, ref: str) -> list[float] | None:
+    kept = objects.cached_bytes(ref)
+    return None if kept is None else json.loads(kept)
+
+
+def _computed(policy: nn.Module, batches: Sequence[Sequence[Document]], device: torch.device) -> list[float]:
+    """Of all batches in order; each is computed by one rank."""
+    parts = [torch.zeros(sum(len(document.branches) for document in batch), device=device) for batch in batches]
+    for number, counts in split_across_ranks(range(len(batches))):
+        sums = _sums(policy, batches[number], device)
+        if counts:
+            parts[number] = sums
+    return all_reduce_sum(torch.cat(parts)).tolist()
+
+
+def _sums(policy: nn.Module, documents: Sequence[Document], device: torch.device) -> Tensor:
+    batch = pack_branches(documents).to(device)
+    return batch.row_sums(policy(batch).logprobs).float()
+
+
+def _batches(documents: Sequence[Document]) -> Iterator[list[Document]]:
+    """Neighbours of up to BATCH_TOKENS together, at least one document each."""
+    batch: list[Document] = []
+    tokens = 0
+    for document in documents:
+        size = len(document.prefix) + sum(map(len, document.branches))
+        if batch and tokens + size > BATCH_TOKENS:
+            yield batch
+            batch, tokens = [], 0
+        batch.append(document)
+        tokens += size
+    if batch:
+        yield batch

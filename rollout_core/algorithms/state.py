@@ -24,8 +24,8 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import canonical_json
 from rollout_core.base.seeding import RngState, capture_rng, restore_rng
 from rollout_core.models.lora import adapter_weights, has_lora, merged_weights
+from rollout_core.models.pretrained import load_whole
 from rollout_core.models.tokenizers import copy_tokenizer
-from rollout_core.models.weights import load_whole
 
 STATE_VERSION = 2
 MODEL_FOLDER = "model"

@@ -1,24 +1,31 @@
-from .backends import (
-    BackendConfig as BackendConfig,
-    EngineConfig as EngineConfig,
-    OpenAIBackend as OpenAIBackend,
-    ScriptedBackend as ScriptedBackend,
-    TransformersBackend as TransformersBackend,
-    VLLMBackend as VLLMBackend,
-)
 from .base import (
     SCHEMA_VERSION as SCHEMA_VERSION,
-    ModelSource as ModelSource,
-    RunInfo as RunInfo,
-    Settings as Settings,
-    identity as identity,
-)
-from .datasets import (
     DatasetSource as DatasetSource,
     HuggingFaceDataset as HuggingFaceDataset,
     JsonlDataset as JsonlDataset,
+    ModelSource as ModelSource,
     ParquetDataset as ParquetDataset,
+    RunInfo as RunInfo,
+    Settings as Settings,
     StoredDataset as StoredDataset,
+    identity as identity,
+)
+from .inference import (
+    AdaptConfig as AdaptConfig,
+    BackendConfig as BackendConfig,
+    ChoiceOutput as ChoiceOutput,
+    DaskConfig as DaskConfig,
+    EngineConfig as EngineConfig,
+    GrammarOutput as GrammarOutput,
+    JsonSchemaOutput as JsonSchemaOutput,
+    OpenAIBackend as OpenAIBackend,
+    RegexOutput as RegexOutput,
+    SamplingParams as SamplingParams,
+    ScriptedBackend as ScriptedBackend,
+    StructuredOutput as StructuredOutput,
+    TransformersBackend as TransformersBackend,
+    VLLMBackend as VLLMBackend,
+    WorkersConfig as WorkersConfig,
 )
 from .learning import (
     BudgetConfig as BudgetConfig,
@@ -79,19 +86,4 @@ from .runs import (
     TrainRMConfig as TrainRMConfig,
     TrainSFTConfig as TrainSFTConfig,
     json_schema as json_schema,
-)
-from .sampling import (
-    SamplingParams as SamplingParams,
-)
-from .structured import (
-    ChoiceOutput as ChoiceOutput,
-    GrammarOutput as GrammarOutput,
-    JsonSchemaOutput as JsonSchemaOutput,
-    RegexOutput as RegexOutput,
-    StructuredOutput as StructuredOutput,
-)
-from .workers import (
-    AdaptConfig as AdaptConfig,
-    DaskConfig as DaskConfig,
-    WorkersConfig as WorkersConfig,
 )

@@ -1,4 +1,4 @@
-"""Settings of the learners: what enters the key of an update."""
+"""Settings of the learners, and in full of those that learn from data sets: SFT, reward models, DPO, IPO and KTO."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rollout_core.base.devices import mixed_precision, probe_device
 from rollout_core.base.numerics import numerics_identity
-from rollout_core.config.base import Settings
-from rollout_core.config.datasets import DatasetSource
+from rollout_core.config.base import DatasetSource, Settings
 from rollout_core.config.optimizers import ADAM_KEYS, OWN_KEYS, check_optimizer, optimizer_arguments, optimizer_class
 
 PLAIN_OPTIMIZERS = ("adamw", "adam", "sgd")

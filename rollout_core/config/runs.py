@@ -9,9 +9,8 @@ from pydantic import Field, model_validator
 
 from rollout_core.base.devices import probe_device
 from rollout_core.base.numerics import Numerics
-from rollout_core.config.backends import BackendConfig, EngineConfig, VLLMBackend
-from rollout_core.config.base import SCHEMA_VERSION, Address, ModelSource, RunInfo, Settings
-from rollout_core.config.datasets import DatasetSource
+from rollout_core.config.base import SCHEMA_VERSION, Address, DatasetSource, ModelSource, RunInfo, Settings
+from rollout_core.config.inference import BackendConfig, EngineConfig, SamplingParams, VLLMBackend, WorkersConfig
 from rollout_core.config.learning import (
     DPOSettings,
     IPOSettings,
@@ -22,8 +21,6 @@ from rollout_core.config.learning import (
 )
 from rollout_core.config.on_policy import GRPOSettings, PPOSettings
 from rollout_core.config.rewards import ExactMatchReward, RewardSpec
-from rollout_core.config.sampling import SamplingParams
-from rollout_core.config.workers import WorkersConfig
 
 AlgorithmT = TypeVar("AlgorithmT", bound=LearnerSettings)
 

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import LossOn
-from rollout_core.data.data_report import DataReport, Tally
 from rollout_core.data.datasets import UNTRAINED_LABEL, SftRow
-from rollout_core.data.item_table import ItemForm
 from rollout_core.data.text import Ask, Encoding, in_step, token_ids_of
+from rollout_core.data.tokenized import DataReport, ItemForm, Tally
 from rollout_core.models.bounded.tokenizing import Chat, marked_tokens
-from rollout_core.models.chat import ChatMessage
+from rollout_core.models.tokenizers import ChatMessage
 
 ROWS_AT_ONCE = 500
 """Rows that are tokenised, and in memory, together."""

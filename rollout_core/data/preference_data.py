@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.data.data_report import DataReport, Tally
+from rollout_core.data.datasets import PairRow, UnpairedRow, as_messages
 from rollout_core.data.examples import in_chunks, report_omissions, row_number
-from rollout_core.data.item_table import ItemForm
-from rollout_core.data.preferences import PairRow, UnpairedRow, as_messages
 from rollout_core.data.text import Ask, Encoding, in_step, token_ids_of
+from rollout_core.data.tokenized import DataReport, ItemForm, Tally
 from rollout_core.models.bounded.tokenizing import Chat
-from rollout_core.models.chat import ChatMessage
+from rollout_core.models.tokenizers import ChatMessage
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Protocol
 from rollout_core.base.errors import Fatal
 from rollout_core.base.ids import ContentId
 from rollout_core.config import SamplingParams
-from rollout_core.data.completions import Completion, Failure, Outcome
+from rollout_core.data.samples import Completion, Failure, Outcome
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import OpenAIBackend
-from rollout_core.data.completions import Completion, Failure, FinishReason, Outcome, TopLogprobs
+from rollout_core.data.samples import Completion, Failure, FinishReason, Outcome, TopLogprobs
 from rollout_core.data.text import decode_as_streamed, decode_completions, told_tokens
 from rollout_core.inference.base import Request
 from rollout_core.inference.checks import LOGPROB_NOISE, problem_with, problem_with_text

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from rollout_core.base.errors import ConfigError, CorruptObject, MissingObject
 from rollout_core.base.ids import ContentId, canonical_json, content_id
-from rollout_core.data.completions import Completion
 from rollout_core.data.samples import (
+    Completion,
     Sample,
     SampledCompletion,
     decode_completions_blob,

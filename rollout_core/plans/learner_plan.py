@@ -37,7 +37,7 @@ from rollout_core.rewards.loading import load_reward
 from rollout_core.store.connections import Connections
 
 if TYPE_CHECKING:  # imports torch, which --help need not wait for
-    from rollout_core.data.data_report import DataReport
+    from rollout_core.data.tokenized import DataReport
     from rollout_core.data.training_data import RowForm
 
 DATA_REPORT = "data report"

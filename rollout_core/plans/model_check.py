@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from rollout_core.config import ModelSource
-from rollout_core.models.adapters import check_adapter
 from rollout_core.models.facts import ModelFacts
 from rollout_core.models.locating import describe
+from rollout_core.models.model_import import check_adapter
 from rollout_core.objects import ObjectStore
 
 

@@ -23,7 +23,7 @@ from rollout_core.plans.resources import row_tokens
 from rollout_core.store.connections import Connections
 
 if TYPE_CHECKING:  # imports torch, which --help need not wait for
-    from rollout_core.data.data_report import DataReport
+    from rollout_core.data.tokenized import DataReport
     from rollout_core.data.training_data import RowForm
 
 

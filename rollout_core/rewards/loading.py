@@ -10,7 +10,6 @@ from typing import Any
 
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.ids import canonical_json
-from rollout_core.config.expressions import compile_expression
 from rollout_core.config.rewards import (
     SAMPLE_FIGURES,
     CompositeReward,
@@ -18,6 +17,7 @@ from rollout_core.config.rewards import (
     ExpressionReward,
     ModelReward,
     RewardSpec,
+    compile_expression,
     plain_rewards,
 )
 from rollout_core.rewards.functions import is_batched, load_function, near

@@ -131,12 +131,12 @@ def place_of(folder: Path, kind: str, name: str) -> Path:
 def main() -> None:
     import torch.distributed as dist
 
-    from rollout_core.algorithms import gradients
+    from rollout_core.algorithms import parallel
     from rollout_core.algorithms.parallel import is_first, world_size
     from rollout_core.launch.rank import join
 
     folder, model = map(Path, sys.argv[1:])
-    gradients.BUCKET_BYTES = 2**17  # so that these small models have several
+    parallel.BUCKET_BYTES = 2**17  # so that these small models have several
     join()
     made: dict[str, dict[str, Any]] = {"whole": {}, "taken up": {}}
     for kind in KINDS:

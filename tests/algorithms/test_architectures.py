@@ -14,7 +14,7 @@ from rollout_core.algorithms.reward_model import RewardModel, load_reward_model
 from rollout_core.base.errors import ConfigError
 from rollout_core.data.packing import Document, pack
 from rollout_core.models.bounded.inspecting import check_training
-from rollout_core.models.weights import load_causal_lm
+from rollout_core.models.pretrained import load_causal_lm
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,

@@ -10,14 +10,14 @@ import pytest
 import torch
 from updates import ppo, preference_update as update, sft_settings, update_context
 
-from rollout_core.algorithms.checkpointing import checkpoint_layers
+from rollout_core.algorithms.loop import checkpoint_layers
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.sft import SFT
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import LearnerSettings, identity
 from rollout_core.data.examples import Example
 from rollout_core.data.packing import Document, pack_branches
-from rollout_core.models.weights import load_causal_lm
+from rollout_core.models.pretrained import load_causal_lm
 
 CPU = torch.device("cpu")
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from updates import KINDS, preference_data, preference_update as update, rows_of, sft_rows, sft_settings, update_context
 
-from rollout_core.algorithms import evaluation
+from rollout_core.algorithms import training
 from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.dataset_updates import sft_update
 from rollout_core.base.errors import Fatal
 from rollout_core.config import HeldOutRows, JsonlDataset, identity
 from rollout_core.data.datasets import to_jsonl
+from rollout_core.models.pretrained import load_causal_lm
 from rollout_core.models.tokenizers import load_tokenizer
-from rollout_core.models.weights import load_causal_lm
 from rollout_core.objects.records import Checkpoint
 from tests.rows import tokenize_sft
 
@@ -100,11 +100,11 @@ def test_without_every_steps_only_the_last_step_is_looked_at(tiny_model: Path, t
 
 
 def test_a_figure_that_is_not_finite_ends_the_run(tiny_model: Path, tmp_path: Path, monkeypatch):
-    class NoNumbers(evaluation.StepFigures):
+    class NoNumbers(training.StepFigures):
         def row(self) -> dict[str, float]:
             return {"loss": math.nan}
 
-    monkeypatch.setattr(evaluation, "StepFigures", NoNumbers)
+    monkeypatch.setattr(training, "StepFigures", NoNumbers)
     with pytest.raises(Fatal, match=r"sft step 2: figures of the held-out rows are not finite: {'eval_loss': nan}"):
         sft(update_context(tmp_path), tiny_model, HELD_OUT)
 

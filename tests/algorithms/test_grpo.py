@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from rollout_core.algorithms import learners
+from rollout_core.algorithms import on_policy_updates
 from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.experience import Trajectory, build_batch, importance_weights
 from rollout_core.algorithms.grpo import GRPO, compare_groups, scaled_advantages
@@ -28,8 +28,8 @@ from rollout_core.config import (
     SnapshotPolicy,
 )
 from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
+from rollout_core.models.pretrained import load_causal_lm
 from rollout_core.models.tokenizers import copy_tokenizer
-from rollout_core.models.weights import load_causal_lm
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Scores
 
@@ -271,9 +271,9 @@ def test_an_interrupted_update_ends_in_the_same_record(tiny_model, tmp_path, kin
     """Stopped inside several passes over one batch too."""
     fields = {"minibatch_size": 3, "epochs": 2, "kl_coef": 0.1}
     settings = grpo_settings(**fields)
-    update = learners.grpo_update
+    update = on_policy_updates.grpo_update
     if kind != "grpo":
-        update = learners.ppo_update
+        update = on_policy_updates.ppo_update
         settings = PPOSettings(
             prompts=JsonlDataset(path="x"),
             optimizer=OptimizerConfig(lr=1e-3),
@@ -318,10 +318,10 @@ def test_a_model_with_dropout_starts_from_a_ratio_of_one(tiny_model, tmp_path, k
     model = place.objects.put_tree(folder)
     scores, samples = file_scores(place.objects, items)
     settings = grpo_settings()
-    update = learners.grpo_update
+    update = on_policy_updates.grpo_update
     if kind == "ppo":
         shared = settings.model_dump(include={"prompts", "optimizer", "sampling", "minibatch_size"})
-        settings, update = PPOSettings.model_validate(shared), learners.ppo_update
+        settings, update = PPOSettings.model_validate(shared), on_policy_updates.ppo_update
     checkpoint = update(model, None, model, scores, samples, settings, place)
     [row] = [json.loads(line) for line in place.objects.get_bytes(checkpoint.metrics).splitlines()]
     assert row["approx_kl"] == pytest.approx(0, abs=1e-9)
@@ -358,7 +358,7 @@ def test_reward_rises(tiny_model, tmp_path):
         means.append(sum(item.score for item in items) / len(items))
         scores, samples = file_scores(place.objects, items)
         here = update_context(tmp_path, key=hash_bytes(b"%d" % round_))
-        checkpoint = learners.grpo_update(model_id, state, model_id, scores, samples, settings, here)
+        checkpoint = on_policy_updates.grpo_update(model_id, state, model_id, scores, samples, settings, here)
         rows = [json.loads(line) for line in place.objects.get_bytes(checkpoint.metrics).splitlines()]
         assert rows[0]["sampling/logprob_difference"] < 1e-4, "engine and trainer agree on the first step"
         model_id, state = checkpoint.model, checkpoint.train_state

@@ -16,11 +16,10 @@ from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.state import TrainState, load_state, save_state
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import LoRAConfig, OptimizerConfig, ParallelConfig, RewardModelSettings, parse_config
-from rollout_core.data.datasets import to_jsonl
+from rollout_core.data.datasets import PairRow, to_jsonl
 from rollout_core.data.packing import pack_completions
-from rollout_core.data.preferences import PairRow
 from rollout_core.models.lora import WithoutAdapters, has_lora, merged_weights, with_lora
-from rollout_core.models.weights import load_causal_lm
+from rollout_core.models.pretrained import load_causal_lm
 
 IDS = torch.arange(2, 12)[None]
 

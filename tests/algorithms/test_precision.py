@@ -17,7 +17,7 @@ from rollout_core.algorithms.policy import Policy, PolicyOutput, ValueModel
 from rollout_core.algorithms.reward_model import RewardModel, load_reward_model
 from rollout_core.config import ImportanceCorrection
 from rollout_core.data.packing import Document, pack, pack_completions
-from rollout_core.models.weights import load_causal_lm
+from rollout_core.models.pretrained import load_causal_lm
 from rollout_core.objects.records import Checkpoint
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product")

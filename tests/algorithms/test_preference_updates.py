@@ -10,18 +10,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from updates import COMMON, KINDS, preference_data, preference_update as update, rows_of, update_context
 
-from rollout_core.algorithms import reference as reference_module
+from rollout_core.algorithms import preference as reference_module
 from rollout_core.algorithms.dataset_updates import preference_update
 from rollout_core.algorithms.policy import Policy
-from rollout_core.algorithms.reference import reference_logprobs
+from rollout_core.algorithms.preference import reference_logprobs
 from rollout_core.algorithms.reward_model import load_reward_model, set_padding, until_eos
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import DPOSettings
 from rollout_core.config.rewards import CompositeReward, ExpressionReward, ModelReward, WeightedReward
 from rollout_core.data.packing import Document
+from rollout_core.models.pretrained import load_causal_lm
 from rollout_core.models.tokenizers import load_tokenizer
-from rollout_core.models.weights import load_causal_lm
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint
 from rollout_core.rewards.loading import load_reward

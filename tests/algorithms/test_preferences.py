@@ -15,7 +15,7 @@ from rollout_core.algorithms.preference import DPO, KTO, unpaired_documents
 from rollout_core.algorithms.reward_model import BradleyTerry, RewardModel, load_reward_model, score_sequences
 from rollout_core.config import DPOSettings, IPOSettings, KTOSettings, RewardModelSettings
 from rollout_core.data.preference_data import Pair, UnpairedPreference
-from rollout_core.models.weights import load_causal_lm
+from rollout_core.models.pretrained import load_causal_lm
 
 CPU = torch.device("cpu")
 COMMON = {"dataset": {"path": "x"}, "optimizer": {"lr": 1e-3}, "minibatch_size": 8}

@@ -13,7 +13,7 @@ from rollout_core.algorithms.loop import build_optimizer
 from rollout_core.algorithms.state import MODEL_FOLDER, STATE_VERSION, TrainState, load_state, save_state
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import OptimizerConfig
-from rollout_core.models.weights import load_causal_lm
+from rollout_core.models.pretrained import load_causal_lm
 
 DECAYING = ("sgd", "adam", "adamw", "Adafactor")
 """With two groups of parameters, whose order in the optimizer is another than in the model."""

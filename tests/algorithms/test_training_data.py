@@ -18,13 +18,11 @@ from rollout_core.base.errors import Conflict
 from rollout_core.base.ids import ContentId
 from rollout_core.config import DPOSettings, JsonlDataset, KTOSettings, OptimizerConfig, SequenceConfig, SFTSettings
 from rollout_core.data import examples as data, training_data
-from rollout_core.data.data_report import DataReport
 from rollout_core.data.dataset_sources import import_dataset, read_dataset
-from rollout_core.data.datasets import SftRow, to_jsonl
+from rollout_core.data.datasets import PairRow, SftRow, UnpairedRow, to_jsonl
 from rollout_core.data.examples import EXAMPLES, Example, epoch_order, positions_at
-from rollout_core.data.item_table import ItemForm, ItemTable, ItemWriter, Mapped
 from rollout_core.data.preference_data import PAIRS, UNPAIRED, Pair, UnpairedPreference
-from rollout_core.data.preferences import PairRow, UnpairedRow
+from rollout_core.data.tokenized import DataReport, ItemForm, ItemTable, ItemWriter, Mapped
 from rollout_core.data.training_data import look_at_rows, pair_form, sft_form, training_items, unpaired_form
 from rollout_core.models.tokenizers import load_tokenizer, tokenizer_id
 from rollout_core.objects import ObjectStore

@@ -11,7 +11,7 @@ import pytest
 import torch
 from updates import grpo, ppo, rows_of, sft_settings, update_context
 
-from rollout_core.algorithms import learners
+from rollout_core.algorithms import on_policy_updates
 from rollout_core.algorithms.dataset_updates import sft_update
 from rollout_core.algorithms.experience import Trajectory, build_batch, completion_forward, drawn_entropy
 from rollout_core.algorithms.policy import Policy, zero_head
@@ -29,8 +29,8 @@ from rollout_core.config import (
 from rollout_core.data.datasets import to_jsonl
 from rollout_core.data.examples import Example, epoch_order, positions_at, positions_between
 from rollout_core.data.packing import Document, pack
+from rollout_core.models.pretrained import load_causal_lm
 from rollout_core.models.tokenizers import load_tokenizer
-from rollout_core.models.weights import load_causal_lm
 from tests.rows import parse_sft, tokenize_sft
 
 CPU = torch.device("cpu")
@@ -287,7 +287,7 @@ def test_the_checkpoint_is_a_usable_model_and_nothing_in_a_state_is_pickled(tiny
     names = {
         file.path
         for file in place.objects.manifest(
-            learners.SnapshotStore(place.objects).get(checkpoint.train_state).files
+            on_policy_updates.SnapshotStore(place.objects).get(checkpoint.train_state).files
         ).files
     }
     assert {Path(name).suffix for name in names} <= {".safetensors", ".json", ".jsonl", ".jinja"}

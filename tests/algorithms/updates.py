@@ -38,9 +38,8 @@ from rollout_core.config import (
     SFTSettings,
     SnapshotPolicy,
 )
-from rollout_core.data.completions import Completion
 from rollout_core.data.datasets import SftRow, to_jsonl
-from rollout_core.data.samples import Sample, encode_completion, encode_samples
+from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
 from rollout_core.objects import ObjectStore, TreeManifest
 from rollout_core.objects.records import Checkpoint, Scores
 from tests.rows import parse_pairs, parse_unpaired

@@ -20,11 +20,10 @@ from batches import make_batch, ref
 
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.config import SamplingParams, TransformersBackend, VLLMBackend
-from rollout_core.data.completions import Completion
-from rollout_core.data.samples import decode_completions_blob, encode_completion
+from rollout_core.data.samples import Completion, decode_completions_blob, encode_completion
 from rollout_core.inference.base import ModelRef, Request
 from rollout_core.inference.hf import TransformersEngine, _distribution
-from rollout_core.models.weights import load_causal_lm
+from rollout_core.models.pretrained import load_causal_lm
 
 pytestmark = pytest.mark.engine
 

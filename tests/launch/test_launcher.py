@@ -18,10 +18,10 @@ from rollout_core.base.error_messages import error_message, error_of
 from rollout_core.base.errors import ConfigError, CorruptObject, DataError, Fatal, Recoverable, RetryHint
 from rollout_core.base.ids import hash_bytes
 from rollout_core.config import DPOSettings, GRPOAlgorithm, GRPOSettings, SFTSettings, TrainGRPOConfig
-from rollout_core.data.data_report import DataReport
 from rollout_core.data.datasets import SftRow, to_jsonl
+from rollout_core.data.tokenized import DataReport
 from rollout_core.launch import run_update
-from rollout_core.launch.job import decode_inputs, decode_outcome, encode_inputs, encode_outcome
+from rollout_core.launch.launcher import decode_inputs, decode_outcome, encode_inputs, encode_outcome
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint, Scores
 

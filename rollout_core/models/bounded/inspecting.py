@@ -35,7 +35,7 @@ def _prepare() -> None:
 
 
 def check_adapter_fit(folder: Path, model_folder: Path, *, whole: bool) -> None:
-    """`rollout_core.models.adapters.check_fit`."""
+    """`rollout_core.models.model_import.check_fit`."""
     _ask(folder, "adapter", model_folder=str(model_folder.absolute()), whole=whole)
 
 
