@@ -87,7 +87,7 @@ def clean_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of one real Prefect server for the whole session, whose log is free of errors at its end."""
-    from flows.local_server import LOG, prefect_server as running_server
+    from flows.connections import LOG, prefect_server as running_server
 
     home = tmp_path_factory.mktemp("prefect")
     logs = ServerLogs()

@@ -14,7 +14,7 @@ from rollout_core.config import ModelSource
 from rollout_core.models.model_folders import check_own_file, near_folder
 from rollout_core.models.model_import import CONFIG, WEIGHTS, import_model
 from rollout_core.objects import ObjectStore
-from rollout_core.plans.model_check import check_model
+from rollout_core.plans.plan import check_model
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import GRPOSettings, JsonlDataset, OptimizerConfig, PPOSettings
 from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
 from rollout_core.inference.ledger import Answer, SampleLedger
-from rollout_core.inference.token_samples import TokenSample, adapt_rollouts, file_experience
+from rollout_core.inference.training_samples import TokenSample, adapt_rollouts, file_experience
 from rollout_core.models.pretrained import load_causal_lm
 from rollout_core.objects import ObjectStore
 from rollout_core.store import InMemoryLightningStore, Span

@@ -24,8 +24,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from rollout_core.base.error_messages import error_of, is_own_error
-from rollout_core.base.errors import ConfigError, Recoverable, RolloutError
+from rollout_core.base.errors import ConfigError, Recoverable, RolloutError, error_of, is_own_error
 from rollout_core.base.ids import ContentId
 from rollout_core.base.numerics import default_threads
 from rollout_core.base.processes import search_path, signal_name

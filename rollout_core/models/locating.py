@@ -10,9 +10,8 @@ from pathlib import Path
 
 from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.base.ids import ContentId, is_content_id
-from rollout_core.base.redaction import Redaction, without_passwords
 from rollout_core.base.scratch import scratch_folder
-from rollout_core.base.secrets import read_secret
+from rollout_core.base.secrets import Redaction, read_secret, without_passwords
 from rollout_core.config import ModelSource
 from rollout_core.models.bounded.inspecting import inspect_bounded
 from rollout_core.models.facts import ModelFacts

@@ -22,7 +22,7 @@ from rollout_core.inference.base import ModelRef, Request
 from rollout_core.inference.batch import BatchOptions
 from rollout_core.inference.ledger import SampleLedger
 from rollout_core.inference.scripted import ScriptedEngine
-from rollout_core.inference.training_completions import complete_batch
+from rollout_core.inference.training_samples import complete_batch
 from rollout_core.objects import ObjectStore
 from rollout_core.store import SqlLightningStore
 

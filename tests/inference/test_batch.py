@@ -29,7 +29,7 @@ from rollout_core.inference.batch import Progress
 from rollout_core.inference.hf import TransformersEngine
 from rollout_core.inference.ledger import COMPLETION_SPAN, Answer, SampleLedger
 from rollout_core.inference.scripted import ScriptedEngine
-from rollout_core.inference.training_completions import complete_batch
+from rollout_core.inference.training_samples import complete_batch
 from rollout_core.store import SqlLightningStore
 
 CHILD = Path(__file__).with_name("batch_child.py")
