@@ -13,7 +13,7 @@ from rollout_core.objects.records import Checkpoint, Dataset
 from rollout_core.objects.whole_ids import with_whole_ids
 from rollout_core.plans.preference_plan import plan_kto, plan_pairs
 from tasks.journal import Journal
-from tasks.keep import import_held_out, import_judged, import_model, import_pairs, snapshot, start_snapshot
+from tasks.keep import import_held_out, import_model, import_pairs, import_unpaired, snapshot, start_snapshot
 from tasks.learn import dpo_update, kto_update, rm_update
 from tasks.places import connections, objects, working_folder
 
@@ -57,10 +57,10 @@ def train_ipo(config: TrainIPOConfig) -> dict[str, Any]:
 
 @flow(name="train-kto", flow_run_name="{config.run.name}", persist_result=False)
 def train_kto(config: TrainKTOConfig) -> dict[str, Any]:
-    """KTO of one model on judged answers; returns the checkpoint record."""
+    """KTO of one model on labelled answers; returns the checkpoint record."""
     config = with_whole_ids(config, working_folder(), objects)
     plan_kto(config, working_folder(), connections(), keep=True)
-    return _train_against_reference(config, import_judged, kto_update)
+    return _train_against_reference(config, import_unpaired, kto_update)
 
 
 def _train_on_pairs(config: TrainDPOConfig | TrainIPOConfig) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def plan(kind: str, rows: list[dict[str, Any]] | None = None, **changes: Any) ->
         "prompts" if on_policy else "dataset": {"path": "rows.jsonl"},
     }
     if not on_policy:
-        algorithm["packing"] = {"max_seq_len": 64}
+        algorithm["sequence"] = {"max_length": 64}
     document: dict[str, Any] = {"algorithm": algorithm}
     if on_policy:
         document["backend"] = {"kind": "transformers"}
@@ -146,8 +146,8 @@ def test_kto_without_both_kinds(row: dict[str, Any]):
 
 @pytest.mark.parametrize("kind", ["sft", "rm", "dpo", "ipo", "kto"])
 def test_sequences_longer_than_the_model(kind: str):
-    message = refusal(kind, packing__max_seq_len=300)
-    assert message == "packing.max_seq_len: 300 tokens, but the model has 256 positions"
+    message = refusal(kind, sequence__max_length=300)
+    assert message == "sequence.max_length: 300 tokens, but the model has 256 positions"
 
 
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])

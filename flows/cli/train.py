@@ -28,7 +28,7 @@ ALGORITHMS = {
     "rm": "A reward model from preference pairs.",
     "dpo": "Direct preference optimization on pairs.",
     "ipo": "Identity preference optimization on pairs.",
-    "kto": "Kahneman-Tversky optimization on single judged answers.",
+    "kto": "Kahneman-Tversky optimization on single labelled answers.",
 }
 
 Resume = Annotated[

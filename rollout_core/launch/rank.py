@@ -83,8 +83,8 @@ def run(job: Job, messenger: Messenger, *, is_stopping: Callable[[], bool] = lam
     where the ranks are not as many."""
     import torch.distributed as dist
 
+    from rollout_core.algorithms.context import UpdateContext
     from rollout_core.algorithms.parallel import is_first
-    from rollout_core.algorithms.workshop import Workshop
     from rollout_core.objects import ObjectStore
 
     processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -92,7 +92,7 @@ def run(job: Job, messenger: Messenger, *, is_stopping: Callable[[], bool] = lam
         raise ConfigError(f"this job is for {job.nproc} processes, and {processes} were started")
     join()
     options = json.loads(os.environ.pop(STORAGE_OPTIONS, "{}"))
-    workshop = Workshop(
+    context = UpdateContext(
         objects=ObjectStore.from_url(job.storage, storage_options=options),
         cache=job.cache,
         key=job.key,
@@ -112,7 +112,7 @@ def run(job: Job, messenger: Messenger, *, is_stopping: Callable[[], bool] = lam
     hears = {}
     if "on_data" in inspect.signature(function).parameters and is_first():
         hears["on_data"] = lambda report: messenger.send("data", encode_report(job.update, report))
-    outcome = function(**decode_inputs(job.update, job.inputs), **hears, workshop=workshop)
+    outcome = function(**decode_inputs(job.update, job.inputs), **hears, context=context)
     if is_first():
         job.result.write_bytes(encode_outcome(job.update, outcome))
     if dist.is_initialized():

@@ -18,9 +18,9 @@ from rollout_core.config import (
     HeldOutRows,
     LearnerSettings,
     ModelSource,
-    Padded,
     PPOSettings,
     RewardModelSettings,
+    SequenceConfig,
     SFTSettings,
     TrainGRPOConfig,
     TrainPPOConfig,
@@ -128,12 +128,12 @@ class LearnerPlan(Plan):
             told[f"{name} {need.what} (estimate)"] = need.told
             self.violations += [f"{name}: {need.problem}"] if need.problem else []
 
-    def sequence_length(self, what: str, packing: Padded) -> None:
+    def sequence_length(self, what: str, sequence: SequenceConfig) -> None:
         """Rows are cut at no more than the model has positions."""
         positions = self.max_positions
-        if positions is not None and packing.max_seq_len > positions:
+        if positions is not None and sequence.max_length > positions:
             self.violations.append(
-                f"{what}.packing.max_seq_len: {packing.max_seq_len} tokens, but the model has {positions} positions"
+                f"{what}.sequence.max_length: {sequence.max_length} tokens, but the model has {positions} positions"
             )
 
     def sft(self, what: str, settings: SFTSettings) -> None:
@@ -141,7 +141,7 @@ class LearnerPlan(Plan):
         from rollout_core.data.training_data import sft_form
 
         self.learner(what, settings)
-        self.sequence_length(what, settings.packing)
+        self.sequence_length(what, settings.sequence)
         training_rows = sft_form(settings)
         report = self.training_rows(f"{what}.dataset", settings.dataset, training_rows)
         if report is not None:
@@ -150,7 +150,7 @@ class LearnerPlan(Plan):
             self.facts["truncated rows"] = report.num_truncated
             self.facts[DATA_REPORT] = report.figures()
         self.held_out_rows(f"{what}.evaluation.dataset", settings.evaluation, training_rows)
-        self.resources(what, "sft", settings, row_tokens(report, settings.packing.max_seq_len))
+        self.resources(what, "sft", settings, row_tokens(report, settings.sequence.max_length))
 
     def training_rows(self, what: str, dataset: DatasetSource, asked: RowForm[Any, Any]) -> DataReport | None:
         """What becomes of the rows of a data set; without a tokenizer they are only read.

@@ -46,21 +46,21 @@ def plan_kto(
     config: TrainKTOConfig, base: Path, connections: Connections | None = None, *, keep: bool = False
 ) -> dict[str, Any]:
     """Check a KTO run; ``keep`` what was tokenised. Raises ConfigError naming all that is wrong."""
-    from rollout_core.data.training_data import judged_form
+    from rollout_core.data.training_data import unpaired_form
 
-    return _plan(LearnerPlan(base, connections, keeps_tokens=keep), config, judged_form(config.algorithm))
+    return _plan(LearnerPlan(base, connections, keeps_tokens=keep), config, unpaired_form(config.algorithm))
 
 
 def plan_preferences(
     plan: LearnerPlan, what: str, kind: str, settings: PreferenceSettings, rows: RowForm[Any, Any]
 ) -> DataReport | None:
     """Check the settings and rows of one learner, under the key ``what``; the plan knows the model already."""
-    plan.sequence_length(what, settings.packing)
+    plan.sequence_length(what, settings.sequence)
     plan.learner(what, settings)
     report = plan.training_rows(f"{what}.dataset", settings.dataset, rows)
     plan.held_out_rows(f"{what}.evaluation.dataset", settings.evaluation, rows)
     sequences = 1 if kind == "kto" else 2
-    tokens = row_tokens(report, settings.packing.max_seq_len)
+    tokens = row_tokens(report, settings.sequence.max_length)
     plan.resources(what, kind, settings, tokens, rows=sequences)
     return report
 

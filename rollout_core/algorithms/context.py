@@ -11,7 +11,7 @@ from rollout_core.objects import ObjectStore
 
 
 @dataclass(frozen=True)
-class Workshop:
+class UpdateContext:
     """Where an update works and under which key it can be resumed."""
 
     objects: ObjectStore
