@@ -1,6 +1,6 @@
 """Learners: pure losses and advantages, one training loop, and the algorithms that feed it.
 
-Losses and advantages import torch alone. Names are imported when they are first used.
+Names are imported when they are first used.
 """
 
 import lazy_loader

@@ -3,6 +3,32 @@ from .advantages import (
     group_advantages as group_advantages,
     masked_whiten as masked_whiten,
 )
+from .context import (
+    UpdateContext as UpdateContext,
+)
+from .experience import (
+    OnPolicyUpdate as OnPolicyUpdate,
+    PolicyBatch as PolicyBatch,
+    Trajectory as Trajectory,
+    build_batch as build_batch,
+    completion_forward as completion_forward,
+)
+from .grpo import (
+    GRPO as GRPO,
+)
+from .learners import (
+    grpo_update as grpo_update,
+    ppo_update as ppo_update,
+    sft_update as sft_update,
+)
+from .loop import (
+    Algorithm as Algorithm,
+    LoopHooks as LoopHooks,
+    MinibatchLoss as MinibatchLoss,
+    build_accelerator as build_accelerator,
+    build_optimizer as build_optimizer,
+    train as train,
+)
 from .losses import (
     GroupPolicyLoss as GroupPolicyLoss,
     PolicyLoss as PolicyLoss,
@@ -19,4 +45,28 @@ from .losses import (
     selected_logprobs as selected_logprobs,
     sft_loss as sft_loss,
     token_logprobs as token_logprobs,
+)
+from .policy import (
+    NLLOutput as NLLOutput,
+    Policy as Policy,
+    PolicyOutput as PolicyOutput,
+    ValueModel as ValueModel,
+)
+from .ppo import (
+    PPO as PPO,
+    KLController as KLController,
+)
+from .preference_learners import (
+    dpo_update as dpo_update,
+    kto_update as kto_update,
+    rm_update as rm_update,
+)
+from .sft import (
+    SFT as SFT,
+)
+from .state import (
+    TrainState as TrainState,
+)
+from .training import (
+    train_to_end as train_to_end,
 )

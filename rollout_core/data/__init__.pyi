@@ -1,0 +1,47 @@
+from .completions import (
+    Completion as Completion,
+    Failure as Failure,
+    Outcome as Outcome,
+)
+from .data_report import (
+    DataReport as DataReport,
+)
+from .dataset_sources import (
+    import_dataset as import_dataset,
+    read_dataset as read_dataset,
+    stored_rows as stored_rows,
+)
+from .datasets import (
+    PromptRow as PromptRow,
+    Row as Row,
+    SftRow as SftRow,
+    read_prompts as read_prompts,
+    read_sft as read_sft,
+    to_jsonl as to_jsonl,
+)
+from .examples import (
+    Example as Example,
+    epoch_order as epoch_order,
+    tokenize_sft as tokenize_sft,
+)
+from .packing import (
+    Document as Document,
+    PackedTokens as PackedTokens,
+    pack as pack,
+    pack_completions as pack_completions,
+)
+from .preferences import (
+    PairRow as PairRow,
+    UnpairedRow as UnpairedRow,
+)
+from .samples import (
+    Sample as Sample,
+    SampledCompletion as SampledCompletion,
+    decode_completions_blob as decode_completions_blob,
+    decode_samples as decode_samples,
+    make_samples as make_samples,
+)
+from .training_data import (
+    sft_form as sft_form,
+    training_items as training_items,
+)
