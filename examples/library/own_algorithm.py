@@ -153,5 +153,5 @@ def train(model: Path, prompts: Path, folder: Path, settings: LearnerSettings, *
 
 if __name__ == "__main__":
     model, prompts, folder = map(Path, sys.argv[1:])
-    settings = LearnerSettings(optimizer=OptimizerConfig(lr=1e-3), minibatch_size=16)
-    print(f"model {train(model, prompts, folder, settings, iterations=12)}")
+    settings = LearnerSettings(optimizer=OptimizerConfig(lr=1e-2), minibatch_size=16)
+    print(f"model {train(model, prompts, folder, settings, iterations=8)}")

@@ -4,6 +4,7 @@ from .lineage import (
     trace_lineage as trace_lineage,
 )
 from .records import (
+    BlobId as BlobId,
     Checkpoint as Checkpoint,
     Completions as Completions,
     Dataset as Dataset,
@@ -14,6 +15,7 @@ from .records import (
     Record as Record,
     Scores as Scores,
     SnapshotRecord as SnapshotRecord,
+    TreeId as TreeId,
 )
 from .snapshots import (
     Snapshot as Snapshot,

@@ -1,0 +1,19 @@
+"""Run the flow: against the Prefect server of PREFECT_API_URL, else against one that is started in data/prefect.
+
+    python examples/make_tiny.py
+    cd examples/library
+    python -m best_of_n ../../data/example/model ../../data/example/prompts.jsonl
+
+Kill it and run it again: what is done is cached, and the stage that was interrupted goes on from its last sample or snapshot.
+"""
+
+import sys
+from pathlib import Path
+
+from flows.local_server import prefect_server
+
+with prefect_server(Path("data/prefect")):
+    # Not at the top: Prefect reads its server's address when it is imported.
+    from best_of_n.flow import best_of_n
+
+    best_of_n(*sys.argv[1:])
