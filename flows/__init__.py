@@ -3,10 +3,12 @@
 import os
 
 from rollout_core.base.numerics import NUMERICS, hold_numerics
+from rollout_core.base.own_packages import require_own
 from rollout_core.base.seeding import prepare_environment
 
 # Every process that runs a flow imports this package first, before torch reads its environment.
 prepare_environment()
+require_own("tasks", "blocks")
 if "PREFECT__FLOW_RUN_ID" in os.environ and NUMERICS not in os.environ:
     # Started by a worker for one flow run, whose parameters say how it is to compute.
     from flows.flow_run import asked_numerics

@@ -36,7 +36,7 @@ from rollout_core.objects import Checkpoint, ObjectStore
 def dft_loss(logprobs: Tensor, num_tokens: int) -> Tensor:
     """Dynamic fine-tuning: -sum over t of sg(p_t) log p_t / num_tokens, sg() without gradient; arXiv:2508.05629.
 
-    A token counts as much as the model believes in it, so that one it finds absurd does not tear at all weights.
+    Each token is weighted by its own probability, so that implausible tokens do not dominate the gradient.
     logprobs: [M] float32, of the trained tokens, nats.
     """
     return -(logprobs.detach().exp() * logprobs).sum() / num_tokens

@@ -214,7 +214,8 @@ class _Ranks:
         reading, writing = os.pipe()
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "rollout_core.launch.rank", str(self._folder / "job.json")],
+                # -P: as in the parent process, nothing is imported from the folder it runs in.
+                [sys.executable, "-P", "-m", "rollout_core.launch.rank", str(self._folder / "job.json")],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
