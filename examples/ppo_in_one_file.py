@@ -1,8 +1,8 @@
 """PPO on a language model in one file, to be read from top to bottom.
 
-A small transformer learns to sort digits: `sort 3 0 7 3 =` should be continued by `0 3 3 7`. It is first warmed up on a few
-right answers, as a language model is by supervised fine-tuning, and then improves by reinforcement learning alone: it
-writes answers, a function scores them, and PPO makes what scored well more likely.
+A small transformer learns to sort digits: it should continue `sort 3 0 7 3 =` with `0 3 3 7`. Supervised fine-tuning on
+right answers gives it a start. From there it improves by reinforcement learning alone: it writes answers, a function
+scores them, and PPO makes what scored well more likely.
 
     1  the task: prompts, right answers, a reward
     2  the model: a policy with a value head
@@ -12,9 +12,9 @@ writes answers, a function scores them, and PPO makes what scored well more like
     6  the update: clipped policy and value losses
     7  the loop, with a controller of the KL penalty
 
-Losses and advantages are those of `rollout_core.algorithms`, which the pipeline trains with too. The pipeline adds what a
-tutorial can do without: vLLM, packed sequences without padding, several GPUs, and results that no kill can lose. Given the
-same completions both compute the same losses; `tests/test_ppo_in_one_file.py` holds that.
+Losses and advantages come from `rollout_core.algorithms`, which the pipeline trains with too. The pipeline adds what a
+tutorial can do without: vLLM, packed sequences without padding, several GPUs, and work that survives a kill. Given the
+same completions both compute the same losses, step by step; `tests/algorithms/test_ppo_in_one_file.py` checks that.
 
 Run: python examples/ppo_in_one_file.py [--iterations 40] [--plot curve.png]        (about a minute on two CPU cores)
 

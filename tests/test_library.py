@@ -67,7 +67,8 @@ async def test_every_rollout_of_the_loop_ends_after_as_many_attempts_as_it_neede
         output_of(start_process(str(LIBRARY / "worker_loop.py"), *command))
     async with SqlLightningStore.from_url(database) as store:
         attempts = {
-            number: [attempt.status for attempt in await store.query_attempts(f"square-{number}")] for number in range(8)
+            number: [attempt.status for attempt in await store.query_attempts(f"square-{number}")]
+            for number in range(8)
         }
     failed_once = {0: ["failed", "succeeded"], 7: ["failed", "succeeded"]}
     assert attempts == {number: failed_once.get(number, ["succeeded"]) for number in range(8)}
@@ -164,7 +165,9 @@ def main() -> None:
             rf"(`{name}`:\n\n)```python\n.*?^```$", lambda found, block=block: found[1] + block, page, flags=re.M | re.S
         )
         if count != 1:
-            raise SystemExit(f"docs/library.md has {count} blocks below a line that ends in `{script.relative_to(PROJECT)}`:")
+            raise SystemExit(
+                f"docs/library.md has {count} blocks below a line that ends in `{script.relative_to(PROJECT)}`:"
+            )
     PAGE.write_text(page, encoding="utf-8")
 
 

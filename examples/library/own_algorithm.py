@@ -3,8 +3,8 @@
     python examples/make_tiny.py
     python examples/library/own_algorithm.py data/example/model data/example/prompts.jsonl data/own-algorithm
 
-Each iteration draws a few completions of each prompt, scores them and takes one optimizer step. Kill it and run it again:
-completions follow from their seeds and finished iterations from their keys, so it ends in the same bytes.
+Each iteration draws a few completions of each prompt, scores them and takes one optimizer step. Kill it and run it
+again: completions follow from their seeds, finished iterations are found by their keys, and it ends in the same bytes.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ def draw(backend: InferenceBackend, tokenizer: Any, rows: Sequence[PromptRow], i
     ]
 
 
-def train(model: Path, prompts: Path, folder: Path, settings: LearnerSettings, *, iterations: int, seed: int = 1) -> str:
+def train(
+    model: Path, prompts: Path, folder: Path, settings: LearnerSettings, *, iterations: int, seed: int = 1
+) -> str:
     """The content id of the last policy; everything is kept under ``folder``."""
     objects = ObjectStore.from_url(f"file://{(folder / 'objects').absolute()}")
     start = objects.put_tree(model)

@@ -3,7 +3,7 @@
     python examples/make_tiny.py
     python examples/library/own_loss.py data/example/model data/example/sft.jsonl data/own-loss
 
-Kill it and run it again: it goes on from its last snapshot, and ends in the same bytes.
+Kill it and run it again: it resumes from its last snapshot and ends in the same bytes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def fine_tune(model: Path, rows: Path, folder: Path, settings: SFTSettings, *, s
     context = UpdateContext(
         objects=objects,
         cache=folder / "cache",
-        # What decides over the result; a run of the same key goes on where the last one was interrupted.
+        # Of all that decides the result: a run with the same key resumes where the last one was interrupted.
         key=content_id("dft/1", [model_id, dataset, identity(settings), seed]),
         run_id="own-loss",
         seed=seed,

@@ -20,7 +20,9 @@ def require_own(*names: str) -> None:
     for name in names:
         found = _location(name)
         if found is None:
-            raise ConfigError(f"there is no package {name!r}, which lies beside rollout_core in {ROOT}; install it again")
+            raise ConfigError(
+                f"there is no package {name!r}, which lies beside rollout_core in {ROOT}; install it again"
+            )
         if found != (ROOT / name).resolve():
             raise ConfigError(
                 f"`import {name}` finds {found}, which is not rollout's package of that name, {ROOT / name}. Rename "

@@ -4,7 +4,7 @@
     cd examples/library
     python -m best_of_n ../../data/example/model ../../data/example/prompts.jsonl
 
-Kill it and run it again: what is done is cached, and the stage that was interrupted goes on from its last sample or snapshot.
+Kill it and run it again: finished stages are cached, and the interrupted one resumes from its last sample or snapshot.
 """
 
 import sys
@@ -16,4 +16,5 @@ with prefect_server(Path("data/prefect")):
     # Not at the top: Prefect reads its server's address when it is imported.
     from best_of_n.flow import best_of_n
 
-    best_of_n(*sys.argv[1:])
+    model, prompts = sys.argv[1:]
+    best_of_n(model, prompts)

@@ -21,7 +21,7 @@ SAMPLING = SamplingParams(max_tokens=14)
 
 
 @flow(name="best-of-n", persist_result=False)
-def best_of_n(model: str, prompts: str, rounds: int = 2, prompts_per_round: int = 32) -> list[float]:
+def best_of_n(model: str, prompts: str, rounds: int = 2, prompts_per_round: int = 16) -> list[float]:
     """Mean score of each round's completions, drawn before the round's training."""
     policy = import_model(ModelSource(uri=model)).model
     rows = import_prompts(JsonlDataset(path=prompts)).data
