@@ -108,7 +108,7 @@ def test_the_own_loss_is_its_equation_and_its_gradient_is_weighed_by_the_probabi
     logprobs = torch.tensor([0.5, 0.25]).log().requires_grad_()
     loss = own_loss.dft_loss(logprobs, 4)
     loss.backward()
-    assert float(loss) == pytest.approx((0.5 * 0.6931472 + 0.25 * 1.3862944) / 4)
+    assert loss.item() == pytest.approx((0.5 * 0.6931472 + 0.25 * 1.3862944) / 4)
     assert logprobs.grad is not None and logprobs.grad.tolist() == pytest.approx([-0.5 / 4, -0.25 / 4])
 
 

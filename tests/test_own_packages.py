@@ -1,4 +1,4 @@
-"""A project that has a ``tasks.py`` and a ``flows/`` of its own: rollout runs from its folder, or says what is in the way."""
+"""A project with its own ``tasks.py`` and ``flows/``: rollout runs in its folder, or names what is in the way."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ def test_a_run_with_a_server_and_two_processes_of_its_own_works_in_the_projects_
             "dataset": {"path": str(sorting_task.sft)},
             "budget": {"max_steps": 2},
             "optimizer": {"lr": 1e-3},
+            "sequence": {"max_length": 64},
         },
     }
     file = write_toml(project / "mine.toml", config)

@@ -1,6 +1,6 @@
 """The packages installed beside ``rollout_core``, distinguished from others of the same names.
 
-``tasks`` and ``flows`` are names that users' projects have too, and Python imports the one that comes first on its path.
+``tasks`` and ``flows`` are names that users' projects have too; Python imports whichever comes first on its path.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def require_own(*names: str) -> None:
-    """Raises ConfigError where ``import name`` would find, or has found, another package than the one of this project."""
+    """Raises ConfigError where ``import name`` finds, or has found, another package than the one of this project."""
     for name in names:
         found = _location(name)
         if found is None:
             raise ConfigError(
-                f"there is no package {name!r}, which lies beside rollout_core in {ROOT}; install it again"
+                f"there is no package {name!r}; it belongs beside rollout_core in {ROOT}: install it again"
             )
         if found != (ROOT / name).resolve():
             raise ConfigError(
                 f"`import {name}` finds {found}, which is not rollout's package of that name, {ROOT / name}. Rename "
-                "yours, or take its folder off Python's path (PYTHONPATH; `python -P` leaves out the script's own folder)"
+                "it, or take its folder off Python's path (PYTHONPATH, or the script's own, which `python -P` leaves out)"
             )
 
 
