@@ -1,8 +1,8 @@
 """PPO on a language model in one file, to be read from top to bottom.
 
-A small transformer learns to sort digits: it should continue `sort 3 0 7 3 =` with `0 3 3 7`. Supervised fine-tuning on
-right answers gives it a start. From there it improves by reinforcement learning alone: it writes answers, a function
-scores them, and PPO makes what scored well more likely.
+A small transformer learns to sort digits: it should continue `sort 3 0 7 3 5 =` with `0 3 3 5 7`. Supervised
+fine-tuning on right answers gives it a start. From there it improves by reinforcement learning alone: it writes
+answers, a function scores them, and PPO makes what scored well more likely.
 
     1  the task: prompts, right answers, a reward
     2  the model: a policy with a value head
@@ -18,7 +18,7 @@ same completions both compute the same losses, step by step; `tests/algorithms/t
 
 Run: python examples/ppo_in_one_file.py [--iterations 40] [--plot curve.png]        (about a minute on two CPU cores)
 
-Axes of tensors: B completions, P prompt tokens, T completion tokens, V vocabulary.
+Axes of tensors: B completions, P prompt tokens, T completion tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rollout_core.algorithms import gae, masked_whiten, ppo_policy_loss, ppo_val
 
 @dataclass(frozen=True)
 class Settings:
-    """Names are those of the pipeline's ``[algorithm]`` table, see docs/ppo.md."""
+    """Named as in the pipeline's ``[algorithm]`` table, where that has them: see docs/ppo.md."""
 
     seed: int = 7
     num_digits: int = 5
@@ -88,8 +88,8 @@ def make_problems(count: int, num_digits: int, seed: int) -> list[Problem]:
 def reward(completion: str, answer: str) -> float:
     """Share of places that hold the right digit; what stands beyond the answer's length counts against it.
 
-    A reward that is 1 for the whole answer and 0 otherwise works as well, only slower: most completions of a weak
-    policy would get the same 0, from which nothing can be learnt.
+    A reward of 1 for the whole answer and 0 otherwise would give most completions of a weak policy the same 0, and
+    little could be learnt from them.
     """
     found, wanted = completion.split(), answer.split()
     right = sum(a == b for a, b in zip(found, wanted, strict=False))

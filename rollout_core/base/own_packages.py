@@ -26,7 +26,7 @@ def require_own(*names: str) -> None:
         if found != (ROOT / name).resolve():
             raise ConfigError(
                 f"`import {name}` finds {found}, which is not rollout's package of that name, {ROOT / name}. Rename "
-                "it, or take its folder off Python's path (PYTHONPATH, or the script's own, which `python -P` leaves out)"
+                "it, or take its folder off the path (PYTHONPATH, or the script's own: `python -P` leaves it out)"
             )
 
 
