@@ -11,7 +11,7 @@ from prefect.context import FlowRunContext
 from flows.batch_progress import RunProgress, close_run
 from flows.fan_out import FanOut
 from flows.fleets import open_fleet
-from flows.healing import run_body
+from flows.flow_run import recompute_missing
 from rollout_core.base.ids import ContentId
 from rollout_core.config import InferBatchConfig
 from rollout_core.inference.engines import close_engine
@@ -20,14 +20,14 @@ from rollout_core.inference.prompt_shards import shards_of
 from rollout_core.inference.runs import begin_run, parameters_of, resolve_run_id
 from rollout_core.inference.tally import FailureLimit
 from rollout_core.objects.records import Record, ShardCompletions
-from rollout_core.objects.whole_ids import with_whole_ids
+from rollout_core.objects.short_ids import with_whole_ids
 from rollout_core.plans.batch_plan import plan_batch
 from rollout_core.plans.plan import context_limit
+from tasks.connections import current_connections, objects, working_folder
+from tasks.imports import import_model
 from tasks.journal import Journal
-from tasks.keep import import_model
 from tasks.logs import stage_logger
 from tasks.output import write_completions
-from tasks.places import connections, objects, working_folder
 from tasks.shards import Reporting, help_shard, import_prompts, infer_shard
 from tasks.stage import RunsTasks, Stage, Submitted
 
@@ -41,7 +41,7 @@ def batch_inference(config: InferBatchConfig, run_id: str | None = None) -> dict
     ``run_id`` names an earlier run to go on with; without it the output folder's own run is taken up.
     """
     config = with_whole_ids(config, working_folder(), objects)
-    plan_batch(config, working_folder(), run_id, connections())
+    plan_batch(config, working_folder(), run_id, current_connections())
     folder = output_folder(config.output.dir, working_folder(), objects())
     asked, run_id = run_id, resolve_run_id(folder, run_id)
 
@@ -56,7 +56,7 @@ def batch_inference(config: InferBatchConfig, run_id: str | None = None) -> dict
         return {**written.model_dump(mode="json"), "figures": figures}
 
     try:
-        return run_body(body, config)
+        return recompute_missing(body, config)
     finally:
         close_engine()
 
@@ -70,7 +70,7 @@ def _complete(
     flow_run_id = str(context.flow_run.id)
     failures = FailureLimit(config.failures.max_share, num_samples)
     reporting = Reporting(run_id=run_id, events=config.output.events, failures=failures)
-    places = {shard: f"{number}/{len(shards)}" for number, (shard, _) in enumerate(shards, start=1)}
+    labels = {shard: f"{number}/{len(shards)}" for number, (shard, _) in enumerate(shards, start=1)}
 
     def call(stage: Stage[..., R]) -> Callable[[RunsTasks, tuple[ContentId, int]], Submitted[R]]:
         def submit(runner: RunsTasks, item: tuple[ContentId, int]) -> Submitted[R]:
@@ -85,7 +85,7 @@ def _complete(
                 samples_per_prompt=config.sampling.n,
                 limit=context_limit(config.backend),
                 reporting=reporting,
-                label=places[shard],
+                label=labels[shard],
             )
 
         return submit

@@ -24,7 +24,7 @@ from rollout_core.config import InferBatchConfig
 from rollout_core.inference.batch import Progress as ShardProgress
 from rollout_core.inference.tally import FailureLimit, RunWork, forget_tally, forget_work, tally, work_of
 from rollout_core.objects.records import ShardCompletions
-from tasks import artifacts, places
+from tasks import artifacts, connections
 from tasks.logs import stage_logger
 
 REFRESH_SECONDS = 0.5
@@ -129,7 +129,7 @@ def close_run(
 
     ``workers``: how many there were, on the average.
     """
-    objects = places.objects()
+    objects = connections.objects()
     figures = closing_figures(config, records, work_of(objects, run_id), workers)
     rows = [{"figure": name, "value": value} for name, value in figures.items()]
     artifacts.table("batch-inference", rows, "Batch inference")

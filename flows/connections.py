@@ -20,14 +20,14 @@ PREFECT_HOME = Path("data/prefect")
 
 def connections() -> Connections | None:
     """Those of the settings; None where they are blocks of a server that is not running yet."""
-    places = locations()
-    if not any(address.startswith(BLOCK_PREFIX) for address in (places.storage, places.database)):
+    settings = locations()
+    if not any(address.startswith(BLOCK_PREFIX) for address in (settings.storage, settings.database)):
         return plain_connections()
     if not os.environ.get("PREFECT_API_URL"):
         return None
-    from tasks import places as blocks
+    from tasks.connections import current_connections
 
-    return blocks.connections()
+    return current_connections()
 
 
 @contextmanager
@@ -40,6 +40,6 @@ def object_store(storage: str | None) -> Iterator[ObjectStore]:
     from flows.local_server import prefect_server
 
     with prefect_server(PREFECT_HOME):
-        from tasks.places import storage_at
+        from tasks.connections import storage_at
 
         yield storage_at(address).objects()

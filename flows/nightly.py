@@ -9,7 +9,7 @@ from typing import Any
 from prefect import flow
 
 from flows.curves import Curve, curves_of_iterations, figure_of_steps
-from flows.healing import run_body
+from flows.flow_run import recompute_missing
 from flows.report import Progress, Report, SampleComparison, write_report
 from flows.train import policy_iterations
 from rollout_core.base.ids import ContentId
@@ -19,25 +19,16 @@ from rollout_core.data.samples import decode_completions_blob, decode_samples
 from rollout_core.inference.engines import close_engine
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint, EvalReport
-from rollout_core.objects.whole_ids import with_whole_ids
+from rollout_core.objects.short_ids import with_whole_ids
 from rollout_core.plans.nightly_plan import plan_nightly
 from rollout_core.plans.plan import context_limit
 from rollout_core.rewards.source_ids import source_id
-from tasks import artifacts, places
+from tasks import artifacts, connections
+from tasks.connections import current_connections, working_folder
+from tasks.imports import import_held_out, import_model, import_pairs, import_prompts, import_reward, import_sft
 from tasks.journal import Journal
-from tasks.keep import (
-    import_held_out,
-    import_model,
-    import_pairs,
-    import_prompts,
-    import_reward,
-    import_sft,
-    latest_model,
-    promote,
-    snapshot,
-)
 from tasks.learn import dpo_update, rm_update, sft_update
-from tasks.places import connections, working_folder
+from tasks.promotion import latest_model, promote, snapshot
 from tasks.prompts import enqueue_prompts
 from tasks.rewards import close_rewards
 from tasks.score import evaluate
@@ -54,10 +45,10 @@ def nightly(config: NightlyConfig, overrides: dict[str, Any] | None = None) -> d
     if overrides:
         changed = apply_overrides(config.model_dump(mode="json"), overrides)
         config = parse_config(changed, NightlyConfig, name="overrides")
-    config = with_whole_ids(config, working_folder(), places.objects)
-    plan_nightly(config, working_folder(), connections(), keep=True)
+    config = with_whole_ids(config, working_folder(), connections.objects)
+    plan_nightly(config, working_folder(), current_connections(), keep=True)
     try:
-        return run_body(lambda journal: _nightly(config, journal), config)
+        return recompute_missing(lambda journal: _nightly(config, journal), config)
     finally:
         close_engine()
         close_rewards()
@@ -116,7 +107,7 @@ def _nightly(config: NightlyConfig, journal: Journal) -> dict[str, Any]:
     rival = held_out_reward(latest, "latest") if latest not in (None, model, final.model) else None
     promotion = promote(before, rival, after, config.promotion)
 
-    objects = places.objects()
+    objects = connections.objects()
     report = Report(
         name=config.run.name,
         held_out={
@@ -163,7 +154,7 @@ def _on_policy(config: NightlyConfig, start: ContentId, reward: RewardSpec, rewa
     """PPO or GRPO iterations, rewarded by ``reward`` or by a reward model that is trained first."""
     settings = config.ppo or config.grpo
     assert settings is not None, "validated"
-    objects = places.objects()
+    objects = connections.objects()
     of_judge: list[Curve] = []
     if config.rm is not None:
         pairs = import_pairs(config.rm.dataset)
@@ -222,7 +213,7 @@ def _from_pairs(config: NightlyConfig, start: ContentId) -> _Learned:
     )
     snapshot(checkpoint, f"{config.run.name}/dpo", label="after DPO")
     margins, accuracies, losses = (
-        Curve(what, figure_of_steps(places.objects(), checkpoint, name), "DPO step")
+        Curve(what, figure_of_steps(connections.objects(), checkpoint, name), "DPO step")
         for what, name in (
             ("margin of chosen over rejected", "rewards/margins"),
             ("accuracy of the implicit reward", "rewards/accuracies"),

@@ -7,22 +7,23 @@ from typing import Any
 
 from prefect import flow
 
-from flows.healing import run_body
+from flows.flow_run import recompute_missing
 from rollout_core.config import DatasetSource, TrainDPOConfig, TrainIPOConfig, TrainKTOConfig, TrainRMConfig
 from rollout_core.objects.records import Checkpoint, Dataset
-from rollout_core.objects.whole_ids import with_whole_ids
-from rollout_core.plans.preference_plan import plan_kto, plan_pairs
+from rollout_core.objects.short_ids import with_whole_ids
+from rollout_core.plans.learner_plan import plan_kto, plan_pairs
+from tasks.connections import current_connections, objects, working_folder
+from tasks.imports import import_held_out, import_model, import_pairs, import_unpaired, start_snapshot
 from tasks.journal import Journal
-from tasks.keep import import_held_out, import_model, import_pairs, import_unpaired, snapshot, start_snapshot
 from tasks.learn import dpo_update, kto_update, rm_update
-from tasks.places import connections, objects, working_folder
+from tasks.promotion import snapshot
 
 
 @flow(name="train-rm", flow_run_name="{config.run.name}", persist_result=False)
 def train_rm(config: TrainRMConfig) -> dict[str, Any]:
     """A reward model from preference pairs; returns the checkpoint record."""
     config = with_whole_ids(config, working_folder(), objects)
-    plan_pairs(config, working_folder(), connections(), keep=True)
+    plan_pairs(config, working_folder(), current_connections(), keep=True)
 
     def body(journal: Journal) -> dict[str, Any]:
         settings = config.algorithm
@@ -40,7 +41,7 @@ def train_rm(config: TrainRMConfig) -> dict[str, Any]:
         snapshot(checkpoint, f"{config.run.name}/rm")
         return checkpoint.model_dump(mode="json")
 
-    return run_body(body, config)
+    return recompute_missing(body, config)
 
 
 @flow(name="train-dpo", flow_run_name="{config.run.name}", persist_result=False)
@@ -59,13 +60,13 @@ def train_ipo(config: TrainIPOConfig) -> dict[str, Any]:
 def train_kto(config: TrainKTOConfig) -> dict[str, Any]:
     """KTO of one model on labelled answers; returns the checkpoint record."""
     config = with_whole_ids(config, working_folder(), objects)
-    plan_kto(config, working_folder(), connections(), keep=True)
+    plan_kto(config, working_folder(), current_connections(), keep=True)
     return _train_against_reference(config, import_unpaired, kto_update)
 
 
 def _train_on_pairs(config: TrainDPOConfig | TrainIPOConfig) -> dict[str, Any]:
     config = with_whole_ids(config, working_folder(), objects)
-    plan_pairs(config, working_folder(), connections(), keep=True)
+    plan_pairs(config, working_folder(), current_connections(), keep=True)
     return _train_against_reference(config, import_pairs, dpo_update)
 
 
@@ -91,4 +92,4 @@ def _train_against_reference(
         snapshot(checkpoint, f"{config.run.name}/{settings.kind}")
         return checkpoint.model_dump(mode="json")
 
-    return run_body(body, config)
+    return recompute_missing(body, config)

@@ -7,7 +7,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows.healing import run_body
+from flows.flow_run import recompute_missing
 from rollout_core.algorithms.state import MODEL_FOLDER
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
@@ -22,24 +22,17 @@ from rollout_core.config import (
 from rollout_core.config.rewards import RewardSpec
 from rollout_core.inference.engines import close_engine
 from rollout_core.objects.records import Checkpoint, Scores
+from rollout_core.objects.short_ids import with_whole_ids
 from rollout_core.objects.snapshots import SnapshotStore
-from rollout_core.objects.whole_ids import with_whole_ids
 from rollout_core.plans.learner_plan import plan_on_policy, plan_sft
 from rollout_core.plans.plan import context_limit
 from rollout_core.rewards.source_ids import source_id
+from tasks.connections import current_connections, objects, working_folder
 from tasks.generate import batch_inference
+from tasks.imports import import_held_out, import_model, import_prompts, import_reward, import_sft, start_snapshot
 from tasks.journal import Journal
-from tasks.keep import (
-    import_held_out,
-    import_model,
-    import_prompts,
-    import_reward,
-    import_sft,
-    snapshot,
-    start_snapshot,
-)
 from tasks.learn import grpo_update, ppo_update, sft_update
-from tasks.places import connections, objects, working_folder
+from tasks.promotion import snapshot
 from tasks.prompts import enqueue_prompts
 from tasks.rewards import close_rewards
 from tasks.score import score_rewards
@@ -116,7 +109,7 @@ def policy_iterations(
 def train_sft(config: TrainSFTConfig) -> dict[str, Any]:
     """Supervised fine-tuning of one model on one data set; returns the checkpoint record."""
     config = with_whole_ids(config, working_folder(), objects)
-    plan_sft(config, working_folder(), connections(), keep=True)
+    plan_sft(config, working_folder(), current_connections(), keep=True)
 
     def body(journal: Journal) -> dict[str, Any]:
         settings = config.algorithm
@@ -133,14 +126,14 @@ def train_sft(config: TrainSFTConfig) -> dict[str, Any]:
         snapshot(checkpoint, f"{config.run.name}/sft")
         return checkpoint.model_dump(mode="json")
 
-    return run_body(body, config)
+    return recompute_missing(body, config)
 
 
 @flow(name="train-ppo", flow_run_name="{config.run.name}", persist_result=False)
 def train_ppo(config: TrainPPOConfig) -> dict[str, Any]:
     """PPO of one model on its own completions; returns the last checkpoint record and the reward of each iteration."""
     config = with_whole_ids(config, working_folder(), objects)
-    plan_on_policy(config, working_folder(), connections())
+    plan_on_policy(config, working_folder(), current_connections())
     return _train_on_policy(config)
 
 
@@ -148,7 +141,7 @@ def train_ppo(config: TrainPPOConfig) -> dict[str, Any]:
 def train_grpo(config: TrainGRPOConfig) -> dict[str, Any]:
     """GRPO of one model on groups of its completions; returns the last checkpoint and the reward of each iteration."""
     config = with_whole_ids(config, working_folder(), objects)
-    plan_on_policy(config, working_folder(), connections())
+    plan_on_policy(config, working_folder(), current_connections())
     return _train_on_policy(config)
 
 
@@ -201,7 +194,7 @@ def _train_on_policy(config: TrainPPOConfig | TrainGRPOConfig) -> dict[str, Any]
         return {**last, "rewards": [iteration.scores.mean for iteration in iterations]}
 
     try:
-        return run_body(body, config)
+        return recompute_missing(body, config)
     finally:
         close_engine()
         close_rewards()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rollout_core.base.stopping import run_async
 from rollout_core.inference.token_samples import Adapted, Failed, adapt_rollouts, file_experience
 from rollout_core.objects.records import Experience
-from tasks import artifacts, places
+from tasks import artifacts, connections
 from tasks.stage import current_stage, stage
 
 
@@ -20,7 +20,7 @@ def collect_samples(
     objects = current_stage().objects
 
     async def adapt() -> Adapted:
-        async with places.open_store() as store:
+        async with connections.open_store() as store:
             return await adapt_rollouts(store, objects, rollout_ids)
 
     experience = file_experience(objects, run_async(adapt()), failed=failed, group_size=group_size)

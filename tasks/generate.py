@@ -17,7 +17,7 @@ from rollout_core.inference.workers import this_worker
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions, PromptSet
 from rollout_core.store.types import RolloutMode
-from tasks import artifacts, places
+from tasks import artifacts, connections
 from tasks.logs import stage_logger
 from tasks.stage import current_stage, stage
 
@@ -79,11 +79,11 @@ def generate(
     failed: FailedSamples | None = None,
 ) -> tuple[Completions, float, Work]:
     """Completions of ``prompts``, the seconds it took once the engine was ready, and what was done now."""
-    model = ModelRef(prompts.model, objects.local_tree(prompts.model, places.cache_folder()))
-    local = places.storage_is_local()
+    model = ModelRef(prompts.model, objects.local_tree(prompts.model, connections.cache_folder()))
+    local = connections.storage_is_local()
 
     async def complete() -> tuple[Completions, Work]:
-        async with places.open_store() as store:
+        async with connections.open_store() as store:
             return await complete_batch(
                 store,
                 objects,
@@ -99,7 +99,7 @@ def generate(
             )
 
     # Other settings of the same samples are another stage with another key, which may run at the same time.
-    alone = exclusive(places.lock_folder() / f"samples-{prompts.samples}.lock") if local else nullcontext()
+    alone = exclusive(connections.lock_folder() / f"samples-{prompts.samples}.lock") if local else nullcontext()
     with alone, artifacts.ProgressBar("inference-progress", "Batch inference") as bar:
         started = time.monotonic()
         completions, work = run_async(complete())

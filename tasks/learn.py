@@ -27,7 +27,7 @@ from rollout_core.data.data_report import DataReport
 from rollout_core.launch import run_update
 from rollout_core.launch.job import UpdateName
 from rollout_core.objects.records import Checkpoint, Scores
-from tasks import artifacts, places
+from tasks import artifacts, connections
 from tasks.logs import stage_logger
 from tasks.stage import StageRun, current_stage, stage
 from tasks.training_log import StepLog
@@ -258,13 +258,13 @@ def _update_context(
     with artifacts.ProgressBar(f"{run.name.replace('_', '-')}-progress", title) as bar:
         yield UpdateContext(
             objects=run.objects,
-            cache=places.cache_folder(),
+            cache=connections.cache_folder(),
             key=run.key,
             run_id=run.run_id,
             seed=seed,
             run_name=flow_run.name or "",
             start_from=start_from,
-            tracking=places.tracking_folder(),
+            tracking=connections.tracking_folder(),
             series=series,
             base_model=base_model,
             num_threads=num_threads,

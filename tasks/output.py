@@ -15,7 +15,7 @@ from rollout_core.inference.output import file_name, output_chunks, output_id, s
 from rollout_core.inference.shard_run import finished_ref
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Record, ShardCompletions
-from tasks import artifacts, places
+from tasks import artifacts, connections
 from tasks.logs import stage_logger
 from tasks.stage import current_stage, stage
 
@@ -33,7 +33,7 @@ class OutputFile(Record):
 def write_completions(shards: list[ShardCompletions], config: InferBatchConfig, run_id: str) -> OutputFile:
     """Write the completions of all shards in input order, unless they are there; the file is replaced at once."""
     storage = current_stage().objects
-    folder = output_folder(config.output.dir, places.working_folder(), storage)
+    folder = output_folder(config.output.dir, connections.working_folder(), storage)
     name = file_name(config.output)
 
     def chunks() -> Iterator[bytes]:
@@ -64,7 +64,7 @@ def _ended(storage: ObjectStore, shard: ShardCompletions) -> list[float]:
 
 async def _end_times(sample_ids: list[ContentId]) -> dict[str, float]:
     times: dict[str, float] = {}
-    async with places.open_store() as store:
+    async with connections.open_store() as store:
         for start in range(0, len(sample_ids), 5_000):
             for rollout in await store.query_rollouts(rollout_id_in=sample_ids[start : start + 5_000]):
                 if rollout.end_time is not None:

@@ -13,7 +13,7 @@ from rollout_core.models.facts import max_positions
 from rollout_core.models.tokenizers import load_tokenizer
 from rollout_core.objects.records import PromptSet
 from rollout_core.store.types import RolloutMode
-from tasks import artifacts, places
+from tasks import artifacts, connections
 from tasks.logs import stage_logger
 from tasks.stage import current_stage, stage
 
@@ -41,7 +41,7 @@ def enqueue_prompts(
     rows = parse_prompts(objects.get_bytes(prompts), name=f"prompts {prompts.short}")
     last = len(rows) if count is None else first + count
     order = _order(last, len(rows), seed)
-    folder = objects.local_tree(model, places.cache_folder())
+    folder = objects.local_tree(model, connections.cache_folder())
     limit = max_model_len or max_positions(folder)
     samples = make_samples(
         load_tokenizer(folder),
@@ -55,7 +55,7 @@ def enqueue_prompts(
     blob = objects.put_bytes(encode_samples(samples))
 
     async def enqueue() -> None:
-        async with places.open_store() as store:
+        async with connections.open_store() as store:
             ledger = SampleLedger(store, objects, worker_id="enqueue", stale_after_seconds=0.0)
             await ledger.enqueue(samples, mode=mode, source=blob)
 

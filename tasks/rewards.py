@@ -9,7 +9,7 @@ from rollout_core.config.rewards import RewardSpec
 from rollout_core.rewards.loading import load_reward
 from rollout_core.rewards.scoring import RewardFunction
 from rollout_core.rewards.source_ids import source_of
-from tasks import places
+from tasks import connections
 from tasks.logs import stage_logger
 from tasks.stage import current_stage
 
@@ -21,7 +21,7 @@ _lock = threading.Lock()
 def open_reward(reward: RewardSpec, reward_source: ContentId) -> RewardFunction:
     """The reward, running the code that ``reward_source`` is the id of. Raises ConfigError where that is not to be had,
     and as `load_reward`."""
-    base, objects = places.working_folder(), current_stage().objects
+    base, objects = connections.working_folder(), current_stage().objects
     source = source_of(reward, base, reward_source)
     changed = [path for code in source.codes.values() if (path := code.changed_file()) is not None]
     if changed:
@@ -37,7 +37,7 @@ def open_reward(reward: RewardSpec, reward_source: ContentId) -> RewardFunction:
                 reward,
                 base=base,
                 source=source,
-                model_folder=lambda model: objects.local_tree(ContentId(model), places.cache_folder()),
+                model_folder=lambda model: objects.local_tree(ContentId(model), connections.cache_folder()),
                 on_line=lambda line: stage_logger().info("%s", line),
             )
         kept = _kept.pop(key)

@@ -15,7 +15,7 @@ from rollout_core.objects.records import Completions, EvalReport, PromptSet, Sco
 from rollout_core.rewards.scoring import RewardFunction, RewardInput, score
 from rollout_core.store import AttemptedRollout, Span
 from rollout_core.store.semconv import AGL_ANNOTATION, AGL_REWARD
-from tasks import artifacts, places
+from tasks import artifacts, connections
 from tasks.generate import generate
 from tasks.logs import stage_logger
 from tasks.rewards import open_reward
@@ -106,7 +106,7 @@ async def _record_rewards(
     """
     samples = decode_samples(objects.get_bytes(completions.samples))
     rewards = {sample.id: value for sample, value in zip(samples, values, strict=True)}
-    async with places.open_store() as store:
+    async with connections.open_store() as store:
         ids = list(rewards)
         for start in range(0, len(ids), 5_000):
             rollouts = await store.query_rollouts(rollout_id_in=ids[start : start + 5_000])

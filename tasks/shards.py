@@ -22,7 +22,7 @@ from rollout_core.inference.workers import this_worker
 from rollout_core.models.facts import max_positions
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import PromptShards, Record, ShardCompletions
-from tasks import places
+from tasks import connections
 from tasks.generate import generator_id
 from tasks.logs import stage_logger
 from tasks.stage import current_stage, stage
@@ -34,7 +34,7 @@ T = TypeVar("T")
 def import_prompts(config: InferBatchConfig) -> PromptShards:
     """Cut the input into shards in the object store; an input that was read before is not read again."""
     objects = current_stage().objects
-    prompts = open_prompts(config.input, places.working_folder(), objects)
+    prompts = open_prompts(config.input, connections.working_folder(), objects)
     source = prompts.identity()
     record = import_shards(objects, prompts.rows(), shard_size=config.workers.shard_size, source=source)
     if prompts.identity() != source:
@@ -108,7 +108,7 @@ def help_shard(
 
 
 class _ShardRun:
-    """A shard with the places of this process."""
+    """A shard with this process's connections."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class _ShardRun:
         self._objects: ObjectStore = current_stage().objects
         self._run_id = current_stage().run_id
         self._rows = rows
-        folder = self._objects.local_tree(model, places.cache_folder())
+        folder = self._objects.local_tree(model, connections.cache_folder())
         self._work = ShardWork(rows, sampling, samples_per_prompt, folder)
         self._engine = EngineOf(backend, ModelRef(model, folder), stage_logger().info)
         self._backend = backend
@@ -141,7 +141,7 @@ class _ShardRun:
             deterministic=self._backend.owns_batches,
             keep_done=True,
             # Otherwise the stage's lock, a file, does not keep all others out.
-            exclusive=places.storage_is_local() and self._workers.dask is None,
+            exclusive=connections.storage_is_local() and self._workers.dask is None,
             claim_size=self._workers.claimed_together,
             stale_after_seconds=self._workers.stale_after_seconds,
             max_model_len=self._limit,
@@ -164,7 +164,7 @@ class _ShardRun:
         """`complete_shard` or `assist_shard` with what both are given."""
 
         async def run() -> T:
-            async with places.open_store() as store:
+            async with connections.open_store() as store:
                 return await job(
                     store,
                     self._objects,

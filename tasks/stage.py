@@ -41,15 +41,16 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.lineage import Lineage, record_lineage, software_versions
 from rollout_core.objects.records import Record
 from rollout_core.objects.snapshots import PROGRESS_REFS, SnapshotStore
-from tasks import places
+from tasks import connections
 from tasks.journal import CHECKED, StageEntry, current_journal
 from tasks.logs import stage_logger
-from tasks.patience import RETRY_DELAYS_SECONDS, patiently
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=Record)
+T = TypeVar("T")
 
 RETRIES = 3
+RETRY_DELAYS_SECONDS = [1.0, 4.0, 16.0]
 LABEL = "label"
 REFRESH = "refresh_name"
 """Argument of every task beside those of its stage."""
@@ -183,9 +184,9 @@ class Stage(Generic[P, R]):
         return state
 
     def _prepare(self, inputs: dict[str, Any]) -> Task[..., dict[str, Any]]:
-        storage = places.result_storage()
+        storage = connections.result_storage()
         if self.cached:
-            patiently(lambda: self._forget_if_broken(storage, self.key(inputs)))
+            retry(lambda: self._forget_if_broken(storage, self.key(inputs)))
         # A tag costs a call to the server for each task run (and, where that keeps its data in SQLite, now and then a
         # refusal and a pause of 2 s), so there is one only where a limit is wanted; those of the flow run stay with it.
         limited = self._concurrency in locations().limits
@@ -246,7 +247,7 @@ class Stage(Generic[P, R]):
     def _run(self, inputs: dict[str, Any]) -> R:
         context = TaskRunContext.get()
         assert context is not None, "a stage's function runs inside its Prefect task"
-        storage = places.result_storage()
+        storage = connections.result_storage()
         run = StageRun(self.name, self.key(inputs), storage, str(context.task_run.flow_run_id or context.task_run.id))
         token = _current_run.set(run)
         compute = self._compute_once if self.cached else self._compute
@@ -262,7 +263,7 @@ class Stage(Generic[P, R]):
         def on_wait() -> None:
             stage_logger().info("another process is computing %s on the same inputs; waiting for its result", self.name)
 
-        with exclusive(places.lock_folder() / f"{run.key}.lock", on_wait=on_wait):
+        with exclusive(connections.lock_folder() / f"{run.key}.lock", on_wait=on_wait):
             record = self._stored(run.storage, run.key)
             if record is None:
                 record = self._compute(run, inputs)
@@ -380,6 +381,19 @@ def is_whole(record: Record, objects: ObjectStore) -> bool:
 def stop_signal() -> TerminationSignal:
     """What Prefect's handler of SIGTERM raises: the run then ends Crashed, or Cancelled where that was asked for."""
     return TerminationSignal(signal=signal.SIGTERM)
+
+
+def retry(call: Callable[[], T]) -> T:
+    """The result of ``call``, which is retried as a stage is, with growing pauses, while it raises Recoverable."""
+    for delay in RETRY_DELAYS_SECONDS:
+        try:
+            return call()
+        except Recoverable as error:
+            if is_stopping():
+                raise
+            stage_logger().warning("%s; retrying in %g s", error, delay)
+            time.sleep(delay)
+    return call()
 
 
 def should_retry(task: Task[..., Any], task_run: Any, state: Any) -> bool:

@@ -17,8 +17,7 @@ from rollout_core.config import CONFIG_KINDS, apply_overrides, parse_config
 from rollout_core.config.rewards import FunctionReward
 from rollout_core.models.sizes import ModelSize
 from rollout_core.plans import resources
-from rollout_core.plans.learner_plan import plan_on_policy, plan_sft
-from rollout_core.plans.preference_plan import plan_kto, plan_pairs
+from rollout_core.plans.learner_plan import plan_kto, plan_on_policy, plan_pairs, plan_sft
 from rollout_core.plans.resources import Training, estimate_memory, readable, state_bytes
 from rollout_core.rewards.loading import load_reward
 from rollout_core.rewards.scoring import RewardInput, score

@@ -79,10 +79,10 @@ def load_run(
 def _whole_ids(config: RunT) -> RunT:
     """``config`` with whole content ids, unless the object store is a block of a server that is not running yet."""
     from flows.connections import connections
-    from rollout_core.objects.whole_ids import with_whole_ids
+    from rollout_core.objects.short_ids import with_whole_ids
 
-    places = connections()
-    return config if places is None else with_whole_ids(config, Path.cwd(), places.open_objects)
+    known = connections()
+    return config if known is None else with_whole_ids(config, Path.cwd(), known.open_objects)
 
 
 def print_plan(facts: Mapping[str, Any]) -> None:

@@ -20,8 +20,8 @@ from rollout_core.base.numerics import current_numerics
 from rollout_core.base.processes import this_machine
 from rollout_core.config import DaskConfig, WorkersConfig
 from rollout_core.inference.workers import this_worker
-from tasks import places
-from tasks.patience import patiently
+from tasks import connections
+from tasks.stage import retry
 
 END_SECONDS = 20.0
 CLUSTER_SETTINGS = {
@@ -48,7 +48,7 @@ def dask_fleet(workers: WorkersConfig, config: DaskConfig, run_id: str) -> Itera
             _register(client, keeper)
             yield DaskFleet(client, workers, config, driver)
         finally:
-            places.objects().delete_ref(driver.mark)
+            connections.objects().delete_ref(driver.mark)
             # Also where the cluster ends with the run: it does not wait for engines to close. A worker that hangs must
             # not keep us.
             if client.status == "running":
@@ -80,16 +80,16 @@ def introduce(run_id: str) -> Driver:
     mark = f"fan-out/{run_id}"
 
     def appear() -> None:
-        storage = places.objects()
+        storage = connections.objects()
         storage.set_ref(mark, storage.put_bytes(mark.encode()))
         asyncio.run(_appear())
 
-    patiently(appear)
+    retry(appear)
     return Driver(
         run_id=run_id,
         worker_id=this_worker(),
         mark=mark,
-        places=places.in_words(),
+        connections=connections.description(),
         machine=this_machine(),
         api_url=PREFECT_API_URL.value(),
         numerics=current_numerics(),
@@ -97,7 +97,7 @@ def introduce(run_id: str) -> Driver:
 
 
 async def _appear() -> None:
-    async with places.open_store() as store:
+    async with connections.open_store() as store:
         await store.update_worker(this_worker())
 
 

@@ -22,7 +22,7 @@ class UpdateContext:
     run_id: str
     seed: int
     run_name: str = ""
-    """What people call the run; `rollout_core.objects.resume` finds its snapshots by it."""
+    """What people call the run; `rollout_core.objects.snapshots` finds its snapshots by it."""
     start_from: ContentId | None = None
     """Snapshot to start from where the update has none of its own."""
     tracking: Path | None = None

@@ -32,8 +32,7 @@ from rollout_core.base.numerics import arithmetic, differing, is_portable_here
 from rollout_core.base.scratch import scratch_folder
 from rollout_core.config import LearnerSettings
 from rollout_core.objects.records import Checkpoint
-from rollout_core.objects.resume import RUN_NAME
-from rollout_core.objects.snapshots import PROGRESS_REFS, Snapshot, SnapshotStore
+from rollout_core.objects.snapshots import PROGRESS_REFS, RUN_NAME, Snapshot, SnapshotStore
 
 log = logging.getLogger(__name__)
 

@@ -73,7 +73,7 @@ def train_to_end(
                 resumption.save_now(state)
                 raise Stopped(
                     f"the {algorithm.name} update was told to stop and did at step {state.step} of "
-                    f"{algorithm.num_steps}, which is kept: run again, and it goes on from there"
+                    f"{algorithm.num_steps}, which is kept: run again to continue from there"
                 )
 
         hooks = LoopHooks(

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.redaction import without_passwords
+from rollout_core.base.secrets import without_passwords
 from rollout_core.config.base import Settings
 
 SettingsT = TypeVar("SettingsT", bound=Settings)

@@ -13,7 +13,7 @@ import threading
 from typing import Any
 
 from rollout_core.base.numerics import hide_wider_instructions, is_portable_here
-from rollout_core.base.processes import signal_at_parents_end
+from rollout_core.base.process_tree import signal_at_parents_end
 from rollout_core.base.stopping import kill_children
 
 

@@ -64,7 +64,7 @@ class VLLMEngine(GathersStream):
             with noting_segments(folder):
                 self._llm = self._start(model)
             self._files = stack.pop_all()
-        self._in_doubt = False
+        self._suspect = False
         self._try_out()
 
     def _start(self, model: ModelRef) -> LLM:
@@ -241,9 +241,9 @@ class VLLMEngine(GathersStream):
             )
 
     def update_weights(self, model: ModelRef) -> None:
-        if model.content_id == self._model.content_id and not self._in_doubt:
+        if model.content_id == self._model.content_id and not self._suspect:
             return
-        self._in_doubt = True
+        self._suspect = True
         with _death_is_recoverable():
             self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model.folder)})
             if self._config.enable_prefix_caching:
@@ -251,7 +251,7 @@ class VLLMEngine(GathersStream):
         self._tokenizer = load_tokenizer(model.folder)
         self._model = model
         self._check_parity()
-        self._in_doubt = False
+        self._suspect = False
 
     def _check_parity(self) -> None:
         """The canary: greedy tokens of the engine, scored by the trainer's own implementation of the model."""

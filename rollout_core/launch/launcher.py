@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from rollout_core.base.error_messages import error_of, is_own_error
-from rollout_core.base.errors import ConfigError, Recoverable, RolloutError
+from rollout_core.base.errors import ConfigError, Recoverable, RolloutError, error_of, is_own_error
 from rollout_core.base.numerics import default_threads
 from rollout_core.base.processes import search_path, signal_name
 from rollout_core.base.scratch import scratch_folder

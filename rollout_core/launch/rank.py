@@ -18,9 +18,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-from rollout_core.base.error_messages import error_message
-from rollout_core.base.errors import ConfigError, RolloutError
-from rollout_core.base.processes import signal_at_parents_end
+from rollout_core.base.errors import ConfigError, RolloutError, error_message
+from rollout_core.base.process_tree import signal_at_parents_end
 from rollout_core.base.seeding import prepare_environment
 from rollout_core.launch.job import (
     LAUNCHER,

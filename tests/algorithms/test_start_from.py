@@ -15,8 +15,7 @@ from rollout_core.base.ids import hash_bytes
 from rollout_core.config import BudgetConfig
 from rollout_core.data.datasets import to_jsonl
 from rollout_core.objects.records import Checkpoint
-from rollout_core.objects.resume import find_start
-from rollout_core.objects.snapshots import Snapshot, SnapshotStore
+from rollout_core.objects.snapshots import Snapshot, SnapshotStore, find_start
 
 
 def sft(place: UpdateContext, model: Path, max_steps: int) -> Checkpoint:

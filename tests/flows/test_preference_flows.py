@@ -24,9 +24,8 @@ from rollout_core.config import (
     parse_config,
 )
 from rollout_core.data.samples import decode_samples
-from rollout_core.plans.learner_plan import plan_on_policy
+from rollout_core.plans.learner_plan import plan_kto, plan_on_policy, plan_pairs
 from rollout_core.plans.nightly_plan import plan_nightly
-from rollout_core.plans.preference_plan import plan_kto, plan_pairs
 from tests.flows.conftest import objects, snapshots_of
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
@@ -63,9 +62,9 @@ def example(kind: str, tiny_model: Path, files: dict[str, Path], **changes):
 
 
 def plan(kind: str, config, base: Path = PROJECT, *, connect: bool = False):
-    from tasks.places import connections
+    from tasks.connections import current_connections
 
-    return (plan_kto if kind == "kto" else plan_pairs)(config, base, connections() if connect else None)
+    return (plan_kto if kind == "kto" else plan_pairs)(config, base, current_connections() if connect else None)
 
 
 @pytest.mark.server
@@ -247,8 +246,8 @@ def test_iterations_pass_over_the_prompts_in_orders_that_follow_from_the_seed(
     from prefect import flow
 
     from flows import train
-    from tasks import places
-    from tasks.keep import import_model, import_prompts
+    from tasks import connections
+    from tasks.imports import import_model, import_prompts
 
     lines = sorting_task.prompts.read_text().splitlines()[:6]
     rows = [json.loads(line)["prompt"] for line in lines]
@@ -258,7 +257,7 @@ def test_iterations_pass_over_the_prompts_in_orders_that_follow_from_the_seed(
 
     def asking(*arguments, **options):
         prompts = enqueue(*arguments, **options)
-        samples = decode_samples(places.objects().get_bytes(prompts.samples))
+        samples = decode_samples(connections.objects().get_bytes(prompts.samples))
         asked.extend(sample.prompt for sample in samples[:: options.get("samples_per_prompt", 1)])
         return prompts
 

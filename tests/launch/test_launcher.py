@@ -14,8 +14,16 @@ import psutil
 import pytest
 
 from rollout_core.algorithms.context import UpdateContext
-from rollout_core.base.error_messages import error_message, error_of
-from rollout_core.base.errors import ConfigError, CorruptObject, DataError, Fatal, Recoverable, RetryHint
+from rollout_core.base.errors import (
+    ConfigError,
+    CorruptObject,
+    DataError,
+    Fatal,
+    Recoverable,
+    RetryHint,
+    error_message,
+    error_of,
+)
 from rollout_core.base.ids import hash_bytes
 from rollout_core.config import DPOSettings, GRPOAlgorithm, GRPOSettings, SFTSettings, TrainGRPOConfig
 from rollout_core.data.data_report import DataReport

@@ -1,23 +1,15 @@
-"""Stages about what stays: inputs filed in the object store, labelled snapshots, promotion of a checkpoint."""
+"""Stages that decide about checkpoints: snapshots are verified and labelled, the better model is promoted."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.base.scratch import scratch_folder
 from rollout_core.base.stopping import run_async
-from rollout_core.config import DatasetSource, HeldOutRows, ModelSource, PromotionConfig, RunInfo
-from rollout_core.config.rewards import RewardSpec, with_models
-from rollout_core.data.dataset_sources import import_dataset, read_dataset
-from rollout_core.data.datasets import PromptRow, Row, SftRow
-from rollout_core.data.preferences import PairRow, UnpairedRow
-from rollout_core.models.model_import import import_model as file_model
-from rollout_core.objects.records import Checkpoint, Dataset, EvalReport, Model, Record, SnapshotRecord
-from rollout_core.objects.resume import find_start
+from rollout_core.config import PromotionConfig
+from rollout_core.objects.records import Checkpoint, EvalReport, Record, SnapshotRecord
 from rollout_core.objects.snapshots import SnapshotStore
 from rollout_core.store import LLM
-from tasks import artifacts, places
+from tasks import artifacts, connections
 from tasks.logs import stage_logger
 from tasks.stage import current_stage, stage
 
@@ -34,61 +26,6 @@ class Latest(Record):
     """The model that the store's latest resources serve."""
 
     model: ContentId | None
-
-
-@stage(version=1, cached=False)
-def import_model(source: ModelSource) -> Model:
-    """File a model folder or hub model in the object store; unchanged files are only hashed."""
-    return Model(model=file_model(source, current_stage().objects, places.working_folder()))
-
-
-@stage(version=1, cached=False)
-def import_prompts(source: DatasetSource) -> Dataset:
-    """File prompt rows in the object store in canonical form."""
-    return _import(source, PromptRow)
-
-
-@stage(version=1, cached=False)
-def import_sft(source: DatasetSource) -> Dataset:
-    """File SFT rows in the object store in canonical form."""
-    return _import(source, SftRow)
-
-
-@stage(version=1, cached=False)
-def import_pairs(source: DatasetSource) -> Dataset:
-    """File preference pairs in the object store in canonical form."""
-    return _import(source, PairRow)
-
-
-@stage(version=1, cached=False)
-def import_unpaired(source: DatasetSource) -> Dataset:
-    """File labelled answers in the object store in canonical form."""
-    return _import(source, UnpairedRow)
-
-
-def import_held_out(
-    evaluation: HeldOutRows | None, import_rows: Callable[[DatasetSource], Dataset]
-) -> ContentId | None:
-    """File the rows of an evaluation during training, if there is one, in the form of the training rows."""
-    return None if evaluation is None else import_rows(evaluation.dataset).data
-
-
-def start_snapshot(run: RunInfo, algorithm: str, *, steps_per_iteration: int = 1) -> ContentId | None:
-    """The snapshot that a run is told to start from, if it is; raises as `find_start` does."""
-    if run.resume is None:
-        return None
-    options = {"algorithm": algorithm, "run_name": run.name, "steps_per_iteration": steps_per_iteration}
-    return find_start(places.objects(), run.resume, **options).id
-
-
-def import_reward(spec: RewardSpec) -> RewardSpec:
-    """``spec`` with its reward models filed in the object store and named by content."""
-    return with_models(spec, lambda uri: import_model(ModelSource(uri=uri)).model)
-
-
-def _import(source: DatasetSource, model: type[Row]) -> Dataset:
-    objects = current_stage().objects
-    return import_dataset(objects, read_dataset(source, model, base=places.working_folder(), objects=objects))
 
 
 @stage(version=1)
@@ -146,7 +83,7 @@ def promote(before: EvalReport, latest: EvalReport | None, after: EvalReport, co
 
 
 async def _get_latest(resource: str) -> ContentId | None:
-    async with places.open_store() as store:
+    async with connections.open_store() as store:
         latest = await store.get_latest_resources()
     named = latest.resources.get(resource) if latest else None
     # Somebody else's resource of that name may serve a model that is no content id.
@@ -154,7 +91,7 @@ async def _get_latest(resource: str) -> ContentId | None:
 
 
 async def _set_latest(model: ContentId, resource: str) -> None:
-    async with places.open_store() as store:
+    async with connections.open_store() as store:
         latest = await store.get_latest_resources()
         named = LLM(endpoint="", model=model, sampling_parameters={})
         if latest is None or latest.resources.get(resource) != named:

@@ -22,14 +22,14 @@ def in_flow(prefect_server):
     """Run a body inside a flow; returns its result."""
     from prefect import flow
 
-    from flows.healing import run_body
+    from flows.flow_run import recompute_missing
 
     def start(body):
-        @flow(name="test-keep", persist_result=False)
-        def test_keep():
-            return run_body(lambda journal: body(), Run(run=RunInfo(tags=("night", "tiny"))))
+        @flow(name="test-promotion", persist_result=False)
+        def test_promotion():
+            return recompute_missing(lambda journal: body(), Run(run=RunInfo(tags=("night", "tiny"))))
 
-        return test_keep()
+        return test_promotion()
 
     return start
 
@@ -48,10 +48,10 @@ def report(model: ContentId, reward: float) -> EvalReport:
 
 
 def serve(resource: str, model: str) -> None:
-    from tasks import places
+    from tasks import connections
 
     async def add() -> None:
-        async with places.open_store() as store:
+        async with connections.open_store() as store:
             await store.add_resources({resource: LLM(endpoint="", model=model, sampling_parameters={})})
 
     asyncio.run(add())
@@ -71,7 +71,7 @@ def serve(resource: str, model: str) -> None:
 def test_only_what_is_no_worse_becomes_latest(
     in_flow, tmp_path, request, before, latest, after, tolerance, promoted, reason
 ):
-    from tasks.keep import latest_model, promote
+    from tasks.promotion import latest_model, promote
 
     resource = f"policy-{abs(hash(request.node.name))}"
     base, now, new = (model_tree(tmp_path / name, request.node.name + name) for name in ("base", "now", "new"))
@@ -88,7 +88,7 @@ def test_only_what_is_no_worse_becomes_latest(
 
 
 def test_promotion_can_be_switched_off(in_flow, tmp_path):
-    from tasks.keep import latest_model, promote
+    from tasks.promotion import latest_model, promote
 
     base, new = model_tree(tmp_path / "base", "base"), model_tree(tmp_path / "new", "new")
     config = PromotionConfig(resource="switched-off", enabled=False)
@@ -99,23 +99,23 @@ def test_promotion_can_be_switched_off(in_flow, tmp_path):
 
 @pytest.mark.parametrize("model", ["org/somebody-elses", hash_bytes(b"weights that are gone")])
 def test_a_latest_model_that_cannot_be_evaluated_is_no_rival(in_flow, model):
-    from tasks.keep import latest_model
+    from tasks.promotion import latest_model
 
     serve("foreign", model)
     assert in_flow(lambda: latest_model("foreign").model) is None
 
 
 def test_promoting_one_model_leaves_the_other_resources(in_flow, tmp_path):
-    from tasks.keep import latest_model, promote
+    from tasks.promotion import latest_model, promote
 
     serve("other", hash_bytes(b"other"))
     new = model_tree(tmp_path / "new", "new one")
     in_flow(lambda: promote(report(new, 0.1), None, report(new, 0.1), PromotionConfig(resource="mine")))
 
     async def names() -> set[str]:
-        from tasks import places
+        from tasks import connections
 
-        async with places.open_store() as store:
+        async with connections.open_store() as store:
             latest = await store.get_latest_resources()
             return set(latest.resources) if latest else set()
 
@@ -128,7 +128,7 @@ def test_a_flow_run_has_the_tags_of_its_configuration_and_its_stages_have_none(i
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
     from prefect.runtime import flow_run
 
-    from tasks.keep import latest_model
+    from tasks.promotion import latest_model
 
     def body() -> str:
         latest_model("tagged")

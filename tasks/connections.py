@@ -18,7 +18,7 @@ from prefect.blocks.core import Block
 
 from blocks import ContentAddressedStorage, RolloutDatabase
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.redaction import without_password
+from rollout_core.base.secrets import without_password
 from rollout_core.base.settings import BLOCK_PREFIX, locations
 from rollout_core.objects import ObjectStore
 from rollout_core.store import SqlLightningStore
@@ -75,13 +75,13 @@ async def open_store() -> AsyncIterator[SqlLightningStore]:
             await store.close()
 
 
-def connections() -> Connections:
-    """Both, for a plan to try."""
+def current_connections() -> Connections:
+    """Object store and database, for a plan to check."""
     return Connections(objects, _database_url)
 
 
-def in_words() -> str:
-    """Object storage and database, without user, password or options."""
+def description() -> str:
+    """Object storage and database for a message, without user, password or options."""
     parts = urlsplit(_database_url())
     # PostgreSQL's folder of sockets stands in the query.
     host = parts.netloc.rpartition("@")[2] or parse_qs(parts.query).get("host", [""])[0]
