@@ -1,4 +1,7 @@
-"""Flows: order, fan-out and placement of stages; and the `rollout` command."""
+"""Flows: order, fan-out and placement of stages; and the `rollout` command.
+
+Names are imported when they are first used; the nightly flow, which has its module's name, is `flows.nightly.nightly`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 from uuid import UUID
+
+import lazy_loader
 
 from rollout_core.base.numerics import NUMERICS, hold_numerics
 from rollout_core.base.own_packages import require_own
@@ -36,3 +41,5 @@ if "PREFECT__FLOW_RUN_ID" in os.environ and NUMERICS not in os.environ:
 # OpenMP's threads otherwise spin while they wait for each other: beside any other busy process on the same cores,
 # training on the CPU was then measured ten to twenty times slower; asleep, a few percent slower alone.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -4,15 +4,13 @@ from .collect import (
 from .generate import (
     batch_inference as batch_inference,
 )
-from .keep import (
+from .imports import (
     import_model as import_model,
     import_pairs as import_pairs,
     import_prompts as import_prompts,
+    import_reward as import_reward,
     import_sft as import_sft,
     import_unpaired as import_unpaired,
-    latest_model as latest_model,
-    promote as promote,
-    snapshot as snapshot,
 )
 from .learn import (
     dpo_update as dpo_update,
@@ -21,6 +19,11 @@ from .learn import (
     ppo_update as ppo_update,
     rm_update as rm_update,
     sft_update as sft_update,
+)
+from .promotion import (
+    latest_model as latest_model,
+    promote as promote,
+    snapshot as snapshot,
 )
 from .prompts import (
     enqueue_prompts as enqueue_prompts,

@@ -39,6 +39,8 @@ from .samples import (
     SampledCompletion as SampledCompletion,
     decode_completions_blob as decode_completions_blob,
     decode_samples as decode_samples,
+    encode_completion as encode_completion,
+    encode_samples as encode_samples,
     make_samples as make_samples,
 )
 from .training_data import (

@@ -13,16 +13,12 @@ import pytest
 import torch
 from updates import rows_of, update_context
 
-from rollout_core.algorithms.learners import ppo_update
+from rollout_core.algorithms import ppo_update
 from rollout_core.base.ids import ContentId, canonical_json, hash_bytes
 from rollout_core.config import PPOSettings, TrainPPOConfig, parse_config
-from rollout_core.data.completions import Completion
-from rollout_core.data.examples import epoch_order
-from rollout_core.data.samples import Sample, encode_completion, encode_samples
-from rollout_core.models.tokenizers import load_tokenizer
-from rollout_core.models.weights import load_causal_lm
-from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import Scores
+from rollout_core.data import Completion, Sample, encode_completion, encode_samples, epoch_order
+from rollout_core.models import load_causal_lm, load_tokenizer
+from rollout_core.objects import ObjectStore, Scores
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +121,7 @@ def test_on_the_same_completions_every_step_has_the_pipelines_losses(warmed_up, 
 
 @pytest.mark.server
 def test_on_the_same_prompts_both_curves_rise_alike(warmed_up, tmp_path, prefect_server):
-    from flows.train import train_ppo
+    from flows import train_ppo
 
     settings = tutorial.Settings(iterations=10, prompts_per_iteration=192, epochs=3)
     rows = [{"prompt": problem.prompt, "answer": problem.answer} for problem in problems(settings)]
