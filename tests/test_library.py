@@ -15,15 +15,12 @@ import pytest
 from rollout_core.objects import ObjectStore, SnapshotStore
 from rollout_core.store import SqlLightningStore
 from tests.conftest import PROJECT
+from tests.faces import relocated, stubs
 
 LIBRARY = PROJECT / "examples" / "library"
 PAGE = PROJECT / "docs" / "library.md"
 SCRIPTS = sorted(LIBRARY.rglob("*.py"))
-FACES = [
-    ".".join(stub.parent.relative_to(PROJECT).parts)
-    for room in ("rollout_core", "blocks", "tasks", "flows", "deployments")
-    for stub in sorted((PROJECT / room).rglob("__init__.pyi"))
-]
+FACES = [".".join(stub.parent.relative_to(PROJECT).parts) for stub in stubs()]
 
 
 def output_of(process, *, seconds: float = 240.0) -> str:
@@ -153,6 +150,15 @@ def test_the_page_shows_every_script_as_it_is(script: Path):
 def test_every_name_that_a_package_offers_is_there(face: str):
     package = importlib.import_module(face)
     assert package.__all__ and all(getattr(package, name) is not None for name in package.__all__)
+
+
+def test_names_that_moved_are_found_again(tmp_path: Path):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.pyi").write_text("from .before import (\n    moved as moved,\n    gone as gone,\n)\n")
+    (package / "after.py").write_text("def moved(): ...\n")
+    expected = "from .after import (\n    moved as moved,\n)\nfrom .before import (\n    gone as gone,\n)\n"
+    assert relocated(package / "__init__.pyi") == expected
 
 
 def main() -> None:
