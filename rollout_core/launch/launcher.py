@@ -213,7 +213,7 @@ class _Ranks:
         reading, writing = os.pipe()
         try:
             process = subprocess.Popen(
-                # -P: as in the parent process, nothing is imported from the folder it runs in.
+                # -P: a module in the folder it runs in that is called like a dependency is not imported.
                 [sys.executable, "-P", "-m", "rollout_core.launch.rank", str(self._folder / "job.json")],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
