@@ -137,7 +137,8 @@ def _start(home: Path, port: int, lock: int) -> None:
     with (home / LOG).open("ab") as output:
         # Returns at once: the server lives on as a process that is nobody's child.
         subprocess.run(
-            [sys.executable, "-m", "flows.server_process", str(port), str(home), str(lock)],
+            # -P: the folder it runs in may have a `flows` of its own.
+            [sys.executable, "-P", "-m", "flows.server_process", str(port), str(home), str(lock)],
             stdout=output,
             stderr=output,
             stdin=subprocess.DEVNULL,
