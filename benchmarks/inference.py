@@ -84,20 +84,21 @@ class Benchmark:
     """The flow and the baselines over one resident engine."""
 
     def __init__(self) -> None:
-        from rollout_core.config import ModelSource, VLLMBackend
-        from rollout_core.data.datasets import read_prompts
+        from rollout_core.config import InputGlob, ModelSource, VLLMBackend
+        from rollout_core.data.dataset_sources import open_prompts
         from rollout_core.inference.base import ModelRef
         from rollout_core.models.model_import import import_model
         from rollout_core.models.tokenizers import load_tokenizer
-        from tasks import places
+        from tasks import connections
 
         self._backend = VLLMBackend(max_model_len=MAX_MODEL_LEN)
         self._source = ModelSource(uri="model")
-        objects = places.objects()
+        objects = connections.objects()
         model = import_model(self._source, objects, Path.cwd())
-        self._model = ModelRef(model, objects.local_tree(model, places.cache_folder()))
+        self._model = ModelRef(model, objects.local_tree(model, connections.cache_folder()))
         self._tokenizer = load_tokenizer(self._model.folder)
-        self._rows = {name: read_prompts(name, base=Path.cwd()) for name in (PROMPTS, FIRST_PROMPTS)}
+        inputs = {name: open_prompts(InputGlob(glob=str(name)), Path.cwd()) for name in (PROMPTS, FIRST_PROMPTS)}
+        self._rows = {name: list(prompts.rows()) for name, prompts in inputs.items()}
 
     def flow(self, seed: int, prompts: str) -> tuple[float, list[list[int]], dict[str, float]]:
         """Seconds of the whole flow, the tokens it drew and the seconds of its stages."""
@@ -123,11 +124,11 @@ class Benchmark:
 
     def _tokens_in(self, path: Path) -> list[list[int]]:
         from rollout_core.data.samples import decode_completions_blob
-        from tasks import places
+        from tasks import connections
 
         with path.open(encoding="utf-8") as file:
             blobs = dict.fromkeys(json.loads(line)["completion_blob_id"] for line in file)
-        rows = (row for blob in blobs for row in decode_completions_blob(places.objects().get_bytes(blob)))
+        rows = (row for blob in blobs for row in decode_completions_blob(connections.objects().get_bytes(blob)))
         return [list(row.token_ids) for row in rows]
 
     def generate(self, seed: int, prompts: str, *, lean: bool) -> tuple[float, list[list[int]]]:
@@ -168,16 +169,19 @@ class Benchmark:
 def kept_engine(batch: Any) -> Iterator[list[Any]]:
     """Inside the block the batch flow leaves its engine running; gives the journals of its runs."""
     journals: list[Any] = []
-    run_body = batch.run_body
+    recompute_missing = batch.recompute_missing
 
     def run_and_keep_journal(body: Callable[[Any], Any], run: Any) -> Any:
         def keep(journal: Any) -> Any:
             journals.append(journal)
             return body(journal)
 
-        return run_body(keep, run)
+        return recompute_missing(keep, run)
 
-    with patch.object(batch, "close_engine", lambda: None), patch.object(batch, "run_body", run_and_keep_journal):
+    with (
+        patch.object(batch, "close_engine", lambda: None),
+        patch.object(batch, "recompute_missing", run_and_keep_journal),
+    ):
         yield journals
 
 

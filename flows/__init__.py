@@ -1,17 +1,45 @@
-"""Flows: order, fan-out and placement of stages; and the `rollout` command."""
+"""Flows: order, fan-out and placement of stages; and the `rollout` command.
+
+Names are imported when they are first used; the nightly flow, which has its module's name, is `flows.nightly.nightly`.
+"""
+
+from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
+from uuid import UUID
+
+import lazy_loader
 
 from rollout_core.base.numerics import NUMERICS, hold_numerics
+from rollout_core.base.own_packages import require_own
 from rollout_core.base.seeding import prepare_environment
+
+
+def requested_numerics(parameters: Mapping[str, Any]) -> Any:
+    """The ``numerics`` of a flow run's configuration, after the overrides that the nightly flow takes; None where the
+    parameters leave it out."""
+    config, overrides = parameters.get("config"), parameters.get("overrides")
+    requested = config.get("numerics") if isinstance(config, Mapping) else None
+    return overrides.get("numerics", requested) if isinstance(overrides, Mapping) else requested
+
+
+def _parameters_of(flow_run_id: str) -> Mapping[str, Any]:
+    from prefect import get_client  # commands import this package, too, and most of them need no Prefect
+
+    with get_client(sync_client=True) as client:
+        return client.read_flow_run(UUID(flow_run_id)).parameters
+
 
 # Every process that runs a flow imports this package first, before torch reads its environment.
 prepare_environment()
+require_own("tasks", "blocks")
 if "PREFECT__FLOW_RUN_ID" in os.environ and NUMERICS not in os.environ:
     # Started by a worker for one flow run, whose parameters say how it is to compute.
-    from flows.flow_run import asked_numerics
-
-    hold_numerics(asked_numerics(os.environ["PREFECT__FLOW_RUN_ID"]))
+    hold_numerics(requested_numerics(_parameters_of(os.environ["PREFECT__FLOW_RUN_ID"])))
 # OpenMP's threads otherwise spin while they wait for each other: beside any other busy process on the same cores,
 # training on the CPU was then measured ten to twenty times slower; asleep, a few percent slower alone.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,23 +1,120 @@
-"""The flow run that a worker started this process for, before any flow is imported."""
+"""Around every flow: its tags, its journal, and the recomputation of what storage lost.
+
+A blob whose bytes do not match its id is set aside when it is read; the stage that made it then no longer counts as
+cached. So running the flow's body again computes exactly that, and what follows from it.
+
+And Prefect's log lines in a terminal: where they go, and what they leave out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-from uuid import UUID
+import copy
+import logging
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from prefect import get_client
+from prefect.context import FlowRunContext
+from prefect.logging.configuration import setup_logging
+from prefect.logging.handlers import PrefectConsoleHandler
+
+from rollout_core.base.errors import CorruptObject, MissingObject, RolloutError
+from rollout_core.base.numerics import require_numerics
+from rollout_core.base.scratch import sweep_scratch
+from rollout_core.base.stopping import is_stopping, watching
+from rollout_core.config import Run
+from tasks.journal import Journal, keep_journal
+from tasks.logs import stage_logger
+from tasks.stage import refreshing
+
+R = TypeVar("R")
+
+TRIES_FOR_AN_OBJECT = 3
+WORKERS_RUN = "PREFECT__FLOW_RUN_ID"
+"""Environment variable by which a Prefect worker names the run to the process that it starts."""
 
 
-def asked_numerics(flow_run_id: str) -> Any:
-    """What the parameters of the flow run give as its ``numerics``; None where they leave it out."""
-    with get_client(sync_client=True) as client:
-        parameters = client.read_flow_run(UUID(flow_run_id)).parameters
-    return numerics_among(parameters)
+def recompute_missing(body: Callable[[Journal], R], config: Run) -> R:
+    """Run a flow's ``body``; again for every object that it finds damaged or missing, until one is found a third time.
+
+    The flow run gets the tags of ``config``. What a refresh computed stays cached for its next try, and for `prefect
+    flow-run retry`. Raises ConfigError where this process does not compute as ``config`` asks.
+    """
+    require_numerics(config.numerics)
+    run = config.run
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        raise RuntimeError("recompute_missing is called inside a flow")
+    flow_run = context.flow_run
+    if set(run.tags) - set(flow_run.tags):
+        with get_client(sync_client=True) as client:
+            client.update_flow_run(flow_run.id, tags=sorted({*flow_run.tags, *run.tags}))
+    sweep_scratch()
+    # The id of a flow run stays the same when it is retried.
+    name = f"flow run {flow_run.id}" if run.refresh is True else run.refresh or None
+    # A worker starts a process for each run, which is then that run's alone.
+    with watching(ends_process=WORKERS_RUN in os.environ):
+        return _repeat(body, name)
 
 
-def numerics_among(parameters: Mapping[str, Any]) -> Any:
-    """The configuration's ``numerics``, as it is after the overrides that the nightly flow takes."""
-    config, overrides = parameters.get("config"), parameters.get("overrides")
-    asked = config.get("numerics") if isinstance(config, Mapping) else None
-    return overrides.get("numerics", asked) if isinstance(overrides, Mapping) else asked
+def _repeat(body: Callable[[Journal], R], name: str | None) -> R:
+    found: Counter[str] = Counter()
+    while True:
+        with keep_journal() as journal, refreshing(name):
+            try:
+                return body(journal)
+            except (CorruptObject, MissingObject) as error:
+                found[error.content_id] += 1
+                # Each object that is set aside is one less, so this ends, however many are damaged.
+                if found[error.content_id] == TRIES_FOR_AN_OBJECT or is_stopping():
+                    raise
+                stage_logger().warning("%s; recomputing what is missing", error)
+
+
+def _console_handlers() -> list[Any]:
+    return [handler for handler in logging.getLogger().handlers if isinstance(handler, PrefectConsoleHandler)]
+
+
+@contextmanager
+def through_stderr() -> Iterator[None]:
+    """Inside the block lines go through the present ``sys.stderr``, which a progress bar has made its own."""
+    handlers = _console_handlers()
+    files = [handler.console.file for handler in handlers]
+    for handler in handlers:
+        handler.console.file = sys.stderr
+    try:
+        yield
+    finally:
+        for handler, file in zip(handlers, files, strict=True):
+            handler.console.file = file
+
+
+class _WithoutKnownTraces(logging.Formatter):
+    def __init__(self, inner: logging.Formatter) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def format(self, record: logging.LogRecord) -> str:
+        if record.exc_info and isinstance(record.exc_info[1], RolloutError):
+            record = copy.copy(record)  # the Prefect server gets it whole
+            record.exc_info = record.exc_text = None
+        return self._inner.format(record)
+
+
+@contextmanager
+def without_known_traces() -> Iterator[None]:
+    """Inside the block lines about our own errors come without a traceback; all others keep it."""
+    setup_logging()  # the first flow run would, and make other handlers; a second time they stay
+    handlers = _console_handlers()
+    formatters = [handler.formatter for handler in handlers]
+    for handler in handlers:
+        handler.setFormatter(_WithoutKnownTraces(handler.formatter or logging.Formatter()))
+    try:
+        yield
+    finally:
+        for handler, formatter in zip(handlers, formatters, strict=True):
+            handler.setFormatter(formatter)

@@ -12,10 +12,10 @@ import inspect
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import UTC, datetime
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast, get_type_hints
 from uuid import UUID
@@ -41,15 +41,16 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.lineage import Lineage, record_lineage, software_versions
 from rollout_core.objects.records import Record
 from rollout_core.objects.snapshots import PROGRESS_REFS, SnapshotStore
-from tasks import places
+from tasks import connections
 from tasks.journal import CHECKED, StageEntry, current_journal
 from tasks.logs import stage_logger
-from tasks.patience import RETRY_DELAYS_SECONDS, patiently
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=Record)
+T = TypeVar("T")
 
 RETRIES = 3
+RETRY_DELAYS_SECONDS = [1.0, 4.0, 16.0]
 LABEL = "label"
 REFRESH = "refresh_name"
 """Argument of every task beside those of its stage."""
@@ -105,6 +106,7 @@ def stage(
     an effect outside the object store are not ``cached``. ``concurrency`` names a limit: where ``ROLLOUT_LIMITS`` lists
     it, the Prefect server holds runs to ``prefect concurrency-limit create rollout:NAME N``. A parameter named
     ``label`` is for people only and stays out of the cache key, and so do the ``optional`` ones while they are None.
+    The fields of a dataclass count as arguments of their own.
     """
 
     def decorate(function: Callable[P, R]) -> Stage[P, R]:
@@ -158,7 +160,7 @@ class Stage(Generic[P, R]):
         return self._result(inputs, state, time.monotonic() - started)
 
     def submit(self, runner: RunsTasks, *args: P.args, **kwargs: P.kwargs) -> Submitted[R]:
-        """Run the stage on a started task runner, which may be of another machine, and go on meanwhile."""
+        """Run the stage on a started task runner, which may be on another machine, and return at once."""
         inputs = self._bind(args, kwargs)
         prepared = self._prepare(inputs)
         with TagsContext(current_tags=set()):
@@ -183,9 +185,9 @@ class Stage(Generic[P, R]):
         return state
 
     def _prepare(self, inputs: dict[str, Any]) -> Task[..., dict[str, Any]]:
-        storage = places.result_storage()
+        storage = connections.result_storage()
         if self.cached:
-            patiently(lambda: self._forget_if_broken(storage, self.key(inputs)))
+            retry(lambda: self._forget_if_broken(storage, self.key(inputs)))
         # A tag costs a call to the server for each task run (and, where that keeps its data in SQLite, now and then a
         # refusal and a pause of 2 s), so there is one only where a limit is wanted; those of the flow run stay with it.
         limited = self._concurrency in locations().limits
@@ -212,7 +214,7 @@ class Stage(Generic[P, R]):
     def _plain_key(self, inputs: dict[str, Any]) -> ContentId:
         counted = {
             name: value
-            for name, value in inputs.items()
+            for name, value in spread_arguments(inputs).items()
             if name != LABEL and not (value is None and name in self._optional)
         }
         return content_id(f"stage/{self.name}/{self.version}", identity(counted))
@@ -246,7 +248,7 @@ class Stage(Generic[P, R]):
     def _run(self, inputs: dict[str, Any]) -> R:
         context = TaskRunContext.get()
         assert context is not None, "a stage's function runs inside its Prefect task"
-        storage = places.result_storage()
+        storage = connections.result_storage()
         run = StageRun(self.name, self.key(inputs), storage, str(context.task_run.flow_run_id or context.task_run.id))
         token = _current_run.set(run)
         compute = self._compute_once if self.cached else self._compute
@@ -262,7 +264,7 @@ class Stage(Generic[P, R]):
         def on_wait() -> None:
             stage_logger().info("another process is computing %s on the same inputs; waiting for its result", self.name)
 
-        with exclusive(places.lock_folder() / f"{run.key}.lock", on_wait=on_wait):
+        with exclusive(connections.lock_folder() / f"{run.key}.lock", on_wait=on_wait):
             record = self._stored(run.storage, run.key)
             if record is None:
                 record = self._compute(run, inputs)
@@ -271,12 +273,12 @@ class Stage(Generic[P, R]):
             return record
 
     def _store(self, run: StageRun, inputs: dict[str, Any], record: R) -> None:
-        """Make the record durable before Prefect learns of it: a failed write of Prefect's own is only logged there."""
+        """Make the record durable before Prefect learns of it: Prefect only logs a failed write of its own."""
         lineage = Lineage(
             stage=self.name,
             version=self.version,
             key=run.key,
-            inputs=identity(inputs),
+            inputs=identity(spread_arguments(inputs)),
             outputs=record.outputs(),
             created_at=datetime.now(UTC),
             software=software_versions(),
@@ -327,9 +329,21 @@ class Stage(Generic[P, R]):
     def _note(self, inputs: dict[str, Any], state: str, seconds: float, outputs: tuple[ContentId, ...]) -> None:
         journal = current_journal()
         if journal is not None:
+            inputs = spread_arguments(inputs)
             ids = tuple(ContentId(value) for value in inputs.values() if is_content_id(value))
             records = (item for value in inputs.values() if isinstance(value, Record) for item in value.outputs())
             journal.add(StageEntry(self.name, str(inputs.get(LABEL, "")), state, seconds, (*ids, *records), outputs))
+
+
+def spread_arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, where those that travel together in a dataclass stand one by one."""
+    found: dict[str, Any] = {}
+    for name, value in inputs.items():
+        if is_dataclass(value) and not isinstance(value, type):
+            found |= {field.name: getattr(value, field.name) for field in fields(value)}
+        else:
+            found[name] = value
+    return found
 
 
 class UnreadableResult(RolloutError):
@@ -340,7 +354,7 @@ class RunsTasks(Protocol):
     """A started task runner, or a place on one."""
 
     def submit(self, task: Task[..., Any], parameters: dict[str, Any]) -> PrefectFuture[Any]:
-        """Run a task and go on meanwhile."""
+        """Start a task and return at once."""
         ...
 
 
@@ -378,8 +392,21 @@ def is_whole(record: Record, objects: ObjectStore) -> bool:
 
 
 def stop_signal() -> TerminationSignal:
-    """What Prefect's handler of SIGTERM raises: the run then ends Crashed, or Cancelled where that was asked for."""
+    """What Prefect's handler of SIGTERM raises: the run then ends Crashed, or Cancelled where that was requested."""
     return TerminationSignal(signal=signal.SIGTERM)
+
+
+def retry(call: Callable[[], T]) -> T:
+    """The result of ``call``, which is retried as a stage is, with growing pauses, while it raises Recoverable."""
+    for delay in RETRY_DELAYS_SECONDS:
+        try:
+            return call()
+        except Recoverable as error:
+            if is_stopping():
+                raise
+            stage_logger().warning("%s; retrying in %g s", error, delay)
+            time.sleep(delay)
+    return call()
 
 
 def should_retry(task: Task[..., Any], task_run: Any, state: Any) -> bool:

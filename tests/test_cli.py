@@ -48,7 +48,7 @@ def work(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> P
     (tmp_path / "mine.py").write_text("def reward(sample): return float(len(sample.completion))\n")
     model, backend = {"uri": str(tiny_model)}, {"kind": "transformers"}
     learner = {"minibatch_size": 2, "optimizer": {"lr": 1e-3}}
-    sft = {**learner, "dataset": {"path": "sft.jsonl"}, "packing": {"max_seq_len": 64}, "budget": {"max_steps": 3}}
+    sft = {**learner, "dataset": {"path": "sft.jsonl"}, "sequence": {"max_length": 64}, "budget": {"max_steps": 3}}
     ppo = {
         **learner,
         "prompts": {"path": "prompts.jsonl"},
@@ -104,11 +104,10 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, weights_stay_unread: None) -
 
     monkeypatch.setattr(subprocess, "Popen", refuse_others)
     for place in (
-        "flows.local_server.prefect_server",
+        "flows.connections.prefect_server",
         "rollout_core.inference.engines.build_backend",
         "rollout_core.inference.hf.TransformersEngine.__init__",
         "rollout_core.inference.vllm_backend.VLLMEngine.__init__",
-        "rollout_core.algorithms.state.load_policy",
     ):
         monkeypatch.setattr(place, refuse)
 
@@ -239,7 +238,10 @@ def test_an_error_is_blamed_on_the_file_or_the_option_it_came_from(work: Path, n
         ("train-sft", "algorithm.num_train_epochs", "budget.epochs"),
         ("train-ppo", "algorithm.num_train_epochs", "epochs"),
         ("train-sft", "algorithm.batch_size", "minibatch_size"),
-        ("train-sft", "algorithm.max_length", "packing.max_seq_len"),
+        ("train-sft", "algorithm.max_length", "sequence.max_length"),
+        ("train-sft", "algorithm.packing", "sequence.max_length"),
+        ("train-sft", "algorithm.max_seq_len", "sequence.max_length"),
+        ("train-sft", "algorithm.sequence.max_seq_len", "max_length"),
         ("train-grpo", "algorithm.num_generations", "samples_per_prompt"),
         ("infer-batch", "sampling.max_new_tokens", "max_tokens"),
         ("infer-batch", "model.model_name_or_path", "uri"),
@@ -572,7 +574,7 @@ def test_batch_inference_prints_its_run_and_goes_on_with_it(work: Path, prefect_
             run("infer-batch", "--set", "sampling.temperature=0.5", *more, PREFECT_API_URL=prefect_server)
         )
         expected = (
-            f"output.dir: run {run_id} was begun with other parameters: sampling.temperature: got 0.5, expected 1.0."
+            f"output.dir: run {run_id} was started with other parameters: sampling.temperature: got 0.5, expected 1.0."
         )
         assert message.startswith(expected)
     unknown = "01ARZ3NDEKTSV4RRFFQ69G5FAV"
@@ -639,7 +641,7 @@ def test_another_model_is_refused_before_the_first_sample(work: Path, prefect_se
     result = run("infer-batch", "--set", f"model.uri={other_tiny_model}", **server)
     assert result.exit_code == 2 and result.stdout == ""
     last = result.stderr.splitlines()[-1]
-    assert "was begun with other parameters: model: got " in last
+    assert "was started with other parameters: model: got " in last
     assert last.endswith(f"or remove {work / 'out' / 'run-id'}")
     assert (work / "out" / "completions.jsonl").read_bytes() == before
 

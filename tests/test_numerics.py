@@ -166,9 +166,9 @@ def test_arithmetic_names_what_decides_over_last_bits(monkeypatch: pytest.Monkey
 
 
 def test_what_a_flow_run_s_parameters_ask_for():
-    from flows.flow_run import numerics_among
+    from flows import requested_numerics
 
-    assert numerics_among({"config": {"numerics": "portable"}}) == "portable"
-    assert numerics_among({"config": {}}) is None
-    assert numerics_among({"config": {"numerics": "native"}, "overrides": {"numerics": "portable"}}) == "portable"
-    assert numerics_among({"config": {"numerics": "portable"}, "overrides": None}) == "portable"
+    assert requested_numerics({"config": {"numerics": "portable"}}) == "portable"
+    assert requested_numerics({"config": {}}) is None
+    assert requested_numerics({"config": {"numerics": "native"}, "overrides": {"numerics": "portable"}}) == "portable"
+    assert requested_numerics({"config": {"numerics": "portable"}, "overrides": None}) == "portable"

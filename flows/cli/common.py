@@ -79,10 +79,10 @@ def load_run(
 def _whole_ids(config: RunT) -> RunT:
     """``config`` with whole content ids, unless the object store is a block of a server that is not running yet."""
     from flows.connections import connections
-    from rollout_core.objects.whole_ids import with_whole_ids
+    from rollout_core.objects.short_ids import with_whole_ids
 
-    places = connections()
-    return config if places is None else with_whole_ids(config, Path.cwd(), places.open_objects)
+    known = connections()
+    return config if known is None else with_whole_ids(config, Path.cwd(), known.open_objects)
 
 
 def print_plan(facts: Mapping[str, Any]) -> None:
@@ -102,13 +102,12 @@ def run_flow(start: Callable[[], Any], debug: bool) -> Any:
 
     Unless ``debug``, log lines in the terminal show no tracebacks of our own errors, whose messages say what to do.
     """
-    from flows.connections import PREFECT_HOME
-    from flows.local_server import prefect_server
+    from flows.connections import PREFECT_HOME, prefect_server
     from rollout_core.base.stopping import watching
 
     with watching(ends_process=True), prefect_server(PREFECT_HOME):
         # Not before: Prefect takes the server's address when it is imported.
-        from flows.log_lines import without_known_traces
+        from flows.flow_run import without_known_traces
 
         try:
             with nullcontext() if debug else without_known_traces():

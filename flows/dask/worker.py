@@ -29,15 +29,14 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.numerics import NUMERICS, Numerics, current_numerics
 from rollout_core.base.processes import this_machine
-from rollout_core.base.redaction import without_password
+from rollout_core.base.secrets import without_password
 from rollout_core.config import VLLMBackend
 from rollout_core.inference.batch import Progress
 from rollout_core.inference.engines import close_engine
-from rollout_core.inference.tally import forget_tally, tally
+from rollout_core.inference.runs import forget_tally, tally
 from rollout_core.models.tokenizers import prepare_transformers
-from tasks import places
-from tasks.patience import patiently
-from tasks.stage import Stage
+from tasks import connections
+from tasks.stage import Stage, retry, spread_arguments
 
 IDLE_SECONDS = 300.0
 """An engine that had nothing to do for this long is closed: a driver that was killed cannot ask for it."""
@@ -55,8 +54,8 @@ class Driver:
     """Its name in the database."""
     mark: str
     """Its ref in the object store."""
-    places: str
-    """Its storage and database, in words, without secrets."""
+    connections: str
+    """Description of its storage and database, without secrets."""
     machine: str
     api_url: str | None
     numerics: Numerics
@@ -64,7 +63,7 @@ class Driver:
 
     @property
     def topic(self) -> str:
-        """Where its workers tell of their progress."""
+        """On which its workers report their progress."""
         return f"rollout-{self.run_id}"
 
 
@@ -107,7 +106,7 @@ def run_stage(stage: str, inputs: dict[str, Any], task_run_id: UUID, context: di
 
         tally(driver.run_id).report_to(report)
         flow = cast(Flow[..., Any], _find(context["flow"]))
-        store = ResultStore(result_storage=places.result_storage())
+        store = ResultStore(result_storage=connections.result_storage())
         flow_run = {**context["flow_run_context"], "flow": flow, "result_store": store}
         return cast(Stage[..., Any], _find(stage)).run_submitted(inputs, task_run_id, {"flow_run_context": flow_run})
 
@@ -142,7 +141,8 @@ def _reachable_api(driver: Driver) -> Iterator[None]:
 
 def _meet(driver: Driver, inputs: dict[str, Any]) -> None:
     """Refuse to work where it would be lost, or cannot be done."""
-    if isinstance(inputs.get("backend"), VLLMBackend) and multiprocessing.current_process().daemon:
+    backend = spread_arguments(inputs).get("backend")
+    if isinstance(backend, VLLMBackend) and multiprocessing.current_process().daemon:
         raise ConfigError(
             f"worker {_name()} may not start the process that vLLM runs in; start Dask workers with "
             "DASK_DISTRIBUTED__WORKER__DAEMON=False in their environment, or with --no-nanny"
@@ -154,27 +154,27 @@ def _meet(driver: Driver, inputs: dict[str, Any]) -> None:
         )
     with _meeting:
         if driver not in _met:
-            patiently(lambda: _refuse_other_places(driver))
+            retry(lambda: _refuse_other_connections(driver))
             prepare_transformers()
             _met.add(driver)
 
 
-def _refuse_other_places(driver: Driver) -> None:
+def _refuse_other_connections(driver: Driver) -> None:
     missing: list[str] = []
-    if places.objects().get_ref(driver.mark) is None:
+    if connections.objects().get_ref(driver.mark) is None:
         missing.append("object storage")
     if not asyncio.run(_knows(driver.worker_id)):
         missing.append("database")
     if missing:
         raise ConfigError(
-            f"worker {_name()} has another {' and '.join(missing)} than the driver: got {places.in_words()}; expected "
-            f"{driver.places}; set ROLLOUT_STORAGE and ROLLOUT_DATABASE in the worker's environment to what all "
-            "machines share (a SQLite file or a local folder is of one machine)"
+            f"worker {_name()} has another {' and '.join(missing)} than the driver: got {connections.description()}; "
+            f"expected {driver.connections}; set ROLLOUT_STORAGE and ROLLOUT_DATABASE in the worker's environment to "
+            "what all machines share (a SQLite file or a local folder is of one machine)"
         )
 
 
 async def _knows(worker_id: str) -> bool:
-    async with places.open_store() as store:
+    async with connections.open_store() as store:
         return await store.get_worker_by_id(worker_id) is not None
 
 
@@ -183,7 +183,7 @@ def _name() -> str:
 
 
 class EngineKeeper(WorkerPlugin):
-    """Keeps a worker's engine warm while a run goes on, and closes it after.
+    """Keeps a worker's engine warm while a run lasts, and closes it afterwards.
 
     ``workers_end``: the workers end with the run.
     """

@@ -1,40 +1,36 @@
-"""One engine a process: built when a sample first needs it, shared by all that run there, its weights swapped."""
+"""One engine a process: built when a sample first needs it, shared by all that run there, its weights swapped.
+
+An engine starts within its time, and its start is given up at once when the process is to stop.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import json
 import logging
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
+from rollout_core.base.errors import Fatal
 from rollout_core.base.ids import ContentId, hash_bytes
-from rollout_core.base.stopping import is_stopping
+from rollout_core.base.stopping import children, in_thread, is_stopping, kill_children, raise_if_stopping
 from rollout_core.config import BackendConfig, OpenAIBackend, ScriptedBackend, TransformersBackend, VLLMBackend
 from rollout_core.inference.base import InferenceBackend, ModelRef
-from rollout_core.inference.engine_start import start_in_time
 from rollout_core.inference.lanes import Lanes
 from rollout_core.models.tokenizers import tokenizer_files
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Resident:
-    config: BackendConfig
-    architecture: str
-    backend: InferenceBackend
-    lanes: Lanes
-    users: int = 0
-    in_doubt: bool = False
-    """A failure inside a block may have left it in any state: nobody else joins, and the last one drops it."""
-
-
-_changed = threading.Condition()
-_resident: _Resident | None = None
-_preparing = False
+POLL_SECONDS = 0.2
 
 
 def build_backend(config: BackendConfig, model: ModelRef) -> InferenceBackend:
@@ -56,6 +52,137 @@ def build_backend(config: BackendConfig, model: ModelRef) -> InferenceBackend:
     return VLLMEngine(config, model)
 
 
+@dataclass
+class _Resident:
+    """The engine of a pool."""
+
+    config: BackendConfig
+    architecture: str
+    backend: InferenceBackend
+    lanes: Lanes
+    users: int = 0
+    suspect: bool = False
+    """A failure during its use may have left it in any state: nobody else joins, and its last user drops it."""
+
+    def suits(self, config: BackendConfig, architecture: str) -> bool:
+        """Whether it needs other weights at most."""
+        return not self.suspect and self.config == config and self.architecture == architecture
+
+
+class EnginePool:
+    """Holds at most one engine. Thread-safe.
+
+    Another configuration or architecture replaces it; another model of the same architecture only replaces its weights.
+    Callers with the same configuration and model share it, others wait for their turn. A failure during its use drops
+    it.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._resident: _Resident | None = None
+        self._is_preparing = False
+        """A thread is starting, changing or closing the engine, outside the lock: a start takes half a minute."""
+
+    @contextmanager
+    def use(self, config: BackendConfig, model: ModelRef, say: Callable[[str], None]) -> Iterator[_Resident]:
+        """The engine with ``model`` in it, which stays when the block ends. ``say`` receives lines about its start."""
+        resident = self._enter(config, model, say)
+        try:
+            yield resident
+        except BaseException:
+            resident.suspect = True
+            raise
+        finally:
+            self._leave(resident)
+
+    def close(self) -> None:
+        """Stop the engine, if there is one; waits for its users.
+
+        Does nothing when the process is to stop and the engine is in use: it ends with the process.
+        """
+        with self._changed:
+            if not self._changed.wait_for(self._is_unused, timeout=0.0 if is_stopping() else None):
+                return
+            self._is_preparing = True
+        with self._preparation():
+            self._drop()
+
+    def _is_unused(self) -> bool:
+        return not self._is_preparing and (self._resident is None or not self._resident.users)
+
+    @contextmanager
+    def _preparation(self) -> Iterator[None]:
+        """Ends, with the block, what began with ``_is_preparing``."""
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_preparing = False
+                self._changed.notify_all()
+
+    def _enter(self, config: BackendConfig, model: ModelRef, say: Callable[[str], None]) -> _Resident:
+        architecture = _architecture(model)
+        with self._changed:
+            while not self._is_unused():
+                if not self._is_preparing and (resident := self._resident) is not None:
+                    holds_model = resident.backend.model_id == model.content_id
+                    if holds_model and resident.suits(config, architecture):
+                        resident.users += 1
+                        return resident
+                self._changed.wait()
+            self._is_preparing = True
+        with self._preparation():
+            resident = self._prepare(config, model, architecture, say)
+            resident.users = 1
+        return resident
+
+    def _prepare(
+        self, config: BackendConfig, model: ModelRef, architecture: str, say: Callable[[str], None]
+    ) -> _Resident:
+        if self._resident is not None and not self._resident.suits(config, architecture):
+            self._drop()
+        if self._resident is None:
+            backend = _start(config, model, say)
+            self._resident = _Resident(config, architecture, backend, Lanes(backend))
+        try:
+            self._resident.backend.update_weights(model)
+        except BaseException:
+            self._drop()
+            raise
+        return self._resident
+
+    def _leave(self, resident: _Resident) -> None:
+        with self._changed:
+            resident.users -= 1
+            is_dropped = resident.suspect and not resident.users
+            self._is_preparing = self._is_preparing or is_dropped
+            self._changed.notify_all()
+        if is_dropped:
+            with self._preparation():
+                self._drop()
+
+    def _drop(self) -> None:
+        if self._resident is not None:
+            dropped, self._resident = self._resident, None
+            dropped.backend.close()
+
+
+_pool = EnginePool()
+"""Of this process."""
+
+
+@contextmanager
+def engine(config: BackendConfig, model: ModelRef, say: Callable[[str], None] = log.info) -> Iterator[InferenceBackend]:
+    """This process's engine with ``model`` in it, as `EnginePool.use` gives it."""
+    with _pool.use(config, model, say) as resident:
+        yield resident.backend
+
+
+def close_engine() -> None:
+    """Stop this process's engine, as `EnginePool.close` does."""
+    _pool.close()
+
+
 @dataclass(frozen=True)
 class EngineOf:
     """A model on a backend, started when it is opened: the engine that batch inference is given."""
@@ -63,7 +190,7 @@ class EngineOf:
     config: BackendConfig
     model: ModelRef
     say: Callable[[str], None] = log.info
-    """Told when the engine starts, which takes long, and when it is ready."""
+    """Receives a line when the engine starts, which may take long, and one when it is ready."""
 
     @property
     def model_id(self) -> ContentId:
@@ -77,94 +204,16 @@ class EngineOf:
 
     def open(self) -> AbstractContextManager[Lanes]:
         """The lanes of this process's engine; entering may take as long as an engine's start."""
-        return _lanes(self.config, self.model, self.say)
+        return self._lanes()
 
-
-@contextmanager
-def engine(config: BackendConfig, model: ModelRef, say: Callable[[str], None] = log.info) -> Iterator[InferenceBackend]:
-    """This process's engine with ``model`` in it.
-
-    The engine stays when the block ends. Another configuration or architecture replaces it; another model of the same
-    architecture only replaces its weights. Callers with the same configuration and model share it, others wait for its
-    turn. A failure inside the block drops it. ``say`` is told of its start.
-    """
-    with _shared(config, model, say) as resident:
-        yield resident.backend
-
-
-@contextmanager
-def _lanes(config: BackendConfig, model: ModelRef, say: Callable[[str], None]) -> Iterator[Lanes]:
-    with _shared(config, model, say) as resident:
-        yield resident.lanes
-
-
-@contextmanager
-def _shared(config: BackendConfig, model: ModelRef, say: Callable[[str], None]) -> Iterator[_Resident]:
-    resident = _enter(config, model, say)
-    try:
-        yield resident
-    except BaseException:
-        resident.in_doubt = True
-        raise
-    finally:
-        _leave(resident)
-
-
-def close_engine() -> None:
-    """Stop this process's engine, if there is one; waits for those who use it.
-
-    Not when the process is to stop, and someone holds on to it: it ends with the process.
-    """
-    global _preparing
-    with _changed:
-        patience = 0.0 if is_stopping() else None
-        if not _changed.wait_for(lambda: not _preparing and (_resident is None or not _resident.users), patience):
-            return
-        _preparing = True
-    try:
-        _drop()
-    finally:
-        _prepared()
-
-
-def _enter(config: BackendConfig, model: ModelRef, say: Callable[[str], None]) -> _Resident:
-    global _preparing
-    architecture = _architecture(model)
-    with _changed:
-        while True:
-            if not _preparing and (_resident is None or not _resident.users):
-                _preparing = True
-                break
-            if not _preparing and _resident is not None and _fits(_resident, config, model, architecture):
-                _resident.users += 1
-                return _resident
-            _changed.wait()
-    # Outside the lock: a start takes half a minute.
-    try:
-        resident = _prepare(config, model, architecture, say)
-        resident.users = 1
-    finally:
-        _prepared()
-    return resident
-
-
-def _prepare(config: BackendConfig, model: ModelRef, architecture: str, say: Callable[[str], None]) -> _Resident:
-    global _resident
-    if _resident and (_resident.config != config or _resident.architecture != architecture or _resident.in_doubt):
-        _drop()
-    if _resident is None:
-        backend = _start(config, model, say)
-        _resident = _Resident(config, architecture, backend, Lanes(backend))
-    try:
-        _resident.backend.update_weights(model)
-    except BaseException:
-        _drop()
-        raise
-    return _resident
+    @contextmanager
+    def _lanes(self) -> Iterator[Lanes]:
+        with _pool.use(self.config, self.model, self.say) as resident:
+            yield resident.lanes
 
 
 def _start(config: BackendConfig, model: ModelRef, say: Callable[[str], None]) -> InferenceBackend:
-    """A new backend; tells of the start of those that take long."""
+    """A new backend; ``say`` receives lines about the start of those that take long."""
     if not isinstance(config, VLLMBackend | TransformersBackend):
         return build_backend(config, model)
     say(f"starting the {config.kind} engine ...")
@@ -174,41 +223,40 @@ def _start(config: BackendConfig, model: ModelRef, say: Callable[[str], None]) -
     return backend
 
 
-def _prepared() -> None:
-    global _preparing
-    with _changed:
-        _preparing = False
-        _changed.notify_all()
+def start_in_time(start: Callable[[], T], timeout_seconds: float) -> T:
+    """The engine that ``start`` gives, from a thread of its own: nothing ends a start that hangs.
+
+    Raises Stopped when the process is to stop meanwhile, and Fatal, with the stacks of all threads in the log, when
+    the time is up. What the start began is then left behind, without its child processes.
+    """
+    before = children()
+    future = in_thread(start)
+    deadline = time.monotonic() + timeout_seconds
+    while not wait([future], timeout=POLL_SECONDS).done:
+        if is_stopping():
+            kill_children(but=before)
+            raise_if_stopping("the start of the engine")
+        if time.monotonic() > deadline:
+            _show_stacks(timeout_seconds)
+            kill_children(but=before)
+            raise Fatal(
+                f"the engine did not start within {timeout_seconds:g} s; stacks are in the log and on stderr. "
+                "A large model on a slow disk may need longer: raise backend.start_timeout_seconds. Otherwise run "
+                "again; what is finished is kept"
+            )
+    return future.result()
 
 
-def _leave(resident: _Resident) -> None:
-    global _preparing
-    with _changed:
-        resident.users -= 1
-        drop = resident.in_doubt and not resident.users
-        _preparing = _preparing or drop
-        _changed.notify_all()
-    if drop:
-        try:
-            _drop()
-        finally:
-            _prepared()
-
-
-def _fits(resident: _Resident, config: BackendConfig, model: ModelRef, architecture: str) -> bool:
-    return (
-        not resident.in_doubt
-        and resident.config == config
-        and resident.architecture == architecture
-        and resident.backend.model_id == model.content_id
-    )
-
-
-def _drop() -> None:
-    global _resident
-    if _resident is not None:
-        dropped, _resident = _resident, None
-        dropped.backend.close()
+def _show_stacks(timeout_seconds: float) -> None:
+    """To stderr first: the start may hang with the lock of logging in its hands."""
+    with tempfile.TemporaryFile(mode="w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = f"the engine did not start within {timeout_seconds:g} s; all threads:\n{file.read()}"
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+    wait([in_thread(lambda: log.error(text))], timeout=1.0)
 
 
 def _architecture(model: ModelRef) -> str:

@@ -17,13 +17,14 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-from rollout_core.base.error_messages import error_message
-from rollout_core.base.errors import ConfigError, RolloutError
-from rollout_core.base.processes import signal_at_parents_end
+from rollout_core.base.errors import ConfigError, RolloutError, error_message
+from rollout_core.base.process_tree import signal_at_parents_end
 from rollout_core.base.seeding import prepare_environment
-from rollout_core.launch.job import (
+from rollout_core.launch.launcher import (
     LAUNCHER,
+    PIPE,
     RENDEZVOUS,
     STORAGE_OPTIONS,
     Job,
@@ -32,7 +33,6 @@ from rollout_core.launch.job import (
     encode_report,
     update_function,
 )
-from rollout_core.launch.messages import Messenger
 
 PATIENCE = timedelta(hours=2)
 """For the other ranks: a launcher ends all when one dies; who waits may wait for a large upload by the first."""
@@ -83,8 +83,8 @@ def run(job: Job, messenger: Messenger, *, is_stopping: Callable[[], bool] = lam
     where the ranks are not as many."""
     import torch.distributed as dist
 
+    from rollout_core.algorithms.context import UpdateContext
     from rollout_core.algorithms.parallel import is_first
-    from rollout_core.algorithms.workshop import Workshop
     from rollout_core.objects import ObjectStore
 
     processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -92,7 +92,7 @@ def run(job: Job, messenger: Messenger, *, is_stopping: Callable[[], bool] = lam
         raise ConfigError(f"this job is for {job.nproc} processes, and {processes} were started")
     join()
     options = json.loads(os.environ.pop(STORAGE_OPTIONS, "{}"))
-    workshop = Workshop(
+    context = UpdateContext(
         objects=ObjectStore.from_url(job.storage, storage_options=options),
         cache=job.cache,
         key=job.key,
@@ -112,7 +112,7 @@ def run(job: Job, messenger: Messenger, *, is_stopping: Callable[[], bool] = lam
     hears = {}
     if "on_data" in inspect.signature(function).parameters and is_first():
         hears["on_data"] = lambda report: messenger.send("data", encode_report(job.update, report))
-    outcome = function(**decode_inputs(job.update, job.inputs), **hears, workshop=workshop)
+    outcome = function(**decode_inputs(job.update, job.inputs), **hears, context=context)
     if is_first():
         job.result.write_bytes(encode_outcome(job.update, outcome))
     if dist.is_initialized():
@@ -141,6 +141,23 @@ def join() -> None:
         timeout=PATIENCE,
         device_id=device,
     )
+
+
+class Messenger:
+    """Writes messages, or none where no launcher listens."""
+
+    def __init__(self) -> None:
+        number = os.environ.get(PIPE)
+        self._file = os.fdopen(int(number), "w", encoding="utf-8") if number else None
+        self._lock = threading.Lock()
+
+    def send(self, kind: str, content: Any) -> None:
+        """One message, out when this returns."""
+        if self._file is None:
+            return
+        with self._lock:
+            self._file.write(json.dumps([kind, content]) + "\n")
+            self._file.flush()
 
 
 if __name__ == "__main__":

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from updates import ppo, preference_update as update, sft_settings, workshop
+from updates import ppo, preference_update as update, sft_settings, update_context
 
-from rollout_core.algorithms.checkpointing import checkpoint_layers
+from rollout_core.algorithms.loop import checkpoint_layers
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.sft import SFT
-from rollout_core.algorithms.state import load_policy
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import LearnerSettings, identity
 from rollout_core.data.examples import Example
 from rollout_core.data.packing import Document, pack_branches
+from rollout_core.models.pretrained import load_causal_lm
 
 CPU = torch.device("cpu")
 
@@ -43,7 +43,7 @@ def pair_loss(model: Any, packed: bool) -> torch.Tensor:
 
 def gradients(folder: Path, loss: Any, *, packed: bool, train: bool, checkpointed: bool) -> tuple[dict, int]:
     """Gradients by name, and the bytes that autograd kept for the backward pass."""
-    model = load_policy(folder).train(train)
+    model = load_causal_lm(folder).train(train)
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.2
     if checkpointed:
@@ -75,14 +75,15 @@ def test_gradients_are_equal_and_less_is_kept(loss: Any, packed: bool, train: bo
 
 @pytest.mark.parametrize("kind", ["rm", "dpo", "kto"])
 def test_an_update_ends_in_the_same_bytes(kind: str, tiny_model: Path, tmp_path: Path):
-    plain = update(kind, tiny_model, workshop(tmp_path / "plain"))
-    assert update(kind, tiny_model, workshop(tmp_path / "less"), gradient_checkpointing=True) == plain
+    plain = update(kind, tiny_model, update_context(tmp_path / "plain"))
+    assert update(kind, tiny_model, update_context(tmp_path / "less"), gradient_checkpointing=True) == plain
 
 
 @pytest.mark.parametrize("values", ["head", "model"])
 def test_ppo_ends_in_the_same_bytes(values: str, tiny_model: Path, tmp_path: Path):
     plain, less = (
-        ppo(workshop(tmp_path / str(on)), tiny_model, values=values, gradient_checkpointing=on) for on in (False, True)
+        ppo(update_context(tmp_path / str(on)), tiny_model, values=values, gradient_checkpointing=on)
+        for on in (False, True)
     )
     assert plain == less
 

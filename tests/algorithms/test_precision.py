@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from updates import grpo, ppo, rows_of, workshop
+from updates import grpo, ppo, rows_of, update_context
 
 from rollout_core.algorithms.loop import build_accelerator
 from rollout_core.algorithms.policy import Policy, PolicyOutput, ValueModel
 from rollout_core.algorithms.reward_model import RewardModel, load_reward_model
-from rollout_core.algorithms.state import load_policy
 from rollout_core.config import ImportanceCorrection
 from rollout_core.data.packing import Document, pack, pack_completions
+from rollout_core.models.pretrained import load_causal_lm
 from rollout_core.objects.records import Checkpoint
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product")
@@ -62,8 +62,8 @@ def losses(tiny_model: Any) -> dict[str, tuple[torch.nn.Module, Callable[[], Ten
 
     documents = pack([Document(list(range(3, 40))), Document(list(range(5, 20)))])
     tokens = pack_completions(*DRAWN)
-    plain = Policy(load_policy(tiny_model))
-    with_values = Policy(load_policy(tiny_model), ValueModel(load_policy(tiny_model).base_model))
+    plain = Policy(load_causal_lm(tiny_model))
+    with_values = Policy(load_causal_lm(tiny_model), ValueModel(load_causal_lm(tiny_model).base_model))
     reward = RewardModel(load_reward_model(tiny_model, new_head=True))
     weights = torch.full((documents.num_targets,), 0.1)
     return {
@@ -94,7 +94,7 @@ def test_updates_of_one_process_may_differ_in_precision():
 @pytest.mark.parametrize("update", [ppo, grpo])
 def test_in_mixed_precision_an_update_starts_at_a_ratio_of_one_and_a_divergence_of_zero(tiny_model, tmp_path, update):
     """Old log-probabilities, values and the reference's are scored as the loss will compute its own: bit for bit."""
-    place = workshop(tmp_path)
+    place = update_context(tmp_path)
     checkpoints: list[Checkpoint] = []
     settings = {"precision": "bfloat16", "correction": ImportanceCorrection(), "on_checkpoint": checkpoints.append}
     update(place, tiny_model, **settings)

@@ -18,14 +18,14 @@ pytestmark = pytest.mark.server
 def test_a_stage_collects_what_the_store_holds(prefect_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from prefect import flow
 
-    from tasks import places
-    from tasks.collect import collect_samples
+    from tasks import connections
+    from tasks.score import collect_samples
 
     monkeypatch.chdir(tmp_path)
 
     async def run_agent(status: Any) -> str:
         """An agent's attempt with one traced call and a reward."""
-        async with places.open_store() as store:
+        async with connections.open_store() as store:
             rollout = await store.start_rollout(input="task")
             ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
             call = {"prompt_token_ids": [1, 2], "response_token_ids": [3], "logprobs.content": "[-0.5]"}
@@ -42,4 +42,4 @@ def test_a_stage_collects_what_the_store_holds(prefect_server: str, tmp_path: Pa
     good, bad = asyncio.run(run_agent("succeeded")), asyncio.run(run_agent("failed"))
     experience = collect([good, bad])
     assert (experience.num_samples, experience.left_out, experience.mean) == (1, {"failed": 1}, 2.0)
-    assert places.objects().get_json(experience.scores) == [2.0]
+    assert connections.objects().get_json(experience.scores) == [2.0]

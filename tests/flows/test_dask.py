@@ -100,7 +100,7 @@ class Cluster:
 
 @pytest.fixture
 def cluster(start_process, prefect_server, tmp_path, server_logs) -> Cluster:
-    from flows.local_server import _free_port
+    from flows.connections import _free_port
 
     server_logs.watch(tmp_path / "cluster.log")
     server_logs.expect(
@@ -367,20 +367,20 @@ def test_threads_are_not_counted_for_a_cluster():
     ("path", "message"), [("distributed.NoCluster", "cannot be imported"), ("os.sep", "is str, not a class")]
 )
 def test_a_cluster_class_that_is_none_is_found_before_the_run(path, message):
-    from rollout_core.plans.dask import check_cluster
+    from rollout_core.plans.batch_plan import check_cluster
 
     with pytest.raises(ConfigError, match=message):
         check_cluster(DaskConfig(cluster=path))
 
 
 def test_a_driver_waits_for_a_database_that_is_away_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from flows.dask import cluster as dask_cluster
-    from tasks import patience, places
+    from flows.dask import fleet as dask_fleet
+    from tasks import connections, stage
 
     monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{tmp_path / 'objects'}")
     monkeypatch.setenv("ROLLOUT_DATABASE", f"sqlite:///{tmp_path / 'rollout.db'}")
-    monkeypatch.setattr(patience, "RETRY_DELAYS_SECONDS", [0.01, 0.01])
-    opened, calls = places.open_store, 0
+    monkeypatch.setattr(stage, "RETRY_DELAYS_SECONDS", [0.01, 0.01])
+    opened, calls = connections.open_store, 0
 
     def open_store():
         nonlocal calls
@@ -389,9 +389,9 @@ def test_a_driver_waits_for_a_database_that_is_away_for_a_moment(tmp_path: Path,
             raise Recoverable("the database is away")
         return opened()
 
-    monkeypatch.setattr(places, "open_store", open_store)
-    driver = dask_cluster.introduce("run")
-    assert calls == 3 and places.objects().get_ref(driver.mark) is not None
+    monkeypatch.setattr(connections, "open_store", open_store)
+    driver = dask_fleet.introduce("run")
+    assert calls == 3 and connections.objects().get_ref(driver.mark) is not None
     calls = -1
     with pytest.raises(Recoverable, match="the database is away"):
-        dask_cluster.introduce("run")
+        dask_fleet.introduce("run")

@@ -24,9 +24,8 @@ from rollout_core.config import (
     parse_config,
 )
 from rollout_core.data.samples import decode_samples
-from rollout_core.plans.learner_plan import plan_on_policy
+from rollout_core.plans.learner_plan import plan_kto, plan_on_policy, plan_pairs
 from rollout_core.plans.nightly_plan import plan_nightly
-from rollout_core.plans.preference_plan import plan_kto, plan_pairs
 from tests.flows.conftest import objects, snapshots_of
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
@@ -35,7 +34,7 @@ KINDS = ("rm", "dpo", "ipo", "kto")
 
 @pytest.fixture(scope="module")
 def preference_data(tmp_path_factory) -> dict[str, Path]:
-    """Files of pairs and of judged answers."""
+    """Files of pairs and of labelled answers."""
     from make_tiny import make_judged, make_pairs, make_problems
 
     folder = tmp_path_factory.mktemp("preferences")
@@ -63,18 +62,19 @@ def example(kind: str, tiny_model: Path, files: dict[str, Path], **changes):
 
 
 def plan(kind: str, config, base: Path = PROJECT, *, connect: bool = False):
-    from tasks.places import connections
+    from tasks.connections import current_connections
 
-    return (plan_kto if kind == "kto" else plan_pairs)(config, base, connections() if connect else None)
+    return (plan_kto if kind == "kto" else plan_pairs)(config, base, current_connections() if connect else None)
 
 
 @pytest.mark.server
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_example_trains_and_a_second_run_is_cached(kind, tiny_model, preference_data, prefect_server):
-    from flows import preference
+
+    from flows import train
 
     config = example(kind, tiny_model, preference_data)
-    flow = getattr(preference, f"train_{kind}")
+    flow = getattr(train, f"train_{kind}")
     result = flow(config)
     assert "eval_loss" in result["summary"]
     rows = [json.loads(line) for line in objects().get_bytes(result["metrics"]).splitlines()]
@@ -91,8 +91,7 @@ def test_the_example_trains_and_a_second_run_is_cached(kind, tiny_model, prefere
 def test_a_reward_model_rewards_the_completions_of_another_run(
     tiny_model, sorting_task, preference_data, prefect_server
 ):
-    from flows.preference import train_rm
-    from flows.train import train_ppo
+    from flows.train import train_ppo, train_rm
 
     trained = train_rm(example("rm", tiny_model, preference_data))
     config = load_config(
@@ -141,7 +140,7 @@ def test_the_nightly_flow_learns_from_pairs(
         "minibatch_size": 16,
         "optimizer": {"lr": 1e-3},
         "dataset": {"path": str(preference_data["pairs"])},
-        "packing": {"max_seq_len": 64},
+        "sequence": {"max_length": 64},
     }
     document = {**small_nightly, "run": {"name": variant.replace(" ", "-")}}
     ppo = document.pop("ppo")
@@ -195,7 +194,7 @@ def test_a_nightly_run_has_one_algorithm_after_sft(small_nightly, preference_dat
 
 @pytest.mark.server
 def test_a_run_goes_on_from_its_latest_snapshot(tiny_model, preference_data, prefect_server):
-    from flows.preference import train_dpo
+    from flows.train import train_dpo
 
     def config(steps: int, **changes):
         return example("dpo", tiny_model, preference_data, **{"algorithm.budget.max_steps": steps, **changes})
@@ -247,8 +246,8 @@ def test_iterations_pass_over_the_prompts_in_orders_that_follow_from_the_seed(
     from prefect import flow
 
     from flows import train
-    from tasks import places
-    from tasks.keep import import_model, import_prompts
+    from tasks import connections
+    from tasks.imports import import_model, import_prompts
 
     lines = sorting_task.prompts.read_text().splitlines()[:6]
     rows = [json.loads(line)["prompt"] for line in lines]
@@ -258,7 +257,7 @@ def test_iterations_pass_over_the_prompts_in_orders_that_follow_from_the_seed(
 
     def asking(*arguments, **options):
         prompts = enqueue(*arguments, **options)
-        samples = decode_samples(places.objects().get_bytes(prompts.samples))
+        samples = decode_samples(connections.objects().get_bytes(prompts.samples))
         asked.extend(sample.prompt for sample in samples[:: options.get("samples_per_prompt", 1)])
         return prompts
 
@@ -316,7 +315,11 @@ def test_dry_run_says_what_the_data_gives(kind, tiny_model, preference_data):
         ("ipo", {"algorithm.label_smoothing": 0.1}, r"algorithm\.label_smoothing: unknown key"),
         ("kto", {"algorithm.kind": "dpo"}, r"algorithm\.kind: .*got 'dpo'"),
         ("rm", {"algorithm.head": "linear"}, r"algorithm\.head: .*got 'linear'"),
-        ("dpo", {"algorithm.packing.max_seq_len": 9999}, r"max_seq_len: 9999 tokens, but the model has 256 positions"),
+        (
+            "dpo",
+            {"algorithm.sequence.max_length": 9999},
+            r"sequence.max_length: 9999 tokens, but the model has 256 positions",
+        ),
         ("dpo", {"algorithm.dataset.path": "none.jsonl"}, r"dataset\.path: dataset 'none\.jsonl' cannot be read"),
         (
             "kto",

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from rollout_core.base.errors import Fatal
-from rollout_core.inference.engine_start import start_in_time
+from rollout_core.inference.engines import start_in_time
 
 ENGINE = """
 import os, sys

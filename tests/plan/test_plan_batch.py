@@ -9,8 +9,8 @@ import pytest
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import CONFIG_KINDS, InputGlob, parse_config
-from rollout_core.data.prompt_files import PromptFiles, open_prompts
-from rollout_core.inference.prompt_shards import import_shards
+from rollout_core.data.dataset_sources import PromptFiles, open_prompts
+from rollout_core.inference.shards import import_shards
 from rollout_core.models.model_import import import_model
 from rollout_core.objects import ObjectStore
 from rollout_core.plans import batch_plan
@@ -41,7 +41,7 @@ def test_rows_that_were_just_read_are_not_read_again(work: Path, monkeypatch: py
 def test_an_earlier_run_is_told(work: Path):
     (work / "out").mkdir()
     (work / "out" / "run-id").write_text("01ARZ3NDEKTSV4RRFFQ69G5FAV\n")
-    told = plan("infer-batch", work)["goes on with run"]
+    told = plan("infer-batch", work)["continues run"]
     assert told == "01ARZ3NDEKTSV4RRFFQ69G5FAV (unknown to this object store, so it begins anew)"
 
 

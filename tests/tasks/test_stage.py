@@ -79,7 +79,7 @@ def run(prefect_server, monkeypatch):
     """Run a body as a flow, with a journal; returns (result, states of its stages)."""
     from prefect import flow
 
-    from flows.healing import run_body
+    from flows.flow_run import recompute_missing
 
     monkeypatch.setattr("rollout_core.base.errors.RetryHint.delay_for_try", lambda self, retry: 0.0)
 
@@ -92,7 +92,7 @@ def run(prefect_server, monkeypatch):
 
         @flow(name="test", persist_result=False)
         def test_flow():
-            return run_body(journaled, Run(run=RunInfo(refresh=refresh)))
+            return recompute_missing(journaled, Run(run=RunInfo(refresh=refresh)))
 
         result = test_flow()
         return result, [entry.state for entry in kept[-1].entries]
@@ -159,7 +159,7 @@ def test_what_a_refresh_computed_replaces_the_earlier_result(stages, run, monkey
 
 
 @pytest.mark.parametrize("refresh", [True, "monday"])
-def test_healing_does_not_repeat_what_the_refresh_already_computed(stages, run, refresh):
+def test_recomputing_does_not_repeat_what_the_refresh_already_computed(stages, run, refresh):
     run(lambda: stages["make"](30))
     damaged = []
 
@@ -181,7 +181,7 @@ def test_a_retried_flow_run_goes_on_with_its_refresh(stages, prefect_server):
     """A flow's own retry keeps the run's id, as `prefect flow-run retry` does."""
     from prefect import flow
 
-    from flows.healing import run_body
+    from flows.flow_run import recompute_missing
 
     tries = []
 
@@ -194,7 +194,7 @@ def test_a_retried_flow_run_goes_on_with_its_refresh(stages, prefect_server):
 
     @flow(name="test", retries=1, persist_result=False)
     def test_flow():
-        return run_body(body, Run(run=RunInfo(refresh=True)))
+        return recompute_missing(body, Run(run=RunInfo(refresh=True)))
 
     stages["make"](32)
     test_flow()

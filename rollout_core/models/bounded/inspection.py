@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rollout_core.base.error_messages import in_words
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, in_words
 from rollout_core.models.facts import blank_model, describe_model, inspect_model
 from rollout_core.models.tokenizers import prepare_transformers
 
@@ -47,7 +46,7 @@ def _try_decoder(tokenizer: Any, folder: str) -> None:
 
 
 def _adapter(folder: str, model_folder: str, whole: bool) -> None:
-    from rollout_core.models.adapters import check_fit
+    from rollout_core.models.model_import import check_fit
 
     check_fit(Path(folder), Path(model_folder), whole=whole)
 

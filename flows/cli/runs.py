@@ -1,0 +1,208 @@
+"""`rollout train`, `rollout infer batch` and `rollout nightly`: the commands that run flows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flows.cli.common import (
+    ConfigPath,
+    Debug,
+    DryRun,
+    Overrides,
+    Processes,
+    load_run,
+    one_line_errors,
+    parse_overrides,
+    print_plan,
+    run_flow,
+)
+
+ALGORITHMS = {
+    "sft": "Supervised fine-tuning.",
+    "ppo": "PPO on the model's own completions.",
+    "grpo": "GRPO on groups of the model's own completions.",
+    "rm": "A reward model from preference pairs.",
+    "dpo": "Direct preference optimization on pairs.",
+    "ipo": "Identity preference optimization on pairs.",
+    "kto": "Kahneman-Tversky optimization on single labelled answers.",
+}
+
+Resume = Annotated[
+    str | None,
+    typer.Option(
+        "--resume", help="Start from a snapshot: latest (of this run's name), its id or the first digits of it."
+    ),
+]
+
+train_app = typer.Typer(no_args_is_help=True, help="Train a model.")
+infer_app = typer.Typer(no_args_is_help=True, help="Generate completions.")
+
+
+def _command(kind: str) -> Callable[..., None]:
+    def command(
+        config: ConfigPath,
+        resume: Resume = None,
+        nproc: Processes = None,
+        dry_run: DryRun = False,
+        set_: Overrides = None,
+        debug: Debug = False,
+    ) -> None:
+        with one_line_errors(debug):
+            overrides = parse_overrides(set_) | ({} if resume is None else {"run.resume": resume})
+            overrides |= {} if nproc is None else {"algorithm.parallel.nproc": nproc}
+            options = ({} if resume is None else {"run.resume": "--resume"}) | (
+                {} if nproc is None else {"algorithm.parallel.nproc": "--nproc"}
+            )
+            _train(kind, config, dry_run, overrides, options, debug)
+
+    return command
+
+
+for _kind, _help in ALGORITHMS.items():
+    train_app.command(_kind, help=_help)(_command(_kind))
+
+
+def _train(
+    kind: str, config: Path, dry_run: bool, overrides: dict[str, Any], options: dict[str, str], debug: bool
+) -> None:
+    from flows.connections import connections
+    from rollout_core.config import CONFIG_KINDS
+
+    parsed: Any = load_run(config, CONFIG_KINDS[f"train-{kind}"], overrides, options)
+    facts = _planner(kind)(parsed, Path.cwd(), connections(), keep=not dry_run)
+    if dry_run:
+        settings = parsed.algorithm
+        data = settings.prompts if kind in ("ppo", "grpo") else settings.dataset
+        print_plan({"algorithm": kind, **facts, "minibatch": settings.minibatch_size, "dataset": data.path})
+        return
+    result = run_flow(lambda: _flow(kind)(parsed), debug)
+    if "rewards" in result:
+        typer.echo("reward: " + " ".join(f"{reward:.3f}" for reward in result["rewards"]))
+    typer.echo(f"model: {result['model']}")
+    typer.echo(f"train state: {result['train_state']} (step {result['step']})")
+
+
+def _planner(kind: str) -> Callable[..., dict[str, Any]]:
+    from rollout_core.plans import learner_plan
+
+    on_policy = {"ppo": learner_plan.plan_on_policy, "grpo": learner_plan.plan_on_policy}
+    plans = {"sft": learner_plan.plan_sft, "kto": learner_plan.plan_kto, **on_policy}
+    return plans.get(kind, learner_plan.plan_pairs)
+
+
+def _flow(kind: str) -> Callable[..., dict[str, Any]]:
+    from flows import train
+
+    return getattr(train, f"train_{kind}")
+
+
+@infer_app.command("batch")
+def infer_batch(
+    config: ConfigPath,
+    resume: Annotated[str | None, typer.Option("--resume", help="Id of the run to resume.")] = None,
+    workers: Annotated[int | None, typer.Option("--workers", help="Instead of [workers].count.")] = None,
+    events: Annotated[
+        bool, typer.Option("--events", help="A line of JSON on stderr for each finished sample.")
+    ] = False,
+    dry_run: DryRun = False,
+    set_: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Complete every prompt of the input, exactly once."""
+    with one_line_errors(debug):
+        from flows.connections import connections
+        from rollout_core.config import InferBatchConfig
+        from rollout_core.plans.batch_plan import plan_batch
+
+        overrides = parse_overrides(set_) | ({} if workers is None else {"workers.count": workers})
+        overrides |= {"output.events": True} if events else {}
+        options = {} if workers is None else {"workers.count": "--workers"}
+        parsed = load_run(config, InferBatchConfig, overrides, options)
+        facts = plan_batch(parsed, Path.cwd(), resume, connections(), thorough=dry_run)
+        if dry_run:
+            print_plan(facts)
+            return
+
+        def start() -> Any:
+            from flows.batch import batch_inference as flow
+
+            return flow(parsed, run_id=resume)
+
+        _print_batch(run_flow(start, debug))
+
+
+def _print_batch(written: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in written["figures"].items():
+        table.add_row(name, f"{value:,}" if isinstance(value, int | float) else str(value))
+    Console().print(table)
+    typer.echo(f"run {written['run_id']}: {written['num_rows']} completions in {written['path']}")
+
+
+def nightly(
+    config: ConfigPath,
+    nproc: Processes = None,
+    dry_run: DryRun = False,
+    set_: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Fine-tune, PPO, evaluate, promote, report."""
+    with one_line_errors(debug):
+        from flows.connections import connections
+        from rollout_core.config import NightlyConfig, apply_overrides, parse_config
+        from rollout_core.plans.nightly_plan import plan_nightly
+
+        parsed = load_run(config, NightlyConfig, parse_overrides(set_))
+        if nproc is not None:
+            learners = [name for name in ("sft", "rm", "dpo", "ppo", "grpo") if getattr(parsed, name) is not None]
+            several = {f"{name}.parallel.nproc": nproc for name in learners}
+            # The file is read once: it may have been edited since.
+            changed = apply_overrides(parsed.model_dump(mode="json"), several)
+            parsed = parse_config(changed, NightlyConfig, name="--nproc")
+        facts = plan_nightly(parsed, Path.cwd(), connections(), keep=not dry_run)
+        if dry_run:
+            print_plan(facts)
+            return
+
+        def start() -> Any:
+            from flows.nightly import nightly as flow
+
+            return flow(parsed)
+
+        _print_nightly(run_flow(start, debug))
+
+
+def _print_nightly(result: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Stages", box=None, pad_edge=False)
+    for column in ("stage", "label", "state", "seconds", "in", "out"):
+        table.add_column(column, justify="right" if column == "seconds" else "left", no_wrap=column != "label")
+    for row in result["stages"]:
+        cells = (row["stage"], row["label"], row["state"], f"{row['seconds']:.2f}", _ids(row["in"]), _ids(row["out"]))
+        table.add_row(*cells, style=None if row["state"] == "completed" else "dim")
+    console = Console(width=max(Console().width, 110))
+    console.print(table)
+    counts = Counter(row["state"] for row in result["stages"])
+    console.print(f"stages: {', '.join(f'{count} {state}' for state, count in counts.most_common())}")
+    for moment, value in result["held_out"].items():
+        console.print(f"held-out reward {moment}: {value:.3f}")
+    console.print(f"model {result['model']}: {'promoted' if result['promoted'] else 'not promoted'}")
+    console.print(f"report: {Path(result['report']) / 'index.html'}", soft_wrap=True)
+
+
+def _ids(text: str) -> str:
+    """Content ids short enough for a line: eight digits each, three at most."""
+    ids = text.split()
+    return " ".join(content_id[:8] for content_id in ids[:3]) + (f" +{len(ids) - 3}" if len(ids) > 3 else "")

@@ -1,0 +1,361 @@
+"""What the learners train on: completions of a sample set, or the spans of stored rollouts, whoever ran them.
+
+Of a set, samples that failed for good may be left out together with those that they are compared with. From stored
+spans come prompt ids, completion ids, log-probabilities, ending and reward: those of batch inference and of the LLM
+calls of traced agents, of the latest attempt of each rollout. Nothing is tokenised again. What cannot be learnt from is
+counted by reason and never silently dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Literal
+
+import orjson
+
+from rollout_core.base.errors import ConfigError, CorruptObject, Fatal, MissingObject, Recoverable
+from rollout_core.base.ids import ContentId, canonical_json, content_id
+from rollout_core.config import SamplingParams
+from rollout_core.data.samples import (
+    Completion,
+    Sample,
+    SampledCompletion,
+    decode_completions_blob,
+    decode_samples,
+    encode_completion,
+    encode_samples,
+)
+from rollout_core.inference.batch import BatchOptions, Engine, Progress, Work, complete_samples
+from rollout_core.inference.ledger import BLOB_ATTRIBUTE, COMPLETION_SPAN, ROW_ATTRIBUTE, SAMPLE_KIND
+from rollout_core.objects import ObjectStore
+from rollout_core.objects.records import Completions, Experience
+from rollout_core.store import LightningStore, Rollout, Span
+from rollout_core.store.semconv import AGL_REWARD
+
+Failed = Literal["stop", "leave_out"]
+"""What to do where samples or rollouts gave nothing to learn from: end with an error, or continue without them."""
+CHUNK = 5_000
+PROMPT_IDS, RESPONSE_IDS, LOGPROBS = "prompt_token_ids", "response_token_ids", "logprobs.content"
+_REWARD = f"{AGL_REWARD}.0.value"
+_RESPONSE_ID = "gen_ai.response.id"
+_FINISH_REASONS = ("gen_ai.completion.0.finish_reason", "gen_ai.response.finish_reasons")
+
+
+@dataclass(frozen=True)
+class FailedSamples:
+    """What becomes of a set in which samples failed for good."""
+
+    policy: Failed = "stop"
+    group_size: int = 1
+    """So many samples that follow each other are left out together."""
+
+
+async def complete_batch(
+    store: LightningStore,
+    objects: ObjectStore,
+    engine: Engine,
+    samples_id: ContentId,
+    params: SamplingParams,
+    *,
+    worker_id: str,
+    failed: FailedSamples | None = None,
+    options: BatchOptions | None = None,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> tuple[Completions, Work]:
+    """Generate what is missing of the samples in blob ``samples_id`` and file all completions, in order, as one blob.
+
+    The samples are those of the engine's model. Raises Recoverable where samples failed and another try may help, Fatal
+    where they failed for good, unless ``failed`` has them left out with their groups: what is left is then filed as a
+    set of its own, and Fatal raised only where nothing is.
+    """
+    failed = failed or FailedSamples()
+    samples = decode_samples(objects.get_bytes(samples_id))
+    completed = await complete_samples(
+        store,
+        objects,
+        engine,
+        samples,
+        params,
+        source=samples_id,
+        worker_id=worker_id,
+        options=options,
+        on_progress=on_progress,
+    )
+    rows = list(map(orjson.loads, completed.lines))
+    errors = [row for row in rows if row.get("error")]
+    kept = whole_groups([not row.get("error") for row in rows], failed.group_size)
+    if errors and (completed.passing_failures or failed.policy == "stop" or not kept):
+        consequence = ", which leaves no whole group" if failed.policy == "leave_out" and not kept else ""
+        problem = f"{len(errors)} of {len(rows)} samples failed{consequence}; first {errors[0]['id'][:12]}: "
+        raise (Recoverable if completed.passing_failures else Fatal)(problem + errors[0]["error"])
+    chosen = [rows[place] for place in kept]
+    record = Completions(
+        completions=await asyncio.to_thread(objects.put_bytes, b"".join(completed.lines[place] for place in kept)),
+        samples=_filed(objects, samples_id, samples, [samples[place] for place in kept]),
+        model=engine.model_id,
+        num_samples=len(chosen),
+        num_tokens=sum(len(row["token_ids"]) for row in chosen),
+        finish_reasons=dict(sorted(Counter(row["finish_reason"] for row in chosen).items())),
+        num_left_out=len(rows) - len(chosen),
+    )
+    return record, completed.work
+
+
+def whole_groups(succeeded: Sequence[bool], group_size: int) -> list[int]:
+    """Places of the samples in groups of which all succeeded."""
+    return [
+        place
+        for start in range(0, len(succeeded), group_size)
+        if all(succeeded[start : start + group_size])
+        for place in range(start, min(start + group_size, len(succeeded)))
+    ]
+
+
+def _filed(objects: ObjectStore, whole: ContentId, samples: Sequence[Sample], chosen: Sequence[Sample]) -> ContentId:
+    return whole if len(chosen) == len(samples) else objects.put_bytes(encode_samples(chosen))
+
+
+@dataclass(frozen=True)
+class TokenSample:
+    """One generation of a rollout."""
+
+    rollout_id: str
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    """Of each of ``token_ids`` as it was drawn, nats."""
+    finish_reason: str
+    """``length``: cut at the limit."""
+    reward: float
+    """The rollout's; every generation of it has the same."""
+    task: Any
+    """What the rollout was asked to do; its prompts differ from turn to turn, and from rollout to rollout."""
+
+
+@dataclass
+class Adapted:
+    """Samples in the order of the rollouts asked for, then of their spans; and why there are no others."""
+
+    samples: list[TokenSample] = field(default_factory=list)
+    left_out: dict[str, list[str]] = field(default_factory=dict)
+    """Rollouts by reason: unknown, failed, unfinished, no finite reward, no tokens, lost tokens, no log-probabilities.
+    """
+
+    def leave_out(self, reason: str, rollout_id: str) -> None:
+        self.left_out.setdefault(reason, []).append(rollout_id)
+
+
+async def adapt_rollouts(store: LightningStore, objects: ObjectStore, rollout_ids: Sequence[str]) -> Adapted:
+    """Token-level samples of rollouts, finished or not, of any store."""
+    adapted, blobs = Adapted(), _Blobs(objects)
+    for start in range(0, len(rollout_ids), CHUNK):
+        chunk = rollout_ids[start : start + CHUNK]
+        rollouts = {rollout.rollout_id: rollout for rollout in await store.query_rollouts(rollout_id_in=chunk)}
+        spans: dict[str, list[Span]] = {}
+        for span in await store.query_many_spans(chunk):
+            spans.setdefault(span.rollout_id, []).append(span)
+        for rollout_id in chunk:
+            _adapt(adapted, blobs, rollout_id, rollouts.get(rollout_id), spans.get(rollout_id, []))
+    return adapted
+
+
+def file_experience(
+    objects: ObjectStore, adapted: Adapted, *, failed: Failed = "stop", group_size: int = 1
+) -> Experience:
+    """File samples as what the updates take. With ``group_size`` rollouts of one task stand together in groups of it,
+    each with all its samples.
+
+    ``leave_out`` leaves an incomplete group out as a whole, for its rollouts are judged by each other. Raises
+    ConfigError when nothing is left, or with ``stop`` when anything is left out.
+    """
+    left_out = {reason: len(ids) for reason, ids in adapted.left_out.items()}
+    groups, incomplete = _groups(adapted.samples, group_size)
+    left_out |= {"incomplete group": incomplete} if incomplete else {}
+    samples, rollouts = _side_by_side(groups)
+    reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+    if left_out and failed == "stop":
+        first = next(iter(adapted.left_out.values()), [""])[0]
+        raise ConfigError(
+            f"rollouts that cannot be learnt from: {reasons}{f' (such as {first})' if first else ''}; run them again, "
+            "or collect with failed = 'leave_out'"
+        )
+    if not samples:
+        raise ConfigError(f"none of the rollouts can be learnt from: {reasons or 'none was given'}")
+    ids = [content_id("stored-sample/1", [sample.rollout_id, number]) for number, sample in enumerate(samples)]
+    prompts = [
+        Sample(name, "", sample.prompt_token_ids, 0, sample.rollout_id, {})
+        for name, sample in zip(ids, samples, strict=True)
+    ]
+    completions = [
+        Completion(
+            key=str(name),
+            token_ids=sample.token_ids,
+            logprobs=sample.logprobs,
+            text="",
+            finish_reason="length" if sample.finish_reason == "length" else "stop",
+        )
+        for name, sample in zip(ids, samples, strict=True)
+    ]
+    rewards = [sample.reward for sample in samples]
+    return Experience(
+        samples=objects.put_bytes(encode_samples(prompts)),
+        completions=objects.put_bytes(b"".join(map(encode_completion, completions))),
+        scores=objects.put_bytes(canonical_json(rewards)),
+        rollouts=objects.put_bytes(canonical_json(rollouts)),
+        group_size=group_size,
+        num_samples=len(samples),
+        num_truncated=sum(sample.finish_reason == "length" for sample in samples),
+        left_out=left_out,
+        mean=statistics.fmean(rewards),
+        std=statistics.pstdev(rewards),
+    )
+
+
+_Rollout = list[TokenSample]
+"""The samples of one."""
+
+
+def _groups(samples: Sequence[TokenSample], group_size: int) -> tuple[list[list[_Rollout]], int]:
+    """Whole groups of rollouts of one task, in order of their first, and the number of rollouts in no such group."""
+    by_id: dict[str, _Rollout] = {}
+    for sample in samples:
+        by_id.setdefault(sample.rollout_id, []).append(sample)
+    by_task: dict[str, list[_Rollout]] = {}
+    for name, rollout in by_id.items():
+        task = content_id("task/1", rollout[0].task) if group_size > 1 else name
+        by_task.setdefault(task, []).append(rollout)
+    groups, incomplete = [], 0
+    for rollouts in by_task.values():
+        whole = len(rollouts) // group_size * group_size
+        groups += [rollouts[start : start + group_size] for start in range(0, whole, group_size)]
+        incomplete += len(rollouts) - whole
+    return groups, incomplete
+
+
+def _side_by_side(groups: Sequence[Sequence[_Rollout]]) -> tuple[list[TokenSample], list[int]]:
+    """All samples, those of a group with one prompt as neighbours, which then share it; and the rollout of each."""
+    samples, rollouts = [], []
+    for number, group in enumerate(groups):
+        by_prompt: dict[tuple[int, ...], list[tuple[TokenSample, int]]] = {}
+        for place, rollout in enumerate(group, start=number * len(group)):
+            for sample in rollout:
+                by_prompt.setdefault(tuple(sample.prompt_token_ids), []).append((sample, place))
+        for sample, place in chain.from_iterable(by_prompt.values()):
+            samples.append(sample)
+            rollouts.append(place)
+    return samples, rollouts
+
+
+def _adapt(adapted: Adapted, blobs: _Blobs, rollout_id: str, rollout: Rollout | None, spans: Sequence[Span]) -> None:
+    if rollout is None:
+        return adapted.leave_out("unknown", rollout_id)
+    if rollout.status != "succeeded":
+        ended = rollout.status in ("failed", "cancelled")
+        return adapted.leave_out("failed" if ended else "unfinished", rollout_id)
+    rewards = [reward for span in spans if (reward := _reward(span)) is not None]
+    if not rewards:
+        return adapted.leave_out("no finite reward", rollout_id)
+    try:
+        found = _calls(blobs, rollout, spans)
+    except (CorruptObject, MissingObject):
+        return adapted.leave_out("lost tokens", rollout_id)
+    if not found:
+        return adapted.leave_out("no tokens", rollout_id)
+    if any(len(logprobs) != len(token_ids) for _, token_ids, logprobs, _ in found):
+        return adapted.leave_out("no log-probabilities", rollout_id)
+    task = _task(rollout)
+    adapted.samples += [TokenSample(rollout_id, *call, reward=rewards[-1], task=task) for call in found]
+    return None
+
+
+def _task(rollout: Rollout) -> Any:
+    """Its input; that of batch inference also has the number of the sample, and the prompt alone is the task."""
+    if (rollout.metadata or {}).get("kind") == SAMPLE_KIND and isinstance(rollout.input, dict):
+        return rollout.input.get("prompt")
+    return rollout.input
+
+
+_Call = tuple[list[int], list[int], list[float], str]
+"""Prompt ids, completion ids, log-probabilities, finish reason."""
+
+
+def _calls(blobs: _Blobs, rollout: Rollout, spans: Sequence[Span]) -> list[_Call]:
+    """Every generation once, though a tracer and a proxy may both have recorded it."""
+    found: dict[Any, _Call] = {}
+    for span in spans:
+        call = _completion(blobs, rollout, span) or _llm_call(span)
+        if call is not None:
+            found.setdefault(span.attributes.get(_RESPONSE_ID, span.span_id), call)
+    return list(found.values())
+
+
+def _completion(blobs: _Blobs, rollout: Rollout, span: Span) -> _Call | None:
+    """What batch inference generated: a row of a blob, for a sample of another."""
+    source = (rollout.metadata or {}).get("samples")
+    if span.name != COMPLETION_SPAN or not isinstance(source, str):
+        return None
+    prompt = blobs.prompts(source)[ContentId(rollout.rollout_id)].prompt_token_ids
+    row = span.attributes[ROW_ATTRIBUTE]
+    made = blobs.completions(str(span.attributes[BLOB_ATTRIBUTE]))[int(row)]  # pyright: ignore[reportArgumentType]
+    return prompt, made.token_ids, made.logprobs, made.finish_reason
+
+
+def _llm_call(span: Span) -> _Call | None:
+    """A call that a tracer or proxy recorded with its token ids."""
+    prompt, response = _listed(span.attributes.get(PROMPT_IDS)), _listed(span.attributes.get(RESPONSE_IDS))
+    if not prompt or not response:
+        return None
+    logprobs = [item["logprob"] if isinstance(item, dict) else item for item in _listed(span.attributes.get(LOGPROBS))]
+    reasons = (span.attributes.get(key) for key in _FINISH_REASONS)
+    reason = next((_first(found) for found in reasons if found), "stop")
+    return prompt, response, [float(value) for value in logprobs], str(reason)
+
+
+def _listed(value: Any) -> list[Any]:
+    """A list, or the JSON text of one; of a list of lists the first."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return []
+    if not isinstance(value, list | tuple):
+        return []
+    return _listed(value[0]) if value and isinstance(value[0], list | tuple) else list(value)
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, list | tuple) else value
+
+
+def _reward(span: Span) -> float | None:
+    """The primary reward that the span holds."""
+    value = span.attributes.get(_REWARD, span.attributes.get("reward") if span.name == AGL_REWARD else None)
+    usable = isinstance(value, int | float) and math.isfinite(value)
+    return float(value) if usable else None  # pyright: ignore[reportArgumentType]
+
+
+class _Blobs:
+    """Blobs of samples and completions, each read once."""
+
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
+        self._prompts: dict[str, dict[ContentId, Sample]] = {}
+        self._completions: dict[str, list[SampledCompletion]] = {}
+
+    def prompts(self, blob: str) -> dict[ContentId, Sample]:
+        if blob not in self._prompts:
+            samples = decode_samples(self._objects.get_bytes(ContentId(blob)))
+            self._prompts[blob] = {sample.id: sample for sample in samples}
+        return self._prompts[blob]
+
+    def completions(self, blob: str) -> list[SampledCompletion]:
+        if blob not in self._completions:
+            self._completions[blob] = decode_completions_blob(self._objects.get_bytes(ContentId(blob)))
+        return self._completions[blob]

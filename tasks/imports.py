@@ -1,0 +1,71 @@
+"""Stages that bring inputs in: models, rows and reward models are filed in the object store, and a start is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rollout_core.base.ids import ContentId
+from rollout_core.config import DatasetSource, HeldOutRows, ModelSource, RunInfo
+from rollout_core.config.rewards import RewardSpec, with_models
+from rollout_core.data.dataset_sources import import_dataset, read_dataset
+from rollout_core.data.datasets import PairRow, PromptRow, Row, SftRow, UnpairedRow
+from rollout_core.models.model_import import import_model as file_model
+from rollout_core.objects.records import Dataset, Model
+from rollout_core.objects.snapshots import find_start
+from tasks import connections
+from tasks.stage import current_stage, stage
+
+
+@stage(version=1, cached=False)
+def import_model(source: ModelSource) -> Model:
+    """File a model folder or hub model in the object store; unchanged files are only hashed."""
+    return Model(model=file_model(source, current_stage().objects, connections.working_folder()))
+
+
+@stage(version=1, cached=False)
+def import_prompts(source: DatasetSource) -> Dataset:
+    """File prompt rows in the object store in canonical form."""
+    return _import(source, PromptRow)
+
+
+@stage(version=1, cached=False)
+def import_sft(source: DatasetSource) -> Dataset:
+    """File SFT rows in the object store in canonical form."""
+    return _import(source, SftRow)
+
+
+@stage(version=1, cached=False)
+def import_pairs(source: DatasetSource) -> Dataset:
+    """File preference pairs in the object store in canonical form."""
+    return _import(source, PairRow)
+
+
+@stage(version=1, cached=False)
+def import_unpaired(source: DatasetSource) -> Dataset:
+    """File labelled answers in the object store in canonical form."""
+    return _import(source, UnpairedRow)
+
+
+def import_held_out(
+    evaluation: HeldOutRows | None, import_rows: Callable[[DatasetSource], Dataset]
+) -> ContentId | None:
+    """File the rows of an evaluation during training, if there is one, in the form of the training rows."""
+    return None if evaluation is None else import_rows(evaluation.dataset).data
+
+
+def start_snapshot(run: RunInfo, algorithm: str, *, steps_per_iteration: int = 1) -> ContentId | None:
+    """The snapshot that a run's configuration has it start from, if any; raises as `find_start` does."""
+    if run.resume is None:
+        return None
+    options = {"algorithm": algorithm, "run_name": run.name, "steps_per_iteration": steps_per_iteration}
+    return find_start(connections.objects(), run.resume, **options).id
+
+
+def import_reward(spec: RewardSpec) -> RewardSpec:
+    """``spec`` with its reward models filed in the object store and named by content."""
+    return with_models(spec, lambda uri: import_model(ModelSource(uri=uri)).model)
+
+
+def _import(source: DatasetSource, model: type[Row]) -> Dataset:
+    objects = current_stage().objects
+    return import_dataset(objects, read_dataset(source, model, base=connections.working_folder(), objects=objects))
