@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, strategies as st
 from pydantic import ValidationError
 
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.base.ids import canonical_json
-from rollout_core.store import Event, Link, Span, TraceStatus
+from rollout_core.store import Event, LightningStore, Link, Span, TraceStatus
 from rollout_core.store.codec import decode
 from rollout_core.store.encoded_spans import EncodedSpan, encode_fields, read_encoded
 from rollout_core.store.http.wire import SpansRequest, dump_spans
@@ -149,3 +149,16 @@ def test_what_our_client_sends_takes_the_short_way_and_is_stored_byte_for_byte(s
     assert (*encoded[1:], None) == span_columns(span_fields(span))
     assert Span.model_validate(encoded.fields()) == span
     assert encode_fields(span_fields(span)) == encoded
+
+
+@pytest.mark.asyncio
+async def test_encoded_spans_are_stored_as_models_are(store: LightningStore, make):
+    rollout = await make.claimed(store)
+    first, second = make.span(rollout, 1), make.span(rollout, 2, attributes={"none": None, "big": 2**70})
+    encoded = {span.span_id: encode_fields(span_fields(span)) for span in (first, second)}
+    assert list(await store.add_encoded_spans([encoded[first.span_id]])) == [True]
+    given = [encoded[span.span_id] for span in (first, second, second)]
+    assert list(await store.add_encoded_spans(given)) == [False, True, False]
+    assert list(await store.query_spans(rollout.rollout_id)) == [first, second]
+    with pytest.raises(NotFound):
+        await store.add_encoded_spans([given[0], given[1]._replace(attempt_id="nope")])
