@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from pydantic import ValidationError
 
 from rollout_core.base.errors import ConfigError, NotFound
@@ -116,6 +116,7 @@ def requests(draw) -> bytes:
     return json.dumps(body, ensure_ascii=draw(st.booleans())).encode().replace(f'"{MARK}"'.encode(), mark)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(requests())
 def test_whatever_is_sent_rows_and_errors_are_those_of_pydantic(body):
     assert outcome(by_structs, body) == outcome(by_pydantic, body)
