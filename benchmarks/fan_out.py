@@ -37,7 +37,7 @@ class Size:
 @contextmanager
 def cluster(folder: Path, num_workers: int) -> Iterator[str]:
     """Address of a scheduler with its workers, each a process, for the length of the block."""
-    from flows.local_server import _free_port
+    from flows.connections import _free_port
     from rollout_core.base.errors import ConfigError
     from rollout_core.config import DaskConfig
     from rollout_core.plans.batch_plan import check_cluster

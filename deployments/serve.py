@@ -14,8 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from flows.connections import PREFECT_HOME, connections
-from flows.local_server import prefect_server
+from flows.connections import PREFECT_HOME, connections, prefect_server
 from rollout_core.base.errors import RolloutError
 from rollout_core.base.process_tree import signal_at_parents_end
 

@@ -1,54 +1,75 @@
-"""The batch inference flow: prompts in files, completions in a file, in the same order."""
+"""The batch inference flow: prompts in files, completions in a file in the same order; and what a person sees of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import contextvars
+import io
+import math
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
 
 from prefect import flow
 from prefect.context import FlowRunContext
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from flows.batch_progress import RunProgress, close_run
-from flows.fan_out import FanOut
-from flows.fleets import open_fleet
-from flows.flow_run import recompute_missing
+from flows.fan_out import FanOut, Fleet, local_fleet
+from flows.flow_run import recompute_missing, through_stderr
 from rollout_core.base.ids import ContentId
-from rollout_core.config import InferBatchConfig
+from rollout_core.base.plots import draw_histogram
+from rollout_core.config import InferBatchConfig, WorkersConfig
+from rollout_core.inference.batch import Progress as ShardProgress
 from rollout_core.inference.engines import close_engine
 from rollout_core.inference.folders import output_folder
-from rollout_core.inference.prompt_shards import shards_of
-from rollout_core.inference.runs import begin_run, parameters_of, resolve_run_id
-from rollout_core.inference.tally import FailureLimit
-from rollout_core.objects.records import Record, ShardCompletions
+from rollout_core.inference.runs import (
+    FailureLimit,
+    RunWork,
+    begin_run,
+    forget_tally,
+    forget_work,
+    parameters_of,
+    resolve_run_id,
+    tally,
+    work_of,
+)
+from rollout_core.inference.shards import shards_of
+from rollout_core.objects.records import ShardCompletions
 from rollout_core.objects.short_ids import with_whole_ids
 from rollout_core.plans.batch_plan import plan_batch
 from rollout_core.plans.plan import context_limit
+from tasks import artifacts, connections
+from tasks.batch import Reporting, ShardJob, help_shard, import_prompts, infer_shard, write_completions
 from tasks.connections import current_connections, objects, working_folder
 from tasks.imports import import_model
 from tasks.journal import Journal
 from tasks.logs import stage_logger
-from tasks.output import write_completions
-from tasks.shards import Reporting, help_shard, import_prompts, infer_shard
-from tasks.stage import RunsTasks, Stage, Submitted
 
-R = TypeVar("R", bound=Record)
+REFRESH_SECONDS = 0.5
+LOG_SECONDS = 30.0
+SPEED_SECONDS = 30.0
 
 
 @flow(name="batch-inference", flow_run_name="{config.model.uri}", persist_result=False)
 def batch_inference(config: InferBatchConfig, run_id: str | None = None) -> dict[str, Any]:
     """Complete every prompt of the input and write the completions in input order; returns what was written.
 
-    ``run_id`` names an earlier run to go on with; without it the output folder's own run is taken up.
+    ``run_id`` names an earlier run to resume; without it the output folder's own run is resumed, if it has one.
     """
     config = with_whole_ids(config, working_folder(), objects)
     plan_batch(config, working_folder(), run_id, current_connections())
     folder = output_folder(config.output.dir, working_folder(), objects())
-    asked, run_id = run_id, resolve_run_id(folder, run_id)
+    requested, run_id = run_id, resolve_run_id(folder, run_id)
 
     def body(journal: Journal) -> dict[str, Any]:
         model = import_model(config.model)
-        goes_on = begin_run(objects(), run_id, parameters_of(config, model.model), folder, asked)
-        stage_logger().info("run %s %s", run_id, "goes on" if goes_on else "begins")
+        is_resumed = begin_run(objects(), run_id, parameters_of(config, model.model), folder, requested)
+        stage_logger().info("run %s %s", run_id, "resumes" if is_resumed else "starts")
         prompts = import_prompts(config)
         shards = shards_of(objects(), prompts)
         records, figures = _complete(config, run_id, model.model, shards, prompts.num_rows * config.sampling.n)
@@ -70,28 +91,23 @@ def _complete(
     flow_run_id = str(context.flow_run.id)
     failures = FailureLimit(config.failures.max_share, num_samples)
     reporting = Reporting(run_id=run_id, events=config.output.events, failures=failures)
-    labels = {shard: f"{number}/{len(shards)}" for number, (shard, _) in enumerate(shards, start=1)}
+    jobs = [
+        ShardJob(
+            rows=shard,
+            model=model,
+            sampling=config.sampling.params,
+            backend=config.backend,
+            workers=config.workers,
+            samples_per_prompt=config.sampling.n,
+            limit=context_limit(config.backend),
+            reporting=reporting,
+            label=f"{number}/{len(shards)}",
+        )
+        for number, (shard, _) in enumerate(shards, start=1)
+    ]
 
-    def call(stage: Stage[..., R]) -> Callable[[RunsTasks, tuple[ContentId, int]], Submitted[R]]:
-        def submit(runner: RunsTasks, item: tuple[ContentId, int]) -> Submitted[R]:
-            shard, _ = item
-            return stage.submit(
-                runner,
-                shard,
-                model,
-                config.sampling.params,
-                config.backend,
-                config.workers,
-                samples_per_prompt=config.sampling.n,
-                limit=context_limit(config.backend),
-                reporting=reporting,
-                label=labels[shard],
-            )
-
-        return submit
-
-    def on_result(item: tuple[ContentId, int], record: ShardCompletions) -> None:
-        progress.finish(item[0], record)
+    def on_result(job: ShardJob, record: ShardCompletions) -> None:
+        progress.finish(job.rows, record)
         progress.check(failures)
 
     bar = not config.output.events
@@ -99,6 +115,159 @@ def _complete(
         open_fleet(config.workers, flow_run_id) as fleet,
         RunProgress(flow_run_id, num_samples, bar=bar) as progress,
     ):
-        work = FanOut(call(infer_shard), call(help_shard), lambda item: progress.of(item[0]), on_result)
-        records = fleet.run_all(shards, work)
+        work = FanOut(infer_shard.submit, help_shard.submit, lambda job: progress.of(job.rows), on_result)
+        records = fleet.run_all(jobs, work)
     return records, close_run(config, flow_run_id, records, fleet.average_workers())
+
+
+class RunProgress:
+    """Shows how far a run is until the block ends: a bar in a terminal, log lines elsewhere, an artifact in the UI."""
+
+    def __init__(self, run_id: str, total: int, *, bar: bool = True) -> None:
+        self._run_id = run_id
+        self._total = total
+        self._bar = bar and sys.stderr.isatty()
+        self._tally = tally(run_id)
+        self._speed = Speed()
+        self._stopped = threading.Event()
+        # In the flow run's context, to which artifacts and log lines belong.
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=lambda: context.run(self._show), name="rollout-progress", daemon=True)
+
+    def __enter__(self) -> RunProgress:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+        forget_tally(self._run_id)
+
+    def check(self, failures: FailureLimit) -> None:
+        """Raises Fatal where more samples have failed than may."""
+        failures.check(self._tally)
+
+    def finish(self, shard: ContentId, record: ShardCompletions) -> None:
+        """A shard's result is there, computed or cached."""
+        tokens, count = self._tally.of(shard).tokens, record.num_samples
+        self._tally.note(shard, ShardProgress(count, count, tokens, record.num_failed, record.first_failure))
+
+    def of(self, shard: ContentId) -> ShardProgress:
+        """How far a shard is; zeros before its worker reported."""
+        return self._tally.of(shard)
+
+    def _show(self) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+        )
+        bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not self._bar)
+        task = bar.add_task("completions", total=self._total, figures="")
+        artifact = artifacts.ProgressArtifact("inference-progress", "Batch inference")
+        next_log = time.monotonic() + LOG_SECONDS
+        with bar, through_stderr() if self._bar else nullcontext():
+            while not self._stopped.wait(REFRESH_SECONDS):
+                now = self._tally.total()
+                self._speed.note(time.monotonic(), now.done - self._tally.earlier, now.tokens)
+                bar.update(task, completed=now.done, figures=self._figures(now))
+                artifact.show(now.done, self._total)
+                if time.monotonic() > next_log and not self._bar:
+                    next_log = time.monotonic() + LOG_SECONDS
+                    stage_logger().info("%d of %d samples, %s", now.done, self._total, self._figures(now))
+        artifact.end(self._tally.total().done, self._total)
+
+    def _figures(self, now: ShardProgress) -> str:
+        samples, tokens = self._speed.per_second
+        figures = [f"{now.failed:,} failed"] if now.failed else []
+        figures += [f"{samples:,.0f} samples/s", f"{tokens:,.0f} tokens/s"]
+        if samples:
+            figures.append(f"{timedelta(seconds=round((self._total - now.done) / samples))} left")
+        return ", ".join(figures)
+
+
+class Speed:
+    """Recent speed: over the last half minute, from the first sample on."""
+
+    def __init__(self) -> None:
+        self._noted: deque[tuple[float, int, int]] = deque()
+
+    def note(self, seconds: float, samples: int, tokens: int) -> None:
+        """``samples`` and ``tokens`` were generated until ``seconds`` of a monotonic clock."""
+        if samples == 0 and self._noted:
+            self._noted.clear()
+        self._noted.append((seconds, samples, tokens))
+        while len(self._noted) > 2 and seconds - self._noted[1][0] > SPEED_SECONDS:
+            self._noted.popleft()
+
+    @property
+    def per_second(self) -> tuple[float, float]:
+        """Samples and tokens a second; zeros where nothing is known yet."""
+        if len(self._noted) < 2:
+            return 0.0, 0.0
+        (start, samples, tokens), (now, more_samples, more_tokens) = self._noted[0], self._noted[-1]
+        return (more_samples - samples) / (now - start), (more_tokens - tokens) / (now - start)
+
+
+def close_run(
+    config: InferBatchConfig, run_id: str, records: Sequence[ShardCompletions], workers: float
+) -> dict[str, Any]:
+    """File the table and the histogram of a finished run, and return the table's figures.
+
+    ``workers``: their average number over the run.
+    """
+    objects = connections.objects()
+    figures = closing_figures(config, records, work_of(objects, run_id), workers)
+    rows = [{"figure": name, "value": value} for name, value in figures.items()]
+    artifacts.table("batch-inference", rows, "Batch inference")
+    lengths = [sum(counts) for counts in zip(*(record.lengths for record in records), strict=True)]
+    if any(lengths):
+        width = math.ceil(config.sampling.max_tokens / len(lengths))
+        image = io.BytesIO()
+        draw_histogram(image, lengths, width=width, title="Completion lengths", x_label="tokens", y_label="completions")
+        artifacts.image("completion-lengths", image.getvalue(), "Completion lengths")
+    forget_work(objects, run_id)
+    return figures
+
+
+def closing_figures(
+    config: InferBatchConfig, records: Sequence[ShardCompletions], work: RunWork, workers: float
+) -> dict[str, Any]:
+    """Figures of a finished run, by name."""
+    reasons: Counter[str] = Counter()
+    for record in records:
+        reasons.update(record.finish_reasons)
+    figures: dict[str, Any] = {
+        "samples": sum(record.num_samples for record in records),
+        "failed": sum(record.num_failed for record in records),
+        "prompt tokens": sum(record.num_prompt_tokens for record in records),
+        "completion tokens": sum(record.num_tokens for record in records),
+        **{f"finish: {reason}": count for reason, count in sorted(reasons.items())},
+        "generated now": work.samples,
+        "generated now, tokens": work.tokens,
+        "seconds, without the engine's start": round(work.seconds, 2),
+    }
+    if work.seconds:
+        figures["samples/s"] = round(work.samples / work.seconds, 1)
+        figures["tokens/s"] = round(work.tokens / work.seconds, 1)
+        for share in (0.5, 0.9, 0.99):
+            figures[f"latency, {share:.0%} of samples (s)"] = float(f"{work.latency(share):.3g}")
+    if config.workers.price_per_hour is not None and work.tokens:
+        cost = config.workers.price_per_hour * workers * work.seconds / 3600
+        figures["cost per million tokens"] = round(1e6 * cost / work.tokens, 4)
+    return figures
+
+
+@contextmanager
+def open_fleet(workers: WorkersConfig, run_id: str) -> Iterator[Fleet]:
+    """The configured workers, for the length of the block."""
+    if workers.dask is None:
+        with local_fleet(workers.count) as fleet:
+            yield fleet
+    else:
+        # Dask need not be installed for workers of this machine.
+        from flows.dask.fleet import dask_fleet
+
+        with dask_fleet(workers, workers.dask, run_id) as fleet:
+            yield fleet

@@ -1,21 +1,52 @@
-"""Object store and database as a command finds them: through Prefect only where a setting names a block.
+"""What a command connects to: object store, database, and a Prefect server for people who have none running.
 
-prefect reads its own settings when it is imported, so a command that may start a server must not import it before.
+One Prefect server a folder: started by the first command, shared by all that run there at the same time, gone with the
+last one. It belongs to no command; its users are known by locks, which the kernel frees whoever is killed
+(`flows.server_process` says which).
+
+prefect reads its own settings when it is imported, so nothing here imports it before the server's address is in the
+environment, and object store and database go through it only where a setting names a block.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from flows.server_process import LOCK, USERS_LOCK, Listening
+from rollout_core.base.errors import ConfigError, RolloutError
+from rollout_core.base.locks import exclusive, shared, try_exclusive
+from rollout_core.base.processes import ProcessName, search_path, this_machine
+from rollout_core.base.secrets import without_password
 from rollout_core.base.settings import BLOCK_PREFIX, locations
 from rollout_core.objects import ObjectStore
 from rollout_core.store.connections import Connections, plain_connections
 
 PREFECT_HOME = Path("data/prefect")
 """Of the server that a command starts where none is configured."""
+START_LOCK = "server-start.lock"
+"""Held by the command that looks for the folder's server or starts it, until it answers."""
+LOG = "server.log"
+START_TIMEOUT_SECONDS = 300.0
+END_TIMEOUT_SECONDS = 10.0
+SERVER_SETTINGS = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    "PREFECT_LOGGING_SERVER_LEVEL": "WARNING",
+    # Prefect's client keeps idle connections for 25 s, its server closes them after 5; a call in between meets a dead
+    # connection and is tried again 2 s later.
+    "PREFECT_SERVER_API_KEEPALIVE_TIMEOUT": "60",
+}
 
 
 def connections() -> Connections | None:
@@ -37,9 +68,185 @@ def object_store(storage: str | None) -> Iterator[ObjectStore]:
     if not address.startswith(BLOCK_PREFIX):
         yield ObjectStore.from_url(address)
         return
-    from flows.local_server import prefect_server
-
     with prefect_server(PREFECT_HOME):
         from tasks.connections import storage_at
 
         yield storage_at(address).objects()
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"rollout: {line}\n")
+    sys.stderr.flush()
+
+
+@contextmanager
+def prefect_server(home: Path, *, port: int | None = None, say: Callable[[str], None] = _say) -> Iterator[str]:
+    """Address of the configured Prefect API, or of the server of the folder ``home``, while the block runs.
+
+    Where no command uses that server now, it is started, on ``port`` or a free one. Its database lives in ``home``, so
+    its runs can be looked at later (``PREFECT_HOME=... prefect server start``). ``say`` receives a line for each wait.
+    Raises RolloutError when the configured server cannot be reached, or the folder's does not start.
+    """
+    configured = os.environ.get("PREFECT_API_URL")
+    if configured:
+        _refuse_unreachable(configured)
+        yield configured
+        return
+    home = home.resolve()
+    for name, value in SERVER_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    os.environ["PREFECT_HOME"] = str(home)
+    with shared(home / USERS_LOCK, on_wait=lambda: say("waiting for the last Prefect server to end ...")):
+        with exclusive(home / START_LOCK, on_wait=lambda: say("waiting for the Prefect server to start ...")):
+            server = _find_or_start(home, port, say)
+        os.environ["PREFECT_API_URL"] = server.url
+        try:
+            yield server.url
+        finally:
+            os.environ.pop("PREFECT_API_URL", None)
+    _end_if_unused(home, server)
+
+
+def _find_or_start(home: Path, port: int | None, say: Callable[[str], None]) -> Listening:
+    """The folder's server once it answers. The caller is among its users, and nobody else starts one."""
+    while (lock := try_exclusive(home / LOCK)) is None:
+        found = _wait_until_healthy(home)
+        if found is not None:
+            say(f"using the Prefect server of this folder, {found.url}")
+            return found
+        # It was about to end.
+    try:
+        say("starting a Prefect server ...")
+        began = time.monotonic()
+        os.ftruncate(lock, 0)
+        _start(home, _free_port() if port is None else port, lock)
+    finally:
+        os.close(lock)
+    found = _wait_until_healthy(home)
+    if found is None:
+        raise RolloutError(f"the local Prefect server ended while it started; see {home / LOG}")
+    say(f"Prefect server ready in {time.monotonic() - began:.0f} s: {found.url}")
+    return found
+
+
+def _start(home: Path, port: int, lock: int) -> None:
+    if _is_taken(port):
+        raise RolloutError(
+            f"port {port} is taken, possibly by a Prefect server: set PREFECT_API_URL to use it, or give another port"
+        )
+    with (home / LOG).open("ab") as output:
+        # Returns at once: the server lives on as a process that is nobody's child.
+        subprocess.run(
+            [sys.executable, "-m", "flows.server_process", str(port), str(home), str(lock)],
+            stdout=output,
+            stderr=output,
+            stdin=subprocess.DEVNULL,
+            # Pages in the browser ask the API at this address; by default it would be that of another port.
+            env={
+                **os.environ,
+                "PREFECT_SERVER_UI_API_URL": f"http://127.0.0.1:{port}/api",
+                # What it remembers of its database, to start faster; by default all servers of a user write one file.
+                "PREFECT_SERVER_MEMO_STORE_PATH": str(home / "memo_store.toml"),
+                "PYTHONPATH": search_path(),
+            },
+            # Its own session: Ctrl-C in a terminal is for the command, and others may use the server.
+            start_new_session=True,
+            # It holds the lock from its first moment to its last.
+            pass_fds=[lock],
+            check=False,  # one that ended does not answer
+        )
+
+
+def _wait_until_healthy(home: Path) -> Listening | None:
+    """The living server once it answers; None where it has ended."""
+    deadline = time.monotonic() + START_TIMEOUT_SECONDS
+    while time.monotonic() < deadline:
+        found = _read(home)
+        healthy = found is not None and _is_healthy(found)
+        # It lives, looked at last: its port may have become another server's.
+        if (lock := try_exclusive(home / LOCK)) is not None:
+            os.close(lock)
+            return None
+        if healthy:
+            return found
+        time.sleep(0.1)
+    raise RolloutError(
+        f"the local Prefect server did not answer within {START_TIMEOUT_SECONDS:.0f} s; see {home / LOG}, end its "
+        f"process ({_read(home)}) and run again"
+    )
+
+
+def _read(home: Path) -> Listening | None:
+    """Who the server is and where it listens; None where it has not said yet."""
+    try:
+        found = Listening(**json.loads((home / LOCK).read_bytes()))
+    except ValueError:
+        return None
+    process = ProcessName.parse(found.process)
+    if process is not None and process.machine != this_machine():
+        raise RolloutError(
+            f"the Prefect server of {home} runs on another machine or in another container; set PREFECT_API_URL to an "
+            "address of it that this one reaches, or run in another folder"
+        )
+    return found
+
+
+def _is_healthy(server: Listening) -> bool:
+    # By urllib, here and below: every command begins with a probe, and aiohttp takes ten times as long to import.
+    try:
+        with urllib.request.urlopen(f"{server.url}/health", timeout=2) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def _end_if_unused(home: Path, server: Listening) -> None:
+    """End the server unless somebody uses it, so that nothing of a command is left when it is done.
+
+    It would end by itself, which is what happens after users that were killed.
+    """
+    process = ProcessName.parse(server.process)
+    users = try_exclusive(home / USERS_LOCK)
+    if users is None or process is None:
+        return
+    try:
+        deadline = time.monotonic() + END_TIMEOUT_SECONDS
+        if not process.has_ended():
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGTERM)
+        while not process.has_ended() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        os.close(users)
+
+
+def _refuse_unreachable(address: str) -> None:
+    """Prefect itself would try for minutes and end in a traceback. A password in the address it would write into the
+    log of every run."""
+    shown = without_password(address)
+    if shown != address:
+        raise ConfigError(
+            f"PREFECT_API_URL={shown} holds a password, which Prefect writes into the log of every run; leave it out, "
+            "and set PREFECT_API_AUTH_STRING=user:password"
+        )
+    try:
+        urllib.request.urlopen(f"{address.rstrip('/')}/health", timeout=10).close()
+    except urllib.error.HTTPError:
+        return  # It answers; whether it lets us in is seen with the key that Prefect sends.
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise RolloutError(
+            f"the Prefect server at PREFECT_API_URL={address} cannot be reached ({reason}); start it, correct the "
+            "address, or unset it to have one started for this command"
+        ) from error
+
+
+def _is_taken(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

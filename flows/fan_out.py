@@ -1,4 +1,4 @@
-"""Shards over workers: so many at a time, results in order, the first error ends it."""
+"""Shards over workers: a bounded number at a time, results in order, the first error ends it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class FanOut(Generic[T, R]):
 
     submit: Callable[[RunsTasks, T], Submitted[R]]
     assist: Callable[[RunsTasks, T], Submitted[Any]]
-    """Take work off the hands of the item's worker."""
+    """Help the item's worker with it."""
     progress: Callable[[T], Progress]
-    """How far an item is, as its worker told; zeros before it did."""
+    """How far an item is, as its worker reported; zeros before it did."""
     on_result: Callable[[T, R], None]
-    """Told of each result as it comes; what it raises ends the fan-out."""
+    """Receives each result as it comes; what it raises ends the fan-out."""
 
 
 class Fleet(Protocol):

@@ -2,19 +2,27 @@
 
 A blob whose bytes do not match its id is set aside when it is read; the stage that made it then no longer counts as
 cached. So running the flow's body again computes exactly that, and what follows from it.
+
+And Prefect's log lines in a terminal: where they go, and what they leave out.
 """
 
 from __future__ import annotations
 
+import copy
+import logging
 import os
+import sys
 from collections import Counter
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from prefect import get_client
 from prefect.context import FlowRunContext
+from prefect.logging.configuration import setup_logging
+from prefect.logging.handlers import PrefectConsoleHandler
 
-from rollout_core.base.errors import CorruptObject, MissingObject
+from rollout_core.base.errors import CorruptObject, MissingObject, RolloutError
 from rollout_core.base.numerics import require_numerics
 from rollout_core.base.scratch import sweep_scratch
 from rollout_core.base.stopping import is_stopping, watching
@@ -65,3 +73,48 @@ def _repeat(body: Callable[[Journal], R], name: str | None) -> R:
                 if found[error.content_id] == TRIES_FOR_AN_OBJECT or is_stopping():
                     raise
                 stage_logger().warning("%s; recomputing what is missing", error)
+
+
+def _console_handlers() -> list[Any]:
+    return [handler for handler in logging.getLogger().handlers if isinstance(handler, PrefectConsoleHandler)]
+
+
+@contextmanager
+def through_stderr() -> Iterator[None]:
+    """Inside the block lines go through the present ``sys.stderr``, which a progress bar has made its own."""
+    handlers = _console_handlers()
+    files = [handler.console.file for handler in handlers]
+    for handler in handlers:
+        handler.console.file = sys.stderr
+    try:
+        yield
+    finally:
+        for handler, file in zip(handlers, files, strict=True):
+            handler.console.file = file
+
+
+class _WithoutKnownTraces(logging.Formatter):
+    def __init__(self, inner: logging.Formatter) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def format(self, record: logging.LogRecord) -> str:
+        if record.exc_info and isinstance(record.exc_info[1], RolloutError):
+            record = copy.copy(record)  # the Prefect server gets it whole
+            record.exc_info = record.exc_text = None
+        return self._inner.format(record)
+
+
+@contextmanager
+def without_known_traces() -> Iterator[None]:
+    """Inside the block lines about our own errors come without a traceback; all others keep it."""
+    setup_logging()  # the first flow run would, and make other handlers; a second time they stay
+    handlers = _console_handlers()
+    formatters = [handler.formatter for handler in handlers]
+    for handler in handlers:
+        handler.setFormatter(_WithoutKnownTraces(handler.formatter or logging.Formatter()))
+    try:
+        yield
+    finally:
+        for handler, formatter in zip(handlers, formatters, strict=True):
+            handler.setFormatter(formatter)

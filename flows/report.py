@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import html
+import json
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.curves import Curve
 from rollout_core.base.ids import ContentId
 from rollout_core.base.plots import draw_curve
+from rollout_core.data.samples import decode_completions_blob, decode_samples
 from rollout_core.inference.folders import LocalFolder
+from rollout_core.objects import ObjectStore
+from rollout_core.objects.records import Checkpoint, EvalReport
+from tasks import artifacts
 from tasks.journal import StageEntry
 
 PROGRESS_PNG = "progress.png"
 PAGE = "index.html"
+SHOWN_SAMPLES = 8
+_OF_ITERATIONS = {
+    "objective/kl": "KL to the reference, nats a completion",
+    "kl": "KL to the reference, nats a token",
+    "entropy": "entropy, nats a token",
+    "completions/mean_length": "mean completion length, tokens",
+    "value_loss": "value loss",
+}
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,33 @@ class Report:
     model: ContentId
     stages: Sequence[StageEntry]
     samples: Sequence[SampleComparison]
+
+
+def compare_samples(objects: ObjectStore, *reports: EvalReport) -> list[SampleComparison]:
+    """A few held-out prompts with what each model made of them, those first whose reward changed."""
+    samples = decode_samples(objects.get_bytes(reports[0].samples))
+    texts = [[row.text for row in decode_completions_blob(objects.get_bytes(r.completions))] for r in reports]
+    scores: list[list[float]] = [json.loads(objects.get_bytes(report.scores)) for report in reports]
+    order = sorted(range(len(samples)), key=lambda row: scores[0][row] - scores[-1][row])
+    half = SHOWN_SAMPLES // 2
+    chosen = dict.fromkeys([*order[:half], *range(min(half, len(samples)))])
+    return [
+        SampleComparison(
+            prompt=samples[row].prompt if isinstance(samples[row].prompt, str) else json.dumps(samples[row].prompt),
+            completions=tuple(text[row] for text in texts),
+            rewards=tuple(score[row] for score in scores),
+        )
+        for row in chosen
+    ]
+
+
+def show_report(report: Report, folder: Path) -> None:
+    """Show the curve and the table of stages of a report, which is in ``folder``, in the Prefect UI."""
+    curve = report.progress.curve
+    title = f"{report.name}: {curve.what}"
+    artifacts.curve("reward", curve.values, title=title, x_label=curve.x_label, y_label=curve.what)
+    rows = [entry.row() for entry in report.stages]
+    artifacts.table("stages", rows, f"Stages of this run; the report is in {folder}")
 
 
 def write_report(report: Report, folder: Path) -> Path:
@@ -168,3 +208,34 @@ def _stages_table(stages: Sequence[StageEntry]) -> str:
         )
     head = "<tr><th>stage</th><th></th><th>state</th><th>seconds</th><th>in</th><th>out</th></tr>"
     return f"<table>{head}\n{rows}</table>"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values over 1, 2, 3, ... of ``x_label``."""
+
+    what: str
+    """Name and unit, for the y axis."""
+    values: Sequence[float]
+    x_label: str
+
+    @property
+    def file_name(self) -> str:
+        """Of the picture."""
+        return "-".join(self.what.partition(",")[0].lower().split()) + ".png"
+
+
+def figure_of_steps(objects: ObjectStore, checkpoint: Checkpoint, name: str) -> list[float]:
+    """A figure of each optimizer step of an update; of steps that have none, nothing."""
+    rows = map(json.loads, objects.get_bytes(checkpoint.metrics).splitlines())
+    return [row[name] for row in rows if name in row]
+
+
+def curves_of_iterations(objects: ObjectStore, checkpoints: Sequence[Checkpoint], x_label: str) -> list[Curve]:
+    """KL, entropy, length and value loss of PPO or GRPO iterations, each the mean over an iteration's steps."""
+    curves = []
+    for name, what in _OF_ITERATIONS.items():
+        steps = [figure_of_steps(objects, checkpoint, name) for checkpoint in checkpoints]
+        if all(steps):
+            curves.append(Curve(what, [statistics.fmean(values) for values in steps], x_label))
+    return curves

@@ -1,6 +1,6 @@
 """The Prefect server of a folder as a process that nobody owns: it ends with the last command that uses it.
 
-Run by `flows.local_server`: ``python -m flows.server_process PORT FOLDER LOCK``. LOCK is a descriptor that holds the
+Run by `flows.connections`: ``python -m flows.server_process PORT FOLDER LOCK``. LOCK is a descriptor that holds the
 lock file of the folder's server, in which the process says who it is and where it listens.
 """
 
@@ -19,13 +19,13 @@ from rollout_core.base.locks import try_exclusive
 from rollout_core.base.processes import ProcessName
 
 LOCK = "server.lock"
-"""Held by the server while it lives; holds a `Listening` once it has begun."""
+"""Held by the server while it lives; holds a `Listening` once it has started."""
 USERS_LOCK = "server-users.lock"
-"""Held by all commands that use the server, together; who takes it alone knows that there is none left, also where the
-last ones were killed."""
+"""Held by all commands that use the server, together; who gets it exclusively knows that there is none left, even if
+the last ones were killed."""
 LOOK_SECONDS = 0.2
 END_SECONDS = 10.0
-"""From SIGTERM to SIGKILL: an open connection, such as a browser's, would keep the server for ever."""
+"""From SIGTERM to SIGKILL: an open connection, such as a browser's, would keep the server alive."""
 
 
 @dataclass(frozen=True)

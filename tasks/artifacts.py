@@ -1,6 +1,6 @@
 """What a person looks at in the Prefect UI: tables, curves, links and progress of stages.
 
-An artifact never decides over a stage: when the server does not take it, that is logged and the stage goes on.
+An artifact never decides about a stage: when the server refuses it, that is logged and the stage continues.
 """
 
 from __future__ import annotations

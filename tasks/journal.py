@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from rollout_core.base.ids import ContentId
 
 CHECKED = "Checked"
-"""State of a stage that always looks and seldom does: an import of unchanged files, a promotion."""
+"""State of a stage that always checks and rarely has to act: an import of unchanged files, a promotion."""
 
 
 @dataclass(frozen=True)

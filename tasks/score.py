@@ -1,28 +1,74 @@
-"""The stages that judge: rewards of completions, and held-out evaluation of a model."""
+"""The stages that judge: rewards of completions, held-out evaluation of a model, rewards of stored rollouts."""
 
 from __future__ import annotations
 
 import json
 import statistics
+import threading
+from collections.abc import Sequence
 
 from rollout_core.base.ids import ContentId, canonical_json, content_id
 from rollout_core.base.stopping import run_async
 from rollout_core.config import BackendConfig, SamplingParams
 from rollout_core.config.rewards import RewardSpec
 from rollout_core.data.samples import decode_completions_blob, decode_samples
+from rollout_core.inference.training_samples import Adapted, Failed, adapt_rollouts, file_experience
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import Completions, EvalReport, PromptSet, Scores
+from rollout_core.objects.records import Completions, EvalReport, Experience, PromptSet, Scores
+from rollout_core.rewards.loading import load_reward
 from rollout_core.rewards.scoring import RewardFunction, RewardInput, score
+from rollout_core.rewards.source_ids import source_of
 from rollout_core.store import AttemptedRollout, Span
 from rollout_core.store.semconv import AGL_ANNOTATION, AGL_REWARD
 from tasks import artifacts, connections
 from tasks.generate import generate
 from tasks.logs import stage_logger
-from tasks.rewards import open_reward
 from tasks.stage import current_stage, stage
 
+KEPT_REWARDS = 4
+_kept: dict[tuple[ContentId, str, str], RewardFunction] = {}
+_lock = threading.Lock()
 REWARD_NAME_ATTRIBUTE = f"{AGL_REWARD}.0.name"
 REWARD_VALUE_ATTRIBUTE = f"{AGL_REWARD}.0.value"
+
+
+def open_reward(reward: RewardSpec, reward_source: ContentId) -> RewardFunction:
+    """The reward, running the code that ``reward_source`` is the id of. Raises ConfigError where that is not to be had,
+    and as `load_reward`."""
+    base, objects = connections.working_folder(), current_stage().objects
+    source = source_of(reward, base, reward_source)
+    changed = [path for code in source.codes.values() if (path := code.changed_file()) is not None]
+    if changed:
+        stage_logger().warning(
+            "%s was changed or removed since this run began, and the run continues with the code it started with",
+            changed[0],
+        )
+    # What a process may take is no part of the id.
+    key = reward_source, reward.model_dump_json(), str(base)
+    with _lock:
+        if key not in _kept:
+            _kept[key] = load_reward(
+                reward,
+                base=base,
+                source=source,
+                model_folder=lambda model: objects.local_tree(ContentId(model), connections.cache_folder()),
+                on_line=lambda line: stage_logger().info("%s", line),
+            )
+        kept = _kept.pop(key)
+        _kept[key] = kept
+        oldest = [_kept.pop(other) for other in list(_kept)[:-KEPT_REWARDS]]
+    for other in oldest:
+        other.close()
+    return kept
+
+
+def close_rewards() -> None:
+    """End the processes that rewards run in; scores that come later start their own."""
+    with _lock:
+        kept = list(_kept.values())
+        _kept.clear()
+    for reward in kept:
+        reward.close()
 
 
 @stage(version=1)
@@ -127,3 +173,26 @@ async def _record_rewards(
                     if isinstance(rollout, AttemptedRollout)
                 ]
             )
+
+
+@stage(version=1, cached=False)
+def collect_samples(
+    rollout_ids: Sequence[str], *, failed: Failed = "stop", group_size: int = 1, label: str = ""
+) -> Experience:
+    """Token-level samples and rewards of rollouts, from the spans of their latest attempts, for `ppo_update` and
+    `grpo_update`. What cannot be learnt from is counted in the result, or with ``failed = "stop"`` an error."""
+    objects = current_stage().objects
+
+    async def adapt() -> Adapted:
+        async with connections.open_store() as store:
+            return await adapt_rollouts(store, objects, rollout_ids)
+
+    experience = file_experience(objects, run_async(adapt()), failed=failed, group_size=group_size)
+    rows = [
+        {"figure": "samples", "value": experience.num_samples},
+        {"figure": "truncated", "value": experience.num_truncated},
+        {"figure": "mean reward", "value": experience.mean},
+        *({"figure": f"left out: {reason}", "value": count} for reason, count in experience.left_out.items()),
+    ]
+    artifacts.table("experience", rows, f"Samples of stored rollouts {label}".strip())
+    return experience

@@ -12,10 +12,10 @@ import inspect
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import UTC, datetime
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast, get_type_hints
 from uuid import UUID
@@ -106,6 +106,7 @@ def stage(
     an effect outside the object store are not ``cached``. ``concurrency`` names a limit: where ``ROLLOUT_LIMITS`` lists
     it, the Prefect server holds runs to ``prefect concurrency-limit create rollout:NAME N``. A parameter named
     ``label`` is for people only and stays out of the cache key, and so do the ``optional`` ones while they are None.
+    The fields of a dataclass count as arguments of their own.
     """
 
     def decorate(function: Callable[P, R]) -> Stage[P, R]:
@@ -159,7 +160,7 @@ class Stage(Generic[P, R]):
         return self._result(inputs, state, time.monotonic() - started)
 
     def submit(self, runner: RunsTasks, *args: P.args, **kwargs: P.kwargs) -> Submitted[R]:
-        """Run the stage on a started task runner, which may be of another machine, and go on meanwhile."""
+        """Run the stage on a started task runner, which may be on another machine, and return at once."""
         inputs = self._bind(args, kwargs)
         prepared = self._prepare(inputs)
         with TagsContext(current_tags=set()):
@@ -213,7 +214,7 @@ class Stage(Generic[P, R]):
     def _plain_key(self, inputs: dict[str, Any]) -> ContentId:
         counted = {
             name: value
-            for name, value in inputs.items()
+            for name, value in spread_arguments(inputs).items()
             if name != LABEL and not (value is None and name in self._optional)
         }
         return content_id(f"stage/{self.name}/{self.version}", identity(counted))
@@ -272,12 +273,12 @@ class Stage(Generic[P, R]):
             return record
 
     def _store(self, run: StageRun, inputs: dict[str, Any], record: R) -> None:
-        """Make the record durable before Prefect learns of it: a failed write of Prefect's own is only logged there."""
+        """Make the record durable before Prefect learns of it: Prefect only logs a failed write of its own."""
         lineage = Lineage(
             stage=self.name,
             version=self.version,
             key=run.key,
-            inputs=identity(inputs),
+            inputs=identity(spread_arguments(inputs)),
             outputs=record.outputs(),
             created_at=datetime.now(UTC),
             software=software_versions(),
@@ -328,9 +329,21 @@ class Stage(Generic[P, R]):
     def _note(self, inputs: dict[str, Any], state: str, seconds: float, outputs: tuple[ContentId, ...]) -> None:
         journal = current_journal()
         if journal is not None:
+            inputs = spread_arguments(inputs)
             ids = tuple(ContentId(value) for value in inputs.values() if is_content_id(value))
             records = (item for value in inputs.values() if isinstance(value, Record) for item in value.outputs())
             journal.add(StageEntry(self.name, str(inputs.get(LABEL, "")), state, seconds, (*ids, *records), outputs))
+
+
+def spread_arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, where those that travel together in a dataclass stand one by one."""
+    found: dict[str, Any] = {}
+    for name, value in inputs.items():
+        if is_dataclass(value) and not isinstance(value, type):
+            found |= {field.name: getattr(value, field.name) for field in fields(value)}
+        else:
+            found[name] = value
+    return found
 
 
 class UnreadableResult(RolloutError):
@@ -341,7 +354,7 @@ class RunsTasks(Protocol):
     """A started task runner, or a place on one."""
 
     def submit(self, task: Task[..., Any], parameters: dict[str, Any]) -> PrefectFuture[Any]:
-        """Run a task and go on meanwhile."""
+        """Start a task and return at once."""
         ...
 
 
@@ -379,7 +392,7 @@ def is_whole(record: Record, objects: ObjectStore) -> bool:
 
 
 def stop_signal() -> TerminationSignal:
-    """What Prefect's handler of SIGTERM raises: the run then ends Crashed, or Cancelled where that was asked for."""
+    """What Prefect's handler of SIGTERM raises: the run then ends Crashed, or Cancelled where that was requested."""
     return TerminationSignal(signal=signal.SIGTERM)
 
 

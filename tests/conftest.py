@@ -61,16 +61,19 @@ def other_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def weights_stay_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model may be built on the meta device, where tensors have no bytes; any other load fails the test."""
-    from transformers import AutoModelForCausalLM
+    """A model may be built on the meta device, where tensors have no bytes; any other load fails the test.
 
-    load = AutoModelForCausalLM.from_pretrained
+    Every model class, the automatic ones included, comes to this method of transformers.
+    """
+    from transformers import PreTrainedModel
 
-    def refuse(*arguments: Any, **options: Any) -> Any:
+    load = PreTrainedModel.from_pretrained.__func__
+
+    def refuse(cls: Any, *arguments: Any, **options: Any) -> Any:
         assert options.get("device_map") == "meta", "no weights may be loaded here"
-        return load(*arguments, **options)
+        return load(cls, *arguments, **options)
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(refuse))
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +87,7 @@ def clean_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of one real Prefect server for the whole session, whose log is free of errors at its end."""
-    from flows.local_server import LOG, prefect_server as running_server
+    from flows.connections import LOG, prefect_server as running_server
 
     home = tmp_path_factory.mktemp("prefect")
     logs = ServerLogs()

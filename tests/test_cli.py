@@ -104,11 +104,10 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, weights_stay_unread: None) -
 
     monkeypatch.setattr(subprocess, "Popen", refuse_others)
     for place in (
-        "flows.local_server.prefect_server",
+        "flows.connections.prefect_server",
         "rollout_core.inference.engines.build_backend",
         "rollout_core.inference.hf.TransformersEngine.__init__",
         "rollout_core.inference.vllm_backend.VLLMEngine.__init__",
-        "rollout_core.algorithms.state.load_policy",
     ):
         monkeypatch.setattr(place, refuse)
 
@@ -575,7 +574,7 @@ def test_batch_inference_prints_its_run_and_goes_on_with_it(work: Path, prefect_
             run("infer-batch", "--set", "sampling.temperature=0.5", *more, PREFECT_API_URL=prefect_server)
         )
         expected = (
-            f"output.dir: run {run_id} was begun with other parameters: sampling.temperature: got 0.5, expected 1.0."
+            f"output.dir: run {run_id} was started with other parameters: sampling.temperature: got 0.5, expected 1.0."
         )
         assert message.startswith(expected)
     unknown = "01ARZ3NDEKTSV4RRFFQ69G5FAV"
@@ -642,7 +641,7 @@ def test_another_model_is_refused_before_the_first_sample(work: Path, prefect_se
     result = run("infer-batch", "--set", f"model.uri={other_tiny_model}", **server)
     assert result.exit_code == 2 and result.stdout == ""
     last = result.stderr.splitlines()[-1]
-    assert "was begun with other parameters: model: got " in last
+    assert "was started with other parameters: model: got " in last
     assert last.endswith(f"or remove {work / 'out' / 'run-id'}")
     assert (work / "out" / "completions.jsonl").read_bytes() == before
 

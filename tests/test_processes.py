@@ -12,9 +12,9 @@ import pytest
 
 from rollout_core.base import processes
 from rollout_core.base.processes import ProcessName, this_machine
-from rollout_core.inference.workers import is_gone, this_worker
+from rollout_core.inference.ledger import is_gone, this_worker
 
-SAY_WORKER = "from rollout_core.inference.workers import this_worker; print(this_worker(), flush=True); input()"
+SAY_WORKER = "from rollout_core.inference.ledger import this_worker; print(this_worker(), flush=True); input()"
 
 
 @pytest.fixture

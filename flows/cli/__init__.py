@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli import records, run, storage, store, train
+from flows.cli import runs, storage
 from flows.cli.common import one_line_errors
 
 app = typer.Typer(
@@ -22,13 +22,13 @@ app = typer.Typer(
     rich_markup_mode=None,  # else "[workers].count" in a help text is taken for a colour and left out
     help="LLM post-training that cannot lose work.",
 )
-app.add_typer(train.app, name="train")
-app.add_typer(run.infer_app, name="infer")
-app.add_typer(records.snapshot_app, name="snapshot")
-app.add_typer(storage.app, name="storage")
-app.add_typer(store.app, name="store")
-app.command("nightly")(run.nightly)
-app.command("lineage")(records.lineage)
+app.add_typer(runs.train_app, name="train")
+app.add_typer(runs.infer_app, name="infer")
+app.add_typer(storage.snapshot_app, name="snapshot")
+app.add_typer(storage.storage_app, name="storage")
+app.add_typer(storage.store_app, name="store")
+app.command("nightly")(runs.nightly)
+app.command("lineage")(storage.lineage)
 
 
 def _print_version(wanted: bool) -> None:

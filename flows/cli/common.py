@@ -102,13 +102,12 @@ def run_flow(start: Callable[[], Any], debug: bool) -> Any:
 
     Unless ``debug``, log lines in the terminal show no tracebacks of our own errors, whose messages say what to do.
     """
-    from flows.connections import PREFECT_HOME
-    from flows.local_server import prefect_server
+    from flows.connections import PREFECT_HOME, prefect_server
     from rollout_core.base.stopping import watching
 
     with watching(ends_process=True), prefect_server(PREFECT_HOME):
         # Not before: Prefect takes the server's address when it is imported.
-        from flows.log_lines import without_known_traces
+        from flows.flow_run import without_known_traces
 
         try:
             with nullcontext() if debug else without_known_traces():

@@ -1,7 +1,8 @@
-"""`rollout storage`: whether what is stored is what was stored."""
+"""`rollout snapshot`, `lineage` and `storage`: what the object store holds and whether it is whole; `rollout store`."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,19 +12,75 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flows.cli.common import EXIT_FAILED, Debug, one_line_errors
-from flows.cli.records import StoragePath
 
 if TYPE_CHECKING:
     from rollout_core.objects import ObjectStore
     from rollout_core.objects.verification import Damage, Verification
 
-app = typer.Typer(no_args_is_help=True, help="Look after the object store.")
+snapshot_app = typer.Typer(no_args_is_help=True, help="Look at train-state snapshots.")
+storage_app = typer.Typer(no_args_is_help=True, help="Look after the object store.")
+store_app = typer.Typer(no_args_is_help=True, help="Run the store of rollouts, attempts and spans.")
 
 LOG_SECONDS = 30.0
 SHOWN_HOLDERS = 4
 
+StoragePath = Annotated[
+    str | None,
+    typer.Option("--storage", help="URL or block:SLUG/NAME of the object store; default: ROLLOUT_STORAGE."),
+]
+ShortId = Annotated[str, typer.Argument(help="Content id, or its first digits, at least 8.")]
+DatabaseURL = Annotated[
+    str, typer.Option("--database", help="sqlite:///path/to/file.db, or postgresql://user@host/name.")
+]
 
-@app.command("verify")
+
+@snapshot_app.command("list")
+def snapshot_list(
+    storage: StoragePath = None,
+    run_id: Annotated[str | None, typer.Option("--run-id", help="Only this run's.")] = None,
+    kind: Annotated[str | None, typer.Option("--kind", help="Only this kind.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most this many, newest first.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Print snapshots, newest first, as JSON."""
+    with one_line_errors(debug):
+        from flows.connections import object_store
+        from rollout_core.objects.snapshots import SnapshotStore
+
+        with object_store(storage) as objects:
+            found = SnapshotStore(objects).list(run_id=run_id, kind=kind, limit=limit)  # pyright: ignore[reportArgumentType]
+        typer.echo(json.dumps([item.model_dump(mode="json") for item in found], indent=2))
+
+
+@snapshot_app.command("show")
+def snapshot_show(snapshot_id: ShortId, storage: StoragePath = None, debug: Debug = False) -> None:
+    """Print one snapshot as JSON."""
+    with one_line_errors(debug):
+        from flows.connections import object_store
+        from rollout_core.objects.short_ids import complete_snapshot_id
+        from rollout_core.objects.snapshots import SnapshotStore
+
+        with object_store(storage) as objects:
+            found = SnapshotStore(objects).get(complete_snapshot_id(objects, snapshot_id))
+        typer.echo(found.model_dump_json(indent=2))
+
+
+def lineage(content_id: ShortId, storage: StoragePath = None, debug: Debug = False) -> None:
+    """Print what made a checkpoint or any other result, back to the first inputs, as JSON."""
+    with one_line_errors(debug):
+        from flows.connections import object_store
+        from rollout_core.base.errors import NotFound
+        from rollout_core.objects.lineage import trace_lineage
+        from rollout_core.objects.short_ids import complete_lineage_id
+
+        with object_store(storage) as objects:
+            found = trace_lineage(objects, complete_lineage_id(objects, content_id))
+        if not found:
+            raise NotFound(f"no stage recorded that it made {content_id}")
+        typer.echo(json.dumps([item.model_dump(mode="json") for item in found], indent=2))
+
+
+@storage_app.command("verify")
 def storage_verify(
     storage: StoragePath = None,
     repair: Annotated[
@@ -126,3 +183,36 @@ def _size(num_bytes: float) -> str:
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:,.1f} TB"
+
+
+@store_app.command("serve")
+def store_serve(
+    database: DatabaseURL,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; beyond loopback only with a key.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 4747,
+    workers: Annotated[int, typer.Option("--workers", min=1, help="Server processes.")] = 1,
+    api_key_env: Annotated[
+        str | None, typer.Option("--api-key-env", help="Environment variable that holds the API key.")
+    ] = None,
+    cors_allow_origin: Annotated[
+        list[str] | None, typer.Option("--cors-allow-origin", help="Origin of web pages to let in; *: all. Repeatable.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Serve a store over HTTP until SIGTERM or Ctrl-C."""
+    with one_line_errors(debug):
+        from rollout_core.store.http.serve import ServeSettings, serve
+
+        settings = ServeSettings(database, host, port, workers, api_key_env, tuple(cors_allow_origin or ()))
+        serve(settings, typer.echo)
+
+
+@store_app.command("migrate")
+def store_migrate(database: DatabaseURL, debug: Debug = False) -> None:
+    """Bring a store's database to the schema of this version."""
+    with one_line_errors(debug):
+        from rollout_core.store.sql.migrate import migrate
+
+        typer.echo(migrate(database))

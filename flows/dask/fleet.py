@@ -1,4 +1,4 @@
-"""Shards over the workers of a Dask cluster, whoever joins, leaves or dies.
+"""Shards over the workers of a Dask cluster, of the run's own or one that is there, whoever joins, leaves or dies.
 
 Two shards are under way on each worker, so that its engine does not run dry between them. When all are given out, idle
 workers take unclaimed samples off the slow ones. A shard whose worker dies is run by another under the same task run;
@@ -7,36 +7,53 @@ what was committed stays, since workers only meet in the store.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import queue
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
+import dask.config
 from distributed import Client, KilledWorker
 from prefect import Task
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext, serialize_context
-from prefect_dask.task_runners import PrefectDaskFuture
+from prefect.settings import PREFECT_API_URL
+from prefect_dask.task_runners import DaskTaskRunner, PrefectDaskFuture
 
-from flows.dask.worker import Driver, address_of, run_stage
+from flows.dask.worker import Driver, EngineKeeper, address_of, run_stage
 from flows.fan_out import FanOut, R, T
-from rollout_core.base.errors import Fatal, Recoverable
+from rollout_core.base.errors import ConfigError, Fatal, Recoverable
+from rollout_core.base.numerics import current_numerics
+from rollout_core.base.processes import this_machine
 from rollout_core.config import DaskConfig, WorkersConfig
 from rollout_core.inference.batch import Progress
-from rollout_core.inference.tally import tally
+from rollout_core.inference.ledger import this_worker
+from rollout_core.inference.runs import tally
+from tasks import connections
 from tasks.logs import stage_logger
-from tasks.stage import Submitted
+from tasks.stage import Submitted, retry
 
 SHARDS_PER_WORKER = 2
 LOOK_SECONDS = 1.0
 LOG_SECONDS = 30.0
 LOST = "the Dask scheduler is gone; what is complete is kept: see that one runs, and run again"
+END_SECONDS = 20.0
+CLUSTER_SETTINGS = {
+    # Daemonic processes may not have children, and an engine is one.
+    "distributed.worker.daemon": False,
+    # Dask sizes adaptive clusters by the time that tasks take, which it does not know before the first has ended.
+    "distributed.scheduler.default-task-durations": {"infer_shard": "1h"},
+}
+LOCAL_CLUSTER_OPTIONS = {"threads_per_worker": SHARDS_PER_WORKER, "memory_limit": 0, "dashboard_address": None}
+"""Unless given: an engine's memory is not Dask's to bound, and nobody asked for an open port."""
 
 
 class _Deadly(Exception):
@@ -126,7 +143,7 @@ class DaskFleet:
             try:
                 results[job.place] = job.submitted.result()
             except _Deadly as error:
-                self._refuse_deadly(job, work.progress(items[job.place]).done, error)
+                self._raise_if_stuck(job, work.progress(items[job.place]).done, error)
                 waiting.appendleft(job.place)
                 continue
             work.on_result(items[job.place], results[job.place])
@@ -146,7 +163,7 @@ class DaskFleet:
             self._driver,
             key=f"{task.name}-{task_run_id}",
             workers=None if job.worker is None else [job.worker],
-            # A shard goes on elsewhere when its worker dies; help is of use only where there is nothing else to do.
+            # Another worker continues a shard whose worker dies; help is of use only where there is nothing else to do.
             allow_other_workers=job.worker is not None and not job.is_help,
             resources=None if gpus is None else {"GPU": gpus / SHARDS_PER_WORKER},
             pure=False,
@@ -155,7 +172,7 @@ class DaskFleet:
         return _StageFuture(task_run_id=task_run_id, wrapped_future=future)
 
     def _hear(self, event: tuple[float, dict[str, Any]]) -> None:
-        """What a worker tells; called by Dask's thread."""
+        """Take a worker's event; called by Dask's thread."""
         _, message = event
         if "shard" in message:
             self._tally.note(message["shard"], Progress(*message["progress"]))
@@ -251,10 +268,10 @@ class DaskFleet:
         try:
             assert job.submitted is not None
             job.submitted.result()
-        except Exception as error:  # noqa: BLE001 - what is wrong with the shard itself, its own task tells
+        except Exception as error:  # noqa: BLE001 - its own task reports what is wrong with the shard itself
             stage_logger().warning("help with shard %d ended: %s", job.place + 1, error)
 
-    def _refuse_deadly(self, job: _Job, done: int, error: _Deadly) -> None:
+    def _raise_if_stuck(self, job: _Job, done: int, error: _Deadly) -> None:
         """A shard that Dask gave up is tried again as long as it gets further."""
         if done > job.done_before:
             return
@@ -277,3 +294,89 @@ def _flow_context() -> dict[str, Any]:
         "flow": address_of(context.flow.fn),
         "flow_run_context": {name: value for name, value in run.items() if name not in ("flow", "result_store")},
     }
+
+
+@contextmanager
+def dask_fleet(workers: WorkersConfig, config: DaskConfig, run_id: str) -> Iterator[DaskFleet]:
+    """The configured cluster, with what its workers need to know of this run.
+
+    Raises ConfigError where it cannot be made, or its workers cannot run our code; Recoverable where none answers.
+    """
+    with dask.config.set(CLUSTER_SETTINGS), _runner(config) as runner:
+        client = _client(runner, config)
+        driver = introduce(run_id)
+        keeper = EngineKeeper(run_id, workers_end=config.cluster is not None)
+        try:
+            _register(client, keeper)
+            yield DaskFleet(client, workers, config, driver)
+        finally:
+            connections.objects().delete_ref(driver.mark)
+            # Also where the cluster ends with the run: it does not wait for engines to close. A worker that hangs must
+            # not keep us.
+            if client.status == "running":
+                _within(END_SECONDS, lambda: client.unregister_worker_plugin(keeper.name))
+
+
+def _runner(config: DaskConfig) -> DaskTaskRunner:
+    if config.address is not None:
+        return DaskTaskRunner(address=config.address)
+    local = config.cluster in ("distributed.LocalCluster", "dask.distributed.LocalCluster")
+    return DaskTaskRunner(
+        cluster_class=config.cluster,
+        cluster_kwargs={**(LOCAL_CLUSTER_OPTIONS if local else {}), **config.options},
+        adapt_kwargs=config.adapt.model_dump() if config.adapt is not None else None,
+    )
+
+
+def _client(runner: DaskTaskRunner, config: DaskConfig) -> Client:
+    try:
+        return runner.client
+    except OSError as error:
+        raise Recoverable(f"no Dask scheduler answers at {config.address or config.cluster}: {error}") from error
+    except TypeError as error:
+        raise ConfigError(f"workers.dask.options: {config.cluster} does not take them: {error}") from error
+
+
+def introduce(run_id: str) -> Driver:
+    """Leave a mark in storage and database, by which a worker knows that they are its own, too."""
+    mark = f"fan-out/{run_id}"
+
+    def appear() -> None:
+        storage = connections.objects()
+        storage.set_ref(mark, storage.put_bytes(mark.encode()))
+        asyncio.run(_appear())
+
+    retry(appear)
+    return Driver(
+        run_id=run_id,
+        worker_id=this_worker(),
+        mark=mark,
+        connections=connections.description(),
+        machine=this_machine(),
+        api_url=PREFECT_API_URL.value(),
+        numerics=current_numerics(),
+    )
+
+
+async def _appear() -> None:
+    async with connections.open_store() as store:
+        await store.update_worker(this_worker())
+
+
+def _register(client: Client, keeper: EngineKeeper) -> None:
+    try:
+        client.register_plugin(keeper)
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"a Dask worker cannot run rollout ({error}); install the driver's version of it on every worker"
+        ) from error
+
+
+def _within(seconds: float, call: Callable[[], Any]) -> None:
+    def run() -> None:
+        with suppress(Exception):
+            call()
+
+    thread = threading.Thread(target=run, name="rollout-end-of-run", daemon=True)
+    thread.start()
+    thread.join(seconds)

@@ -33,10 +33,10 @@ from rollout_core.base.secrets import without_password
 from rollout_core.config import VLLMBackend
 from rollout_core.inference.batch import Progress
 from rollout_core.inference.engines import close_engine
-from rollout_core.inference.tally import forget_tally, tally
+from rollout_core.inference.runs import forget_tally, tally
 from rollout_core.models.tokenizers import prepare_transformers
 from tasks import connections
-from tasks.stage import Stage, retry
+from tasks.stage import Stage, retry, spread_arguments
 
 IDLE_SECONDS = 300.0
 """An engine that had nothing to do for this long is closed: a driver that was killed cannot ask for it."""
@@ -63,7 +63,7 @@ class Driver:
 
     @property
     def topic(self) -> str:
-        """Where its workers tell of their progress."""
+        """On which its workers report their progress."""
         return f"rollout-{self.run_id}"
 
 
@@ -141,7 +141,8 @@ def _reachable_api(driver: Driver) -> Iterator[None]:
 
 def _meet(driver: Driver, inputs: dict[str, Any]) -> None:
     """Refuse to work where it would be lost, or cannot be done."""
-    if isinstance(inputs.get("backend"), VLLMBackend) and multiprocessing.current_process().daemon:
+    backend = spread_arguments(inputs).get("backend")
+    if isinstance(backend, VLLMBackend) and multiprocessing.current_process().daemon:
         raise ConfigError(
             f"worker {_name()} may not start the process that vLLM runs in; start Dask workers with "
             "DASK_DISTRIBUTED__WORKER__DAEMON=False in their environment, or with --no-nanny"
@@ -182,7 +183,7 @@ def _name() -> str:
 
 
 class EngineKeeper(WorkerPlugin):
-    """Keeps a worker's engine warm while a run goes on, and closes it after.
+    """Keeps a worker's engine warm while a run lasts, and closes it afterwards.
 
     ``workers_end``: the workers end with the run.
     """

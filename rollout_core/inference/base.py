@@ -1,16 +1,45 @@
-"""What every inference backend is: requests in, completions out as they finish, weights swapped in place."""
+"""What every inference backend is: requests in, completions out as they finish, weights swapped in place.
+
+Here is also what of the sampling parameters each backend supports (the rest is refused before any work, never ignored),
+and what every completion must be, whoever made it, before it is kept.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollout_core.base.errors import Fatal
 from rollout_core.base.ids import ContentId
-from rollout_core.config import SamplingParams
-from rollout_core.data.completions import Completion, Failure, Outcome
+from rollout_core.config import (
+    BackendConfig,
+    ChoiceOutput,
+    GrammarOutput,
+    JsonSchemaOutput,
+    OpenAIBackend,
+    RegexOutput,
+    SamplingParams,
+    ScriptedBackend,
+    StructuredOutput,
+    TransformersBackend,
+    VLLMBackend,
+)
+from rollout_core.data.samples import Completion, Failure, Outcome
+
+LOGPROB_NOISE = 1e-3
+"""A log-probability above 0 by no more than this, in nats, is the rounding of a certain token's."""
+TEXT_TOKENS = 8
+"""Token ids made of a text may be so many times those it was sampled as: a byte that is no character reads as one of
+three bytes, and the endpoint's own vocabulary may have longer tokens."""
+TOKEN_CHARACTERS = 256
+"""No token is longer, at least not on average: the longest of common vocabularies are 128 spaces."""
+_SCRIPTED = SamplingParams.identity_without_default
+"""A scripted text is not sampled; the oldest fields say nothing of it either way."""
+_NOT_OPENAI = ("top_k", "min_tokens", "stop_token_ids", "ignore_eos", "repetition_penalty", "logprobs")
+_MAX_TEMPERATURE = 2.0
+_MAX_CHAT_LOGPROBS = 19
 
 
 @dataclass(frozen=True)
@@ -90,3 +119,98 @@ class GathersStream:
                 raise Fatal(f"request {outcome.key[:12]} failed: {outcome.reason}")
             finished[outcome.key] = outcome
         return [finished[request.key] for request in requests]
+
+
+def problem_with(
+    token_ids: Sequence[int], logprobs: Sequence[float], params: SamplingParams, vocab_size: int | None = None
+) -> str | None:
+    """Why these tokens with their log-probabilities are no completion under ``params``, if they are none.
+
+    Without log-probabilities the ids were made of a text, and their number tells only roughly what was sampled.
+    """
+    if token_ids and (min(token_ids) < 0 or (vocab_size is not None and max(token_ids) >= vocab_size)):
+        beyond = min(token_ids) if min(token_ids) < 0 else max(token_ids)
+        known = "" if vocab_size is None else f"; the model has {vocab_size} tokens"
+        return f"token id {beyond}, which is outside the vocabulary{known}"
+    if not logprobs:
+        return _problem_with_length(len(token_ids), params)
+    if len(logprobs) != len(token_ids):
+        return f"{len(token_ids)} tokens, but log-probabilities of {len(logprobs)}"
+    if len(token_ids) > params.max_tokens:
+        return f"{len(token_ids)} tokens, but sampling.max_tokens is {params.max_tokens}"
+    if max(logprobs) > LOGPROB_NOISE:
+        return f"a log-probability of {max(logprobs):g}, above 0"
+    return None
+
+
+def _problem_with_length(num_tokens: int, params: SamplingParams) -> str | None:
+    most = TEXT_TOKENS * params.max_tokens
+    if num_tokens <= most:
+        return None
+    return f"a text of {num_tokens} tokens, more than {TEXT_TOKENS} times sampling.max_tokens {params.max_tokens}"
+
+
+def problem_with_text(text: str, params: SamplingParams) -> str | None:
+    """Why this is no text of a completion under ``params``, if it is none, before anybody tokenises it."""
+    most = TOKEN_CHARACTERS * params.max_tokens
+    if len(text) <= most:
+        return None
+    return (
+        f"a text of {len(text):,} characters, more than the {most:,} that fit sampling.max_tokens {params.max_tokens}"
+    )
+
+
+def unsupported(params: SamplingParams, backend: BackendConfig) -> Iterator[tuple[str, str]]:
+    """Fields of ``params`` that the backend cannot honour, and why."""
+    match backend:
+        case VLLMBackend():
+            yield from _vllm(params)
+        case TransformersBackend():
+            for name in _given(params, ("structured",)):
+                yield name, "backend 'transformers' has no guided decoding; use 'vllm', or 'openai' with a vLLM server"
+        case ScriptedBackend():
+            for name in _given(params, sorted(_SCRIPTED)):
+                yield name, "backend 'scripted' has its text from the configuration; use a backend with a model"
+        case OpenAIBackend(dialect="vllm"):
+            yield from _vllm(params)
+            if backend.api == "chat" and params.logprobs > _MAX_CHAT_LOGPROBS:
+                yield "logprobs", f"backend 'openai' with api 'chat' has at most {_MAX_CHAT_LOGPROBS}"
+        case OpenAIBackend():
+            yield from _openai(params, backend)
+
+
+def _vllm(params: SamplingParams) -> Iterator[tuple[str, str]]:
+    if params.temperature > _MAX_TEMPERATURE:
+        yield "temperature", f"vLLM takes at most {_MAX_TEMPERATURE:g}, got {params.temperature:g}"
+
+
+def _openai(params: SamplingParams, backend: OpenAIBackend) -> Iterator[tuple[str, str]]:
+    for name in _given(params, _NOT_OPENAI):
+        yield name, "backend 'openai' with dialect 'openai' knows no such field; dialect 'vllm' does, at a vLLM server"
+    if params.structured is not None and not (
+        backend.api == "chat" and isinstance(params.structured, JsonSchemaOutput)
+    ):
+        yield (
+            "structured",
+            "backend 'openai' with dialect 'openai' has guided decoding for kind 'json_schema' with api 'chat' only",
+        )
+    if len(params.stop) > 4:
+        yield "stop", f"backend 'openai' with dialect 'openai' takes at most 4 strings, got {len(params.stop)}"
+
+
+def _given(params: SamplingParams, names: tuple[str, ...] | list[str]) -> list[str]:
+    fields = SamplingParams.model_fields
+    return [name for name in names if getattr(params, name) != fields[name].get_default()]
+
+
+def vllm_constraint(structured: StructuredOutput) -> dict[str, Any]:
+    """The one argument of vLLM's ``StructuredOutputsParams``, by name."""
+    match structured:
+        case JsonSchemaOutput():
+            return {"json": structured.definition}
+        case RegexOutput():
+            return {"regex": structured.pattern}
+        case ChoiceOutput():
+            return {"choice": list(structured.choices)}
+        case GrammarOutput():
+            return {"grammar": structured.grammar}

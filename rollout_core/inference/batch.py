@@ -22,10 +22,16 @@ import orjson
 from rollout_core.base.errors import Fatal, Recoverable, RolloutError
 from rollout_core.base.ids import ContentId, seed_of
 from rollout_core.config import SamplingParams
-from rollout_core.data.completions import Completion, Failure, Outcome
-from rollout_core.data.samples import Sample, encode_completion, encode_failure, length_problem
-from rollout_core.inference.base import Request
-from rollout_core.inference.checks import problem_with
+from rollout_core.data.samples import (
+    Completion,
+    Failure,
+    Outcome,
+    Sample,
+    encode_completion,
+    encode_failure,
+    length_problem,
+)
+from rollout_core.inference.base import Request, problem_with
 from rollout_core.inference.lanes import Lane, Lanes
 from rollout_core.inference.ledger import Answer, SampleLedger, Standing
 from rollout_core.objects import ObjectStore
@@ -35,7 +41,7 @@ from rollout_core.store.types import RolloutMode
 STALE_AFTER_SECONDS = 300.0
 """The attempts of a worker silent for longer may be taken over by another."""
 COMMITS_AT_ONCE = 2
-"""Commits under way while the engine goes on; more samples then wait in memory."""
+"""Commits under way while the engine generates; beyond that, samples wait in memory."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ class Drawn(NamedTuple):
     rollout: AttemptedRollout
     outcome: Outcome
     latency: float | None = None
-    """None where no engine was asked."""
+    """None where no engine was needed."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ class BatchOptions:
     """No other process works on these samples (the caller holds their lock)."""
     commit_size: int = 2048
     """Samples made durable together; fewer when ``commit_seconds`` pass first, so this bounds memory, not what a kill
-    costs. Together with ``claim_size`` it decides how often the store is asked where the engine is the faster one."""
+    costs. Together with ``claim_size`` it decides how often the store is called where the engine is the faster one."""
     commit_seconds: float = 1.0
     keep_done: bool = False
     """Where the set is the unit: samples that are done stay so, and only the others are generated together. Else one
@@ -311,7 +317,7 @@ class _BatchRun:
 
     @asynccontextmanager
     async def _beating(self) -> AsyncIterator[None]:
-        """Tell other workers, inside the block, that the claims of this one stand."""
+        """Show other workers, inside the block, that this one is alive and its claims hold."""
 
         async def beat() -> None:
             while True:
@@ -349,7 +355,7 @@ class _BatchRun:
         return ours
 
     def request(self, sample_id: ContentId) -> Request | Failure:
-        """What the engine is asked, or why it cannot be."""
+        """The engine's request for a sample, or why there can be none."""
         sample = self._samples[sample_id]
         problem = self._problems.get(sample_id) or length_problem(
             len(sample.prompt_token_ids), self._params.max_tokens, self.options.max_model_len

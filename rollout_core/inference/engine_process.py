@@ -1,20 +1,36 @@
-"""The main functions of vLLM's engine process and its workers, which end when their owner does, also by ``kill -9``.
+"""vLLM's engine process and its workers end when their owner does, also by ``kill -9``, and leave nothing behind.
 
-Left alone, vLLM's engine waits for requests of its dead owner for ever, with its memory. This module imports nothing
-heavy: the child imports it first, so from then on its owner's end ends it, long before vLLM itself is imported there.
+Left alone, vLLM's engine waits forever for requests of its dead owner, and keeps its memory. This module imports
+nothing heavy: the child imports it first, so from then on its owner's end ends it, long before vLLM itself is imported
+there.
+
+Outside its processes a killed engine leaves sockets and segments of shared memory. Sockets are put into a scratch
+folder, and segments are noted there by name, so that whoever sweeps scratch folders of dead processes removes both.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rollout_core.base.numerics import hide_wider_instructions, is_portable_here
 from rollout_core.base.process_tree import signal_at_parents_end
-from rollout_core.base.stopping import kill_children
+from rollout_core.base.scratch import SHARED_MEMORY, note_shared_memory, scratch_folder
+from rollout_core.base.stopping import children, kill_children
+
+SOCKETS = "VLLM_RPC_BASE_PATH"
+"""Environment variable: vLLM's folder of sockets."""
+LONGEST_FOLDER = 60
+"""Characters: a socket's whole path may have 107, of which vLLM needs 37 for a name."""
+_MAPPED = re.compile(rf"{re.escape(str(SHARED_MEMORY))}/((?:psm_|sem\.mp-)[\w.-]+)")
+_LOOK_SECONDS = 0.5
 
 
 def _hold_kernels() -> None:
@@ -42,7 +58,7 @@ def end_with_owner() -> None:
 
 def run_engine_core(*args: Any, **kwargs: Any) -> None:
     """What vLLM's engine process runs."""
-    # The kernel would end this process alone; its workers would go on until they notice.
+    # The kernel would end this process alone; its workers would run until they notice.
     threading.Thread(target=_end_with_owner, name="rollout-owner-watch", daemon=True).start()
     signal_at_parents_end(None)
 
@@ -72,3 +88,48 @@ def _end_with_owner() -> None:
     owner.join()
     kill_children()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def engine_files() -> Iterator[Path]:
+    """A folder for the files of the engine that is started inside the block, gone with it or swept later."""
+    with scratch_folder("engine") as folder:
+        before = os.environ.pop(SOCKETS, None)
+        if len(str(folder)) <= LONGEST_FOLDER:
+            os.environ[SOCKETS] = str(folder)
+        try:
+            yield folder
+        finally:
+            os.environ.pop(SOCKETS, None)
+            if before is not None:
+                os.environ[SOCKETS] = before
+
+
+@contextmanager
+def noting_segments(folder: Path) -> Iterator[None]:
+    """Note in ``folder`` which segments of shared memory the processes map that are started inside the block."""
+    ended = threading.Event()
+    before = children()
+
+    def look() -> None:
+        while not ended.wait(_LOOK_SECONDS):
+            _note(folder, before)
+
+    thread = threading.Thread(target=look, name="rollout-engine-segments", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        _note(folder, before)
+
+
+def _note(folder: Path, before: set[int]) -> None:
+    names: set[str] = set()
+    for child in children() - before:
+        try:
+            names.update(_MAPPED.findall(Path(f"/proc/{child}/maps").read_text(encoding="utf-8", errors="replace")))
+        except OSError:
+            continue  # it has ended
+    note_shared_memory(folder, names)

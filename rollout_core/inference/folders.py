@@ -48,7 +48,7 @@ class OutputFolder(Protocol):
         ...
 
     def mark(self, name: str) -> str | None:
-        """What changes with a file's content; None where there is no file, or nothing that tells."""
+        """What changes with a file's content; None where there is no file, or nothing to tell by."""
         ...
 
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
-from rollout_core.data.completions import Outcome
+from rollout_core.data.samples import Outcome
 from rollout_core.inference.base import InferenceBackend, Request
 
 
@@ -32,7 +32,7 @@ class Lanes:
 
     def open(self, *, few: int = 0) -> Lane:
         """A new lane, for the event loop that calls; close it when done. Its ``outcomes`` returns, without any if need
-        be, when the engine has taken so many requests that fewer than ``few`` wait."""
+        be, when the engine has taken enough requests that fewer than ``few`` wait."""
         lane = Lane(self, asyncio.get_running_loop(), few)
         with self._changed:
             self._lanes.append(lane)

@@ -10,6 +10,7 @@ is kept in the same way under the status ``failed``; one that failed for a passi
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +18,8 @@ from typing import Any, cast
 
 from rollout_core.base.errors import Conflict, CorruptObject, MissingObject
 from rollout_core.base.ids import ContentId
+from rollout_core.base.processes import ProcessName
 from rollout_core.data.samples import Sample
-from rollout_core.inference.workers import is_gone
 from rollout_core.objects import ObjectStore
 from rollout_core.store import (
     Attempt,
@@ -48,7 +49,7 @@ _held: set[str] = set()
 
 @dataclass
 class Standing:
-    """Where each of the asked samples stands."""
+    """Where each of the samples stands."""
 
     done: dict[ContentId, bytes] = field(default_factory=dict)
     """Line of every sample that is completed, or failed for good."""
@@ -80,7 +81,7 @@ class Answer:
 class SampleLedger:
     """Samples of one batch over the store and the object store.
 
-    A sample's id says what is asked for, not by which software and device it is answered; ``generator`` does. Only
+    A sample's id says what is to be generated, not with which software and device; ``generator`` does. Only
     completions of the same generator count as done, others are generated anew.
     """
 
@@ -325,3 +326,15 @@ def _requests(samples: Sequence[Sample], mode: RolloutMode, source: ContentId) -
 
 def _made_by_last(span: Span, rollout: Rollout) -> bool:
     return isinstance(rollout, AttemptedRollout) and span.attempt_id == rollout.attempt.attempt_id
+
+
+def this_worker() -> str:
+    """Name of this process among all workers of a store."""
+    return f"{socket.gethostname()}:{ProcessName.of_this_process()}"
+
+
+def is_gone(worker_id: str | None) -> bool:
+    """Whether a worker was a process of this machine that has ended; False where that cannot be known."""
+    # A machine's own name may hold colons (an IPv6 address, say).
+    process = ProcessName.parse(":".join((worker_id or "").split(":")[-3:]))
+    return process is not None and process.has_ended()

@@ -20,11 +20,10 @@ from typing import Any, TypeVar
 from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.base.ids import ContentId
 from rollout_core.config import OpenAIBackend
-from rollout_core.data.completions import Completion, Failure, Outcome
+from rollout_core.data.samples import Completion, Failure, Outcome
 from rollout_core.inference.base import GathersStream, ModelRef, Request
 from rollout_core.inference.endpoint import Endpoint, Malformed, Passing, Refused
-from rollout_core.inference.openai_answers import OtherDialect, longest_answer, no_vllm, outcome_of
-from rollout_core.inference.openai_wire import body_of, path_of
+from rollout_core.inference.openai_wire import OtherDialect, body_of, longest_answer, no_vllm, outcome_of, path_of
 from rollout_core.models.facts import vocab_size
 from rollout_core.models.tokenizers import load_tokenizer
 

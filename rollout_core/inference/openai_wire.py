@@ -1,13 +1,41 @@
-"""What an OpenAI-compatible endpoint is asked."""
+"""What an OpenAI-compatible endpoint is asked, and what its answers mean.
+
+Nothing in an answer is believed that cannot be so. An answer that is malformed, or contradicts itself or the request,
+is an error of one sample: what another program says must neither enter a data set unchecked nor end a run.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rollout_core.base.errors import ConfigError
 from rollout_core.config import JsonSchemaOutput, OpenAIBackend, SamplingParams
-from rollout_core.inference.base import Request
-from rollout_core.inference.structured import vllm_constraint
+from rollout_core.data.samples import Completion, Failure, FinishReason, Outcome, TopLogprobs
+from rollout_core.data.text import decode_as_streamed, decode_completions, told_tokens
+from rollout_core.inference.base import LOGPROB_NOISE, Request, problem_with, problem_with_text, vllm_constraint
+from rollout_core.inference.endpoint import Malformed
+
+_IMPOSSIBLE = -9999.0
+"""vLLM's server writes this for minus infinity."""
+_SUM_NOISE = 0.01
+"""Probabilities may add to so much more than 1: rounding their logarithms to bfloat16 does less."""
+_TOKEN_ID = "token_id:"
+_JSON_KINDS = {
+    type(None): "null",
+    bool: "a truth value",
+    int: "a number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "an object",
+}
+_REST_BYTES = 2**20
+"""Room for what an answer holds beside its tokens, such as usage and the prompt's own text."""
+_TOKEN_BYTES = 1024
+"""Room for a token: its text, its id, its log-probability, and the same once more as a list of bytes."""
 
 
 def path_of(config: OpenAIBackend) -> str:
@@ -72,3 +100,261 @@ def _vllm_fields(config: OpenAIBackend, tokenizer: Any, params: SamplingParams) 
     if params.structured is not None:
         fields["structured_outputs"] = vllm_constraint(params.structured)
     return fields
+
+
+class OtherDialect(Exception):
+    """The answer lacks what every answer in the configured dialect has."""
+
+
+def longest_answer(request: Request) -> int:
+    """Bytes that no honest answer to ``request`` exceeds."""
+    params = request.params
+    tokens = params.max_tokens * (2 + params.logprobs) + len(request.prompt_token_ids)
+    return _REST_BYTES + tokens * _TOKEN_BYTES
+
+
+def outcome_of(
+    config: OpenAIBackend, tokenizer: Any, request: Request, answer: Mapping[str, Any], vocab_size: int
+) -> Outcome:
+    """The outcome of a whole answer. It may take a second to compute: not for an event loop.
+
+    Raises Malformed where the answer is none, OtherDialect where the endpoint does not speak the configured dialect.
+    """
+    choice = _only_choice(answer)
+    reason = _text(choice.get("finish_reason"), "finish_reason")
+    if reason not in ("stop", "length"):
+        # An abort is the server's doing and may go away; a filter will answer the same again.
+        return Failure(request.key, f"the endpoint ended it with {reason!r}", passing=reason in ("abort", "error"))
+    if config.dialect == "vllm" and (choice.get("token_ids") is None or choice.get("logprobs") is None):
+        raise OtherDialect
+    num_tokens = _completion_length(config, answer, choice)
+    if num_tokens is not None and num_tokens > request.params.max_tokens:
+        raise Malformed(f"{num_tokens} tokens, but sampling.max_tokens is {request.params.max_tokens}")
+    if reason == "length" and num_tokens is not None and num_tokens < request.params.max_tokens:
+        # Servers shorten what would not fit into their context, without a word.
+        return Failure(
+            request.key,
+            f"the endpoint cut it after {num_tokens} tokens, before sampling.max_tokens {request.params.max_tokens}: "
+            "prompt and completion exceed its context; shorten the prompt or lower sampling.max_tokens",
+        )
+    text = _content(config, choice)
+    if config.dialect == "openai":
+        return _retokenised(tokenizer, request, text or "", reason, vocab_size)
+    return _sampled(config, tokenizer, request, choice, text, vocab_size)
+
+
+def _retokenised(tokenizer: Any, request: Request, text: str, reason: FinishReason, vocab_size: int) -> Completion:
+    """A completion of which the answer gives the text alone."""
+    _refuse(problem_with_text(text, request.params))
+    token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    _refuse(problem_with(token_ids, [], request.params, vocab_size))
+    return Completion(request.key, token_ids, [], text, reason)
+
+
+def _sampled(
+    config: OpenAIBackend,
+    tokenizer: Any,
+    request: Request,
+    choice: Mapping[str, Any],
+    text: str | None,
+    vocab_size: int,
+) -> Completion:
+    """A completion with tokens and log-probabilities, as a vLLM server gives it."""
+    params, token_ids = request.params, _token_ids(choice["token_ids"])
+    found = _object(choice["logprobs"], "logprobs")
+    read = _chat_logprobs if config.api == "chat" else _logprobs
+    names, logprobs, tops = read(found, likely=params.logprobs > 0)
+    if not token_ids or not logprobs:
+        raise Malformed(f"{len(token_ids)} tokens, and log-probabilities of {len(logprobs)}")
+    _refuse(problem_with(token_ids, logprobs, params, vocab_size))
+    if min(logprobs) <= _IMPOSSIBLE:
+        raise Malformed("a token was drawn that has no probability")
+    _check_names(names, token_ids)
+    drawn = list(zip(token_ids, logprobs, strict=True))
+    likely = _likeliest(tops, drawn, params.logprobs, vocab_size) if params.logprobs else []
+    text = _text_of(tokenizer, request, told_tokens(token_ids, params), text)
+    reason = choice["finish_reason"]
+    return Completion(request.key, token_ids, [min(logprob, 0.0) for logprob in logprobs], text, reason, likely)
+
+
+def _text_of(tokenizer: Any, request: Request, token_ids: Sequence[int], text: str | None) -> str:
+    """The same decoding as for every other backend; with stop strings it ends where the server says."""
+    [whole] = decode_completions(tokenizer, [request.prompt_token_ids], [token_ids])
+    if not request.params.stop:
+        return whole
+    if text is None:
+        raise Malformed("the text is null")
+    # Decoding token by token is slow, and its result differs only where bytes make no character.
+    if _begins(whole, text) or _begins(decode_as_streamed(tokenizer, request.prompt_token_ids, token_ids), text):
+        return text
+    raise Malformed("the text is not that of its tokens")
+
+
+def _begins(whole: str, text: str) -> bool:
+    """Whether a text is cut from a whole. Decoded behind another prompt, such as a chat's, a first space may differ."""
+    return any(one.startswith(text) for one in (whole, f" {whole}", whole.removeprefix(" ")))
+
+
+def _refuse(problem: str | None) -> None:
+    if problem is not None:
+        raise Malformed(problem)
+
+
+def _only_choice(answer: Mapping[str, Any]) -> Mapping[str, Any]:
+    choices = _list(answer.get("choices"), "choices")
+    if len(choices) != 1:
+        raise Malformed(f"{len(choices)} choices, but one was asked for")
+    choice = _object(choices[0], "a choice")
+    if (index := choice.get("index", 0)) != 0 or isinstance(index, bool):
+        raise Malformed("the only choice has an index other than 0")
+    return choice
+
+
+def _content(config: OpenAIBackend, choice: Mapping[str, Any]) -> str | None:
+    """The text of a choice; null where a chat has none."""
+    if config.api == "chat":
+        content = _object(choice.get("message"), "message").get("content")
+        return None if content is None else _text(content, "content")
+    return _text(choice.get("text"), "text")
+
+
+def _completion_length(config: OpenAIBackend, answer: Mapping[str, Any], choice: Mapping[str, Any]) -> int | None:
+    """Length of the completion, if the answer has it."""
+    if config.dialect == "vllm":
+        return len(_list(choice["token_ids"], "token_ids"))
+    usage = answer.get("usage")
+    length = None if usage is None else _object(usage, "usage").get("completion_tokens")
+    if length is not None and (type(length) is not int or length < 0):
+        raise Malformed("usage.completion_tokens is no number of tokens")
+    return length
+
+
+def _token_ids(value: Any) -> list[int]:
+    token_ids = _list(value, "token_ids")
+    for token in token_ids:
+        if type(token) is not int:  # a truth value is an int, too
+            raise Malformed(f"a token id is {_kind(token)}" + (" but not a whole one" if type(token) is float else ""))
+    return token_ids
+
+
+def _logprobs(found: Mapping[str, Any], *, likely: bool) -> tuple[list[str], list[float], list[Any]]:
+    """Names of the tokens, where there are any; their log-probabilities; and the likeliest tokens of each place."""
+    names = _names(_list(found.get("tokens") or [], "logprobs.tokens"))
+    top = _list(found.get("top_logprobs"), "top_logprobs") if likely else []
+    entries = [list(_object(item, "an item of top_logprobs").items()) for item in top]
+    return names, _numbers(_list(found.get("token_logprobs"), "token_logprobs")), entries
+
+
+def _chat_logprobs(found: Mapping[str, Any], *, likely: bool) -> tuple[list[str], list[float], list[Any]]:
+    content = _list(found.get("content") or [], "logprobs.content")
+    items = [_object(item, "an item of logprobs.content") for item in content]
+    names = _names(item.get("token") for item in items)
+    logprobs = _numbers(item.get("logprob") for item in items)
+    tops = [_list(item.get("top_logprobs"), "top_logprobs") if likely else [] for item in items]
+    return names, logprobs, [[_entry(item) for item in top] for top in tops]
+
+
+def _entry(value: Any) -> tuple[Any, Any]:
+    entry = _object(value, "a likely token")
+    return entry.get("token"), entry.get("logprob")
+
+
+def _names(values: Iterable[Any]) -> list[str]:
+    return [_text(name, "the name of a token") for name in values]
+
+
+def _check_names(names: Sequence[str], token_ids: Sequence[int]) -> None:
+    """The names are those of these tokens, unless the server writes the texts of all of them, or none."""
+    if names and len(names) != len(token_ids):
+        raise Malformed(f"{len(token_ids)} tokens, but names of {len(names)}")
+    are_ids = any(name.startswith(_TOKEN_ID) for name in names)
+    if are_ids and names != [f"{_TOKEN_ID}{token}" for token in token_ids]:
+        raise Malformed("the log-probabilities are those of other tokens than token_ids")
+
+
+def _numbers(values: Iterable[Any]) -> list[float]:
+    logprobs = list(values)
+    for logprob in logprobs:
+        if type(logprob) is not float and type(logprob) is not int:
+            raise Malformed(f"a log-probability is {_kind(logprob)}")
+    return [float(logprob) for logprob in logprobs]
+
+
+def _likeliest(
+    tops: Sequence[Any], drawn: Sequence[tuple[int, float]], count: int, vocab_size: int
+) -> list[TopLogprobs]:
+    """The ``count`` likeliest tokens of each place, most likely first.
+
+    The server puts the token drawn before them, one more where it is not among them.
+    """
+    if len(tops) != len(drawn):
+        raise Malformed(f"top_logprobs of {len(tops)} tokens, but there are {len(drawn)}")
+    likely: list[TopLogprobs] = []
+    for entries, (token, logprob) in zip(tops, drawn, strict=True):
+        found = _by_token(entries, vocab_size)
+        _check_place(found, token, logprob)
+        possible = [(other, min(p, 0.0)) for other, p in found.items() if p > _IMPOSSIBLE]
+        likely.append(sorted(possible, key=lambda entry: (-entry[1], entry[0]))[:count])
+    return likely
+
+
+def _check_place(found: Mapping[int, float], token: int, logprob: float) -> None:
+    """Log-probabilities of a place are of one distribution, and that is the one that the token was drawn from."""
+    if max(found.values(), default=_IMPOSSIBLE) <= _IMPOSSIBLE:
+        raise Malformed("top_logprobs names no token that could be drawn")
+    if max(found.values()) > LOGPROB_NOISE:
+        raise Malformed(f"a log-probability of {max(found.values()):g}, above 0")
+    if abs(found.get(token, logprob) - logprob) > LOGPROB_NOISE:
+        raise Malformed(f"token {token} has a log-probability of {logprob:g}, and {found[token]:g} in top_logprobs")
+    total = sum(math.exp(p) for p in {**found, token: logprob}.values())
+    if total > 1 + _SUM_NOISE:
+        raise Malformed(f"top_logprobs of tokens whose probabilities add to {total:.3g}")
+
+
+def _by_token(entries: Sequence[tuple[Any, Any]], vocab_size: int) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for name, logprob in entries:
+        token = _id_named(_text(name, "a likely token"), vocab_size)
+        if token in found:
+            raise Malformed(f"top_logprobs names token {token} twice")
+        [found[token]] = _numbers([logprob])
+    return found
+
+
+def _id_named(name: str, vocab_size: int) -> int:
+    number = name.removeprefix(_TOKEN_ID)
+    # Without the prefix it is a token's text, which may be a number, too.
+    is_id = number != name and number.isascii() and number.isdecimal() and len(number) < 12
+    if not is_id or int(number) >= vocab_size:
+        raise Malformed("top_logprobs names a token that is no id of the model's vocabulary")
+    return int(number)
+
+
+def _list(value: Any, what: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise Malformed(f"{what} is {_kind(value)}, not a list")
+    return value
+
+
+def _object(value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise Malformed(f"{what} is {_kind(value)}, not an object")
+    return value
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise Malformed(f"{what} is {_kind(value)}, not a text")
+    return value
+
+
+def _kind(value: Any) -> str:
+    return _JSON_KINDS.get(type(value), type(value).__name__)
+
+
+def no_vllm(config: OpenAIBackend) -> ConfigError:
+    """The error for an endpoint that has never answered in vLLM's dialect."""
+    return ConfigError(
+        f"{config.url} answers without token ids or log-probabilities, so it is no vLLM server; set "
+        "backend.dialect = 'openai', which does without them"
+    )

@@ -28,14 +28,12 @@ from rollout_core.base.ids import ContentId
 from rollout_core.base.numerics import check_numerics, is_portable_here
 from rollout_core.base.secrets import read_secret
 from rollout_core.config import SamplingParams, StructuredOutput, VLLMBackend
-from rollout_core.data.completions import Completion, Failure, Outcome, TopLogprobs
+from rollout_core.data.samples import Completion, Failure, Outcome, TopLogprobs
 from rollout_core.data.text import decode_completions, told_tokens
-from rollout_core.inference.base import GathersStream, ModelRef, Request
-from rollout_core.inference.engine_files import engine_files, noting_segments
-from rollout_core.inference.structured import vllm_constraint
-from rollout_core.models.pretrained import start_vllm
+from rollout_core.inference.base import GathersStream, ModelRef, Request, vllm_constraint
+from rollout_core.inference.engine_process import engine_files, noting_segments
+from rollout_core.models.pretrained import load_causal_lm, start_vllm
 from rollout_core.models.tokenizers import load_tokenizer
-from rollout_core.models.weights import load_causal_lm
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -87,8 +85,8 @@ class VLLMEngine(GathersStream):
             options["gpu_memory_utilization"] = config.gpu_memory_utilization
         else:
             options["worker_extension_cls"] = _WORKER_EXTENSION
-            # Of a prompt that is taken in by parts vLLM turns the request's generator of chance back, which a CPU's
-            # cannot be: the engine dies. Any prompt may be cut that arrives among many.
+            # When vLLM prefills a prompt in chunks it rewinds the request's random generator, which a CPU's does not
+            # support: the engine dies. Any prompt that arrives among many may be chunked.
             options["enable_chunked_prefill"] = False
         try:
             with _threads(config.fixed_threads):
@@ -316,7 +314,7 @@ def _death_is_recoverable() -> Iterator[None]:
 
 
 def _wake_at_death(engine_core: Any) -> None:
-    """Wait for the engine's end, and then wake who waits for its answer: vLLM would let them wait for ever."""
+    """Wait for the engine's end, and then wake whoever waits for its answer: vLLM would let them wait forever."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     multiprocessing.connection.wait([process.sentinel for process in engine_core.resources.engine_manager.processes])
@@ -372,7 +370,7 @@ def _threads(count: int | None) -> Iterator[None]:
 def _prepare_environment(config: VLLMBackend, device: str) -> None:
     """vLLM reads these when it is imported or when its worker starts; a user's own settings win."""
     # vLLM's own configuring flushes every handler of the process with logging's lock in its hands. Prefect's waits for
-    # a thread that may want that lock: neither ever goes on.
+    # a thread that may want that lock: neither ever continues.
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     # Its warnings on a CPU are about choices made here on purpose.
     logging.getLogger("vllm").setLevel(os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR"))

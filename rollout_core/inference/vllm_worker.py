@@ -17,7 +17,7 @@ import vllm._custom_ops
 import vllm.model_executor.layers.utils as layer_utils
 
 # On a CPU, linear layers keep pre-packed oneDNN copies of their weights, which a reload in place does not refresh: the
-# engine would go on with the old weights, silently. Without oneDNN they use the weights themselves.
+# engine would silently keep using the old weights. Without oneDNN they use the weights themselves.
 vllm._custom_ops._supports_onednn = False
 
 KERNELS = "_C_AVX2.abi3.so"
@@ -55,7 +55,7 @@ class InPlaceReload:
 
 
 def prepare_worker() -> None:
-    """Before a process computes: portable arithmetic is in force where it was asked for. Raises ConfigError if not."""
+    """Before a process computes: portable arithmetic is in force where it was requested. Raises ConfigError if not."""
     if is_portable_here():
         from rollout_core.inference.vllm_attention import attend_in_pieces
 

@@ -78,8 +78,8 @@ def test_a_reward_that_fails_at_run_time_names_its_sample_and_nothing_is_generat
 
     from rollout_core.inference.engines import close_engine
     from rollout_core.inference.hf import TransformersEngine
+    from tasks.generate import enqueue_prompts
     from tasks.imports import import_model, import_prompts
-    from tasks.prompts import enqueue_prompts
     from tasks.score import evaluate
 
     monkeypatch.chdir(tmp_path)

@@ -19,7 +19,7 @@ def test_a_stage_collects_what_the_store_holds(prefect_server: str, tmp_path: Pa
     from prefect import flow
 
     from tasks import connections
-    from tasks.collect import collect_samples
+    from tasks.score import collect_samples
 
     monkeypatch.chdir(tmp_path)
 

@@ -100,7 +100,7 @@ class Cluster:
 
 @pytest.fixture
 def cluster(start_process, prefect_server, tmp_path, server_logs) -> Cluster:
-    from flows.local_server import _free_port
+    from flows.connections import _free_port
 
     server_logs.watch(tmp_path / "cluster.log")
     server_logs.expect(
@@ -374,7 +374,7 @@ def test_a_cluster_class_that_is_none_is_found_before_the_run(path, message):
 
 
 def test_a_driver_waits_for_a_database_that_is_away_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from flows.dask import cluster as dask_cluster
+    from flows.dask import fleet as dask_fleet
     from tasks import connections, stage
 
     monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{tmp_path / 'objects'}")
@@ -390,8 +390,8 @@ def test_a_driver_waits_for_a_database_that_is_away_for_a_moment(tmp_path: Path,
         return opened()
 
     monkeypatch.setattr(connections, "open_store", open_store)
-    driver = dask_cluster.introduce("run")
+    driver = dask_fleet.introduce("run")
     assert calls == 3 and connections.objects().get_ref(driver.mark) is not None
     calls = -1
     with pytest.raises(Recoverable, match="the database is away"):
-        dask_cluster.introduce("run")
+        dask_fleet.introduce("run")

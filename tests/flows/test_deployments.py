@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from deployments import serve
-from flows.local_server import LOG
+from flows.connections import LOG
 from rollout_core.config import NightlyConfig, parse_config
 from rollout_core.objects.lineage import lineage_of
 from tests.flows.conftest import objects, snapshots_of, wait_for
@@ -45,7 +45,7 @@ def test_every_flow_is_deployed_on_both_pools():
     for item in prefect_yaml()["deployments"]:
         by_entrypoint.setdefault(item["entrypoint"], set()).add(item["work_pool"]["name"])
     training = {f"flows/train.py:train_{kind}" for kind in ("sft", "ppo", "grpo")}
-    preferences = {f"flows/preference.py:train_{kind}" for kind in ("rm", "dpo", "ipo", "kto")}
+    preferences = {f"flows/train.py:train_{kind}" for kind in ("rm", "dpo", "ipo", "kto")}
     flows = {"flows/nightly.py:nightly", "flows/batch.py:batch_inference", *training, *preferences}
     assert by_entrypoint == {flow: {"cpu", "gpu"} for flow in flows}
 

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from flows.local_server import prefect_server
+from flows.connections import prefect_server
 from flows.server_process import LOCK
 from rollout_core.base.errors import RolloutError
 from rollout_core.base.locks import exclusive
@@ -112,7 +112,7 @@ def test_a_folder_whose_server_runs_on_another_machine_is_refused(tmp_path: Path
 COMMAND = """
 import sys
 from pathlib import Path
-from flows.local_server import prefect_server
+from flows.connections import prefect_server
 with prefect_server(Path("prefect"), say=lambda line: print("said", line, flush=True)) as url:
     print(url, flush=True)
     sys.stdin.readline()

@@ -70,10 +70,11 @@ def plan(kind: str, config, base: Path = PROJECT, *, connect: bool = False):
 @pytest.mark.server
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_example_trains_and_a_second_run_is_cached(kind, tiny_model, preference_data, prefect_server):
-    from flows import preference
+
+    from flows import train
 
     config = example(kind, tiny_model, preference_data)
-    flow = getattr(preference, f"train_{kind}")
+    flow = getattr(train, f"train_{kind}")
     result = flow(config)
     assert "eval_loss" in result["summary"]
     rows = [json.loads(line) for line in objects().get_bytes(result["metrics"]).splitlines()]
@@ -90,8 +91,7 @@ def test_the_example_trains_and_a_second_run_is_cached(kind, tiny_model, prefere
 def test_a_reward_model_rewards_the_completions_of_another_run(
     tiny_model, sorting_task, preference_data, prefect_server
 ):
-    from flows.preference import train_rm
-    from flows.train import train_ppo
+    from flows.train import train_ppo, train_rm
 
     trained = train_rm(example("rm", tiny_model, preference_data))
     config = load_config(
@@ -194,7 +194,7 @@ def test_a_nightly_run_has_one_algorithm_after_sft(small_nightly, preference_dat
 
 @pytest.mark.server
 def test_a_run_goes_on_from_its_latest_snapshot(tiny_model, preference_data, prefect_server):
-    from flows.preference import train_dpo
+    from flows.train import train_dpo
 
     def config(steps: int, **changes):
         return example("dpo", tiny_model, preference_data, **{"algorithm.budget.max_steps": steps, **changes})

@@ -10,9 +10,8 @@ from batches import PARAMS, Batch, Ready, WatchedEngine
 
 from rollout_core.data.datasets import PromptRow
 from rollout_core.inference.batch import BatchOptions
-from rollout_core.inference.events import EventLog
-from rollout_core.inference.prompt_shards import import_shards, shards_of
-from rollout_core.inference.shard_run import ShardWork, complete_shard
+from rollout_core.inference.runs import EventLog
+from rollout_core.inference.shards import ShardWork, complete_shard, import_shards, shards_of
 from rollout_core.store import SqlLightningStore
 
 ROWS = [PromptRow(prompt=f"sort {number} =", id=f"row-{number}") for number in range(6)] + [PromptRow(prompt="9 " * 99)]

@@ -17,14 +17,13 @@ import pytest
 
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import InferBatchConfig, parse_config
-from rollout_core.data.completions import Completion, Failure
 from rollout_core.data.datasets import PromptRow
-from rollout_core.data.samples import encode_completion, encode_failure
-from rollout_core.inference import output, parquet_output
+from rollout_core.data.samples import Completion, Failure, encode_completion, encode_failure
+from rollout_core.inference import output
 from rollout_core.inference.folders import LocalFolder
 from rollout_core.inference.output import file_name, output_chunks, output_id, shard_rows, write_known
-from rollout_core.inference.prompt_shards import import_shards, read_shard, shard_samples, shards_of
-from rollout_core.models.chat import ChatMessage
+from rollout_core.inference.shards import import_shards, read_shard, shard_samples, shards_of
+from rollout_core.models.tokenizers import ChatMessage
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import ShardCompletions
 
@@ -137,7 +136,7 @@ def test_token_ids_and_logprobs_are_written_when_asked_for(objects: ObjectStore,
 def test_parquet_has_typed_columns_of_the_same_rows(
     objects: ObjectStore, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(parquet_output, "ROWS_OF_A_GROUP", 3)
+    monkeypatch.setattr(output, "ROWS_OF_A_GROUP", 3)
     config = configured(**{"output.format": "parquet", "output.token_ids": True, "output.logprobs": True})
     shard = complete(objects, tokenizer, config, ROWS)
     file = pq.ParquetFile(io.BytesIO(written(objects, shard, config)))
@@ -174,7 +173,7 @@ def test_parquet_has_typed_columns_of_the_same_rows(
 def test_output_is_written_in_constant_memory(
     objects: ObjectStore, tokenizer: Any, form: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(parquet_output, "ROWS_OF_A_GROUP", 500)
+    monkeypatch.setattr(output, "ROWS_OF_A_GROUP", 500)
     monkeypatch.setattr(output, "LINES_TOGETHER", 500)
     config = configured(**{"output.format": form})
     shard = complete(objects, tokenizer, config, [PromptRow(prompt=f"{n} " + "word " * 40) for n in range(100)])

@@ -106,12 +106,12 @@ def test_other_parameters_are_refused_and_each_is_named(
     with pytest.raises(ConfigError) as caught:
         begin(objects, folder, **changes)
     message = str(caught.value)
-    assert message.startswith(f"run {run_id} was begun with other parameters: ") and expected in message
+    assert message.startswith(f"run {run_id} was started with other parameters: ") and expected in message
     assert message.endswith(f"begin a new run: give another output.dir, or remove {folder.where('run-id')}")
     with pytest.raises(ConfigError, match=r"give another output.dir, or leave out --resume"):
         begin(objects, folder, asked=run_id, **changes)
     # As far as the configuration tells, without the model: what a dry run sees.
-    with pytest.raises(ConfigError, match="was begun with other parameters"):
+    with pytest.raises(ConfigError, match="was started with other parameters"):
         check_run(objects, run_id, parameters_of(configured(**changes)), folder, None)
     assert begin(objects, folder) is True, "nothing was changed by the refusal"
 

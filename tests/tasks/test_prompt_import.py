@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollout_core.config import InferBatchConfig
-from rollout_core.inference.prompt_shards import read_shard, shards_of
+from rollout_core.inference.shards import read_shard, shards_of
 from rollout_core.objects import ObjectStore
 
 pytestmark = pytest.mark.server
@@ -20,7 +20,7 @@ def test_an_input_edited_while_it_is_read_is_read_again(
 ):
     from prefect import flow
 
-    from tasks import shards
+    from tasks import batch
 
     monkeypatch.chdir(tmp_path)
     first, second = '{"prompt": "first"}\n', '{"prompt": "second"}\n'
@@ -34,7 +34,7 @@ def test_an_input_edited_while_it_is_read_is_read_again(
             "output": {"dir": "out"},
         }
     )
-    imported = shards.import_shards
+    imported = batch.import_shards
 
     def edit_and_import(*arguments: Any, **options: Any) -> Any:
         file.write_text(second)
@@ -43,11 +43,11 @@ def test_an_input_edited_while_it_is_read_is_read_again(
     @flow(name="test-import", persist_result=False)
     def prompts() -> list[str | None]:
         objects = ObjectStore.from_url(os.environ["ROLLOUT_STORAGE"])
-        found = shards_of(objects, shards.import_prompts(config))
+        found = shards_of(objects, batch.import_prompts(config))
         return [shard_row.row.prompt for shard, _ in found for shard_row in read_shard(objects, shard)]
 
-    monkeypatch.setattr(shards, "import_shards", edit_and_import)
+    monkeypatch.setattr(batch, "import_shards", edit_and_import)
     assert prompts() == ["second"]
-    monkeypatch.setattr(shards, "import_shards", imported)
+    monkeypatch.setattr(batch, "import_shards", imported)
     file.write_text(first)
     assert prompts() == ["first"], "what was read of the edited file is not kept for this one"

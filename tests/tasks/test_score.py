@@ -11,8 +11,7 @@ import pytest
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config.rewards import FunctionReward
-from rollout_core.data.completions import Completion
-from rollout_core.data.samples import Sample, encode_completion, encode_samples
+from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions
 from rollout_core.rewards import source_ids
@@ -51,8 +50,7 @@ def scored(prefect_server: str):
     """Score in a flow of its own."""
     from prefect import flow
 
-    from tasks.rewards import close_rewards
-    from tasks.score import score_rewards
+    from tasks.score import close_rewards, score_rewards
 
     def start(given: Completions, source: ContentId) -> list[float]:
         @flow(name="test-score", persist_result=False)
@@ -114,8 +112,7 @@ def test_a_reward_whose_error_cannot_be_encoded_fails_its_run_like_any_other(pre
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
     from prefect.logging.handlers import APILogHandler
 
-    from tasks.rewards import close_rewards
-    from tasks.score import score_rewards
+    from tasks.score import close_rewards, score_rewards
 
     Path("mine.py").write_text("def reward(sample): raise ValueError('half a \\ud83d')\n")
     spec = FunctionReward(callable="mine.py:reward", in_process=in_process)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from tasks import training_log
-from tasks.training_log import StepLog, log_iteration
+from tasks import logs
+from tasks.logs import StepLog, log_iteration
 
 
 def lines(caplog) -> list[str]:
@@ -14,7 +14,7 @@ def lines(caplog) -> list[str]:
 
 def test_first_and_last_step_and_evaluations_have_lines_and_others_one_in_an_interval(caplog, monkeypatch):
     now = 100.0
-    monkeypatch.setattr(training_log.time, "monotonic", lambda: now)
+    monkeypatch.setattr(logs.time, "monotonic", lambda: now)
     log = StepLog("SFT nightly")
     with caplog.at_level(logging.INFO, logger="rollout"):
         for step in range(1, 11):

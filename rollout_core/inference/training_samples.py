@@ -1,23 +1,30 @@
-"""From stored spans to what PPO and GRPO learn from: prompt ids, completion ids, log-probabilities, ending and reward.
+"""What the learners train on: completions of a sample set, or the spans of stored rollouts, whoever ran them.
 
-Read are the completions of batch inference and the LLM calls of traced agents, of the latest attempt of each rollout.
-Nothing is tokenised again. What cannot be learnt from is counted by reason and never silently dropped.
+Of a set, samples that failed for good may be left out together with those that they are compared with. From stored
+spans come prompt ids, completion ids, log-probabilities, ending and reward: those of batch inference and of the LLM
+calls of traced agents, of the latest attempt of each rollout. Nothing is tokenised again. What cannot be learnt from is
+counted by reason and never silently dropped.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
-from rollout_core.base.errors import ConfigError, CorruptObject, MissingObject
+import orjson
+
+from rollout_core.base.errors import ConfigError, CorruptObject, Fatal, MissingObject, Recoverable
 from rollout_core.base.ids import ContentId, canonical_json, content_id
-from rollout_core.data.completions import Completion
+from rollout_core.config import SamplingParams
 from rollout_core.data.samples import (
+    Completion,
     Sample,
     SampledCompletion,
     decode_completions_blob,
@@ -25,20 +32,94 @@ from rollout_core.data.samples import (
     encode_completion,
     encode_samples,
 )
+from rollout_core.inference.batch import BatchOptions, Engine, Progress, Work, complete_samples
 from rollout_core.inference.ledger import BLOB_ATTRIBUTE, COMPLETION_SPAN, ROW_ATTRIBUTE, SAMPLE_KIND
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import Experience
+from rollout_core.objects.records import Completions, Experience
 from rollout_core.store import LightningStore, Rollout, Span
 from rollout_core.store.semconv import AGL_REWARD
 
+Failed = Literal["stop", "leave_out"]
+"""What to do where samples or rollouts gave nothing to learn from: end with an error, or continue without them."""
 CHUNK = 5_000
 PROMPT_IDS, RESPONSE_IDS, LOGPROBS = "prompt_token_ids", "response_token_ids", "logprobs.content"
 _REWARD = f"{AGL_REWARD}.0.value"
 _RESPONSE_ID = "gen_ai.response.id"
 _FINISH_REASONS = ("gen_ai.completion.0.finish_reason", "gen_ai.response.finish_reasons")
 
-Failed = Literal["stop", "leave_out"]
-"""What to do where rollouts gave nothing to learn from: end with an error, or go on without them."""
+
+@dataclass(frozen=True)
+class FailedSamples:
+    """What becomes of a set in which samples failed for good."""
+
+    policy: Failed = "stop"
+    group_size: int = 1
+    """So many samples that follow each other are left out together."""
+
+
+async def complete_batch(
+    store: LightningStore,
+    objects: ObjectStore,
+    engine: Engine,
+    samples_id: ContentId,
+    params: SamplingParams,
+    *,
+    worker_id: str,
+    failed: FailedSamples | None = None,
+    options: BatchOptions | None = None,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> tuple[Completions, Work]:
+    """Generate what is missing of the samples in blob ``samples_id`` and file all completions, in order, as one blob.
+
+    The samples are those of the engine's model. Raises Recoverable where samples failed and another try may help, Fatal
+    where they failed for good, unless ``failed`` has them left out with their groups: what is left is then filed as a
+    set of its own, and Fatal raised only where nothing is.
+    """
+    failed = failed or FailedSamples()
+    samples = decode_samples(objects.get_bytes(samples_id))
+    completed = await complete_samples(
+        store,
+        objects,
+        engine,
+        samples,
+        params,
+        source=samples_id,
+        worker_id=worker_id,
+        options=options,
+        on_progress=on_progress,
+    )
+    rows = list(map(orjson.loads, completed.lines))
+    errors = [row for row in rows if row.get("error")]
+    kept = whole_groups([not row.get("error") for row in rows], failed.group_size)
+    if errors and (completed.passing_failures or failed.policy == "stop" or not kept):
+        consequence = ", which leaves no whole group" if failed.policy == "leave_out" and not kept else ""
+        problem = f"{len(errors)} of {len(rows)} samples failed{consequence}; first {errors[0]['id'][:12]}: "
+        raise (Recoverable if completed.passing_failures else Fatal)(problem + errors[0]["error"])
+    chosen = [rows[place] for place in kept]
+    record = Completions(
+        completions=await asyncio.to_thread(objects.put_bytes, b"".join(completed.lines[place] for place in kept)),
+        samples=_filed(objects, samples_id, samples, [samples[place] for place in kept]),
+        model=engine.model_id,
+        num_samples=len(chosen),
+        num_tokens=sum(len(row["token_ids"]) for row in chosen),
+        finish_reasons=dict(sorted(Counter(row["finish_reason"] for row in chosen).items())),
+        num_left_out=len(rows) - len(chosen),
+    )
+    return record, completed.work
+
+
+def whole_groups(succeeded: Sequence[bool], group_size: int) -> list[int]:
+    """Places of the samples in groups of which all succeeded."""
+    return [
+        place
+        for start in range(0, len(succeeded), group_size)
+        if all(succeeded[start : start + group_size])
+        for place in range(start, min(start + group_size, len(succeeded)))
+    ]
+
+
+def _filed(objects: ObjectStore, whole: ContentId, samples: Sequence[Sample], chosen: Sequence[Sample]) -> ContentId:
+    return whole if len(chosen) == len(samples) else objects.put_bytes(encode_samples(chosen))
 
 
 @dataclass(frozen=True)
@@ -98,15 +179,15 @@ def file_experience(
     groups, incomplete = _groups(adapted.samples, group_size)
     left_out |= {"incomplete group": incomplete} if incomplete else {}
     samples, rollouts = _side_by_side(groups)
-    told = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+    reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
     if left_out and failed == "stop":
         first = next(iter(adapted.left_out.values()), [""])[0]
         raise ConfigError(
-            f"rollouts that cannot be learnt from: {told}{f' (such as {first})' if first else ''}; run them again, or "
-            "collect with failed = 'leave_out'"
+            f"rollouts that cannot be learnt from: {reasons}{f' (such as {first})' if first else ''}; run them again, "
+            "or collect with failed = 'leave_out'"
         )
     if not samples:
-        raise ConfigError(f"none of the rollouts can be learnt from: {told or 'none was given'}")
+        raise ConfigError(f"none of the rollouts can be learnt from: {reasons or 'none was given'}")
     ids = [content_id("stored-sample/1", [sample.rollout_id, number]) for number, sample in enumerate(samples)]
     prompts = [
         Sample(name, "", sample.prompt_token_ids, 0, sample.rollout_id, {})
@@ -195,7 +276,7 @@ def _adapt(adapted: Adapted, blobs: _Blobs, rollout_id: str, rollout: Rollout | 
 
 
 def _task(rollout: Rollout) -> Any:
-    """Its input; that of batch inference also has the number of the sample, and the prompt is what is asked."""
+    """Its input; that of batch inference also has the number of the sample, and the prompt alone is the task."""
     if (rollout.metadata or {}).get("kind") == SAMPLE_KIND and isinstance(rollout.input, dict):
         return rollout.input.get("prompt")
     return rollout.input
@@ -254,7 +335,7 @@ def _first(value: Any) -> Any:
 
 
 def _reward(span: Span) -> float | None:
-    """The primary reward that the span tells."""
+    """The primary reward that the span holds."""
     value = span.attributes.get(_REWARD, span.attributes.get("reward") if span.name == AGL_REWARD else None)
     usable = isinstance(value, int | float) and math.isfinite(value)
     return float(value) if usable else None  # pyright: ignore[reportArgumentType]

@@ -1,6 +1,6 @@
-"""Updates from content ids to content ids: fetch, restore, train, snapshot, file the checkpoint.
+"""PPO and GRPO updates from content ids to content ids: fetch, restore, train, snapshot, file the checkpoint.
 
-An interrupted update goes on from its own last snapshot, which is found under the update's key; everything else it
+An interrupted update continues from its own last snapshot, which is found under the update's key; everything else it
 needs is a pure function of its inputs, so the outcome is the same bytes as without the interruption.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,80 +16,29 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from rollout_core.algorithms.advantages import Groups
 from rollout_core.algorithms.context import UpdateContext
-from rollout_core.algorithms.evaluation import evaluation_of
 from rollout_core.algorithms.experience import Trajectory, build_batch
-from rollout_core.algorithms.groups import Groups
 from rollout_core.algorithms.grpo import GRPO, compare_groups
 from rollout_core.algorithms.loop import build_accelerator, build_optimizer
 from rollout_core.algorithms.parallel import divided, parts_per_minibatch, shard, world_size
 from rollout_core.algorithms.policy import Policy, ValueModel, zero_head
 from rollout_core.algorithms.ppo import PPO, KLController, assign_credit
-from rollout_core.algorithms.sft import SFT
-from rollout_core.algorithms.state import TrainState, load_policy, load_state
+from rollout_core.algorithms.state import TrainState, load_state
 from rollout_core.algorithms.training import train_to_end
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.base.scratch import scratch_folder
 from rollout_core.base.seeding import seed_everything
-from rollout_core.config import GRPOSettings, OnPolicySettings, PPOSettings, SFTSettings
-from rollout_core.data.data_report import DataReport
-from rollout_core.data.examples import Example
+from rollout_core.config import GRPOSettings, OnPolicySettings, PPOSettings
 from rollout_core.data.samples import decode_completions_blob, decode_samples
-from rollout_core.data.training_data import sft_form, training_items
 from rollout_core.models.lora import WithoutAdapters, with_lora
+from rollout_core.models.pretrained import load_causal_lm
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint, Scores
 from rollout_core.objects.snapshots import SnapshotStore
 
 VALUES = "value_function"  # "values" is a method of ModuleDict
-
-
-def sft_update(
-    model: ContentId,
-    dataset: ContentId,
-    settings: SFTSettings,
-    context: UpdateContext,
-    *,
-    held_out: ContentId | None = None,
-    on_data: Callable[[DataReport], None] = lambda report: None,
-) -> tuple[Checkpoint, DataReport]:
-    """Fine-tune ``model`` on the rows of ``dataset``; ``on_data`` hears of them before training starts.
-
-    The rows ``held_out`` are looked at as ``settings.evaluation`` says. Raises ConfigError when rows and tokenizer do
-    not fit.
-    """
-    folder = context.model(model)
-    form = sft_form(settings)
-    examples, report = training_items(context.objects, context.cache, dataset, folder, form)
-    on_data(report)
-    others = None
-    if held_out is not None:
-        others, _ = training_items(context.objects, context.cache, held_out, folder, form)
-    seed_everything(context.seed, num_threads=context.num_threads)
-    accelerator = build_accelerator(settings.precision)
-    settings = divided(settings)
-    trained = with_lora(load_policy(folder), settings.lora, seed=context.seed).to(accelerator.device).train()
-    check_sequence_length(
-        trained, max(int(table.lengths("token_ids").max()) for table in (examples, others or examples))
-    )
-    policy = shard(Policy(trained), settings.parallel, accelerator.device)
-
-    def algorithm(rows: Sequence[Example]) -> SFT:
-        return SFT(policy, rows, settings, seed=context.seed, device=accelerator.device)
-
-    state = TrainState(trained, build_optimizer(settings.optimizer, list(trained.parameters())), seed=context.seed)
-    checkpoint = train_to_end(
-        algorithm(examples),
-        state,
-        settings,
-        accelerator,
-        context,
-        folder,
-        max_minutes=settings.budget.max_minutes,
-        evaluation=evaluation_of(None if others is None else algorithm(others), settings, accelerator),
-    )
-    return checkpoint, report
 
 
 def ppo_update(
@@ -177,7 +126,7 @@ def load_on_policy(model: ContentId, reference: ContentId, settings: OnPolicySet
     ``model`` has them merged.
     """
     start = model if settings.lora is None else reference
-    return with_lora(load_policy(context.model(start)), settings.lora, seed=context.seed).eval()
+    return with_lora(load_causal_lm(context.model(start)), settings.lora, seed=context.seed).eval()
 
 
 def _reference_policy(
@@ -186,7 +135,7 @@ def _reference_policy(
     """What the policy is held close to; with adapters, which are put into it, no second model."""
     if settings.lora is not None:
         return WithoutAdapters(Policy(trained))
-    frozen = load_policy(context.model(reference)).to(device).eval().requires_grad_(False)
+    frozen = load_causal_lm(context.model(reference)).to(device).eval().requires_grad_(False)
     return shard(Policy(frozen), settings.parallel, device)
 
 
@@ -253,13 +202,3 @@ def load_groups(objects: ObjectStore, scores: Scores, settings: GRPOSettings) ->
             "set both to the same number"
         )
     return Groups(objects.get_json(scores.rollouts), size)
-
-
-def check_sequence_length(policy: Any, longest: int) -> None:
-    """Raises ConfigError where the longest row, in tokens, has no place in the model."""
-    limit = getattr(policy.config, "max_position_embeddings", None)
-    if limit is not None and longest > limit:
-        raise ConfigError(
-            f"the longest row has {longest} tokens, the model has {limit} positions; "
-            f"set sequence.max_length to at most {limit}"
-        )
