@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 from typing import Any
@@ -15,6 +16,7 @@ from rollout_core.base.ids import canonical_json
 from rollout_core.store import Event, LightningStore, Link, Span, TraceStatus
 from rollout_core.store.codec import decode
 from rollout_core.store.encoded_spans import EncodedSpan, encode_fields, read_encoded
+from rollout_core.store.http.large_bodies import list_fields, read_large
 from rollout_core.store.http.wire import SpansRequest, dump_spans
 from rollout_core.store.span_fields import span_fields
 from rollout_core.store.sql.rows import span_columns
@@ -150,6 +152,15 @@ def test_what_our_client_sends_takes_the_short_way_and_is_stored_byte_for_byte(s
     assert (*encoded[1:], None) == span_columns(span_fields(span))
     assert Span.model_validate(encoded.fields()) == span
     assert encode_fields(span_fields(span)) == encoded
+
+
+def test_a_large_body_is_encoded_part_by_part():
+    odd = {**span_fields(telemetry_span()), "further": 1}
+    ordinary = [span_fields(telemetry_span()) for _ in range(700)]
+    for sent in (ordinary, [*ordinary, odd]):
+        body = json.dumps({"spans": sent}).encode()
+        read = asyncio.run(read_large(SpansRequest.read, list_fields(SpansRequest), body))
+        assert read.encoded() == by_structs(body) and len(read.spans) == len(sent)
 
 
 @pytest.mark.asyncio
