@@ -370,7 +370,7 @@ async def measure_spans(size: Size) -> Table:
             async with http(Path(folder)) as store, aiohttp.ClientSession() as web:
                 rounds.append(await _span_rates(store, web, size.calls))
     table = Table(
-        title=f"Batches of {SPANS} spans a second, HTTP and SQLite, medians of {size.rounds} rounds",
+        title=f"Batches of {SPANS} spans a second\nover HTTP into SQLite,\nmedians of {size.rounds} rounds",
         title_justify="left",
         box=None,
         pad_edge=False,
