@@ -185,16 +185,16 @@ def _kto(model: Any, rows: Sequence[dict[str, Any]], batch: int, steps: int) -> 
 
     import torch
 
-    from rollout_core.algorithms.kto import KTO, judged_documents
+    from rollout_core.algorithms.kto import KTO, unpaired_documents
     from rollout_core.algorithms.policy import Policy
     from rollout_core.config import KTOSettings
     from rollout_core.data.packing import pack_branches
-    from rollout_core.data.preference_data import Judged
+    from rollout_core.data.preference_data import UnpairedPreference
 
     config = settings(KTOSettings, batch, steps)
     reference = Policy(copy.deepcopy(model).requires_grad_(False))
-    items = [Judged(row["prompt_ids"], row["completion_ids"], row["label"]) for row in rows]
-    documents = judged_documents(items)
+    items = [UnpairedPreference(row["prompt_ids"], row["completion_ids"], row["label"]) for row in rows]
+    documents = unpaired_documents(items)
     inner = KTO(Policy(model), items, torch.zeros(2 * len(items)), config, seed=0, device=torch.device("cpu"))
 
     def make(positions: list[int]) -> Any:

@@ -11,7 +11,7 @@ from pydantic import Field, PrivateAttr, SecretStr
 
 from rollout_core.base.errors import ConfigError, MissingObject
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.self_named import RESULT_REFS
+from rollout_core.objects.refs import RESULT_REFS
 
 
 class ContentAddressedStorage(WritableFileSystem):

@@ -16,7 +16,7 @@ import yaml
 
 from flows.connections import PREFECT_HOME, connections, prefect_server
 from rollout_core.base.errors import RolloutError
-from rollout_core.base.processes import signal_at_parents_end
+from rollout_core.base.process_tree import signal_at_parents_end
 
 PROJECT = Path(__file__).resolve().parent.parent
 

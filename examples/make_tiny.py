@@ -137,7 +137,7 @@ def main() -> None:
         make(folder)
     print(
         f"{folder}: model and {NUM_SFT} SFT rows, {NUM_PROMPTS} prompts, {NUM_HELD_OUT} held-out prompts, "
-        f"{NUM_PAIRS} pairs, {2 * NUM_PAIRS} judged answers"
+        f"{NUM_PAIRS} pairs, {2 * NUM_PAIRS} labelled answers"
     )
 
 

@@ -40,7 +40,7 @@ from rollout_core.inference.runs import (
 )
 from rollout_core.inference.shards import shards_of
 from rollout_core.objects.records import ShardCompletions
-from rollout_core.objects.whole_ids import with_whole_ids
+from rollout_core.objects.short_ids import with_whole_ids
 from rollout_core.plans.batch_plan import plan_batch
 from rollout_core.plans.plan import context_limit
 from tasks import artifacts, connections

@@ -14,7 +14,7 @@ from rollout_core.base.ids import ContentId
 from rollout_core.config import NightlyConfig, apply_overrides, parse_config
 from rollout_core.inference.engines import close_engine
 from rollout_core.objects.records import EvalReport
-from rollout_core.objects.whole_ids import with_whole_ids
+from rollout_core.objects.short_ids import with_whole_ids
 from rollout_core.plans.nightly_plan import plan_nightly
 from rollout_core.rewards.source_ids import source_id
 from tasks.connections import current_connections, objects, working_folder

@@ -28,22 +28,21 @@ from rollout_core.config import (
 from rollout_core.config.rewards import RewardSpec
 from rollout_core.inference.engines import close_engine
 from rollout_core.objects.records import Checkpoint, Dataset, Scores
+from rollout_core.objects.short_ids import with_whole_ids
 from rollout_core.objects.snapshots import SnapshotStore
-from rollout_core.objects.whole_ids import with_whole_ids
-from rollout_core.plans.learner_plan import plan_on_policy, plan_sft
+from rollout_core.plans.learner_plan import plan_kto, plan_on_policy, plan_pairs, plan_sft
 from rollout_core.plans.plan import context_limit
-from rollout_core.plans.preference_plan import plan_kto, plan_pairs
 from rollout_core.rewards.source_ids import source_id
 from tasks.connections import current_connections, objects, working_folder
 from tasks.generate import batch_inference, enqueue_prompts
 from tasks.imports import (
     import_held_out,
-    import_judged,
     import_model,
     import_pairs,
     import_prompts,
     import_reward,
     import_sft,
+    import_unpaired,
     start_snapshot,
 )
 from tasks.journal import Journal
@@ -253,10 +252,10 @@ def train_ipo(config: TrainIPOConfig) -> dict[str, Any]:
 
 @flow(name="train-kto", flow_run_name="{config.run.name}", persist_result=False)
 def train_kto(config: TrainKTOConfig) -> dict[str, Any]:
-    """KTO of one model on judged answers; returns the checkpoint record."""
+    """KTO of one model on labelled answers; returns the checkpoint record."""
     config = with_whole_ids(config, working_folder(), objects)
     plan_kto(config, working_folder(), current_connections(), keep=True)
-    return _train_against_reference(config, import_judged, kto_update)
+    return _train_against_reference(config, import_unpaired, kto_update)
 
 
 def _train_on_pairs(config: TrainDPOConfig | TrainIPOConfig) -> dict[str, Any]:

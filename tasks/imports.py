@@ -9,10 +9,10 @@ from rollout_core.config import DatasetSource, HeldOutRows, ModelSource, RunInfo
 from rollout_core.config.rewards import RewardSpec, with_models
 from rollout_core.data.dataset_sources import import_dataset, read_dataset
 from rollout_core.data.datasets import PromptRow, Row, SftRow
-from rollout_core.data.preferences import JudgedRow, PairRow
+from rollout_core.data.preferences import PairRow, UnpairedRow
 from rollout_core.models.model_import import import_model as file_model
 from rollout_core.objects.records import Dataset, Model
-from rollout_core.objects.resume import find_start
+from rollout_core.objects.snapshots import find_start
 from tasks import connections
 from tasks.stage import current_stage, stage
 
@@ -42,9 +42,9 @@ def import_pairs(source: DatasetSource) -> Dataset:
 
 
 @stage(version=1, cached=False)
-def import_judged(source: DatasetSource) -> Dataset:
-    """File judged answers in the object store in canonical form."""
-    return _import(source, JudgedRow)
+def import_unpaired(source: DatasetSource) -> Dataset:
+    """File labelled answers in the object store in canonical form."""
+    return _import(source, UnpairedRow)
 
 
 def import_held_out(

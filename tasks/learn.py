@@ -9,7 +9,7 @@ from typing import Any
 
 from prefect.runtime import flow_run
 
-from rollout_core.algorithms.workshop import Workshop
+from rollout_core.algorithms.context import UpdateContext
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.base.stopping import is_stopping
 from rollout_core.config import (
@@ -46,10 +46,10 @@ def sft_update(
 ) -> Checkpoint:
     """Fine-tune a model on prompt/completion or chat rows; resumes from its last snapshot."""
     run = current_stage()
-    with _workshop(run, seed, num_threads, "SFT", start_from, base_model=model) as workshop:
+    with _update_context(run, seed, num_threads, "SFT", start_from, base_model=model) as context:
         checkpoint, report = _update(
             "sft",
-            workshop,
+            context,
             on_data=lambda report: _show_data("sft", report),
             model=model,
             dataset=dataset,
@@ -115,7 +115,7 @@ def kto_update(
     start_from: ContentId | None = None,
     label: str = "",
 ) -> Checkpoint:
-    """KTO of a model on judged answers; resumes from its last snapshot."""
+    """KTO of a model on labelled answers; resumes from its last snapshot."""
     inputs = {"model": model, "reference": reference, "dataset": dataset}
     return _learn_preferences("kto", inputs, settings, seed, num_threads, held_out, start_from, label)
 
@@ -144,10 +144,10 @@ def _learn_preferences(
 ) -> Checkpoint:
     run = current_stage()
     kind = name if isinstance(settings, RewardModelSettings) else settings.kind
-    with _workshop(run, seed, num_threads, kind.upper(), start_from, base_model=inputs["model"]) as workshop:
+    with _update_context(run, seed, num_threads, kind.upper(), start_from, base_model=inputs["model"]) as context:
         checkpoint, report = _update(
             name,
-            workshop,
+            context,
             on_data=lambda report: _show_data(kind, report),
             settings=settings,
             held_out=held_out,
@@ -215,8 +215,8 @@ def _learn_on_policy(
     title = f"{name.upper()} {label}".strip()
     reference = inputs["reference"]
     assert reference is not None, "on-policy updates have one"
-    with _workshop(run, seed, num_threads, title, series=series, base_model=reference) as workshop:
-        checkpoint = _update(name, workshop, scores=scores, settings=settings, **inputs)
+    with _update_context(run, seed, num_threads, title, series=series, base_model=reference) as context:
+        checkpoint = _update(name, context, scores=scores, settings=settings, **inputs)
     rows = [{"figure": figure, "value": value} for figure, value in checkpoint.summary.items()]
     artifacts.table(name, rows, title)
     made_from = {key.replace("_", " "): value for key, value in inputs.items() if key != "samples"}
@@ -224,13 +224,13 @@ def _learn_on_policy(
     return checkpoint
 
 
-def _update(name: UpdateName, workshop: Workshop, **inputs: Any) -> Any:
+def _update(name: UpdateName, context: UpdateContext, **inputs: Any) -> Any:
     """What the update returns; lines of processes of its own go to the run's log."""
-    return run_update(name, workshop, on_line=stage_logger().info, **inputs)
+    return run_update(name, context, on_line=stage_logger().info, **inputs)
 
 
 @contextmanager
-def _workshop(
+def _update_context(
     run: StageRun,
     seed: int,
     num_threads: int | None,
@@ -239,7 +239,7 @@ def _workshop(
     series: ContentId | None = None,
     *,
     base_model: ContentId,
-) -> Iterator[Workshop]:
+) -> Iterator[UpdateContext]:
     last_step = 0
 
     def on_start(first: int, last: int) -> None:
@@ -255,7 +255,7 @@ def _workshop(
         lines.note(row, last_step)
 
     with artifacts.ProgressBar(f"{run.name.replace('_', '-')}-progress", title) as bar:
-        yield Workshop(
+        yield UpdateContext(
             objects=run.objects,
             cache=connections.cache_folder(),
             key=run.key,

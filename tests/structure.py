@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[1]
 PACKAGES = ("rollout_core", "blocks", "tasks", "flows", "deployments")
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,12 @@ class Import:
 
 @dataclass(frozen=True)
 class House:
-    """Modules with their lines, and the imports between them."""
+    """Modules with their lines and functions, and the imports between them."""
 
     lines: Mapping[str, int]
     imports: frozenset[Import]
+    functions: Mapping[str, int] = field(default_factory=dict)
+    """Lines of each, by its module and name."""
 
     def circle(self) -> list[str]:
         """Modules that import each other in a loop, if any do."""
@@ -69,24 +72,37 @@ def read_house(project: Path = PROJECT) -> House:
     """Of the files as they are now."""
     found = (file for package in PACKAGES for file in (project / package).rglob("*.py"))
     files = {_name(file.relative_to(project)): file for file in found}
-    lines, imports = {}, set()
+    faces = {name: _handed_on(name, file, files) for name, file in files.items() if file.name == "__init__.py"}
+    lines, functions, imports = {}, {}, set()
     for name, file in files.items():
         text = file.read_text(encoding="utf-8")
+        tree = ast.parse(text)
         lines[name] = len(text.splitlines())
-        for node, function in _imports(ast.parse(text), None):
-            for imported in _targets(node, files):
-                # Names that a package hands on are imported when they are first used, from where they are.
-                if imported != name and not _is_face(files[imported]):
+        functions |= {f"{name}:{node.name}": _num_lines(node) for node in ast.walk(tree) if isinstance(node, FUNCTIONS)}
+        for node, function in _imports(tree, None):
+            for imported in _targets(node, files, faces):
+                if imported != name and imported not in faces:
                     imports.add(Import(name, imported, function))
-    return House(lines, frozenset(imports))
+    return House(lines, frozenset(imports), functions)
+
+
+def _num_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
 def _name(file: Path) -> str:
     return ".".join(file.parent.parts if file.stem == "__init__" else file.with_suffix("").parts)
 
 
-def _is_face(file: Path) -> bool:
-    return file.name == "__init__.py"
+def _handed_on(name: str, face: Path, files: Mapping[str, Path]) -> dict[str, str]:
+    """Of the names that a package hands on, from its stub if it has one: the modules where they are."""
+    text = face.with_suffix(".pyi" if face.with_suffix(".pyi").exists() else ".py").read_text(encoding="utf-8")
+    names = {}
+    for node, _ in _imports(ast.parse(text), None):
+        if isinstance(node, ast.ImportFrom):
+            module = f"{name}.{node.module}" if node.level else str(node.module)
+            names |= {alias.name: module for alias in node.names if module in files}
+    return names
 
 
 def _imports(node: ast.AST, function: str | None) -> Iterator[tuple[ast.Import | ast.ImportFrom, str | None]]:
@@ -96,25 +112,27 @@ def _imports(node: ast.AST, function: str | None) -> Iterator[tuple[ast.Import |
         elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
         else:
-            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
-            yield from _imports(child, child.name if is_function and function is None else function)
+            yield from _imports(child, child.name if isinstance(child, FUNCTIONS) and function is None else function)
 
 
-def _targets(node: ast.Import | ast.ImportFrom, files: Mapping[str, Path]) -> Iterator[str]:
+def _targets(
+    node: ast.Import | ast.ImportFrom, files: Mapping[str, Path], faces: Mapping[str, Mapping[str, str]]
+) -> Iterator[str]:
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names if alias.name in files)
-    elif node.module in files:
+    elif node.module is not None and node.module in files:
         for alias in node.names:
             whole = f"{node.module}.{alias.name}"
-            yield whole if whole in files else node.module
+            yield whole if whole in files else faces.get(node.module, {}).get(alias.name, node.module)
 
 
 def main() -> None:
     """Print the table."""
     house = read_house()
-    print(f"{len(house.lines)} files, {sum(house.lines.values()):,} lines; longest: ", end="")
-    longest = sorted(house.lines, key=lambda name: -house.lines[name])[:5]
-    print(", ".join(f"{name} {house.lines[name]}" for name in longest))
+    print(f"{len(house.lines)} files, {sum(house.lines.values()):,} lines")
+    for what, sizes in (("files", house.lines), ("functions", house.functions)):
+        longest = sorted(sizes, key=lambda name: -sizes[name])[:5]
+        print(f"longest {what}: {', '.join(f'{name} {sizes[name]}' for name in longest)}")
     print(f"circle: {' -> '.join(house.circle()) or 'none'}")
     for room, floor in sorted(house.floors().items(), key=lambda item: (-item[1], item[0])):
         num_lines = sum(lines for module, lines in house.lines.items() if room_of(module) == room)

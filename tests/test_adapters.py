@@ -20,7 +20,7 @@ from rollout_core.inference.hf import TransformersEngine
 from rollout_core.models import adapters
 from rollout_core.models.model_import import import_model
 from rollout_core.objects import ObjectStore
-from rollout_core.plans.model_check import check_model
+from rollout_core.plans.plan import check_model
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 

@@ -17,8 +17,7 @@ from rollout_core.config import CONFIG_KINDS, apply_overrides, parse_config
 from rollout_core.config.rewards import FunctionReward
 from rollout_core.models.sizes import ModelSize
 from rollout_core.plans import resources
-from rollout_core.plans.learner_plan import plan_on_policy, plan_sft
-from rollout_core.plans.preference_plan import plan_kto, plan_pairs
+from rollout_core.plans.learner_plan import plan_kto, plan_on_policy, plan_pairs, plan_sft
 from rollout_core.plans.resources import Training, estimate_memory, readable, state_bytes
 from rollout_core.rewards.loading import load_reward
 from rollout_core.rewards.scoring import RewardInput, score
@@ -67,7 +66,7 @@ def plan(kind: str, rows: list[dict[str, Any]] | None = None, **changes: Any) ->
         "prompts" if on_policy else "dataset": {"path": "rows.jsonl"},
     }
     if not on_policy:
-        algorithm["packing"] = {"max_seq_len": 64}
+        algorithm["sequence"] = {"max_length": 64}
     document: dict[str, Any] = {"algorithm": algorithm}
     if on_policy:
         document["backend"] = {"kind": "transformers"}
@@ -146,8 +145,8 @@ def test_kto_without_both_kinds(row: dict[str, Any]):
 
 @pytest.mark.parametrize("kind", ["sft", "rm", "dpo", "ipo", "kto"])
 def test_sequences_longer_than_the_model(kind: str):
-    message = refusal(kind, packing__max_seq_len=300)
-    assert message == "packing.max_seq_len: 300 tokens, but the model has 256 positions"
+    message = refusal(kind, sequence__max_length=300)
+    assert message == "sequence.max_length: 300 tokens, but the model has 256 positions"
 
 
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])

@@ -48,7 +48,7 @@ def work(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> P
     (tmp_path / "mine.py").write_text("def reward(sample): return float(len(sample.completion))\n")
     model, backend = {"uri": str(tiny_model)}, {"kind": "transformers"}
     learner = {"minibatch_size": 2, "optimizer": {"lr": 1e-3}}
-    sft = {**learner, "dataset": {"path": "sft.jsonl"}, "packing": {"max_seq_len": 64}, "budget": {"max_steps": 3}}
+    sft = {**learner, "dataset": {"path": "sft.jsonl"}, "sequence": {"max_length": 64}, "budget": {"max_steps": 3}}
     ppo = {
         **learner,
         "prompts": {"path": "prompts.jsonl"},
@@ -239,7 +239,10 @@ def test_an_error_is_blamed_on_the_file_or_the_option_it_came_from(work: Path, n
         ("train-sft", "algorithm.num_train_epochs", "budget.epochs"),
         ("train-ppo", "algorithm.num_train_epochs", "epochs"),
         ("train-sft", "algorithm.batch_size", "minibatch_size"),
-        ("train-sft", "algorithm.max_length", "packing.max_seq_len"),
+        ("train-sft", "algorithm.max_length", "sequence.max_length"),
+        ("train-sft", "algorithm.packing", "sequence.max_length"),
+        ("train-sft", "algorithm.max_seq_len", "sequence.max_length"),
+        ("train-sft", "algorithm.sequence.max_seq_len", "max_length"),
         ("train-grpo", "algorithm.num_generations", "samples_per_prompt"),
         ("infer-batch", "sampling.max_new_tokens", "max_tokens"),
         ("infer-batch", "model.model_name_or_path", "uri"),

@@ -27,7 +27,7 @@ from rollout_core.config import (
 from rollout_core.data import dataset_sources
 from rollout_core.data.dataset_sources import import_dataset, read_dataset, stored_rows
 from rollout_core.data.datasets import PromptRow, Row, SftRow, to_jsonl
-from rollout_core.data.preferences import JudgedRow, PairRow
+from rollout_core.data.preferences import PairRow, UnpairedRow
 from rollout_core.models.locating import Unchecked
 from rollout_core.objects import ObjectStore
 
@@ -36,7 +36,10 @@ ROWS: dict[type[Row], list[dict[str, Any]]] = {
     SftRow: [{"messages": CHAT, "source": "a"}, {"messages": CHAT[:1] + CHAT, "source": "ü"}],
     PromptRow: [{"prompt": "hi", "answer": "1", "id": "x"}, {"prompt": "yo", "answer": "2", "id": "y"}],
     PairRow: [{"prompt": "a", "chosen": "b", "rejected": "c", "margin": 0.5}, {"chosen": "b", "rejected": "c"}],
-    JudgedRow: [{"prompt": "a", "completion": "b", "label": True}, {"prompt": "a", "completion": "c", "label": False}],
+    UnpairedRow: [
+        {"prompt": "a", "completion": "b", "label": True},
+        {"prompt": "a", "completion": "c", "label": False},
+    ],
 }
 
 

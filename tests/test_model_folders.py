@@ -15,7 +15,7 @@ from rollout_core.models.adapters import CONFIG, WEIGHTS
 from rollout_core.models.model_folders import check_own_file, near_folder
 from rollout_core.models.model_import import import_model
 from rollout_core.objects import ObjectStore
-from rollout_core.plans.model_check import check_model
+from rollout_core.plans.plan import check_model
 
 
 @pytest.fixture

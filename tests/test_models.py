@@ -29,7 +29,7 @@ from rollout_core.models.model_import import import_model
 from rollout_core.models.tokenizers import copy_tokenizer, load_tokenizer
 from rollout_core.models.weights import load_causal_lm
 from rollout_core.objects import ObjectStore
-from rollout_core.plans.model_check import check_model
+from rollout_core.plans.plan import check_model
 
 
 @pytest.fixture

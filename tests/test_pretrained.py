@@ -17,7 +17,7 @@ from rollout_core.config import ModelSource
 from rollout_core.models.model_import import import_model
 from rollout_core.models.weights import load_causal_lm
 from rollout_core.objects import ObjectStore
-from rollout_core.plans.model_check import check_model
+from rollout_core.plans.plan import check_model
 from tests.conftest import PROJECT
 
 DOOR = PROJECT / "rollout_core" / "models" / "pretrained.py"
@@ -35,7 +35,7 @@ DRY_RUN = """
 import sys
 from pathlib import Path
 from rollout_core.config import ModelSource
-from rollout_core.plans.model_check import check_model
+from rollout_core.plans.plan import check_model
 check_model(ModelSource(uri=sys.argv[1]), Path())
 """
 

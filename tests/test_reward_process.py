@@ -167,7 +167,20 @@ def test_a_file_that_only_a_computed_import_names_is_refused(tmp_path: Path):
     assert scores(tmp_path) == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("line", ["sys.exit(0)", "raise GeneratorExit", "raise Unshowable", "return Unshowable()"])
+def test_libraries_may_look_for_what_the_users_files_happen_to_be_named_like(tmp_path: Path):
+    """`find_spec` runs nothing; transformers, for one, looks for its extras so."""
+    write(tmp_path / "datasets.py", "raise AssertionError\n")
+    write(
+        tmp_path / "mine.py",
+        "from importlib.util import find_spec\ndef r(sample): return float(find_spec('datasets') is not None)\n",
+    )
+    assert scores(tmp_path) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["sys.exit(0)", "raise GeneratorExit", "raise Unshowable", "return Unshowable()", "raise Exits", "raise Exits(1)"],
+)
 def test_trusted_rewards_in_the_runs_own_process_are_named_too(tmp_path: Path, line: str):
     write(
         tmp_path / "mine.py",
@@ -177,6 +190,9 @@ def test_trusted_rewards_in_the_runs_own_process_are_named_too(tmp_path: Path, l
         class Unshowable(Exception):
             def __str__(self): return str(1 / 0)
             __repr__ = __str__
+
+        class Exits(Exception):
+            def __str__(self): sys.exit(len(self.args))
 
         def r(sample):
             {line}

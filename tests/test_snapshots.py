@@ -26,7 +26,7 @@ from rollout_core.objects.gc import GcReport, named_ids
 from rollout_core.objects.lineage import Lineage, lineage_of, record_lineage
 from rollout_core.objects.snapshots import Snapshot, SnapshotStore
 from rollout_core.objects.store import blob_key
-from rollout_core.objects.tar import tar_stream
+from rollout_core.objects.trees import tar_stream
 
 STATE = {"model/weights.safetensors": bytes(range(256)) * 100, "optimizer.bin": b"moments", "rng.json": b"[1,2]"}
 NOTHING = hash_bytes(b"no snapshot has this id")

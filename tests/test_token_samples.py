@@ -26,7 +26,7 @@ from rollout_core.inference.training_samples import TokenSample, adapt_rollouts,
 from rollout_core.objects import ObjectStore
 from rollout_core.store import InMemoryLightningStore, Span
 from rollout_core.store.semconv import AGL_ANNOTATION, AGL_REWARD
-from tests.algorithms.updates import workshop
+from tests.algorithms.updates import update_context
 
 COMMON: Any = {
     "prompts": JsonlDataset(path="x"),
@@ -200,7 +200,7 @@ async def test_all_turns_have_the_advantage_of_their_rollout_whatever_their_numb
     store: InMemoryLightningStore, tiny_model: Path, tmp_path: Path
 ):
     """The mean of a group is one over rollouts: rewards 0 and 2 with 3 and 1 turns have the mean 1."""
-    place = workshop(tmp_path)
+    place = update_context(tmp_path)
     ids = [
         await run_rollout(store, *agent_turns(number, turns), reward(value))
         for number, (turns, value) in enumerate(((3, 0.0), (1, 2.0)))
@@ -242,7 +242,7 @@ async def test_ppo_and_grpo_train_on_what_a_store_holds(
         )
         for number in range(8)
     ]
-    place = workshop(tmp_path)
+    place = update_context(tmp_path)
     adapted = await adapt_rollouts(store, place.objects, ids)
     experience = file_experience(place.objects, adapted, group_size=4 if kind == "grpo" else 1)
     assert (experience.num_samples, experience.num_truncated, experience.mean) == (8, 8, 0.5)

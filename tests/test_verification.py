@@ -16,10 +16,9 @@ from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.gc import collect_garbage
 from rollout_core.objects.lineage import Lineage, record_lineage
-from rollout_core.objects.repair import add_checks, repair_store
 from rollout_core.objects.snapshots import Snapshot, SnapshotStore
 from rollout_core.objects.store import blob_key
-from rollout_core.objects.verification import Damage, verify_store
+from rollout_core.objects.verification import Damage, add_checks, repair_store, verify_store
 from tests.conftest import BUCKET
 from tests.object_files import NOTHING, TREE, keys, write_tree
 

@@ -79,7 +79,7 @@ def load_run(
 def _whole_ids(config: RunT) -> RunT:
     """``config`` with whole content ids, unless the object store is a block of a server that is not running yet."""
     from flows.connections import connections
-    from rollout_core.objects.whole_ids import with_whole_ids
+    from rollout_core.objects.short_ids import with_whole_ids
 
     known = connections()
     return config if known is None else with_whole_ids(config, Path.cwd(), known.open_objects)

@@ -29,7 +29,7 @@ ALGORITHMS = {
     "rm": "A reward model from preference pairs.",
     "dpo": "Direct preference optimization on pairs.",
     "ipo": "Identity preference optimization on pairs.",
-    "kto": "Kahneman-Tversky optimization on single judged answers.",
+    "kto": "Kahneman-Tversky optimization on single labelled answers.",
 }
 
 Resume = Annotated[
@@ -88,10 +88,11 @@ def _train(
 
 
 def _planner(kind: str) -> Callable[..., dict[str, Any]]:
-    from rollout_core.plans import learner_plan, preference_plan
+    from rollout_core.plans import learner_plan
 
-    plans = {"sft": learner_plan.plan_sft, "ppo": learner_plan.plan_on_policy, "grpo": learner_plan.plan_on_policy}
-    return plans.get(kind) or (preference_plan.plan_kto if kind == "kto" else preference_plan.plan_pairs)
+    on_policy = {"ppo": learner_plan.plan_on_policy, "grpo": learner_plan.plan_on_policy}
+    plans = {"sft": learner_plan.plan_sft, "kto": learner_plan.plan_kto, **on_policy}
+    return plans.get(kind, learner_plan.plan_pairs)
 
 
 def _flow(kind: str) -> Callable[..., dict[str, Any]]:

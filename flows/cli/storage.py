@@ -127,7 +127,7 @@ def _listed(found: Verification) -> bool:
 
 
 def _repaired(objects: ObjectStore, found: Verification) -> bool:
-    from rollout_core.objects.repair import add_checks, repair_store
+    from rollout_core.objects.verification import add_checks, repair_store
 
     is_whole = True
     for damage, outcome in repair_store(objects, found):

@@ -29,7 +29,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.numerics import NUMERICS, Numerics, current_numerics
 from rollout_core.base.processes import this_machine
-from rollout_core.base.redaction import without_password
+from rollout_core.base.secrets import without_password
 from rollout_core.config import VLLMBackend
 from rollout_core.inference.batch import Progress
 from rollout_core.inference.engines import close_engine

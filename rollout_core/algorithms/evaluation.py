@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 
 from rollout_core.algorithms.loop import MinibatchLoss, StepFigures
-from rollout_core.algorithms.parallel import deal
+from rollout_core.algorithms.parallel import split_across_ranks
 from rollout_core.algorithms.state import TrainState
 from rollout_core.base.errors import Fatal
 from rollout_core.config import PreferenceSettings, SFTSettings
@@ -75,7 +75,7 @@ class Evaluation(Generic[BatchT]):
         state.model.eval()
         figures = StepFigures()
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            for batch, counts in deal(batches):
+            for batch, counts in split_across_ranks(batches):
                 with self._accelerator.autocast():
                     figures.add(self._algorithm.loss(batch, batches), counts=counts)
         state.model.train(was_training)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout_core.algorithms.groups import Groups
-from rollout_core.algorithms.parallel import add_up, deal
+from rollout_core.algorithms.parallel import all_reduce_sum, split_across_ranks
 from rollout_core.algorithms.policy import Policy
 from rollout_core.base.errors import Fatal
 from rollout_core.config import ImportanceCorrection, OnPolicySettings
@@ -151,14 +151,14 @@ def score_completions(
     and values, which a loss is to compare with its own, are wanted in the minibatches and the autocast of that loss.
     """
     parts: dict[str, Tensor] = {}
-    for rows, counts in deal(minibatches):
+    for rows, counts in split_across_ranks(minibatches):
         found = completion_forward(policy, batch.rows(rows), temperature=temperature, device=device)
         for name, values in (("logprobs", found.logprobs), ("values", found.values)):
             if values is not None:
                 whole = parts.setdefault(name, torch.zeros(batch.mask.shape))
                 if counts:
                     whole[torch.as_tensor(rows), : values.shape[1]] = values.float().cpu()
-    summed = {name: add_up(whole.to(device)).cpu() for name, whole in parts.items()}
+    summed = {name: all_reduce_sum(whole.to(device)).cpu() for name, whole in parts.items()}
     return CompletionScores(summed["logprobs"], summed.get("values"))
 
 

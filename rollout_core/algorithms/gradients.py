@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rollout_core.algorithms.parallel import add_up, world_size
+from rollout_core.algorithms.parallel import all_reduce_sum, world_size
 
 BUCKET_BYTES = 2**25
 
@@ -74,7 +74,8 @@ class GradientSum:
     def _make_buckets(self) -> None:
         """After the first step's passes: parameters that no rank has a gradient of are never sent, and keep none."""
         device = self._parameters[0].device
-        used = add_up(torch.tensor([float(p.grad is not None) for p in self._parameters], device=device)).tolist()
+        here = torch.tensor([float(p.grad is not None) for p in self._parameters], device=device)
+        used = all_reduce_sum(here).tolist()
         self._buckets, size = [], BUCKET_BYTES
         last: nn.Parameter | None = None
         for parameter, ranks in reversed(list(zip(self._parameters, used, strict=True))):

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimization from single judged answers (KTO, arXiv:2402.01306).
+"""Kahneman-Tversky optimization from single labelled answers (KTO, arXiv:2402.01306).
 
 The log-ratio of policy to reference is raised on desirable answers and lowered on undesirable ones, both against an
 estimate of KL(policy || reference): the mean log-ratio of answers under prompts they do not belong to.
@@ -16,18 +16,18 @@ from torch import Tensor
 from rollout_core.algorithms.budget import num_steps
 from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.losses import kto_loss
-from rollout_core.algorithms.parallel import add_up, deal
+from rollout_core.algorithms.parallel import all_reduce_sum, split_across_ranks
 from rollout_core.algorithms.policy import Policy
 from rollout_core.config import KTOSettings
 from rollout_core.data.examples import positions_at
 from rollout_core.data.item_table import Mapped
 from rollout_core.data.packing import Document, PackedTokens, pack_branches
-from rollout_core.data.preference_data import Judged
+from rollout_core.data.preference_data import UnpairedPreference
 
 
 @dataclass(frozen=True)
-class JudgedBatch:
-    """B judged answers, and as many mismatched ones."""
+class UnpairedBatch:
+    """B labelled answers, and as many mismatched ones."""
 
     tokens: PackedTokens
     mismatched: PackedTokens
@@ -40,7 +40,7 @@ class JudgedBatch:
     """[B] bool."""
 
 
-def judged_documents(items: Sequence[Judged]) -> Sequence[Document]:
+def unpaired_documents(items: Sequence[UnpairedPreference]) -> Sequence[Document]:
     """A document a row: its prompt with its own answer and a mismatched one.
 
     The mismatched answer is that of the next row, going around the end, whose prompt is another. It is fixed for the
@@ -54,7 +54,7 @@ def judged_documents(items: Sequence[Judged]) -> Sequence[Document]:
     return Mapped(range(len(items)), document)
 
 
-def _other_prompts(items: Sequence[Judged]) -> np.ndarray:
+def _other_prompts(items: Sequence[UnpairedPreference]) -> np.ndarray:
     """[N] int64: for each row the next, going around the end, with another prompt; itself where there is none."""
     others = np.arange(len(items))
     following = None
@@ -72,14 +72,14 @@ def _other_prompts(items: Sequence[Judged]) -> np.ndarray:
 
 
 class KTO:
-    """`Algorithm` over judged answers. Loss and KL of a step are means over all its rows."""
+    """`Algorithm` over labelled answers. Loss and KL of a step are means over all its rows."""
 
     name = "kto"
 
     def __init__(
         self,
         policy: Policy,
-        items: Sequence[Judged],
+        items: Sequence[UnpairedPreference],
         ref_logps: Tensor,
         settings: KTOSettings,
         *,
@@ -89,12 +89,12 @@ class KTO:
         """ref_logps: [2N] float32, own and mismatched answer of each of the N rows."""
         self._policy = policy
         self._items = items
-        self._documents = judged_documents(items)
+        self._documents = unpaired_documents(items)
         self._ref_logps = ref_logps.view(-1, 2)
         self._settings = settings
         self._seed = seed
         self._device = device
-        self._kl: tuple[Sequence[JudgedBatch], Tensor] | None = None
+        self._kl: tuple[Sequence[UnpairedBatch], Tensor] | None = None
         self.num_items = len(items)
         self.num_steps = num_steps(
             settings,
@@ -103,12 +103,12 @@ class KTO:
             item_tokens=lambda item: len(items[item].prompt) + len(items[item].completion),
         )
 
-    def minibatches(self, step: int) -> list[JudgedBatch]:
+    def minibatches(self, step: int) -> list[UnpairedBatch]:
         size, count = self._settings.minibatch_size, self._settings.gradient_accumulation
         positions = positions_at(step, num_items=len(self._documents), per_step=size * count, seed=self._seed)
         return [self.minibatch(positions[start : start + size]) for start in range(0, len(positions), size)]
 
-    def minibatch(self, positions: Sequence[int]) -> JudgedBatch:
+    def minibatch(self, positions: Sequence[int]) -> UnpairedBatch:
         """The rows at ``positions``."""
         documents = [self._documents[position] for position in positions]
         index = torch.tensor(positions)
@@ -118,9 +118,9 @@ class KTO:
         )
         ref_logps, ref_mismatched = self._ref_logps[index].T
         desirable = torch.tensor([self._items[position].desirable for position in positions])
-        return JudgedBatch(own, mismatched, ref_logps, ref_mismatched, desirable)
+        return UnpairedBatch(own, mismatched, ref_logps, ref_mismatched, desirable)
 
-    def loss(self, batch: JudgedBatch, step_batches: Sequence[JudgedBatch]) -> MinibatchLoss:
+    def loss(self, batch: UnpairedBatch, step_batches: Sequence[UnpairedBatch]) -> MinibatchLoss:
         settings, kl = self._settings, self._step_kl(step_batches)
         tokens, good = batch.tokens.to(self._device), batch.desirable.to(self._device)
         logps = tokens.row_sums(self._policy(tokens).logprobs)
@@ -159,22 +159,22 @@ class KTO:
         )
 
     @torch.no_grad()
-    def _step_kl(self, step_batches: Sequence[JudgedBatch]) -> Tensor:
+    def _step_kl(self, step_batches: Sequence[UnpairedBatch]) -> Tensor:
         """Scalar, not below 0: mean log-ratio over the mismatched answers of the whole step. Collective."""
         if self._kl is None or self._kl[0] is not step_batches:
             ratios = []
-            for batch, counts in deal(step_batches):
+            for batch, counts in split_across_ranks(step_batches):
                 tokens = batch.mismatched.to(self._device)
                 logps = tokens.row_sums(self._policy(tokens).logprobs)
                 found = logps - batch.ref_mismatched.to(logps)
                 ratios.append(found if counts else found[:0])
             own = torch.cat(ratios)
             rows = sum(len(batch.desirable) for batch in step_batches)
-            self._kl = step_batches, (add_up(own.sum()) / rows).clamp(min=0)
+            self._kl = step_batches, (all_reduce_sum(own.sum()) / rows).clamp(min=0)
         return self._kl[1]
 
-    def num_tokens(self, batch: JudgedBatch) -> int:
+    def num_tokens(self, batch: UnpairedBatch) -> int:
         return batch.tokens.num_tokens
 
-    def sequences(self, batch: JudgedBatch) -> list[list[int]]:
+    def sequences(self, batch: UnpairedBatch) -> list[list[int]]:
         return [*batch.tokens.sequences(), *batch.mismatched.sequences()]

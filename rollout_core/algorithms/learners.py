@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.evaluation import evaluation_of
 from rollout_core.algorithms.experience import Trajectory, build_batch
 from rollout_core.algorithms.groups import Groups
@@ -27,7 +28,6 @@ from rollout_core.algorithms.ppo import PPO, KLController, assign_credit
 from rollout_core.algorithms.sft import SFT
 from rollout_core.algorithms.state import TrainState, load_policy, load_state
 from rollout_core.algorithms.training import train_to_end
-from rollout_core.algorithms.workshop import Workshop
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.base.scratch import scratch_folder
@@ -49,7 +49,7 @@ def sft_update(
     model: ContentId,
     dataset: ContentId,
     settings: SFTSettings,
-    workshop: Workshop,
+    context: UpdateContext,
     *,
     held_out: ContentId | None = None,
     on_data: Callable[[DataReport], None] = lambda report: None,
@@ -59,32 +59,32 @@ def sft_update(
     The rows ``held_out`` are looked at as ``settings.evaluation`` says. Raises ConfigError when rows and tokenizer do
     not fit.
     """
-    folder = workshop.model(model)
+    folder = context.model(model)
     form = sft_form(settings)
-    examples, report = training_items(workshop.objects, workshop.cache, dataset, folder, form)
+    examples, report = training_items(context.objects, context.cache, dataset, folder, form)
     on_data(report)
     others = None
     if held_out is not None:
-        others, _ = training_items(workshop.objects, workshop.cache, held_out, folder, form)
-    seed_everything(workshop.seed, num_threads=workshop.num_threads)
+        others, _ = training_items(context.objects, context.cache, held_out, folder, form)
+    seed_everything(context.seed, num_threads=context.num_threads)
     accelerator = build_accelerator(settings.precision)
     settings = divided(settings)
-    trained = with_lora(load_policy(folder), settings.lora, seed=workshop.seed).to(accelerator.device).train()
+    trained = with_lora(load_policy(folder), settings.lora, seed=context.seed).to(accelerator.device).train()
     check_sequence_length(
         trained, max(int(table.lengths("token_ids").max()) for table in (examples, others or examples))
     )
     policy = shard(Policy(trained), settings.parallel, accelerator.device)
 
     def algorithm(rows: Sequence[Example]) -> SFT:
-        return SFT(policy, rows, settings, seed=workshop.seed, device=accelerator.device)
+        return SFT(policy, rows, settings, seed=context.seed, device=accelerator.device)
 
-    state = TrainState(trained, build_optimizer(settings.optimizer, list(trained.parameters())), seed=workshop.seed)
+    state = TrainState(trained, build_optimizer(settings.optimizer, list(trained.parameters())), seed=context.seed)
     checkpoint = train_to_end(
         algorithm(examples),
         state,
         settings,
         accelerator,
-        workshop,
+        context,
         folder,
         max_minutes=settings.budget.max_minutes,
         evaluation=evaluation_of(None if others is None else algorithm(others), settings, accelerator),
@@ -99,26 +99,26 @@ def ppo_update(
     scores: Scores,
     samples: ContentId,
     settings: PPOSettings,
-    workshop: Workshop,
+    context: UpdateContext,
 ) -> Checkpoint:
     """One PPO iteration on scored completions of ``model``.
 
     ``train_state`` is the previous iteration's (optimizer, values, KL coefficient); None for the first iteration.
     """
-    trajectories = load_trajectories(workshop.objects, samples, scores)
-    seed_everything(workshop.seed, num_threads=workshop.num_threads)
+    trajectories = load_trajectories(context.objects, samples, scores)
+    seed_everything(context.seed, num_threads=context.num_threads)
     accelerator = build_accelerator(settings.precision)
     device, settings = accelerator.device, divided(settings)
-    trained = load_on_policy(model, reference, settings, workshop).to(device)
+    trained = load_on_policy(model, reference, settings, context).to(device)
     values = ValueModel(copy.deepcopy(trained.base_model)) if settings.values == "model" else zero_head(trained)
     policy = shard(Policy(trained, values.to(device)), settings.parallel, device)
-    state = _on_policy_state(trained, {VALUES: values}, train_state, settings, workshop)
+    state = _on_policy_state(trained, {VALUES: values}, train_state, settings, context)
     controller = KLController(settings.kl, state.extras.get("kl_coef"))
-    options = {"first_step": state.step, "seed": workshop.seed, "device": device}
+    options = {"first_step": state.step, "seed": context.seed, "device": device}
     with accelerator.autocast():  # as the loss will be computed
         batch, figures, mean_kl = assign_credit(
             policy,
-            _reference_policy(trained, reference, settings, workshop, device),
+            _reference_policy(trained, reference, settings, context, device),
             build_batch(trajectories, missing_eos_penalty=settings.missing_eos_penalty),
             settings,
             kl_coef=controller.coef,
@@ -128,7 +128,7 @@ def ppo_update(
     state.extras = {"kl_coef": controller.coef}
     algorithm = PPO(policy, batch, settings, **options)
     figures["completions/num_left_out"] = scores.num_left_out
-    return _train_iteration(algorithm, state, settings, accelerator, workshop, workshop.model(model), figures)
+    return _train_iteration(algorithm, state, settings, accelerator, context, context.model(model), figures)
 
 
 def grpo_update(
@@ -138,38 +138,38 @@ def grpo_update(
     scores: Scores,
     samples: ContentId,
     settings: GRPOSettings,
-    workshop: Workshop,
+    context: UpdateContext,
 ) -> Checkpoint:
     """One GRPO iteration on scored groups of completions of ``model``; ``reference`` counts only where kl_coef is set.
 
     ``train_state`` is the previous iteration's optimizer; None for the first iteration. Raises ConfigError for scores
     that were gathered in groups of another size.
     """
-    trajectories = load_trajectories(workshop.objects, samples, scores)
-    groups = load_groups(workshop.objects, scores, settings)
-    seed_everything(workshop.seed, num_threads=workshop.num_threads)
+    trajectories = load_trajectories(context.objects, samples, scores)
+    groups = load_groups(context.objects, scores, settings)
+    seed_everything(context.seed, num_threads=context.num_threads)
     accelerator = build_accelerator(settings.precision)
     device = accelerator.device
     parts = parts_per_minibatch(settings.minibatch_size, settings.gradient_accumulation, world_size())
     settings = divided(settings)
-    trained = load_on_policy(model, reference, settings, workshop).to(device)
+    trained = load_on_policy(model, reference, settings, context).to(device)
     policy = shard(Policy(trained), settings.parallel, device)
-    state = _on_policy_state(trained, {}, train_state, settings, workshop)
-    options = {"groups": groups, "first_step": state.step, "seed": workshop.seed, "device": device}
+    state = _on_policy_state(trained, {}, train_state, settings, context)
+    options = {"groups": groups, "first_step": state.step, "seed": context.seed, "device": device}
     with accelerator.autocast():  # as the loss will be computed
         batch, figures = compare_groups(
             policy,
-            _reference_policy(trained, reference, settings, workshop, device) if settings.kl_coef else None,
+            _reference_policy(trained, reference, settings, context, device) if settings.kl_coef else None,
             build_batch(trajectories, missing_eos_penalty=settings.missing_eos_penalty),
             settings,
             **options,
         )
     algorithm = GRPO(policy, batch, settings, parts=parts, **options)
     figures["completions/num_left_out"] = scores.num_left_out
-    return _train_iteration(algorithm, state, settings, accelerator, workshop, workshop.model(model), figures)
+    return _train_iteration(algorithm, state, settings, accelerator, context, context.model(model), figures)
 
 
-def load_on_policy(model: ContentId, reference: ContentId, settings: OnPolicySettings, workshop: Workshop) -> Any:
+def load_on_policy(model: ContentId, reference: ContentId, settings: OnPolicySettings, context: UpdateContext) -> Any:
     """The model that drew an iteration's completions, without dropout: the engine had none, and with it the ratio of
     new to old probabilities would not start at 1.
 
@@ -177,16 +177,16 @@ def load_on_policy(model: ContentId, reference: ContentId, settings: OnPolicySet
     ``model`` has them merged.
     """
     start = model if settings.lora is None else reference
-    return with_lora(load_policy(workshop.model(start)), settings.lora, seed=workshop.seed).eval()
+    return with_lora(load_policy(context.model(start)), settings.lora, seed=context.seed).eval()
 
 
 def _reference_policy(
-    trained: Any, reference: ContentId, settings: OnPolicySettings, workshop: Workshop, device: torch.device
+    trained: Any, reference: ContentId, settings: OnPolicySettings, context: UpdateContext, device: torch.device
 ) -> nn.Module:
     """What the policy is held close to; with adapters, which are put into it, no second model."""
     if settings.lora is not None:
         return WithoutAdapters(Policy(trained))
-    frozen = load_policy(workshop.model(reference)).to(device).eval().requires_grad_(False)
+    frozen = load_policy(context.model(reference)).to(device).eval().requires_grad_(False)
     return shard(Policy(frozen), settings.parallel, device)
 
 
@@ -195,16 +195,16 @@ def _on_policy_state(
     modules: Mapping[str, nn.Module],
     train_state: ContentId | None,
     settings: OnPolicySettings,
-    workshop: Workshop,
+    context: UpdateContext,
 ) -> TrainState:
     """The state an iteration starts from: that of the iteration before, without its rows of figures."""
     extra = nn.ModuleDict(modules)
     optimizer = build_optimizer(settings.optimizer, [*trained.parameters(), *extra.parameters()])
-    state = TrainState(trained, optimizer, extra, seed=workshop.seed)
+    state = TrainState(trained, optimizer, extra, seed=context.seed)
     if train_state is not None:
         with scratch_folder("restore") as scratch:
             folder = scratch / "state"
-            SnapshotStore(workshop.objects).restore(train_state, folder)
+            SnapshotStore(context.objects).restore(train_state, folder)
             load_state(state, folder)
     state.metrics = []
     return state
@@ -215,13 +215,13 @@ def _train_iteration(
     state: TrainState,
     settings: OnPolicySettings,
     accelerator: Accelerator,
-    workshop: Workshop,
+    context: UpdateContext,
     tokenizer_from: Path,
     figures: Mapping[str, float],
 ) -> Checkpoint:
     total_steps = settings.iterations * settings.steps_per_iteration
     return train_to_end(
-        algorithm, state, settings, accelerator, workshop, tokenizer_from, total_steps=total_steps, figures=figures
+        algorithm, state, settings, accelerator, context, tokenizer_from, total_steps=total_steps, figures=figures
     )
 
 
@@ -261,5 +261,5 @@ def check_sequence_length(policy: Any, longest: int) -> None:
     if limit is not None and longest > limit:
         raise ConfigError(
             f"the longest row has {longest} tokens, the model has {limit} positions; "
-            f"set packing.max_seq_len to at most {limit}"
+            f"set sequence.max_length to at most {limit}"
         )

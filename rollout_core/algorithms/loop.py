@@ -20,7 +20,14 @@ from torch import Tensor
 
 from rollout_core.algorithms.allocation import keep_freed_memory
 from rollout_core.algorithms.gradients import GradientSum
-from rollout_core.algorithms.parallel import add_up, clip_gradients, deal, of_first, seed_step, world_size
+from rollout_core.algorithms.parallel import (
+    all_reduce_sum,
+    broadcast_from_rank0,
+    clip_gradients,
+    seed_step,
+    split_across_ranks,
+    world_size,
+)
 from rollout_core.algorithms.state import TrainState
 from rollout_core.base.devices import mixed_precision, probe_device
 from rollout_core.base.errors import Fatal
@@ -162,7 +169,7 @@ def train(
 
         seed_step(state.seed, step)
         batches = algorithm.minibatches(step)
-        own = list(deal(batches))
+        own = list(split_across_ranks(batches))
         figures = StepFigures()
         for number, (batch, counts) in enumerate(own, start=1):
             with accelerator.autocast():
@@ -186,7 +193,7 @@ def train(
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
         state.step += 1
-        state.seconds = of_first(clock() - started, accelerator.device)
+        state.seconds = broadcast_from_rank0(clock() - started, accelerator.device)
         over = is_over()
 
         row |= {
@@ -225,16 +232,16 @@ class StepFigures:
     def row(self) -> dict[str, float]:
         """The loss, and the weighted mean of every other figure, of all processes. Collective."""
         if world_size() > 1:
-            self._add_up()
+            self._reduce_over_ranks()
         means = {
             name: float(total) / self._weights[name] if self._weights[name] else 0.0
             for name, total in self._sums.items()
         }
         return {"loss": float(self._loss), **means}
 
-    def _add_up(self) -> None:
+    def _reduce_over_ranks(self) -> None:
         own = [self._loss, *self._sums.values(), *self._weights.values()]
         sums = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=self._device) for value in own])
-        self._loss, *rest = add_up(sums).tolist()
+        self._loss, *rest = all_reduce_sum(sums).tolist()
         self._sums = dict(zip(self._sums, rest, strict=False))
         self._weights = dict(zip(self._weights, rest[len(self._sums) :], strict=True))

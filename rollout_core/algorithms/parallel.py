@@ -56,7 +56,7 @@ def divided(settings: SettingsT) -> SettingsT:
     return settings.model_copy(update={"minibatch_size": size // parts, "gradient_accumulation": count * parts})
 
 
-def deal(items: Sequence[T]) -> Iterator[tuple[T, bool]]:
+def split_across_ranks(items: Sequence[T]) -> Iterator[tuple[T, bool]]:
     """This rank's share of ``items``, and whether each counts.
 
     All ranks get equally many, for sharded weights are gathered by all or none: where a share is short, it ends in an
@@ -67,14 +67,14 @@ def deal(items: Sequence[T]) -> Iterator[tuple[T, bool]]:
         yield items[min(place, len(items) - 1)], place < len(items)
 
 
-def add_up(tensor: Tensor) -> Tensor:
+def all_reduce_sum(tensor: Tensor) -> Tensor:
     """Sum of the ranks' tensors, in place. Collective."""
     if world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
 
 
-def of_first(value: float, device: torch.device) -> float:
+def broadcast_from_rank0(value: float, device: torch.device) -> float:
     """The first rank's value, on all of them. Collective."""
     if world_size() == 1:
         return value
@@ -83,19 +83,19 @@ def of_first(value: float, device: torch.device) -> float:
     return float(tensor)
 
 
-def text_of_first(text: str, device: torch.device) -> str:
+def broadcast_text_from_rank0(text: str, device: torch.device) -> str:
     """The first rank's text, on all of them. Collective."""
     if world_size() == 1:
         return text
     data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    length = int(of_first(len(data), device))
+    length = int(broadcast_from_rank0(len(data), device))
     if not is_first():
         data = torch.empty(length, dtype=torch.uint8, device=device)
     dist.broadcast(data, src=0)
     return bytes(data.tolist()).decode()
 
 
-def agree(value: float, device: torch.device) -> bool:
+def all_ranks_equal(value: float, device: torch.device) -> bool:
     """Whether all ranks hold the same value. Collective."""
     if world_size() == 1:
         return True
@@ -104,14 +104,14 @@ def agree(value: float, device: torch.device) -> bool:
     return float(bounds.sum()) == 0
 
 
-def everywhere(here: bool, device: torch.device) -> bool:
+def all_ranks(here: bool, device: torch.device) -> bool:
     """Whether ``here`` is true on all ranks. Collective."""
-    return int(add_up(torch.tensor(int(here), device=device))) == world_size()
+    return int(all_reduce_sum(torch.tensor(int(here), device=device))) == world_size()
 
 
-def anywhere(here: bool, device: torch.device) -> bool:
+def any_rank(here: bool, device: torch.device) -> bool:
     """Whether ``here`` is true on any rank. Collective."""
-    return int(add_up(torch.tensor(int(here), device=device))) > 0
+    return int(all_reduce_sum(torch.tensor(int(here), device=device))) > 0
 
 
 def seed_step(seed: int, step: int) -> None:

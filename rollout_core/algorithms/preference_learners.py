@@ -15,8 +15,9 @@ from typing import Any
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.evaluation import Evaluation, evaluation_of
-from rollout_core.algorithms.kto import KTO, judged_documents
+from rollout_core.algorithms.kto import KTO, unpaired_documents
 from rollout_core.algorithms.learners import check_sequence_length
 from rollout_core.algorithms.loop import Algorithm, build_accelerator, build_optimizer
 from rollout_core.algorithms.parallel import divided, shard
@@ -26,14 +27,13 @@ from rollout_core.algorithms.reference import reference_logprobs
 from rollout_core.algorithms.reward_model import BradleyTerry, RewardModel, load_reward_model, set_padding, until_eos
 from rollout_core.algorithms.state import TrainState, load_policy
 from rollout_core.algorithms.training import train_to_end
-from rollout_core.algorithms.workshop import Workshop
 from rollout_core.base.ids import ContentId
 from rollout_core.base.seeding import seed_everything
 from rollout_core.config import DPOSettings, IPOSettings, KTOSettings, PreferenceSettings, RewardModelSettings
 from rollout_core.data.item_table import Mapped
 from rollout_core.data.packing import Document
-from rollout_core.data.preference_data import Judged, Pair, PreferenceReport
-from rollout_core.data.training_data import judged_form, pair_form, training_items
+from rollout_core.data.preference_data import Pair, PreferenceReport, UnpairedPreference
+from rollout_core.data.training_data import pair_form, training_items, unpaired_form
 from rollout_core.models.facts import check_reference
 from rollout_core.models.lora import WithoutAdapters, with_lora
 from rollout_core.models.tokenizers import load_tokenizer
@@ -47,7 +47,7 @@ def rm_update(
     model: ContentId,
     dataset: ContentId,
     settings: RewardModelSettings,
-    workshop: Workshop,
+    context: UpdateContext,
     *,
     held_out: ContentId | None = None,
     on_data: OnData = lambda report: None,
@@ -57,21 +57,21 @@ def rm_update(
     The pairs ``held_out`` are looked at as ``settings.evaluation`` says. Raises ConfigError when rows, tokenizer and
     model do not fit.
     """
-    folder = workshop.model(model)
+    folder = context.model(model)
     tokenizer = load_tokenizer(folder)
 
     def read(rows: ContentId) -> tuple[Sequence[Pair], PreferenceReport]:
         form = pair_form(settings, need_prompts=False)
-        kept, report = training_items(workshop.objects, workshop.cache, rows, folder, form)
+        kept, report = training_items(context.objects, context.cache, rows, folder, form)
         return Mapped(kept, lambda pair: _ended(pair, tokenizer.eos_token_id)), report
 
     pairs, report = read(dataset)
     on_data(report)
     others = () if held_out is None else read(held_out)[0]
-    seed_everything(workshop.seed, num_threads=workshop.num_threads)
+    seed_everything(context.seed, num_threads=context.num_threads)
     accelerator = build_accelerator(settings.precision)
     settings = divided(settings)
-    trained = with_lora(load_reward_model(folder, new_head=True), settings.lora, seed=workshop.seed)
+    trained = with_lora(load_reward_model(folder, new_head=True), settings.lora, seed=context.seed)
     trained = trained.to(accelerator.device).eval()  # no dropout
     set_padding(trained, tokenizer)
     longest = max(len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) for pair in chain(pairs, others))
@@ -79,10 +79,10 @@ def rm_update(
     scorer = shard(RewardModel(trained), settings.parallel, accelerator.device)
 
     def algorithm(items: Sequence[Pair]) -> BradleyTerry:
-        return BradleyTerry(scorer, items, settings, seed=workshop.seed, device=accelerator.device)
+        return BradleyTerry(scorer, items, settings, seed=context.seed, device=accelerator.device)
 
     evaluation = evaluation_of(algorithm(others) if held_out else None, settings, accelerator)
-    return _train(algorithm(pairs), evaluation, trained, settings, accelerator, model, workshop), report
+    return _train(algorithm(pairs), evaluation, trained, settings, accelerator, model, context), report
 
 
 def _ended(pair: Pair, eos_token_id: int) -> Pair:
@@ -95,7 +95,7 @@ def dpo_update(
     reference: ContentId,
     dataset: ContentId,
     settings: DPOSettings | IPOSettings,
-    workshop: Workshop,
+    context: UpdateContext,
     *,
     held_out: ContentId | None = None,
     on_data: OnData = lambda report: None,
@@ -105,25 +105,25 @@ def dpo_update(
     The pairs ``held_out`` are looked at as ``settings.evaluation`` says. Raises ConfigError when rows, tokenizer, model
     and reference do not fit.
     """
-    folder = workshop.model(model)
+    folder = context.model(model)
 
     def read(rows: ContentId) -> tuple[Sequence[Pair], PreferenceReport]:
         form = pair_form(settings, need_prompts=True)
-        return training_items(workshop.objects, workshop.cache, rows, folder, form)
+        return training_items(context.objects, context.cache, rows, folder, form)
 
     pairs, report = read(dataset)
     on_data(report)
     others = () if held_out is None else read(held_out)[0]
     documents = pair_documents(pairs), pair_documents(others)
-    accelerator, trained, ref_logps, ref_others = _start(model, reference, *documents, settings, workshop)
+    accelerator, trained, ref_logps, ref_others = _start(model, reference, *documents, settings, context)
     settings = divided(settings)
     policy = shard(Policy(trained), settings.parallel, accelerator.device)
 
     def algorithm(items: Sequence[Pair], logps: Tensor) -> DPO:
-        return DPO(policy, items, logps, settings, seed=workshop.seed, device=accelerator.device)
+        return DPO(policy, items, logps, settings, seed=context.seed, device=accelerator.device)
 
     evaluation = evaluation_of(algorithm(others, ref_others) if held_out else None, settings, accelerator)
-    return _train(algorithm(pairs, ref_logps), evaluation, trained, settings, accelerator, model, workshop), report
+    return _train(algorithm(pairs, ref_logps), evaluation, trained, settings, accelerator, model, context), report
 
 
 def kto_update(
@@ -131,34 +131,34 @@ def kto_update(
     reference: ContentId,
     dataset: ContentId,
     settings: KTOSettings,
-    workshop: Workshop,
+    context: UpdateContext,
     *,
     held_out: ContentId | None = None,
     on_data: OnData = lambda report: None,
 ) -> tuple[Checkpoint, PreferenceReport]:
-    """KTO of ``model`` against ``reference`` on the judged answers of ``dataset``.
+    """KTO of ``model`` against ``reference`` on the labelled answers of ``dataset``.
 
     The answers ``held_out`` are looked at as ``settings.evaluation`` says. Raises ConfigError when rows, tokenizer,
     model and reference do not fit.
     """
 
-    def read(rows: ContentId) -> tuple[Sequence[Judged], PreferenceReport]:
-        form = judged_form(settings)
-        return training_items(workshop.objects, workshop.cache, rows, workshop.model(model), form)
+    def read(rows: ContentId) -> tuple[Sequence[UnpairedPreference], PreferenceReport]:
+        form = unpaired_form(settings)
+        return training_items(context.objects, context.cache, rows, context.model(model), form)
 
     items, report = read(dataset)
     on_data(report)
     others = () if held_out is None else read(held_out)[0]
-    documents = judged_documents(items), judged_documents(others)
-    accelerator, trained, ref_logps, ref_others = _start(model, reference, *documents, settings, workshop)
+    documents = unpaired_documents(items), unpaired_documents(others)
+    accelerator, trained, ref_logps, ref_others = _start(model, reference, *documents, settings, context)
     settings = divided(settings)
     policy = shard(Policy(trained), settings.parallel, accelerator.device)
 
-    def algorithm(answers: Sequence[Judged], logps: Tensor) -> KTO:
-        return KTO(policy, answers, logps, settings, seed=workshop.seed, device=accelerator.device)
+    def algorithm(answers: Sequence[UnpairedPreference], logps: Tensor) -> KTO:
+        return KTO(policy, answers, logps, settings, seed=context.seed, device=accelerator.device)
 
     evaluation = evaluation_of(algorithm(others, ref_others) if held_out else None, settings, accelerator)
-    return _train(algorithm(items, ref_logps), evaluation, trained, settings, accelerator, model, workshop), report
+    return _train(algorithm(items, ref_logps), evaluation, trained, settings, accelerator, model, context), report
 
 
 def _start(
@@ -167,22 +167,22 @@ def _start(
     documents: Sequence[Document],
     held_out: Sequence[Document],
     settings: PreferenceSettings,
-    workshop: Workshop,
+    context: UpdateContext,
 ) -> tuple[Accelerator, Any, Tensor, Tensor]:
     """The accelerator, the model to train, and the reference's log-probabilities of both sets of documents."""
-    check_reference(workshop.model(model), workshop.model(reference))
-    seed_everything(workshop.seed, num_threads=workshop.num_threads)
+    check_reference(context.model(model), context.model(reference))
+    seed_everything(context.seed, num_threads=context.num_threads)
     accelerator = build_accelerator(settings.precision)
 
     def load_trained() -> Any:
-        loaded = with_lora(load_policy(workshop.model(model)), settings.lora, seed=workshop.seed)
+        loaded = with_lora(load_policy(context.model(model)), settings.lora, seed=context.seed)
         return loaded.to(accelerator.device).eval()  # no dropout: the reference has none
 
     # Adapters that are switched off leave the reference itself. Otherwise the two are not in memory together.
     trained = load_trained() if settings.lora is not None and model == reference else None
-    logps = _reference_pass(trained, reference, documents, held_out, settings, accelerator, workshop)
+    logps = _reference_pass(trained, reference, documents, held_out, settings, accelerator, context)
     # Loading the reference may or may not have drawn random numbers.
-    seed_everything(workshop.seed, num_threads=workshop.num_threads)
+    seed_everything(context.seed, num_threads=context.num_threads)
     return accelerator, load_trained() if trained is None else trained, *logps
 
 
@@ -193,7 +193,7 @@ def _reference_pass(
     held_out: Sequence[Document],
     settings: PreferenceSettings,
     accelerator: Accelerator,
-    workshop: Workshop,
+    context: UpdateContext,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of both sets of documents; ``adapted`` is the reference with adapters, if it is loaded."""
 
@@ -201,7 +201,7 @@ def _reference_pass(
     def load() -> nn.Module:
         loaded = adapted
         if loaded is None:
-            loaded = load_policy(workshop.model(reference)).to(accelerator.device).eval().requires_grad_(False)
+            loaded = load_policy(context.model(reference)).to(accelerator.device).eval().requires_grad_(False)
         longest = max(len(item.prefix) + max(map(len, item.branches)) for item in chain(documents, held_out))
         check_sequence_length(loaded, longest)
         policy = Policy(loaded)
@@ -209,7 +209,7 @@ def _reference_pass(
 
     ref_logps, ref_held_out = (
         reference_logprobs(
-            workshop.objects,
+            context.objects,
             reference,
             items,
             load,
@@ -229,16 +229,16 @@ def _train(
     settings: PreferenceSettings,
     accelerator: Accelerator,
     model: ContentId,
-    workshop: Workshop,
+    context: UpdateContext,
 ) -> Checkpoint:
-    state = TrainState(trained, build_optimizer(settings.optimizer, list(trained.parameters())), seed=workshop.seed)
+    state = TrainState(trained, build_optimizer(settings.optimizer, list(trained.parameters())), seed=context.seed)
     return train_to_end(
         algorithm,
         state,
         settings,
         accelerator,
-        workshop,
-        workshop.model(model),
+        context,
+        context.model(model),
         max_minutes=settings.budget.max_minutes,
         evaluation=evaluation,
     )

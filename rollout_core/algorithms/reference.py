@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from rollout_core.algorithms.parallel import add_up, deal, everywhere, is_first
+from rollout_core.algorithms.parallel import all_ranks, all_reduce_sum, is_first, split_across_ranks
 from rollout_core.base.errors import Fatal
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.data.packing import Document, pack_branches
@@ -47,7 +47,7 @@ def reference_logprobs(
         tokens = [[document.prefix, *document.branches] for document in chunk]
         ref = f"reference-logprobs/{content_id('reference-logprobs/2', [reference, precision, tokens])}"
         values = _kept(objects, ref)
-        if not everywhere(values is not None, device):
+        if not all_ranks(values is not None, device):
             policy = policy or load()
             with torch.no_grad(), autocast():
                 values = _computed(policy, list(_batches(chunk)), device)
@@ -68,11 +68,11 @@ def _kept(objects: ObjectStore, ref: str) -> list[float] | None:
 def _computed(policy: nn.Module, batches: Sequence[Sequence[Document]], device: torch.device) -> list[float]:
     """Of all batches in order; each is computed by one rank."""
     parts = [torch.zeros(sum(len(document.branches) for document in batch), device=device) for batch in batches]
-    for number, counts in deal(range(len(batches))):
+    for number, counts in split_across_ranks(range(len(batches))):
         sums = _sums(policy, batches[number], device)
         if counts:
             parts[number] = sums
-    return add_up(torch.cat(parts)).tolist()
+    return all_reduce_sum(torch.cat(parts)).tolist()
 
 
 def _sums(policy: nn.Module, documents: Sequence[Document], device: torch.device) -> Tensor:

@@ -14,7 +14,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from rollout_core.algorithms.parallel import agree, is_first, of_first, text_of_first
+from rollout_core.algorithms.context import UpdateContext
+from rollout_core.algorithms.parallel import all_ranks_equal, broadcast_from_rank0, broadcast_text_from_rank0, is_first
 from rollout_core.algorithms.state import (
     METRICS_FILE,
     MODEL_FOLDER,
@@ -25,15 +26,13 @@ from rollout_core.algorithms.state import (
     load_state,
     write_state,
 )
-from rollout_core.algorithms.workshop import Workshop
 from rollout_core.base.errors import ConfigError, CorruptObject, NotFound, Recoverable
 from rollout_core.base.ids import ContentId
 from rollout_core.base.numerics import arithmetic, differing, is_portable_here
 from rollout_core.base.scratch import scratch_folder
 from rollout_core.config import LearnerSettings
 from rollout_core.objects.records import Checkpoint
-from rollout_core.objects.resume import RUN_NAME
-from rollout_core.objects.snapshots import PROGRESS_REFS, Snapshot, SnapshotStore
+from rollout_core.objects.snapshots import PROGRESS_REFS, RUN_NAME, Snapshot, SnapshotStore
 
 log = logging.getLogger(__name__)
 
@@ -59,13 +58,13 @@ class Resumption:
     Of several processes all read them, and the first one writes them. What concerns a state is collective.
     """
 
-    def __init__(self, workshop: Workshop, algorithm: str, settings: LearnerSettings, tokenizer_from: Path) -> None:
-        self._workshop = workshop
+    def __init__(self, context: UpdateContext, algorithm: str, settings: LearnerSettings, tokenizer_from: Path) -> None:
+        self._context = context
         self._algorithm = algorithm
         self._settings = settings
         self._tokenizer_from = tokenizer_from
-        self._snapshots = SnapshotStore(workshop.objects)
-        self._ref = f"{PROGRESS_REFS}/{workshop.key}"
+        self._snapshots = SnapshotStore(context.objects)
+        self._ref = f"{PROGRESS_REFS}/{context.key}"
         self._arithmetic = [arithmetic()]
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
         self._writing: Future[None] | None = None
@@ -85,20 +84,20 @@ class Resumption:
         processes could read their own.
         """
         found = self._restore_own(state)
-        if not agree(float(found), device_of(state)):
+        if not all_ranks_equal(float(found), device_of(state)):
             raise Recoverable(
                 f"{self._algorithm}: only some of the processes could read the last snapshot, this one "
                 f"{'among them' if found else 'not'}. The next try finds a damaged one set aside"
             )
         if found:
             return Origin.OWN
-        if self._workshop.start_from is None:
+        if self._context.start_from is None:
             return Origin.NONE
-        self._restore_from(self._workshop.start_from, state)
+        self._restore_from(self._context.start_from, state)
         return Origin.GIVEN
 
     def _restore_own(self, state: TrainState) -> bool:
-        snapshot_id = self._workshop.objects.cached_ref(self._ref)
+        snapshot_id = self._context.objects.cached_ref(self._ref)
         if snapshot_id is None:
             return False
         try:
@@ -148,7 +147,7 @@ class Resumption:
         if self._writing is not None and self._writing.done():
             self._wait()
         # The first process writes, so it knows whether a copy would have to wait; all take part in making one.
-        if self._is_due and of_first(self._writing is None, device_of(state)):
+        if self._is_due and broadcast_from_rank0(self._writing is None, device_of(state)):
             self._is_due = False
             copied = copy_state(state)
             if is_first():
@@ -161,17 +160,17 @@ class Resumption:
         if is_first():
             self._write(copied)
         # Nobody fails before it is there: who started the processes would end the first one, too.
-        of_first(state.step, device_of(state))
+        broadcast_from_rank0(state.step, device_of(state))
 
     def finish(self, state: TrainState) -> Checkpoint:
         """File the outcome: the model by itself, and the state training can go on from."""
         self._wait()
         copied = copy_state(state)
         filed = self._filed(state, copied).model_dump_json() if is_first() else ""
-        return Checkpoint.model_validate_json(text_of_first(filed, device_of(state)))
+        return Checkpoint.model_validate_json(broadcast_text_from_rank0(filed, device_of(state)))
 
     def _filed(self, state: TrainState, copied: StateCopy) -> Checkpoint:
-        objects = self._workshop.objects
+        objects = self._context.objects
         with self._written(copied) as folder:
             model = objects.put_tree(folder / MODEL_FOLDER)
             metrics = objects.put_file(folder / METRICS_FILE)
@@ -197,23 +196,23 @@ class Resumption:
     def _write(self, copied: StateCopy) -> None:
         with self._written(copied) as folder:
             snapshot = self._file(copied, folder)
-        self._workshop.objects.set_ref(self._ref, snapshot.id)
+        self._context.objects.set_ref(self._ref, snapshot.id)
         policy = self._settings.snapshots
-        in_use = {snapshot_id for _, snapshot_id in self._workshop.objects.list_refs(PROGRESS_REFS)}
+        in_use = {snapshot_id for _, snapshot_id in self._context.objects.list_refs(PROGRESS_REFS)}
         self._snapshots.prune(
-            self._workshop.run_id, keep_last=policy.keep_last, keep_every=policy.keep_every, keep=in_use
+            self._context.run_id, keep_last=policy.keep_last, keep_every=policy.keep_every, keep=in_use
         )
 
     def _file(self, copied: StateCopy, folder: Path, *, label: str | None = None) -> Snapshot:
         return self._snapshots.save(
             folder,
-            run_id=self._workshop.run_id,
+            run_id=self._context.run_id,
             step=copied.step,
             algorithm=self._algorithm,
             label=label,
             meta={
                 SECONDS: round(copied.seconds, 3),
-                RUN_NAME: self._workshop.run_name,
+                RUN_NAME: self._context.run_name,
                 ARITHMETIC: self._arithmetic,
             },
         )

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-import psutil
-
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -35,7 +33,9 @@ def mixed_precision(asked: str) -> str:
 
 
 def machine_memory() -> tuple[int, int]:
-    """Bytes of the machine's memory, as far as its control group lets us: available now, and altogether."""
+    """Bytes of the machine's memory, as far as its control group lets us: available now, and in total."""
+    import psutil  # not needed by commands that only read a configuration, and slow to load
+
     machine = psutil.virtual_memory()
     limits = [machine.total]
     for file in map(Path, _CGROUP_LIMITS):

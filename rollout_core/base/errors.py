@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -69,18 +70,12 @@ class CorruptObject(RolloutError, OSError):
         self.content_id = content_id
         super().__init__(message)
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
     def __reduce__(self):
         return type(self), (self.content_id, self.args[0])
 
 
 class CorruptRef(RolloutError, OSError):
-    """The file of a ref is not what was written under its name, so nobody can tell what the ref stood for."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])
+    """The file of a ref is not what was written under its name, so what the ref stood for is unknown."""
 
 
 class MissingObject(NotFound):
@@ -111,8 +106,86 @@ class UnknownOutcome(Recoverable):
 
 
 class Stopped(Recoverable):
-    """The work ended early because the process was asked to stop. What was done is kept; run again, and it goes on."""
+    """The work ended early because the process was asked to stop. The next run continues with what was done."""
 
 
 class Fatal(RolloutError, RuntimeError):
-    """Work cannot go on and trying again would not help, such as a loss that is not finite."""
+    """Work cannot continue and trying again would not help, such as a loss that is not finite."""
+
+
+def in_words(error: BaseException) -> str:
+    """Kind and message of an error, also of one whose ``__str__`` raises."""
+    text = _text(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return well_formed(str(error))
+    except (Exception, SystemExit, GeneratorExit) as problem:  # noqa: BLE001 - other people's code, which may do anything
+        return f"(its message cannot be shown: __str__ raises {type(problem).__name__})"
+
+
+def as_cause(error: BaseException) -> BaseException | None:
+    """For ``raise ... from``: the error, unless its message cannot be encoded; a log record that shows it could not."""
+    try:
+        str(error).encode()
+    except (Exception, SystemExit, GeneratorExit):  # noqa: BLE001 - other people's code
+        return None
+    return error
+
+
+def error_message(error: BaseException) -> dict[str, Any]:
+    """An error as JSON values. Of one that is derived from an error of this project, the project's own kind."""
+    own = [kind for kind in type(error).__mro__ if kind.__module__ == __name__]
+    return {
+        "kind": (own or [type(error)])[0].__name__,
+        "message": _text(error) or type(error).__name__,
+        "passing": isinstance(error, OSError | RuntimeError),
+        "violations": [well_formed(str(line)) for line in getattr(error, "violations", ())] if own else [],
+        "content_id": str(getattr(error, "content_id", "")) if own else "",
+        "hint": vars(error.hint) if isinstance(error, Recoverable) else None,
+    }
+
+
+def is_own_error(message: dict[str, Any]) -> bool:
+    """Whether it is an error of this project, which another rank's end cannot have caused."""
+    kind = globals().get(message["kind"])
+    return isinstance(kind, type) and issubclass(kind, RolloutError)
+
+
+def error_of(message: dict[str, Any], where: str = "") -> RolloutError:
+    """The error again, of its kind where it is one of this project; ``where`` it was begins its message.
+
+    Others are Recoverable where a lost connection or memory that ran out can be behind them, and Fatal elsewhere.
+    """
+    begin = f"{where}: " if where else ""
+    text = f"{begin}{message['message']}"
+    if not is_own_error(message):
+        text = f"{begin}{message['kind']}: {message['message']}"
+        return Recoverable(text) if message["passing"] else Fatal(text)
+    kind = globals()[message["kind"]]
+    if issubclass(kind, ConfigError):
+        return kind(text, message["violations"])
+    if issubclass(kind, CorruptObject | MissingObject):
+        return kind(message["content_id"], text)
+    if issubclass(kind, Recoverable):
+        return kind(text, RetryHint(**message["hint"]))
+    return kind(text)
+
+
+def near(wanted: str, found: Any) -> str:
+    """A hint at the nearest of what was found."""
+    import difflib
+
+    close = difflib.get_close_matches(wanted, list(found), n=1)
+    return f"did you mean {close[0]!r}?" if close else f"found: {', '.join(sorted(found)) or 'nothing'}"
+
+
+def shown(value: Any) -> str:
+    """The value as an error message shows it."""
+    try:
+        text = repr(value)
+    except (Exception, SystemExit, GeneratorExit) as error:  # noqa: BLE001 - other people's code
+        return f"a {type(value).__name__} whose __repr__ raises {in_words(error)}"
+    return text if len(text) <= 80 else text[:77] + "..."

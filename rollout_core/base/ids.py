@@ -108,8 +108,8 @@ def content_id(tag: str, value: Any) -> ContentId:
 def sample_id(model: ContentId, prompt: Any, params: BaseModel | Mapping[str, Any], index: int) -> ContentId:
     """Identity of one generation; also its rollout id in the store.
 
-    ``prompt`` is the text or the list of chat messages, ``params`` the sampling parameters, ``index`` tells repeated
-    samples of one prompt apart. Changing any of them, or the content of the model, gives another id.
+    ``prompt`` is the text or the list of chat messages, ``params`` the sampling parameters, ``index`` numbers repeated
+    samples of one prompt. Changing any of them, or the content of the model, gives another id.
     """
     return SampleIds(model, params).of(prompt, index)
 

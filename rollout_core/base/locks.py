@@ -1,4 +1,4 @@
-"""One process at a time for one piece of work, on one machine; and who is still using a thing that is shared.
+"""One process at a time for one piece of work, on one machine; and who is still using a shared resource.
 
 The locks are the operating system's (``flock``): they die with their holder, also under ``kill -9``, and need no
 time-out. ``exclusive`` spares double work; correctness never rests on it (results are content-addressed, attempts are

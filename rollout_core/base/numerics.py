@@ -3,7 +3,7 @@
 Libraries choose their kernels by the CPU they find, and other kernels round otherwise. ``portable`` holds all of them
 to what every such machine has, by settings that each library documents. They read them when they first compute, so a
 process is held before it imports torch, and its children inherit it. Nothing is taken on trust: `check_numerics` asks
-the libraries themselves, wherever something is about to be computed.
+the libraries themselves, before anything is computed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def is_portable() -> bool:
 def hold_numerics(asked: str | None = None) -> None:
     """Hold this process and its children to portable arithmetic, if ``asked`` or the environment says so.
 
-    Comes before torch is imported; afterwards it has an effect on children only, which `check_numerics` tells.
+    Comes before torch is imported; afterwards it has an effect on children only, as `check_numerics` finds.
     """
     if asked == PORTABLE or is_portable():
         os.environ.update({**ENVIRONMENT, NUMERICS: PORTABLE})
@@ -127,7 +127,7 @@ def _mkl_branch() -> int | None:
 
 
 def hide_wider_instructions() -> None:
-    """Let torch tell whoever asks that the CPU has nothing beyond AVX2; vLLM chooses its own kernels by that."""
+    """Make torch report a CPU without anything beyond AVX2; vLLM chooses its own kernels by that."""
     import torch.cpu
 
     known = torch.cpu.get_capabilities()
@@ -164,7 +164,7 @@ def arithmetic() -> dict[str, Any]:
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What two answers of `arithmetic` differ in, in words; empty where they agree."""
+    """How two results of `arithmetic` differ, as a sentence; empty where they agree."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     return ", ".join(f"{name} {before.get(name, 'unknown')} (here {now.get(name, 'unknown')})" for name in names)
 

@@ -7,12 +7,10 @@ since the epoch does change with one.)
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import signal
 import socket
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +41,7 @@ class ProcessName:
     """As `this_machine` has it."""
     pid: int
     start_ticks: int
-    """Since the machine's boot; 0 where the system does not tell."""
+    """Since the machine's boot; 0 where the system does not say."""
 
     @classmethod
     def of_this_process(cls) -> ProcessName:
@@ -99,14 +97,6 @@ def _is_known(pid: int) -> bool:
     except (PermissionError, OverflowError):
         return True
     return True
-
-
-def signal_at_parents_end(number: signal.Signals | None) -> None:
-    """Ask the kernel to send this process a signal when the thread that started it ends, also by ``kill -9``; none with
-    None."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, number or 0)
 
 
 def signal_name(number: int) -> str:

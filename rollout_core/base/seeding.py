@@ -136,7 +136,7 @@ def capture_rng(*, host_seed: int | None = None) -> RngState:
 
     The generators of random and numpy are the whole process's: other threads (an orchestrator's client that jitters its
     retries) draw from them too. With ``host_seed`` these two start anew from it, so that the state, and what follows
-    from it, is the same in every run; call `restore_rng` with the result to go on from there.
+    from it, is the same in every run; call `restore_rng` with the result to continue from there.
     """
     import numpy
     import torch

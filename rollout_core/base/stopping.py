@@ -25,14 +25,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rollout_core.base import stop_guard
+from rollout_core.base import process_tree
 from rollout_core.base.errors import Stopped
 from rollout_core.base.settings import stop_seconds
 
 T = TypeVar("T")
 
-STOP_SIGNALS = stop_guard.STOP_SIGNALS
-SAME_SIGNAL_SECONDS = stop_guard.SAME_SIGNAL_SECONDS
+STOP_SIGNALS = process_tree.STOP_SIGNALS
+SAME_SIGNAL_SECONDS = process_tree.SAME_SIGNAL_SECONDS
 """A terminal and a supervisor may both pass on one wish to stop; what comes later than this after the first is a second
 signal."""
 RESERVE_SECONDS = 2.0
@@ -53,11 +53,9 @@ def is_stopping() -> bool:
 
 
 def raise_if_stopping(what: str) -> None:
-    """Raises Stopped, naming the work that does not begin or go on, if this process was asked to stop."""
+    """Raises Stopped, naming the work that does not begin or continue, if this process was asked to stop."""
     if _flag.is_set():
-        raise Stopped(
-            f"{what} was interrupted because the process was asked to stop; run again, and it goes on from there"
-        )
+        raise Stopped(f"{what} was interrupted because the process was asked to stop; run again to continue from there")
 
 
 def request_stop() -> None:
@@ -200,7 +198,7 @@ def _guarded_pair() -> tuple[socket.socket, socket.socket]:
     guarded, sending = socket.socketpair()
     with passing_on, guarded:
         subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(stop_guard.__file__)), str(os.getpid()), str(stop_seconds())],
+            [sys.executable, "-I", "-S", str(Path(process_tree.__file__)), str(os.getpid()), str(stop_seconds())],
             stdin=guarded.fileno(),
             stdout=passing_on.fileno(),
             # The terminal's Ctrl-C is for the process that it guards.
@@ -245,14 +243,7 @@ def _end_process(number: signal.Signals, reason: str) -> None:
 def children() -> set[int]:
     """Process ids of what this process started in its own session, and of what those did. Servers that are shared with
     other commands have sessions of their own."""
-    import psutil
-
-    own, found = os.getsid(0), set()
-    for child in psutil.Process().children(recursive=True):
-        with suppress(ProcessLookupError):
-            if os.getsid(child.pid) == own:
-                found.add(child.pid)
-    return found
+    return set(process_tree.below(os.getpid(), same_session=True))
 
 
 def kill_children(but: Collection[int] = ()) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.redaction import refuse_credentials
+from rollout_core.base.secrets import refuse_credentials
 
 SCHEMA_VERSION = 1
 Address = Annotated[str, AfterValidator(refuse_credentials)]

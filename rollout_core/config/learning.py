@@ -92,12 +92,11 @@ class BudgetConfig(Settings):
         return named
 
 
-class Padded(Settings):
-    """One row a sequence, right-padded to the longest of its minibatch."""
+class SequenceConfig(Settings):
+    """How much of a row is trained."""
 
-    kind: Literal["off"] = "off"
-    max_seq_len: int = Field(default=1024, ge=2)
-    """Longer rows are cut at the right and counted."""
+    max_length: int = Field(default=1024, ge=2)
+    """Tokens of one row, a prompt with its answer. Longer rows are cut at the right and counted."""
 
 
 class SnapshotPolicy(Settings):
@@ -186,6 +185,8 @@ class LearnerSettings(Settings):
             del named["lora"]
         if self.parallel.nproc == 1:
             del named["parallel"]
+        if "sequence" in named:  # under the name it had when results were first kept
+            named["packing"] = {"kind": "off", "max_seq_len": named.pop("sequence")["max_length"]}
         return {**named, "precision": [probe_device(), mixed_precision(self.precision)], **numerics_identity()}
 
     @model_validator(mode="after")
@@ -213,7 +214,7 @@ class SFTSettings(LearnerSettings):
 
     dataset: DatasetSource
     """Rows ``{prompt, completion}`` or ``{messages: [...]}``."""
-    packing: Padded = Padded()
+    sequence: SequenceConfig = SequenceConfig()
     loss_on: LossOn = LossOn()
     budget: BudgetConfig = BudgetConfig()
     evaluation: HeldOutRows | None = None

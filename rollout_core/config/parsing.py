@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.redaction import without_passwords
+from rollout_core.base.secrets import without_passwords
 from rollout_core.config.base import Settings
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
@@ -24,8 +24,10 @@ ELSEWHERE = {
     "num_epochs": ("budget.epochs", "epochs"),
     "batch_size": ("minibatch_size",),
     "per_device_train_batch_size": ("minibatch_size",),
-    "max_length": ("packing.max_seq_len",),
-    "max_seq_length": ("packing.max_seq_len",),
+    "max_length": ("sequence.max_length",),
+    "max_seq_length": ("sequence.max_length",),
+    "max_seq_len": ("max_length", "sequence.max_length"),
+    "packing": ("sequence.max_length",),
     "max_new_tokens": ("max_tokens", "sampling.max_tokens"),
     "max_completion_length": ("sampling.max_tokens",),
     "num_generations": ("samples_per_prompt",),

@@ -7,11 +7,11 @@ from typing import Literal
 from pydantic import Field
 
 from rollout_core.config.datasets import DatasetSource
-from rollout_core.config.learning import BudgetConfig, HeldOutRows, LearnerSettings, Padded
+from rollout_core.config.learning import BudgetConfig, HeldOutRows, LearnerSettings, SequenceConfig
 
 
 class PreferenceSettings(LearnerSettings):
-    """What learners from preference data share. ``minibatch_size`` counts pairs, or judged answers.
+    """What learners from preference data share. ``minibatch_size`` counts pairs, or labelled answers.
 
     Steps of 8 are TRL's default, too; DPO's paper (arXiv:2305.18290, appendix B) has steps of 64 pairs.
     """
@@ -19,7 +19,7 @@ class PreferenceSettings(LearnerSettings):
     identity_without_default = frozenset({"evaluation"})
 
     dataset: DatasetSource
-    packing: Padded = Padded()
+    sequence: SequenceConfig = SequenceConfig()
     budget: BudgetConfig = BudgetConfig()
     evaluation: HeldOutRows | None = None
 

@@ -106,7 +106,7 @@ def each_example(
                 tally.num_left_out += 1
     if not tally.num_examples:
         raise ConfigError(
-            f"none of {tally.num_rows} rows has a token to train within packing.max_seq_len {max_seq_len}; "
+            f"none of {tally.num_rows} rows has a token to train within sequence.max_length {max_seq_len}; "
             "raise it or check the rows"
         )
     return DataReport(**tally.fields())

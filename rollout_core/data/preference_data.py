@@ -15,7 +15,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.data.data_report import DataReport, Tally
 from rollout_core.data.examples import in_chunks, report_omissions, row_number
 from rollout_core.data.item_table import ItemForm
-from rollout_core.data.preferences import JudgedRow, PairRow, as_messages
+from rollout_core.data.preferences import PairRow, UnpairedRow, as_messages
 from rollout_core.data.text import Ask, Encoding, in_step, token_ids_of
 from rollout_core.models.bounded.tokenizing import Chat
 from rollout_core.models.chat import ChatMessage
@@ -32,7 +32,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Judged:
+class UnpairedPreference:
     """An answer to a prompt, and whether it is desirable."""
 
     prompt: list[int]
@@ -41,7 +41,7 @@ class Judged:
 
 
 PAIRS = ItemForm(Pair, lists={"prompt": "<i4", "chosen": "<i4", "rejected": "<i4"}, scalars={"margin": "<f8"})
-JUDGED = ItemForm(Judged, lists={"prompt": "<i4", "completion": "<i4"}, scalars={"desirable": "|b1"})
+UNPAIRED = ItemForm(UnpairedPreference, lists={"prompt": "<i4", "completion": "<i4"}, scalars={"desirable": "|b1"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,24 +116,24 @@ def each_pair(
     return PreferenceReport(**tally.fields(), num_prompt_tokens=prompt_tokens)
 
 
-def tokenize_judged(
-    tokenizer: Any, rows: Iterable[JudgedRow], *, max_seq_len: int
-) -> tuple[list[Judged], PreferenceReport]:
-    """All judged answers of ``rows`` at once; see `each_judged`."""
-    items: list[Judged] = []
-    return items, each_judged(tokenizer, rows, items.append, max_seq_len=max_seq_len)
+def tokenize_unpaired(
+    tokenizer: Any, rows: Iterable[UnpairedRow], *, max_seq_len: int
+) -> tuple[list[UnpairedPreference], PreferenceReport]:
+    """All labelled answers of ``rows`` at once; see `each_unpaired`."""
+    items: list[UnpairedPreference] = []
+    return items, each_unpaired(tokenizer, rows, items.append, max_seq_len=max_seq_len)
 
 
-def each_judged(
+def each_unpaired(
     tokenizer: Any,
-    rows: Iterable[JudgedRow],
-    keep: Callable[[Judged], None],
+    rows: Iterable[UnpairedRow],
+    keep: Callable[[UnpairedPreference], None],
     *,
     max_seq_len: int,
     place: Callable[[int], str] = row_number,
 ) -> PreferenceReport:
-    """Tokenise judged answers and call ``keep`` with each. Raises ConfigError as `each_pair`, and where all are of one
-    kind."""
+    """Tokenise labelled answers and call ``keep`` with each. Raises ConfigError as `each_pair`, and where all have
+    one label."""
     tally, prompt_tokens, desirable = Tally(), 0, 0
     for chunk in in_chunks(rows):
         encode = _Encoder(tokenizer, (row.completion for row in chunk), tally)
@@ -158,7 +158,7 @@ def each_judged(
             room = max_seq_len - len(prompt)
             if room > 0:
                 completion = completion[:room]
-                keep(Judged(prompt, completion, row.label))
+                keep(UnpairedPreference(prompt, completion, row.label))
                 tally.example(len(prompt) + len(completion), len(completion))
                 prompt_tokens += len(prompt)
                 desirable += row.label
@@ -181,7 +181,7 @@ def each_judged(
 def _require_some(tally: Tally, max_seq_len: int) -> None:
     if not tally.num_examples:
         raise ConfigError(
-            f"none of {tally.num_rows} rows has an answer to judge within packing.max_seq_len {max_seq_len}; "
+            f"none of {tally.num_rows} rows has an answer to judge within sequence.max_length {max_seq_len}; "
             "raise it or check the rows"
         )
 
@@ -205,7 +205,7 @@ class _Encoder:
         texts = list({answer for answer in answers if isinstance(answer, str)})
         self._answers = dict(zip(texts, token_ids_of(tokenizer, texts, special_tokens=False), strict=True))
 
-    def prompts(self, rows: Sequence[PairRow | JudgedRow]) -> list[list[int]]:
+    def prompts(self, rows: Sequence[PairRow | UnpairedRow]) -> list[list[int]]:
         """Ids of every text prompt, all at once; nothing for others."""
         texts = [row.prompt for row in rows if isinstance(row.prompt, str)]
         encoded = iter(token_ids_of(self._tokenizer, texts, special_tokens=True))

@@ -45,7 +45,7 @@ class PairRow(Row):
         return self
 
 
-class JudgedRow(Row):
+class UnpairedRow(Row):
     """An answer to a prompt, and whether it is desirable."""
 
     prompt: TextOrMessages | None = None
@@ -53,7 +53,7 @@ class JudgedRow(Row):
     label: bool | None = None
 
     @model_validator(mode="after")
-    def _a_judged_answer(self) -> JudgedRow:
+    def _a_labelled_answer(self) -> UnpairedRow:
         for name in ("prompt", "completion", "label"):
             if getattr(self, name) is None:
                 raise self.missing(f"needs prompt, completion and label, but has no {name}", name)
@@ -83,6 +83,6 @@ def parse_pairs(data: bytes, name: str) -> list[PairRow]:
     return parse_rows(data, name, PairRow)
 
 
-def parse_judged(data: bytes, name: str) -> list[JudgedRow]:
-    """Judged answers of JSONL bytes, perhaps none. Raises DataError that calls the bytes ``name``."""
-    return parse_rows(data, name, JudgedRow)
+def parse_unpaired(data: bytes, name: str) -> list[UnpairedRow]:
+    """Labelled answers of JSONL bytes, perhaps none. Raises DataError that calls the bytes ``name``."""
+    return parse_rows(data, name, UnpairedRow)

@@ -16,15 +16,15 @@ from rollout_core.data.datasets import Row, SftRow
 from rollout_core.data.examples import EXAMPLES, Example, each_example
 from rollout_core.data.item_table import ItemForm, ItemTable, keep_items, kept_report, open_items
 from rollout_core.data.preference_data import (
-    JUDGED,
     PAIRS,
-    Judged,
+    UNPAIRED,
     Pair,
     PreferenceReport,
-    each_judged,
+    UnpairedPreference,
     each_pair,
+    each_unpaired,
 )
-from rollout_core.data.preferences import JudgedRow, PairRow
+from rollout_core.data.preferences import PairRow, UnpairedRow
 from rollout_core.models.tokenizers import load_identified_tokenizer
 from rollout_core.objects import ObjectStore
 
@@ -52,20 +52,20 @@ class RowForm(Generic[ItemT, ReportT]):
 
 def sft_form(settings: SFTSettings) -> RowForm[Example, DataReport]:
     """Rows of SFT; tokenising raises ConfigError as `each_example`."""
-    options = {"loss_on": settings.loss_on, "max_seq_len": settings.packing.max_seq_len}
+    options = {"loss_on": settings.loss_on, "max_seq_len": settings.sequence.max_length}
     return RowForm("sft", SftRow, each_example, EXAMPLES, DataReport, options)
 
 
 def pair_form(settings: PreferenceSettings, *, need_prompts: bool) -> RowForm[Pair, PreferenceReport]:
     """Pairs; tokenising raises ConfigError as `each_pair`."""
-    options = {"max_seq_len": settings.packing.max_seq_len, "need_prompts": need_prompts}
+    options = {"max_seq_len": settings.sequence.max_length, "need_prompts": need_prompts}
     return RowForm("pairs", PairRow, each_pair, PAIRS, PreferenceReport, options)
 
 
-def judged_form(settings: PreferenceSettings) -> RowForm[Judged, PreferenceReport]:
-    """Judged answers; tokenising raises ConfigError as `each_judged`."""
-    options = {"max_seq_len": settings.packing.max_seq_len}
-    return RowForm("judged", JudgedRow, each_judged, JUDGED, PreferenceReport, options)
+def unpaired_form(settings: PreferenceSettings) -> RowForm[UnpairedPreference, PreferenceReport]:
+    """Labelled answers; tokenising raises ConfigError as `each_unpaired`."""
+    options = {"max_seq_len": settings.sequence.max_length}
+    return RowForm("judged", UnpairedRow, each_unpaired, UNPAIRED, PreferenceReport, options)
 
 
 def training_items(

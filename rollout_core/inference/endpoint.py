@@ -19,8 +19,7 @@ import httpx
 import orjson
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.redaction import Redaction
-from rollout_core.base.secrets import require_secret
+from rollout_core.base.secrets import Redaction, require_secret
 from rollout_core.config import OpenAIBackend
 
 MAX_BACKOFF_SECONDS = 60.0

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_core.base.numerics import hide_wider_instructions, is_portable_here
-from rollout_core.base.processes import signal_at_parents_end
+from rollout_core.base.process_tree import signal_at_parents_end
 from rollout_core.base.scratch import SHARED_MEMORY, note_shared_memory, scratch_folder
 from rollout_core.base.stopping import children, kill_children
 

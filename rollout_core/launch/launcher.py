@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from rollout_core.base.error_messages import error_of, is_own_error
-from rollout_core.base.errors import ConfigError, Recoverable, RolloutError
+from rollout_core.base.errors import ConfigError, Recoverable, RolloutError, error_of, is_own_error
 from rollout_core.base.numerics import default_threads
 from rollout_core.base.processes import search_path, signal_name
 from rollout_core.base.scratch import scratch_folder
@@ -41,7 +40,7 @@ from rollout_core.launch.job import (
 from rollout_core.launch.messages import PIPE
 
 if TYPE_CHECKING:
-    from rollout_core.algorithms.workshop import Workshop
+    from rollout_core.algorithms.context import UpdateContext
     from rollout_core.objects import ObjectStore
 
 log = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ GRACE_SECONDS = 5.0
 
 def run_update(
     name: UpdateName,
-    workshop: Workshop,
+    context: UpdateContext,
     *,
     on_line: Callable[[str], None] = log.info,
     on_data: Callable[[Any], None] | None = None,
@@ -63,46 +62,46 @@ def run_update(
 ) -> Any:
     """What the update ``name`` returns for ``inputs``: computed here, or by ``settings.parallel.nproc`` processes.
 
-    The processes share out the threads of ``workshop``. ``on_line`` gets each line they write; ``on_data`` is the
+    The processes share out the threads of ``context``. ``on_line`` gets each line they write; ``on_data`` is the
     argument of that name that updates from data sets have. Raises what the update raises, and Recoverable when a
     process dies: the next try then goes on from the last snapshot.
     """
     nproc = inputs["settings"].parallel.nproc
     if nproc == 1:
         hears = {} if on_data is None else {"on_data": on_data}
-        return update_function(name)(**inputs, **hears, workshop=workshop)
-    if workshop.objects.url.startswith("memory://"):
+        return update_function(name)(**inputs, **hears, context=context)
+    if context.objects.url.startswith("memory://"):
         raise ConfigError(
-            f"parallel.nproc is {nproc}, but the object store {workshop.objects.url} exists in this process only; set "
+            f"parallel.nproc is {nproc}, but the object store {context.objects.url} exists in this process only; set "
             "ROLLOUT_STORAGE to a folder or bucket"
         )
     with scratch_folder("ranks") as folder:
         job = Job(
             update=name,
             inputs=encode_inputs(name, inputs),
-            storage=workshop.objects.url,
-            cache=workshop.cache.absolute(),
-            key=workshop.key,
-            run_id=workshop.run_id,
-            seed=workshop.seed,
-            run_name=workshop.run_name,
-            start_from=workshop.start_from,
-            tracking=workshop.tracking and workshop.tracking.absolute(),
-            series=workshop.series,
-            base_model=workshop.base_model,
-            num_threads=workshop.num_threads and max(1, workshop.num_threads // nproc),
+            storage=context.objects.url,
+            cache=context.cache.absolute(),
+            key=context.key,
+            run_id=context.run_id,
+            seed=context.seed,
+            run_name=context.run_name,
+            start_from=context.start_from,
+            tracking=context.tracking and context.tracking.absolute(),
+            series=context.series,
+            base_model=context.base_model,
+            num_threads=context.num_threads and max(1, context.num_threads // nproc),
             nproc=nproc,
             result=folder / "result.json",
         )
         (folder / "job.json").write_text(job.model_dump_json(indent=1), encoding="utf-8")
-        with _Ranks(job, folder, workshop.objects) as ranks:
-            for message in ranks.messages(workshop.is_stopping):
+        with _Ranks(job, folder, context.objects) as ranks:
+            for message in ranks.messages(context.is_stopping):
                 if message.kind == "line":
                     on_line(f"rank {message.rank}: {message.content}")
                 elif message.kind == "start":
-                    workshop.on_start(*message.content)
+                    context.on_start(*message.content)
                 elif message.kind == "step":
-                    workshop.on_step(message.content)
+                    context.on_step(message.content)
                 elif message.kind == "data" and on_data is not None:
                     on_data(decode_report(name, message.content))
         return decode_outcome(name, job.result.read_bytes())

@@ -1,5 +1,5 @@
 """What a rank tells its launcher, in lines of JSON through a pipe: data report, start of training, steps, errors (as
-`rollout_core.base.error_messages` writes them)."""
+`rollout_core.base.errors` writes them)."""
 
 from __future__ import annotations
 

@@ -18,9 +18,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-from rollout_core.base.error_messages import error_message
-from rollout_core.base.errors import ConfigError, RolloutError
-from rollout_core.base.processes import signal_at_parents_end
+from rollout_core.base.errors import ConfigError, RolloutError, error_message
+from rollout_core.base.process_tree import signal_at_parents_end
 from rollout_core.base.seeding import prepare_environment
 from rollout_core.launch.job import (
     LAUNCHER,
@@ -83,8 +82,8 @@ def run(job: Job, messenger: Messenger, *, is_stopping: Callable[[], bool] = lam
     where the ranks are not as many."""
     import torch.distributed as dist
 
+    from rollout_core.algorithms.context import UpdateContext
     from rollout_core.algorithms.parallel import is_first
-    from rollout_core.algorithms.workshop import Workshop
     from rollout_core.objects import ObjectStore
 
     processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -92,7 +91,7 @@ def run(job: Job, messenger: Messenger, *, is_stopping: Callable[[], bool] = lam
         raise ConfigError(f"this job is for {job.nproc} processes, and {processes} were started")
     join()
     options = json.loads(os.environ.pop(STORAGE_OPTIONS, "{}"))
-    workshop = Workshop(
+    context = UpdateContext(
         objects=ObjectStore.from_url(job.storage, storage_options=options),
         cache=job.cache,
         key=job.key,
@@ -112,7 +111,7 @@ def run(job: Job, messenger: Messenger, *, is_stopping: Callable[[], bool] = lam
     hears = {}
     if "on_data" in inspect.signature(function).parameters and is_first():
         hears["on_data"] = lambda report: messenger.send("data", encode_report(job.update, report))
-    outcome = function(**decode_inputs(job.update, job.inputs), **hears, workshop=workshop)
+    outcome = function(**decode_inputs(job.update, job.inputs), **hears, context=context)
     if is_first():
         job.result.write_bytes(encode_outcome(job.update, outcome))
     if dist.is_initialized():

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollout_core.base.errors import ConfigError, Recoverable
-from rollout_core.base.redaction import Redaction, without_passwords
-from rollout_core.base.secrets import read_secret
+from rollout_core.base.secrets import Redaction, read_secret, without_passwords
 
 
 class HubOutOfReach(ConfigError):

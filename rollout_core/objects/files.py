@@ -14,7 +14,7 @@ from typing import Protocol
 
 from rollout_core.base.errors import ConfigError, Recoverable, RetryHint, RolloutError
 from rollout_core.base.ids import ContentId
-from rollout_core.base.redaction import without_passwords
+from rollout_core.base.secrets import without_passwords
 
 CHUNK_BYTES = 4 * 2**20
 """How much is read or written at once."""
@@ -30,7 +30,7 @@ class FileStat:
     modified: float
     mark: Hashable = None
     """Differs when the file has changed; of a local file inode and time of change, of one in a bucket its entity tag.
-    None in listings, and where nothing tells."""
+    None in listings, and where the service has none."""
 
 
 class Upload(Protocol):
@@ -160,7 +160,7 @@ def _fault(error: Exception, what: str) -> RolloutError:
     status = str(getattr(error, "code", ""))
     if type(error).__name__ in _NO_CREDENTIALS or status == "401":
         return ConfigError(f"{message}; expected credentials in the environment or in the storage options")
-    # gcsfs says 403 in words only.
+    # gcsfs gives 403 in the message only.
     refused = (
         isinstance(error, PermissionError) or number in _REFUSED or status == "403" or text.startswith("Forbidden")
     )

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 
 from blake3 import blake3
@@ -15,9 +16,9 @@ from pydantic import BaseModel, ConfigDict
 from rollout_core.base.errors import CorruptRef
 from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.objects.files import FileStat
-from rollout_core.objects.self_named import LINEAGE_REFS, RECORD_BYTES, SELF_NAMED_REFS, SNAPSHOT_REFS
+from rollout_core.objects.hashing import hashed
+from rollout_core.objects.refs import LINEAGE_REFS, RECORD_BYTES, SELF_NAMED_REFS, SNAPSHOT_REFS
 from rollout_core.objects.store import ObjectStore, blob_key
-from rollout_core.objects.wholeness import hashed
 
 log = logging.getLogger(__name__)
 
@@ -25,12 +26,12 @@ _RECORD_FOLDERS = tuple(f"{folder}/" for folder in SELF_NAMED_REFS)
 FINISHED_REFS = "finished/"
 """Below it, under the id of a blob, stands what is noted of it; the note lives as long as the blob."""
 NOTE_REFS = ("model-facts/", "prompt-shards/", "output-files/", "runs/", "work/", "fan-out/")
-"""Below them stands what spares work or tells of a run; a note lives until nobody has set it for a while."""
+"""Refs below them only save work or describe a run; such a note expires when it has not been set for a while."""
 KEEP_NOTES = timedelta(days=30)
 _NAMED_ID = re.compile(rb'"([0-9a-f]{64})[\\"]')
 _NAMED_ID_BYTES = 66
 _END_BYTES = 64
-"""So many last bytes of weights do not look like text by chance."""
+"""So many trailing bytes of weights do not look like text by accident."""
 _NO_TEXT = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]")
 
 
@@ -50,7 +51,7 @@ class GcReport(BaseModel):
     deleted_leftovers: int
     """Temporary files of killed writers, and corrupt blobs that had been set aside."""
     deleted_notes: int
-    """Refs that nobody used for long, or that told of a blob that is gone."""
+    """Refs that nobody used for long, or that described a blob that is gone."""
     unreadable: tuple[str, ...] = ()
     """Damaged refs and records. They may have named any blob, so none is deleted while there is one."""
     dry_run: bool
@@ -77,7 +78,7 @@ def collect_garbage(
     Large binary files, such as weights, are not read: files above `RECORD_BYTES` that no result, snapshot or lineage is
     named by, and of which neither the start nor the end looks like JSON.
 
-    While a ref or a reached record is damaged, nobody can tell what it named, so no blob and no note of a blob is
+    While a ref or a reached record is damaged, what it named is unknown, so no blob and no note of a blob is
     deleted; the report and a warning name it. ``rollout storage verify --repair`` restores it or moves it aside.
 
     Safe beside running writers as long as each names what it puts by a ref within ``min_age`` less six hours: a put
@@ -99,19 +100,12 @@ def collect_garbage(
     unreached = [] if unreadable else [blob_key(content_id) for content_id in blobs.keys() - marking.reached]
     leftovers = [key for folder in ("tmp", "corrupt") for key, _ in objects.files.list(folder)]
 
-    def sweep(key: str, since: float = spared_since) -> int | None:
-        """Bytes freed, or None when the file is spared; its age is asked for again, since a put may have renewed it."""
-        stat = objects.files.stat(key)
-        if stat is None or stat.modified >= since:
-            return None
-        if not dry_run:
-            objects.files.delete(key)
-        return stat.size
-
-    swept = [size for size in objects.in_parallel(sweep, unreached) if size is not None]
-    cleared = [size for size in objects.in_parallel(sweep, leftovers) if size is not None]
-    orphans = [] if unreadable else [sweep(key) for key in marking.orphaned_notes()]
-    unused = [sweep(key, unused_since) for key in marking.unused_notes]
+    sweep = partial(_sweep, objects, dry_run=dry_run)
+    free = partial(sweep, unchanged_since=spared_since)
+    swept = [size for size in objects.in_parallel(free, unreached) if size is not None]
+    cleared = [size for size in objects.in_parallel(free, leftovers) if size is not None]
+    orphans = [] if unreadable else [free(key) for key in marking.orphaned_notes()]
+    unused = [sweep(key, unchanged_since=unused_since) for key in marking.unused_notes]
     return GcReport(
         live_blobs=live_blobs,
         young_blobs=len(blobs) - live_blobs - len(swept),
@@ -122,6 +116,16 @@ def collect_garbage(
         unreadable=tuple(unreadable),
         dry_run=dry_run,
     )
+
+
+def _sweep(objects: ObjectStore, key: str, *, unchanged_since: float, dry_run: bool) -> int | None:
+    """Bytes freed, or None when the file is spared; its age is asked for again, since a put may have renewed it."""
+    stat = objects.files.stat(key)
+    if stat is None or stat.modified >= unchanged_since:
+        return None
+    if not dry_run:
+        objects.files.delete(key)
+    return stat.size
 
 
 class _Marking:

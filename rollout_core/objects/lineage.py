@@ -1,7 +1,7 @@
 """Lineage: which stage, inputs, config and code made a content id.
 
 The record is a blob; ref ``lineage/<id>`` of each output names it. Of several records of one id the last one counts:
-equal content may well have been made twice.
+equal content can be made more than once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId, canonical_json
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.gc import named_ids
-from rollout_core.objects.self_named import LINEAGE_REFS
+from rollout_core.objects.refs import LINEAGE_REFS
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from ulid import ULID
 from rollout_core.base.ids import ContentId
 from rollout_core.base.scratch import lock, sweep
 from rollout_core.objects.files import CHUNK_BYTES, TOUCH_AFTER_SECONDS, FileStat, storage_faults, write_all
-from rollout_core.objects.wholeness import have_id, once_whole
+from rollout_core.objects.hashing import have_id, once_whole
 
 log = logging.getLogger(__name__)
 

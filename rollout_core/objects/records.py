@@ -165,7 +165,7 @@ class Experience(Record):
 
 
 class Checkpoint(Record):
-    """A trained model and the state from which its training goes on."""
+    """A trained model and the state from which its training continues."""
 
     model: TreeId
     train_state: SnapshotId

@@ -7,8 +7,10 @@ one that was cut to its first line, which still says what it said.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId, content_id, is_content_id
@@ -59,3 +61,31 @@ def decode_ref(name: str, data: bytes) -> RefContent | None:
 
 def _check(name: str, named: ContentId) -> ContentId:
     return content_id("ref/1", [name, named])
+
+
+RESULT_REFS = "results"
+SNAPSHOT_REFS = "snapshots"
+LINEAGE_REFS = "lineage"
+SELF_NAMED_REFS = (RESULT_REFS, SNAPSHOT_REFS, LINEAGE_REFS)
+RECORD_BYTES = 2**20
+"""Records are rarely larger."""
+
+
+def own_refs(document: Any) -> set[str]:
+    """Names of the refs under which a stored document says it belongs; none where it is no such record."""
+    match document:
+        case {"metadata": {"storage_key": str(key)}, "result": _}:
+            return {f"{RESULT_REFS}/{key}"}
+        case {"id": str(snapshot), "run_id": str(run), "files": files, "algorithm": _} if is_content_id(files):
+            return {f"{SNAPSHOT_REFS}/{snapshot}/{run}"}
+        case {"stage": str(), "key": str(), "outputs": [*outputs]}:
+            return {f"{LINEAGE_REFS}/{output}" for output in outputs if is_content_id(output)}
+    return set()
+
+
+def parsed(data: bytes) -> Any:
+    """The JSON of a blob; None where it is none."""
+    try:
+        return json.loads(data)
+    except ValueError:
+        return None

@@ -20,7 +20,7 @@ from rollout_core import DISTRIBUTION
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.objects.files import TOUCH_AFTER_SECONDS, FileStat, storage_faults
-from rollout_core.objects.wholeness import have_id, once_whole
+from rollout_core.objects.hashing import have_id, once_whole
 
 READ_BYTES = 8 * 2**20
 READ_AHEAD = 4
@@ -80,7 +80,7 @@ class RemoteFiles:
     def holds(
         self, key: str, stat: FileStat, content_id: ContentId, source: Callable[[], Iterable[bytes]] | None
     ) -> bool:
-        """By the service's MD5 of what it stored, where it tells one. It tells none of files in parts or encrypted by
+        """By the service's MD5 of what it stored, where it gives one. It gives none for files in parts or encrypted by
         a customer's key: those are written again."""
         if self.protocol == "memory":
             return have_id(self.read_chunks(key), content_id)

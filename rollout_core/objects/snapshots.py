@@ -26,8 +26,9 @@ from rollout_core.objects import ObjectStore, TreeFile, TreeManifest
 from rollout_core.objects.folders import appearing_folder, files_of, read_file
 from rollout_core.objects.gc import GcReport, collect_garbage
 from rollout_core.objects.hashing import ContentHasher
-from rollout_core.objects.self_named import SNAPSHOT_REFS
-from rollout_core.objects.tar import tar_stream
+from rollout_core.objects.refs import SNAPSHOT_REFS
+from rollout_core.objects.short_ids import complete_snapshot_id
+from rollout_core.objects.trees import tar_stream
 
 log = logging.getLogger(__name__)
 
@@ -315,3 +316,38 @@ def _ref(snapshot_id: ContentId, run_id: str) -> str:
     if not _RUN_ID.fullmatch(run_id):
         raise ConfigError(f"run id {run_id!r} cannot name a snapshot; expected letters, digits, '.', '_' and '-'")
     return f"{SNAPSHOT_REFS}/{snapshot_id}/{run_id}"
+
+
+LATEST = "latest"
+RUN_NAME = "run"
+"""Key of a snapshot's meta: the name of the run that saved it."""
+
+
+def find_start(
+    objects: ObjectStore, wanted: str, *, algorithm: str, run_name: str, steps_per_iteration: int = 1
+) -> Snapshot:
+    """The snapshot that ``wanted`` names: ``latest``, or its id or the first digits of it.
+
+    Iterations are gone on with at their ends only, whose steps ``steps_per_iteration`` divides. Raises ConfigError for
+    a snapshot of another algorithm or within an iteration, NotFound where there is none.
+    """
+    snapshots = SnapshotStore(objects)
+    if wanted == LATEST:
+        for snapshot in snapshots.list(kind="train_state"):
+            own = snapshot.algorithm == algorithm and snapshot.meta.get(RUN_NAME) == run_name
+            if own and snapshot.step % steps_per_iteration == 0:
+                return snapshot
+        raise NotFound(
+            f"no {algorithm} snapshot of a run named {run_name!r}; give the id of one, or leave out the resume"
+        )
+    snapshot = snapshots.get(complete_snapshot_id(objects, wanted))
+    if (snapshot.kind, snapshot.algorithm) != ("train_state", algorithm):
+        raise ConfigError(
+            f"snapshot {snapshot.id.short} is a {snapshot.kind} of {snapshot.algorithm}; this run trains {algorithm}"
+        )
+    if snapshot.step % steps_per_iteration:
+        raise ConfigError(
+            f"snapshot {snapshot.id.short} is of step {snapshot.step}, within an iteration of {steps_per_iteration} "
+            "steps; choose one from the end of an iteration"
+        )
+    return snapshot

@@ -28,8 +28,8 @@ from rollout_core.base.errors import (
 )
 from rollout_core.base.ids import ContentId, canonical_json, hash_bytes
 from rollout_core.base.locks import exclusive
-from rollout_core.base.redaction import refuse_credentials, without_password
 from rollout_core.base.scratch import sweep
+from rollout_core.base.secrets import refuse_credentials, without_password
 from rollout_core.objects.files import Files, FileStat, storage_faults
 from rollout_core.objects.folders import (
     appearing_folder,
@@ -43,9 +43,8 @@ from rollout_core.objects.folders import (
 )
 from rollout_core.objects.hashing import ContentHasher
 from rollout_core.objects.local import LocalFiles
-from rollout_core.objects.refs import RefContent, decode_ref, encode_ref, is_ref_name, ref_key
+from rollout_core.objects.refs import SNAPSHOT_REFS, RefContent, decode_ref, encode_ref, is_ref_name, ref_key
 from rollout_core.objects.remote import RemoteFiles
-from rollout_core.objects.self_named import SNAPSHOT_REFS
 from rollout_core.objects.trees import TreeFile, TreeManifest
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.redaction import refuse_credentials, without_password
+from rollout_core.base.secrets import refuse_credentials, without_password
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import storage_faults
 from rollout_core.objects.remote import RemoteFiles
@@ -28,7 +28,7 @@ class UrlFile:
     key: str
     size: int
     mark: str | None
-    """Changes with the content; None where the service tells nothing of that kind."""
+    """Changes with the content; None where the service gives nothing of that kind."""
 
 
 def is_url(address: str) -> bool:
@@ -70,7 +70,7 @@ def bucket_exists(files: RemoteFiles) -> bool:
 
 
 def matching_urls(files: RemoteFiles, pattern: str) -> list[UrlFile]:
-    """The file of that key, or those that match a pattern with ``*`` or ``?``, sorted by key; perhaps none."""
+    """The file of that key, or those that match a pattern with ``*`` or ``?``, sorted by key; possibly none."""
     with storage_faults("list", files.where(pattern)):
         found: Mapping[str, Mapping[str, Any]]
         if glob.has_magic(pattern.replace("[", "")):
@@ -89,6 +89,6 @@ def matching_urls(files: RemoteFiles, pattern: str) -> list[UrlFile]:
 
 
 def mark_of(info: Mapping[str, Any]) -> str | None:
-    """What changes with a file's content: its entity tag or checksum, with its size. None where neither is told."""
+    """What changes with a file's content: its entity tag or checksum, with its size. None where there is neither."""
     tag = next((info[name] for name in ("ETag", "etag", "md5Hash", "crc32c") if info.get(name)), None)
     return None if tag is None else f"{str(tag).strip(chr(34))}/{info['size']}"

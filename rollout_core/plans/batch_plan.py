@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
+import importlib.util
 import logging
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollout_core import DISTRIBUTION
 from rollout_core.base.errors import ConfigError, CorruptObject, NotFound
 from rollout_core.base.ids import ContentId
-from rollout_core.config import InferBatchConfig
+from rollout_core.config import DaskConfig, InferBatchConfig
 from rollout_core.data.datasets import PromptRow
 from rollout_core.data.prompt_files import open_prompts
 from rollout_core.data.samples import length_problem
@@ -22,13 +26,12 @@ from rollout_core.inference.shards import imported_before, read_shard, shards_of
 from rollout_core.models.hub import has_token, is_gated
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import PromptShards
-from rollout_core.plans.dask import check_cluster
 from rollout_core.plans.plan import Connections, Plan, context_limit
 
 log = logging.getLogger(__name__)
 
 SAMPLED_ROWS = 1000
-"""Rows that are tokenised, to tell how many will fail."""
+"""Rows that are tokenised, to estimate how many will fail."""
 _SAMPLED_SHARDS = 4
 
 
@@ -40,10 +43,10 @@ def plan_batch(
     *,
     thorough: bool = False,
 ) -> dict[str, Any]:
-    """Check a batch inference run, perhaps one to go on with. Raises ConfigError naming all that is wrong.
+    """Check a batch inference run, or one to be continued. Raises ConfigError naming all that is wrong.
 
     Every line of the input is read, unless the same files were read before. ``thorough``: a model that an earlier run
-    found good is looked at again, and some rows are tokenised to tell how many will fail.
+    found good is looked at again, and some rows are tokenised to estimate how many will fail.
     """
     plan = Plan(base, connections)
     plan.places()
@@ -148,11 +151,11 @@ def _check_output(plan: Plan, config: InferBatchConfig, asked: str | None) -> No
     run_id = earlier_run_id(folder, asked)
     if run_id is None:
         return
-    plan.facts["goes on with run"] = run_id
+    plan.facts["continues run"] = run_id
     if plan.objects is None:
         return
     if check_run(plan.objects, run_id, parameters_of(config), folder, asked) is None:
-        plan.facts["goes on with run"] = f"{run_id} (unknown to this object store, so it begins anew)"
+        plan.facts["continues run"] = f"{run_id} (unknown to this object store, so it begins anew)"
 
 
 def _count_failures(plan: Plan, config: InferBatchConfig, rows: _Rows) -> None:
@@ -173,3 +176,53 @@ def _tell(plan: Plan, what: str, problems: Sequence[str], rows: _Rows) -> None:
     if problems:
         looked_at = "" if len(rows.sampled) == rows.count else f" of {len(rows.sampled)} looked at"
         plan.facts[what] = f"{len(problems)}{looked_at}, which will fail, such as: {problems[0]}"
+
+
+CONNECT_SECONDS = 5.0
+
+
+def check_cluster(config: DaskConfig) -> str:
+    """A description of the cluster. Raises ConfigError unless its scheduler answers, or its class can be imported."""
+    if any(importlib.util.find_spec(package) is None for package in ("prefect_dask", "distributed")):
+        raise ConfigError(f"Dask is not installed; install {DISTRIBUTION}[dask]")
+    if config.cluster is not None:
+        _import_class(config.cluster)
+        return config.cluster
+    assert config.address is not None, "validated"
+    count = _count_workers(config.address)
+    return f"{config.address}, {count} workers"
+
+
+def _import_class(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"cluster: {path!r} cannot be imported ({error}); give a class such as distributed.LocalCluster, and "
+            "install the package it is in"
+        ) from error
+    if not isinstance(found, type):
+        raise ConfigError(f"cluster: {path!r} is {type(found).__name__}, not a class such as distributed.LocalCluster")
+    return found
+
+
+def _count_workers(address: str) -> int:
+    # Not a Client, which keeps trying in the background when nobody answers.
+    from distributed.core import rpc
+    from distributed.security import Security
+
+    async def ask() -> int:
+        async with rpc(address, connection_args=Security().get_connection_args("client")) as scheduler:
+            answer: Any = await scheduler.identity(n_workers=-1)
+        if answer.get("type") != "Scheduler":
+            raise OSError(f"a {answer.get('type')} answers there")
+        return len(answer["workers"])
+
+    try:
+        return asyncio.run(asyncio.wait_for(ask(), CONNECT_SECONDS))
+    except (OSError, ValueError, RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"address: no Dask scheduler answers at {address} within {CONNECT_SECONDS:.0f} s "
+            f"({str(error) or type(error).__name__}); start one with `dask scheduler`, or correct the address"
+        ) from error

@@ -14,31 +14,41 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.config import (
     BackendConfig,
     DatasetSource,
+    DPOAlgorithm,
     GRPOSettings,
     HeldOutRows,
+    IPOAlgorithm,
+    KTOAlgorithm,
     LearnerSettings,
     ModelSource,
-    Padded,
     PPOSettings,
+    PreferenceConfig,
+    PreferenceSettings,
     RewardModelSettings,
+    SequenceConfig,
     SFTSettings,
+    TrainDPOConfig,
     TrainGRPOConfig,
+    TrainIPOConfig,
+    TrainKTOConfig,
     TrainPPOConfig,
+    TrainRMConfig,
     TrainSFTConfig,
 )
 from rollout_core.config.rewards import ExactMatchReward, ModelReward, RewardSpec, plain_rewards
 from rollout_core.data.datasets import PromptRow
 from rollout_core.models.bounded.inspecting import check_training
-from rollout_core.models.facts import blank_model, check_reward_model
+from rollout_core.models.facts import blank_model, check_reference, check_reward_model
 from rollout_core.models.locating import describe
 from rollout_core.plans.plan import Plan, context_limit
-from rollout_core.plans.resources import row_tokens, tell_disk, tell_memory, training_of
+from rollout_core.plans.resources import disk_needs, memory_needs, row_tokens, training_of
 from rollout_core.rewards.loading import load_reward
 from rollout_core.store.connections import Connections
 
-if TYPE_CHECKING:  # imports torch, which --help need not wait for
+if TYPE_CHECKING:
     from rollout_core.data.data_report import DataReport
     from rollout_core.data.training_data import RowForm
+
 
 DATA_REPORT = "data report"
 RESOURCES = "resources"
@@ -119,21 +129,21 @@ class LearnerPlan(Plan):
         training = training_of(
             settings, sequence_tokens, trained_parameters=self._trained_parameters.get(what), **models
         )
-        needs = tell_memory(self.model_facts.size, training)
+        needs = memory_needs(self.model_facts.size, training)
         if self.objects is not None and self.objects.url.startswith("file://"):
             folder = Path(self.objects.url.removeprefix("file://"))
-            needs += tell_disk(self.model_facts.size, training, folder, settings.snapshots.keep_last)
-        told = self.facts.setdefault(RESOURCES, {})
+            needs += disk_needs(self.model_facts.size, training, folder, settings.snapshots.keep_last)
+        resources = self.facts.setdefault(RESOURCES, {})
         for need in needs:
-            told[f"{name} {need.what} (estimate)"] = need.told
+            resources[f"{name} {need.what} (estimate)"] = need.text
             self.violations += [f"{name}: {need.problem}"] if need.problem else []
 
-    def sequence_length(self, what: str, packing: Padded) -> None:
+    def sequence_length(self, what: str, sequence: SequenceConfig) -> None:
         """Rows are cut at no more than the model has positions."""
         positions = self.max_positions
-        if positions is not None and packing.max_seq_len > positions:
+        if positions is not None and sequence.max_length > positions:
             self.violations.append(
-                f"{what}.packing.max_seq_len: {packing.max_seq_len} tokens, but the model has {positions} positions"
+                f"{what}.sequence.max_length: {sequence.max_length} tokens, but the model has {positions} positions"
             )
 
     def sft(self, what: str, settings: SFTSettings) -> None:
@@ -141,7 +151,7 @@ class LearnerPlan(Plan):
         from rollout_core.data.training_data import sft_form
 
         self.learner(what, settings)
-        self.sequence_length(what, settings.packing)
+        self.sequence_length(what, settings.sequence)
         training_rows = sft_form(settings)
         report = self.training_rows(f"{what}.dataset", settings.dataset, training_rows)
         if report is not None:
@@ -150,7 +160,7 @@ class LearnerPlan(Plan):
             self.facts["truncated rows"] = report.num_truncated
             self.facts[DATA_REPORT] = report.figures()
         self.held_out_rows(f"{what}.evaluation.dataset", settings.evaluation, training_rows)
-        self.resources(what, "sft", settings, row_tokens(report, settings.packing.max_seq_len))
+        self.resources(what, "sft", settings, row_tokens(report, settings.sequence.max_length))
 
     def training_rows(self, what: str, dataset: DatasetSource, asked: RowForm[Any, Any]) -> DataReport | None:
         """What becomes of the rows of a data set; without a tokenizer they are only read.
@@ -251,3 +261,66 @@ def plan_on_policy(
     settings = config.algorithm
     plan.answers(f"algorithm.prompts.{settings.prompts.address_key}", rows, settings.reward)
     return plan.done()
+
+
+def plan_pairs(
+    config: TrainRMConfig | TrainDPOConfig | TrainIPOConfig,
+    base: Path,
+    connections: Connections | None = None,
+    *,
+    keep: bool = False,
+) -> dict[str, Any]:
+    """Check a run on pairs: a reward model, DPO or IPO; ``keep`` what was tokenised. Raises ConfigError naming all that
+    is wrong."""
+    from rollout_core.data.training_data import pair_form
+
+    rows = pair_form(config.algorithm, need_prompts=not isinstance(config, TrainRMConfig))
+    return _plan(LearnerPlan(base, connections, keeps_tokens=keep), config, rows)
+
+
+def plan_kto(
+    config: TrainKTOConfig, base: Path, connections: Connections | None = None, *, keep: bool = False
+) -> dict[str, Any]:
+    """Check a KTO run; ``keep`` what was tokenised. Raises ConfigError naming all that is wrong."""
+    from rollout_core.data.training_data import unpaired_form
+
+    return _plan(LearnerPlan(base, connections, keeps_tokens=keep), config, unpaired_form(config.algorithm))
+
+
+def plan_preferences(
+    plan: LearnerPlan, what: str, kind: str, settings: PreferenceSettings, rows: RowForm[Any, Any]
+) -> DataReport | None:
+    """Check the settings and rows of one learner, under the key ``what``; the plan knows the model already."""
+    plan.sequence_length(what, settings.sequence)
+    plan.learner(what, settings)
+    report = plan.training_rows(f"{what}.dataset", settings.dataset, rows)
+    plan.held_out_rows(f"{what}.evaluation.dataset", settings.evaluation, rows)
+    sequences = 1 if kind == "kto" else 2
+    tokens = row_tokens(report, settings.sequence.max_length)
+    plan.resources(what, kind, settings, tokens, rows=sequences)
+    return report
+
+
+def _plan(plan: LearnerPlan, config: PreferenceConfig, rows: RowForm[Any, Any]) -> dict[str, Any]:
+    settings = config.algorithm
+    plan.places()
+    plan.resume(config.run, settings.kind)
+    plan.model("algorithm.base_model", settings.base_model, may_be_reward_model=settings.kind == "rm")
+    _reference(plan, settings)
+    report = plan_preferences(plan, "algorithm", settings.kind, settings, rows)
+    if report is not None:
+        plan.facts |= {"rows": report.num_rows, "examples": report.num_examples, DATA_REPORT: report.figures()}
+    return plan.done()
+
+
+def _reference(plan: LearnerPlan, settings: PreferenceSettings) -> None:
+    """The reference is there, of the model's architecture, and reads the same token ids."""
+    if not isinstance(settings, DPOAlgorithm | IPOAlgorithm | KTOAlgorithm) or settings.reference is None:
+        return
+    source, own = settings.reference, settings.base_model
+
+    def look() -> None:
+        with describe(own, plan.base, plan.objects) as model, describe(source, plan.base, plan.objects) as reference:
+            check_reference(model.folder, reference.folder)
+
+    plan.check("algorithm.reference", look)

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout_core.config import NightlyConfig, PreferenceSettings
-from rollout_core.plans.learner_plan import LearnerPlan
+from rollout_core.plans.learner_plan import LearnerPlan, plan_preferences
 from rollout_core.plans.plan import context_limit
-from rollout_core.plans.preference_plan import plan_preferences
 from rollout_core.store.connections import Connections
 
 

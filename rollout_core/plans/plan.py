@@ -30,14 +30,13 @@ from rollout_core.data.samples import refuse_long_prompts
 from rollout_core.data.text import tokenize_prompts
 from rollout_core.inference.base import unsupported
 from rollout_core.inference.folders import LocalFolder
+from rollout_core.models.adapters import check_adapter
 from rollout_core.models.bounded.tokenizing import how_prompts_vary
 from rollout_core.models.facts import ModelFacts
-from rollout_core.models.locating import Unchecked
+from rollout_core.models.locating import Unchecked, describe
 from rollout_core.models.model_import import recall_model
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.resume import find_start
-from rollout_core.objects.snapshots import Snapshot
-from rollout_core.plans.model_check import check_model
+from rollout_core.objects.snapshots import Snapshot, find_start
 from rollout_core.store.connections import Connections
 
 T = TypeVar("T")
@@ -55,7 +54,7 @@ class Plan:
     tokenizer: Any = None
     """The model's, once `model` found it."""
     unchecked: list[str] = field(default_factory=list)
-    """What could not be looked at, in words."""
+    """What could not be checked, as sentences."""
     objects: ObjectStore | None = None
     model_facts: ModelFacts | None = None
     model_source: ModelSource | None = None
@@ -202,3 +201,15 @@ def _try_endpoint(config: OpenAIBackend) -> None:
 def context_limit(backend: BackendConfig) -> int | None:
     """Longest prompt plus completion the backend is configured for."""
     return getattr(backend, "max_model_len", None)
+
+
+def check_model(source: ModelSource, base: Path, objects: ObjectStore | None = None) -> ModelFacts:
+    """All that can be said of ``source`` before any work; of what is elsewhere, by configuration and tokenizer alone.
+
+    Raises ConfigError for what is wrong, Unchecked when neither can be had now.
+    """
+    with describe(source, base, objects) as found:
+        facts = found.inspect()
+        if source.adapter is not None:
+            check_adapter(source.adapter, found.folder, base, objects)
+        return facts

@@ -1,4 +1,4 @@
-"""What training will take, told before it starts: an estimate of memory and disk beside what this machine has.
+"""What training will take, before it starts: an estimate of memory and disk beside what this machine has.
 
 Weights, gradients and optimizer state follow from the configuration. Activations are an estimate: what a layer with a
 gated MLP keeps of a token for the backward pass, 14 vectors of the hidden size and 4 of the MLP's, without attention
@@ -23,6 +23,7 @@ from rollout_core.models.sizes import FLOAT32_BYTES, ModelSize
 
 if TYPE_CHECKING:
     from rollout_core.data.data_report import DataReport
+
 
 _HIDDEN_VECTORS = 14
 _MLP_VECTORS = 4
@@ -100,7 +101,7 @@ def estimate_memory(model: ModelSize, training: Training, device: str = "cpu") -
 
 
 def device_memory() -> tuple[int, int]:
-    """Bytes of the GPU, or of the machine (as far as its control group lets us): available now, and altogether."""
+    """Bytes of the GPU, or of the machine (as far as its control group lets us): available now, and in total."""
     if probe_device() == "cuda":
         import torch
 
@@ -116,49 +117,49 @@ def free_disk(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class Need:
-    """One thing a run will take, in words."""
+    """One resource that a run will take."""
 
     what: str
-    told: str
+    text: str
     problem: str | None = None
     """Why the run cannot succeed, where that is certain."""
 
 
-def tell_memory(model: ModelSize, training: Training) -> list[Need]:
+def memory_needs(model: ModelSize, training: Training) -> list[Need]:
     """Memory of a run beside what there is."""
     device = probe_device()
     needed, (available, total) = estimate_memory(model, training, device), device_memory()
-    told = (
+    text = (
         f"{readable(needed.total)}: weights, gradients and optimizer {readable(needed.fixed)}, activations of "
         f"{training.tokens_per_pass} tokens {readable(needed.activations)}"
     )
-    told += f", the copy a snapshot is written from {readable(needed.copy)}" if needed.copy else ""
-    told += f"; available {readable(available)}"
+    text += f", the copy a snapshot is written from {readable(needed.copy)}" if needed.copy else ""
+    text += f"; available {readable(available)}"
     if training.processes > 1:
-        told = f"{training.processes} processes {'together' if device == 'cpu' else 'with each'} {told}"
+        text = f"{training.processes} processes {'together' if device == 'cpu' else 'with each'} {text}"
     problem = (
         f"weights, gradients and optimizer state take {readable(needed.fixed)}, but the {device} here has "
         f"{readable(total)}; choose a smaller model or an optimizer with less state"
     )
-    told += " (may not fit)" if needed.total > available else ""
-    return [Need("memory", told, problem if needed.fixed > total else None)]
+    text += " (may not fit)" if needed.total > available else ""
+    return [Need("memory", text, problem if needed.fixed > total else None)]
 
 
-def tell_disk(model: ModelSize, training: Training, folder: Path, keep_last: int) -> list[Need]:
+def disk_needs(model: ModelSize, training: Training, folder: Path, keep_last: int) -> list[Need]:
     """Disk of a run that keeps so many snapshots in ``folder``, beside what is free."""
     state, free = state_bytes(model, training), free_disk(folder)
     kept = (keep_last + 1) * state + model.weight_bytes
-    told = (
+    text = (
         f"up to {readable(kept)} for {keep_last} snapshots of {readable(state)}, the last state and the model; "
         f"free {readable(free)}"
     )
-    told += " (may not fit)" if kept > free else ""
+    text += " (may not fit)" if kept > free else ""
     least = state + model.weight_bytes
     problem = (
         f"a snapshot and the model take {readable(least)}, but the object store in {folder} has {readable(free)} free; "
         "make room or choose another place"
     )
-    return [Need("disk", told, problem if least > free else None)]
+    return [Need("disk", text, problem if least > free else None)]
 
 
 def training_of(

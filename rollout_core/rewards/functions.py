@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from rollout_core.base.error_messages import in_words
-from rollout_core.base.errors import ConfigError
-from rollout_core.rewards.user_code import UserCode
-from rollout_core.rewards.user_modules import load_module
+from rollout_core.base.errors import ConfigError, near, shown
+from rollout_core.rewards.user_code import UserCode, load_module
 
 
 def load_function(code: UserCode, kwargs: Mapping[str, Any]) -> Any:
@@ -44,7 +42,7 @@ def _check_callable(function: Any, name: str, kwargs: Mapping[str, Any], batched
     try:
         signature = inspect.signature(function)
     except ValueError:
-        return  # some built-ins do not tell
+        return  # some built-ins have none
     try:
         signature.bind(None, **kwargs)
     except TypeError as error:
@@ -53,20 +51,3 @@ def _check_callable(function: Any, name: str, kwargs: Mapping[str, Any], batched
         raise ConfigError(
             f"reward {name} has the signature {signature}, but is called with ({call}): {error}"
         ) from None
-
-
-def near(wanted: str, found: Any) -> str:
-    """A hint at the nearest of what was found."""
-    import difflib
-
-    close = difflib.get_close_matches(wanted, list(found), n=1)
-    return f"did you mean {close[0]!r}?" if close else f"found: {', '.join(sorted(found)) or 'nothing'}"
-
-
-def shown(value: Any) -> str:
-    """The value as an error message shows it."""
-    try:
-        text = repr(value)
-    except (Exception, SystemExit, GeneratorExit) as error:  # noqa: BLE001 - other people's code
-        return f"a {type(value).__name__} whose __repr__ raises {in_words(error)}"
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Any, TypeVar
 
-from rollout_core.base.error_messages import as_cause, in_words
-from rollout_core.base.errors import Fatal, Recoverable
-from rollout_core.rewards.functions import shown
+from rollout_core.base.errors import Fatal, Recoverable, as_cause, in_words, shown
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ def batch_reward(function: FunctionT) -> FunctionT:
 def score(
     reward: RewardFunction, inputs: Sequence[RewardInput], *, on_sample: Callable[[int], None] = lambda index: None
 ) -> list[float]:
-    """The reward of each input, in order: finite floats. ``on_sample`` is told of each before a call for it alone.
+    """The reward of each input, in order: finite floats. ``on_sample`` gets its index before a call for it alone.
 
     Raises Fatal, naming the reward and the sample, where the function raises or returns anything but a finite number. A
     `Recoverable` that the function raises (a judge that is overloaded, say) passes through, so that scoring is retried.

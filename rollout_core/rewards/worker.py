@@ -6,18 +6,16 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from rollout_core.base.error_messages import in_words
-from rollout_core.base.errors import Fatal, RolloutError
+from rollout_core.base.errors import Fatal, RolloutError, in_words
 from rollout_core.rewards.functions import is_batched, load_function
 from rollout_core.rewards.scoring import INPUT_FIELDS, RewardFunction, RewardInput, score, whole_batch
-from rollout_core.rewards.user_code import UserCode
-from rollout_core.rewards.user_modules import importable
+from rollout_core.rewards.user_code import UserCode, importable
 
 _loaded: RewardFunction | None = None
 _imports = ExitStack()
 
 
-def handle(request: dict[str, Any], tell: Callable[[int], None]) -> Any:
+def handle(request: dict[str, Any], report: Callable[[int], None]) -> Any:
     """Load the function that a request brings the code of, which is the first; score the inputs of any other."""
     global _loaded
     if "code" in request:
@@ -32,7 +30,7 @@ def handle(request: dict[str, Any], tell: Callable[[int], None]) -> Any:
     at = [whole_batch(inputs)]
 
     def on_sample(index: int) -> None:
-        tell(index)
+        report(index)
         at[0] = f"sample {index}"
 
     try:

@@ -25,7 +25,7 @@ def model(folder: Path) -> Path:
 
 def engine(folder: Path) -> dict[str, ContentId]:
     """What an engine generates, and the model that one PPO iteration on it ends in."""
-    from updates import PPO_SETTINGS, workshop
+    from updates import PPO_SETTINGS, update_context
 
     from rollout_core.algorithms.learners import ppo_update
     from rollout_core.config import SamplingParams, VLLMBackend
@@ -35,7 +35,7 @@ def engine(folder: Path) -> dict[str, ContentId]:
     from rollout_core.models.tokenizers import load_tokenizer
     from rollout_core.objects.records import Scores
 
-    place, files = workshop(folder, num_threads=2), model(folder)
+    place, files = update_context(folder, num_threads=2), model(folder)
     start = place.objects.put_tree(files)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     size = len(load_tokenizer(files))
@@ -77,7 +77,7 @@ def engine(folder: Path) -> dict[str, ContentId]:
 
 def main() -> None:
     prepare_environment()
-    from updates import ppo, sft, workshop
+    from updates import ppo, sft, update_context
 
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     found: dict[str, ContentId] = {}
@@ -87,7 +87,7 @@ def main() -> None:
             found |= engine(own)
         else:
             update = {"sft": sft, "ppo": ppo}[name]
-            found[name] = update(workshop(own, num_threads=2), model(own)).train_state
+            found[name] = update(update_context(own, num_threads=2), model(own)).train_state
     sys.stdout.write(json.dumps(found))
 
 

@@ -21,11 +21,11 @@ from updates import (
     scored_completions,
     sft_rows,
     sft_settings,
-    workshop,
+    update_context,
 )
 
+from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.learners import grpo_update, ppo_update, sft_update
-from rollout_core.algorithms.workshop import Workshop
 from rollout_core.base.ids import hash_bytes
 from rollout_core.config import BudgetConfig, GRPOSettings, HeldOutRows, OptimizerConfig, ParallelConfig
 from rollout_core.data.datasets import to_jsonl
@@ -47,12 +47,12 @@ class Case:
     update: Callable[..., Checkpoint]
     changes: dict[str, Any]
 
-    def run(self, place: Workshop, model: Path, parallel: ParallelConfig) -> Checkpoint:
+    def run(self, place: UpdateContext, model: Path, parallel: ParallelConfig) -> Checkpoint:
         """Train in the processes there are."""
         return self.update(place, model, {**self.changes, "parallel": parallel})
 
 
-def sft(place: Workshop, model: Path, changes: dict[str, Any]) -> Checkpoint:
+def sft(place: UpdateContext, model: Path, changes: dict[str, Any]) -> Checkpoint:
     rows = sft_rows(20)
     dataset = place.objects.put_bytes(to_jsonl(rows))
     held_out = place.objects.put_bytes(to_jsonl(rows[:5]))
@@ -62,7 +62,7 @@ def sft(place: Workshop, model: Path, changes: dict[str, Any]) -> Checkpoint:
 
 
 def on_policy(update: Callable[..., Checkpoint], settings: Any) -> Callable[..., Checkpoint]:
-    def run(place: Workshop, model: Path, changes: dict[str, Any]) -> Checkpoint:
+    def run(place: UpdateContext, model: Path, changes: dict[str, Any]) -> Checkpoint:
         start = place.objects.put_tree(model)
         policy, train_state, checkpoint = start, None, None
         for iteration in (1, 2):
@@ -77,7 +77,7 @@ def on_policy(update: Callable[..., Checkpoint], settings: Any) -> Callable[...,
 
 
 def preferences(kind: str) -> Callable[..., Checkpoint]:
-    def run(place: Workshop, model: Path, changes: dict[str, Any]) -> Checkpoint:
+    def run(place: UpdateContext, model: Path, changes: dict[str, Any]) -> Checkpoint:
         return preference_update(kind, model, place, **changes)
 
     return run
@@ -120,7 +120,7 @@ def leave(name: str, folder: Path, model: Path, parallel: ParallelConfig) -> Non
         raise Interrupted
 
     with contextlib.suppress(Interrupted):
-        CASES[name].run(workshop(folder, on_step=StepCounter(3, stop)), model, parallel)
+        CASES[name].run(update_context(folder, on_step=StepCounter(3, stop)), model, parallel)
 
 
 def place_of(folder: Path, kind: str, name: str) -> Path:
@@ -141,11 +141,11 @@ def main() -> None:
     for kind in KINDS:
         parallel = ParallelConfig(nproc=world_size(), kind=kind)
         for name, case in CASES.items():
-            checkpoint = case.run(workshop(place_of(folder, kind, name)), model, parallel)
+            checkpoint = case.run(update_context(place_of(folder, kind, name)), model, parallel)
             made["whole"][f"{kind} {name}"] = checkpoint.model_dump(mode="json")
         for name in INTERRUPTED:
             leave(name, place_of(folder / "left by two", kind, name), model, parallel)
-            place = workshop(place_of(folder / "left by one", kind, name))
+            place = update_context(place_of(folder / "left by one", kind, name))
             made["taken up"][f"{kind} {name}"] = CASES[name].run(place, model, parallel).model_dump(mode="json")
     if is_first():
         (folder / "checkpoints.json").write_text(json.dumps(made))

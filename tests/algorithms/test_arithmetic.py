@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from updates import sft, workshop
+from updates import sft, update_context
 
 from rollout_core.algorithms import resumption
+from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.resumption import ARITHMETIC
-from rollout_core.algorithms.workshop import Workshop
 from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.base.ids import hash_bytes
 from rollout_core.base.numerics import arithmetic
@@ -21,9 +21,9 @@ from rollout_core.objects.snapshots import SnapshotStore
 
 
 @pytest.fixture
-def begun(tiny_model: Path, tmp_path: Path) -> Workshop:
+def begun(tiny_model: Path, tmp_path: Path) -> UpdateContext:
     """The place of an update that was stopped after its third step, with one CPU thread."""
-    place = workshop(tmp_path, num_threads=1)
+    place = update_context(tmp_path, num_threads=1)
     steps: list[float] = []
     with pytest.raises(Recoverable, match="told to stop"):
         stopping = replace(place, on_step=lambda row: steps.append(row["step"]), is_stopping=lambda: len(steps) == 3)
@@ -40,7 +40,7 @@ def of_another_process(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     monkeypatch.setattr(resumption, "arithmetic", lambda: {**arithmetic(), **changes})
 
 
-def test_the_same_arithmetic_is_no_news(begun: Workshop, tiny_model: Path, caplog: pytest.LogCaptureFixture):
+def test_the_same_arithmetic_is_no_news(begun: UpdateContext, tiny_model: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         done = sft(begun, tiny_model)
     assert warnings(caplog) == []
@@ -49,7 +49,7 @@ def test_the_same_arithmetic_is_no_news(begun: Workshop, tiny_model: Path, caplo
 
 
 def test_other_threads_are_said_in_one_line_and_both_are_recorded(
-    begun: Workshop, tiny_model: Path, caplog: pytest.LogCaptureFixture
+    begun: UpdateContext, tiny_model: Path, caplog: pytest.LogCaptureFixture
 ):
     with caplog.at_level(logging.WARNING):
         done = sft(replace(begun, num_threads=2), tiny_model)
@@ -61,7 +61,7 @@ def test_other_threads_are_said_in_one_line_and_both_are_recorded(
 
 
 def test_another_machine_and_another_torch_are_said(
-    begun: Workshop, tiny_model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    begun: UpdateContext, tiny_model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     of_another_process(monkeypatch, instructions="AVX1024", torch="9.9")
     with caplog.at_level(logging.WARNING):
@@ -71,7 +71,7 @@ def test_another_machine_and_another_torch_are_said(
 
 
 def test_portable_training_refuses_to_go_on_under_another_torch_and_says_what_to_do(
-    begun: Workshop, tiny_model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    begun: UpdateContext, tiny_model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     of_another_process(monkeypatch, torch="9.9")
     monkeypatch.setattr(resumption, "is_portable_here", lambda: True)

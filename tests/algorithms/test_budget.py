@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from updates import preference_update as update, sft_settings, workshop
+from updates import preference_update as update, sft_settings, update_context
 
 from rollout_core.algorithms.budget import num_steps
 from rollout_core.config import BudgetConfig, identity
@@ -62,7 +62,7 @@ def test_tokens_of_a_pair_are_those_that_are_computed(prefix: int):
 
 @pytest.mark.parametrize("kind", ["rm", "dpo", "kto"])
 def test_a_run_ends_with_its_tokens(kind: str, tiny_model: Path, tmp_path: Path):
-    place = workshop(tmp_path)
+    place = update_context(tmp_path)
     checkpoint = update(kind, tiny_model, place, budget={"max_tokens": 700})
     rows = [json.loads(line) for line in place.objects.get_bytes(checkpoint.metrics).splitlines()]
     assert sum(row["num_tokens"] for row in rows) >= 700 > sum(row["num_tokens"] for row in rows[:-1])
@@ -71,7 +71,7 @@ def test_a_run_ends_with_its_tokens(kind: str, tiny_model: Path, tmp_path: Path)
 def test_wall_time_of_an_earlier_process_counts(tiny_model: Path, tmp_path: Path):
     """The first step uses up what is allowed; the finished state is taken up with its time."""
     started: list[tuple[int, int]] = []
-    place = workshop(tmp_path, on_start=lambda first, last: started.append((first, last)))
+    place = update_context(tmp_path, on_start=lambda first, last: started.append((first, last)))
     for _ in range(2):
         assert update("dpo", tiny_model, place, budget={"max_steps": 6, "max_minutes": 1e-9}).step == 1
     assert started == [(0, 6), (1, 6)]

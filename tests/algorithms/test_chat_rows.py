@@ -121,7 +121,7 @@ def test_rows_are_cut_at_the_right_and_those_left_without_a_target_are_counted(t
     assert examples[0].trained == [False] * first + [True] * 2
     assert (told.num_rows, told.num_examples, told.num_truncated, told.num_left_out) == (2, 1, 2, 1)
     assert (told.num_tokens, told.num_trained_tokens) == (first + 2, 2)
-    with pytest.raises(ConfigError, match=f"none of 1 rows has a token to train within packing.max_seq_len {first}"):
+    with pytest.raises(ConfigError, match=f"none of 1 rows has a token to train within sequence.max_length {first}"):
         tokenize(tokenizer, row, limit=first)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from updates import ppo, preference_update as update, sft_settings, workshop
+from updates import ppo, preference_update as update, sft_settings, update_context
 
 from rollout_core.algorithms.checkpointing import checkpoint_layers
 from rollout_core.algorithms.policy import Policy
@@ -75,14 +75,15 @@ def test_gradients_are_equal_and_less_is_kept(loss: Any, packed: bool, train: bo
 
 @pytest.mark.parametrize("kind", ["rm", "dpo", "kto"])
 def test_an_update_ends_in_the_same_bytes(kind: str, tiny_model: Path, tmp_path: Path):
-    plain = update(kind, tiny_model, workshop(tmp_path / "plain"))
-    assert update(kind, tiny_model, workshop(tmp_path / "less"), gradient_checkpointing=True) == plain
+    plain = update(kind, tiny_model, update_context(tmp_path / "plain"))
+    assert update(kind, tiny_model, update_context(tmp_path / "less"), gradient_checkpointing=True) == plain
 
 
 @pytest.mark.parametrize("values", ["head", "model"])
 def test_ppo_ends_in_the_same_bytes(values: str, tiny_model: Path, tmp_path: Path):
     plain, less = (
-        ppo(workshop(tmp_path / str(on)), tiny_model, values=values, gradient_checkpointing=on) for on in (False, True)
+        ppo(update_context(tmp_path / str(on)), tiny_model, values=values, gradient_checkpointing=on)
+        for on in (False, True)
     )
     assert plain == less
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from updates import KINDS, preference_data, preference_update as update, rows_of, sft_rows, sft_settings, workshop
+from updates import KINDS, preference_data, preference_update as update, rows_of, sft_rows, sft_settings, update_context
 
 from rollout_core.algorithms import evaluation
+from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.learners import sft_update
 from rollout_core.algorithms.state import load_policy
-from rollout_core.algorithms.workshop import Workshop
 from rollout_core.base.errors import Fatal
 from rollout_core.config import HeldOutRows, JsonlDataset, identity
 from rollout_core.data.datasets import to_jsonl
@@ -26,28 +26,28 @@ HELD_OUT = HeldOutRows(dataset=JsonlDataset(path="x"), every_steps=2)
 ROWS = sft_rows(5, first=40)
 
 
-def sft(place: Workshop, model: Path, rows: HeldOutRows | None, **changes: Any) -> Checkpoint:
+def sft(place: UpdateContext, model: Path, rows: HeldOutRows | None, **changes: Any) -> Checkpoint:
     settings = sft_settings(evaluation=rows, **changes)
     dataset = place.objects.put_bytes(to_jsonl(sft_rows(20)))
     held_out = place.objects.put_bytes(to_jsonl(ROWS)) if rows else None
     return sft_update(place.objects.put_tree(model), dataset, settings, place, held_out=held_out)[0]
 
 
-def preference(kind: str, place: Workshop, model: Path, rows: HeldOutRows | None) -> Checkpoint:
+def preference(kind: str, place: UpdateContext, model: Path, rows: HeldOutRows | None) -> Checkpoint:
     if rows is None:
         return update(kind, model, place)
     held_out = place.objects.put_bytes(preference_data(kind, count=10, seed=9))
     return update(kind, model, place, held_out=held_out, evaluation=rows.model_dump())
 
 
-def run(kind: str, place: Workshop, model: Path, rows: HeldOutRows | None = HELD_OUT) -> Checkpoint:
+def run(kind: str, place: UpdateContext, model: Path, rows: HeldOutRows | None = HELD_OUT) -> Checkpoint:
     return (sft if kind == "sft" else partial(preference, kind))(place, model, rows)
 
 
 @pytest.mark.parametrize("kind", ["sft", *KINDS])
 def test_what_is_trained_does_not_depend_on_what_is_looked_at(kind: str, tiny_model: Path, tmp_path: Path):
     """Equal models, and equal rows but for the figures that are added."""
-    plain_place, place = workshop(tmp_path / "plain"), workshop(tmp_path / "looked")
+    plain_place, place = update_context(tmp_path / "plain"), update_context(tmp_path / "looked")
     plain, looked = run(kind, plain_place, tiny_model, None), run(kind, place, tiny_model)
     assert looked.model == plain.model
     plain_rows, looked_rows = rows_of(plain, plain_place.objects), rows_of(looked, place.objects)
@@ -62,7 +62,7 @@ def test_what_is_trained_does_not_depend_on_what_is_looked_at(kind: str, tiny_mo
 
 @pytest.mark.parametrize("kind", ["sft", *KINDS])
 def test_an_interrupted_run_with_evaluation_ends_in_the_same_record(kind: str, tiny_model: Path, tmp_path: Path):
-    expected = run(kind, workshop(tmp_path / "quiet"), tiny_model)
+    expected = run(kind, update_context(tmp_path / "quiet"), tiny_model)
 
     class Interrupted(Exception):
         pass
@@ -72,12 +72,12 @@ def test_an_interrupted_run_with_evaluation_ends_in_the_same_record(kind: str, t
             raise Interrupted
 
     with pytest.raises(Interrupted):
-        run(kind, workshop(tmp_path / "disturbed", on_step=stop), tiny_model)
-    assert run(kind, workshop(tmp_path / "disturbed"), tiny_model) == expected
+        run(kind, update_context(tmp_path / "disturbed", on_step=stop), tiny_model)
+    assert run(kind, update_context(tmp_path / "disturbed"), tiny_model) == expected
 
 
 def test_the_loss_is_that_of_transformers_over_all_rows(tiny_model: Path, tmp_path: Path):
-    place = workshop(tmp_path)
+    place = update_context(tmp_path)
     checkpoint = sft(place, tiny_model, HELD_OUT, minibatch_size=2)
     folder = place.model(checkpoint.model)
     model = load_policy(folder).eval()
@@ -93,7 +93,7 @@ def test_the_loss_is_that_of_transformers_over_all_rows(tiny_model: Path, tmp_pa
 
 
 def test_without_every_steps_only_the_last_step_is_looked_at(tiny_model: Path, tmp_path: Path):
-    place = workshop(tmp_path)
+    place = update_context(tmp_path)
     checkpoint = sft(place, tiny_model, HELD_OUT.model_copy(update={"every_steps": None}))
     looked = ["eval_loss" in row for row in rows_of(checkpoint, place.objects)]
     assert looked == [False] * 5 + [True] and "eval_loss" in checkpoint.summary
@@ -106,7 +106,7 @@ def test_a_figure_that_is_not_finite_ends_the_run(tiny_model: Path, tmp_path: Pa
 
     monkeypatch.setattr(evaluation, "StepFigures", NoNumbers)
     with pytest.raises(Fatal, match=r"sft step 2: figures of the held-out rows are not finite: {'eval_loss': nan}"):
-        sft(workshop(tmp_path), tiny_model, HELD_OUT)
+        sft(update_context(tmp_path), tiny_model, HELD_OUT)
 
 
 def test_a_run_without_evaluation_keeps_its_identity():

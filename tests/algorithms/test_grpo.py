@@ -11,12 +11,12 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rollout_core.algorithms import learners
+from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.experience import Trajectory, build_batch, importance_weights
 from rollout_core.algorithms.grpo import GRPO, compare_groups, scaled_advantages
 from rollout_core.algorithms.policy import Policy, ValueModel
 from rollout_core.algorithms.ppo import PPO, assign_credit
 from rollout_core.algorithms.state import load_policy
-from rollout_core.algorithms.workshop import Workshop
 from rollout_core.base.errors import Fatal
 from rollout_core.base.ids import canonical_json, hash_bytes
 from rollout_core.config import (
@@ -237,10 +237,10 @@ class Interrupted(Exception):
     pass
 
 
-def workshop(folder, **changes) -> Workshop:
+def update_context(folder, **changes) -> UpdateContext:
     objects = ObjectStore.from_url(str(folder / "objects"))
     fields = {"key": hash_bytes(b"key"), "run_id": "run", "seed": 1, "num_threads": 1, **changes}
-    return Workshop(objects=objects, cache=folder / "cache", **fields)
+    return UpdateContext(objects=objects, cache=folder / "cache", **fields)
 
 
 def file_scores(objects: ObjectStore, items: list[Trajectory]) -> tuple[Scores, str]:
@@ -287,12 +287,12 @@ def test_an_interrupted_update_ends_in_the_same_record(tiny_model, tmp_path, kin
         )
     items = trajectories(load_policy(tiny_model))
 
-    def run(place: Workshop):
+    def run(place: UpdateContext):
         model = place.objects.put_tree(tiny_model)
         scores, samples = file_scores(place.objects, items)
         return update(model, None, model, scores, samples, settings, place)
 
-    expected = run(workshop(tmp_path / "quiet"))
+    expected = run(update_context(tmp_path / "quiet"))
     assert expected.step == 4
 
     def stop(row):
@@ -300,9 +300,9 @@ def test_an_interrupted_update_ends_in_the_same_record(tiny_model, tmp_path, kin
             raise Interrupted
 
     with pytest.raises(Interrupted):
-        run(workshop(tmp_path / "stormy", on_step=stop))
+        run(update_context(tmp_path / "stormy", on_step=stop))
     started = []
-    resumed = run(workshop(tmp_path / "stormy", on_start=lambda first, last: started.append(first)))
+    resumed = run(update_context(tmp_path / "stormy", on_start=lambda first, last: started.append(first)))
     assert 0 <= started[0] <= stop_after, "snapshots are written beside training"
     assert resumed == expected
 
@@ -314,7 +314,7 @@ def test_a_model_with_dropout_starts_from_a_ratio_of_one(tiny_model, tmp_path, k
     GPT2LMHeadModel(GPT2Config(vocab_size=262, n_embd=32, n_layer=2, n_head=2, n_positions=64)).save_pretrained(folder)
     copy_tokenizer(tiny_model, folder)
     items = trajectories(load_policy(folder).eval())
-    place = workshop(tmp_path)
+    place = update_context(tmp_path)
     model = place.objects.put_tree(folder)
     scores, samples = file_scores(place.objects, items)
     settings = grpo_settings()
@@ -337,7 +337,7 @@ def test_reward_rises(tiny_model, tmp_path):
         optimizer=OptimizerConfig(lr=1e-2),
         epochs=4,
     )
-    place = workshop(tmp_path)
+    place = update_context(tmp_path)
     model_id, state = place.objects.put_tree(tiny_model), None
     generator = torch.Generator().manual_seed(0)
     means = []
@@ -357,7 +357,7 @@ def test_reward_rises(tiny_model, tmp_path):
                 items.append(Trajectory(prompt, ids[3:], logprobs, reward, False))
         means.append(sum(item.score for item in items) / len(items))
         scores, samples = file_scores(place.objects, items)
-        here = workshop(tmp_path, key=hash_bytes(b"%d" % round_))
+        here = update_context(tmp_path, key=hash_bytes(b"%d" % round_))
         checkpoint = learners.grpo_update(model_id, state, model_id, scores, samples, settings, here)
         rows = [json.loads(line) for line in place.objects.get_bytes(checkpoint.metrics).splitlines()]
         assert rows[0]["sampling/logprob_difference"] < 1e-4, "engine and trainer agree on the first step"

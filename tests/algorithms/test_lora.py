@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
-from updates import LORA, UPDATES, grpo, ppo, preference_update, sft_settings, workshop
+from updates import LORA, UPDATES, grpo, ppo, preference_update, sft_settings, update_context
 
 from rollout_core.algorithms import learners, preference_learners
 from rollout_core.algorithms.loop import build_optimizer
@@ -119,7 +119,7 @@ def test_a_state_restores_adapters_to_the_last_bit_and_holds_a_model_usable_as_i
 
 def test_on_policy_iterations_go_on_with_one_adapter(tiny_model: Path, tmp_path: Path):
     """Merged into the policy each time, it must not be counted twice."""
-    place = workshop(tmp_path)
+    place = update_context(tmp_path)
     checkpoint = UPDATES["grpo-lora"](place, tiny_model)
     assert checkpoint.step == 12
     merged = load_policy(place.model(checkpoint.model))
@@ -155,7 +155,7 @@ def test_with_adapters_the_reference_is_no_second_model(tiny_model: Path, tmp_pa
 
     monkeypatch.setattr(learners, "load_policy", load)
     monkeypatch.setattr(preference_learners, "load_policy", load)
-    place, other = workshop(tmp_path / "with"), workshop(tmp_path / "without")
+    place, other = update_context(tmp_path / "with"), update_context(tmp_path / "without")
     if name in ("ppo", "grpo"):
         update = {"ppo": ppo, "grpo": grpo}[name]
         update(place, tiny_model, lora=LORA.model_copy(update={"dropout": 0.0}))
@@ -170,14 +170,14 @@ def test_with_adapters_the_reference_is_no_second_model(tiny_model: Path, tmp_pa
 
 
 def test_a_reward_model_with_adapters_trains_its_head_too(tiny_model: Path, tmp_path: Path):
-    place = workshop(tmp_path)
+    place = update_context(tmp_path)
     rows = [PairRow(prompt=f"sort {n} 1 =", chosen=f" 1 {n}", rejected=f" {n} 1") for n in range(2, 18)]
     settings = RewardModelSettings.model_validate(
         {
             "dataset": {"path": "x"},
             "optimizer": {"lr": 1e-2},
             "lora": {"r": 4},
-            "packing": {"max_seq_len": 64},
+            "sequence": {"max_length": 64},
             "budget": {"max_steps": 8},
         }
     )

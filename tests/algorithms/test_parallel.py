@@ -13,9 +13,9 @@ import torch
 from pydantic import ValidationError
 from ranks import CASES, INTERRUPTED, KINDS, leave, place_of
 from transformers import AutoModelForCausalLM
-from updates import rows_of, sft_settings, workshop
+from updates import rows_of, sft_settings, update_context
 
-from rollout_core.algorithms.parallel import deal, parts_per_minibatch
+from rollout_core.algorithms.parallel import parts_per_minibatch, split_across_ranks
 from rollout_core.config import OptimizerConfig, ParallelConfig, SFTSettings, identity
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint
@@ -52,14 +52,14 @@ def by_one(folder: Path, tiny_model: Path) -> Callable[[str], Checkpoint]:
 
     def compute(name: str) -> Checkpoint:
         if name not in found:
-            found[name] = CASES[name].run(workshop(place_of(folder, "one", name)), tiny_model, ONE)
+            found[name] = CASES[name].run(update_context(place_of(folder, "one", name)), tiny_model, ONE)
         return found[name]
 
     return compute
 
 
 def objects(folder: Path, kind: str, name: str) -> ObjectStore:
-    return workshop(place_of(folder, kind, name)).objects
+    return update_context(place_of(folder, kind, name)).objects
 
 
 def assert_same_training(
@@ -99,7 +99,9 @@ def test_their_checkpoint_is_a_plain_model_with_the_weights_of_one_process(kind,
 @pytest.mark.parametrize("name", INTERRUPTED)
 def test_what_two_processes_leave_one_takes_up(kind, name, by_one, by_two, folder, tiny_model):
     steps: list[int] = []
-    place = workshop(place_of(folder / "left by two", kind, name), on_start=lambda first, last: steps.append(first))
+    place = update_context(
+        place_of(folder / "left by two", kind, name), on_start=lambda first, last: steps.append(first)
+    )
     checkpoint = CASES[name].run(place, tiny_model, ONE)
     # Snapshots are written beside training: of the three steps the last may not have been saved any more.
     assert 1 <= steps[0] <= 3
@@ -122,7 +124,7 @@ def test_minibatches_are_cut_no_finer_than_an_even_share_asks_for(minibatch_size
 
 
 def test_a_process_by_itself_gets_every_item_once():
-    assert list(deal("abc")) == [("a", True), ("b", True), ("c", True)]
+    assert list(split_across_ranks("abc")) == [("a", True), ("b", True), ("c", True)]
 
 
 def test_processes_are_part_of_what_is_computed_and_one_of_them_is_not_named():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from updates import grpo, ppo, rows_of, workshop
+from updates import grpo, ppo, rows_of, update_context
 
 from rollout_core.algorithms.loop import build_accelerator
 from rollout_core.algorithms.policy import Policy, PolicyOutput, ValueModel
@@ -94,7 +94,7 @@ def test_updates_of_one_process_may_differ_in_precision():
 @pytest.mark.parametrize("update", [ppo, grpo])
 def test_in_mixed_precision_an_update_starts_at_a_ratio_of_one_and_a_divergence_of_zero(tiny_model, tmp_path, update):
     """Old log-probabilities, values and the reference's are scored as the loss will compute its own: bit for bit."""
-    place = workshop(tmp_path)
+    place = update_context(tmp_path)
     checkpoints: list[Checkpoint] = []
     settings = {"precision": "bfloat16", "correction": ImportanceCorrection(), "on_checkpoint": checkpoints.append}
     update(place, tiny_model, **settings)

@@ -9,8 +9,8 @@ import pytest
 
 from rollout_core.base.errors import ConfigError, DataError
 from rollout_core.data.datasets import to_jsonl
-from rollout_core.data.preference_data import Judged, Pair, tokenize_judged, tokenize_pairs
-from rollout_core.data.preferences import JudgedRow, PairRow, parse_judged, parse_pairs
+from rollout_core.data.preference_data import Pair, UnpairedPreference, tokenize_pairs, tokenize_unpaired
+from rollout_core.data.preferences import PairRow, UnpairedRow, parse_pairs, parse_unpaired
 from rollout_core.models.tokenizers import load_tokenizer
 
 TEMPLATE = (
@@ -42,8 +42,8 @@ def pairs(*rows: dict) -> list[PairRow]:
     return parse_pairs(b"".join(json.dumps(row).encode() + b"\n" for row in rows), "pairs.jsonl")
 
 
-def judged(*rows: dict) -> list[JudgedRow]:
-    return parse_judged(b"".join(json.dumps(row).encode() + b"\n" for row in rows), "judged.jsonl")
+def judged(*rows: dict) -> list[UnpairedRow]:
+    return parse_unpaired(b"".join(json.dumps(row).encode() + b"\n" for row in rows), "judged.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_rows_survive_their_canonical_bytes():
     )
     assert parse_pairs(to_jsonl(rows), "again") == rows
     items = judged({"prompt": [user("a")], "completion": "b", "label": False})
-    assert parse_judged(to_jsonl(items), "again") == items
+    assert parse_unpaired(to_jsonl(items), "again") == items
 
 
 def test_texts_are_tokenised_apart_and_answers_end_with_eos(tokenizer):
@@ -102,14 +102,14 @@ def test_texts_are_tokenised_apart_and_answers_end_with_eos(tokenizer):
     assert pair == Pair(prompt, [*chosen, eos], [*rejected, eos], 0.5)
     assert report.num_tokens == len(prompt) + len(chosen) + len(rejected) + 2
     assert (report.num_prompt_tokens, report.num_truncated, report.num_left_out) == (len(prompt), 0, 0)
-    [item], _ = tokenize_judged_with_other(tokenizer, {"prompt": "sort 2 1 =", "completion": " 1 2", "label": True})
-    assert item == Judged(prompt, [*chosen, eos], True)
+    [item], _ = tokenize_unpaired_with_other(tokenizer, {"prompt": "sort 2 1 =", "completion": " 1 2", "label": True})
+    assert item == UnpairedPreference(prompt, [*chosen, eos], True)
 
 
-def tokenize_judged_with_other(tokenizer, row: dict, max_seq_len: int = 64):
+def tokenize_unpaired_with_other(tokenizer, row: dict, max_seq_len: int = 64):
     """KTO needs both kinds; the second row is the other one."""
     other = {"prompt": "x", "completion": "y", "label": not row["label"]}
-    items, report = tokenize_judged(tokenizer, judged(row, other), max_seq_len=max_seq_len)
+    items, report = tokenize_unpaired(tokenizer, judged(row, other), max_seq_len=max_seq_len)
     return items[:1], report
 
 
@@ -123,16 +123,16 @@ def test_conversations_are_what_the_template_adds(chat):
     assert found[0] == found[1] == found[2]
     assert chat.decode(found[0].prompt) == "[user] hi<|endoftext|>\n[assistant] "
     assert chat.decode(found[0].chosen) == "yes<|endoftext|>\n"
-    [item], _ = tokenize_judged_with_other_chat(chat)
+    [item], _ = tokenize_unpaired_with_other_chat(chat)
     assert item.completion == found[0].chosen
 
 
-def tokenize_judged_with_other_chat(chat):
+def tokenize_unpaired_with_other_chat(chat):
     rows = judged(
         {"prompt": [user("hi")], "completion": "yes", "label": True},
         {"prompt": [user("hi")], "completion": [assistant("no")], "label": False},
     )
-    items, report = tokenize_judged(chat, rows, max_seq_len=99)
+    items, report = tokenize_unpaired(chat, rows, max_seq_len=99)
     return items[:1], report
 
 
@@ -164,15 +164,15 @@ def test_rows_are_cut_at_the_right_and_those_without_a_difference_left_are_left_
     [pair], report = tokenize_pairs(tokenizer, rows, max_seq_len=prompt + 3, need_prompts=True)
     assert len(pair.chosen) == len(pair.rejected) == 3
     assert (report.num_rows, report.num_examples, report.num_left_out, report.num_truncated) == (3, 1, 2, 3)
-    with pytest.raises(ConfigError, match=r"none of 3 rows has an answer to judge within packing\.max_seq_len 2"):
+    with pytest.raises(ConfigError, match=r"none of 3 rows has an answer to judge within sequence\.max_length 2"):
         tokenize_pairs(tokenizer, rows, max_seq_len=2, need_prompts=True)
 
 
 def test_kto_needs_both_kinds_and_counts_them(tokenizer):
     good = {"prompt": "a", "completion": "b", "label": True}
     with pytest.raises(ConfigError, match="all 2 rows have label true; KTO needs desirable and undesirable ones"):
-        tokenize_judged(tokenizer, judged(good, good), max_seq_len=64)
-    _, report = tokenize_judged(tokenizer, judged(good, good, {**good, "label": False}), max_seq_len=64)
+        tokenize_unpaired(tokenizer, judged(good, good), max_seq_len=64)
+    _, report = tokenize_unpaired(tokenizer, judged(good, good, {**good, "label": False}), max_seq_len=64)
     assert (report.num_desirable, report.num_undesirable) == (2, 1)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-from updates import COMMON, KINDS, preference_data, preference_update as update, rows_of, workshop
+from updates import COMMON, KINDS, preference_data, preference_update as update, rows_of, update_context
 
 from rollout_core.algorithms import reference as reference_module
 from rollout_core.algorithms.policy import Policy
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_raises_margins_and_lowers_the_loss(kind, tiny_model, tmp_path):
-    place = workshop(tmp_path)
+    place = update_context(tmp_path)
     rows = rows_of(update(kind, tiny_model, place, budget={"max_steps": 12}), place.objects)
     losses, margins = ([row[name] for row in rows] for name in ("loss", "rewards/margins"))
     assert sum(losses[-4:]) < sum(losses[:4])
@@ -40,14 +40,14 @@ def test_training_raises_margins_and_lowers_the_loss(kind, tiny_model, tmp_path)
 
 
 def test_the_reference_is_read_once_for_all_epochs_runs_and_algorithms(tiny_model, tmp_path, monkeypatch):
-    place = workshop(tmp_path)
+    place = update_context(tmp_path)
     update("dpo", tiny_model, place)
 
     from rollout_core.algorithms import preference_learners
 
     loaded = []
     monkeypatch.setattr(preference_learners, "load_policy", lambda folder: loaded.append(folder) or load_policy(folder))
-    update("ipo", tiny_model, workshop(tmp_path, key=hash_bytes(b"other"), run_id="other"))
+    update("ipo", tiny_model, update_context(tmp_path, key=hash_bytes(b"other"), run_id="other"))
     assert len(loaded) == 1, "the policy alone"
 
 
@@ -106,7 +106,7 @@ def test_a_reference_that_is_not_finite_is_fatal(tiny_model, tmp_path):
 @pytest.fixture(scope="module")
 def trained(tiny_model, tmp_path_factory) -> tuple[Checkpoint, Path]:
     """A reward model and its folder."""
-    place = workshop(tmp_path_factory.mktemp("reward"))
+    place = update_context(tmp_path_factory.mktemp("reward"))
     checkpoint = update("rm", tiny_model, place, budget={"max_steps": 12})
     return checkpoint, place.model(checkpoint.model)
 
@@ -147,11 +147,11 @@ def test_training_goes_on_from_the_head_of_a_reward_model(trained, tiny_model, t
     kept = load_reward_model(folder, new_head=True).score.weight
     assert torch.equal(kept, load_reward_model(folder).score.weight)
     assert not torch.equal(kept, load_reward_model(tiny_model, new_head=True).score.weight)
-    assert update("rm", folder, workshop(tmp_path), budget={"max_steps": 1}).step == 1
+    assert update("rm", folder, update_context(tmp_path), budget={"max_steps": 1}).step == 1
 
 
 def test_a_policy_from_preferences_is_a_usable_model(tiny_model, tmp_path):
-    place = workshop(tmp_path)
+    place = update_context(tmp_path)
     checkpoint = update("kto", tiny_model, place)
     AutoModelForCausalLM.from_pretrained(place.model(checkpoint.model))
     assert load_tokenizer(place.model(checkpoint.model)).eos_token_id is not None
@@ -175,7 +175,7 @@ def test_padding_with_eos_is_left_unnamed(tiny_model):
 def test_a_model_of_another_architecture_or_vocabulary_is_no_reference(tiny_model, tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    place = workshop(tmp_path)
+    place = update_context(tmp_path)
     other = tmp_path / "llama"
     config = LlamaConfig(
         vocab_size=320, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rollout_core.algorithms.kto import KTO, judged_documents
+from rollout_core.algorithms.kto import KTO, unpaired_documents
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.preference import DPO
 from rollout_core.algorithms.reward_model import BradleyTerry, RewardModel, load_reward_model, score_sequences
 from rollout_core.algorithms.state import load_policy
 from rollout_core.config import DPOSettings, IPOSettings, KTOSettings, RewardModelSettings
-from rollout_core.data.preference_data import Judged, Pair
+from rollout_core.data.preference_data import Pair, UnpairedPreference
 
 CPU = torch.device("cpu")
 COMMON = {"dataset": {"path": "x"}, "optimizer": {"lr": 1e-3}, "minibatch_size": 8}
@@ -37,15 +37,15 @@ def ragged_pairs() -> list[Pair]:
     ]
 
 
-def ragged_judged() -> list[Judged]:
+def ragged_unpaired() -> list[UnpairedPreference]:
     return [
-        Judged(pair.prompt, pair.chosen if number % 3 else pair.rejected, desirable=number % 3 != 0)
+        UnpairedPreference(pair.prompt, pair.chosen if number % 3 else pair.rejected, desirable=number % 3 != 0)
         for number, pair in enumerate(ragged_pairs())
     ]
 
 
 REF_PAIRS = torch.linspace(-60.0, -20.0, 16)
-REF_JUDGED = torch.linspace(-70.0, -30.0, 16)
+REF_UNPAIRED = torch.linspace(-70.0, -30.0, 16)
 
 
 def learner(kind: str, folder: Path, *, packed: bool = True, **changes):
@@ -60,7 +60,7 @@ def learner(kind: str, folder: Path, *, packed: bool = True, **changes):
     policy = Policy(model, packed=packed)
     if kind == "kto":
         settings = KTOSettings.model_validate({**COMMON, **changes})
-        return KTO(policy, ragged_judged(), REF_JUDGED, settings, **options), model
+        return KTO(policy, ragged_unpaired(), REF_UNPAIRED, settings, **options), model
     settings = (DPOSettings if kind == "dpo" else IPOSettings).model_validate({**COMMON, **changes})
     return DPO(policy, ragged_pairs(), REF_PAIRS, settings, **options), model
 
@@ -94,11 +94,11 @@ def reference_loss(kind: str, model) -> torch.Tensor:
             total = total + 0.05 * (scores[0] + scores[1]) ** 2
         return total / len(ragged_pairs())
     if kind == "kto":
-        rows = ragged_judged()
-        documents = judged_documents(rows)
+        rows = ragged_unpaired()
+        documents = unpaired_documents(rows)
         own = [plain_logps(model, d.prefix, d.branches[0]) for d in documents]
         other = [plain_logps(model, d.prefix, d.branches[1]).detach() for d in documents]
-        ref = REF_JUDGED.double().view(-1, 2)
+        ref = REF_UNPAIRED.double().view(-1, 2)
         kl = max(0.0, float(torch.stack(other).sum() - ref[:, 1].sum()) / len(rows))
         assert kl > 1, "the case is to show the KL's part"
         total = torch.zeros((), dtype=torch.float64)
@@ -178,7 +178,7 @@ def test_a_policy_that_is_its_reference_loses_what_the_papers_say(tiny_model):
     with torch.no_grad():
         pairs = [plain_logps(plain, p.prompt, answer) for p in ragged_pairs() for answer in (p.chosen, p.rejected)]
         judged = [
-            plain_logps(plain, d.prefix, branch) for d in judged_documents(ragged_judged()) for branch in d.branches
+            plain_logps(plain, d.prefix, branch) for d in unpaired_documents(ragged_unpaired()) for branch in d.branches
         ]
     for kind, expected in (("dpo", math.log(2)), ("ipo", 25.0), ("kto", 0.5)):
         algorithm, _ = learner(kind, tiny_model)
@@ -212,7 +212,7 @@ def test_figures_by_the_usual_names_do_not_depend_on_accumulation(kind, tiny_mod
         if kind == "dpo":
             assert one["rewards/chosen"] == pytest.approx(0.1 * (one["logps/chosen"] - float(ref[0])), rel=1e-4)
     if kind == "kto":
-        desirable = sum(item.desirable for item in ragged_judged())
+        desirable = sum(item.desirable for item in ragged_unpaired())
         assert (one["count/desirable"], one["count/undesirable"]) == (desirable, 8 - desirable)
         assert one["kl"] > 0
 
@@ -225,8 +225,9 @@ def test_the_kl_of_kto_is_never_negative_and_counts_the_whole_step(tiny_model):
 
 
 def test_kto_mismatches_every_answer_with_a_prompt_that_is_not_its_own():
-    items = [Judged([1], [5], True), Judged([1], [6], False), Judged([2], [7], True), Judged([3], [8], False)]
-    mismatched = [document.branches[1] for document in judged_documents(items)]
+    rows = ([1], [5], True), ([1], [6], False), ([2], [7], True), ([3], [8], False)
+    items = [UnpairedPreference(*row) for row in rows]
+    mismatched = [document.branches[1] for document in unpaired_documents(items)]
     assert mismatched == [[7], [7], [8], [5]]
 
 

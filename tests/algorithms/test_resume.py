@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from updates import ON_POLICY, UPDATES, StepCounter, sft_settings, workshop
+from updates import ON_POLICY, UPDATES, StepCounter, sft_settings, update_context
 
 from rollout_core.algorithms.learners import sft_update
 from rollout_core.algorithms.resumption import FINISHED
@@ -28,7 +28,7 @@ class Interrupted(Exception):
 def undisturbed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
     """The outcome of each update when nothing happens to it."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    return {name: update(workshop(folder / name), tiny_model) for name, update in UPDATES.items()}
+    return {name: update(update_context(folder / name), tiny_model) for name, update in UPDATES.items()}
 
 
 def disturb() -> None:
@@ -41,7 +41,7 @@ def disturb() -> None:
 def started(folder: Path, model: Path, name: str) -> tuple[Checkpoint, list[int]]:
     """Outcome of an update, and the step each part of it starts at."""
     steps: list[int] = []
-    place = workshop(folder, on_start=lambda first, last: steps.append(first))
+    place = update_context(folder, on_start=lambda first, last: steps.append(first))
     return UPDATES[name](place, model), steps
 
 
@@ -64,7 +64,7 @@ def test_an_interrupted_update_ends_in_the_same_record(
         raise Interrupted
 
     with pytest.raises(Interrupted):
-        UPDATES[name](workshop(tmp_path, on_step=StepCounter(stop_after, stop)), tiny_model)
+        UPDATES[name](update_context(tmp_path, on_step=StepCounter(stop_after, stop)), tiny_model)
     disturb()
     checkpoint, steps = started(tmp_path, tiny_model, name)
     assert checkpoint == undisturbed[name]
@@ -101,7 +101,7 @@ def test_killed_while_a_snapshot_is_written_it_goes_on_from_the_one_before(
     moment: str,
 ):
     killed(start_process, str(tmp_path), str(tiny_model), name, moment, "2")
-    place = workshop(tmp_path)
+    place = update_context(tmp_path)
     [(_, before)] = place.objects.list_refs("progress")
     step = SnapshotStore(place.objects).get(before).step
     checkpoint, steps = started(tmp_path, tiny_model, name)
@@ -114,7 +114,7 @@ def test_a_finished_update_whose_record_was_lost_trains_no_step_again(
 ):
     started(tmp_path, tiny_model, "ppo")
     assert started(tmp_path, tiny_model, "ppo") == (undisturbed["ppo"], [6, 6])
-    finished = [item for item in SnapshotStore(workshop(tmp_path).objects).list() if item.label == FINISHED]
+    finished = [item for item in SnapshotStore(update_context(tmp_path).objects).list() if item.label == FINISHED]
     assert [item.step for item in finished] == [12, 6], "the second iteration pruned only what led to the first"
 
 
@@ -124,7 +124,7 @@ def test_a_loss_that_is_not_finite_is_fatal_and_the_last_good_state_stays(tiny_m
         optimizer=OptimizerConfig(kind="sgd", lr=1e30, max_grad_norm=1e9), snapshots=SnapshotPolicy(every_steps=1)
     )
     steps: list[int] = []
-    place = workshop(tmp_path, on_start=lambda first, last: steps.append(first))
+    place = update_context(tmp_path, on_start=lambda first, last: steps.append(first))
     model = place.objects.put_tree(tiny_model)
     dataset = place.objects.put_bytes(b'{"prompt":"sort 2 1 =","completion":" 1 2"}\n')
     for _ in range(2):

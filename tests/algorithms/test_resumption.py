@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from test_state import build, contents, train_one
-from updates import sft_settings, workshop
+from updates import sft_settings, update_context
 
 from rollout_core.algorithms import resumption as module
+from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.resumption import Resumption
 from rollout_core.algorithms.state import TrainState, save_state
-from rollout_core.algorithms.workshop import Workshop
 from rollout_core.config import SnapshotPolicy
 from rollout_core.objects.snapshots import Snapshot, SnapshotStore
 
@@ -46,13 +46,13 @@ def writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowWriter]:
 
 
 @contextmanager
-def resumption(place: Workshop, model: Path, **policy: int) -> Iterator[Resumption]:
+def resumption(place: UpdateContext, model: Path, **policy: int) -> Iterator[Resumption]:
     settings = sft_settings(snapshots=SnapshotPolicy(**{"every_steps": 1, "keep_last": 9, **policy}))
     with Resumption(place, "sft", settings, model) as found:
         yield found
 
 
-def saved(place: Workshop) -> list[Snapshot]:
+def saved(place: UpdateContext) -> list[Snapshot]:
     """Oldest first."""
     return SnapshotStore(place.objects).list()[::-1]
 
@@ -65,7 +65,7 @@ def settle(found: Resumption) -> None:
 def test_training_goes_on_while_the_state_of_the_moment_is_written(
     tiny_model: Path, tmp_path: Path, writer: SlowWriter
 ):
-    place, state = workshop(tmp_path), build(tiny_model, steps=1)
+    place, state = update_context(tmp_path), build(tiny_model, steps=1)
     save_state(state, tmp_path / "expected", tokenizer_from=tiny_model)
     with resumption(place, tiny_model) as found:
         found.save(state)
@@ -82,7 +82,7 @@ def test_training_goes_on_while_the_state_of_the_moment_is_written(
 def test_one_is_written_at_a_time_and_the_next_is_taken_when_it_is_done(
     tiny_model: Path, tmp_path: Path, writer: SlowWriter
 ):
-    place, state = workshop(tmp_path), build(tiny_model, steps=1)
+    place, state = update_context(tmp_path), build(tiny_model, steps=1)
     with resumption(place, tiny_model) as found:
         found.save(state)
         for _ in range(3):
@@ -105,7 +105,7 @@ def test_one_is_written_at_a_time_and_the_next_is_taken_when_it_is_done(
 
 @pytest.mark.parametrize("where", ["next step", "end"])
 def test_a_write_that_failed_is_told(where: str, tiny_model: Path, tmp_path: Path, writer: SlowWriter):
-    place, state = workshop(tmp_path), build(tiny_model, steps=1)
+    place, state = update_context(tmp_path), build(tiny_model, steps=1)
     writer.fault = OSError("no space left on device")
     with resumption(place, tiny_model) as found:
         found.save(state)
@@ -137,7 +137,7 @@ def test_tied_weights_stay_tied_in_the_files(tmp_path: Path):
 def test_retention_spares_what_is_labelled_what_is_asked_for_and_what_an_update_stands_on(
     tiny_model: Path, tmp_path: Path
 ):
-    place, state = workshop(tmp_path), build(tiny_model)
+    place, state = update_context(tmp_path), build(tiny_model)
     snapshots = SnapshotStore(place.objects)
     with resumption(place, tiny_model, keep_last=1, keep_every=4) as found:
         for _ in range(10):

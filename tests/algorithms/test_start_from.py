@@ -6,20 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from updates import preference_update, sft_rows, sft_settings, workshop
+from updates import preference_update, sft_rows, sft_settings, update_context
 
+from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.learners import sft_update
-from rollout_core.algorithms.workshop import Workshop
 from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.base.ids import hash_bytes
 from rollout_core.config import BudgetConfig
 from rollout_core.data.datasets import to_jsonl
 from rollout_core.objects.records import Checkpoint
-from rollout_core.objects.resume import find_start
-from rollout_core.objects.snapshots import Snapshot, SnapshotStore
+from rollout_core.objects.snapshots import Snapshot, SnapshotStore, find_start
 
 
-def sft(place: Workshop, model: Path, max_steps: int) -> Checkpoint:
+def sft(place: UpdateContext, model: Path, max_steps: int) -> Checkpoint:
     dataset = place.objects.put_bytes(to_jsonl(sft_rows(20)))
     settings = sft_settings(budget=BudgetConfig(max_steps=max_steps))
     key = hash_bytes(b"%d, %s" % (max_steps, str(place.start_from).encode()))
@@ -27,9 +26,9 @@ def sft(place: Workshop, model: Path, max_steps: int) -> Checkpoint:
 
 
 def test_a_run_that_goes_on_under_a_larger_budget_ends_as_if_it_had_never_stopped(tiny_model: Path, tmp_path: Path):
-    whole = sft(workshop(tmp_path / "whole"), tiny_model, 8)
+    whole = sft(update_context(tmp_path / "whole"), tiny_model, 8)
     started: list[int] = []
-    place = workshop(tmp_path / "parts", on_start=lambda first, last: started.append(first))
+    place = update_context(tmp_path / "parts", on_start=lambda first, last: started.append(first))
     first = sft(place, tiny_model, 5)
     assert sft(replace(place, start_from=first.train_state), tiny_model, 8) == whole
     assert started == [0, 5]
@@ -38,7 +37,7 @@ def test_a_run_that_goes_on_under_a_larger_budget_ends_as_if_it_had_never_stoppe
 def test_what_does_not_fit_is_refused_in_one_line(tiny_model: Path, tmp_path: Path):
     from make_tiny import make_model
 
-    place = workshop(tmp_path)
+    place = update_context(tmp_path)
     first = sft(place, tiny_model, 2)
     with pytest.raises(ConfigError, match=r"is of step 2, and the budget ends at step 2; raise algorithm.budget"):
         sft(replace(place, start_from=first.train_state), tiny_model, 2)
@@ -52,7 +51,7 @@ def test_what_does_not_fit_is_refused_in_one_line(tiny_model: Path, tmp_path: Pa
 
 
 def test_the_snapshot_is_found_by_latest_and_by_first_digits(tiny_model: Path, tmp_path: Path):
-    place = workshop(tmp_path, run_name="mine")
+    place = update_context(tmp_path, run_name="mine")
     objects = place.objects
     with pytest.raises(NotFound, match="no sft snapshot of a run named 'mine'"):
         find_start(objects, "latest", algorithm="sft", run_name="mine")
@@ -76,7 +75,7 @@ def test_the_snapshot_is_found_by_latest_and_by_first_digits(tiny_model: Path, t
 
 
 def test_the_model_within_a_snapshot_is_the_model_of_the_checkpoint(tiny_model: Path, tmp_path: Path):
-    place = workshop(tmp_path)
+    place = update_context(tmp_path)
     checkpoint = sft(place, tiny_model, 1)
     snapshots = SnapshotStore(place.objects)
     assert snapshots.subtree(checkpoint.train_state, "model") == checkpoint.model

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from updates import ppo, rows_of, sft_rows, sft_settings, workshop
+from updates import ppo, rows_of, sft_rows, sft_settings, update_context
 
 from rollout_core.algorithms import tracking
+from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.learners import sft_update
-from rollout_core.algorithms.workshop import Workshop
 from rollout_core.base.ids import hash_bytes
 from rollout_core.config import OptimizerConfig, identity
 from rollout_core.data.datasets import to_jsonl
@@ -22,7 +22,7 @@ class Interrupted(Exception):
     pass
 
 
-def sft(place: Workshop, model: Path) -> Checkpoint:
+def sft(place: UpdateContext, model: Path) -> Checkpoint:
     dataset = place.objects.put_bytes(to_jsonl(sft_rows(20)))
     settings = sft_settings(trackers=("tensorboard",))
     return sft_update(place.objects.put_tree(model), dataset, settings, place)[0]
@@ -42,9 +42,9 @@ def test_a_run_that_was_interrupted_tells_each_step_once(tiny_model: Path, tmp_p
 
     curves = tmp_path / "curves"
     with pytest.raises(Interrupted):
-        sft(workshop(tmp_path, on_step=stop, tracking=curves, run_name="mine"), tiny_model)
+        sft(update_context(tmp_path, on_step=stop, tracking=curves, run_name="mine"), tiny_model)
     assert [step for step, _ in told(curves)] == [1, 2, 3, 4, 5]
-    place = workshop(tmp_path, tracking=curves, run_name="mine")
+    place = update_context(tmp_path, tracking=curves, run_name="mine")
     rows = rows_of(sft(place, tiny_model), place.objects)
     assert told(curves) == [(row["step"], pytest.approx(row["loss"])) for row in rows] and len(rows) == 6
     assert [path.name for path in (curves / "tensorboard").iterdir()] == [
@@ -55,7 +55,7 @@ def test_a_run_that_was_interrupted_tells_each_step_once(tiny_model: Path, tmp_p
 
 
 def test_iterations_draw_one_curve(tiny_model: Path, tmp_path: Path):
-    ppo(workshop(tmp_path, tracking=tmp_path, series=hash_bytes(b"all")), tiny_model, trackers=("tensorboard",))
+    ppo(update_context(tmp_path, tracking=tmp_path, series=hash_bytes(b"all")), tiny_model, trackers=("tensorboard",))
     assert [step for step, _ in told(tmp_path)] == list(range(1, 13))
     assert len(told(tmp_path, "reward")) == 12, "figures of the whole iteration too"
 
@@ -69,10 +69,10 @@ def test_a_tracker_that_fails_is_given_up_and_training_goes_on(
                 raise OSError("no space left on device")
             super().log(values, step=step, **kwargs)
 
-    quiet = sft(workshop(tmp_path / "quiet"), tiny_model)
+    quiet = sft(update_context(tmp_path / "quiet"), tiny_model)
     monkeypatch.setattr(tracking, "TensorBoardTracker", Full)
     with caplog.at_level(logging.WARNING):
-        assert sft(workshop(tmp_path / "full", tracking=tmp_path / "curves"), tiny_model) == quiet
+        assert sft(update_context(tmp_path / "full", tracking=tmp_path / "curves"), tiny_model) == quiet
     assert caplog.text.count("tensorboard is given up: OSError: no space left on device") == 1
     assert [step for step, _ in told(tmp_path / "curves")] == [1, 2]
 

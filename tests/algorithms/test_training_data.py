@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from rollout_core.algorithms.kto import judged_documents
+from rollout_core.algorithms.kto import unpaired_documents
 from rollout_core.base.errors import Conflict
 from rollout_core.base.ids import ContentId
-from rollout_core.config import DPOSettings, JsonlDataset, KTOSettings, OptimizerConfig, Padded, SFTSettings
+from rollout_core.config import DPOSettings, JsonlDataset, KTOSettings, OptimizerConfig, SequenceConfig, SFTSettings
 from rollout_core.data import examples as data, training_data
 from rollout_core.data.data_report import DataReport
 from rollout_core.data.dataset_sources import import_dataset, read_dataset
@@ -24,21 +24,21 @@ from rollout_core.data.datasets import SftRow, parse_sft, to_jsonl
 from rollout_core.data.examples import EXAMPLES, Example, epoch_order, positions_at, tokenize_sft
 from rollout_core.data.item_table import ItemForm, ItemTable, ItemWriter, Mapped
 from rollout_core.data.preference_data import (
-    JUDGED,
     PAIRS,
-    Judged,
+    UNPAIRED,
     Pair,
-    tokenize_judged,
+    UnpairedPreference,
     tokenize_pairs,
+    tokenize_unpaired,
 )
-from rollout_core.data.preferences import JudgedRow, PairRow
-from rollout_core.data.training_data import judged_form, look_at_rows, pair_form, sft_form, training_items
+from rollout_core.data.preferences import PairRow, UnpairedRow
+from rollout_core.data.training_data import look_at_rows, pair_form, sft_form, training_items, unpaired_form
 from rollout_core.models.tokenizers import load_tokenizer, tokenizer_id
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.gc import collect_garbage
 
 COMMON: Any = {"dataset": JsonlDataset(path="x"), "optimizer": OptimizerConfig(lr=1e-3)}
-SFT = SFTSettings(**COMMON, packing=Padded(max_seq_len=24))
+SFT = SFTSettings(**COMMON, sequence=SequenceConfig(max_length=24))
 
 
 @pytest.fixture
@@ -55,7 +55,14 @@ def sft_rows(count: int) -> list[SftRow]:
     [
         (EXAMPLES, [Example([3, 1, 2], [False, True, True]), Example([7], [True])]),
         (PAIRS, [Pair([], [1], [2, 3], -0.1), Pair([5, 6], [1], [9], 0.0)]),
-        (JUDGED, [Judged([1], [2], True), Judged([1, 2], [3], False), Judged([4], [], True)]),
+        (
+            UNPAIRED,
+            [
+                UnpairedPreference([1], [2], True),
+                UnpairedPreference([1, 2], [3], False),
+                UnpairedPreference([4], [], True),
+            ],
+        ),
     ],
 )
 def test_items_come_back_as_they_went_in(tmp_path: Path, form: ItemForm[Any], items: list[Any]):
@@ -112,10 +119,10 @@ def test_kept_items_are_those_tokenised_at_once_whatever_the_chunks(
     found = training_items(objects, tmp_path / "cache", dataset, tiny_model, pair_form(dpo, need_prompts=True))
     plain = tokenize_pairs(tokenizer, pairs, max_seq_len=1024, need_prompts=True)
     assert (list(found[0]), found[1]) == plain
-    judged = [JudgedRow(prompt=f"{number} =", completion="1", label=number % 2 == 0) for number in range(7)]
+    judged = [UnpairedRow(prompt=f"{number} =", completion="1", label=number % 2 == 0) for number in range(7)]
     dataset = import_dataset(objects, judged).data
-    found = training_items(objects, tmp_path / "cache", dataset, tiny_model, judged_form(kto))
-    assert (list(found[0]), found[1]) == tokenize_judged(tokenizer, judged, max_seq_len=1024)
+    found = training_items(objects, tmp_path / "cache", dataset, tiny_model, unpaired_form(kto))
+    assert (list(found[0]), found[1]) == tokenize_unpaired(tokenizer, judged, max_seq_len=1024)
 
 
 def test_what_a_plan_tokenised_training_does_not_again(
@@ -167,7 +174,7 @@ def test_a_second_run_tokenises_nothing_and_any_change_of_what_counts_does(
     assert run(dataset) == 1 and run(dataset) == 0
     assert run(dataset, cache="another machine's") == 0
     assert run(import_dataset(objects, sft_rows(5)).data) == 1
-    assert run(dataset, settings=SFT.model_copy(update={"packing": Padded(max_seq_len=8)})) == 1
+    assert run(dataset, settings=SFT.model_copy(update={"sequence": SequenceConfig(max_length=8)})) == 1
     shutil.copytree(tiny_model, tmp_path / "other")
     assert run(dataset, tmp_path / "other") == 0, "the same tokenizer in another folder"
     (tmp_path / "other" / "chat_template.jinja").write_text("{{ messages }}")
@@ -215,7 +222,7 @@ def test_what_is_kept_outlives_a_cleaning_of_the_object_store(tiny_model: Path, 
 
 def test_a_failed_tokenisation_keeps_nothing(tiny_model: Path, tmp_path: Path, objects: ObjectStore):
     dataset = import_dataset(objects, sft_rows(2)).data
-    short = SFT.model_copy(update={"packing": Padded(max_seq_len=2)})
+    short = SFT.model_copy(update={"sequence": SequenceConfig(max_length=2)})
     with pytest.raises(ValueError, match="none of 2 rows has a token to train"):
         training_items(objects, tmp_path / "cache", dataset, tiny_model, sft_form(short))
     assert objects.ref_names("tokenized") == []
@@ -247,8 +254,8 @@ GOLDEN_ORDER = [5, 0, 6, 2, 4, 3, 7, 1]
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=9))
 def test_a_mismatched_answer_is_that_of_the_next_row_with_another_prompt(prompts: list[int]):
-    items = [Judged([prompt], [10 + row], True) for row, prompt in enumerate(prompts)]
-    for row, document in enumerate(judged_documents(items)):
+    items = [UnpairedPreference([prompt], [10 + row], True) for row, prompt in enumerate(prompts)]
+    for row, document in enumerate(unpaired_documents(items)):
         around = [*items[row + 1 :], *items[:row]]
         other = next((item for item in around if item.prompt != items[row].prompt), items[row])
         assert document.branches == (items[row].completion, other.completion)

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from updates import grpo, ppo, rows_of, sft_settings, workshop
+from updates import grpo, ppo, rows_of, sft_settings, update_context
 
 from rollout_core.algorithms import learners
 from rollout_core.algorithms.experience import Trajectory, build_batch, completion_forward, drawn_entropy
@@ -219,12 +219,12 @@ def test_the_exact_entropy_is_computed_only_where_it_is_in_the_loss(tiny_model, 
 
     whole = Policy.forward
     monkeypatch.setattr(Policy, "forward", forward)
-    place = workshop(tmp_path)
+    place = update_context(tmp_path)
     rows = rows_of(update(place, tiny_model), place.objects)
     assert asked and not any(asked)
     assert all(4 < row["entropy"] < 7 for row in rows), "the figure is there"
     if update is ppo:
-        update(workshop(tmp_path / "other"), tiny_model, entropy_coef=0.01)
+        update(update_context(tmp_path / "other"), tiny_model, entropy_coef=0.01)
         assert any(asked)
 
 
@@ -273,7 +273,7 @@ def test_the_kl_controller_by_hand():
 
 
 def test_the_checkpoint_is_a_usable_model_and_nothing_in_a_state_is_pickled(tiny_model, sorting_task, tmp_path):
-    place = workshop(tmp_path)
+    place = update_context(tmp_path)
     model = place.objects.put_tree(tiny_model)
     dataset = place.objects.put_bytes(to_jsonl(parse_sft(sorting_task.sft.read_bytes(), "sft")))
     checkpoint, _ = sft_update(model, dataset, sft_settings(), place)

@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.learners import grpo_update, ppo_update, sft_update
 from rollout_core.algorithms.preference_learners import dpo_update, kto_update, rm_update
-from rollout_core.algorithms.workshop import Workshop
 from rollout_core.base.ids import ContentId, canonical_json, hash_bytes
 from rollout_core.config import (
     BudgetConfig,
@@ -39,16 +39,16 @@ from rollout_core.config import (
 )
 from rollout_core.data.completions import Completion
 from rollout_core.data.datasets import SftRow, to_jsonl
-from rollout_core.data.preferences import parse_judged, parse_pairs
+from rollout_core.data.preferences import parse_pairs, parse_unpaired
 from rollout_core.data.samples import Sample, encode_completion, encode_samples
 from rollout_core.objects import ObjectStore, TreeManifest
 from rollout_core.objects.records import Checkpoint, Scores
 
 
-def workshop(folder: Path, **changes: Any) -> Workshop:
+def update_context(folder: Path, **changes: Any) -> UpdateContext:
     objects = ObjectStore.from_url(str(folder / "objects"))
     fields = {"key": hash_bytes(b"key"), "run_id": "run", "seed": 1, "num_threads": 1, **changes}
-    return Workshop(objects=objects, cache=folder / "cache", **fields)
+    return UpdateContext(objects=objects, cache=folder / "cache", **fields)
 
 
 def sft_settings(**changes: Any) -> SFTSettings:
@@ -65,14 +65,14 @@ def sft_rows(count: int, *, first: int = 0) -> list[SftRow]:
     return [SftRow(prompt=f"sort {n} 1 =", completion=f" 1 {n}") for n in range(first, first + count)]
 
 
-def sft(place: Workshop, model: Path, **optimizer: Any) -> Checkpoint:
+def sft(place: UpdateContext, model: Path, **optimizer: Any) -> Checkpoint:
     """Six steps on 20 rows, so that the third step goes around the end of the data."""
     settings = sft_settings(optimizer=OptimizerConfig(**{"lr": 1e-3, "schedule": "cosine", **optimizer}))
     dataset = place.objects.put_bytes(to_jsonl(sft_rows(20)))
     return sft_update(place.objects.put_tree(model), dataset, settings, place)[0]
 
 
-def sgd(place: Workshop, model: Path) -> Checkpoint:
+def sgd(place: UpdateContext, model: Path) -> Checkpoint:
     """The same without moments to remember."""
     return sft(place, model, kind="sgd", lr=0.1)
 
@@ -80,7 +80,7 @@ def sgd(place: Workshop, model: Path) -> Checkpoint:
 LORA = LoRAConfig(r=4, dropout=0.1)
 
 
-def sft_lora(place: Workshop, model: Path) -> Checkpoint:
+def sft_lora(place: UpdateContext, model: Path) -> Checkpoint:
     """Adapters with dropout."""
     dataset = place.objects.put_bytes(to_jsonl(sft_rows(20)))
     return sft_update(place.objects.put_tree(model), dataset, sft_settings(lora=LORA), place)[0]
@@ -99,7 +99,11 @@ PPO_SETTINGS = PPOSettings(
 
 
 def ppo(
-    place: Workshop, model: Path, *, on_checkpoint: Callable[[Checkpoint], None] = lambda checkpoint: None, **changes
+    place: UpdateContext,
+    model: Path,
+    *,
+    on_checkpoint: Callable[[Checkpoint], None] = lambda checkpoint: None,
+    **changes,
 ) -> Checkpoint:
     """Two iterations of three epochs of two steps; the second goes on from the state of the first."""
     start = place.objects.put_tree(model)
@@ -130,7 +134,11 @@ GRPO_SETTINGS = GRPOSettings(
 
 
 def grpo(
-    place: Workshop, model: Path, *, on_checkpoint: Callable[[Checkpoint], None] = lambda checkpoint: None, **changes
+    place: UpdateContext,
+    model: Path,
+    *,
+    on_checkpoint: Callable[[Checkpoint], None] = lambda checkpoint: None,
+    **changes,
 ) -> Checkpoint:
     """As `ppo`, with groups of two and a KL to the reference."""
     settings = GRPO_SETTINGS.model_copy(update=changes)
@@ -177,7 +185,7 @@ COMMON = {
     "minibatch_size": 4,
     "gradient_accumulation": 2,
     "budget": {"max_steps": 6},
-    "packing": {"max_seq_len": 64},
+    "sequence": {"max_length": 64},
     "snapshots": {"every_steps": 2},
 }
 
@@ -191,12 +199,12 @@ def preference_data(kind: str, *, count: int = 24, seed: int = 3) -> bytes:
 
     problems = make_problems(count, random.Random(seed))
     if kind == "kto":
-        return to_jsonl(parse_judged(lines(make_judged(problems, random.Random(4))), "judged"))
+        return to_jsonl(parse_unpaired(lines(make_judged(problems, random.Random(4))), "judged"))
     return to_jsonl(parse_pairs(lines(make_pairs(problems, random.Random(4))), "pairs"))
 
 
 def preference_update(
-    kind: str, folder: Path, place: Workshop, held_out: ContentId | None = None, **changes
+    kind: str, folder: Path, place: UpdateContext, held_out: ContentId | None = None, **changes
 ) -> Checkpoint:
     model = place.objects.put_tree(folder)
     dataset = place.objects.put_bytes(preference_data(kind))
@@ -213,11 +221,11 @@ def rows_of(checkpoint: Checkpoint, objects: ObjectStore) -> list[dict[str, floa
     return [json.loads(line) for line in objects.get_bytes(checkpoint.metrics).splitlines()]
 
 
-def _preference(kind: str, place: Workshop, model: Path) -> Checkpoint:
+def _preference(kind: str, place: UpdateContext, model: Path) -> Checkpoint:
     return preference_update(kind, model, place)
 
 
-UPDATES: dict[str, Callable[[Workshop, Path], Checkpoint]] = {
+UPDATES: dict[str, Callable[[UpdateContext, Path], Checkpoint]] = {
     "sft": sft,
     "sgd": sgd,
     "sft-lora": sft_lora,
@@ -271,7 +279,7 @@ def die_in_write(number: int, *, having_filed: bool) -> None:
 def main() -> None:
     folder, model, name, moment, number = sys.argv[1:]
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-    place = workshop(Path(folder))
+    place = update_context(Path(folder))
 
     def stop() -> None:
         """Not before a snapshot is there to go on from."""

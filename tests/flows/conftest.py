@@ -31,7 +31,7 @@ def small_nightly(tiny_model, sorting_task, tmp_path) -> dict[str, Any]:
             "minibatch_size": 16,
             "dataset": {"path": str(sorting_task.sft)},
             "budget": {"max_steps": 24},
-            "packing": {"max_seq_len": 64},
+            "sequence": {"max_length": 64},
             "optimizer": {"lr": 1e-3},
             "snapshots": {"every_steps": 2},
         },

@@ -24,9 +24,8 @@ from rollout_core.config import (
     parse_config,
 )
 from rollout_core.data.samples import decode_samples
-from rollout_core.plans.learner_plan import plan_on_policy
+from rollout_core.plans.learner_plan import plan_kto, plan_on_policy, plan_pairs
 from rollout_core.plans.nightly_plan import plan_nightly
-from rollout_core.plans.preference_plan import plan_kto, plan_pairs
 from tests.flows.conftest import objects, snapshots_of
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
@@ -35,7 +34,7 @@ KINDS = ("rm", "dpo", "ipo", "kto")
 
 @pytest.fixture(scope="module")
 def preference_data(tmp_path_factory) -> dict[str, Path]:
-    """Files of pairs and of judged answers."""
+    """Files of pairs and of labelled answers."""
     from make_tiny import make_judged, make_pairs, make_problems
 
     folder = tmp_path_factory.mktemp("preferences")
@@ -141,7 +140,7 @@ def test_the_nightly_flow_learns_from_pairs(
         "minibatch_size": 16,
         "optimizer": {"lr": 1e-3},
         "dataset": {"path": str(preference_data["pairs"])},
-        "packing": {"max_seq_len": 64},
+        "sequence": {"max_length": 64},
     }
     document = {**small_nightly, "run": {"name": variant.replace(" ", "-")}}
     ppo = document.pop("ppo")
@@ -316,7 +315,11 @@ def test_dry_run_says_what_the_data_gives(kind, tiny_model, preference_data):
         ("ipo", {"algorithm.label_smoothing": 0.1}, r"algorithm\.label_smoothing: unknown key"),
         ("kto", {"algorithm.kind": "dpo"}, r"algorithm\.kind: .*got 'dpo'"),
         ("rm", {"algorithm.head": "linear"}, r"algorithm\.head: .*got 'linear'"),
-        ("dpo", {"algorithm.packing.max_seq_len": 9999}, r"max_seq_len: 9999 tokens, but the model has 256 positions"),
+        (
+            "dpo",
+            {"algorithm.sequence.max_length": 9999},
+            r"sequence.max_length: 9999 tokens, but the model has 256 positions",
+        ),
         ("dpo", {"algorithm.dataset.path": "none.jsonl"}, r"dataset\.path: dataset 'none\.jsonl' cannot be read"),
         (
             "kto",

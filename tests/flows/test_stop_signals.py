@@ -69,7 +69,7 @@ def test_training_in_one_process_keeps_the_step_it_is_in_and_ends_in_the_same_by
                 "base_model": {"uri": str(tiny_model)},
                 "dataset": {"path": str(sorting_task.sft)},
                 "budget": {"max_steps": STEPS},
-                "packing": {"max_seq_len": 64},
+                "sequence": {"max_length": 64},
                 "optimizer": {"lr": 1e-3},
                 "snapshots": {"every_steps": 100_000},
             },

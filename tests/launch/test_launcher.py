@@ -13,9 +13,17 @@ from typing import Any
 import psutil
 import pytest
 
-from rollout_core.algorithms.workshop import Workshop
-from rollout_core.base.error_messages import error_message, error_of
-from rollout_core.base.errors import ConfigError, CorruptObject, DataError, Fatal, Recoverable, RetryHint
+from rollout_core.algorithms.context import UpdateContext
+from rollout_core.base.errors import (
+    ConfigError,
+    CorruptObject,
+    DataError,
+    Fatal,
+    Recoverable,
+    RetryHint,
+    error_message,
+    error_of,
+)
 from rollout_core.base.ids import hash_bytes
 from rollout_core.config import DPOSettings, GRPOAlgorithm, GRPOSettings, SFTSettings, TrainGRPOConfig
 from rollout_core.data.data_report import DataReport
@@ -45,8 +53,8 @@ def settings(**changes: Any) -> SFTSettings:
     return SFTSettings.model_validate({**fields, **changes})
 
 
-def workshop(folder: Path, **hooks: Any) -> Workshop:
-    return Workshop(
+def update_context(folder: Path, **hooks: Any) -> UpdateContext:
+    return UpdateContext(
         objects=ObjectStore.from_url(str(folder / "objects")),
         cache=folder / "cache",
         key=hash_bytes(b"key"),
@@ -65,7 +73,7 @@ def update(
     changes: dict[str, Any] | None = None,
     **hooks: Any,
 ) -> tuple[Checkpoint, DataReport]:
-    place = workshop(folder, **hooks)
+    place = update_context(folder, **hooks)
     rows = [SftRow(prompt=f"sort {n} 1 =", completion=f" 1 {n}") for n in range(20)]
     return run_update(
         "sft",
@@ -194,11 +202,11 @@ def test_ranks_that_are_told_to_stop_themselves_say_so(tiny_model, tmp_path):
 
 def test_what_is_wrong_comes_back_as_the_error_it_is(tiny_model, tmp_path):
     with pytest.raises(ConfigError, match=r"^rank \d of 2 of the sft update: none of 20 rows has a token to train"):
-        update(tmp_path, tiny_model, changes={"packing": {"max_seq_len": 2}})
+        update(tmp_path, tiny_model, changes={"sequence": {"max_length": 2}})
 
 
 def test_a_store_in_memory_cannot_be_shared(tmp_path):
-    place = Workshop(ObjectStore.from_url("memory://ranks"), tmp_path, hash_bytes(b"key"), "run", seed=0)
+    place = UpdateContext(ObjectStore.from_url("memory://ranks"), tmp_path, hash_bytes(b"key"), "run", seed=0)
     with pytest.raises(ConfigError, match=r"parallel\.nproc is 2, but the object store memory://ranks exists in this"):
         run_update("sft", place, model=hash_bytes(b"m"), dataset=hash_bytes(b"d"), settings=settings())
 

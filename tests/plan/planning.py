@@ -36,7 +36,7 @@ def jsonl(path: Path, *rows: dict[str, Any]) -> None:
 
 def document(kind: str) -> dict[str, Any]:
     """A sound configuration of each kind of run, in the files of `work`."""
-    sft = {"dataset": {"path": "sft.jsonl"}, "packing": {"max_seq_len": 64}, "optimizer": {"lr": 1e-3}}
+    sft = {"dataset": {"path": "sft.jsonl"}, "sequence": {"max_length": 64}, "optimizer": {"lr": 1e-3}}
     ppo = {"prompts": {"path": "prompts.jsonl"}, "optimizer": {"lr": 1e-4}}
     backend, model = {"kind": "transformers"}, {"uri": "model"}
     return {

@@ -267,9 +267,9 @@ def test_rows_longer_than_max_seq_len_are_told_and_rows_without_a_target_are_ref
     assert plan("train-sft", work)["truncated rows"] == 1
     jsonl(work / "sft.jsonl", {"prompt": LONG, "completion": "9"})
     message = refusal("train-sft", work)
-    assert message.startswith("algorithm.dataset.path: none of 1 rows has a token to train within packing.max_seq_len")
-    message = refusal("train-sft", work, algorithm__packing__max_seq_len=1000)
-    assert message == "algorithm.packing.max_seq_len: 1000 tokens, but the model has 256 positions"
+    assert message.startswith("algorithm.dataset.path: none of 1 rows has a token to train within sequence.max_length")
+    message = refusal("train-sft", work, algorithm__sequence__max_length=1000)
+    assert message == "algorithm.sequence.max_length: 1000 tokens, but the model has 256 positions"
 
 
 # Models

@@ -41,7 +41,7 @@ def test_rows_that_were_just_read_are_not_read_again(work: Path, monkeypatch: py
 def test_an_earlier_run_is_told(work: Path):
     (work / "out").mkdir()
     (work / "out" / "run-id").write_text("01ARZ3NDEKTSV4RRFFQ69G5FAV\n")
-    told = plan("infer-batch", work)["goes on with run"]
+    told = plan("infer-batch", work)["continues run"]
     assert told == "01ARZ3NDEKTSV4RRFFQ69G5FAV (unknown to this object store, so it begins anew)"
 
 

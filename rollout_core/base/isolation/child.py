@@ -19,11 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_core.base.error_messages import error_of
-from rollout_core.base.errors import Fatal, Recoverable
+from rollout_core.base.errors import Fatal, Recoverable, error_of
 from rollout_core.base.isolation import frames
-from rollout_core.base.isolation.environment import child_environment
-from rollout_core.base.isolation.limits import Limits, allowed_memory, gibibytes
+from rollout_core.base.isolation.limits import Limits, allowed_memory, child_environment, gibibytes
 from rollout_core.base.isolation.warden import BUSY, END, IDLE
 from rollout_core.base.isolation.worker import PROGRESS_BYTES, STARTING, Progress
 from rollout_core.base.processes import signal_name
@@ -43,7 +41,7 @@ END_SECONDS = 15.0
 
 
 class Ended(Fatal):
-    """The code did not come to the end of a call, and its processes are gone. ``str`` is the reason, in words that
+    """The code did not come to the end of a call, and its processes are gone. ``str`` is the reason, in a form that
     follow "it"; ``place`` how far the handler was, None before its first step."""
 
     def __init__(self, reason: str, place: int | None = None) -> None:
@@ -155,7 +153,7 @@ class Child:
 
 @dataclass
 class _Pipes:
-    """The caller's ends, and the memory that tells how far the code is."""
+    """The caller's ends, and the memory that shows how far the code is."""
 
     control: int
     verdict: int
@@ -348,10 +346,10 @@ class _Call:
 
     def _verdict(self) -> Ended | Interrupted:
         """Of the process that watches the code's."""
-        told = self._read(self._pipes.verdict)
-        if not told:
+        verdict_text = self._read(self._pipes.verdict)
+        if not verdict_text:
             return self._ended("lost the process that watches it", Interrupted)
-        verdict = json.loads(told)
+        verdict = json.loads(verdict_text)
         if "processes" in verdict:
             return self._ended(f"had {verdict['processes']} processes at once; {self._limits.processes} are allowed")
         if "memory_bytes" in verdict:

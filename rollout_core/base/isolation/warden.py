@@ -8,7 +8,6 @@ the caller ends or the caller's process does, and takes all of them along.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import resource
@@ -19,17 +18,16 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_core.base.isolation import processes
+from rollout_core.base import process_tree
 from rollout_core.base.isolation.worker import serve
 
 BUSY, IDLE, END = b"b", b"i", b"e"
-"""What the caller tells: a call has begun, has ended, everything is to end."""
+"""What the caller sends: a call has begun, has ended, everything is to end."""
 BUSY_SECONDS, IDLE_SECONDS = 0.03, 0.5
 """Between looks at processes and memory. A look takes about a millisecond for each hundred processes of the machine,
-or a few microseconds where no new process is about."""
+or a few microseconds where there is no new process."""
 SHARE = 20
 """Looking takes at most this part of the time."""
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 @dataclass(frozen=True)
@@ -54,9 +52,9 @@ def main() -> None:
     """Start the code's process and watch it to its end."""
     options = Options(**json.loads(sys.argv[1]))
     caught, heard = _listen_to_signals()
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    process_tree.adopt_orphans()
     # Sent when the *thread* that started us ends, too; so it only wakes us, to look whether the caller is there.
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
+    process_tree.signal_at_parents_end(signal.SIGUSR1)
     warden = os.getpid()
     worker = os.fork()
     if worker == 0:
@@ -71,7 +69,7 @@ def main() -> None:
         watch.run()
     finally:
         # Once it was waited for, its number may be another's.
-        processes.end_all(warden, None if watch.worker_ended else worker)
+        process_tree.end_all(warden, None if watch.worker_ended else worker)
     os._exit(0)
 
 
@@ -94,18 +92,13 @@ def _give_up_output() -> None:
         os.dup2(nowhere, descriptor)
 
 
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
 def _become_worker(options: Options, warden: int, *own: int) -> None:
     """Never returns."""
     try:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        process_tree.signal_at_parents_end(signal.SIGKILL)
         if os.getppid() != warden:
             os._exit(1)
         os.setsid()
@@ -123,7 +116,7 @@ def _bound(options: Options) -> None:
     if options.address_space:
         resource.setrlimit(resource.RLIMIT_AS, (options.memory_bytes, options.memory_bytes))
     with contextlib.suppress(OSError):
-        # Where the machine runs out of memory all the same, it is this process that ends.
+        # If the machine runs out of memory all the same, this process is the one to end.
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
             file.write("1000")
 
@@ -141,7 +134,7 @@ class _Watch:
         self.worker_ended = False
 
     def run(self) -> None:
-        """Until then; the caller is told the reason where it does not know it."""
+        """Until then; the caller gets the reason where it does not know it."""
         pause = self._interval
         while True:
             ready, _, _ = select.select([self._options.control, self._heard], [], [], pause)
@@ -153,7 +146,7 @@ class _Watch:
                 return
             if os.getppid() != self._options.caller:
                 return
-            status = processes.reap().get(self._worker)
+            status = process_tree.reap().get(self._worker)
             if status is not None:
                 self.worker_ended = True
                 return self._tell(exit_code=os.waitstatus_to_exitcode(status))
@@ -164,22 +157,22 @@ class _Watch:
             pause = max(self._interval, SHARE * (time.monotonic() - started))
 
     def _hear(self) -> bool:
-        """Whether to go on."""
-        told = os.read(self._options.control, 4096)
-        if not told or END in told:
+        """Whether to continue."""
+        received = os.read(self._options.control, 4096)
+        if not received or END in received:
             return False
-        self._interval = BUSY_SECONDS if told[-1:] == BUSY else IDLE_SECONDS
+        self._interval = BUSY_SECONDS if received[-1:] == BUSY else IDLE_SECONDS
         return True
 
     def _problem(self) -> dict[str, Any] | None:
-        newest = processes.newest()
+        newest = process_tree.newest()
         if newest != self._newest:
-            self._newest, self._found = newest, processes.below(os.getpid())
+            self._newest, self._found = newest, process_tree.below(os.getpid())
         if len(self._found) > self._options.max_processes:
             return {"processes": len(self._found)}
         # The quick figure counts shared memory more than once, so it is held against the other before it counts.
-        used = processes.resident_bytes(self._found)
-        if used > self._options.memory_bytes and (used := processes.own_bytes(self._found) or used):
+        used = process_tree.resident_bytes(self._found)
+        if used > self._options.memory_bytes and (used := process_tree.own_bytes(self._found) or used):
             return {"memory_bytes": used} if used > self._options.memory_bytes else None
         return None
 

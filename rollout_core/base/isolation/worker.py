@@ -42,7 +42,7 @@ class Progress:
 
 
 Handler = Callable[[Any, Callable[[int], None]], Any]
-"""Called with a request and a function that is told the place of each step before it; returns what JSON can hold."""
+"""Called with a request and a function to call with the index of each step before it; returns what JSON can hold."""
 
 
 def serve(handler: str, requests: int, answers: int, progress: int) -> None:
@@ -52,7 +52,7 @@ def serve(handler: str, requests: int, answers: int, progress: int) -> None:
         os.set_inheritable(descriptor, False)
     place = Progress(progress)
 
-    def tell(step: int) -> None:
+    def report(step: int) -> None:
         place.place = step
 
     with os.fdopen(requests, "rb") as incoming, os.fdopen(answers, "wb") as outgoing:
@@ -60,8 +60,8 @@ def serve(handler: str, requests: int, answers: int, progress: int) -> None:
         while (frame := frames.read(incoming)) is not None:
             try:
                 call = call or _find(handler)
-                tell(NO_PLACE)
-                answer = frames.encode({"value": call(frame["request"], tell)})
+                report(NO_PLACE)
+                answer = frames.encode({"value": call(frame["request"], report)})
             except BaseException as error:  # noqa: BLE001 - whatever it is, it is the caller's to judge
                 answer = frames.encode({"error": _described(error)})
             with contextlib.suppress(Exception):
@@ -79,7 +79,7 @@ def _find(handler: str) -> Handler:
 
 
 def _described(error: BaseException) -> dict[str, Any]:
-    from rollout_core.base.error_messages import error_message
+    from rollout_core.base.errors import error_message
 
     with contextlib.suppress(BaseException):
         traceback.print_exception(error)

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rollout_core.base.error_messages import in_words
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, in_words
 from rollout_core.models.facts import blank_model, describe_model, inspect_model
 from rollout_core.models.tokenizers import prepare_transformers
 

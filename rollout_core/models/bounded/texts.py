@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rollout_core.base.error_messages import in_words
-from rollout_core.base.errors import well_formed
+from rollout_core.base.errors import in_words, well_formed
 
 ENCODE_SECONDS = 60.0
 """Of processor time, for the texts of one request: ten times what they take."""

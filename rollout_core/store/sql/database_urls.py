@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from rollout_core import DISTRIBUTION
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.redaction import HIDDEN, without_password
+from rollout_core.base.secrets import HIDDEN, without_password
 
 if TYPE_CHECKING:
     pass

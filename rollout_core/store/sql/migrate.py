@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from rollout_core.base.redaction import without_password
+from rollout_core.base.secrets import without_password
 from rollout_core.store.sql import sqlite_file
 from rollout_core.store.sql.database_urls import is_postgres
 from rollout_core.store.sql.schema import REVISIONS

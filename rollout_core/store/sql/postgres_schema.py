@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.redaction import without_password
+from rollout_core.base.secrets import without_password
 from rollout_core.store.sql.postgres_server import DRIVER_ERRORS, connect, explain
 from rollout_core.store.sql.schema import REVISIONS, known_revision, upgrade
 

@@ -10,7 +10,7 @@ from typing import Any
 import asyncpg
 
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable, RolloutError, UnknownOutcome
-from rollout_core.base.redaction import without_password
+from rollout_core.base.secrets import without_password
 from rollout_core.store.sql.database_urls import EXPECTED_POSTGRES
 
 CONNECT_SECONDS = 10.0

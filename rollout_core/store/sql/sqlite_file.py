@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable, RolloutError
-from rollout_core.base.redaction import without_password
+from rollout_core.base.secrets import without_password
 from rollout_core.store.sql.schema import REVISIONS, known_revision, upgrade
 
 APPLICATION_ID = 0x524F4C4C

@@ -11,7 +11,7 @@ from rollout_core.objects import ObjectStore
 
 
 @dataclass(frozen=True)
-class Workshop:
+class UpdateContext:
     """Where an update works and under which key it can be resumed."""
 
     objects: ObjectStore
@@ -22,7 +22,7 @@ class Workshop:
     run_id: str
     seed: int
     run_name: str = ""
-    """What people call the run; `rollout_core.objects.resume` finds its snapshots by it."""
+    """What people call the run; `rollout_core.objects.snapshots` finds its snapshots by it."""
     start_from: ContentId | None = None
     """Snapshot to start from where the update has none of its own."""
     tracking: Path | None = None
