@@ -185,8 +185,8 @@ def _kto(model: Any, rows: Sequence[dict[str, Any]], batch: int, steps: int) -> 
 
     import torch
 
-    from rollout_core.algorithms.kto import KTO, unpaired_documents
     from rollout_core.algorithms.policy import Policy
+    from rollout_core.algorithms.preference import KTO, unpaired_documents
     from rollout_core.config import KTOSettings
     from rollout_core.data.packing import pack_branches
     from rollout_core.data.preference_data import UnpairedPreference

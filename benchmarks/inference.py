@@ -84,8 +84,8 @@ class Benchmark:
     """The flow and the baselines over one resident engine."""
 
     def __init__(self) -> None:
-        from rollout_core.config import ModelSource, VLLMBackend
-        from rollout_core.data.datasets import read_prompts
+        from rollout_core.config import InputGlob, ModelSource, VLLMBackend
+        from rollout_core.data.dataset_sources import open_prompts
         from rollout_core.inference.base import ModelRef
         from rollout_core.models.model_import import import_model
         from rollout_core.models.tokenizers import load_tokenizer
@@ -97,7 +97,8 @@ class Benchmark:
         model = import_model(self._source, objects, Path.cwd())
         self._model = ModelRef(model, objects.local_tree(model, connections.cache_folder()))
         self._tokenizer = load_tokenizer(self._model.folder)
-        self._rows = {name: read_prompts(name, base=Path.cwd()) for name in (PROMPTS, FIRST_PROMPTS)}
+        inputs = {name: open_prompts(InputGlob(glob=str(name)), Path.cwd()) for name in (PROMPTS, FIRST_PROMPTS)}
+        self._rows = {name: list(prompts.rows()) for name, prompts in inputs.items()}
 
     def flow(self, seed: int, prompts: str) -> tuple[float, list[list[int]], dict[str, float]]:
         """Seconds of the whole flow, the tokens it drew and the seconds of its stages."""

@@ -134,8 +134,8 @@ class _Update:
         import torch
         from torch import nn
 
-        from rollout_core.algorithms.learners import VALUES
         from rollout_core.algorithms.loop import build_accelerator, build_optimizer
+        from rollout_core.algorithms.on_policy_updates import VALUES
         from rollout_core.algorithms.policy import Policy
         from rollout_core.algorithms.state import TrainState
 

@@ -13,7 +13,7 @@ from rollout_core.base.errors import Recoverable
 from rollout_core.base.ids import ContentId
 from rollout_core.base.stopping import run_async
 from rollout_core.config import BackendConfig, InferBatchConfig, SamplingParams, Settings, WorkersConfig
-from rollout_core.data.prompt_files import open_prompts
+from rollout_core.data.dataset_sources import open_prompts
 from rollout_core.data.samples import decode_completions_blob
 from rollout_core.inference.base import ModelRef
 from rollout_core.inference.batch import BatchOptions, Progress, Work
@@ -126,7 +126,7 @@ class _ShardRun:
     def _options(self) -> BatchOptions:
         return BatchOptions(
             mode="test",
-            # Whole shards, where that makes them repeatable; see `rollout_core.config.backends`.
+            # Whole shards, where that makes them repeatable; see `rollout_core.config.inference`.
             deterministic=self._job.backend.owns_batches,
             keep_done=True,
             # Otherwise the stage's lock, a file, does not keep all others out.

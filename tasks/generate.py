@@ -9,7 +9,6 @@ from rollout_core.base.ids import ContentId, content_id
 from rollout_core.base.locks import exclusive
 from rollout_core.base.stopping import run_async
 from rollout_core.config import BackendConfig, SamplingParams, identity
-from rollout_core.data.datasets import parse_prompts
 from rollout_core.data.examples import positions_between
 from rollout_core.data.samples import encode_samples, make_samples
 from rollout_core.inference.base import ModelRef
@@ -25,6 +24,7 @@ from rollout_core.store.types import RolloutMode
 from tasks import artifacts, connections
 from tasks.logs import stage_logger
 from tasks.stage import current_stage, stage
+from tests.rows import parse_prompts
 
 
 @stage(version=1, optional=("seed",))

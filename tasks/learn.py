@@ -1,10 +1,12 @@
-"""The stages that train: supervised fine-tuning, learning from preferences, and one PPO iteration."""
+"""The stages that train: supervised fine-tuning, learning from preferences, one PPO or GRPO iteration."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from prefect.runtime import flow_run
@@ -17,19 +19,44 @@ from rollout_core.config import (
     GRPOSettings,
     IPOSettings,
     KTOSettings,
-    OnPolicySettings,
+    LearnerSettings,
     PPOSettings,
     RewardModelSettings,
     SFTSettings,
     identity,
 )
-from rollout_core.data.data_report import DataReport
+from rollout_core.data.tokenized import DataReport
 from rollout_core.launch import run_update
-from rollout_core.launch.job import UpdateName
+from rollout_core.launch.launcher import UpdateName
 from rollout_core.objects.records import Checkpoint, Scores
 from tasks import artifacts, connections
 from tasks.logs import StepLog, stage_logger
 from tasks.stage import StageRun, current_stage, stage
+
+
+@dataclass(frozen=True)
+class UpdateJob:
+    """What a stage was asked to train."""
+
+    update: UpdateName
+    settings: LearnerSettings
+    inputs: Mapping[str, Any]
+    """The update's other arguments: content ids and scores by name."""
+    seed: int
+    num_threads: int | None
+    label: str
+    """Ends the titles that people see."""
+    start_from: ContentId | None = None
+
+    @property
+    def kind(self) -> str:
+        """The algorithm by its usual name."""
+        return getattr(self.settings, "kind", self.update)
+
+    @property
+    def made_from(self) -> dict[str, ContentId | None]:
+        """What the checkpoint comes from, for people to read."""
+        return {name.replace("_", " "): value for name, value in self.inputs.items() if not isinstance(value, Scores)}
 
 
 @stage(version=3, concurrency="learner", optional=("held_out", "start_from"))
@@ -45,26 +72,8 @@ def sft_update(
     label: str = "",
 ) -> Checkpoint:
     """Fine-tune a model on prompt/completion or chat rows; resumes from its last snapshot."""
-    run = current_stage()
-    with _update_context(run, seed, num_threads, "SFT", start_from, base_model=model) as context:
-        checkpoint, report = _update(
-            "sft",
-            context,
-            on_data=lambda report: _show_data("sft", report),
-            model=model,
-            dataset=dataset,
-            settings=settings,
-            held_out=held_out,
-        )
-    checkpoint = _with_data_report(run, checkpoint, report)
-    losses = [row["loss"] for row in _metrics(run, checkpoint)]
-    artifacts.curve("sft-loss", losses, title=f"SFT loss {label}".strip(), x_label="step", y_label="loss")
-    _show(
-        checkpoint,
-        {"model": model, "dataset": dataset, "held out": held_out, "start": start_from},
-        f"SFT checkpoint {label}".strip(),
-    )
-    return checkpoint
+    inputs = {"model": model, "dataset": dataset, "held_out": held_out}
+    return _learn_from_rows(UpdateJob("sft", settings, inputs, seed, num_threads, label, start_from))
 
 
 @stage(version=2, concurrency="learner", optional=("held_out", "start_from"))
@@ -80,8 +89,8 @@ def rm_update(
     label: str = "",
 ) -> Checkpoint:
     """Train a reward model on pairs; resumes from its last snapshot."""
-    inputs = {"model": model, "dataset": dataset}
-    return _learn_preferences("rm", inputs, settings, seed, num_threads, held_out, start_from, label)
+    inputs = {"model": model, "dataset": dataset, "held_out": held_out}
+    return _learn_from_rows(UpdateJob("rm", settings, inputs, seed, num_threads, label, start_from))
 
 
 @stage(version=2, concurrency="learner", optional=("held_out", "start_from"))
@@ -98,8 +107,8 @@ def dpo_update(
     label: str = "",
 ) -> Checkpoint:
     """DPO or IPO of a model on pairs; resumes from its last snapshot."""
-    inputs = {"model": model, "reference": reference, "dataset": dataset}
-    return _learn_preferences("dpo", inputs, settings, seed, num_threads, held_out, start_from, label)
+    inputs = {"model": model, "reference": reference, "dataset": dataset, "held_out": held_out}
+    return _learn_from_rows(UpdateJob("preference", settings, inputs, seed, num_threads, label, start_from))
 
 
 @stage(version=2, concurrency="learner", optional=("held_out", "start_from"))
@@ -116,8 +125,22 @@ def kto_update(
     label: str = "",
 ) -> Checkpoint:
     """KTO of a model on labelled answers; resumes from its last snapshot."""
-    inputs = {"model": model, "reference": reference, "dataset": dataset}
-    return _learn_preferences("kto", inputs, settings, seed, num_threads, held_out, start_from, label)
+    inputs = {"model": model, "reference": reference, "dataset": dataset, "held_out": held_out}
+    return _learn_from_rows(UpdateJob("preference", settings, inputs, seed, num_threads, label, start_from))
+
+
+def _learn_from_rows(job: UpdateJob) -> Checkpoint:
+    run, name = current_stage(), job.kind.upper()
+    with _update_context(run, job, name, base_model=job.inputs["model"]) as context:
+        checkpoint, report = _update(job, context, on_data=partial(_show_data, job.kind))
+    checkpoint = checkpoint.model_copy(update={"data_report": run.objects.put_json(report.document())})
+    metrics = [json.loads(line) for line in run.objects.get_bytes(checkpoint.metrics).splitlines()]
+    for figure, short in (("loss", "loss"), ("rewards/margins", "margins")):
+        if values := [row[figure] for row in metrics if figure in row]:
+            title = f"{name} {short} {job.label}".strip()
+            artifacts.curve(f"{job.kind}-{short}", values, title=title, x_label="step", y_label=figure)
+    _show(checkpoint, {**job.made_from, "start": job.start_from}, f"{name} checkpoint {job.label}".strip())
+    return checkpoint
 
 
 def _show_data(kind: str, report: DataReport) -> None:
@@ -126,42 +149,6 @@ def _show_data(kind: str, report: DataReport) -> None:
     rows = [{"figure": name, "value": value} for name, value in figures.items()]
     artifacts.table(f"{kind}-data", rows, "What became of the training rows")
     stage_logger().info("data: %s", ", ".join(f"{name} {value}" for name, value in figures.items()))
-
-
-def _with_data_report(run: StageRun, checkpoint: Checkpoint, report: DataReport) -> Checkpoint:
-    return checkpoint.model_copy(update={"data_report": run.objects.put_json(report.document())})
-
-
-def _learn_preferences(
-    name: UpdateName,
-    inputs: Mapping[str, ContentId],
-    settings: RewardModelSettings | DPOSettings | IPOSettings | KTOSettings,
-    seed: int,
-    num_threads: int | None,
-    held_out: ContentId | None,
-    start_from: ContentId | None,
-    label: str,
-) -> Checkpoint:
-    run = current_stage()
-    kind = name if isinstance(settings, RewardModelSettings) else settings.kind
-    with _update_context(run, seed, num_threads, kind.upper(), start_from, base_model=inputs["model"]) as context:
-        checkpoint, report = _update(
-            name,
-            context,
-            on_data=lambda report: _show_data(kind, report),
-            settings=settings,
-            held_out=held_out,
-            **inputs,
-        )
-    checkpoint = _with_data_report(run, checkpoint, report)
-    metrics = _metrics(run, checkpoint)
-    for figure, short in (("loss", "loss"), ("rewards/margins", "margins")):
-        title = f"{kind.upper()} {short} {label}".strip()
-        values = [row[figure] for row in metrics]
-        artifacts.curve(f"{kind}-{short}", values, title=title, x_label="step", y_label=figure)
-    made_from = {**inputs, "held out": held_out, "start": start_from}
-    _show(checkpoint, made_from, f"{kind.upper()} checkpoint {label}".strip())
-    return checkpoint
 
 
 @stage(version=3, concurrency="learner")
@@ -178,8 +165,8 @@ def ppo_update(
     label: str = "",
 ) -> Checkpoint:
     """One PPO iteration over scored completions of ``model``; resumes from its last snapshot."""
-    inputs = {"model": model, "train_state": train_state, "reference": reference, "samples": samples}
-    return _learn_on_policy("ppo", inputs, scores, settings, seed, num_threads, label)
+    inputs = {"model": model, "train_state": train_state, "reference": reference, "scores": scores, "samples": samples}
+    return _learn_on_policy(UpdateJob("ppo", settings, inputs, seed, num_threads, label))
 
 
 @stage(version=2, concurrency="learner")
@@ -196,49 +183,33 @@ def grpo_update(
     label: str = "",
 ) -> Checkpoint:
     """One GRPO iteration over scored groups of completions of ``model``; resumes from its last snapshot."""
-    inputs = {"model": model, "train_state": train_state, "reference": reference, "samples": samples}
-    return _learn_on_policy("grpo", inputs, scores, settings, seed, num_threads, label)
+    inputs = {"model": model, "train_state": train_state, "reference": reference, "scores": scores, "samples": samples}
+    return _learn_on_policy(UpdateJob("grpo", settings, inputs, seed, num_threads, label))
 
 
-def _learn_on_policy(
-    name: UpdateName,
-    inputs: Mapping[str, ContentId | None],
-    scores: Scores,
-    settings: OnPolicySettings,
-    seed: int,
-    num_threads: int | None,
-    label: str,
-) -> Checkpoint:
-    run = current_stage()
+def _learn_on_policy(job: UpdateJob) -> Checkpoint:
+    run, reference = current_stage(), job.inputs["reference"]
     # The same in all iterations of a run, which draw one curve together.
-    series = content_id("series/1", [flow_run.name, run.name, inputs["reference"], identity(settings)])
-    title = f"{name.upper()} {label}".strip()
-    reference = inputs["reference"]
-    assert reference is not None, "on-policy updates have one"
-    with _update_context(run, seed, num_threads, title, series=series, base_model=reference) as context:
-        checkpoint = _update(name, context, scores=scores, settings=settings, **inputs)
+    series = content_id("series/1", [flow_run.name, run.name, reference, identity(job.settings)])
+    title = f"{job.update.upper()} {job.label}".strip()
+    with _update_context(run, job, title, base_model=reference, series=series) as context:
+        checkpoint = _update(job, context)
     rows = [{"figure": figure, "value": value} for figure, value in checkpoint.summary.items()]
-    artifacts.table(name, rows, title)
-    made_from = {key.replace("_", " "): value for key, value in inputs.items() if key != "samples"}
-    _show(checkpoint, {**made_from, "scores": scores.scores}, f"{name.upper()} checkpoint {label}".strip())
+    artifacts.table(job.update, rows, title)
+    made_from = {name: value for name, value in job.made_from.items() if name != "samples"}
+    scores = job.inputs["scores"].scores
+    _show(checkpoint, {**made_from, "scores": scores}, f"{job.update.upper()} checkpoint {job.label}".strip())
     return checkpoint
 
 
-def _update(name: UpdateName, context: UpdateContext, **inputs: Any) -> Any:
-    """What the update returns; lines of processes of its own go to the run's log."""
-    return run_update(name, context, on_line=stage_logger().info, **inputs)
+def _update(job: UpdateJob, context: UpdateContext, **options: Any) -> Any:
+    """What the update returns; the output of processes of its own goes to the run's log."""
+    return run_update(job.update, context, on_line=stage_logger().info, settings=job.settings, **job.inputs, **options)
 
 
 @contextmanager
 def _update_context(
-    run: StageRun,
-    seed: int,
-    num_threads: int | None,
-    title: str,
-    start_from: ContentId | None = None,
-    series: ContentId | None = None,
-    *,
-    base_model: ContentId,
+    run: StageRun, job: UpdateJob, title: str, *, base_model: ContentId, series: ContentId | None = None
 ) -> Iterator[UpdateContext]:
     last_step = 0
 
@@ -260,21 +231,17 @@ def _update_context(
             cache=connections.cache_folder(),
             key=run.key,
             run_id=run.run_id,
-            seed=seed,
+            seed=job.seed,
             run_name=flow_run.name or "",
-            start_from=start_from,
+            start_from=job.start_from,
             tracking=connections.tracking_folder(),
             series=series,
             base_model=base_model,
-            num_threads=num_threads,
+            num_threads=job.num_threads,
             is_stopping=is_stopping,
             on_step=on_step,
             on_start=on_start,
         )
-
-
-def _metrics(run: StageRun, checkpoint: Checkpoint) -> list[dict[str, float]]:
-    return [json.loads(line) for line in run.objects.get_bytes(checkpoint.metrics).splitlines()]
 
 
 def _show(checkpoint: Checkpoint, made_from: Mapping[str, ContentId | None], title: str) -> None:

@@ -36,7 +36,7 @@ from tests.server_logs import ServerLogs
 BUCKET = "objects"
 """On the S3 server of the tests."""
 PROJECT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(PROJECT / "examples"))
+sys.path[:0] = [str(PROJECT / "examples"), str(PROJECT / "examples" / "library")]
 
 
 @pytest.fixture(scope="session")
@@ -61,16 +61,19 @@ def other_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def weights_stay_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model may be built on the meta device, where tensors have no bytes; any other load fails the test."""
-    from transformers import AutoModelForCausalLM
+    """A model may be built on the meta device, where tensors have no bytes; any other load fails the test.
 
-    load = AutoModelForCausalLM.from_pretrained
+    Every model class, the automatic ones included, comes to this method of transformers.
+    """
+    from transformers import PreTrainedModel
 
-    def refuse(*arguments: Any, **options: Any) -> Any:
+    load = PreTrainedModel.from_pretrained.__func__
+
+    def refuse(cls: Any, *arguments: Any, **options: Any) -> Any:
         assert options.get("device_map") == "meta", "no weights may be loaded here"
-        return load(*arguments, **options)
+        return load(cls, *arguments, **options)
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(refuse))
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from rollout_core.base.ids import hash_bytes, sample_id
 from rollout_core.config import ModelSource, SamplingParams, TransformersBackend
 from rollout_core.inference.base import ModelRef, Request
 from rollout_core.inference.hf import TransformersEngine
-from rollout_core.models import adapters
+from rollout_core.models import model_import
 from rollout_core.models.model_import import import_model
 from rollout_core.objects import ObjectStore
 from rollout_core.plans.plan import check_model
@@ -91,13 +91,13 @@ def test_it_is_merged_once_and_known_by_model_and_adapter(tiny_model, adapter, t
     first = import_model(source(tiny_model, adapter), objects, Path())
     base = import_model(ModelSource(uri=str(tiny_model)), objects, Path())
     stored = objects.put_tree(_clean(adapter, tmp_path / "clean"))
-    merge = adapters._merge
-    monkeypatch.setattr(adapters, "_merge", lambda *folders: pytest.fail("merged before"))
+    merge = model_import._merge
+    monkeypatch.setattr(model_import, "_merge", lambda *folders: pytest.fail("merged before"))
     shutil.copytree(adapter, tmp_path / "elsewhere")
     for model in (str(tiny_model), base):
         for uri in (str(adapter), str(tmp_path / "elsewhere"), stored):
             assert import_model(ModelSource(uri=model, adapter=uri), objects, Path()) == first
-    monkeypatch.setattr(adapters, "_merge", merge)
+    monkeypatch.setattr(model_import, "_merge", merge)
     other = make_adapter(tiny_model, tmp_path / "other", seed=2)
     assert len({first, base, import_model(source(tiny_model, other), objects, Path())}) == 3
     again = ObjectStore.from_url(f"file://{tmp_path / 'another-store'}")
@@ -115,7 +115,7 @@ def test_an_adapter_edited_while_it_is_merged_is_not_kept_under_the_id_of_the_ot
     get_tree = ObjectStore.get_tree
 
     def edit_and_get(self: ObjectStore, *arguments) -> None:
-        shutil.copyfile(other / adapters.WEIGHTS, edited / adapters.WEIGHTS)
+        shutil.copyfile(other / model_import.WEIGHTS, edited / model_import.WEIGHTS)
         get_tree(self, *arguments)
 
     monkeypatch.setattr(ObjectStore, "get_tree", edit_and_get)
@@ -125,7 +125,7 @@ def test_an_adapter_edited_while_it_is_merged_is_not_kept_under_the_id_of_the_ot
 
 def _clean(adapter: Path, folder: Path) -> Path:
     folder.mkdir()
-    for name in (adapters.CONFIG, adapters.WEIGHTS):
+    for name in (model_import.CONFIG, model_import.WEIGHTS):
         shutil.copyfile(adapter / name, folder / name)
     return folder
 
@@ -159,18 +159,18 @@ def test_transformers_generates_with_it(tiny_model, adapter, tmp_path, objects):
 
 def damaged(adapter: Path, folder: Path, what: str) -> Path:
     shutil.copytree(adapter, folder)
-    config = json.loads((folder / adapters.CONFIG).read_text())
-    weights = load_file(folder / adapters.WEIGHTS)
+    config = json.loads((folder / model_import.CONFIG).read_text())
+    weights = load_file(folder / model_import.WEIGHTS)
     first = sorted(weights)[0]
     match what:
         case "no weights":
-            (folder / adapters.WEIGHTS).rename(folder / "adapter_model.bin")
+            (folder / model_import.WEIGHTS).rename(folder / "adapter_model.bin")
             return folder
         case "no configuration":
-            (folder / adapters.CONFIG).unlink()
+            (folder / model_import.CONFIG).unlink()
             return folder
         case "cut off":
-            (folder / adapters.WEIGHTS).write_bytes((folder / adapters.WEIGHTS).read_bytes()[:2000])
+            (folder / model_import.WEIGHTS).write_bytes((folder / model_import.WEIGHTS).read_bytes()[:2000])
             return folder
         case "another rank":
             config["r"] = 8
@@ -186,8 +186,8 @@ def damaged(adapter: Path, folder: Path, what: str) -> Path:
             weights[first.replace("layers.0", "layers.9")] = weights[first].clone()
         case "no adapter":
             config = {"model_type": "qwen2"}
-    (folder / adapters.CONFIG).write_text(json.dumps(config))
-    save_file(weights, folder / adapters.WEIGHTS)
+    (folder / model_import.CONFIG).write_text(json.dumps(config))
+    save_file(weights, folder / model_import.WEIGHTS)
     return folder
 
 

@@ -11,11 +11,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForSequenceClassification, LlamaConfig, PreTrainedTokenizerFast, T5Config
 
-from rollout_core.algorithms import state
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import CONFIG_KINDS, apply_overrides, parse_config
 from rollout_core.config.rewards import FunctionReward
-from rollout_core.models.sizes import ModelSize
+from rollout_core.models.facts import ModelSize
 from rollout_core.plans import resources
 from rollout_core.plans.learner_plan import plan_kto, plan_on_policy, plan_pairs, plan_sft
 from rollout_core.plans.resources import Training, estimate_memory, readable, state_bytes
@@ -50,7 +49,6 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 def work(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, weights_stay_unread: None) -> Path:
     """A folder with a model; whoever loads weights fails the test."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(state, "load_policy", lambda *arguments: pytest.fail("weights were loaded"))
     shutil.copytree(tiny_model, tmp_path / "model")
     return tmp_path
 

@@ -108,7 +108,6 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, weights_stay_unread: None) -
         "rollout_core.inference.engines.build_backend",
         "rollout_core.inference.hf.TransformersEngine.__init__",
         "rollout_core.inference.vllm_backend.VLLMEngine.__init__",
-        "rollout_core.algorithms.state.load_policy",
     ):
         monkeypatch.setattr(place, refuse)
 

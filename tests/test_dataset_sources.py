@@ -26,8 +26,7 @@ from rollout_core.config import (
 )
 from rollout_core.data import dataset_sources
 from rollout_core.data.dataset_sources import import_dataset, read_dataset, stored_rows
-from rollout_core.data.datasets import PromptRow, Row, SftRow, to_jsonl
-from rollout_core.data.preferences import PairRow, UnpairedRow
+from rollout_core.data.datasets import PairRow, PromptRow, Row, SftRow, UnpairedRow, to_jsonl
 from rollout_core.models.locating import Unchecked
 from rollout_core.objects import ObjectStore
 

@@ -13,18 +13,11 @@ from hypothesis import given, settings, strategies as st
 from pydantic import ValidationError
 
 from rollout_core.base.errors import ConfigError, DataError
-from rollout_core.data.datasets import (
-    MAX_VIOLATIONS,
-    PromptRow,
-    SftRow,
-    iter_prompts,
-    parse_prompts,
-    parse_sft,
-    read_prompts,
-    read_sft,
-    to_jsonl,
-)
-from rollout_core.models.chat import ChatMessage
+from rollout_core.config import JsonlDataset
+from rollout_core.data.dataset_sources import read_dataset
+from rollout_core.data.datasets import MAX_VIOLATIONS, PromptRow, SftRow, to_jsonl
+from rollout_core.models.tokenizers import ChatMessage
+from tests.rows import iter_prompts, parse_prompts, parse_sft, read_prompts
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 
@@ -193,7 +186,9 @@ def test_input_without_rows_is_an_error(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"no input rows matched 'x\*': no such file"):
         read_prompts("x*", base=tmp_path)
     with pytest.raises(ConfigError, match=r"no input rows matched 'x\.jsonl': no such file"):
-        read_sft("x.jsonl", base=tmp_path)
+        read_prompts("x.jsonl", base=tmp_path)
+    with pytest.raises(ConfigError, match=r"dataset 'x\.jsonl' cannot be read: No such file"):
+        list(read_dataset(JsonlDataset(path="x.jsonl"), SftRow, base=tmp_path))
 
 
 def test_a_folder_or_an_unreadable_file_is_an_error(tmp_path: Path):
@@ -222,7 +217,7 @@ def test_rows_stream_up_to_the_first_problem_and_then_all_problems_are_raised(tm
 
 def test_demonstrations_are_pairs_or_conversations(tmp_path: Path):
     (tmp_path / "sft.jsonl").write_bytes(lines({"prompt": "a", "completion": "b", "source": "web"}, {"messages": CHAT}))
-    pair, chat = read_sft(tmp_path / "sft.jsonl")
+    pair, chat = read_dataset(JsonlDataset(path="sft.jsonl"), SftRow, base=tmp_path)
     assert (pair.prompt, pair.completion, pair.messages, pair.extras) == ("a", "b", None, {"source": "web"})
     assert chat.messages is not None and [message.role for message in chat.messages] == ["user", "assistant"]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.config.expressions import FUNCTIONS, compile_expression
+from rollout_core.config.rewards import FUNCTIONS, compile_expression
 
 VALUES = {"quality": 0.75, "num_tokens": 40.0, "truncated": 1.0}
 

@@ -30,8 +30,7 @@ from rollout_core.inference.hf import TransformersEngine
 from rollout_core.models.bounded import inspecting, tokenizing
 from rollout_core.models.bounded.keeper import KeptChild
 from rollout_core.models.bounded.tokenizing import Chat, Problem, encode, how_prompts_vary, render
-from rollout_core.models.chat import ChatMessage
-from rollout_core.models.tokenizers import load_tokenizer
+from rollout_core.models.tokenizers import ChatMessage, load_tokenizer
 from rollout_core.plans.plan import check_model
 from rollout_core.store.sql.database_urls import is_postgres
 
@@ -193,7 +192,7 @@ def test_a_busy_machine_is_nobodys_fault_and_worth_another_try(model, tokenizer,
     for ask in (
         lambda: render(tokenizer, chats("one", "two")),
         lambda: encode(tokenizer, ["sort 1 ="], special_tokens=True),
-        lambda: inspecting.inspect_folder(model, has_weights=True),
+        lambda: inspecting.inspect_bounded(model, has_weights=True),
     ):
         with pytest.raises(Recoverable, match="took longer than 0 s to start"):
             ask()

@@ -11,9 +11,8 @@ import pytest
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import ModelSource
-from rollout_core.models.adapters import CONFIG, WEIGHTS
 from rollout_core.models.model_folders import check_own_file, near_folder
-from rollout_core.models.model_import import import_model
+from rollout_core.models.model_import import CONFIG, WEIGHTS, import_model
 from rollout_core.objects import ObjectStore
 from rollout_core.plans.plan import check_model
 
@@ -116,7 +115,7 @@ def test_it_is_refused_where_the_hub_is_out_of_reach_and_an_unlike_name_is_told_
     model, tmp_path, monkeypatch
 ):
     from rollout_core.models import locating
-    from rollout_core.models.hub import HubOutOfReach
+    from rollout_core.models.locating import HubOutOfReach
 
     def out_of_reach(uri, *arguments, download):
         if not download:

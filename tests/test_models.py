@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import rollout_core.models.tokenizers
+from rollout_core.algorithms.reward_model import load_reward_model
 from rollout_core.base.errors import ConfigError, Conflict
 from rollout_core.base.ids import hash_bytes, is_content_id
 from rollout_core.config import ModelSource
@@ -26,8 +28,8 @@ from rollout_core.models import model_import
 from rollout_core.models.facts import ModelFacts, inspect_model
 from rollout_core.models.locating import Unchecked, locate_model
 from rollout_core.models.model_import import import_model
+from rollout_core.models.pretrained import load_causal_lm
 from rollout_core.models.tokenizers import copy_tokenizer, load_tokenizer
-from rollout_core.models.weights import load_causal_lm
 from rollout_core.objects import ObjectStore
 from rollout_core.plans.plan import check_model
 
@@ -288,6 +290,12 @@ def test_a_shard_that_the_index_names_must_be_there(model):
 
 
 # What is known of one
+
+
+@pytest.mark.parametrize("load", [load_causal_lm, partial(load_reward_model, new_head=True)])
+def test_whoever_reads_weights_that_are_to_stay_unread_is_caught(tiny_model, weights_stay_unread, load):
+    with pytest.raises(AssertionError, match="no weights may be loaded here"):
+        load(tiny_model)
 
 
 def test_a_good_folder_is_described_without_its_weights(tiny_model, monkeypatch, weights_stay_unread):

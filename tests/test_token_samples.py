@@ -10,19 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+from rollout_core.algorithms.advantages import Groups
 from rollout_core.algorithms.experience import build_batch
-from rollout_core.algorithms.groups import Groups
 from rollout_core.algorithms.grpo import compare_groups
-from rollout_core.algorithms.learners import grpo_update, load_groups, load_trajectories, ppo_update
+from rollout_core.algorithms.on_policy_updates import grpo_update, load_groups, load_trajectories, ppo_update
 from rollout_core.algorithms.policy import Policy
-from rollout_core.algorithms.state import load_policy
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import GRPOSettings, JsonlDataset, OptimizerConfig, PPOSettings
-from rollout_core.data.completions import Completion
-from rollout_core.data.samples import Sample, encode_completion, encode_samples
+from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
 from rollout_core.inference.ledger import Answer, SampleLedger
 from rollout_core.inference.training_samples import TokenSample, adapt_rollouts, file_experience
+from rollout_core.models.pretrained import load_causal_lm
 from rollout_core.objects import ObjectStore
 from rollout_core.store import InMemoryLightningStore, Span
 from rollout_core.store.semconv import AGL_ANNOTATION, AGL_REWARD
@@ -209,7 +208,7 @@ async def test_all_turns_have_the_advantage_of_their_rollout_whatever_their_numb
     settings = GRPOSettings(**COMMON, samples_per_prompt=2, advantage_scaling="none")
     groups = load_groups(place.objects, experience.as_scores(), settings)
     batch = build_batch(load_trajectories(place.objects, experience.samples, experience.as_scores()))
-    policy = Policy(load_policy(tiny_model).eval())
+    policy = Policy(load_causal_lm(tiny_model).eval())
     compared, figures = compare_groups(policy, None, batch, settings, device=torch.device("cpu"), groups=groups)
     assert compared.columns["advantages"][:, 0].tolist() == [-1.0, 1.0, -1.0, -1.0]
     assert figures["reward"] == 1.0 and figures["reward_std"] == pytest.approx(2**0.5)

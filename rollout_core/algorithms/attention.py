@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from rollout_core.algorithms.precision import product_dtype
+from rollout_core.algorithms.heads import product_dtype
 from rollout_core.base.errors import ConfigError
 from rollout_core.data.packing import Layout
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rollout_core.algorithms.groups import Groups
+from rollout_core.algorithms.advantages import Groups
 from rollout_core.algorithms.parallel import all_reduce_sum, split_across_ranks
 from rollout_core.algorithms.policy import Policy
 from rollout_core.base.errors import Fatal

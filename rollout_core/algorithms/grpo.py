@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from rollout_core.algorithms.advantages import group_advantages
+from rollout_core.algorithms.advantages import Groups, group_advantages
 from rollout_core.algorithms.experience import (
     OnPolicyUpdate,
     PolicyBatch,
@@ -23,7 +23,6 @@ from rollout_core.algorithms.experience import (
     pass_minibatches,
     score_completions,
 )
-from rollout_core.algorithms.groups import Groups
 from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.losses import grpo_loss
 from rollout_core.algorithms.policy import Policy

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout_core.algorithms.attention import PACKED_ATTENTION
-from rollout_core.algorithms.heads import target_logprobs, weighted_nll
-from rollout_core.algorithms.precision import scalar_head
+from rollout_core.algorithms.heads import scalar_head, target_logprobs, weighted_nll
 from rollout_core.base.errors import ConfigError
 from rollout_core.data.packing import Document, PackedTokens, pack, unpacked_rows
 from rollout_core.models.architecture import check_output_layer

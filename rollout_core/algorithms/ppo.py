@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from rollout_core.algorithms.advantages import gae, masked_whiten
+from rollout_core.algorithms.advantages import Groups, gae, masked_whiten
 from rollout_core.algorithms.experience import (
     OnPolicyUpdate,
     PolicyBatch,
@@ -25,7 +25,6 @@ from rollout_core.algorithms.experience import (
     pass_minibatches,
     score_completions,
 )
-from rollout_core.algorithms.groups import Groups
 from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.losses import ppo_policy_loss, ppo_value_loss
 from rollout_core.algorithms.policy import Policy

@@ -15,15 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout_core.algorithms.budget import num_steps
+from rollout_core.algorithms.dataset_algorithm import DatasetAlgorithm, share_of_step
+from rollout_core.algorithms.heads import scalar_head
 from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.losses import bradley_terry_loss
 from rollout_core.algorithms.policy import PackedModel
-from rollout_core.algorithms.precision import scalar_head
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.numerics import check_numerics, cpu_threads, default_threads
 from rollout_core.config import RewardModelSettings
-from rollout_core.data.examples import positions_at
 from rollout_core.data.packing import Document, PackedTokens, num_branch_tokens, pack, pack_branches
 from rollout_core.data.preference_data import Pair
 from rollout_core.models.architecture import check_score_head
@@ -47,7 +46,7 @@ class ScoredPairs:
     """[P] float32."""
 
 
-class BradleyTerry:
+class BradleyTerry(DatasetAlgorithm[ScoredPairs]):
     """`Algorithm` over tokenised pairs. The loss of a step is the mean over all its pairs."""
 
     name = "rm"
@@ -64,24 +63,16 @@ class BradleyTerry:
         self._model = model
         self._pairs = pairs
         self._uses_margins = settings.head == "bradley_terry"
-        self._settings = settings
-        self._seed = seed
-        self._device = device
-        self.num_items = len(pairs)
-        self.num_steps = num_steps(
+        self._center_coef = settings.center_coef
+        super().__init__(
             settings,
-            self.num_items,
+            len(pairs),
             seed=seed,
+            device=device,
             item_tokens=lambda item: num_branch_tokens(_shared_document(pairs[item])),
         )
 
-    def minibatches(self, step: int) -> list[ScoredPairs]:
-        size, count = self._settings.minibatch_size, self._settings.gradient_accumulation
-        positions = positions_at(step, num_items=len(self._pairs), per_step=size * count, seed=self._seed)
-        return [self.minibatch(positions[start : start + size]) for start in range(0, len(positions), size)]
-
     def minibatch(self, positions: Sequence[int]) -> ScoredPairs:
-        """The pairs at ``positions``."""
         pairs = [self._pairs[position] for position in positions]
         margins = torch.tensor([pair.margin if self._uses_margins else 0.0 for pair in pairs])
         return ScoredPairs(pack_branches([_shared_document(pair) for pair in pairs]), margins)
@@ -89,24 +80,19 @@ class BradleyTerry:
     def loss(self, batch: ScoredPairs, step_batches: Sequence[ScoredPairs]) -> MinibatchLoss:
         chosen, rejected = self._model(batch.tokens.to(self._device)).view(-1, 2).T
         loss = bradley_terry_loss(chosen, rejected, batch.margins.to(chosen))
-        if self._settings.center_coef:
-            loss = loss + self._settings.center_coef * ((chosen + rejected) ** 2).mean()
-        pairs = len(chosen)
+        if self._center_coef:
+            loss = loss + self._center_coef * ((chosen + rejected) ** 2).mean()
         figures = {
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,
             "rewards/margins": chosen - rejected,
             "rewards/accuracies": (chosen > rejected).float(),
         }
-        # The loss is a mean over this minibatch; the step's denominator is its number of pairs over all minibatches.
-        share = pairs / sum(len(other.margins) for other in step_batches)
-        return MinibatchLoss(share * loss, {name: (values.mean(), pairs) for name, values in figures.items()})
+        step_pairs = sum(len(other.margins) for other in step_batches)
+        return share_of_step(loss, figures, items=len(chosen), step_items=step_pairs)
 
-    def num_tokens(self, batch: ScoredPairs) -> int:
-        return batch.tokens.num_tokens
-
-    def sequences(self, batch: ScoredPairs) -> list[list[int]]:
-        return batch.tokens.sequences()
+    def tokens_of(self, batch: ScoredPairs) -> PackedTokens:
+        return batch.tokens
 
 
 def _shared_document(pair: Pair) -> Document:

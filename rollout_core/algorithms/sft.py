@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-from rollout_core.algorithms.budget import num_steps
+from rollout_core.algorithms.dataset_algorithm import DatasetAlgorithm
 from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.policy import Policy
 from rollout_core.config import SFTSettings
-from rollout_core.data.examples import Example, positions_at
+from rollout_core.data.examples import Example
 from rollout_core.data.packing import Document, PackedTokens, pack
 
 
-class SFT:
+class SFT(DatasetAlgorithm[PackedTokens]):
     """`Algorithm` over tokenised examples.
 
     The loss of a step sums over the trained tokens of all its minibatches and divides by their number, so gradient
@@ -28,33 +28,24 @@ class SFT:
     ) -> None:
         self._policy = policy
         self._examples = examples
-        self._settings = settings
-        self._seed = seed
-        self._device = device
-        self.num_items = len(examples)
-        self.num_steps = num_steps(
-            settings, self.num_items, seed=seed, item_tokens=lambda item: len(examples[item].token_ids)
+        super().__init__(
+            settings,
+            len(examples),
+            seed=seed,
+            device=device,
+            item_tokens=lambda item: len(examples[item].token_ids),
         )
 
-    def minibatches(self, step: int) -> list[PackedTokens]:
-        size, count = self._settings.minibatch_size, self._settings.gradient_accumulation
-        positions = positions_at(step, num_items=len(self._examples), per_step=size * count, seed=self._seed)
-        return [self.minibatch(positions[start : start + size]) for start in range(0, len(positions), size)]
-
     def minibatch(self, positions: Sequence[int]) -> PackedTokens:
-        """The examples at ``positions``."""
         examples = [self._examples[position] for position in positions]
         return pack([Document(example.token_ids, trained=example.trained) for example in examples])
 
     def loss(self, batch: PackedTokens, step_batches: Sequence[PackedTokens]) -> MinibatchLoss:
-        num_items = sum(other.num_targets for other in step_batches)
-        weights = torch.full((batch.num_targets,), 1.0 / num_items, device=self._device)
+        num_targets = sum(other.num_targets for other in step_batches)
+        weights = torch.full((batch.num_targets,), 1.0 / num_targets, device=self._device)
         found = self._policy(batch.to(self._device), nll_weights=weights)
         accuracy = found.is_best.float().mean()
         return MinibatchLoss(found.loss, {"mean_token_accuracy": (accuracy, batch.num_targets)})
 
-    def num_tokens(self, batch: PackedTokens) -> int:
-        return batch.num_tokens
-
-    def sequences(self, batch: PackedTokens) -> list[list[int]]:
-        return batch.sequences()
+    def tokens_of(self, batch: PackedTokens) -> PackedTokens:
+        return batch

@@ -24,8 +24,8 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import canonical_json
 from rollout_core.base.seeding import RngState, capture_rng, restore_rng
 from rollout_core.models.lora import adapter_weights, has_lora, merged_weights
+from rollout_core.models.pretrained import load_whole
 from rollout_core.models.tokenizers import copy_tokenizer
-from rollout_core.models.weights import load_causal_lm, load_whole
 
 STATE_VERSION = 2
 MODEL_FOLDER = "model"
@@ -160,11 +160,6 @@ def load_state(state: TrainState, folder: Path) -> None:
     state.extras = document["extras"]
     state.metrics = [json.loads(line) for line in (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
     restore_rng(RngState.from_json(document["rng"]))
-
-
-def load_policy(folder: Path) -> Any:
-    """The causal language model of a Hugging Face folder, float32, ready to train; raises as `load_causal_lm` does."""
-    return load_causal_lm(folder)
 
 
 def _saved_weights(model: Any, folder: Path) -> Mapping[str, Tensor]:

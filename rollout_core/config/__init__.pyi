@@ -1,33 +1,46 @@
-from .backends import (
-    BackendConfig as BackendConfig,
-    EngineConfig as EngineConfig,
-    OpenAIBackend as OpenAIBackend,
-    ScriptedBackend as ScriptedBackend,
-    TransformersBackend as TransformersBackend,
-    VLLMBackend as VLLMBackend,
-)
 from .base import (
     SCHEMA_VERSION as SCHEMA_VERSION,
-    ModelSource as ModelSource,
-    RunInfo as RunInfo,
-    Settings as Settings,
-    identity as identity,
-)
-from .datasets import (
     DatasetSource as DatasetSource,
     HuggingFaceDataset as HuggingFaceDataset,
     JsonlDataset as JsonlDataset,
+    ModelSource as ModelSource,
     ParquetDataset as ParquetDataset,
+    RunInfo as RunInfo,
+    Settings as Settings,
     StoredDataset as StoredDataset,
+    identity as identity,
+)
+from .inference import (
+    AdaptConfig as AdaptConfig,
+    BackendConfig as BackendConfig,
+    ChoiceOutput as ChoiceOutput,
+    DaskConfig as DaskConfig,
+    EngineConfig as EngineConfig,
+    GrammarOutput as GrammarOutput,
+    JsonSchemaOutput as JsonSchemaOutput,
+    OpenAIBackend as OpenAIBackend,
+    RegexOutput as RegexOutput,
+    SamplingParams as SamplingParams,
+    ScriptedBackend as ScriptedBackend,
+    StructuredOutput as StructuredOutput,
+    TransformersBackend as TransformersBackend,
+    VLLMBackend as VLLMBackend,
+    WorkersConfig as WorkersConfig,
 )
 from .learning import (
     BudgetConfig as BudgetConfig,
+    DatasetSettings as DatasetSettings,
+    DPOSettings as DPOSettings,
     HeldOutRows as HeldOutRows,
+    IPOSettings as IPOSettings,
+    KTOSettings as KTOSettings,
     LearnerSettings as LearnerSettings,
     LoRAConfig as LoRAConfig,
     LossOn as LossOn,
     OptimizerConfig as OptimizerConfig,
     ParallelConfig as ParallelConfig,
+    PreferenceSettings as PreferenceSettings,
+    RewardModelSettings as RewardModelSettings,
     SequenceConfig as SequenceConfig,
     SFTSettings as SFTSettings,
     SnapshotPolicy as SnapshotPolicy,
@@ -44,13 +57,6 @@ from .parsing import (
     apply_overrides as apply_overrides,
     load_config as load_config,
     parse_config as parse_config,
-)
-from .preference import (
-    DPOSettings as DPOSettings,
-    IPOSettings as IPOSettings,
-    KTOSettings as KTOSettings,
-    PreferenceSettings as PreferenceSettings,
-    RewardModelSettings as RewardModelSettings,
 )
 from .runs import (
     CONFIG_KINDS as CONFIG_KINDS,
@@ -70,8 +76,8 @@ from .runs import (
     PromotionConfig as PromotionConfig,
     RewardModelAlgorithm as RewardModelAlgorithm,
     Run as Run,
-    RunConfig as RunConfig,
     SFTAlgorithm as SFTAlgorithm,
+    TrainConfig as TrainConfig,
     TrainDPOConfig as TrainDPOConfig,
     TrainGRPOConfig as TrainGRPOConfig,
     TrainIPOConfig as TrainIPOConfig,
@@ -80,19 +86,4 @@ from .runs import (
     TrainRMConfig as TrainRMConfig,
     TrainSFTConfig as TrainSFTConfig,
     json_schema as json_schema,
-)
-from .sampling import (
-    SamplingParams as SamplingParams,
-)
-from .structured import (
-    ChoiceOutput as ChoiceOutput,
-    GrammarOutput as GrammarOutput,
-    JsonSchemaOutput as JsonSchemaOutput,
-    RegexOutput as RegexOutput,
-    StructuredOutput as StructuredOutput,
-)
-from .workers import (
-    AdaptConfig as AdaptConfig,
-    DaskConfig as DaskConfig,
-    WorkersConfig as WorkersConfig,
 )

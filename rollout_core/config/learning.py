@@ -1,4 +1,4 @@
-"""Settings of the learners: what enters the key of an update."""
+"""Settings of the learners, and in full of those that learn from data sets: SFT, reward models, DPO, IPO and KTO."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rollout_core.base.devices import mixed_precision, probe_device
 from rollout_core.base.numerics import numerics_identity
-from rollout_core.config.base import Settings
-from rollout_core.config.datasets import DatasetSource
+from rollout_core.config.base import DatasetSource, Settings
 from rollout_core.config.optimizers import ADAM_KEYS, OWN_KEYS, check_optimizer, optimizer_arguments, optimizer_class
 
 PLAIN_OPTIMIZERS = ("adamw", "adam", "sgd")
@@ -185,8 +184,6 @@ class LearnerSettings(Settings):
             del named["lora"]
         if self.parallel.nproc == 1:
             del named["parallel"]
-        if "sequence" in named:  # under the name it had when results were first kept
-            named["packing"] = {"kind": "off", "max_seq_len": named.pop("sequence")["max_length"]}
         return {**named, "precision": [probe_device(), mixed_precision(self.precision)], **numerics_identity()}
 
     @model_validator(mode="after")
@@ -207,14 +204,78 @@ class LearnerSettings(Settings):
         return self
 
 
-class SFTSettings(LearnerSettings):
-    """Supervised fine-tuning. Steps of 8 rows of up to 1,024 tokens are TRL's default, too; TRL makes 3 epochs."""
+class DatasetSettings(LearnerSettings):
+    """What learners from a data set share."""
 
     identity_without_default = frozenset({"evaluation"})
 
     dataset: DatasetSource
-    """Rows ``{prompt, completion}`` or ``{messages: [...]}``."""
     sequence: SequenceConfig = SequenceConfig()
-    loss_on: LossOn = LossOn()
     budget: BudgetConfig = BudgetConfig()
     evaluation: HeldOutRows | None = None
+
+    def cache_identity(self) -> Any:
+        named = super().cache_identity()
+        # Under the names it had when the first results were kept, or none of them would be found again.
+        named["packing"] = {"kind": "off", "max_seq_len": named.pop("sequence")["max_length"]}
+        return named
+
+
+class SFTSettings(DatasetSettings):
+    """Supervised fine-tuning. Steps of 8 rows of up to 1,024 tokens are TRL's default, too; TRL makes 3 epochs."""
+
+    dataset: DatasetSource
+    """Rows ``{prompt, completion}`` or ``{messages: [...]}``."""
+    loss_on: LossOn = LossOn()
+
+
+class PreferenceSettings(DatasetSettings):
+    """What learners from preference data share. ``minibatch_size`` counts pairs, or labelled answers.
+
+    Steps of 8 are TRL's default, too; DPO's paper (arXiv:2305.18290, appendix B) has steps of 64 pairs.
+    """
+
+
+class RewardModelSettings(PreferenceSettings):
+    """A reward model from pairs (Bradley-Terry; arXiv:2203.02155, eq. 1)."""
+
+    dataset: DatasetSource
+    """Rows ``{prompt, chosen, rejected}``, or whole sequences ``{chosen, rejected}``; optional ``margin``."""
+    head: Literal["bradley_terry", "pairwise_logistic"] = "bradley_terry"
+    """Two names of one loss, -log sigmoid(r_chosen - r_rejected); rows' margins count with bradley_terry only."""
+    center_coef: float = Field(default=0.0, ge=0)
+    """Weight of (r_chosen + r_rejected)^2 in the loss, which keeps rewards around 0 (arXiv:2312.09244)."""
+
+
+class _ReferencedSettings(PreferenceSettings):
+    beta: float = Field(default=0.1, gt=0)
+    """How closely the policy keeps to the reference: larger is closer."""
+
+
+class DPOSettings(_ReferencedSettings):
+    """Direct preference optimization (arXiv:2305.18290)."""
+
+    kind: Literal["dpo"] = "dpo"
+    dataset: DatasetSource
+    """Rows ``{prompt, chosen, rejected}``."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Share of pairs whose preference is taken to be flipped."""
+
+
+class IPOSettings(_ReferencedSettings):
+    """Identity preference optimization (arXiv:2310.12036); ``beta`` is the paper's tau."""
+
+    kind: Literal["ipo"] = "ipo"
+    dataset: DatasetSource
+    """Rows ``{prompt, chosen, rejected}``."""
+
+
+class KTOSettings(_ReferencedSettings):
+    """Kahneman-Tversky optimization (arXiv:2402.01306)."""
+
+    kind: Literal["kto"] = "kto"
+    dataset: DatasetSource
+    """Rows ``{prompt, completion, label}``; label true = desirable."""
+    desirable_weight: float = Field(default=1.0, gt=0)
+    undesirable_weight: float = Field(default=1.0, gt=0)
+    """With the desirable one it should make up for unequal counts: weight times count in a ratio of 1:1 to 4:3."""

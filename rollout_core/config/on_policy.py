@@ -7,10 +7,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from rollout_core.config.base import Settings
-from rollout_core.config.datasets import DatasetSource
+from rollout_core.config.base import DatasetSource, Settings
+from rollout_core.config.inference import SamplingParams
 from rollout_core.config.learning import LearnerSettings
-from rollout_core.config.sampling import SamplingParams
 
 
 class AdaptiveKL(Settings):

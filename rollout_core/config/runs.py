@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
 from rollout_core.base.devices import probe_device
 from rollout_core.base.numerics import Numerics
-from rollout_core.config.backends import BackendConfig, EngineConfig, VLLMBackend
-from rollout_core.config.base import SCHEMA_VERSION, Address, ModelSource, RunInfo, Settings
-from rollout_core.config.datasets import DatasetSource
-from rollout_core.config.learning import SFTSettings
+from rollout_core.config.base import SCHEMA_VERSION, Address, DatasetSource, ModelSource, RunInfo, Settings
+from rollout_core.config.inference import BackendConfig, EngineConfig, SamplingParams, VLLMBackend, WorkersConfig
+from rollout_core.config.learning import (
+    DPOSettings,
+    IPOSettings,
+    KTOSettings,
+    LearnerSettings,
+    RewardModelSettings,
+    SFTSettings,
+)
 from rollout_core.config.on_policy import GRPOSettings, PPOSettings
-from rollout_core.config.preference import DPOSettings, IPOSettings, KTOSettings, RewardModelSettings
 from rollout_core.config.rewards import ExactMatchReward, RewardSpec
-from rollout_core.config.sampling import SamplingParams
-from rollout_core.config.workers import WorkersConfig
+
+AlgorithmT = TypeVar("AlgorithmT", bound=LearnerSettings)
 
 
 class SFTAlgorithm(SFTSettings):
@@ -112,55 +117,54 @@ class TrainingRun(Run):
     machine has cores, or 1 with portable numerics."""
 
 
-class TrainSFTConfig(TrainingRun):
+class TrainConfig(TrainingRun, Generic[AlgorithmT]):
+    """A run that trains one model by one algorithm."""
+
+    algorithm: AlgorithmT
+
+
+class TrainSFTConfig(TrainConfig[SFTAlgorithm]):
     """`rollout train sft`."""
 
     run: RunInfo = RunInfo(name="sft")
-    algorithm: SFTAlgorithm
 
 
-class TrainPPOConfig(TrainingRun):
+class TrainPPOConfig(TrainConfig[PPOAlgorithm]):
     """`rollout train ppo`."""
 
     run: RunInfo = RunInfo(name="ppo")
-    algorithm: PPOAlgorithm
     backend: EngineConfig = VLLMBackend()
 
 
-class TrainGRPOConfig(TrainingRun):
+class TrainGRPOConfig(TrainConfig[GRPOAlgorithm]):
     """`rollout train grpo`."""
 
     run: RunInfo = RunInfo(name="grpo")
-    algorithm: GRPOAlgorithm
     backend: EngineConfig = VLLMBackend()
 
 
-class TrainRMConfig(TrainingRun):
+class TrainRMConfig(TrainConfig[RewardModelAlgorithm]):
     """`rollout train rm`."""
 
     run: RunInfo = RunInfo(name="rm")
-    algorithm: RewardModelAlgorithm
 
 
-class TrainDPOConfig(TrainingRun):
+class TrainDPOConfig(TrainConfig[DPOAlgorithm]):
     """`rollout train dpo`."""
 
     run: RunInfo = RunInfo(name="dpo")
-    algorithm: DPOAlgorithm
 
 
-class TrainIPOConfig(TrainingRun):
+class TrainIPOConfig(TrainConfig[IPOAlgorithm]):
     """`rollout train ipo`."""
 
     run: RunInfo = RunInfo(name="ipo")
-    algorithm: IPOAlgorithm
 
 
-class TrainKTOConfig(TrainingRun):
+class TrainKTOConfig(TrainConfig[KTOAlgorithm]):
     """`rollout train kto`."""
 
     run: RunInfo = RunInfo(name="kto")
-    algorithm: KTOAlgorithm
 
 
 class InputGlob(Settings):
@@ -276,7 +280,6 @@ class NightlyConfig(TrainingRun):
 
 
 PreferenceConfig = TrainRMConfig | TrainDPOConfig | TrainIPOConfig | TrainKTOConfig
-RunConfig = NightlyConfig | TrainSFTConfig | TrainPPOConfig | TrainGRPOConfig | PreferenceConfig | InferBatchConfig
 
 
 CONFIG_KINDS: dict[str, type[Run]] = {

@@ -21,13 +21,23 @@ from types import NoneType
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import orjson
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import to_jsonable_python
 
 from rollout_core.base.errors import ConfigError, DataError
 from rollout_core.base.ids import canonical_json
 from rollout_core.base.trusted import trusted
-from rollout_core.models.chat import ChatMessage
+from rollout_core.models.tokenizers import ChatMessage
 
 MAX_VIOLATIONS = 20
 """Problems of one data set that are shown together; reading stops there."""
@@ -194,35 +204,6 @@ or what one would hold."""
 PlacedRow = tuple[str, int, RowT]
 
 
-def read_prompts(pattern_or_path: str | Path, *, base: Path | None = None) -> list[PromptRow]:
-    """All rows of a JSONL file, or of the files that match a pattern with ``*`` or ``?``, sorted by path.
-
-    A relative path starts at ``base`` (default: the working directory); ``**`` matches folders at any depth.
-    Raises ConfigError when there is no row or a file cannot be read, DataError when rows are malformed.
-    """
-    return list(iter_prompts(pattern_or_path, base=base))
-
-
-def iter_prompts(pattern_or_path: str | Path, *, base: Path | None = None) -> Iterator[PromptRow]:
-    """`read_prompts` one row at a time, holding one line in memory. The error comes when the iteration reaches it."""
-    return _iter_files(pattern_or_path, base, PromptRow)
-
-
-def read_sft(pattern_or_path: str | Path, *, base: Path | None = None) -> list[SftRow]:
-    """All demonstrations of a file or pattern; paths and errors as `read_prompts`."""
-    return list(_iter_files(pattern_or_path, base, SftRow))
-
-
-def parse_prompts(data: bytes, name: str) -> list[PromptRow]:
-    """Rows of JSONL bytes, perhaps none. Raises DataError that calls the bytes ``name``."""
-    return parse_rows(data, name, PromptRow)
-
-
-def parse_sft(data: bytes, name: str) -> list[SftRow]:
-    """Rows of JSONL bytes, perhaps none. Raises DataError that calls the bytes ``name``."""
-    return parse_rows(data, name, SftRow)
-
-
 def parse_rows(data: bytes, name: str, model: type[RowT]) -> list[RowT]:
     """Rows of one kind from JSONL bytes, perhaps none. Raises DataError that calls the bytes ``name``."""
     return [row for _, _, row in parse_documents(numbered_lines(name, data.split(b"\n")), model)]
@@ -236,16 +217,6 @@ def to_jsonl(rows: Iterable[Row]) -> bytes:
 def to_line(row: Row) -> bytes:
     """The canonical bytes of one row."""
     return canonical_json(row.document()) + b"\n"
-
-
-def _iter_files(pattern_or_path: str | Path, base: Path | None, model: type[RowT]) -> Iterator[RowT]:
-    paths = matching_files(pattern_or_path, base)
-    row = None
-    for _, _, row in parse_documents(jsonl_documents((str(path), path) for path in paths), model):
-        yield row
-    if row is None:
-        reason = f"{len(paths)} files without a row" if paths else "no such file"
-        raise ConfigError(f"no input rows matched {str(pattern_or_path)!r}: {reason}")
 
 
 def matching_files(pattern_or_path: str | Path, base: Path | None) -> list[Path]:
@@ -400,3 +371,68 @@ def _field_reason(item: Any) -> str:
 def _shown(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+Text = Annotated[str, Tag("text")]
+Messages = Annotated[Conversation, Tag("messages")]
+TextOrMessages = Annotated[
+    Text | Messages, Discriminator(lambda value: "messages" if isinstance(value, list | tuple) else "text")
+]
+
+
+class PairRow(Row):
+    """Two answers to one prompt, or without ``prompt`` two whole sequences; the chosen one is better.
+
+    With a text prompt both answers are texts. With a conversation they are texts or the messages that follow it.
+    """
+
+    prompt: TextOrMessages | None = None
+    chosen: TextOrMessages | None = None
+    rejected: TextOrMessages | None = None
+    margin: float | None = None
+    """By how much the chosen one is better; counts in the reward model's loss only."""
+
+    @model_validator(mode="after")
+    def _two_different_answers(self) -> PairRow:
+        for name in ("chosen", "rejected"):
+            if getattr(self, name) is None:
+                raise self.missing(f"needs chosen and rejected, but has no {name}", name)
+            check_answer(name, getattr(self, name), self.prompt)
+        if isinstance(self.chosen, str) is not isinstance(self.rejected, str):
+            raise ValueError("one of chosen and rejected is a text, the other a list of messages; give one form")
+        if self.chosen == self.rejected:
+            raise ValueError("chosen and rejected are the same; there is nothing to prefer")
+        return self
+
+
+class UnpairedRow(Row):
+    """An answer to a prompt, and whether it is desirable."""
+
+    prompt: TextOrMessages | None = None
+    completion: TextOrMessages | None = None
+    label: bool | None = None
+
+    @model_validator(mode="after")
+    def _a_labelled_answer(self) -> UnpairedRow:
+        for name in ("prompt", "completion", "label"):
+            if getattr(self, name) is None:
+                raise self.missing(f"needs prompt, completion and label, but has no {name}", name)
+        check_answer("completion", self.completion, self.prompt)
+        return self
+
+
+def check_answer(name: str, answer: Any, prompt: Any) -> None:
+    """Raises ValueError for an answer that is empty, or of another form than its prompt."""
+    if isinstance(answer, str):
+        if not answer:
+            raise ValueError(f"{name} is empty; there is nothing to judge")
+        return
+    if isinstance(prompt, str):
+        raise ValueError(f"prompt is a text, but {name} is a list of messages; give one form")
+    if answer[-1].role != "assistant" or not answer[-1].content:
+        raise ValueError(f"{name} must end with an assistant's message that is not empty")
+
+
+def as_messages(answer: str | tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
+    """An answer in a conversation: a text is the assistant's."""
+    return (ChatMessage(role="assistant", content=answer),) if isinstance(answer, str) else answer

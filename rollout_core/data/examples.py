@@ -14,12 +14,11 @@ from torch import Tensor
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import LossOn
-from rollout_core.data.data_report import DataReport, Tally
 from rollout_core.data.datasets import UNTRAINED_LABEL, SftRow
-from rollout_core.data.item_table import ItemForm
 from rollout_core.data.text import Ask, Encoding, in_step, token_ids_of
+from rollout_core.data.tokenized import DataReport, ItemForm, Tally
 from rollout_core.models.bounded.tokenizing import Chat, marked_tokens
-from rollout_core.models.chat import ChatMessage
+from rollout_core.models.tokenizers import ChatMessage
 
 ROWS_AT_ONCE = 500
 """Rows that are tokenised, and in memory, together."""
@@ -49,15 +48,6 @@ def in_chunks(rows: Iterable[T], size: int = ROWS_AT_ONCE) -> Iterator[list[T]]:
     source = iter(rows)
     while chunk := list(islice(source, size)):
         yield chunk
-
-
-def tokenize_sft(
-    tokenizer: Any, rows: Iterable[SftRow], *, loss_on: LossOn, max_seq_len: int
-) -> tuple[list[Example], DataReport]:
-    """All examples of ``rows`` at once; see `each_example`."""
-    examples: list[Example] = []
-    report = each_example(tokenizer, rows, examples.append, loss_on=loss_on, max_seq_len=max_seq_len)
-    return examples, report
 
 
 def each_example(

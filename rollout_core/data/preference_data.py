@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.data.data_report import DataReport, Tally
+from rollout_core.data.datasets import PairRow, UnpairedRow, as_messages
 from rollout_core.data.examples import in_chunks, report_omissions, row_number
-from rollout_core.data.item_table import ItemForm
-from rollout_core.data.preferences import PairRow, UnpairedRow, as_messages
 from rollout_core.data.text import Ask, Encoding, in_step, token_ids_of
+from rollout_core.data.tokenized import DataReport, ItemForm, Tally
 from rollout_core.models.bounded.tokenizing import Chat
-from rollout_core.models.chat import ChatMessage
+from rollout_core.models.tokenizers import ChatMessage
 
 
 @dataclass(frozen=True)
@@ -51,14 +50,6 @@ class PreferenceReport(DataReport):
     num_prompt_tokens: int
     num_desirable: int | None = None
     num_undesirable: int | None = None
-
-
-def tokenize_pairs(
-    tokenizer: Any, rows: Iterable[PairRow], *, max_seq_len: int, need_prompts: bool
-) -> tuple[list[Pair], PreferenceReport]:
-    """All pairs of ``rows`` at once; see `each_pair`."""
-    pairs: list[Pair] = []
-    return pairs, each_pair(tokenizer, rows, pairs.append, max_seq_len=max_seq_len, need_prompts=need_prompts)
 
 
 def each_pair(
@@ -114,14 +105,6 @@ def each_pair(
                 tally.num_left_out += 1
     _require_some(tally, max_seq_len)
     return PreferenceReport(**tally.fields(), num_prompt_tokens=prompt_tokens)
-
-
-def tokenize_unpaired(
-    tokenizer: Any, rows: Iterable[UnpairedRow], *, max_seq_len: int
-) -> tuple[list[UnpairedPreference], PreferenceReport]:
-    """All labelled answers of ``rows`` at once; see `each_unpaired`."""
-    items: list[UnpairedPreference] = []
-    return items, each_unpaired(tokenizer, rows, items.append, max_seq_len=max_seq_len)
 
 
 def each_unpaired(

@@ -1,4 +1,4 @@
-"""Samples and their completions as rows of JSONL blobs.
+"""Samples and their completions, also as rows of JSONL blobs.
 
 Every row is one line of JSON with sorted keys; log-probabilities are written as the shortest decimal that reads back to
 the same float32. Equal samples give equal bytes, so a blob's content id stands for what was generated.
@@ -9,19 +9,55 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import orjson
 
-from rollout_core.base.errors import ConfigError, Fatal
+from rollout_core.base.errors import ConfigError, Fatal, well_formed
 from rollout_core.base.ids import ContentId, SampleIds
 from rollout_core.config import SamplingParams
-from rollout_core.data.completions import Completion, Failure
 from rollout_core.data.datasets import PromptRow
 from rollout_core.data.text import tokenize_prompts
 
+FinishReason = Literal["stop", "length"]
+
+TopLogprobs = Sequence[tuple[int, float]]
+"""Tokens and their log-probabilities in nats, the most likely first; none that could not be drawn."""
 _DUMP = orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished generation."""
+
+    key: str
+    token_ids: Sequence[int]
+    """Includes the end-of-sequence token when one ended the completion."""
+    logprobs: Sequence[float]
+    """Log-probability of each token under the distribution it was drawn from (after temperature), nats."""
+    text: str
+    """Decoded completion without special tokens, the stop string or the stop token."""
+    finish_reason: FinishReason
+    top_logprobs: Sequence[TopLogprobs] = ()
+    """For each token, where ``params.logprobs`` asks for them, the most likely ones under the same distribution."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A request that cannot be completed. The others go on."""
+
+    key: str
+    reason: str
+    """One line for people."""
+    passing: bool = False
+    """Another try later may succeed (an overloaded endpoint); False where it never will (a prompt that is too long)."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", well_formed(self.reason))
+
+
+Outcome = Completion | Failure
 
 
 @dataclass(frozen=True)

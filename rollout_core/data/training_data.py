@@ -10,11 +10,9 @@ from typing import Any, Generic, TypeVar
 from rollout_core.base.errors import ConfigError, Conflict, DataError
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.config import PreferenceSettings, SFTSettings
-from rollout_core.data.data_report import DataReport
 from rollout_core.data.dataset_sources import HashedRows, RowStream, hash_rows, stored_rows
-from rollout_core.data.datasets import Row, SftRow
+from rollout_core.data.datasets import PairRow, Row, SftRow, UnpairedRow
 from rollout_core.data.examples import EXAMPLES, Example, each_example
-from rollout_core.data.item_table import ItemForm, ItemTable, keep_items, kept_report, open_items
 from rollout_core.data.preference_data import (
     PAIRS,
     UNPAIRED,
@@ -24,7 +22,7 @@ from rollout_core.data.preference_data import (
     each_pair,
     each_unpaired,
 )
-from rollout_core.data.preferences import PairRow, UnpairedRow
+from rollout_core.data.tokenized import DataReport, ItemForm, ItemTable, keep_items, kept_report, open_items
 from rollout_core.models.tokenizers import load_identified_tokenizer
 from rollout_core.objects import ObjectStore
 

@@ -26,7 +26,7 @@ from rollout_core.config import (
     TransformersBackend,
     VLLMBackend,
 )
-from rollout_core.data.completions import Completion, Failure, Outcome
+from rollout_core.data.samples import Completion, Failure, Outcome
 
 LOGPROB_NOISE = 1e-3
 """A log-probability above 0 by no more than this, in nats, is the rounding of a certain token's."""

@@ -22,8 +22,15 @@ import orjson
 from rollout_core.base.errors import Fatal, Recoverable, RolloutError
 from rollout_core.base.ids import ContentId, seed_of
 from rollout_core.config import SamplingParams
-from rollout_core.data.completions import Completion, Failure, Outcome
-from rollout_core.data.samples import Sample, encode_completion, encode_failure, length_problem
+from rollout_core.data.samples import (
+    Completion,
+    Failure,
+    Outcome,
+    Sample,
+    encode_completion,
+    encode_failure,
+    length_problem,
+)
 from rollout_core.inference.base import Request, problem_with
 from rollout_core.inference.lanes import Lane, Lanes
 from rollout_core.inference.ledger import Answer, SampleLedger, Standing

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
-from rollout_core.data.completions import Outcome
+from rollout_core.data.samples import Outcome
 from rollout_core.inference.base import InferenceBackend, Request
 
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.base.ids import ContentId
 from rollout_core.config import OpenAIBackend
-from rollout_core.data.completions import Completion, Failure, Outcome
+from rollout_core.data.samples import Completion, Failure, Outcome
 from rollout_core.inference.base import GathersStream, ModelRef, Request
 from rollout_core.inference.endpoint import Endpoint, Malformed, Passing, Refused
 from rollout_core.inference.openai_wire import OtherDialect, body_of, longest_answer, no_vllm, outcome_of, path_of
@@ -153,6 +153,8 @@ class OpenAIEngine(GathersStream):
 
     def close(self) -> None:
         self._run(self._endpoint.close())
+        # The threads in which answers were tokenised; they would outlive the loop.
+        self._run(self._loop.shutdown_default_executor())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -13,7 +13,7 @@ from typing import Any
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import JsonSchemaOutput, OpenAIBackend, SamplingParams
-from rollout_core.data.completions import Completion, Failure, FinishReason, Outcome, TopLogprobs
+from rollout_core.data.samples import Completion, Failure, FinishReason, Outcome, TopLogprobs
 from rollout_core.data.text import decode_as_streamed, decode_completions, told_tokens
 from rollout_core.inference.base import LOGPROB_NOISE, Request, problem_with, problem_with_text, vllm_constraint
 from rollout_core.inference.endpoint import Malformed

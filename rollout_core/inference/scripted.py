@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from rollout_core.base.ids import ContentId
 from rollout_core.config import ScriptedBackend
-from rollout_core.data.completions import Completion
+from rollout_core.data.samples import Completion
 from rollout_core.data.text import token_ids_of
 from rollout_core.inference.base import GathersStream, ModelRef, Request
 from rollout_core.models.tokenizers import load_tokenizer

@@ -23,8 +23,8 @@ import orjson
 from rollout_core.base.errors import ConfigError, CorruptObject, Fatal, MissingObject, Recoverable
 from rollout_core.base.ids import ContentId, canonical_json, content_id
 from rollout_core.config import SamplingParams
-from rollout_core.data.completions import Completion
 from rollout_core.data.samples import (
+    Completion,
     Sample,
     SampledCompletion,
     decode_completions_blob,

@@ -28,13 +28,12 @@ from rollout_core.base.ids import ContentId
 from rollout_core.base.numerics import check_numerics, is_portable_here
 from rollout_core.base.secrets import read_secret
 from rollout_core.config import SamplingParams, StructuredOutput, VLLMBackend
-from rollout_core.data.completions import Completion, Failure, Outcome, TopLogprobs
+from rollout_core.data.samples import Completion, Failure, Outcome, TopLogprobs
 from rollout_core.data.text import decode_completions, told_tokens
 from rollout_core.inference.base import GathersStream, ModelRef, Request, vllm_constraint
 from rollout_core.inference.engine_process import engine_files, noting_segments
-from rollout_core.models.pretrained import start_vllm
+from rollout_core.models.pretrained import load_causal_lm, start_vllm
 from rollout_core.models.tokenizers import load_tokenizer
-from rollout_core.models.weights import load_causal_lm
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput

@@ -1,7 +1,8 @@
 """Starts the ranks of an update, watches them, and sees to it that none is left when one ends.
 
-Ranks are plain child processes that meet at a file, so there is no port to lose to another process. Their lines go to
-the caller's log as they come; what they report comes back in the caller's own thread.
+Ranks are plain child processes that meet at a file, so there is no port to lose to another process. They get ids,
+settings and places in one JSON file, and secrets in the environment. Their output goes to the caller's log as it comes;
+what they report comes back in the caller's own thread.
 """
 
 from __future__ import annotations
@@ -16,32 +17,24 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from rollout_core.base.errors import ConfigError, Recoverable, RolloutError, error_of, is_own_error
+from rollout_core.base.ids import ContentId
 from rollout_core.base.numerics import default_threads
 from rollout_core.base.processes import search_path, signal_name
 from rollout_core.base.scratch import scratch_folder
 from rollout_core.base.settings import stop_seconds
-from rollout_core.launch.job import (
-    LAUNCHER,
-    RENDEZVOUS,
-    STORAGE_OPTIONS,
-    Job,
-    UpdateName,
-    decode_outcome,
-    decode_report,
-    encode_inputs,
-    update_function,
-)
-from rollout_core.launch.messages import PIPE
 
 if TYPE_CHECKING:
     from rollout_core.algorithms.context import UpdateContext
     from rollout_core.objects import ObjectStore
+
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +43,16 @@ SETTLE_SECONDS = 1.0
 """After the first failure: within it the others', one of which may be the cause, have been told too."""
 GRACE_SECONDS = 5.0
 """From SIGTERM to SIGKILL where a rank has failed: the others wait for it and will not get to their next step."""
+UpdateName = Literal["sft", "rm", "preference", "ppo", "grpo"]
+"""``preference`` is DPO, IPO or KTO, as its settings say."""
+STORAGE_OPTIONS = "ROLLOUT_RANK_STORAGE_OPTIONS"
+"""Environment variable: options of the object store, as JSON; they may hold secrets."""
+RENDEZVOUS = "ROLLOUT_RANK_RENDEZVOUS"
+"""Environment variable: where ranks of one machine meet; default: MASTER_ADDR and MASTER_PORT."""
+PIPE = "ROLLOUT_RANK_PIPE"
+"""Environment variable: number of the open file that a rank's messages go to."""
+LAUNCHER = "ROLLOUT_RANK_LAUNCHER"
+"""Environment variable: process id of the launcher, without which there is no reason to live."""
 
 
 def run_update(
@@ -213,7 +216,8 @@ class _Ranks:
         reading, writing = os.pipe()
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "rollout_core.launch.rank", str(self._folder / "job.json")],
+                # -P: a module in the folder it runs in that is called like a dependency is not imported.
+                [sys.executable, "-P", "-m", "rollout_core.launch.rank", str(self._folder / "job.json")],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -292,3 +296,77 @@ def _environment(job: Job, folder: Path, objects: ObjectStore) -> dict[str, str]
     if objects.storage_options:
         environment[STORAGE_OPTIONS] = json.dumps(objects.storage_options)
     return environment
+
+
+class Job(BaseModel):
+    """One update, for `rollout_core.launch.rank`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    update: UpdateName
+    inputs: dict[str, Any]
+    """Arguments of the update by name, as `encode_inputs` gives them."""
+    storage: str
+    """URL of the object store; its options are in the environment."""
+    cache: Path
+    key: ContentId
+    run_id: str
+    seed: int
+    run_name: str
+    start_from: ContentId | None
+    tracking: Path | None
+    series: ContentId | None
+    base_model: ContentId | None
+    num_threads: int | None
+    """CPU threads of each rank."""
+    nproc: int
+    result: Path
+    """Where the first rank writes the outcome."""
+
+
+def update_function(name: UpdateName) -> Callable[..., Any]:
+    """The update of that name."""
+    from rollout_core.algorithms import dataset_updates, on_policy_updates
+
+    return getattr(on_policy_updates if name in ("ppo", "grpo") else dataset_updates, f"{name}_update")
+
+
+def encode_inputs(name: UpdateName, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of an update as JSON values: of settings only what the update itself declares."""
+    hints = get_type_hints(update_function(name))
+    return {key: TypeAdapter(hints[key]).dump_python(value, mode="json") for key, value in inputs.items()}
+
+
+def decode_inputs(name: UpdateName, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Inverse of `encode_inputs`."""
+    hints = get_type_hints(update_function(name))
+    return {key: TypeAdapter(hints[key]).validate_python(value) for key, value in inputs.items()}
+
+
+def encode_report(name: UpdateName, report: Any) -> Any:
+    """What an update says of its rows before it trains, as JSON values."""
+    return _report(name).dump_python(report, mode="json")
+
+
+def decode_report(name: UpdateName, document: Any) -> Any:
+    """Inverse of `encode_report`."""
+    return _report(name).validate_python(document)
+
+
+def encode_outcome(name: UpdateName, outcome: Any) -> bytes:
+    """What an update returned, as JSON."""
+    return _outcome(name).dump_json(outcome)
+
+
+def decode_outcome(name: UpdateName, data: bytes) -> Any:
+    """Inverse of `encode_outcome`."""
+    return _outcome(name).validate_json(data)
+
+
+def _outcome(name: UpdateName) -> TypeAdapter[Any]:
+    return TypeAdapter(get_type_hints(update_function(name))["return"])
+
+
+def _report(name: UpdateName) -> TypeAdapter[Any]:
+    """The type of report that an update from a data set returns beside its checkpoint."""
+    return TypeAdapter(get_args(get_type_hints(update_function(name))["return"])[1])

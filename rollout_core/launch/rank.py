@@ -17,12 +17,14 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from rollout_core.base.errors import ConfigError, RolloutError, error_message
 from rollout_core.base.process_tree import signal_at_parents_end
 from rollout_core.base.seeding import prepare_environment
-from rollout_core.launch.job import (
+from rollout_core.launch.launcher import (
     LAUNCHER,
+    PIPE,
     RENDEZVOUS,
     STORAGE_OPTIONS,
     Job,
@@ -31,7 +33,6 @@ from rollout_core.launch.job import (
     encode_report,
     update_function,
 )
-from rollout_core.launch.messages import Messenger
 
 PATIENCE = timedelta(hours=2)
 """For the other ranks: a launcher ends all when one dies; who waits may wait for a large upload by the first."""
@@ -140,6 +141,23 @@ def join() -> None:
         timeout=PATIENCE,
         device_id=device,
     )
+
+
+class Messenger:
+    """Writes messages, or none where no launcher listens."""
+
+    def __init__(self) -> None:
+        number = os.environ.get(PIPE)
+        self._file = os.fdopen(int(number), "w", encoding="utf-8") if number else None
+        self._lock = threading.Lock()
+
+    def send(self, kind: str, content: Any) -> None:
+        """One message, out when this returns."""
+        if self._file is None:
+            return
+        with self._lock:
+            self._file.write(json.dumps([kind, content]) + "\n")
+            self._file.flush()
 
 
 if __name__ == "__main__":

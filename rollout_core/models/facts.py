@@ -1,19 +1,47 @@
-"""What can be known of a model folder without loading its weights, and whether it is sound."""
+"""What can be known of a model folder without loading its weights, and whether it is sound.
+
+What was found is noted under a mark of the folder's files: their names, sizes, times and places on disk. A plan of a
+folder that was found good before need not look into it again; hashing it is never spared, for results depend on content
+alone.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.ids import ContentId
-from rollout_core.models.pretrained import build_model, read_config, read_object
-from rollout_core.models.sizes import ModelSize
+from rollout_core.base.ids import ContentId, content_id
+from rollout_core.models.pretrained import build_model, check_tensors, check_weights, read_config, read_object
 from rollout_core.models.tokenizers import load_identified_tokenizer, load_tokenizer, one_line, prepare_transformers
-from rollout_core.models.weights import check_tensors, check_weights
+from rollout_core.objects import ObjectStore
+
+FLOAT32_BYTES = 4
+log = logging.getLogger(__name__)
+MODEL_NOTES = "model-facts"
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What the estimate needs of a model."""
+
+    num_parameters: int
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    """Width of the MLP."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """In float32, in which every model is trained."""
+        return self.num_parameters * FLOAT32_BYTES
 
 
 @dataclass(frozen=True)
@@ -183,3 +211,35 @@ def _text_config(folder: Path) -> Any:
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ConfigError(f"{file}: a {config.model_type!r} is not a causal language model")
     return config.get_text_config()
+
+
+def mark_of(files: Mapping[str, Path]) -> ContentId:
+    """Differs after any of the files was written, replaced or renamed."""
+    marks = []
+    for name, path in sorted(files.items()):
+        stat = path.stat()
+        marks.append([name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino])
+    return content_id("model-facts/2", [version("transformers"), marks])
+
+
+def recall(objects: ObjectStore, mark: ContentId) -> ModelFacts | None:
+    """What `remember` noted of a folder of files of this mark, without its tokenizer; None where they are new or
+    changed."""
+    ref = _ref(mark)
+    kept = objects.cached_bytes(ref)
+    if kept is None:
+        return None
+    try:
+        return ModelFacts.from_document(orjson.loads(kept))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        log.warning("what ref %s stands for is no note of a model; the model is looked at again", ref)
+        return None
+
+
+def remember(objects: ObjectStore, mark: ContentId, facts: ModelFacts) -> None:
+    """Note what was found of a folder of files of this mark."""
+    objects.set_ref(_ref(mark), objects.put_bytes(orjson.dumps(facts.document())))
+
+
+def _ref(mark: ContentId) -> str:
+    return f"{MODEL_NOTES}/{mark}"

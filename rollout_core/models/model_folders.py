@@ -1,17 +1,31 @@
-"""Folders that may hold a model: which of their files are their own, and what a mistyped name may have meant."""
+"""Folders that hold a model: which files make one, which of them are its own, what a mistyped name may have meant."""
 
 from __future__ import annotations
 
 import difflib
 import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 
 from rollout_core.base.errors import ConfigError
+from rollout_core.base.ids import ContentId
+from rollout_core.base.scratch import scratch_folder
+from rollout_core.models.tokenizers import TOKENIZER_FILES, tokenizer_files
+from rollout_core.objects import ObjectStore, TreeFile, TreeManifest
+from rollout_core.objects.folders import hash_file
 
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 _NEAR = 0.7
 """Similarity of names, as difflib has it."""
 _LOOKED_AT = 1000
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+_OTHER_FILES = ("config.json", "generation_config.json")
+MODEL_FILES: tuple[str, ...] = _WEIGHT_FILES + TOKENIZER_FILES + _OTHER_FILES
+"""What belongs to a model folder. Pickled weights (``*.bin``, ``*.pt``) are left behind on purpose."""
+DESCRIPTION_FILES: tuple[str, ...] = TOKENIZER_FILES + _OTHER_FILES
+"""All of them but the weights; small."""
 
 
 def check_entries(folder: Path) -> None:
@@ -70,3 +84,45 @@ def _folders_like(name: str, place: Path) -> list[Path]:
         names = []
     like = difflib.get_close_matches(name, [other for other in names if other != name], n=3, cutoff=_NEAR)
     return [place / found for found in (*same, *like)]
+
+
+def check_stored(content_id: ContentId, objects: ObjectStore) -> None:
+    """Raise ConfigError where the object store does not have all of this model."""
+    if not objects.tree_is_present(content_id):
+        raise ConfigError(f"model {content_id} is not in the object store {objects.url}")
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file of this name holds weights, or says where they are."""
+    return any(fnmatch(name, pattern) for pattern in _WEIGHT_FILES)
+
+
+def file_tree(objects: ObjectStore, files: Mapping[str, Path]) -> ContentId:
+    """File ``files`` under their names as one folder, wherever they lie and whatever links lead there."""
+    hashes = objects.in_parallel(hash_file, files.values())
+    manifest = TreeManifest(
+        files=tuple(
+            TreeFile(path=name, size=size, content_id=content_id)
+            for name, (size, content_id) in zip(files, hashes, strict=True)
+        )
+    )
+    return objects.put_files(manifest, files)
+
+
+def model_files(model: Path, tokenizer: Path) -> dict[str, Path]:
+    """Name to path of what makes a whole model: the model's files, with the tokenizer's in place of its own."""
+    patterns = _WEIGHT_FILES + _OTHER_FILES
+    own = [file for file in model.iterdir() if file.is_file() and any(fnmatch(file.name, item) for item in patterns)]
+    files = [*own, *tokenizer_files(tokenizer)]
+    for file in files:
+        check_own_file(file)
+    return dict(sorted((file.name, file) for file in files))
+
+
+@contextmanager
+def linked_files(files: Mapping[str, Path]) -> Iterator[Path]:
+    """A temporary folder of links to the files."""
+    with scratch_folder("model") as scratch:
+        for name, file in files.items():
+            (scratch / name).symlink_to(file.resolve())
+        yield scratch

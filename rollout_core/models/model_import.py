@@ -1,19 +1,42 @@
-"""Models filed in the object store, under the id of their content."""
+"""Models filed in the object store under the id of their content, also with a LoRA adapter in peft's format merged in.
+
+A run that is given an adapter uses a model of its own: base weights plus adapter, made once for each pair, filed like
+any other model and known by the content of its weights. So an adapter works with every backend and in training, sample
+ids need no second name for who answered, engines swap adapters as they swap weights, and nothing is paid per token. Of
+vLLM's own way, adapters applied at run time, a batch has little: it uses one at a time; and its LoRA layers would go
+around the linear layers that make vLLM on a CPU independent of its batches (`inference.vllm_worker`).
+"""
 
 from __future__ import annotations
 
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from rollout_core.base.errors import Conflict
-from rollout_core.base.ids import ContentId
+from rollout_core.base.errors import ConfigError, Conflict, Recoverable
+from rollout_core.base.ids import ContentId, content_id, is_content_id
+from rollout_core.base.scratch import scratch_folder
 from rollout_core.config import ModelSource
-from rollout_core.models.adapters import import_adapted
-from rollout_core.models.bounded.inspecting import inspect_bounded
-from rollout_core.models.facts import ModelFacts
-from rollout_core.models.files import check_stored, file_tree, linked_files, model_files
-from rollout_core.models.known_models import mark_of, recall, remember
-from rollout_core.models.locating import locate_model, locate_tokenizer
-from rollout_core.objects import ObjectStore
+from rollout_core.models.bounded.inspecting import check_adapter_fit, inspect_bounded
+from rollout_core.models.facts import ModelFacts, blank_model, mark_of, recall, remember
+from rollout_core.models.locating import (
+    HubOutOfReach,
+    Unchecked,
+    fetch_from_hub,
+    locate_model,
+    locate_tokenizer,
+    looks_like_hub_id,
+)
+from rollout_core.models.model_folders import check_own_file, check_stored, file_tree, linked_files, model_files
+from rollout_core.models.pretrained import adapted, load_causal_lm, read_adapter_config, read_object
+from rollout_core.objects import ObjectStore, TreeManifest
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_OUTPUTS = ("lm_head", "embed_tokens", "wte", "embed_out")
+"""Layers that models with tied embeddings use twice."""
 
 
 def import_model(source: ModelSource, objects: ObjectStore, base: Path) -> ContentId:
@@ -53,3 +76,162 @@ def _import_folder(source: ModelSource, objects: ObjectStore, base: Path) -> Con
     if facts is not None:
         remember(objects, mark, facts)
     return filed
+
+
+def check_adapter(uri: str, model_folder: Path, base: Path, objects: ObjectStore | None) -> None:
+    """Raise ConfigError unless there is a LoRA adapter at ``uri`` that fits the model, of which configuration and
+    tokenizer are enough; of an adapter on the hub, too. Raises Unchecked where that cannot be told now."""
+    try:
+        with _opened(uri, base, objects, whole=False) as folder:
+            check_adapter_fit(folder, model_folder, whole=(folder / WEIGHTS).is_file())
+    except (HubOutOfReach, Recoverable) as error:
+        raise Unchecked(f"adapter {uri!r}, as the hub cannot be reached") from error
+
+
+def import_adapted(model: ContentId, uri: str, objects: ObjectStore, base: Path) -> ContentId:
+    """File the model ``model`` with the adapter at ``uri`` merged in, unless that was done before; its content id.
+
+    Needs memory and scratch space for the whole model. Raises ConfigError where there is no adapter that fits.
+    """
+    with _opened(uri, base, objects, whole=True) as folder:
+        files = {name: folder / name for name in (CONFIG, WEIGHTS)}
+        # Without what else may lie beside them.
+        adapter = ContentId(uri) if is_content_id(uri) else file_tree(objects, files)
+    ref = f"merged-models/{content_id('merged-model/1', [model, adapter])}"
+    known = objects.cached_ref(ref)
+    if known is not None and objects.tree_is_present(known):
+        return known
+    # What was filed is merged, not what its folder holds by now: the result is kept under the adapter's id.
+    with _stored(adapter, objects) as folder, scratch_folder("merge") as scratch:
+        whole, merged = scratch / "model", scratch / "merged"
+        objects.get_tree(model, whole)
+        check_adapter_fit(folder, whole, whole=True)
+        _merge(whole, folder, merged)
+        filed = objects.put_tree(merged)
+    objects.set_ref(ref, filed)
+    return filed
+
+
+@contextmanager
+def _opened(uri: str, base: Path, objects: ObjectStore | None, *, whole: bool) -> Iterator[Path]:
+    """A folder with the adapter's files; without ``whole``, of one on the hub with its configuration alone."""
+    if is_content_id(uri):
+        with _stored(ContentId(uri), objects) as folder:
+            yield _with_files(folder)
+    elif (base / uri).is_dir():
+        yield _with_files(base / uri)
+    elif not looks_like_hub_id(uri):
+        raise ConfigError(f"adapter folder {uri!r} does not exist (looked at {base / uri}); give a folder or a hub id")
+    else:
+        folder = fetch_from_hub(uri, None, "adapter", (CONFIG, WEIGHTS) if whole else (CONFIG,), download=True)
+        assert folder is not None, "what was downloaded has a folder"
+        yield _with_files(folder, (CONFIG, WEIGHTS) if whole else (CONFIG,))
+
+
+@contextmanager
+def _stored(adapter: ContentId, objects: ObjectStore | None) -> Iterator[Path]:
+    if objects is None:
+        raise Unchecked(f"adapter {adapter}, as the object store cannot be reached")
+    if not objects.tree_is_present(adapter):
+        raise ConfigError(f"adapter {adapter} is not in the object store {objects.url}")
+    wanted = tuple(file for file in objects.manifest(adapter).files if file.path in (CONFIG, WEIGHTS))
+    with scratch_folder("adapter") as scratch:
+        objects.get_files(TreeManifest(files=wanted), scratch)
+        yield scratch
+
+
+def _with_files(folder: Path, names: tuple[str, ...] = (CONFIG, WEIGHTS)) -> Path:
+    for name in names:
+        if not (folder / name).is_file():
+            raise ConfigError(
+                f"adapter folder {folder} has no {name}; expected a LoRA adapter as peft saves it (pickled weights are "
+                "not read)"
+            )
+        check_own_file(folder / name)
+    return folder
+
+
+def check_fit(folder: Path, model_folder: Path, *, whole: bool) -> None:
+    """Raise ConfigError unless the adapter's configuration fits the model, and with ``whole`` its tensors both."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    config = _read_config(folder)
+    model = blank_model(model_folder)
+    # Which way they were drawn at first does not matter, and some cannot be drawn without the model's weights.
+    config.init_lora_weights = False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            wrapped = PeftModel(model, config, low_cpu_mem_usage=True)
+    except (ValueError, TypeError) as error:
+        from rollout_core.models.lora import linear_layers
+
+        raise ConfigError(
+            f"adapter {folder} does not fit the model: {' '.join(str(error).split())} The linear layers of "
+            f"{type(model).__name__} are {', '.join(linear_layers(model))}"
+        ) from error
+    expected = {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(wrapped).items()}
+    twice = [name for name in expected if any(f".{layer}." in name for layer in _OUTPUTS)]
+    if twice and getattr(model.config, "tie_word_embeddings", False):
+        raise ConfigError(
+            f"adapter {folder} changes {twice[0]}, but the model's output layer and embeddings are one tensor, which "
+            "cannot hold two changes; train the adapter without it"
+        )
+    if whole:
+        _compare(folder / WEIGHTS, expected)
+
+
+def _compare(file: Path, expected: dict[str, tuple[int, ...]]) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy") as tensors:
+            found = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file} is no whole safetensors file ({error})") from error
+    problems = [f"{name} is missing" for name in sorted(expected.keys() - found.keys())]
+    problems += [f"{name} is of no layer of the model" for name in sorted(found.keys() - expected.keys())]
+    problems += [
+        f"{name} has shape {list(found[name])}, not {list(shape)}"
+        for name, shape in sorted(expected.items())
+        if name in found and found[name] != shape
+    ]
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ConfigError(f"{file} does not fit model and {CONFIG}: {problems[0]}{more}; was it made for this model?")
+
+
+def _read_config(folder: Path) -> Any:
+    from peft import LoraConfig
+
+    file = folder / CONFIG
+    told = read_object(file)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of keys of newer versions that this one does not need
+            config = read_adapter_config(folder)
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise ConfigError(f"{file}: no configuration of an adapter: {' '.join(str(error).split())}") from error
+    if not isinstance(config, LoraConfig):
+        raise ConfigError(f"{file}: an adapter of type {told.get('peft_type')!r}; only 'LORA' is merged here")
+    if config.task_type not in (None, "CAUSAL_LM"):
+        raise ConfigError(f"{file}: an adapter for {config.task_type!r}; expected one of a language model, 'CAUSAL_LM'")
+    return config
+
+
+def _merge(model_folder: Path, adapter_folder: Path, target: Path) -> None:
+    """Write the model with the adapter's changes added to its weights, in their own type; all else is the model's."""
+    model = load_causal_lm(model_folder, "auto")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            merged = adapted(model, adapter_folder).merge_and_unload(safe_merge=True)  # pyright: ignore[reportCallIssue]
+    except ValueError as error:
+        raise ConfigError(f"adapter {adapter_folder} cannot be merged: {' '.join(str(error).split())}") from error
+    merged.save_pretrained(target)
+    for file in target.iterdir():
+        if not file.name.endswith((".safetensors", ".safetensors.index.json")):
+            file.unlink()
+    for file in model_folder.iterdir():
+        if not file.name.endswith((".safetensors", ".safetensors.index.json")):
+            shutil.copyfile(file, target / file.name)

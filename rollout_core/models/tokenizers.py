@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder: its files, its identity, and how it is loaded."""
+"""The tokenizer of a model folder: its files, its identity, and how it is loaded; the messages of its chat template."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import shutil
 import threading
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
 
 from rollout_core.base.errors import ConfigError, Conflict
 from rollout_core.base.ids import ContentId, content_id
@@ -90,3 +92,12 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     """Copy the tokenizer's files of one model folder into another, byte for byte."""
     for file in tokenizer_files(source):
         shutil.copyfile(file, target / file.name)
+
+
+class ChatMessage(BaseModel):
+    """One turn of a conversation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str

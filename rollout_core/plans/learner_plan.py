@@ -46,7 +46,7 @@ from rollout_core.rewards.loading import load_reward
 from rollout_core.store.connections import Connections
 
 if TYPE_CHECKING:
-    from rollout_core.data.data_report import DataReport
+    from rollout_core.data.tokenized import DataReport
     from rollout_core.data.training_data import RowForm
 
 

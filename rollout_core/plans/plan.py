@@ -30,11 +30,10 @@ from rollout_core.data.samples import refuse_long_prompts
 from rollout_core.data.text import tokenize_prompts
 from rollout_core.inference.base import unsupported
 from rollout_core.inference.folders import LocalFolder
-from rollout_core.models.adapters import check_adapter
 from rollout_core.models.bounded.tokenizing import how_prompts_vary
 from rollout_core.models.facts import ModelFacts
 from rollout_core.models.locating import Unchecked, describe
-from rollout_core.models.model_import import recall_model
+from rollout_core.models.model_import import check_adapter, recall_model
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.snapshots import Snapshot, find_start
 from rollout_core.store.connections import Connections

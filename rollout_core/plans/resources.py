@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from rollout_core.base.devices import machine_memory, mixed_precision, probe_device
 from rollout_core.config import LearnerSettings
-from rollout_core.models.sizes import FLOAT32_BYTES, ModelSize
+from rollout_core.models.facts import FLOAT32_BYTES, ModelSize
 
 if TYPE_CHECKING:
-    from rollout_core.data.data_report import DataReport
+    from rollout_core.data.tokenized import DataReport
 
 
 _HIDDEN_VECTORS = 14

@@ -12,7 +12,6 @@ from rollout_core.base.errors import ConfigError, Fatal, Recoverable, near
 from rollout_core.base.ids import canonical_json
 from rollout_core.base.isolation.child import Child, Ended, Interrupted
 from rollout_core.base.isolation.limits import Limits
-from rollout_core.config.expressions import compile_expression
 from rollout_core.config.rewards import (
     SAMPLE_FIGURES,
     CompositeReward,
@@ -20,6 +19,7 @@ from rollout_core.config.rewards import (
     ExpressionReward,
     ModelReward,
     RewardSpec,
+    compile_expression,
     plain_rewards,
 )
 from rollout_core.rewards.functions import is_batched, load_function

@@ -27,7 +27,7 @@ def engine(folder: Path) -> dict[str, ContentId]:
     """What an engine generates, and the model that one PPO iteration on it ends in."""
     from updates import PPO_SETTINGS, update_context
 
-    from rollout_core.algorithms.learners import ppo_update
+    from rollout_core.algorithms.on_policy_updates import ppo_update
     from rollout_core.config import SamplingParams, VLLMBackend
     from rollout_core.data.samples import Sample, encode_completion, encode_samples
     from rollout_core.inference.base import ModelRef, Request

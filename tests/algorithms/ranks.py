@@ -25,7 +25,8 @@ from updates import (
 )
 
 from rollout_core.algorithms.context import UpdateContext
-from rollout_core.algorithms.learners import grpo_update, ppo_update, sft_update
+from rollout_core.algorithms.dataset_updates import sft_update
+from rollout_core.algorithms.on_policy_updates import grpo_update, ppo_update
 from rollout_core.base.ids import hash_bytes
 from rollout_core.config import BudgetConfig, GRPOSettings, HeldOutRows, OptimizerConfig, ParallelConfig
 from rollout_core.data.datasets import to_jsonl
@@ -130,12 +131,12 @@ def place_of(folder: Path, kind: str, name: str) -> Path:
 def main() -> None:
     import torch.distributed as dist
 
-    from rollout_core.algorithms import gradients
+    from rollout_core.algorithms import parallel
     from rollout_core.algorithms.parallel import is_first, world_size
     from rollout_core.launch.rank import join
 
     folder, model = map(Path, sys.argv[1:])
-    gradients.BUCKET_BYTES = 2**17  # so that these small models have several
+    parallel.BUCKET_BYTES = 2**17  # so that these small models have several
     join()
     made: dict[str, dict[str, Any]] = {"whole": {}, "taken up": {}}
     for kind in KINDS:

@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.reward_model import RewardModel, load_reward_model
-from rollout_core.algorithms.state import load_policy
 from rollout_core.base.errors import ConfigError
 from rollout_core.data.packing import Document, pack
 from rollout_core.models.bounded.inspecting import check_training
+from rollout_core.models.pretrained import load_causal_lm
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
@@ -82,7 +82,7 @@ def plain_logprobs(folder: Path) -> torch.Tensor:
 def test_a_model_that_the_plan_lets_through_is_trained_and_computes_what_transformers_does(kind: str, folder: Path):
     make(kind, folder)
     check_training(folder, is_reward_model=False)
-    policy = Policy(load_policy(folder).eval())
+    policy = Policy(load_causal_lm(folder).eval())
     assert policy.packed == (kind in PACKED)
     logprobs = policy(pack(DOCUMENTS)).logprobs
     torch.testing.assert_close(logprobs, plain_logprobs(folder), atol=1e-5, rtol=1e-4)
@@ -94,7 +94,7 @@ def test_a_model_that_the_plan_lets_through_is_trained_and_computes_what_transfo
 def test_a_model_that_training_refuses_is_refused_by_the_plan_in_the_same_words(kind: str, folder: Path):
     make(kind, folder)
     told = []
-    for look in (lambda: check_training(folder, is_reward_model=False), lambda: Policy(load_policy(folder))):
+    for look in (lambda: check_training(folder, is_reward_model=False), lambda: Policy(load_causal_lm(folder))):
         with pytest.raises(ConfigError, match="changes its logits after the output layer") as caught:
             look()
         told.append(str(caught.value))

@@ -10,14 +10,14 @@ import pytest
 import torch
 from updates import ppo, preference_update as update, sft_settings, update_context
 
-from rollout_core.algorithms.checkpointing import checkpoint_layers
+from rollout_core.algorithms.loop import checkpoint_layers
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.sft import SFT
-from rollout_core.algorithms.state import load_policy
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import LearnerSettings, identity
 from rollout_core.data.examples import Example
 from rollout_core.data.packing import Document, pack_branches
+from rollout_core.models.pretrained import load_causal_lm
 
 CPU = torch.device("cpu")
 
@@ -43,7 +43,7 @@ def pair_loss(model: Any, packed: bool) -> torch.Tensor:
 
 def gradients(folder: Path, loss: Any, *, packed: bool, train: bool, checkpointed: bool) -> tuple[dict, int]:
     """Gradients by name, and the bytes that autograd kept for the backward pass."""
-    model = load_policy(folder).train(train)
+    model = load_causal_lm(folder).train(train)
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.2
     if checkpointed:

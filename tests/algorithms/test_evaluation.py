@@ -11,16 +11,16 @@ import pytest
 import torch
 from updates import KINDS, preference_data, preference_update as update, rows_of, sft_rows, sft_settings, update_context
 
-from rollout_core.algorithms import evaluation
+from rollout_core.algorithms import training
 from rollout_core.algorithms.context import UpdateContext
-from rollout_core.algorithms.learners import sft_update
-from rollout_core.algorithms.state import load_policy
+from rollout_core.algorithms.dataset_updates import sft_update
 from rollout_core.base.errors import Fatal
 from rollout_core.config import HeldOutRows, JsonlDataset, identity
 from rollout_core.data.datasets import to_jsonl
-from rollout_core.data.examples import tokenize_sft
+from rollout_core.models.pretrained import load_causal_lm
 from rollout_core.models.tokenizers import load_tokenizer
 from rollout_core.objects.records import Checkpoint
+from tests.rows import tokenize_sft
 
 HELD_OUT = HeldOutRows(dataset=JsonlDataset(path="x"), every_steps=2)
 ROWS = sft_rows(5, first=40)
@@ -80,7 +80,7 @@ def test_the_loss_is_that_of_transformers_over_all_rows(tiny_model: Path, tmp_pa
     place = update_context(tmp_path)
     checkpoint = sft(place, tiny_model, HELD_OUT, minibatch_size=2)
     folder = place.model(checkpoint.model)
-    model = load_policy(folder).eval()
+    model = load_causal_lm(folder).eval()
     examples, _ = tokenize_sft(load_tokenizer(folder), ROWS, loss_on=sft_settings().loss_on, max_seq_len=64)
     total, count = 0.0, 0
     for example in examples:
@@ -100,11 +100,11 @@ def test_without_every_steps_only_the_last_step_is_looked_at(tiny_model: Path, t
 
 
 def test_a_figure_that_is_not_finite_ends_the_run(tiny_model: Path, tmp_path: Path, monkeypatch):
-    class NoNumbers(evaluation.StepFigures):
+    class NoNumbers(training.StepFigures):
         def row(self) -> dict[str, float]:
             return {"loss": math.nan}
 
-    monkeypatch.setattr(evaluation, "StepFigures", NoNumbers)
+    monkeypatch.setattr(training, "StepFigures", NoNumbers)
     with pytest.raises(Fatal, match=r"sft step 2: figures of the held-out rows are not finite: {'eval_loss': nan}"):
         sft(update_context(tmp_path), tiny_model, HELD_OUT)
 

@@ -10,13 +10,12 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from rollout_core.algorithms import learners
+from rollout_core.algorithms import on_policy_updates
 from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.experience import Trajectory, build_batch, importance_weights
 from rollout_core.algorithms.grpo import GRPO, compare_groups, scaled_advantages
 from rollout_core.algorithms.policy import Policy, ValueModel
 from rollout_core.algorithms.ppo import PPO, assign_credit
-from rollout_core.algorithms.state import load_policy
 from rollout_core.base.errors import Fatal
 from rollout_core.base.ids import canonical_json, hash_bytes
 from rollout_core.config import (
@@ -29,6 +28,7 @@ from rollout_core.config import (
     SnapshotPolicy,
 )
 from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
+from rollout_core.models.pretrained import load_causal_lm
 from rollout_core.models.tokenizers import copy_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Scores
@@ -114,13 +114,13 @@ def test_loss_and_gradient_equal_an_independent_reference_however_the_step_is_cu
     tiny_model, other_tiny_model, changes, minibatch_size
 ):
     settings = grpo_settings(**changes, minibatch_size=minibatch_size, gradient_accumulation=6 // minibatch_size)
-    plain, other = load_policy(tiny_model), load_policy(other_tiny_model)
+    plain, other = load_causal_lm(tiny_model), load_causal_lm(other_tiny_model)
     items = trajectories(plain, drift=0.4)
     expected = reference_loss(plain, other, items, settings)
     expected.backward()
 
-    model = load_policy(tiny_model)
-    policy, reference = Policy(model), Policy(load_policy(other_tiny_model)) if settings.kl_coef else None
+    model = load_causal_lm(tiny_model)
+    policy, reference = Policy(model), Policy(load_causal_lm(other_tiny_model)) if settings.kl_coef else None
     batch, _ = compare_groups(policy, reference, build_batch(items), settings, device=CPU)
     learner = GRPO(policy, batch, settings, first_step=0, seed=1, device=CPU)
     parts = learner.minibatches(0)
@@ -134,8 +134,8 @@ def test_loss_and_gradient_equal_an_independent_reference_however_the_step_is_cu
 
 def test_groups_stay_together_and_share_their_prompt(tiny_model):
     settings = grpo_settings(minibatch_size=3)
-    items = trajectories(load_policy(tiny_model))
-    policy = Policy(load_policy(tiny_model))
+    items = trajectories(load_causal_lm(tiny_model))
+    policy = Policy(load_causal_lm(tiny_model))
     batch, _ = compare_groups(policy, None, build_batch(items), settings, device=CPU)
     learner = GRPO(policy, batch, settings, first_step=0, seed=1, device=CPU)
     assert learner.num_steps == 2
@@ -156,11 +156,11 @@ def test_advantages_by_hand():
 
 
 def test_figures_name_groups_without_signal(tiny_model):
-    items = trajectories(load_policy(tiny_model))
+    items = trajectories(load_causal_lm(tiny_model))
     items[3:] = [
         Trajectory(item.prompt_token_ids, item.token_ids, item.logprobs, 1.0, item.truncated) for item in items[3:]
     ]
-    policy = Policy(load_policy(tiny_model))
+    policy = Policy(load_causal_lm(tiny_model))
     _, figures = compare_groups(policy, None, build_batch(items), grpo_settings(), device=CPU)
     assert figures["frac_reward_zero_std"] == 0.5
     assert figures["completions/clipped_ratio"] == pytest.approx(1 / 3)
@@ -181,11 +181,11 @@ def test_importance_weights_by_hand():
 
 
 def test_the_correction_takes_the_trainers_own_logprobs_as_old(tiny_model):
-    items = trajectories(load_policy(tiny_model), drift=0.3)
+    items = trajectories(load_causal_lm(tiny_model), drift=0.3)
     settings = grpo_settings(correction=ImportanceCorrection(cap=1.1))
-    policy = Policy(load_policy(tiny_model))
+    policy = Policy(load_causal_lm(tiny_model))
     batch, figures = compare_groups(policy, None, build_batch(items), settings, device=CPU)
-    exact = build_batch(trajectories(load_policy(tiny_model))).columns["old_logprobs"]
+    exact = build_batch(trajectories(load_causal_lm(tiny_model))).columns["old_logprobs"]
     assert torch.allclose(batch.columns["old_logprobs"], exact, atol=1e-5)
     assert 0.1 < figures["sampling/logprob_difference_max"] < 0.31
     plain, _ = compare_groups(
@@ -197,11 +197,11 @@ def test_the_correction_takes_the_trainers_own_logprobs_as_old(tiny_model):
 
 
 def test_logprobs_that_are_not_finite_are_refused(tiny_model):
-    items = trajectories(load_policy(tiny_model))
+    items = trajectories(load_causal_lm(tiny_model))
     items[0] = Trajectory(items[0].prompt_token_ids, items[0].token_ids, [float("nan")] * 2, 0.0, False)
     with pytest.raises(Fatal, match="not finite"):
         compare_groups(
-            Policy(load_policy(tiny_model)),
+            Policy(load_causal_lm(tiny_model)),
             None,
             build_batch(items),
             grpo_settings(correction=ImportanceCorrection()),
@@ -213,11 +213,11 @@ def test_values_from_a_model_of_their_own_leave_the_policys_trunk_alone(tiny_mod
     settings = PPOSettings(
         prompts=JsonlDataset(path="x"), optimizer=OptimizerConfig(lr=1e-3), minibatch_size=6, values="model"
     )
-    items = trajectories(load_policy(tiny_model), temperature=1.0)
+    items = trajectories(load_causal_lm(tiny_model), temperature=1.0)
     grads = []
     for value_coef in (0.0, 1.0):
-        model = load_policy(tiny_model)
-        values = ValueModel(load_policy(tiny_model).base_model)
+        model = load_causal_lm(tiny_model)
+        values = ValueModel(load_causal_lm(tiny_model).base_model)
         torch.nn.init.ones_(values.head.weight)
         policy = Policy(model, values)
         changed = settings.model_copy(update={"value_coef": value_coef})
@@ -271,9 +271,9 @@ def test_an_interrupted_update_ends_in_the_same_record(tiny_model, tmp_path, kin
     """Stopped inside several passes over one batch too."""
     fields = {"minibatch_size": 3, "epochs": 2, "kl_coef": 0.1}
     settings = grpo_settings(**fields)
-    update = learners.grpo_update
+    update = on_policy_updates.grpo_update
     if kind != "grpo":
-        update = learners.ppo_update
+        update = on_policy_updates.ppo_update
         settings = PPOSettings(
             prompts=JsonlDataset(path="x"),
             optimizer=OptimizerConfig(lr=1e-3),
@@ -285,7 +285,7 @@ def test_an_interrupted_update_ends_in_the_same_record(tiny_model, tmp_path, kin
             values="model" if "model" in kind else "head",
             sampling=SamplingParams(temperature=0.8, max_tokens=6),
         )
-    items = trajectories(load_policy(tiny_model))
+    items = trajectories(load_causal_lm(tiny_model))
 
     def run(place: UpdateContext):
         model = place.objects.put_tree(tiny_model)
@@ -313,15 +313,15 @@ def test_a_model_with_dropout_starts_from_a_ratio_of_one(tiny_model, tmp_path, k
     torch.manual_seed(0)
     GPT2LMHeadModel(GPT2Config(vocab_size=262, n_embd=32, n_layer=2, n_head=2, n_positions=64)).save_pretrained(folder)
     copy_tokenizer(tiny_model, folder)
-    items = trajectories(load_policy(folder).eval())
+    items = trajectories(load_causal_lm(folder).eval())
     place = update_context(tmp_path)
     model = place.objects.put_tree(folder)
     scores, samples = file_scores(place.objects, items)
     settings = grpo_settings()
-    update = learners.grpo_update
+    update = on_policy_updates.grpo_update
     if kind == "ppo":
         shared = settings.model_dump(include={"prompts", "optimizer", "sampling", "minibatch_size"})
-        settings, update = PPOSettings.model_validate(shared), learners.ppo_update
+        settings, update = PPOSettings.model_validate(shared), on_policy_updates.ppo_update
     checkpoint = update(model, None, model, scores, samples, settings, place)
     [row] = [json.loads(line) for line in place.objects.get_bytes(checkpoint.metrics).splitlines()]
     assert row["approx_kl"] == pytest.approx(0, abs=1e-9)
@@ -342,7 +342,7 @@ def test_reward_rises(tiny_model, tmp_path):
     generator = torch.Generator().manual_seed(0)
     means = []
     for round_ in range(6):
-        model = load_policy(place.model(model_id))
+        model = load_causal_lm(place.model(model_id))
         items = []
         for start in range(4):
             prompt = [10 + start, 20, 30]
@@ -358,7 +358,7 @@ def test_reward_rises(tiny_model, tmp_path):
         means.append(sum(item.score for item in items) / len(items))
         scores, samples = file_scores(place.objects, items)
         here = update_context(tmp_path, key=hash_bytes(b"%d" % round_))
-        checkpoint = learners.grpo_update(model_id, state, model_id, scores, samples, settings, here)
+        checkpoint = on_policy_updates.grpo_update(model_id, state, model_id, scores, samples, settings, here)
         rows = [json.loads(line) for line in place.objects.get_bytes(checkpoint.metrics).splitlines()]
         assert rows[0]["sampling/logprob_difference"] < 1e-4, "engine and trainer agree on the first step"
         model_id, state = checkpoint.model, checkpoint.train_state

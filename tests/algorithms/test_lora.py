@@ -9,17 +9,17 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from updates import LORA, UPDATES, grpo, ppo, preference_update, sft_settings, update_context
 
-from rollout_core.algorithms import learners, preference_learners
+from rollout_core.algorithms import dataset_updates, on_policy_updates
+from rollout_core.algorithms.dataset_updates import rm_update
 from rollout_core.algorithms.loop import build_optimizer
 from rollout_core.algorithms.policy import Policy
-from rollout_core.algorithms.preference_learners import rm_update
-from rollout_core.algorithms.state import TrainState, load_policy, load_state, save_state
+from rollout_core.algorithms.state import TrainState, load_state, save_state
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import LoRAConfig, OptimizerConfig, ParallelConfig, RewardModelSettings, parse_config
-from rollout_core.data.datasets import to_jsonl
+from rollout_core.data.datasets import PairRow, to_jsonl
 from rollout_core.data.packing import pack_completions
-from rollout_core.data.preferences import PairRow
 from rollout_core.models.lora import WithoutAdapters, has_lora, merged_weights, with_lora
+from rollout_core.models.pretrained import load_causal_lm
 
 IDS = torch.arange(2, 12)[None]
 
@@ -41,7 +41,7 @@ def gpt2() -> GPT2LMHeadModel:
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
 def test_adapters_change_nothing_at_first_and_merge_into_the_same_function(tiny_model: Path, kind, config):
     def load():
-        return load_policy(tiny_model).eval() if kind == "qwen2" else gpt2()
+        return load_causal_lm(tiny_model).eval() if kind == "qwen2" else gpt2()
 
     if kind == "gpt2":
         config = config.model_copy(update={"target_modules": ("c_attn", "c_fc")})
@@ -59,7 +59,7 @@ def test_adapters_change_nothing_at_first_and_merge_into_the_same_function(tiny_
 
 
 def test_only_adapters_are_trained_and_a_seed_gives_them(tiny_model: Path):
-    model, same, other = (with_lora(load_policy(tiny_model), LoRAConfig(), seed=seed) for seed in (1, 1, 2))
+    model, same, other = (with_lora(load_causal_lm(tiny_model), LoRAConfig(), seed=seed) for seed in (1, 1, 2))
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained and all(".lora_" in name for name in trained)
     assert not any("lm_head" in name or "embed" in name for name in trained)
@@ -77,7 +77,7 @@ def test_only_adapters_are_trained_and_a_seed_gives_them(tiny_model: Path):
 )
 def test_layers_that_cannot_have_an_adapter_are_refused(tiny_model: Path, targets, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        with_lora(load_policy(tiny_model), LoRAConfig(target_modules=targets), seed=1)
+        with_lora(load_causal_lm(tiny_model), LoRAConfig(target_modules=targets), seed=1)
     assert "lm_head" not in str(caught.value), "what it offers can be chosen"
 
 
@@ -97,13 +97,13 @@ def state_of(model) -> TrainState:
 
 
 def test_a_state_restores_adapters_to_the_last_bit_and_holds_a_model_usable_as_it_is(tiny_model: Path, tmp_path: Path):
-    state = state_of(with_lora(load_policy(tiny_model), LoRAConfig(), seed=1))
+    state = state_of(with_lora(load_causal_lm(tiny_model), LoRAConfig(), seed=1))
     scatter(state.model)
     state.model(IDS, labels=IDS).loss.backward()
     state.optimizer.step()
     save_state(state, tmp_path / "state", tokenizer_from=tiny_model)
 
-    other = state_of(with_lora(load_policy(tiny_model), LoRAConfig(), seed=2))
+    other = state_of(with_lora(load_causal_lm(tiny_model), LoRAConfig(), seed=2))
     load_state(other, tmp_path / "state")
     for name, tensor in state.model.state_dict().items():
         assert torch.equal(tensor, other.model.state_dict()[name]), name
@@ -111,8 +111,8 @@ def test_a_state_restores_adapters_to_the_last_bit_and_holds_a_model_usable_as_i
     torch.testing.assert_close(usable(IDS).logits, state.model.eval()(IDS).logits, rtol=1e-4, atol=1e-5)
 
     with pytest.raises(ConfigError, match="of a run with lora, this one is without"):
-        load_state(state_of(load_policy(tiny_model)), tmp_path / "state")
-    save_state(state_of(load_policy(tiny_model)), tmp_path / "plain", tokenizer_from=tiny_model)
+        load_state(state_of(load_causal_lm(tiny_model)), tmp_path / "state")
+    save_state(state_of(load_causal_lm(tiny_model)), tmp_path / "plain", tokenizer_from=tiny_model)
     with pytest.raises(ConfigError, match="of a run without lora, this one is with"):
         load_state(other, tmp_path / "plain")
 
@@ -122,8 +122,8 @@ def test_on_policy_iterations_go_on_with_one_adapter(tiny_model: Path, tmp_path:
     place = update_context(tmp_path)
     checkpoint = UPDATES["grpo-lora"](place, tiny_model)
     assert checkpoint.step == 12
-    merged = load_policy(place.model(checkpoint.model))
-    start = load_policy(tiny_model).state_dict()
+    merged = load_causal_lm(place.model(checkpoint.model))
+    start = load_causal_lm(tiny_model).state_dict()
     ranks = {
         name: int(torch.linalg.matrix_rank((tensor - start[name]).double(), rtol=1e-3))
         for name, tensor in merged.state_dict().items()
@@ -134,12 +134,12 @@ def test_on_policy_iterations_go_on_with_one_adapter(tiny_model: Path, tmp_path:
 
 def test_without_its_adapters_a_policy_is_the_model_they_were_put_into_to_the_last_bit(tiny_model: Path):
     batch = pack_completions([[5, 6, 7], [5, 6, 7]], [[10, 11], [12, 13, 14]])
-    trained = with_lora(load_policy(tiny_model), LORA, seed=1).eval()
+    trained = with_lora(load_causal_lm(tiny_model), LORA, seed=1).eval()
     scatter(trained)
     policy = Policy(trained)
     before = [parameter.requires_grad for parameter in trained.parameters()]
     with torch.no_grad():
-        base, bare = Policy(load_policy(tiny_model).eval())(batch), WithoutAdapters(policy)(batch)
+        base, bare = Policy(load_causal_lm(tiny_model).eval())(batch), WithoutAdapters(policy)(batch)
         assert torch.equal(bare.logprobs, base.logprobs) and not torch.equal(policy(batch).logprobs, base.logprobs)
     assert [parameter.requires_grad for parameter in trained.parameters()] == before
 
@@ -151,10 +151,10 @@ def test_with_adapters_the_reference_is_no_second_model(tiny_model: Path, tmp_pa
 
     def load(folder: Path):
         loaded.append(folder)
-        return load_policy(folder)
+        return load_causal_lm(folder)
 
-    monkeypatch.setattr(learners, "load_policy", load)
-    monkeypatch.setattr(preference_learners, "load_policy", load)
+    monkeypatch.setattr(on_policy_updates, "load_causal_lm", load)
+    monkeypatch.setattr(dataset_updates, "load_causal_lm", load)
     place, other = update_context(tmp_path / "with"), update_context(tmp_path / "without")
     if name in ("ppo", "grpo"):
         update = {"ppo": ppo, "grpo": grpo}[name]

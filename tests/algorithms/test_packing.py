@@ -110,10 +110,10 @@ def test_a_model_that_caps_its_attention_runs_padded_and_one_that_caps_its_logit
 
 
 def test_the_model_is_saved_as_it_came(tmp_path, tiny_model):
-    from rollout_core.algorithms.state import load_policy
+    from rollout_core.models.pretrained import load_causal_lm
 
-    load_policy(tiny_model).save_pretrained(tmp_path / "plain")
-    model = load_policy(tiny_model)
+    load_causal_lm(tiny_model).save_pretrained(tmp_path / "plain")
+    model = load_causal_lm(tiny_model)
     assert Policy(model).packed
     model.save_pretrained(tmp_path / "packed")
     for path in (tmp_path / "plain").iterdir():

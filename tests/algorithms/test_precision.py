@@ -15,9 +15,9 @@ from updates import grpo, ppo, rows_of, update_context
 from rollout_core.algorithms.loop import build_accelerator
 from rollout_core.algorithms.policy import Policy, PolicyOutput, ValueModel
 from rollout_core.algorithms.reward_model import RewardModel, load_reward_model
-from rollout_core.algorithms.state import load_policy
 from rollout_core.config import ImportanceCorrection
 from rollout_core.data.packing import Document, pack, pack_completions
+from rollout_core.models.pretrained import load_causal_lm
 from rollout_core.objects.records import Checkpoint
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product")
@@ -62,8 +62,8 @@ def losses(tiny_model: Any) -> dict[str, tuple[torch.nn.Module, Callable[[], Ten
 
     documents = pack([Document(list(range(3, 40))), Document(list(range(5, 20)))])
     tokens = pack_completions(*DRAWN)
-    plain = Policy(load_policy(tiny_model))
-    with_values = Policy(load_policy(tiny_model), ValueModel(load_policy(tiny_model).base_model))
+    plain = Policy(load_causal_lm(tiny_model))
+    with_values = Policy(load_causal_lm(tiny_model), ValueModel(load_causal_lm(tiny_model).base_model))
     reward = RewardModel(load_reward_model(tiny_model, new_head=True))
     weights = torch.full((documents.num_targets,), 0.1)
     return {

@@ -10,17 +10,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from updates import COMMON, KINDS, preference_data, preference_update as update, rows_of, update_context
 
-from rollout_core.algorithms import reference as reference_module
+from rollout_core.algorithms import preference as reference_module
+from rollout_core.algorithms.dataset_updates import preference_update
 from rollout_core.algorithms.policy import Policy
-from rollout_core.algorithms.preference_learners import dpo_update
-from rollout_core.algorithms.reference import reference_logprobs
+from rollout_core.algorithms.preference import reference_logprobs
 from rollout_core.algorithms.reward_model import load_reward_model, set_padding, until_eos
-from rollout_core.algorithms.state import load_policy
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import DPOSettings
 from rollout_core.config.rewards import CompositeReward, ExpressionReward, ModelReward, WeightedReward
 from rollout_core.data.packing import Document
+from rollout_core.models.pretrained import load_causal_lm
 from rollout_core.models.tokenizers import load_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint
@@ -43,10 +43,15 @@ def test_the_reference_is_read_once_for_all_epochs_runs_and_algorithms(tiny_mode
     place = update_context(tmp_path)
     update("dpo", tiny_model, place)
 
-    from rollout_core.algorithms import preference_learners
+    from rollout_core.algorithms import dataset_updates
 
     loaded = []
-    monkeypatch.setattr(preference_learners, "load_policy", lambda folder: loaded.append(folder) or load_policy(folder))
+
+    def load(folder: Path):
+        loaded.append(folder)
+        return load_causal_lm(folder)
+
+    monkeypatch.setattr(dataset_updates, "load_causal_lm", load)
     update("ipo", tiny_model, update_context(tmp_path, key=hash_bytes(b"other"), run_id="other"))
     assert len(loaded) == 1, "the policy alone"
 
@@ -68,13 +73,13 @@ def test_reference_logprobs_are_kept_chunk_by_chunk_and_made_again_when_damaged(
 
     def load() -> Policy:
         loads.append(1)
-        return Policy(load_policy(tiny_model).eval())
+        return Policy(load_causal_lm(tiny_model).eval())
 
     def logprobs(some, folder=objects):
         return reference_logprobs(folder, model, some, load, precision="no/cpu", autocast=torch.no_grad, device=CPU)
 
     first = logprobs(items)
-    plain = load_policy(tiny_model).eval()
+    plain = load_causal_lm(tiny_model).eval()
     for number, (prompt, answer) in enumerate((d.prefix, branch) for d in items for branch in d.branches):
         ids = torch.tensor([[*prompt, *answer]])
         logps = torch.log_softmax(plain(input_ids=ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])
@@ -89,7 +94,7 @@ def test_reference_logprobs_are_kept_chunk_by_chunk_and_made_again_when_damaged(
 
 
 def test_a_reference_that_is_not_finite_is_fatal(tiny_model, tmp_path):
-    broken = load_policy(tiny_model).eval()
+    broken = load_causal_lm(tiny_model).eval()
 
     def load() -> Policy:
         policy = Policy(broken)
@@ -185,15 +190,15 @@ def test_a_model_of_another_architecture_or_vocabulary_is_no_reference(tiny_mode
     settings = DPOSettings.model_validate(COMMON)
     model, dataset = place.objects.put_tree(tiny_model), place.objects.put_bytes(preference_data("dpo"))
     with pytest.raises(ConfigError, match="is a 'llama', the model a 'qwen2'"):
-        dpo_update(model, place.objects.put_tree(other), dataset, settings, place)
+        preference_update(model, place.objects.put_tree(other), dataset, settings, place)
 
     words = tmp_path / "words"
-    load_policy(tiny_model).save_pretrained(words)
+    load_causal_lm(tiny_model).save_pretrained(words)
     tokenizer = load_tokenizer(tiny_model)
     tokenizer.add_tokens(["more"])
     tokenizer.save_pretrained(words)
     with pytest.raises(ConfigError, match="has another vocabulary"):
-        dpo_update(model, ContentId(place.objects.put_tree(words)), dataset, settings, place)
+        preference_update(model, ContentId(place.objects.put_tree(words)), dataset, settings, place)
 
 
 def test_a_train_state_of_a_reward_model_is_none_of_a_policy(trained, tiny_model, tmp_path):
@@ -202,7 +207,7 @@ def test_a_train_state_of_a_reward_model_is_none_of_a_policy(trained, tiny_model
     from rollout_core.config import OptimizerConfig
 
     config, (_, folder) = OptimizerConfig(lr=1e-3), trained
-    rewarding, policy = load_reward_model(folder), load_policy(tiny_model)
+    rewarding, policy = load_reward_model(folder), load_causal_lm(tiny_model)
     states = [TrainState(model, build_optimizer(config, list(model.parameters()))) for model in (rewarding, policy)]
     (tmp_path / "state").mkdir()
     save_state(states[0], tmp_path / "state", tokenizer_from=tiny_model)

@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rollout_core.algorithms.kto import KTO, unpaired_documents
 from rollout_core.algorithms.policy import Policy
-from rollout_core.algorithms.preference import DPO
+from rollout_core.algorithms.preference import DPO, KTO, unpaired_documents
 from rollout_core.algorithms.reward_model import BradleyTerry, RewardModel, load_reward_model, score_sequences
-from rollout_core.algorithms.state import load_policy
 from rollout_core.config import DPOSettings, IPOSettings, KTOSettings, RewardModelSettings
 from rollout_core.data.preference_data import Pair, UnpairedPreference
+from rollout_core.models.pretrained import load_causal_lm
 
 CPU = torch.device("cpu")
 COMMON = {"dataset": {"path": "x"}, "optimizer": {"lr": 1e-3}, "minibatch_size": 8}
@@ -56,7 +55,7 @@ def learner(kind: str, folder: Path, *, packed: bool = True, **changes):
         model = load_reward_model(folder, new_head=True)
         settings = RewardModelSettings.model_validate({**COMMON, **changes})
         return BradleyTerry(RewardModel(model, packed=packed), ragged_pairs(), settings, **options), model
-    model = load_policy(folder)
+    model = load_causal_lm(folder)
     policy = Policy(model, packed=packed)
     if kind == "kto":
         settings = KTOSettings.model_validate({**COMMON, **changes})
@@ -131,7 +130,7 @@ def plain_model(kind: str, folder: Path):
     if kind == "rm":
         torch.manual_seed(3)
         return load_reward_model(folder, new_head=True).double().eval()
-    return load_policy(folder).double().eval()
+    return load_causal_lm(folder).double().eval()
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -174,7 +173,7 @@ def test_a_step_depends_on_its_number_alone(kind, tiny_model):
 
 def test_a_policy_that_is_its_reference_loses_what_the_papers_say(tiny_model):
     """log 2 for DPO, (1 / (2 beta))^2 for IPO, 1/2 for KTO; no reward, no margin."""
-    plain = load_policy(tiny_model)
+    plain = load_causal_lm(tiny_model)
     with torch.no_grad():
         pairs = [plain_logps(plain, p.prompt, answer) for p in ragged_pairs() for answer in (p.chosen, p.rejected)]
         judged = [

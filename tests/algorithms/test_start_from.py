@@ -9,7 +9,7 @@ import pytest
 from updates import preference_update, sft_rows, sft_settings, update_context
 
 from rollout_core.algorithms.context import UpdateContext
-from rollout_core.algorithms.learners import sft_update
+from rollout_core.algorithms.dataset_updates import sft_update
 from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.base.ids import hash_bytes
 from rollout_core.config import BudgetConfig

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from rollout_core.algorithms.loop import build_optimizer
-from rollout_core.algorithms.state import MODEL_FOLDER, STATE_VERSION, TrainState, load_policy, load_state, save_state
+from rollout_core.algorithms.state import MODEL_FOLDER, STATE_VERSION, TrainState, load_state, save_state
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import OptimizerConfig
+from rollout_core.models.pretrained import load_causal_lm
 
 DECAYING = ("sgd", "adam", "adamw", "Adafactor")
 """With two groups of parameters, whose order in the optimizer is another than in the model."""
@@ -21,7 +22,7 @@ DECAYING = ("sgd", "adam", "adamw", "Adafactor")
 def build(model: Path, *, kind: str = "adamw", head: int | None = 1, steps: int = 0) -> TrainState:
     """A state of ``model`` after ``steps`` steps; ``head`` is the width of a module beside it."""
     torch.manual_seed(3)
-    policy = load_policy(model)
+    policy = load_causal_lm(model)
     modules = nn.ModuleDict({} if head is None else {"value_head": nn.Linear(policy.config.hidden_size, head)})
     config = OptimizerConfig.model_validate({"kind": kind, "lr": 1e-2, "weight_decay": 0.1 * (kind in DECAYING)})
     state = TrainState(policy, build_optimizer(config, [*policy.parameters(), *modules.parameters()]), modules, seed=7)
@@ -90,7 +91,7 @@ def test_saving_changes_nothing_and_equal_states_have_equal_files(tiny_model: Pa
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors(state).items())
     assert set(contents(tmp_path / "one")) >= {"state.json", "metrics.jsonl", "optimizer.safetensors"}
-    assert load_policy(tmp_path / "one" / MODEL_FOLDER).config.hidden_size == 64, "its model is usable as it is"
+    assert load_causal_lm(tmp_path / "one" / MODEL_FOLDER).config.hidden_size == 64, "its model is usable as it is"
 
 
 def refuse(state: TrainState, folder: Path) -> str:

@@ -11,7 +11,7 @@ from updates import ppo, rows_of, sft_rows, sft_settings, update_context
 
 from rollout_core.algorithms import tracking
 from rollout_core.algorithms.context import UpdateContext
-from rollout_core.algorithms.learners import sft_update
+from rollout_core.algorithms.dataset_updates import sft_update
 from rollout_core.base.ids import hash_bytes
 from rollout_core.config import OptimizerConfig, identity
 from rollout_core.data.datasets import to_jsonl

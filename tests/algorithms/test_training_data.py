@@ -13,29 +13,21 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from rollout_core.algorithms.kto import unpaired_documents
+from rollout_core.algorithms.preference import unpaired_documents
 from rollout_core.base.errors import Conflict
 from rollout_core.base.ids import ContentId
 from rollout_core.config import DPOSettings, JsonlDataset, KTOSettings, OptimizerConfig, SequenceConfig, SFTSettings
 from rollout_core.data import examples as data, training_data
-from rollout_core.data.data_report import DataReport
 from rollout_core.data.dataset_sources import import_dataset, read_dataset
-from rollout_core.data.datasets import SftRow, parse_sft, to_jsonl
-from rollout_core.data.examples import EXAMPLES, Example, epoch_order, positions_at, tokenize_sft
-from rollout_core.data.item_table import ItemForm, ItemTable, ItemWriter, Mapped
-from rollout_core.data.preference_data import (
-    PAIRS,
-    UNPAIRED,
-    Pair,
-    UnpairedPreference,
-    tokenize_pairs,
-    tokenize_unpaired,
-)
-from rollout_core.data.preferences import PairRow, UnpairedRow
+from rollout_core.data.datasets import PairRow, SftRow, UnpairedRow, to_jsonl
+from rollout_core.data.examples import EXAMPLES, Example, epoch_order, positions_at
+from rollout_core.data.preference_data import PAIRS, UNPAIRED, Pair, UnpairedPreference
+from rollout_core.data.tokenized import DataReport, ItemForm, ItemTable, ItemWriter, Mapped
 from rollout_core.data.training_data import look_at_rows, pair_form, sft_form, training_items, unpaired_form
 from rollout_core.models.tokenizers import load_tokenizer, tokenizer_id
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.gc import collect_garbage
+from tests.rows import parse_sft, tokenize_pairs, tokenize_sft, tokenize_unpaired
 
 COMMON: Any = {"dataset": JsonlDataset(path="x"), "optimizer": OptimizerConfig(lr=1e-3)}
 SFT = SFTSettings(**COMMON, sequence=SequenceConfig(max_length=24))

@@ -11,13 +11,12 @@ import pytest
 import torch
 from updates import grpo, ppo, rows_of, sft_settings, update_context
 
-from rollout_core.algorithms import learners
+from rollout_core.algorithms import on_policy_updates
+from rollout_core.algorithms.dataset_updates import sft_update
 from rollout_core.algorithms.experience import Trajectory, build_batch, completion_forward, drawn_entropy
-from rollout_core.algorithms.learners import sft_update
 from rollout_core.algorithms.policy import Policy, zero_head
 from rollout_core.algorithms.ppo import PPO, KLController, assign_credit
 from rollout_core.algorithms.sft import SFT
-from rollout_core.algorithms.state import load_policy
 from rollout_core.config import (
     AdaptiveKL,
     ImportanceCorrection,
@@ -27,10 +26,12 @@ from rollout_core.config import (
     PPOSettings,
     SamplingParams,
 )
-from rollout_core.data.datasets import parse_sft, to_jsonl
-from rollout_core.data.examples import Example, epoch_order, positions_at, positions_between, tokenize_sft
+from rollout_core.data.datasets import to_jsonl
+from rollout_core.data.examples import Example, epoch_order, positions_at, positions_between
 from rollout_core.data.packing import Document, pack
+from rollout_core.models.pretrained import load_causal_lm
 from rollout_core.models.tokenizers import load_tokenizer
+from tests.rows import parse_sft, tokenize_sft
 
 CPU = torch.device("cpu")
 
@@ -38,7 +39,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def policy(tiny_model):
     torch.manual_seed(0)
-    return load_policy(tiny_model)
+    return load_causal_lm(tiny_model)
 
 
 def ragged_examples() -> list[Example]:
@@ -56,7 +57,7 @@ def test_sft_loss_and_gradient_equal_transformers_own_on_each_row(policy, tiny_m
     [batch] = learner.minibatches(0)
     loss = learner.loss(batch, [batch]).loss
     loss.backward()
-    plain = load_policy(tiny_model)
+    plain = load_causal_lm(tiny_model)
     total, count = 0.0, 0
     for example in examples:
         ids = torch.tensor([example.token_ids])
@@ -127,7 +128,7 @@ def test_completion_forward_equals_a_plain_pass_over_each_sequence(policy, tiny_
     batch = build_batch(items, missing_eos_penalty=0.0)
     head = torch.nn.Linear(policy.config.hidden_size, 1)
     output = completion_forward(Policy(policy, head), batch, temperature=0.7, device=CPU, entropy=True)
-    model = load_policy(tiny_model)
+    model = load_causal_lm(tiny_model)
     for row, item in enumerate(items):
         ids = torch.tensor([[*item.prompt_token_ids, *item.token_ids]])
         plain = model(ids, output_hidden_states=True)
@@ -154,7 +155,7 @@ def test_credit_equals_an_independent_reference(policy, other_tiny_model):
     )
     batch = build_batch(items, missing_eos_penalty=settings.missing_eos_penalty)
     head = torch.nn.Linear(policy.config.hidden_size, 1)
-    learned, reference = Policy(policy, head), Policy(load_policy(other_tiny_model))
+    learned, reference = Policy(policy, head), Policy(load_causal_lm(other_tiny_model))
     credit, _, _ = assign_credit(learned, reference, batch, settings, kl_coef=0.1, device=CPU)
     advantages, returns = [], []
     with torch.no_grad():
@@ -201,7 +202,7 @@ def test_the_entropy_of_drawn_tokens_is_that_of_the_distribution_without_another
     exact = completion_forward(
         model, build_batch([Trajectory(prompt, [8], [0.0], 0.0, False)]), temperature=0.5, device=CPU, entropy=True
     ).entropy
-    logits = load_policy(tiny_model)(torch.tensor([prompt])).logits[0, -1] / 0.5
+    logits = load_causal_lm(tiny_model)(torch.tensor([prompt])).logits[0, -1] / 0.5
     drawn = torch.distributions.Categorical(logits=logits).sample((4000,)).tolist()
     batch = build_batch([Trajectory(prompt, [token], [0.0], 0.0, False) for token in drawn])
     output = completion_forward(model, batch, temperature=0.5, device=CPU)
@@ -237,7 +238,7 @@ def test_masked_truncated_completions_give_ppo_no_gradient(policy, tiny_model, m
             prompts=JsonlDataset(path="x"), optimizer=OptimizerConfig(lr=1e-3), truncated=truncated,
             minibatch_size=size, gradient_accumulation=len(rows) // size, entropy_coef=0.1,
         )  # fmt: skip
-        trained = load_policy(tiny_model)
+        trained = load_causal_lm(tiny_model)
         model = Policy(trained, zero_head(trained))
         batch, _, _ = assign_credit(
             model, Policy(policy), build_batch(trajectories()), settings, kl_coef=0.1, device=CPU
@@ -286,7 +287,7 @@ def test_the_checkpoint_is_a_usable_model_and_nothing_in_a_state_is_pickled(tiny
     names = {
         file.path
         for file in place.objects.manifest(
-            learners.SnapshotStore(place.objects).get(checkpoint.train_state).files
+            on_policy_updates.SnapshotStore(place.objects).get(checkpoint.train_state).files
         ).files
     }
     assert {Path(name).suffix for name in names} <= {".safetensors", ".json", ".jsonl", ".jinja"}

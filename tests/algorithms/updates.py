@@ -19,9 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rollout_core.algorithms import dataset_updates
 from rollout_core.algorithms.context import UpdateContext
-from rollout_core.algorithms.learners import grpo_update, ppo_update, sft_update
-from rollout_core.algorithms.preference_learners import dpo_update, kto_update, rm_update
+from rollout_core.algorithms.dataset_updates import rm_update, sft_update
+from rollout_core.algorithms.on_policy_updates import grpo_update, ppo_update
 from rollout_core.base.ids import ContentId, canonical_json, hash_bytes
 from rollout_core.config import (
     BudgetConfig,
@@ -37,12 +38,11 @@ from rollout_core.config import (
     SFTSettings,
     SnapshotPolicy,
 )
-from rollout_core.data.completions import Completion
 from rollout_core.data.datasets import SftRow, to_jsonl
-from rollout_core.data.preferences import parse_pairs, parse_unpaired
-from rollout_core.data.samples import Sample, encode_completion, encode_samples
+from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
 from rollout_core.objects import ObjectStore, TreeManifest
 from rollout_core.objects.records import Checkpoint, Scores
+from tests.rows import parse_pairs, parse_unpaired
 
 
 def update_context(folder: Path, **changes: Any) -> UpdateContext:
@@ -211,10 +211,9 @@ def preference_update(
     settings = {**COMMON, **changes}
     if kind == "rm":
         return rm_update(model, dataset, RewardModelSettings.model_validate(settings), place, held_out=held_out)[0]
-    if kind == "kto":
-        return kto_update(model, model, dataset, KTOSettings.model_validate(settings), place, held_out=held_out)[0]
-    kinds = {"dpo": DPOSettings, "ipo": IPOSettings}
-    return dpo_update(model, model, dataset, kinds[kind].model_validate(settings), place, held_out=held_out)[0]
+    kinds = {"dpo": DPOSettings, "ipo": IPOSettings, "kto": KTOSettings}
+    parsed = kinds[kind].model_validate(settings)
+    return dataset_updates.preference_update(model, model, dataset, parsed, place, held_out=held_out)[0]
 
 
 def rows_of(checkpoint: Checkpoint, objects: ObjectStore) -> list[dict[str, float]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rollout_core.config import SamplingParams
-from rollout_core.data.completions import Completion
+from rollout_core.data.samples import Completion
 from rollout_core.inference.base import Request
 
 PROMPTS = ["sort 3 1 2 =", "sort 9 9 0 4 4 1 =", "0", "hello world", "sort 5 5 5 ="]

@@ -17,7 +17,7 @@ from batches import Ready
 
 from rollout_core.base.ids import ContentId
 from rollout_core.config import SamplingParams, ScriptedBackend
-from rollout_core.data.completions import Completion
+from rollout_core.data.samples import Completion
 from rollout_core.inference.base import ModelRef, Request
 from rollout_core.inference.batch import BatchOptions
 from rollout_core.inference.ledger import SampleLedger

@@ -12,9 +12,8 @@ from typing import Any
 
 from rollout_core.base.ids import ContentId
 from rollout_core.config import SamplingParams, ScriptedBackend
-from rollout_core.data.completions import Completion
 from rollout_core.data.datasets import PromptRow
-from rollout_core.data.samples import Sample, encode_samples, make_samples
+from rollout_core.data.samples import Completion, Sample, encode_samples, make_samples
 from rollout_core.inference.base import ModelRef, Request
 from rollout_core.inference.batch import BatchOptions, Progress, Work
 from rollout_core.inference.lanes import Lanes

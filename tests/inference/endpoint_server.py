@@ -20,7 +20,7 @@ from typing import Any
 from batches import PARAMS
 
 from rollout_core.config import OpenAIBackend, SamplingParams
-from rollout_core.data.completions import Outcome
+from rollout_core.data.samples import Outcome
 from rollout_core.inference.base import Request
 from rollout_core.inference.openai_http import OpenAIEngine
 

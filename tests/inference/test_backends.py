@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, TopKLogitsWarper, TopPLogitsWarpe
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import SamplingParams, ScriptedBackend, TransformersBackend, VLLMBackend
-from rollout_core.data.completions import Completion
+from rollout_core.data.samples import Completion
 from rollout_core.inference import engines
 from rollout_core.inference.base import ModelRef, Request
 from rollout_core.inference.engines import EngineOf, close_engine, engine
@@ -275,10 +275,10 @@ def test_a_model_that_needs_more_than_new_weights_is_another_engine(tiny, tiny_m
 
 def test_a_trained_checkpoint_needs_no_other_engine(tiny, built, tmp_path):
     """What the trainer saves differs from its base model in weights alone."""
-    from rollout_core.algorithms.state import load_policy
+    from rollout_core.models.pretrained import load_causal_lm
     from rollout_core.models.tokenizers import copy_tokenizer
 
-    policy = load_policy(tiny.folder)
+    policy = load_causal_lm(tiny.folder)
     with torch.no_grad():
         next(policy.parameters()).add_(0.01)
     policy.save_pretrained(tmp_path / "trained")

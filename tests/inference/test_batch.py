@@ -24,8 +24,7 @@ from batches import PARAMS, Batch, MoodyEngine, Ready, WatchedEngine, make_batch
 from rollout_core.base.errors import Fatal, Recoverable
 from rollout_core.base.ids import ContentId
 from rollout_core.config import ScriptedBackend, TransformersBackend
-from rollout_core.data.completions import Completion
-from rollout_core.data.samples import decode_completions_blob, encode_completion
+from rollout_core.data.samples import Completion, decode_completions_blob, encode_completion
 from rollout_core.inference.batch import Progress
 from rollout_core.inference.hf import TransformersEngine
 from rollout_core.inference.ledger import COMPLETION_SPAN, Answer, SampleLedger

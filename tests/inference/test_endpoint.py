@@ -35,8 +35,7 @@ from rollout_core.config import (
     identity,
     parse_config,
 )
-from rollout_core.data.completions import Completion, Failure
-from rollout_core.data.samples import decode_completions_blob, encode_completion
+from rollout_core.data.samples import Completion, Failure, decode_completions_blob, encode_completion
 from rollout_core.inference.base import Request
 from rollout_core.inference.openai_http import OpenAIEngine
 

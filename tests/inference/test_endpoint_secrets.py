@@ -22,7 +22,7 @@ from places import use_s3
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import InferBatchConfig, parse_config
-from rollout_core.data.completions import Failure
+from rollout_core.data.samples import Failure
 from rollout_core.inference.openai_http import OpenAIEngine
 from tests.conftest import BUCKET
 from tests.store.postgres import PostgresServer

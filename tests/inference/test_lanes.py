@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 from batches import PARAMS
 
-from rollout_core.data.completions import Completion
+from rollout_core.data.samples import Completion
 from rollout_core.inference.base import Request
 from rollout_core.inference.lanes import Lane, Lanes
 

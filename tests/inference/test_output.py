@@ -17,14 +17,13 @@ import pytest
 
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import InferBatchConfig, parse_config
-from rollout_core.data.completions import Completion, Failure
 from rollout_core.data.datasets import PromptRow
-from rollout_core.data.samples import encode_completion, encode_failure
+from rollout_core.data.samples import Completion, Failure, encode_completion, encode_failure
 from rollout_core.inference import output
 from rollout_core.inference.folders import LocalFolder
 from rollout_core.inference.output import file_name, output_chunks, output_id, shard_rows, write_known
 from rollout_core.inference.shards import import_shards, read_shard, shard_samples, shards_of
-from rollout_core.models.chat import ChatMessage
+from rollout_core.models.tokenizers import ChatMessage
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import ShardCompletions
 

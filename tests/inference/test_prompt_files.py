@@ -14,7 +14,7 @@ from places import address_of, use_s3
 
 from rollout_core.base.errors import ConfigError, DataError
 from rollout_core.config import InputGlob
-from rollout_core.data.prompt_files import PromptFiles, open_prompts
+from rollout_core.data.dataset_sources import PromptFiles, open_prompts
 from rollout_core.inference.shards import import_shards, read_shard, shards_of
 from rollout_core.models.locating import Unchecked
 from rollout_core.objects import ObjectStore

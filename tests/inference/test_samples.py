@@ -12,16 +12,16 @@ from hypothesis import given, settings, strategies as st
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.ids import hash_bytes
 from rollout_core.config import SamplingParams
-from rollout_core.data.completions import Completion
 from rollout_core.data.datasets import PromptRow
 from rollout_core.data.samples import (
+    Completion,
     decode_completions_blob,
     decode_samples,
     encode_completion,
     encode_samples,
     make_samples,
 )
-from rollout_core.models.chat import ChatMessage
+from rollout_core.models.tokenizers import ChatMessage
 
 MODEL = hash_bytes(b"model")
 PARAMS = SamplingParams(max_tokens=8)

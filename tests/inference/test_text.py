@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from rollout_core.base.errors import ConfigError
 from rollout_core.data.datasets import PromptRow
 from rollout_core.data.text import decode_as_streamed, decode_completions, tokenize_prompts
-from rollout_core.models.chat import ChatMessage
+from rollout_core.models.tokenizers import ChatMessage
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"

@@ -9,8 +9,7 @@ import pytest
 from batches import PARAMS, Batch, Ready, WatchedEngine, make_batch
 
 from rollout_core.base.errors import Fatal, Recoverable
-from rollout_core.data.completions import Completion, Failure
-from rollout_core.data.samples import decode_samples
+from rollout_core.data.samples import Completion, Failure, decode_samples
 from rollout_core.inference.training_samples import FailedSamples, complete_batch
 from rollout_core.objects.records import Completions
 from rollout_core.store import SqlLightningStore

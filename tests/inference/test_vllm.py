@@ -18,13 +18,12 @@ import torch
 from alike import GREEDY, PROMPTS, TOLERANCE, assert_alike, requests
 from batches import make_batch, ref
 
-from rollout_core.algorithms.state import load_policy
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.config import SamplingParams, TransformersBackend, VLLMBackend
-from rollout_core.data.completions import Completion
-from rollout_core.data.samples import decode_completions_blob, encode_completion
+from rollout_core.data.samples import Completion, decode_completions_blob, encode_completion
 from rollout_core.inference.base import ModelRef, Request
 from rollout_core.inference.hf import TransformersEngine, _distribution
+from rollout_core.models.pretrained import load_causal_lm
 
 pytestmark = pytest.mark.engine
 
@@ -43,7 +42,7 @@ def trainer_logprobs(model: ModelRef, request: Request, completion: Completion) 
     """Log-probability of each token under the request's own distribution, by the trainer's model."""
     ids = torch.tensor([[*request.prompt_token_ids, *completion.token_ids]])
     with torch.no_grad():
-        logits_TV = load_policy(model.folder)(ids).logits[0, len(request.prompt_token_ids) - 1 : -1]
+        logits_TV = load_causal_lm(model.folder)(ids).logits[0, len(request.prompt_token_ids) - 1 : -1]
     return torch.stack(
         [
             _distribution(logits_V, request.params)[token]
@@ -213,7 +212,7 @@ def test_the_canary_catches_an_engine_with_other_weights(
         if fault == "another model is loaded":
             call(method, kwargs={"weights_path": str(small.folder)})
         elif fault == "one tensor is a little off":
-            policy = load_policy(other_small.folder)
+            policy = load_causal_lm(other_small.folder)
             with torch.no_grad():
                 policy.model.norm.weight.mul_(1.02)
             policy.save_pretrained(tmp_path / "off")

@@ -19,9 +19,8 @@ from rollout_core.config import (
     SamplingParams,
     TransformersBackend,
 )
-from rollout_core.data.completions import Completion, Failure
 from rollout_core.data.datasets import PromptRow
-from rollout_core.data.samples import encode_completion, make_samples
+from rollout_core.data.samples import Completion, Failure, encode_completion, make_samples
 from rollout_core.inference.base import ModelRef, Request
 from rollout_core.inference.batch import BatchOptions, complete_samples
 from rollout_core.inference.hf import TransformersEngine

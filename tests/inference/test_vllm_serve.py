@@ -20,8 +20,7 @@ from rollout_core.config import (
     RegexOutput,
     SamplingParams,
 )
-from rollout_core.data.completions import Completion
-from rollout_core.data.samples import decode_completions_blob
+from rollout_core.data.samples import Completion, decode_completions_blob
 from rollout_core.inference.base import Request
 from rollout_core.inference.openai_http import OpenAIEngine
 

@@ -26,10 +26,10 @@ from rollout_core.base.errors import (
 )
 from rollout_core.base.ids import hash_bytes
 from rollout_core.config import DPOSettings, GRPOAlgorithm, GRPOSettings, SFTSettings, TrainGRPOConfig
-from rollout_core.data.data_report import DataReport
 from rollout_core.data.datasets import SftRow, to_jsonl
+from rollout_core.data.tokenized import DataReport
 from rollout_core.launch import run_update
-from rollout_core.launch.job import decode_inputs, decode_outcome, encode_inputs, encode_outcome
+from rollout_core.launch.launcher import decode_inputs, decode_outcome, encode_inputs, encode_outcome
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint, Scores
 
@@ -246,7 +246,7 @@ def test_inputs_travel_as_the_update_declares_them():
     assert type(found["settings"]) is GRPOSettings and found["settings"].loss_type == "dapo"
     dpo = DPOSettings.model_validate({"dataset": {"path": "x"}, "optimizer": {"lr": 0.1}, "beta": 0.3})
     inputs = {"model": ids["model"], "reference": ids["model"], "dataset": ids["model"], "settings": dpo}
-    assert decode_inputs("dpo", encode_inputs("dpo", inputs)) == inputs
+    assert decode_inputs("preference", encode_inputs("preference", inputs)) == inputs
 
 
 def test_outcomes_travel_with_their_report():

@@ -22,7 +22,6 @@ def nothing_is_built(monkeypatch: pytest.MonkeyPatch, weights_stay_unread: None)
 
     for owner, name in (
         (engines, "build_backend"),
-        (state, "load_policy"),
         (state, "load_file"),
     ):
         monkeypatch.setattr(owner, name, refuse)

@@ -9,7 +9,7 @@ import pytest
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import CONFIG_KINDS, InputGlob, parse_config
-from rollout_core.data.prompt_files import PromptFiles, open_prompts
+from rollout_core.data.dataset_sources import PromptFiles, open_prompts
 from rollout_core.inference.shards import import_shards
 from rollout_core.models.model_import import import_model
 from rollout_core.objects import ObjectStore

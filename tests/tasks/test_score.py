@@ -11,8 +11,7 @@ import pytest
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config.rewards import FunctionReward
-from rollout_core.data.completions import Completion
-from rollout_core.data.samples import Sample, encode_completion, encode_samples
+from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions
 from rollout_core.rewards import source_ids

@@ -34,13 +34,8 @@ def _prepare() -> None:
         log.debug("could not get ready to inspect models: %s", error)
 
 
-def inspect_folder(folder: Path, *, has_weights: bool) -> dict[str, Any]:
-    """The document of `ModelFacts` of a folder."""
-    return _ask(folder, "inspect", has_weights=has_weights)
-
-
 def check_adapter_fit(folder: Path, model_folder: Path, *, whole: bool) -> None:
-    """`rollout_core.models.adapters.check_fit`."""
+    """`rollout_core.models.model_import.check_fit`."""
     _ask(folder, "adapter", model_folder=str(model_folder.absolute()), whole=whole)
 
 
@@ -62,6 +57,6 @@ def inspect_bounded(folder: Path, *, has_weights: bool) -> ModelFacts:
     is loaded here, once it was found sound."""
     prepare()
     prepare_transformers()
-    document = inspect_folder(folder, has_weights=has_weights)
+    document = _ask(folder, "inspect", has_weights=has_weights)
     tokenizer, its_id = load_identified_tokenizer(folder)
     return ModelFacts.from_document(document | {"tokenizer_id": str(its_id)}, tokenizer)

@@ -46,7 +46,7 @@ def _try_decoder(tokenizer: Any, folder: str) -> None:
 
 
 def _adapter(folder: str, model_folder: str, whole: bool) -> None:
-    from rollout_core.models.adapters import check_fit
+    from rollout_core.models.model_import import check_fit
 
     check_fit(Path(folder), Path(model_folder), whole=whole)
 

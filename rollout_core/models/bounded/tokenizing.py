@@ -16,7 +16,7 @@ from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.isolation.child import Ended
 from rollout_core.base.isolation.limits import Limits
 from rollout_core.models.bounded.keeper import KeptChild
-from rollout_core.models.chat import ChatMessage
+from rollout_core.models.tokenizers import ChatMessage
 
 REQUEST_ITEMS = 512
 REQUEST_CHARACTERS = 2**21

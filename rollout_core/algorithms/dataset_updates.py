@@ -1,0 +1,274 @@
+"""Updates from data sets, from content ids to content ids: SFT, reward models, and DPO, IPO and KTO.
+
+An interrupted update continues from its own last snapshot, which is found under the update's key; everything else it
+needs is a pure function of its inputs, so the outcome is the same bytes as without the interruption. Reference
+log-probabilities come from the object store or are computed before training starts; the reference is never in memory
+beside the policy, unless it is the policy without its adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from rollout_core.algorithms.context import UpdateContext
+from rollout_core.algorithms.dataset_algorithm import DatasetAlgorithm
+from rollout_core.algorithms.loop import build_accelerator, build_optimizer
+from rollout_core.algorithms.parallel import divided, shard
+from rollout_core.algorithms.policy import Policy
+from rollout_core.algorithms.preference import DPO, KTO, pair_documents, reference_logprobs, unpaired_documents
+from rollout_core.algorithms.reward_model import BradleyTerry, RewardModel, load_reward_model, set_padding, until_eos
+from rollout_core.algorithms.sft import SFT
+from rollout_core.algorithms.state import TrainState
+from rollout_core.algorithms.training import evaluation_of, train_to_end
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.ids import ContentId
+from rollout_core.base.seeding import seed_everything
+from rollout_core.config import (
+    DatasetSettings,
+    DPOSettings,
+    IPOSettings,
+    KTOSettings,
+    PreferenceSettings,
+    RewardModelSettings,
+    SFTSettings,
+)
+from rollout_core.data.examples import Example
+from rollout_core.data.packing import Document
+from rollout_core.data.preference_data import Pair, PreferenceReport
+from rollout_core.data.tokenized import DataReport, ItemTable, Mapped
+from rollout_core.data.training_data import RowForm, pair_form, sft_form, training_items, unpaired_form
+from rollout_core.models.facts import check_reference
+from rollout_core.models.lora import WithoutAdapters, with_lora
+from rollout_core.models.pretrained import load_causal_lm
+from rollout_core.models.tokenizers import load_tokenizer
+from rollout_core.objects.records import Checkpoint
+
+ItemT = TypeVar("ItemT")
+ReportT = TypeVar("ReportT", bound=DataReport)
+
+
+def sft_update(
+    model: ContentId,
+    dataset: ContentId,
+    settings: SFTSettings,
+    context: UpdateContext,
+    *,
+    held_out: ContentId | None = None,
+    on_data: Callable[[DataReport], None] = lambda report: None,
+) -> tuple[Checkpoint, DataReport]:
+    """Fine-tune ``model`` on the rows of ``dataset``; ``on_data`` is called with what became of them before training
+    starts.
+
+    The rows ``held_out`` are evaluated as ``settings.evaluation`` says. Raises ConfigError when rows and tokenizer do
+    not fit.
+    """
+    folder = context.model(model)
+    examples, others, report = _read_rows(sft_form(settings), dataset, held_out, folder, context, on_data)
+    seed_everything(context.seed, num_threads=context.num_threads)
+    accelerator = build_accelerator(settings.precision)
+    settings = divided(settings)
+    trained = with_lora(load_causal_lm(folder), settings.lora, seed=context.seed).to(accelerator.device).train()
+    longest = max(int(table.lengths("token_ids").max()) for table in (examples, others or examples))
+    check_sequence_length(trained, longest)
+    policy = shard(Policy(trained), settings.parallel, accelerator.device)
+
+    def algorithm(rows: Sequence[Example]) -> SFT:
+        return SFT(policy, rows, settings, seed=context.seed, device=accelerator.device)
+
+    held_out_algorithm = None if others is None else algorithm(others)
+    return _train(algorithm(examples), held_out_algorithm, trained, settings, accelerator, model, context), report
+
+
+def rm_update(
+    model: ContentId,
+    dataset: ContentId,
+    settings: RewardModelSettings,
+    context: UpdateContext,
+    *,
+    held_out: ContentId | None = None,
+    on_data: Callable[[PreferenceReport], None] = lambda report: None,
+) -> tuple[Checkpoint, PreferenceReport]:
+    """Train a reward model on the pairs of ``dataset``, from the trunk of ``model`` (or that reward model itself).
+
+    ``held_out`` and ``on_data`` as in `sft_update`. Raises ConfigError when rows, tokenizer and model do not fit.
+    """
+    folder = context.model(model)
+    tokenizer = load_tokenizer(folder)
+
+    def ended(pair: Pair) -> Pair:
+        chosen, rejected = (until_eos(answer, tokenizer.eos_token_id) for answer in (pair.chosen, pair.rejected))
+        return Pair(pair.prompt, chosen, rejected, pair.margin)
+
+    form = pair_form(settings, need_prompts=False)
+    rows, other_rows, report = _read_rows(form, dataset, held_out, folder, context, on_data)
+    pairs, others = Mapped(rows, ended), Mapped(other_rows or (), ended)
+    seed_everything(context.seed, num_threads=context.num_threads)
+    accelerator = build_accelerator(settings.precision)
+    settings = divided(settings)
+    trained = with_lora(load_reward_model(folder, new_head=True), settings.lora, seed=context.seed)
+    trained = trained.to(accelerator.device).eval()  # no dropout
+    set_padding(trained, tokenizer)
+    longest = max(len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) for pair in chain(pairs, others))
+    check_sequence_length(trained, longest)
+    scorer = shard(RewardModel(trained), settings.parallel, accelerator.device)
+
+    def algorithm(items: Sequence[Pair]) -> BradleyTerry:
+        return BradleyTerry(scorer, items, settings, seed=context.seed, device=accelerator.device)
+
+    held_out_algorithm = algorithm(others) if others else None
+    return _train(algorithm(pairs), held_out_algorithm, trained, settings, accelerator, model, context), report
+
+
+def preference_update(
+    model: ContentId,
+    reference: ContentId,
+    dataset: ContentId,
+    settings: DPOSettings | IPOSettings | KTOSettings,
+    context: UpdateContext,
+    *,
+    held_out: ContentId | None = None,
+    on_data: Callable[[PreferenceReport], None] = lambda report: None,
+) -> tuple[Checkpoint, PreferenceReport]:
+    """DPO, IPO or KTO of ``model`` against ``reference``, on the pairs or labelled answers of ``dataset``.
+
+    ``held_out`` and ``on_data`` as in `sft_update`. Raises ConfigError when rows, tokenizer, model and reference do not
+    fit.
+    """
+    kind: Any = KTO if isinstance(settings, KTOSettings) else DPO
+    documents_of: Callable[[Sequence[Any]], Sequence[Document]]
+    form: RowForm[Any, PreferenceReport]
+    if isinstance(settings, KTOSettings):
+        form, documents_of = unpaired_form(settings), unpaired_documents
+    else:
+        form, documents_of = pair_form(settings, need_prompts=True), pair_documents
+    folder = context.model(model)
+    items, other_items, report = _read_rows(form, dataset, held_out, folder, context, on_data)
+    others = other_items or ()
+    documents = documents_of(items), documents_of(others)
+    accelerator, trained, ref_logps, ref_others = _start(model, reference, *documents, settings, context)
+    settings = divided(settings)
+    policy = shard(Policy(trained), settings.parallel, accelerator.device)
+
+    def algorithm(rows: Sequence[Any], logps: Tensor) -> DatasetAlgorithm[Any]:
+        return kind(policy, rows, logps, settings, seed=context.seed, device=accelerator.device)
+
+    held_out_algorithm = algorithm(others, ref_others) if others else None
+    trainer = algorithm(items, ref_logps)
+    return _train(trainer, held_out_algorithm, trained, settings, accelerator, model, context), report
+
+
+def _read_rows(
+    form: RowForm[ItemT, ReportT],
+    dataset: ContentId,
+    held_out: ContentId | None,
+    folder: Path,
+    context: UpdateContext,
+    on_data: Callable[[ReportT], None],
+) -> tuple[ItemTable[ItemT], ItemTable[ItemT] | None, ReportT]:
+    """The items of both sets of rows, and what became of the rows to train on, which ``on_data`` gets first."""
+    items, report = training_items(context.objects, context.cache, dataset, folder, form)
+    on_data(report)
+    if held_out is None:
+        return items, None, report
+    others, _ = training_items(context.objects, context.cache, held_out, folder, form)
+    return items, others, report
+
+
+def _start(
+    model: ContentId,
+    reference: ContentId,
+    documents: Sequence[Document],
+    held_out: Sequence[Document],
+    settings: PreferenceSettings,
+    context: UpdateContext,
+) -> tuple[Accelerator, Any, Tensor, Tensor]:
+    """The accelerator, the model to train, and the reference's log-probabilities of both sets of documents."""
+    check_reference(context.model(model), context.model(reference))
+    seed_everything(context.seed, num_threads=context.num_threads)
+    accelerator = build_accelerator(settings.precision)
+
+    def load_trained() -> Any:
+        loaded = with_lora(load_causal_lm(context.model(model)), settings.lora, seed=context.seed)
+        return loaded.to(accelerator.device).eval()  # no dropout: the reference has none
+
+    # Adapters that are switched off leave the reference itself. Otherwise the two are not in memory together.
+    trained = load_trained() if settings.lora is not None and model == reference else None
+    logps = _reference_pass(trained, reference, documents, held_out, settings, accelerator, context)
+    # Loading the reference may or may not have drawn random numbers.
+    seed_everything(context.seed, num_threads=context.num_threads)
+    return accelerator, load_trained() if trained is None else trained, *logps
+
+
+def _reference_pass(
+    adapted: Any | None,
+    reference: ContentId,
+    documents: Sequence[Document],
+    held_out: Sequence[Document],
+    settings: PreferenceSettings,
+    accelerator: Accelerator,
+    context: UpdateContext,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of both sets of documents; ``adapted`` is the reference with adapters, if it is loaded."""
+
+    @cache
+    def load() -> nn.Module:
+        loaded = adapted
+        if loaded is None:
+            loaded = load_causal_lm(context.model(reference)).to(accelerator.device).eval().requires_grad_(False)
+        longest = max(len(item.prefix) + max(map(len, item.branches)) for item in chain(documents, held_out))
+        check_sequence_length(loaded, longest)
+        policy = Policy(loaded)
+        return shard(policy, settings.parallel, accelerator.device) if adapted is None else WithoutAdapters(policy)
+
+    ref_logps, ref_held_out = (
+        reference_logprobs(
+            context.objects,
+            reference,
+            items,
+            load,
+            precision=f"{accelerator.mixed_precision}/{accelerator.device.type}",
+            autocast=lambda: accelerator.autocast(),
+            device=accelerator.device,
+        )
+        for items in (documents, held_out)
+    )
+    return ref_logps, ref_held_out
+
+
+def _train(
+    algorithm: DatasetAlgorithm[Any],
+    held_out: DatasetAlgorithm[Any] | None,
+    trained: Any,
+    settings: DatasetSettings,
+    accelerator: Accelerator,
+    model: ContentId,
+    context: UpdateContext,
+) -> Checkpoint:
+    state = TrainState(trained, build_optimizer(settings.optimizer, list(trained.parameters())), seed=context.seed)
+    return train_to_end(
+        algorithm,
+        state,
+        settings,
+        accelerator,
+        context,
+        context.model(model),
+        max_minutes=settings.budget.max_minutes,
+        evaluation=evaluation_of(held_out, settings, accelerator),
+    )
+
+
+def check_sequence_length(policy: Any, longest: int) -> None:
+    """Raises ConfigError where the longest row, in tokens, has no place in the model."""
+    limit = getattr(policy.config, "max_position_embeddings", None)
+    if limit is not None and longest > limit:
+        raise ConfigError(
+            f"the longest row has {longest} tokens, the model has {limit} positions; "
+            f"set sequence.max_length to at most {limit}"
+        )

@@ -1,0 +1,386 @@
+"""How completions are made: in which form, how tokens are drawn, by which backend, and who works on a batch.
+
+Each kind of backend says of itself: ``batch_invariant``, whether a request's tokens and logprobs are bitwise the same
+whatever else is in its batch; and ``owns_batches``, whether the batches are ours to form, so that a set of requests
+that is generated again as a whole gives the same again. Where both are false nothing can be repeated to the last bit,
+and every sample is kept as it comes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from rollout_core.base.devices import probe_device
+from rollout_core.base.numerics import default_threads, numerics_identity
+from rollout_core.config.base import Address, Settings
+
+
+def _as_text(value: Any) -> Any:
+    # Text, so that the order of keys is kept wherever a configuration travels: properties are generated in that order.
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False) if isinstance(value, Mapping) else value
+
+
+class JsonSchemaOutput(Settings):
+    """Completions are JSON that a schema describes."""
+
+    kind: Literal["json_schema"] = "json_schema"
+    definition: Annotated[str, BeforeValidator(_as_text)]
+    """The JSON Schema, as a table or as text."""
+
+    @field_validator("definition")
+    @classmethod
+    def _is_a_schema(cls, text: str) -> str:
+        from jsonschema import SchemaError
+        from jsonschema.validators import validator_for
+
+        try:
+            schema = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"not JSON: {error}") from error
+        if not isinstance(schema, dict):
+            raise ValueError('a JSON Schema is an object here, such as {"type": "object"}')
+        try:
+            validator_for(schema).check_schema(schema)
+        except SchemaError as error:
+            where = ".".join(map(str, error.absolute_path)) or "(top level)"
+            raise ValueError(f"not a JSON Schema: {where}: {error.message}") from error
+        return _as_text(schema)
+
+
+class RegexOutput(Settings):
+    """Completions match a regular expression as a whole."""
+
+    kind: Literal["regex"] = "regex"
+    pattern: str = Field(min_length=1)
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}") from error
+        return pattern
+
+
+class ChoiceOutput(Settings):
+    """Completions are one of these texts."""
+
+    kind: Literal["choice"] = "choice"
+    choices: tuple[Annotated[str, Field(min_length=1)], ...] = Field(min_length=1)
+
+
+class GrammarOutput(Settings):
+    """Completions are words of a context-free grammar."""
+
+    kind: Literal["grammar"] = "grammar"
+    grammar: str = Field(min_length=1)
+    """In the EBNF of llama.cpp (GBNF) or Lark's form; the first rule is ``root`` (GBNF) or ``start`` (Lark)."""
+
+
+StructuredOutput = JsonSchemaOutput | RegexOutput | ChoiceOutput | GrammarOutput
+
+
+class SamplingParams(Settings):
+    """How tokens are drawn. Every field enters the sample id; those that came later only where they are not left at
+    their default."""
+
+    identity_without_default: ClassVar[frozenset[str]] = frozenset(
+        {
+            "logprobs",
+            "min_tokens",
+            "stop_token_ids",
+            "ignore_eos",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "structured",
+        }
+    )
+
+    temperature: float = Field(default=1.0, ge=0)
+    """0 is greedy decoding."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, ge=-1)
+    """-1 switches it off."""
+    max_tokens: int = Field(default=16, ge=1)
+    """Longest completion, in tokens."""
+    min_tokens: int = Field(default=0, ge=0)
+    """No end of sequence, stop token or stop string ends a completion before it has this many tokens."""
+    seed: int | None = None
+    """Mixed into every sample's own seed; another seed gives other completions."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Strings that end a completion; they are not part of its text."""
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Tokens that end a completion, beside the model's own ends; they are among its token ids, not part of its text."""
+    ignore_eos: bool = False
+    """The model's own ends end nothing: completions go on until max_tokens, a stop string or a stop token."""
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    """Logits of tokens that occurred, in prompt or completion, are divided by it where they are positive, else
+    multiplied; 1 switches it off."""
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """Taken off the logits of tokens that occurred in the completion."""
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """Taken off the logit of a token for each time that it occurred in the completion."""
+    logprobs: int = Field(default=0, ge=0, le=20)
+    """Most likely tokens whose log-probabilities are kept at every position, beside that of the token drawn; of those
+    that could be drawn at all."""
+    structured: StructuredOutput | None = None
+    """A form that completions must have; one cut at max_tokens has only the beginning of it."""
+    stream: Literal[False] = False
+    """Only false: batch inference does not stream."""
+
+    @field_validator("stop_token_ids")
+    @classmethod
+    def _one_order(cls, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sorted(set(token_ids)))
+
+    @model_validator(mode="after")
+    def _ends_are_in_reach(self) -> SamplingParams:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}")
+        return self
+
+
+class VLLMBackend(Settings):
+    """vLLM in this process (the engine itself is a child process); device found by an explicit probe."""
+
+    owns_batches: ClassVar[bool] = True
+
+    kind: Literal["vllm"] = "vllm"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """``auto``: the model's own type on a GPU, float32 on a CPU."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest prompt plus completion, in tokens; default: the model's own limit."""
+    max_num_seqs: int = Field(default=256, ge=1)
+    """Sequences generated together. Changes speed only where the engine is batch-invariant: a CPU in float32."""
+    kv_cache_gib: float = Field(default=1.0, gt=0)
+    """Key/value cache on a CPU, in GiB. Changes speed only."""
+    gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
+    """Share of the GPU's memory the engine may take. Changes speed only."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    num_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of the engine, on whose number last bits of a logprob may depend. Default: one a core, but for one
+    core that is left to the rest, or 1 with portable numerics."""
+    enable_prefix_caching: bool = False
+    """Off by default: a cache hit may change last bits of a logprob."""
+    canary_tolerance: float | None = Field(default=None, gt=0)
+    """Largest difference, in nats, between engine and trainer logprobs that a weight update may show; default: 2e-3 in
+    float32, 5e-2 in half precision."""
+    start_timeout_seconds: float = Field(default=900.0, gt=0)
+    """Longest time an engine may take to start, loading the model included. Then the run fails."""
+
+    @property
+    def concrete_dtype(self) -> str:
+        """The dtype on this machine; ``auto`` is left on a GPU only, and means the model's own there."""
+        return "float32" if self.dtype == "auto" and probe_device() == "cpu" else self.dtype
+
+    @property
+    def fixed_threads(self) -> int | None:
+        """CPU threads of the engine; None where vLLM chooses, or computes on a GPU."""
+        return (self.num_threads or default_threads()) if probe_device() == "cpu" else None
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a request's tokens and logprobs are bitwise the same whatever else is in its batch."""
+        if probe_device() == "cpu":
+            return self.concrete_dtype == "float32" and not self.enable_prefix_caching
+        return os.environ.get("VLLM_BATCH_INVARIANT") == "1" and not self.enable_prefix_caching
+
+    def cache_identity(self) -> Any:
+        named = {
+            "kind": self.kind,
+            "device": probe_device(),
+            "dtype": self.concrete_dtype,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "enable_prefix_caching": self.enable_prefix_caching,
+            **({} if self.fixed_threads is None else {"num_threads": self.fixed_threads}),
+            **numerics_identity(),
+        }
+        if (probe_device(), self.concrete_dtype) == ("cpu", "float32"):
+            return named
+        return {**named, "max_num_seqs": self.max_num_seqs, "batch_invariant": self.batch_invariant}
+
+
+class TransformersBackend(Settings):
+    """Plain ``transformers`` generation: slow, needs nothing else."""
+
+    batch_invariant: ClassVar[bool] = True
+    owns_batches: ClassVar[bool] = True
+
+    kind: Literal["transformers"] = "transformers"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    max_model_len: int | None = Field(default=None, ge=2)
+    num_threads: int = Field(default=1, ge=1)
+    """CPU threads of generation, whatever the trainer uses: last bits of a logprob depend on their number."""
+    start_timeout_seconds: float = Field(default=900.0, gt=0)
+    """Longest time an engine may take to start, loading the model included. Then the run fails."""
+
+    def cache_identity(self) -> Any:
+        return {
+            "kind": self.kind,
+            "device": probe_device(),
+            "dtype": self.dtype,
+            "num_threads": self.num_threads,
+            **numerics_identity(),
+        }
+
+
+class ScriptedBackend(Settings):
+    """Deterministic answers without a model, for trying out a pipeline."""
+
+    batch_invariant: ClassVar[bool] = True
+    owns_batches: ClassVar[bool] = True
+
+    kind: Literal["scripted"] = "scripted"
+    text: str = "SCRIPTED:{prompt}"
+    """Completion of every prompt; ``{prompt}`` is replaced."""
+    delay_seconds: float = Field(default=0.0, ge=0)
+    """Pretended time per sample. Changes speed only."""
+
+    def cache_identity(self) -> Any:
+        return {"kind": self.kind, "text": self.text}
+
+
+class OpenAIBackend(Settings):
+    """An endpoint with OpenAI's API, such as one of ``vllm serve``. Its answers are taken for those of the configured
+    model, whose tokenizer is used; that it serves this model is for its operator to see to."""
+
+    batch_invariant: ClassVar[bool] = False
+    owns_batches: ClassVar[bool] = False
+
+    kind: Literal["openai"] = "openai"
+    url: str
+    """Up to and with the version, such as ``http://127.0.0.1:8000/v1``."""
+    served_model: str | None = Field(default=None, min_length=1)
+    """Name of the model at the endpoint; default: the only one that it lists. Give it where it may serve another one
+    later, whose answers would else pass for this one's."""
+    api: Literal["completions", "chat"] = "completions"
+    """``completions`` sends the prompt's token ids; ``chat`` the messages (of a plain prompt: one of a user), which the
+    endpoint puts through its own chat template."""
+    dialect: Literal["vllm", "openai"] = "vllm"
+    """``vllm``: token ids and log-probabilities come back as they were sampled, all sampling fields are understood.
+    ``openai``: only what OpenAI documents is sent; what comes back is text, token ids are made of it by the model's
+    tokenizer, log-probabilities are not kept, so nothing can be trained on it."""
+    api_key: str | None = Field(default=None, pattern=r"^[A-Z][A-Z0-9_]*$")
+    """NAME of the secret that is the endpoint's key, sent as a bearer token: ``ROLLOUT_SECRET_<NAME>`` in the worker's
+    environment, where ``ROLLOUT_SECRETS`` must list it."""
+    max_concurrency: int = Field(default=64, ge=1)
+    """Requests under way together. Changes speed only."""
+    timeout_seconds: float = Field(default=600.0, gt=0)
+    """Longest wait for an answer. Then the request is tried again."""
+    max_retries: int = Field(default=6, ge=0)
+    """Further tries after answers 408, 425, 429 and 5xx and lost connections."""
+    backoff_seconds: float = Field(default=1.0, gt=0)
+    """Wait before the first further try; doubled for each one after, up to a minute, less up to half of it at random.
+    Where the endpoint asks for a longer wait (Retry-After), that counts."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest prompt plus completion, in tokens; default: the model's own limit."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, url: str) -> str:
+        parts = urlsplit(url)
+        _ = parts.port  # raises ValueError where it is no port
+        if parts.scheme not in ("http", "https") or not parts.hostname or " " in url:
+            raise ValueError("expected an address such as http://127.0.0.1:8000/v1")
+        if parts.username or parts.password or parts.query or parts.fragment:
+            raise ValueError("an address is kept and shown, so it holds no key; name a secret as api_key")
+        return url.rstrip("/")
+
+    def cache_identity(self) -> Any:
+        return {
+            "kind": self.kind,
+            "url": self.url,
+            "served_model": self.served_model,
+            "api": self.api,
+            "dialect": self.dialect,
+        }
+
+
+EngineConfig = VLLMBackend | TransformersBackend | ScriptedBackend
+"""Backends whose weights are ours to replace; training needs one of these."""
+BackendConfig = EngineConfig | OpenAIBackend
+
+
+class AdaptConfig(Settings):
+    """A cluster that grows and shrinks with the work there is."""
+
+    minimum: int = Field(default=0, ge=0)
+    maximum: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> AdaptConfig:
+        if self.minimum > self.maximum:
+            raise ValueError(f"minimum is {self.minimum} and maximum {self.maximum}; give minimum <= maximum")
+        return self
+
+
+class DaskConfig(Settings):
+    """Shards run on the workers of a Dask cluster, one engine a worker process. Give ``address`` or ``cluster``."""
+
+    address: Address | None = Field(default=None, pattern=r"^(tcp|tls|ws|wss|ucx|ucxx)://\S+$")
+    """Of a running scheduler, such as ``tcp://scheduler:8786``, or ``tls://...``."""
+    cluster: str | None = Field(default=None, pattern=r"^\w+(\.\w+)+$")
+    """Import path of a cluster class, such as ``distributed.LocalCluster``: a cluster for the length of this run."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the cluster class. Secrets do not belong here: the run's parameters show them."""
+    adapt: AdaptConfig | None = None
+    """Let the cluster have as many workers as the work needs."""
+    gpus_per_worker: float | None = Field(default=None, gt=0)
+    """What each worker offers as its Dask resource ``GPU`` (``dask worker --resources GPU=1``). A shard asks for half
+    of it, since two are under way on a worker, and workers that offer less get none. Default: every worker works."""
+    wait_seconds: float = Field(default=600.0, gt=0)
+    """A run that has had no worker for this long fails."""
+
+    @model_validator(mode="after")
+    def _one_cluster(self) -> DaskConfig:
+        if (self.address is None) == (self.cluster is None):
+            got = "neither" if self.address is None else "both"
+            raise ValueError(f"give either address, of a running scheduler, or cluster, a class; got {got}")
+        if self.address is not None and (self.options or self.adapt is not None):
+            raise ValueError("options and adapt are for a cluster class; a running scheduler has its own")
+        return self
+
+
+class WorkersConfig(Settings):
+    """Fan-out. Changes speed only."""
+
+    count: int = Field(default=1, ge=1)
+    """Shards worked on at the same time. One more is made ready meanwhile, so that the engine never waits for it."""
+    shard_size: int = Field(default=4096, ge=1)
+    """Prompts of a shard, which is one retryable, cached task."""
+    claim_size: int | None = Field(default=None, ge=1)
+    """Samples a worker claims at a time. Default: 256 on a cluster, where an idle worker may take what a busy one has
+    not claimed, and 1024 on one machine."""
+    stale_after_seconds: float = Field(default=30.0, ge=1)
+    """The claims of a worker of another machine that was silent for so long are taken over. Workers give a sign of life
+    every fifth of it."""
+    price_per_hour: float | None = Field(default=None, ge=0)
+    """What a worker costs in an hour; the closing table then tells what a million tokens cost."""
+    dask: DaskConfig | None = None
+    """Many machines instead of threads of this one."""
+
+    @model_validator(mode="after")
+    def _count_is_of_threads(self) -> WorkersConfig:
+        if self.dask is not None and self.count != 1:
+            raise ValueError(
+                f"count is {self.count}, but it is for threads of one machine; a Dask cluster has the workers it has "
+                "(dask.options.n_workers, dask.adapt, or as many as were started)"
+            )
+        return self
+
+    @property
+    def claimed_together(self) -> int:
+        """``claim_size``, or its default."""
+        return self.claim_size or (1024 if self.dask is None else 256)
+
+    def cache_identity(self) -> Any:
+        return None
