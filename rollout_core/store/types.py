@@ -6,8 +6,8 @@ pydantic without custom validators on the hot path; what may be stored (JSON onl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Final, Generic, Literal, TypeVar, overload
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, Generic, Literal, TypeVar, cast, overload
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic_core import CoreSchema, core_schema
@@ -220,6 +220,15 @@ def build(model: type[Model], **fields: Any) -> Model:
         problems = [entry for entry in error.errors() if entry["type"] != "is_instance_of"]
         lines = [f"{problem['loc'][0]} is {problem['input']!r:.200}: {problem['msg']}" for problem in problems]
         raise ConfigError(f"not a valid {model.__name__}: {'; '.join(lines)}", lines) from error
+
+
+def as_model(model: type[Model], given: Any) -> Model:
+    """``given``, which may also be a dict of the model's fields. Raises ConfigError for anything else."""
+    if isinstance(given, model):
+        return given
+    if isinstance(given, Mapping):
+        return build(model, **cast(Mapping[str, Any], given))
+    raise ConfigError(f"got {given!r:.200} ({type(given).__name__}); expected {model.__name__} or a dict of its fields")
 
 
 def enqueue_request(

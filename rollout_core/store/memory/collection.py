@@ -123,6 +123,11 @@ class Queue(ABC, Generic[Element]):
     async def peek(self, limit: int = 1) -> Sequence[Element]:
         """Up to ``limit`` items of the front, which stay."""
 
+    async def put_back(self, items: Sequence[Element]) -> None:
+        """Put items in front of all others, in this order."""
+        others = await self.dequeue(await self.size())
+        await self.enqueue([*items, *others])
+
     @abstractmethod
     async def remove(self, items: Sequence[Element]) -> None:
         """Take these items out, wherever they wait; those that do not wait are ignored."""

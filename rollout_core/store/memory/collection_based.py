@@ -10,28 +10,40 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from rollout_core.base.errors import ConfigError
 from rollout_core.store.base import LightningStore
 from rollout_core.store.checks import (
+    check_ends,
     check_id_list,
     check_ids,
     check_statuses,
     check_texts,
-    check_updates,
+    kept_updates,
     resources_json,
     rollout_changes,
 )
 from rollout_core.store.codec import decode
-from rollout_core.store.copies import (
+from rollout_core.store.lifecycle import FINISHED, RUNNING, is_watched, lost_status
+from rollout_core.store.memory.collection import LightningCollections, SortOptions
+from rollout_core.store.memory.copies import (
     changed,
+    kept_config,
     kept_json,
     kept_span,
-    shown_attempt,
     shown_rollout,
     shown_spans,
     shown_worker,
 )
-from rollout_core.store.lifecycle import FINISHED, RUNNING, lost_status
-from rollout_core.store.memory import collection_operations as operations
-from rollout_core.store.memory.collection import LightningCollections, SortOptions
-from rollout_core.store.memory.collection_work import RolloutState, Work, latest_attempts
+from rollout_core.store.memory.work import CollectionWork, latest_attempts
+from rollout_core.store.operations import (
+    Loaded,
+    Taker,
+    apply_updates,
+    begin_attempts,
+    copy_attempt,
+    expire,
+    new_rollout,
+    note_empty_dequeue,
+    note_spans,
+    withdraw,
+)
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
 from rollout_core.store.span_fields import SpanFields, span_fields
 from rollout_core.store.spans import Span
@@ -127,7 +139,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         return [
             rollout.rollout_id
             for rollout in await self.get_running_rollouts(collections)
-            if operations.is_watched(rollout, rollout.attempt)
+            if is_watched(rollout.status, rollout.attempt)
             and lost_status(rollout.config, rollout.attempt.start_time, rollout.attempt.last_heartbeat_time, now)
         ][:limit]
 
@@ -142,20 +154,22 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
 
     # Atomic operations
 
-    async def _do(self, operation: Callable[[Work], Awaitable[Result]], *, watched: bool = True) -> Result:
+    async def _do(self, operation: Callable[[CollectionWork], Awaitable[Result]], *, watched: bool = True) -> Result:
         """Run an operation and save what it changed. A ``watched`` one comes after the watchdog, if that is due."""
         if watched:
             await self._watch()
         async with self.collections.atomic() as collections:
-            work = Work(collections, self._clock())
+            work = CollectionWork(collections, self._clock())
             result = await operation(work)
             await work.save(self._tell)
+            if work.new_spans:
+                await self.on_spans_added(collections, work.new_spans)
         if work.finished:
             self._waiters.wake(work.finished)
         return result
 
-    async def _tell(self, state: RolloutState) -> None:
-        await self.on_rollout_update(shown_rollout(state.rollout, state.latest))
+    async def _tell(self, loaded: Loaded[Rollout]) -> None:
+        await self.on_rollout_update(shown_rollout(loaded.record, loaded.latest))
 
     async def _watch(self) -> None:
         now = self._clock()
@@ -168,19 +182,20 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
                 self._last_scan = now
             if not lost:
                 return
-            work = Work(collections, now)
+            work = CollectionWork(collections, now)
             # In the order of insertion: those that are queued again keep the order they were first queued in.
             found = await collections.rollouts.query({"rollout_id": {"within": lost}})
-            await operations.mark_lost(work, [rollout.rollout_id for rollout in found.items])
+            await work.load([rollout.rollout_id for rollout in found.items])
+            expire(work)
             await work.save(self._tell)
         self._waiters.wake(work.finished)
 
     # The queue
 
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> Sequence[Rollout]:
-        requests = [operations.new_rollout(request) for request in rollouts]
-        states = await self._do(lambda work: operations.enqueue(work, requests))
-        return [shown_rollout(state.rollout, state.latest) for state in states]
+        requests = [new_rollout(request) for request in rollouts]
+        found = await self._do(lambda work: work.enqueue(requests, "queuing"))
+        return [shown_rollout(loaded.record, loaded.latest) for loaded in found]
 
     async def dequeue_many_rollouts(
         self, *, limit: int = 1, worker_id: str | None = None
@@ -188,7 +203,25 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         check_ids(worker_id)
         if limit <= 0:
             return []
-        return await self._do(lambda work: operations.claim(work, limit, worker_id))
+
+        async def claim(work: CollectionWork) -> list[AttemptedRollout]:
+            waiting = await work.dequeue(limit)
+            begin_attempts(work, waiting, [Taker(worker_id)] * len(waiting), dequeued=True)
+            if worker_id is not None and not waiting:
+                note_empty_dequeue(work, worker_id)
+            return [_attempted(loaded) for loaded in waiting]
+
+        return await self._do(claim)
+
+    async def release_rollouts(self, claimed: Sequence[AttemptedRollout]) -> None:
+        check_id_list([rollout.rollout_id for rollout in claimed])
+
+        async def release(work: CollectionWork) -> None:
+            await work.load([rollout.rollout_id for rollout in claimed])
+            released = withdraw(work, [(rollout, None) for rollout in claimed])
+            work.requeued = [loaded.record.rollout_id for loaded in released]
+
+        await self._do(release)
 
     async def start_rollout(
         self,
@@ -199,9 +232,8 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         metadata: dict[str, Any] | None = None,
         worker_id: str | None = None,
     ) -> AttemptedRollout:
-        check_ids(worker_id)
-        request = operations.new_rollout(enqueue_request(input, mode, resources_id, config, metadata))
-        [rollout] = await self._do(lambda work: operations.start_new(work, [request], worker_id))
+        request = enqueue_request(input, mode, resources_id, config, metadata)
+        [rollout] = await self.start_many_rollouts([request], worker_id=worker_id)
         assert rollout is not None, "its id is new"
         return rollout
 
@@ -209,15 +241,30 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         self, rollouts: Sequence[EnqueueRolloutRequest], *, worker_id: str | None = None
     ) -> Sequence[AttemptedRollout | None]:
         check_ids(worker_id)
-        requests = [operations.new_rollout(request) for request in rollouts]
-        return await self._do(lambda work: operations.start_new(work, requests, worker_id))
+        requests = [new_rollout(request) for request in rollouts]
+
+        async def start(work: CollectionWork) -> list[AttemptedRollout | None]:
+            found = await work.enqueue(requests, "preparing")
+            first = {loaded.record.rollout_id: loaded for loaded in found if loaded.latest is None}
+            begin_attempts(work, list(first.values()), [Taker(worker_id)] * len(first))
+            # Each is given away once, to the request that comes first.
+            begun = [first.pop(loaded.record.rollout_id, None) for loaded in found]
+            return [None if loaded is None else _attempted(loaded) for loaded in begun]
+
+        return await self._do(start)
 
     async def start_many_attempts(
         self, rollout_ids: Sequence[str], *, worker_id: str | None = None
     ) -> Sequence[AttemptedRollout]:
         check_id_list(rollout_ids)
         check_ids(worker_id)
-        return await self._do(lambda work: operations.start(work, rollout_ids, worker_id))
+
+        async def start(work: CollectionWork) -> list[AttemptedRollout]:
+            found = await work.load(rollout_ids)
+            begin_attempts(work, found, [Taker(worker_id)] * len(found))
+            return [_attempted(work.rollouts[rollout_id]) for rollout_id in rollout_ids]
+
+        return await self._do(start)
 
     # Updates
 
@@ -242,13 +289,43 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         )
         for name in changes.keys() & {"input", "metadata"}:
             changes[name] = kept_json(changes[name], name)
-        return await self._do(lambda work: operations.update_rollout(work, rollout_id, changes))
+
+        async def update(work: CollectionWork) -> Rollout:
+            [loaded] = await work.load([rollout_id])
+            for name, value in changes.items():
+                if name == "config":
+                    loaded.record.config = kept_config(value)
+                elif name != "status":
+                    setattr(loaded.record, name, value)
+            if "status" in changes:
+                work.set_status(loaded, changes["status"])
+            if changes:
+                work.note(loaded)
+            return shown_rollout(loaded.record, loaded.latest)
+
+        return await self._do(update)
 
     async def update_many_attempts(
         self, updates: Sequence[AttemptUpdate], *, fenced: bool = False
     ) -> Sequence[Attempt | Conflict]:
-        check_updates(updates)  # also those which turn out to be refused
-        return await self._do(lambda work: operations.update_attempts(work, updates, fenced))
+        kept = kept_updates(updates)  # also those which turn out to be refused
+
+        async def update(work: CollectionWork) -> list[Attempt | Conflict]:
+            await work.load([update.rollout_id for update in kept], [(one.rollout_id, one.attempt_id) for one in kept])
+            return apply_updates(work, [(update, fenced) for update in kept])
+
+        return await self._do(update)
+
+    async def end_attempts(self, ends: Sequence[tuple[SpanFields, AttemptUpdate]]) -> Sequence[Attempt | Conflict]:
+        check_ends(ends)
+        spans = [kept_span(span) for span, _ in ends]
+        updates = kept_updates(update for _, update in ends)
+
+        async def end(work: CollectionWork) -> list[Attempt | Conflict]:
+            await self._add_spans(work, spans)
+            return apply_updates(work, [(update, True) for update in updates])
+
+        return await self._do(end)
 
     # Spans
 
@@ -266,25 +343,24 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         span = Span.from_opentelemetry(readable_span, rollout_id, attempt_id, sequence_id or 0)
         kept = kept_span(span_fields(span))
 
-        async def add(work: Work) -> list[bool]:
+        async def add(work: CollectionWork) -> list[bool]:
             if sequence_id is None:
-                # Numbered before it is stored, and only if it can be.
-                [state] = (await work.load([rollout_id])).values()
-                await work.attempt(state, attempt_id)
-                [span.sequence_id] = await operations.number_spans(work, [rollout_id])
+                [span.sequence_id] = await work.number_spans([rollout_id])
             return await self._add_spans(work, [changed(kept, sequence_id=span.sequence_id)])
 
         return span if (await self._do(add, watched=False))[0] else None
 
-    async def _add_spans(self, work: Work, spans: Sequence[Span]) -> list[bool]:
-        is_new = await operations.add_spans(work, spans)
-        await self.on_spans_added(self.collections, [span for span, new in zip(spans, is_new, strict=True) if new])
+    async def _add_spans(self, work: CollectionWork, spans: Sequence[Span]) -> list[bool]:
+        owners = dict.fromkeys((span.rollout_id, span.attempt_id) for span in spans)
+        await work.load([rollout_id for rollout_id, _ in owners], owners)
+        is_new = await work.store_spans(spans)
+        note_spans(work, [(span.rollout_id, span.attempt_id) for span in work.new_spans])
         return is_new
 
     async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> Sequence[int]:
         check_ids(*[given_id for pair in rollout_attempt_ids for given_id in pair])
         rollout_ids = [rollout_id for rollout_id, _ in rollout_attempt_ids]
-        return await self._do(lambda work: operations.number_spans(work, rollout_ids), watched=False)
+        return await self._do(lambda work: work.number_spans(rollout_ids), watched=False)
 
     # Queries
 
@@ -336,14 +412,14 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
             page = await collections.attempts.query(
                 {"rollout_id": {"exact": rollout_id}}, _sort(sort_by, sort_order), limit, offset
             )
-        return _page(page, shown_attempt)
+        return _page(page, copy_attempt)
 
     async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
         check_ids(rollout_id)
         await self._watch()
         async with self.collections.atomic() as collections:
             attempt = (await latest_attempts(collections, [rollout_id])).get(rollout_id)
-        return None if attempt is None else shown_attempt(attempt)
+        return None if attempt is None else copy_attempt(attempt)
 
     async def query_spans(
         self,
@@ -438,7 +514,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
     async def update_resources(self, resources_id: str, resources: NamedResources) -> ResourcesUpdate:
         check_ids(resources_id)
         kept = decode(resources_json(resources))
-        update = await self._do(lambda work: operations.put_resources(work, resources_id, kept))
+        update = await self._do(lambda work: work.put_resources(resources_id, kept))
         return update.model_copy(deep=True)
 
     async def query_resources(
@@ -463,7 +539,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         return found[0] if found else None
 
     async def get_latest_resources(self) -> ResourcesUpdate | None:
-        latest = await self._do(operations.latest_resources, watched=False)
+        latest = await self._do(CollectionWork.latest_resources, watched=False)
         return None if latest is None else latest.model_copy(deep=True)
 
     # Workers
@@ -478,14 +554,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
                 )
             stats = kept_json(heartbeat_stats, "heartbeat_stats")
 
-        async def record(work: Work) -> Worker:
-            worker = await work.worker(worker_id)
-            worker.last_heartbeat_time = work.now
-            if stats is not None:
-                worker.heartbeat_stats = stats
-            return worker
-
-        return shown_worker(await self._do(record))
+        return shown_worker(await self._do(lambda work: work.put_heartbeat(worker_id, stats)))
 
     async def query_workers(
         self,
@@ -535,6 +604,12 @@ def _span_sort(sort_by: str | None, sort_order: SortOrder) -> SortOptions | None
     if sort is not None and sort_by == "sequence_id":
         sort["then"] = ("start_time", "end_time")
     return sort
+
+
+def _attempted(loaded: Loaded[Rollout]) -> AttemptedRollout:
+    rollout = shown_rollout(loaded.record, loaded.latest)
+    assert isinstance(rollout, AttemptedRollout)
+    return rollout
 
 
 def _page(page: PaginatedResult[Item], shown: Callable[[Item], Item]) -> PaginatedResult[Item]:

@@ -66,6 +66,12 @@ class DequeBasedQueue(Queue[Element]):
                 taken.append(item)
         return taken
 
+    async def put_back(self, items: Sequence[Element]) -> None:
+        if any(item in self._dead for item in items):
+            self._bury()  # what is dead must stay ahead of what lives
+        self._items.extendleft(reversed(items))
+        self._waiting.update(items)
+
     async def peek(self, limit: int = 1) -> Sequence[Element]:
         return list(islice(self._live(), max(limit, 0)))
 
@@ -76,9 +82,13 @@ class DequeBasedQueue(Queue[Element]):
                 self._dead[item] += waiting
                 self._num_dead += waiting
         if self._num_dead > 64 + len(self._items) // 2:
-            self._items = deque(self._live())
-            self._dead.clear()
-            self._num_dead = 0
+            self._bury()
+
+    def _bury(self) -> None:
+        """Take dead entries out."""
+        self._items = deque(self._live())
+        self._dead.clear()
+        self._num_dead = 0
 
     def _live(self) -> Iterable[Element]:
         dead = dict(self._dead)

@@ -12,9 +12,8 @@ from typing import Any, NoReturn
 
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.store.alarms import Alarms
-from rollout_core.store.lifecycle import due_time
+from rollout_core.store.lifecycle import due_time, is_watched
 from rollout_core.store.memory.collection_based import CollectionBasedLightningStore
-from rollout_core.store.memory.collection_operations import is_watched
 from rollout_core.store.memory.memory_collections import InMemoryLightningCollections
 from rollout_core.store.spans import Span
 from rollout_core.store.types import (
@@ -97,7 +96,7 @@ class InMemoryLightningStore(CollectionBasedLightningStore[InMemoryLightningColl
 
     async def on_rollout_update(self, rollout: Rollout) -> None:
         due = None
-        if isinstance(rollout, AttemptedRollout) and is_watched(rollout, rollout.attempt):
+        if isinstance(rollout, AttemptedRollout) and is_watched(rollout.status, rollout.attempt):
             due = due_time(rollout.config, rollout.attempt.start_time, rollout.attempt.last_heartbeat_time)
         self._alarms.set(rollout.rollout_id, due)
 

@@ -1,7 +1,7 @@
 """The LightningStore in a SQL database: durable, shared by processes, and as quick with millions of rows as with none.
 
-What is acknowledged is on disk. Values are checked and encoded here; the operations themselves are in the ``sql_*``
-modules, and run on a SQLite file or a PostgreSQL server through ``sql_database``.
+What is acknowledged is on disk. Values are checked and encoded here; ``queue``, ``attempts``, ``registry`` and
+``queries`` hold what runs in the database, a SQLite file or a PostgreSQL server.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rollout_core.base.errors import ConfigError, Conflict
-from rollout_core.objects.store import ObjectStore
 from rollout_core.store.base import LightningStore
 from rollout_core.store.checks import (
     check_ends,
@@ -21,24 +20,22 @@ from rollout_core.store.checks import (
     check_ids,
     check_statuses,
     check_texts,
-    check_updates,
+    kept_updates,
     resources_json,
     rollout_changes,
 )
 from rollout_core.store.codec import encode
+from rollout_core.store.operations import new_rollout
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
-from rollout_core.store.span_bodies import SpanBodies, SpanModel, StoredSpan, if_here
 from rollout_core.store.span_fields import SpanFields, span_fields
 from rollout_core.store.spans import Span
-from rollout_core.store.sql import queries, queue as sql_queue, spans as sql_spans
-from rollout_core.store.sql.attempts import end_attempts, find_lost_attempts, update_attempts, update_rollout
+from rollout_core.store.sql import attempts, queries, queue, registry
+from rollout_core.store.sql.attempts import StoredSpan
 from rollout_core.store.sql.columns import SEQUENCE_ID
 from rollout_core.store.sql.dialect import Transaction
 from rollout_core.store.sql.group_commit import Hooks
 from rollout_core.store.sql.open_database import open_database
-from rollout_core.store.sql.resources import add_resources, update_resources
 from rollout_core.store.sql.rows import span_columns, span_json, span_model
-from rollout_core.store.sql.workers import record_heartbeat
 from rollout_core.store.types import (
     UNSET,
     Attempt,
@@ -86,13 +83,9 @@ class SqlLightningStore(LightningStore):
         *,
         scan_debounce_seconds: float = 10.0,
         busy_timeout_seconds: float = 30.0,
-        objects: ObjectStore | None = None,
-        offload_bytes: int = 65_536,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._settings = {
-            "objects": objects,
-            "offload_bytes": offload_bytes,
             "scan_debounce_seconds": scan_debounce_seconds,
             "busy_timeout_seconds": busy_timeout_seconds,
             "clock": clock,
@@ -103,7 +96,6 @@ class SqlLightningStore(LightningStore):
         self._last_scan: float | None = None
         self._opened = clock()
         self._waiters = Waiters()
-        self._bodies = SpanBodies(objects, offload_bytes)
         hooks = Hooks(clock, self._scan, self._waiters.wake)
         self._database = open_database(url, hooks, busy_timeout_seconds=busy_timeout_seconds)
 
@@ -114,8 +106,6 @@ class SqlLightningStore(LightningStore):
         *,
         scan_debounce_seconds: float = 10.0,
         busy_timeout_seconds: float = 30.0,
-        objects: ObjectStore | None = None,
-        offload_bytes: int = 65_536,
         clock: Callable[[], float] = time.time,
     ) -> SqlLightningStore:
         """Open the store at ``sqlite:///path/to/file.db`` (``sqlite:////...`` is absolute) or
@@ -125,8 +115,7 @@ class SqlLightningStore(LightningStore):
 
         ``scan_debounce_seconds`` is the least time between two runs of the watchdog (0: it always runs),
         ``busy_timeout_seconds`` how long to wait for another process to finish writing, and ``clock`` the source of
-        time, in seconds since the epoch. With ``objects``, spans whose JSON has more than ``offload_bytes`` characters
-        keep it there; a store that reads them must be opened with the same one.
+        time, in seconds since the epoch.
 
         Raises ConfigError for another kind of URL, and for a database that is not a store, is damaged, cannot be
         written or was written by a newer version; Recoverable for a server that cannot be reached.
@@ -135,8 +124,6 @@ class SqlLightningStore(LightningStore):
             url,
             scan_debounce_seconds=scan_debounce_seconds,
             busy_timeout_seconds=busy_timeout_seconds,
-            objects=objects,
-            offload_bytes=offload_bytes,
             clock=clock,
         )
 
@@ -160,8 +147,8 @@ class SqlLightningStore(LightningStore):
     # The queue
 
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> Sequence[Rollout]:
-        requests = [sql_queue.new_rollout(request) for request in rollouts]
-        return await self._database.write_batch(sql_queue.enqueue, requests)
+        requests = [new_rollout(request) for request in rollouts]
+        return await self._database.write_batch(queue.enqueue, requests)
 
     async def dequeue_many_rollouts(
         self, *, limit: int = 1, worker_id: str | None = None
@@ -172,21 +159,21 @@ class SqlLightningStore(LightningStore):
         self, claim_id: str, *, limit: int = 1, worker_id: str | None = None, repeated: bool = False
     ) -> Sequence[AttemptedRollout]:
         if repeated:
-            found = await self._write(lambda tx: sql_queue.find_claimed(tx, claim_id, limit))
+            found = await self._write(lambda tx: queue.find_claimed(tx, claim_id, limit))
             if found:
                 return found
         return await self._claim(limit, worker_id, claim_id)
 
     async def release_rollouts(self, claimed: Sequence[AttemptedRollout]) -> None:
         check_id_list([rollout.rollout_id for rollout in claimed])
-        await self._write(lambda tx: sql_queue.release(tx, claimed))
+        await self._write(lambda tx: queue.release(tx, claimed))
 
     async def _claim(self, limit: int, worker_id: str | None, claim_id: str | None = None) -> list[AttemptedRollout]:
         check_ids(worker_id)
         if limit <= 0:
             return []
-        demand = sql_queue.Demand(limit, worker_id, claim_id)
-        [claims] = await self._database.write_batch(sql_queue.claim, [demand], undo=sql_queue.unclaim)
+        demand = queue.Demand(limit, worker_id, claim_id)
+        [claims] = await self._database.write_batch(queue.claim, [demand], undo=queue.unclaim)
         return [claim.rollout for claim in claims]
 
     async def start_rollout(
@@ -199,8 +186,8 @@ class SqlLightningStore(LightningStore):
         worker_id: str | None = None,
     ) -> AttemptedRollout:
         check_ids(worker_id)
-        request = sql_queue.new_rollout(enqueue_request(input, mode, resources_id, config, metadata))
-        [rollout] = await self._database.write_batch(sql_queue.start_new, [(request, worker_id)])
+        request = new_rollout(enqueue_request(input, mode, resources_id, config, metadata))
+        [rollout] = await self._database.write_batch(queue.start_new, [(request, worker_id)])
         assert rollout is not None, "its id is new"
         return rollout
 
@@ -208,15 +195,15 @@ class SqlLightningStore(LightningStore):
         self, rollouts: Sequence[EnqueueRolloutRequest], *, worker_id: str | None = None
     ) -> Sequence[AttemptedRollout | None]:
         check_ids(worker_id)
-        requests = [(sql_queue.new_rollout(request), worker_id) for request in rollouts]
-        return await self._database.write_batch(sql_queue.start_new, requests)
+        requests = [(new_rollout(request), worker_id) for request in rollouts]
+        return await self._database.write_batch(queue.start_new, requests)
 
     async def start_many_attempts(
         self, rollout_ids: Sequence[str], *, worker_id: str | None = None
     ) -> Sequence[AttemptedRollout]:
         check_id_list(rollout_ids)
         check_ids(worker_id)
-        return await self._write(lambda tx: sql_queue.start(tx, rollout_ids, worker_id))
+        return await self._write(lambda tx: queue.start(tx, rollout_ids, worker_id))
 
     # Updates
 
@@ -242,20 +229,19 @@ class SqlLightningStore(LightningStore):
         for name in changes.keys() & {"input", "metadata"}:
             if name == "input" or changes[name] is not None:
                 changes[name] = encode(changes[name], name)
-        return await self._write(lambda tx: update_rollout(tx, rollout_id, changes))
+        return await self._write(lambda tx: attempts.update_rollout(tx, rollout_id, changes))
 
     async def update_many_attempts(
         self, updates: Sequence[AttemptUpdate], *, fenced: bool = False
     ) -> Sequence[Attempt | Conflict]:
-        check_updates(updates)
-        return await self._database.write_batch(update_attempts, [(update, fenced) for update in updates])
+        kept = [(update, fenced) for update in kept_updates(updates)]
+        return await self._database.write_batch(attempts.update_attempts, kept)
 
     async def end_attempts(self, ends: Sequence[tuple[SpanFields, AttemptUpdate]]) -> Sequence[Attempt | Conflict]:
         check_ends(ends)
-        rows = await self._bodies.offload([StoredSpan(span["rollout_id"], span_columns(span)) for span, _ in ends])
-        return await self._database.write_batch(
-            end_attempts, [(row, update) for row, (_, update) in zip(rows, ends, strict=True)]
-        )
+        spans = [StoredSpan(span["rollout_id"], span_columns(span)) for span, _ in ends]
+        updates = kept_updates(update for _, update in ends)
+        return await self._database.write_batch(attempts.end_attempts, list(zip(spans, updates, strict=True)))
 
     # Spans
 
@@ -264,27 +250,27 @@ class SqlLightningStore(LightningStore):
         return [span for span, new in zip(spans, is_new, strict=True) if new]
 
     async def add_span_fields(self, spans: Sequence[SpanFields]) -> Sequence[bool]:
-        rows = await self._bodies.offload([StoredSpan(span["rollout_id"], span_columns(span)) for span in spans])
-        return await self._database.write_batch(sql_spans.add_spans, rows, watched=False)
+        rows = [StoredSpan(span["rollout_id"], span_columns(span)) for span in spans]
+        return await self._database.write_batch(attempts.add_spans, rows, watched=False)
 
     async def add_otel_span(
         self, rollout_id: str, attempt_id: str, readable_span: ReadableSpan, sequence_id: int | None = None
     ) -> Span | None:
         span = Span.from_opentelemetry(readable_span, rollout_id, attempt_id, sequence_id or 0)
-        [stored] = await self._bodies.offload([StoredSpan(rollout_id, span_columns(span_fields(span)))])
+        stored = span_columns(span_fields(span))
 
         def add(tx: Transaction) -> bool:
             if sequence_id is None:
-                span.sequence_id = sql_spans.number_spans(tx, [rollout_id])[0]
-            columns = (*stored.columns[:SEQUENCE_ID], span.sequence_id, *stored.columns[SEQUENCE_ID + 1 :])
-            return sql_spans.add_spans(tx, [StoredSpan(rollout_id, columns)])[0]
+                span.sequence_id = attempts.number_spans(tx, [rollout_id])[0]
+            columns = (*stored[:SEQUENCE_ID], span.sequence_id, *stored[SEQUENCE_ID + 1 :])
+            return attempts.add_spans(tx, [StoredSpan(rollout_id, columns)])[0]
 
         return span if await self._database.write(add, watched=False) else None
 
     async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> Sequence[int]:
         check_ids(*[given_id for pair in rollout_attempt_ids for given_id in pair])
         rollout_ids = [rollout_id for rollout_id, _ in rollout_attempt_ids]
-        return await self._database.write_batch(sql_spans.number_spans, rollout_ids, watched=False)
+        return await self._database.write_batch(attempts.number_spans, rollout_ids, watched=False)
 
     # Queries
 
@@ -388,22 +374,21 @@ class SqlLightningStore(LightningStore):
         return b'{"items":[%b],%b}' % (b",".join(page.items), tail)
 
     async def _span_page(
-        self, rollout_id: str, attempt_id: str | None, query: dict[str, Any], model: SpanModel[Result]
+        self,
+        rollout_id: str,
+        attempt_id: str | None,
+        query: dict[str, Any],
+        model: Callable[[str, Sequence[Any]], Result],
     ) -> PaginatedResult[Result]:
         """A page of spans, each made by ``model`` of the rollout's id and a row."""
         check_ids(rollout_id, attempt_id, query["exact"].get("span_id"))
         check_texts(*query["exact"].values(), *query["parts"].values())
-        here = if_here(model)
-        page = await self._watched_read(lambda tx: queries.find_spans(tx, rollout_id, attempt_id, model=here, **query))
-        items = await self._bodies.fetch(page.items, model)
-        return PaginatedResult(items=items, limit=page.limit, offset=page.offset, total=page.total)
+        return await self._watched_read(lambda tx: queries.find_spans(tx, rollout_id, attempt_id, model=model, **query))
 
     async def query_many_spans(self, rollout_ids: Sequence[str], *, name: str | None = None) -> Sequence[Span]:
         check_id_list(rollout_ids)
         check_texts(name)
-        here = if_here(span_model)
-        found = await self._watched_read(lambda tx: queries.find_many_spans(tx, rollout_ids, name, model=here))
-        return await self._bodies.fetch(found, span_model)
+        return await self._watched_read(lambda tx: queries.find_many_spans(tx, rollout_ids, name, model=span_model))
 
     async def wait_for_rollouts(self, *, rollout_ids: Sequence[str], timeout: float | None = None) -> list[Rollout]:
         check_id_list(rollout_ids)
@@ -438,12 +423,12 @@ class SqlLightningStore(LightningStore):
 
     async def add_resources(self, resources: NamedResources) -> ResourcesUpdate:
         text = resources_json(resources)
-        return await self._write(lambda tx: add_resources(tx, text))
+        return await self._write(lambda tx: registry.add_resources(tx, text))
 
     async def update_resources(self, resources_id: str, resources: NamedResources) -> ResourcesUpdate:
         check_ids(resources_id)
         text = resources_json(resources)
-        return await self._write(lambda tx: update_resources(tx, resources_id, text))
+        return await self._write(lambda tx: registry.update_resources(tx, resources_id, text))
 
     async def query_resources(
         self,
@@ -487,7 +472,7 @@ class SqlLightningStore(LightningStore):
                     f"heartbeat_stats is {heartbeat_stats!r}; expected a dict, or nothing to keep the last"
                 )
             stats_json = encode(heartbeat_stats, "heartbeat_stats")
-        return await self._write(lambda tx: record_heartbeat(tx, worker_id, stats_json))
+        return await self._write(lambda tx: registry.record_heartbeat(tx, worker_id, stats_json))
 
     async def query_workers(
         self,
@@ -529,7 +514,7 @@ class SqlLightningStore(LightningStore):
         """Run the watchdog if its time has come; whether there was anything to do."""
         if not self._scan_is_due(tx.now):
             return False
-        num_seen = find_lost_attempts(tx, WATCHDOG_BATCH)
+        num_seen = attempts.find_lost_attempts(tx, WATCHDOG_BATCH)
         if num_seen < WATCHDOG_BATCH:
             self._last_scan = tx.now
         return num_seen > 0

@@ -14,22 +14,13 @@ from pydantic import BaseModel
 
 from rollout_core.base.trusted import SET_EXTRA, SET_FIELDS_SET, trusted
 from rollout_core.store.checks import check_span
-from rollout_core.store.codec import decode, encode
+from rollout_core.store.codec import decode, encode, json_copy
+from rollout_core.store.operations import copy_attempt
 from rollout_core.store.span_fields import SpanFields
 from rollout_core.store.spans import Event, Link, OtelResource, Span, SpanContext, StatusCode, TraceStatus
 from rollout_core.store.types import Attempt, AttemptedRollout, Rollout, RolloutConfig, Worker
 
 Model = TypeVar("Model", bound=BaseModel)
-
-
-def json_copy(value: Any) -> Any:
-    """A copy of a JSON value."""
-    kind = type(value)
-    if kind is dict:
-        return {key: json_copy(entry) for key, entry in value.items()}
-    if kind is list:
-        return [entry if type(entry) not in (dict, list) else json_copy(entry) for entry in value]
-    return value
 
 
 def with_fields(model: type[Model], source: BaseModel, fields: dict[str, Any]) -> Model:
@@ -55,15 +46,10 @@ def shown_rollout(rollout: Rollout, attempt: Attempt | None) -> Rollout:
     fields["config"] = changed(rollout.config, retry_condition=list(rollout.config.retry_condition))
     if attempt is None:
         return with_fields(Rollout, rollout, fields)
-    fields["attempt"] = shown_attempt(attempt)
+    fields["attempt"] = copy_attempt(attempt)
     shown = with_fields(AttemptedRollout, rollout, fields)
     SET_FIELDS_SET(shown, {*rollout.__pydantic_fields_set__, "attempt"})
     return shown
-
-
-def shown_attempt(attempt: Attempt) -> Attempt:
-    """An attempt as callers get it."""
-    return changed(attempt, metadata=json_copy(attempt.metadata))
 
 
 def shown_worker(worker: Worker) -> Worker:
