@@ -12,7 +12,7 @@ from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.base.ids import canonical_json
 from rollout_core.store.codec import decode, encode
 from rollout_core.store.resources import NamedResources
-from rollout_core.store.types import AttemptUpdate, EnqueueRolloutRequest, Rollout, Unset, as_model, build
+from rollout_core.store.types import AttemptUpdate, Rollout, Unset, as_model, build
 
 LARGEST_NUMBER = 2**63 - 1
 """The largest integer that every store can count to and keep."""
@@ -88,11 +88,6 @@ def same_json(left: str, right: str) -> bool:
     return left == right or canonical_json(decode(left)) == canonical_json(decode(right))
 
 
-def check_request(request: EnqueueRolloutRequest) -> None:
-    """Raise ConfigError for a request with a bad id."""
-    check_ids(request.rollout_id, request.resources_id)
-
-
 def check_span(span: Mapping[str, Any]) -> None:
     """Raise ConfigError for a span, given as its ``SpanFields``, whose ids, texts or number no store could keep.
 
@@ -141,6 +136,15 @@ def resources_json(resources: NamedResources) -> str:
     except ValidationError as error:
         raise ConfigError(f"not valid resources: {error}") from error
     return encode(_NAMED_RESOURCES.dump_python(checked), "resources")
+
+
+def stats_json(stats: dict[str, Any] | Unset) -> str | None:
+    """Encode the statistics of a heartbeat; None if there are none. Raises ConfigError if they are no dict of JSON."""
+    if isinstance(stats, Unset):
+        return None
+    if not isinstance(stats, dict):
+        raise ConfigError(f"heartbeat_stats is {stats!r}; expected a dict, or nothing to keep the last")
+    return encode(stats, "heartbeat_stats")
 
 
 def kept_updates(updates: Iterable[AttemptUpdate | Mapping[str, Any]]) -> list[AttemptUpdate]:

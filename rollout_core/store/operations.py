@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from rollout_core.base.errors import Conflict, NotFound
 from rollout_core.base.trusted import trusted
 from rollout_core.store import lifecycle
-from rollout_core.store.checks import check_request, same_json
+from rollout_core.store.checks import check_ids, same_json
 from rollout_core.store.codec import encode, json_copy
 from rollout_core.store.types import (
     Attempt,
@@ -28,6 +28,7 @@ from rollout_core.store.types import (
     Unset,
     Worker,
     WorkerStatus,
+    as_model,
 )
 
 
@@ -207,9 +208,11 @@ class Taker(NamedTuple):
 def new_rollout(request: EnqueueRolloutRequest) -> NewRollout:
     """Check and encode a request, before anything is done.
 
-    Raises ConfigError for a bad id, and for an input or metadata that are no JSON.
+    A dict of the fields will do for a request. Raises ConfigError for a bad id, and for an input or metadata that are
+    no JSON.
     """
-    check_request(request)
+    request = as_model(EnqueueRolloutRequest, request)
+    check_ids(request.rollout_id, request.resources_id)
     return NewRollout(
         rollout_id=request.rollout_id or f"ro-{secrets.token_hex(10)}",
         given_id=request.rollout_id is not None,
@@ -323,17 +326,25 @@ def apply_updates(work: Work[Any], updates: Iterable[tuple[AttemptUpdate, bool]]
         if newest is None:
             raise NotFound(f"rollout {update.rollout_id} has no attempts yet; dequeue or start it first")
         attempt = newest if update.attempt_id == "latest" else loaded.attempt(update.attempt_id)
-        if fenced:
-            if attempt is newest and attempt.status in lifecycle.ENDED and attempt.status == update.status:
-                results.append(copy_attempt(attempt))  # the caller repeats what it could not know had arrived
-                continue
-            reason = lifecycle.fence(attempt.attempt_id, newest.attempt_id, attempt.status, loaded.record.status)
-            if reason is not None:
-                results.append(Conflict(f"rollout {update.rollout_id}: {reason}; nothing was changed"))
-                continue
+        answer = answer_of_fence(update, newest, loaded.record.status) if fenced else None
+        if answer is not None:
+            results.append(answer)
+            continue
         _apply(work, update, loaded, attempt)
         results.append(copy_attempt(attempt))  # as it is now: a later update may change it further
     return results
+
+
+def answer_of_fence(update: AttemptUpdate, newest: Attempt, rollout: RolloutStatus) -> Attempt | Conflict | None:
+    """What a fenced update yields that is not applied; None if the lease stands and it is.
+
+    ``newest`` is the rollout's latest attempt.
+    """
+    attempt_id = newest.attempt_id if update.attempt_id == "latest" else update.attempt_id
+    if attempt_id == newest.attempt_id and newest.status in lifecycle.ENDED and newest.status == update.status:
+        return copy_attempt(newest)  # the caller repeats what it could not know had arrived
+    reason = lifecycle.fence(attempt_id, newest.attempt_id, newest.status, rollout)
+    return None if reason is None else Conflict(f"rollout {update.rollout_id}: {reason}; nothing was changed")
 
 
 def _apply(work: Work[RecordT], update: AttemptUpdate, loaded: Loaded[RecordT], attempt: Attempt) -> None:

@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from rollout_core.base.errors import ConfigError
 from rollout_core.store.base import LightningStore
 from rollout_core.store.checks import (
     check_ends,
     check_id_list,
     check_ids,
-    check_statuses,
     check_texts,
     kept_updates,
     resources_json,
     rollout_changes,
+    stats_json,
 )
 from rollout_core.store.codec import decode
 from rollout_core.store.lifecycle import FINISHED, RUNNING, is_watched, lost_status
-from rollout_core.store.memory.collection import LightningCollections, SortOptions
+from rollout_core.store.memory.collection import LightningCollections, filter_of, sort_of, span_sort
 from rollout_core.store.memory.copies import (
     changed,
     kept_config,
     kept_json,
     kept_span,
+    shown_attempted,
+    shown_page,
     shown_rollout,
     shown_spans,
     shown_worker,
 )
-from rollout_core.store.memory.work import CollectionWork, latest_attempts
+from rollout_core.store.memory.work import CollectionWork, latest_attempts, number_spans
 from rollout_core.store.operations import (
     Loaded,
     Taker,
@@ -44,6 +44,7 @@ from rollout_core.store.operations import (
     note_spans,
     withdraw,
 )
+from rollout_core.store.queries import AttemptsQuery, ResourcesQuery, RolloutsQuery, SpansQuery, WorkersQuery
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
 from rollout_core.store.span_fields import SpanFields, span_fields
 from rollout_core.store.spans import Span
@@ -53,7 +54,6 @@ from rollout_core.store.types import (
     AttemptedRollout,
     AttemptUpdate,
     EnqueueRolloutRequest,
-    FilterLogic,
     LightningStoreCapabilities,
     LightningStoreStatistics,
     PaginatedResult,
@@ -61,12 +61,10 @@ from rollout_core.store.types import (
     RolloutConfig,
     RolloutMode,
     RolloutStatus,
-    SortOrder,
     TaskInput,
     Unset,
     Worker,
-    WorkerStatus,
-    enqueue_request,
+    as_model,
 )
 from rollout_core.store.waiting import Waiters
 
@@ -76,7 +74,6 @@ if TYPE_CHECKING:
     from rollout_core.base.errors import Conflict
 
 T_collections = TypeVar("T_collections", bound=LightningCollections)
-Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 WATCHDOG_BATCH = 1_000
@@ -209,33 +206,20 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
             begin_attempts(work, waiting, [Taker(worker_id)] * len(waiting), dequeued=True)
             if worker_id is not None and not waiting:
                 note_empty_dequeue(work, worker_id)
-            return [_attempted(loaded) for loaded in waiting]
+            return [shown_attempted(loaded) for loaded in waiting]
 
         return await self._do(claim)
 
     async def release_rollouts(self, claimed: Sequence[AttemptedRollout]) -> None:
-        check_id_list([rollout.rollout_id for rollout in claimed])
+        claims = [as_model(AttemptedRollout, rollout) for rollout in claimed]
+        check_id_list([rollout.rollout_id for rollout in claims])
 
         async def release(work: CollectionWork) -> None:
-            await work.load([rollout.rollout_id for rollout in claimed])
-            released = withdraw(work, [(rollout, None) for rollout in claimed])
+            await work.load([rollout.rollout_id for rollout in claims])
+            released = withdraw(work, [(rollout, None) for rollout in claims])
             work.requeued = [loaded.record.rollout_id for loaded in released]
 
         await self._do(release)
-
-    async def start_rollout(
-        self,
-        input: TaskInput,
-        mode: RolloutMode | None = None,
-        resources_id: str | None = None,
-        config: RolloutConfig | None = None,
-        metadata: dict[str, Any] | None = None,
-        worker_id: str | None = None,
-    ) -> AttemptedRollout:
-        request = enqueue_request(input, mode, resources_id, config, metadata)
-        [rollout] = await self.start_many_rollouts([request], worker_id=worker_id)
-        assert rollout is not None, "its id is new"
-        return rollout
 
     async def start_many_rollouts(
         self, rollouts: Sequence[EnqueueRolloutRequest], *, worker_id: str | None = None
@@ -249,7 +233,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
             begin_attempts(work, list(first.values()), [Taker(worker_id)] * len(first))
             # Each is given away once, to the request that comes first.
             begun = [first.pop(loaded.record.rollout_id, None) for loaded in found]
-            return [None if loaded is None else _attempted(loaded) for loaded in begun]
+            return [None if loaded is None else shown_attempted(loaded) for loaded in begun]
 
         return await self._do(start)
 
@@ -262,7 +246,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         async def start(work: CollectionWork) -> list[AttemptedRollout]:
             found = await work.load(rollout_ids)
             begin_attempts(work, found, [Taker(worker_id)] * len(found))
-            return [_attempted(work.rollouts[rollout_id]) for rollout_id in rollout_ids]
+            return [shown_attempted(work.rollouts[rollout_id]) for rollout_id in rollout_ids]
 
         return await self._do(start)
 
@@ -330,8 +314,9 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
     # Spans
 
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
-        is_new = await self.add_span_fields([span_fields(span) for span in spans])
-        return [span for span, new in zip(spans, is_new, strict=True) if new]
+        models = [as_model(Span, span) for span in spans]
+        is_new = await self.add_span_fields([span_fields(span) for span in models])
+        return [span for span, new in zip(models, is_new, strict=True) if new]
 
     async def add_span_fields(self, spans: Sequence[SpanFields]) -> Sequence[bool]:
         kept = [kept_span(span) for span in spans]
@@ -345,7 +330,10 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
 
         async def add(work: CollectionWork) -> list[bool]:
             if sequence_id is None:
-                [span.sequence_id] = await work.number_spans([rollout_id])
+                # Numbered before it is stored, and only if it can be.
+                [loaded] = await work.load([rollout_id], [(rollout_id, attempt_id)])
+                loaded.attempt(attempt_id)
+                [span.sequence_id] = await number_spans(work.collections, [rollout_id])
             return await self._add_spans(work, [changed(kept, sequence_id=span.sequence_id)])
 
         return span if (await self._do(add, watched=False))[0] else None
@@ -360,59 +348,30 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
     async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> Sequence[int]:
         check_ids(*[given_id for pair in rollout_attempt_ids for given_id in pair])
         rollout_ids = [rollout_id for rollout_id, _ in rollout_attempt_ids]
-        return await self._do(lambda work: work.number_spans(rollout_ids), watched=False)
+        async with self.collections.atomic() as collections:
+            return await number_spans(collections, rollout_ids)
 
     # Queries
 
-    async def query_rollouts(
-        self,
-        *,
-        status_in: Sequence[RolloutStatus] | None = None,
-        rollout_id_in: Sequence[str] | None = None,
-        rollout_id_contains: str | None = None,
-        filter_logic: FilterLogic = "and",
-        sort_by: str | None = None,
-        sort_order: SortOrder = "asc",
-        limit: int = -1,
-        offset: int = 0,
-        status: Sequence[RolloutStatus] | None = None,
-        rollout_ids: Sequence[str] | None = None,
-    ) -> PaginatedResult[Rollout]:
-        check_texts(rollout_id_contains)
-        statuses = status if status_in is None else status_in
-        check_statuses(statuses, RolloutStatus)
-        ids = rollout_ids if rollout_id_in is None else rollout_id_in
-        if ids is not None:
-            check_id_list(ids)
-        filter = _filter(
-            filter_logic, status={"within": statuses}, rollout_id={"within": ids, "contains": rollout_id_contains}
+    async def find_rollouts(self, query: RolloutsQuery) -> PaginatedResult[Rollout]:
+        filter = filter_of(
+            query.filter_logic,
+            status={"within": query.status_in},
+            rollout_id={"within": query.rollout_id_in, "contains": query.rollout_id_contains},
         )
         await self._watch()
         async with self.collections.atomic() as collections:
-            page = await collections.rollouts.query(filter, _sort(sort_by, sort_order), limit, offset)
+            page = await collections.rollouts.query(filter, sort_of(query), query.limit, query.offset)
             attempts = await latest_attempts(collections, [rollout.rollout_id for rollout in page.items])
-            return _page(page, lambda rollout: shown_rollout(rollout, attempts.get(rollout.rollout_id)))
+            return shown_page(page, lambda rollout: shown_rollout(rollout, attempts.get(rollout.rollout_id)))
 
-    async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
-        found = await self.query_rollouts(rollout_id_in=[rollout_id])
-        return found[0] if found else None
-
-    async def query_attempts(
-        self,
-        rollout_id: str,
-        *,
-        sort_by: str | None = "sequence_id",
-        sort_order: SortOrder = "asc",
-        limit: int = -1,
-        offset: int = 0,
-    ) -> PaginatedResult[Attempt]:
-        check_ids(rollout_id)
+    async def find_attempts(self, query: AttemptsQuery) -> PaginatedResult[Attempt]:
         await self._watch()
         async with self.collections.atomic() as collections:
             page = await collections.attempts.query(
-                {"rollout_id": {"exact": rollout_id}}, _sort(sort_by, sort_order), limit, offset
+                {"rollout_id": {"exact": query.rollout_id}}, sort_of(query), query.limit, query.offset
             )
-        return _page(page, copy_attempt)
+        return shown_page(page, copy_attempt)
 
     async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
         check_ids(rollout_id)
@@ -421,45 +380,23 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
             attempt = (await latest_attempts(collections, [rollout_id])).get(rollout_id)
         return None if attempt is None else copy_attempt(attempt)
 
-    async def query_spans(
-        self,
-        rollout_id: str,
-        attempt_id: str | Literal["latest"] | None = None,
-        *,
-        trace_id: str | None = None,
-        trace_id_contains: str | None = None,
-        span_id: str | None = None,
-        span_id_contains: str | None = None,
-        parent_id: str | None = None,
-        parent_id_contains: str | None = None,
-        name: str | None = None,
-        name_contains: str | None = None,
-        filter_logic: FilterLogic = "and",
-        limit: int = -1,
-        offset: int = 0,
-        sort_by: str | None = "sequence_id",
-        sort_order: SortOrder = "asc",
-    ) -> PaginatedResult[Span]:
-        check_ids(rollout_id, attempt_id, span_id)
-        check_texts(trace_id, parent_id, name, trace_id_contains, span_id_contains, parent_id_contains, name_contains)
+    async def find_spans(self, query: SpansQuery) -> PaginatedResult[Span]:
         await self._watch()
         async with self.collections.atomic() as collections:
-            await self.check_spans_kept([rollout_id])
-            scope: dict[str, Any] = {"rollout_id": {"exact": rollout_id}}
+            await self.check_spans_kept([query.rollout_id])
+            scope: dict[str, Any] = {"rollout_id": {"exact": query.rollout_id}}
+            attempt_id = query.attempt_id
             if attempt_id == "latest":
-                latest = (await latest_attempts(collections, [rollout_id])).get(rollout_id)
+                latest = (await latest_attempts(collections, [query.rollout_id])).get(query.rollout_id)
                 attempt_id = "" if latest is None else latest.attempt_id
             if attempt_id is not None:
                 scope["attempt_id"] = {"exact": attempt_id}
-            filter = _filter(
-                filter_logic,
-                trace_id={"exact": trace_id, "contains": trace_id_contains},
-                span_id={"exact": span_id, "contains": span_id_contains},
-                parent_id={"exact": parent_id, "contains": parent_id_contains},
-                name={"exact": name, "contains": name_contains},
-            )
+            fields = {name: {"exact": text, "contains": query.parts[name]} for name, text in query.exact.items()}
             page = await collections.spans.query(
-                {**filter, "_must": scope}, _span_sort(sort_by, sort_order), limit, offset
+                {**filter_of(query.filter_logic, **fields), "_must": scope},
+                span_sort(query.sort_by, query.sort_order),
+                query.limit,
+                query.offset,
             )
         page.items = shown_spans(page.items)
         return page
@@ -474,13 +411,13 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
             latest = await latest_attempts(collections, rollout_ids)
             for rollout_id in dict.fromkeys(rollout_ids):
                 if rollout_id in latest:
-                    filter = _filter(
+                    filter = filter_of(
                         "and",
                         rollout_id={"exact": rollout_id},
                         attempt_id={"exact": latest[rollout_id].attempt_id},
                         name={"exact": name},
                     )
-                    spans += (await collections.spans.query(filter, _span_sort("sequence_id", "asc"))).items
+                    spans += (await collections.spans.query(filter, span_sort("sequence_id", "asc"))).items
         return shown_spans(spans)
 
     async def wait_for_rollout(self, rollout_id: str, timeout: float | None = None) -> Rollout | None:
@@ -508,35 +445,17 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
 
     # Resources
 
-    async def add_resources(self, resources: NamedResources) -> ResourcesUpdate:
-        return await self.update_resources(f"rs-{secrets.token_hex(6)}", resources)
-
     async def update_resources(self, resources_id: str, resources: NamedResources) -> ResourcesUpdate:
         check_ids(resources_id)
         kept = decode(resources_json(resources))
         update = await self._do(lambda work: work.put_resources(resources_id, kept))
         return update.model_copy(deep=True)
 
-    async def query_resources(
-        self,
-        *,
-        resources_id: str | None = None,
-        resources_id_contains: str | None = None,
-        sort_by: str | None = None,
-        sort_order: SortOrder = "asc",
-        limit: int = -1,
-        offset: int = 0,
-    ) -> PaginatedResult[ResourcesUpdate]:
-        check_ids(resources_id)
-        check_texts(resources_id_contains)
-        filter = _filter("and", resources_id={"exact": resources_id, "contains": resources_id_contains})
+    async def find_resources(self, query: ResourcesQuery) -> PaginatedResult[ResourcesUpdate]:
+        filter = filter_of("and", resources_id={"exact": query.resources_id, "contains": query.resources_id_contains})
         async with self.collections.atomic() as collections:
-            page = await collections.resources.query(filter, _sort(sort_by, sort_order), limit, offset)
-        return _page(page, lambda update: update.model_copy(deep=True))
-
-    async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None:
-        found = await self.query_resources(resources_id=resources_id)
-        return found[0] if found else None
+            page = await collections.resources.query(filter, sort_of(query), query.limit, query.offset)
+        return shown_page(page, lambda update: update.model_copy(deep=True))
 
     async def get_latest_resources(self) -> ResourcesUpdate | None:
         latest = await self._do(CollectionWork.latest_resources, watched=False)
@@ -546,34 +465,19 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
 
     async def update_worker(self, worker_id: str, heartbeat_stats: dict[str, Any] | Unset = UNSET) -> Worker:
         check_ids(worker_id)
-        stats = None
-        if not isinstance(heartbeat_stats, Unset):
-            if not isinstance(heartbeat_stats, dict):
-                raise ConfigError(
-                    f"heartbeat_stats is {heartbeat_stats!r}; expected a dict, or nothing to keep the last"
-                )
-            stats = kept_json(heartbeat_stats, "heartbeat_stats")
+        text = stats_json(heartbeat_stats)
+        stats = None if text is None else decode(text)
 
         return shown_worker(await self._do(lambda work: work.put_heartbeat(worker_id, stats)))
 
-    async def query_workers(
-        self,
-        *,
-        status_in: Sequence[WorkerStatus] | None = None,
-        worker_id_contains: str | None = None,
-        filter_logic: FilterLogic = "and",
-        sort_by: str | None = None,
-        sort_order: SortOrder = "asc",
-        limit: int = -1,
-        offset: int = 0,
-    ) -> PaginatedResult[Worker]:
-        check_statuses(status_in, WorkerStatus)
-        check_texts(worker_id_contains)
-        filter = _filter(filter_logic, status={"within": status_in}, worker_id={"contains": worker_id_contains})
+    async def find_workers(self, query: WorkersQuery) -> PaginatedResult[Worker]:
+        filter = filter_of(
+            query.filter_logic, status={"within": query.status_in}, worker_id={"contains": query.worker_id_contains}
+        )
         await self._watch()
         async with self.collections.atomic() as collections:
-            page = await collections.workers.query(filter, _sort(sort_by, sort_order), limit, offset)
-        return _page(page, shown_worker)
+            page = await collections.workers.query(filter, sort_of(query), query.limit, query.offset)
+        return shown_page(page, shown_worker)
 
     async def get_worker_by_id(self, worker_id: str) -> Worker | None:
         check_ids(worker_id)
@@ -581,38 +485,3 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         async with self.collections.atomic() as collections:
             found = await collections.workers.get({"worker_id": {"exact": worker_id}})
         return None if found is None else shown_worker(found)
-
-
-def _filter(logic: FilterLogic, **fields: dict[str, Any]) -> dict[str, Any]:
-    """A filter of the conditions that are not None."""
-    given = {
-        name: {operator: operand for operator, operand in field.items() if operand is not None}
-        for name, field in fields.items()
-    }
-    return {"_aggregate": logic, **{name: field for name, field in given.items() if field}}
-
-
-def _sort(sort_by: str | None, sort_order: SortOrder) -> SortOptions | None:
-    if sort_order not in ("asc", "desc"):
-        raise ConfigError(f"sort_order is {sort_order!r}; expected 'asc' or 'desc'")
-    return None if sort_by is None else {"name": sort_by, "order": sort_order}
-
-
-def _span_sort(sort_by: str | None, sort_order: SortOrder) -> SortOptions | None:
-    """Spans that share a sequence id are ordered by their times."""
-    sort = _sort(sort_by, sort_order)
-    if sort is not None and sort_by == "sequence_id":
-        sort["then"] = ("start_time", "end_time")
-    return sort
-
-
-def _attempted(loaded: Loaded[Rollout]) -> AttemptedRollout:
-    rollout = shown_rollout(loaded.record, loaded.latest)
-    assert isinstance(rollout, AttemptedRollout)
-    return rollout
-
-
-def _page(page: PaginatedResult[Item], shown: Callable[[Item], Item]) -> PaginatedResult[Item]:
-    """A page whose items callers may do with as they like."""
-    page.items = [shown(item) for item in page.items]
-    return page

@@ -132,21 +132,6 @@ class CollectionWork(Work[Rollout]):
         self.new_spans += [span for span, fresh in zip(spans, is_new, strict=True) if fresh]
         return is_new
 
-    async def number_spans(self, rollout_ids: Sequence[str]) -> list[int]:
-        """The next span sequence id for each request, in the order of requests. One counter a rollout."""
-        counters = self.collections.span_sequence_ids
-        last = {rollout_id: await counters.get(rollout_id) or 0 for rollout_id in rollout_ids}
-        unnumbered = [rollout_id for rollout_id, number in last.items() if not number]
-        if unnumbered:
-            found = await self.collections.rollouts.query({"rollout_id": {"within": unnumbered}})
-            refuse_missing(unnumbered, {rollout.rollout_id for rollout in found.items})
-        numbers: list[int] = []
-        for rollout_id in rollout_ids:
-            last[rollout_id] = sequence_id_after(last[rollout_id], rollout_id)
-            numbers.append(last[rollout_id])
-        self._last_numbers |= last
-        return numbers
-
     # Resources and workers
 
     async def put_resources(self, resources_id: str, resources: Mapping[str, Any]) -> ResourcesUpdate:
@@ -229,6 +214,23 @@ class CollectionWork(Work[Rollout]):
             await queue.put_back(self.requeued)
         if joining:
             await queue.enqueue(joining)
+
+
+async def number_spans(collections: LightningCollections, rollout_ids: Sequence[str]) -> list[int]:
+    """The next span sequence id for each request, in the order of requests; saved at once. One counter a rollout."""
+    counters = collections.span_sequence_ids
+    last = {rollout_id: await counters.get(rollout_id) or 0 for rollout_id in rollout_ids}
+    unnumbered = [rollout_id for rollout_id, number in last.items() if not number]
+    if unnumbered:
+        found = await collections.rollouts.query({"rollout_id": {"within": unnumbered}})
+        refuse_missing(unnumbered, {rollout.rollout_id for rollout in found.items})
+    numbers: list[int] = []
+    for rollout_id in rollout_ids:
+        last[rollout_id] = sequence_id_after(last[rollout_id], rollout_id)
+        numbers.append(last[rollout_id])
+    for rollout_id, number in last.items():
+        await counters.set(rollout_id, number)
+    return numbers
 
 
 async def latest_attempts(collections: LightningCollections, rollout_ids: Sequence[str]) -> dict[str, Attempt]:

@@ -10,22 +10,23 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from rollout_core.base.errors import ConfigError, Conflict
+from rollout_core.base.errors import Conflict
 from rollout_core.store.base import LightningStore
 from rollout_core.store.checks import (
     check_ends,
     check_id_list,
     check_ids,
-    check_statuses,
     check_texts,
     kept_updates,
     resources_json,
     rollout_changes,
+    stats_json,
 )
 from rollout_core.store.codec import encode
 from rollout_core.store.operations import new_rollout
+from rollout_core.store.queries import AttemptsQuery, ResourcesQuery, RolloutsQuery, SpansQuery, WorkersQuery
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
 from rollout_core.store.span_fields import SpanFields, span_fields
 from rollout_core.store.spans import Span
@@ -42,7 +43,6 @@ from rollout_core.store.types import (
     AttemptedRollout,
     AttemptUpdate,
     EnqueueRolloutRequest,
-    FilterLogic,
     LightningStoreCapabilities,
     LightningStoreStatistics,
     PaginatedResult,
@@ -50,12 +50,10 @@ from rollout_core.store.types import (
     RolloutConfig,
     RolloutMode,
     RolloutStatus,
-    SortOrder,
     TaskInput,
     Unset,
     Worker,
-    WorkerStatus,
-    enqueue_request,
+    as_model,
 )
 from rollout_core.store.waiting import Waiters
 
@@ -165,8 +163,9 @@ class SqlLightningStore(LightningStore):
         return await self._claim(limit, worker_id, claim_id)
 
     async def release_rollouts(self, claimed: Sequence[AttemptedRollout]) -> None:
-        check_id_list([rollout.rollout_id for rollout in claimed])
-        await self._write(lambda tx: queue.release(tx, claimed))
+        claims = [as_model(AttemptedRollout, rollout) for rollout in claimed]
+        check_id_list([rollout.rollout_id for rollout in claims])
+        await self._write(lambda tx: queue.release(tx, claims))
 
     async def _claim(self, limit: int, worker_id: str | None, claim_id: str | None = None) -> list[AttemptedRollout]:
         check_ids(worker_id)
@@ -175,21 +174,6 @@ class SqlLightningStore(LightningStore):
         demand = queue.Demand(limit, worker_id, claim_id)
         [claims] = await self._database.write_batch(queue.claim, [demand], undo=queue.unclaim)
         return [claim.rollout for claim in claims]
-
-    async def start_rollout(
-        self,
-        input: TaskInput,
-        mode: RolloutMode | None = None,
-        resources_id: str | None = None,
-        config: RolloutConfig | None = None,
-        metadata: dict[str, Any] | None = None,
-        worker_id: str | None = None,
-    ) -> AttemptedRollout:
-        check_ids(worker_id)
-        request = new_rollout(enqueue_request(input, mode, resources_id, config, metadata))
-        [rollout] = await self._database.write_batch(queue.start_new, [(request, worker_id)])
-        assert rollout is not None, "its id is new"
-        return rollout
 
     async def start_many_rollouts(
         self, rollouts: Sequence[EnqueueRolloutRequest], *, worker_id: str | None = None
@@ -246,8 +230,9 @@ class SqlLightningStore(LightningStore):
     # Spans
 
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
-        is_new = await self.add_span_fields([span_fields(span) for span in spans])
-        return [span for span, new in zip(spans, is_new, strict=True) if new]
+        models = [as_model(Span, span) for span in spans]
+        is_new = await self.add_span_fields([span_fields(span) for span in models])
+        return [span for span, new in zip(models, is_new, strict=True) if new]
 
     async def add_span_fields(self, spans: Sequence[SpanFields]) -> Sequence[bool]:
         rows = [StoredSpan(span["rollout_id"], span_columns(span)) for span in spans]
@@ -274,116 +259,47 @@ class SqlLightningStore(LightningStore):
 
     # Queries
 
-    async def query_rollouts(
-        self,
-        *,
-        status_in: Sequence[RolloutStatus] | None = None,
-        rollout_id_in: Sequence[str] | None = None,
-        rollout_id_contains: str | None = None,
-        filter_logic: FilterLogic = "and",
-        sort_by: str | None = None,
-        sort_order: SortOrder = "asc",
-        limit: int = -1,
-        offset: int = 0,
-        status: Sequence[RolloutStatus] | None = None,
-        rollout_ids: Sequence[str] | None = None,
-    ) -> PaginatedResult[Rollout]:
-        check_texts(rollout_id_contains)
-        statuses = status if status_in is None else status_in
-        check_statuses(statuses, RolloutStatus)
-        ids = rollout_ids if rollout_id_in is None else rollout_id_in
-        if ids is not None:
-            check_id_list(ids)
-        return await self._watched_read(
-            partial(
-                queries.find_rollouts,
-                status_in=statuses,
-                rollout_id_in=ids,
-                rollout_id_contains=rollout_id_contains,
-                filter_logic=filter_logic,
-                sort_by=sort_by,
-                sort_order=sort_order,
-                limit=limit,
-                offset=offset,
-            )
-        )
+    async def find_rollouts(self, query: RolloutsQuery) -> PaginatedResult[Rollout]:
+        return await self._watched_read(lambda tx: queries.find_rollouts(tx, **query._asdict()))
 
     async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
         check_ids(rollout_id)
         return await self._watched_read(lambda tx: queries.find_rollout(tx, rollout_id))
 
-    async def query_attempts(
-        self,
-        rollout_id: str,
-        *,
-        sort_by: str | None = "sequence_id",
-        sort_order: SortOrder = "asc",
-        limit: int = -1,
-        offset: int = 0,
-    ) -> PaginatedResult[Attempt]:
-        check_ids(rollout_id)
-        return await self._watched_read(
-            lambda tx: queries.find_attempts(
-                tx, rollout_id, sort_by=sort_by, sort_order=sort_order, limit=limit, offset=offset
-            )
-        )
+    async def find_attempts(self, query: AttemptsQuery) -> PaginatedResult[Attempt]:
+        return await self._watched_read(lambda tx: queries.find_attempts(tx, **query._asdict()))
 
     async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
         check_ids(rollout_id)
         return await self._watched_read(lambda tx: queries.find_latest_attempt(tx, rollout_id))
 
-    async def query_spans(
-        self,
-        rollout_id: str,
-        attempt_id: str | Literal["latest"] | None = None,
-        *,
-        trace_id: str | None = None,
-        trace_id_contains: str | None = None,
-        span_id: str | None = None,
-        span_id_contains: str | None = None,
-        parent_id: str | None = None,
-        parent_id_contains: str | None = None,
-        name: str | None = None,
-        name_contains: str | None = None,
-        filter_logic: FilterLogic = "and",
-        limit: int = -1,
-        offset: int = 0,
-        sort_by: str | None = "sequence_id",
-        sort_order: SortOrder = "asc",
-    ) -> PaginatedResult[Span]:
-        query = _span_query(
-            trace_id=trace_id,
-            trace_id_contains=trace_id_contains,
-            span_id=span_id,
-            span_id_contains=span_id_contains,
-            parent_id=parent_id,
-            parent_id_contains=parent_id_contains,
-            name=name,
-            name_contains=name_contains,
-            filter_logic=filter_logic,
-            limit=limit,
-            offset=offset,
-            sort_by=sort_by,
-            sort_order=sort_order,
-        )
-        return await self._span_page(rollout_id, attempt_id, query, span_model)
+    async def find_spans(self, query: SpansQuery) -> PaginatedResult[Span]:
+        return await self._span_page(query, span_model)
 
     async def query_spans_json(self, rollout_id: str, attempt_id: str | None = None, **query: Any) -> bytes:
-        page = await self._span_page(rollout_id, attempt_id, _span_query(**query), span_json)
+        page = await self._span_page(SpansQuery(rollout_id, attempt_id, **query).checked(), span_json)
         tail = f'"limit":{page.limit},"offset":{page.offset},"total":{page.total}'.encode()
         return b'{"items":[%b],%b}' % (b",".join(page.items), tail)
 
     async def _span_page(
-        self,
-        rollout_id: str,
-        attempt_id: str | None,
-        query: dict[str, Any],
-        model: Callable[[str, Sequence[Any]], Result],
+        self, query: SpansQuery, model: Callable[[str, Sequence[Any]], Result]
     ) -> PaginatedResult[Result]:
         """A page of spans, each made by ``model`` of the rollout's id and a row."""
-        check_ids(rollout_id, attempt_id, query["exact"].get("span_id"))
-        check_texts(*query["exact"].values(), *query["parts"].values())
-        return await self._watched_read(lambda tx: queries.find_spans(tx, rollout_id, attempt_id, model=model, **query))
+        return await self._watched_read(
+            lambda tx: queries.find_spans(
+                tx,
+                query.rollout_id,
+                query.attempt_id,
+                exact=query.exact,
+                parts=query.parts,
+                filter_logic=query.filter_logic,
+                sort_by=query.sort_by,
+                sort_order=query.sort_order,
+                limit=query.limit,
+                offset=query.offset,
+                model=model,
+            )
+        )
 
     async def query_many_spans(self, rollout_ids: Sequence[str], *, name: str | None = None) -> Sequence[Span]:
         check_id_list(rollout_ids)
@@ -430,33 +346,8 @@ class SqlLightningStore(LightningStore):
         text = resources_json(resources)
         return await self._write(lambda tx: registry.update_resources(tx, resources_id, text))
 
-    async def query_resources(
-        self,
-        *,
-        resources_id: str | None = None,
-        resources_id_contains: str | None = None,
-        sort_by: str | None = None,
-        sort_order: SortOrder = "asc",
-        limit: int = -1,
-        offset: int = 0,
-    ) -> PaginatedResult[ResourcesUpdate]:
-        check_ids(resources_id)
-        check_texts(resources_id_contains)
-        return await self._read(
-            partial(
-                queries.find_resources,
-                resources_id=resources_id,
-                resources_id_contains=resources_id_contains,
-                sort_by=sort_by,
-                sort_order=sort_order,
-                limit=limit,
-                offset=offset,
-            )
-        )
-
-    async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None:
-        found = await self.query_resources(resources_id=resources_id)
-        return found[0] if found else None
+    async def find_resources(self, query: ResourcesQuery) -> PaginatedResult[ResourcesUpdate]:
+        return await self._read(lambda tx: queries.find_resources(tx, **query._asdict()))
 
     async def get_latest_resources(self) -> ResourcesUpdate | None:
         return await self._read(queries.find_latest_resources)
@@ -465,40 +356,11 @@ class SqlLightningStore(LightningStore):
 
     async def update_worker(self, worker_id: str, heartbeat_stats: dict[str, Any] | Unset = UNSET) -> Worker:
         check_ids(worker_id)
-        stats_json = None
-        if not isinstance(heartbeat_stats, Unset):
-            if not isinstance(heartbeat_stats, dict):
-                raise ConfigError(
-                    f"heartbeat_stats is {heartbeat_stats!r}; expected a dict, or nothing to keep the last"
-                )
-            stats_json = encode(heartbeat_stats, "heartbeat_stats")
-        return await self._write(lambda tx: registry.record_heartbeat(tx, worker_id, stats_json))
+        stats = stats_json(heartbeat_stats)
+        return await self._write(lambda tx: registry.record_heartbeat(tx, worker_id, stats))
 
-    async def query_workers(
-        self,
-        *,
-        status_in: Sequence[WorkerStatus] | None = None,
-        worker_id_contains: str | None = None,
-        filter_logic: FilterLogic = "and",
-        sort_by: str | None = None,
-        sort_order: SortOrder = "asc",
-        limit: int = -1,
-        offset: int = 0,
-    ) -> PaginatedResult[Worker]:
-        check_statuses(status_in, WorkerStatus)
-        check_texts(worker_id_contains)
-        return await self._watched_read(
-            partial(
-                queries.find_workers,
-                status_in=status_in,
-                worker_id_contains=worker_id_contains,
-                filter_logic=filter_logic,
-                sort_by=sort_by,
-                sort_order=sort_order,
-                limit=limit,
-                offset=offset,
-            )
-        )
+    async def find_workers(self, query: WorkersQuery) -> PaginatedResult[Worker]:
+        return await self._watched_read(lambda tx: queries.find_workers(tx, **query._asdict()))
 
     async def get_worker_by_id(self, worker_id: str) -> Worker | None:
         check_ids(worker_id)
@@ -538,25 +400,3 @@ class SqlLightningStore(LightningStore):
 
     async def _write(self, operation: Callable[[Transaction], Result]) -> Result:
         return await self._database.write(operation, watched=True)
-
-
-def _span_query(
-    *,
-    filter_logic: FilterLogic = "and",
-    limit: int = -1,
-    offset: int = 0,
-    sort_by: str | None = "sequence_id",
-    sort_order: SortOrder = "asc",
-    **filters: str | None,
-) -> dict[str, Any]:
-    """A query of spans as ``queries.find_spans`` takes it: filters for equality and for parts by field."""
-    parts = {name.removesuffix("_contains"): text for name, text in filters.items() if name.endswith("_contains")}
-    return {
-        "exact": {name: text for name, text in filters.items() if not name.endswith("_contains")},
-        "parts": parts,
-        "filter_logic": filter_logic,
-        "limit": limit,
-        "offset": offset,
-        "sort_by": sort_by,
-        "sort_order": sort_order,
-    }
