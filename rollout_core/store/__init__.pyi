@@ -1,6 +1,9 @@
 from .base import (
     LightningStore as LightningStore,
 )
+from .forwarding import (
+    LightningStoreThreaded as LightningStoreThreaded,
+)
 from .http.client import (
     LightningStoreClient as LightningStoreClient,
 )
@@ -59,9 +62,6 @@ from .spans import (
 )
 from .sql.store import (
     SqlLightningStore as SqlLightningStore,
-)
-from .threaded import (
-    LightningStoreThreaded as LightningStoreThreaded,
 )
 from .types import (
     UNSET as UNSET,

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from rollout_core.store.loop_thread import LoopThread
+from rollout_core.store.loops import LoopThread
 
 Result = TypeVar("Result")
 

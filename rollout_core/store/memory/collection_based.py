@@ -19,6 +19,7 @@ from rollout_core.store.checks import (
 )
 from rollout_core.store.codec import decode
 from rollout_core.store.lifecycle import FINISHED, RUNNING, is_watched, lost_status
+from rollout_core.store.loops import Waiters
 from rollout_core.store.memory.collection import LightningCollections, filter_of, sort_of, span_sort
 from rollout_core.store.memory.copies import (
     changed,
@@ -66,7 +67,6 @@ from rollout_core.store.types import (
     Worker,
     as_model,
 )
-from rollout_core.store.waiting import Waiters
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan

@@ -10,15 +10,12 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
-from pydantic import BaseModel
-
 from rollout_core.store.memory.collection import Collection, KeyValue, LightningCollections, Queue
 from rollout_core.store.memory.list_collection import ListBasedCollection
 from rollout_core.store.resources import ResourcesUpdate
 from rollout_core.store.spans import Span
 from rollout_core.store.types import Attempt, Rollout, Worker
 
-Record = TypeVar("Record", bound=BaseModel)
 Element = TypeVar("Element")
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -28,16 +25,39 @@ SHORT_BLOCK_SECONDS = 0.005
 """How long an event loop stands still for a block of another thread."""
 
 
+class _ByValue:
+    """Stands for an item that cannot be hashed, such as a model: found by comparing it with all others of its kind."""
+
+    __slots__ = ("item",)
+
+    def __init__(self, item: Any) -> None:
+        self.item = item
+
+    def __hash__(self) -> int:
+        return hash(type(self.item))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByValue) and self.item == other.item
+
+
+def _key(item: Any) -> Any:
+    try:
+        hash(item)
+    except TypeError:
+        return _ByValue(item)
+    return item
+
+
 class DequeBasedQueue(Queue[Element]):
-    """A queue over ``collections.deque``: each call costs constant time an item. Items must be hashable."""
+    """A queue over ``collections.deque``: each call costs constant time an item, if items can be hashed."""
 
     def __init__(self, item_type: type[Element], items: Iterable[Element] = ()) -> None:
         self._item_type = item_type
         self._items = deque(items)
         # A removed item stays in the deque until it comes to the front. Whatever waits of it now is removed at once,
         # so its dead entries are always ahead of its live ones, and counting them is enough.
-        self._waiting = Counter(self._items)
-        self._dead: Counter[Element] = Counter()
+        self._waiting = Counter(map(_key, self._items))
+        self._dead: Counter[Any] = Counter()
         self._num_dead = 0
 
     def item_type(self) -> type[Element]:
@@ -47,39 +67,40 @@ class DequeBasedQueue(Queue[Element]):
         return len(self._items) - self._num_dead
 
     async def has(self, item: Element) -> bool:
-        return item in self._waiting
+        return _key(item) in self._waiting
 
     async def enqueue(self, items: Sequence[Element]) -> Sequence[Element]:
         self._items.extend(items)
-        self._waiting.update(items)
+        self._waiting.update(map(_key, items))
         return items
 
     async def dequeue(self, limit: int = 1) -> Sequence[Element]:
         taken: list[Element] = []
         while self._items and len(taken) < limit:
             item = self._items.popleft()
-            if self._dead.get(item):
+            key = _key(item)
+            if self._dead.get(key):
                 self._num_dead -= 1
-                _count_down(self._dead, item)
+                _count_down(self._dead, key)
             else:
-                _count_down(self._waiting, item)
+                _count_down(self._waiting, key)
                 taken.append(item)
         return taken
 
     async def put_back(self, items: Sequence[Element]) -> None:
-        if any(item in self._dead for item in items):
+        if any(_key(item) in self._dead for item in items):
             self._bury()  # what is dead must stay ahead of what lives
         self._items.extendleft(reversed(items))
-        self._waiting.update(items)
+        self._waiting.update(map(_key, items))
 
     async def peek(self, limit: int = 1) -> Sequence[Element]:
         return list(islice(self._live(), max(limit, 0)))
 
     async def remove(self, items: Sequence[Element]) -> None:
-        for item in items:
-            waiting = self._waiting.pop(item, 0)
+        for key in map(_key, items):
+            waiting = self._waiting.pop(key, 0)
             if waiting:
-                self._dead[item] += waiting
+                self._dead[key] += waiting
                 self._num_dead += waiting
         if self._num_dead > 64 + len(self._items) // 2:
             self._bury()
@@ -93,16 +114,17 @@ class DequeBasedQueue(Queue[Element]):
     def _live(self) -> Iterable[Element]:
         dead = dict(self._dead)
         for item in self._items:
-            if dead.get(item):
-                dead[item] -= 1
+            key = _key(item)
+            if dead.get(key):
+                dead[key] -= 1
             else:
                 yield item
 
 
-def _count_down(counter: Counter[Element], item: Element) -> None:
-    counter[item] -= 1
-    if not counter[item]:
-        del counter[item]
+def _count_down(counter: Counter[Any], key: Any) -> None:
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]
 
 
 class DictBasedKeyValue(KeyValue[Key, Value]):

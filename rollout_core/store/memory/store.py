@@ -7,11 +7,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sortedcontainers import SortedSet
+
 from rollout_core.base.errors import ConfigError, Fatal
-from rollout_core.store.alarms import Alarms
 from rollout_core.store.lifecycle import due_time, is_watched
 from rollout_core.store.memory.collection_based import CollectionBasedLightningStore
 from rollout_core.store.memory.memory_collections import InMemoryLightningCollections
@@ -131,6 +133,32 @@ class InMemoryLightningStore(CollectionBasedLightningStore[InMemoryLightningColl
                     f"spans of rollout {rollout_id} were evicted, because spans took more than"
                     f" {self._eviction_bytes} bytes; raise eviction_memory_threshold, or use a SqlLightningStore"
                 )
+
+
+class Alarms:
+    """For each name at most one time, and which of them have passed, at a cost that does not depend on how many."""
+
+    def __init__(self) -> None:
+        self._times: dict[str, float] = {}
+        self._order = SortedSet()
+
+    def set(self, name: str, time: float | None) -> None:
+        """Set the time of ``name``, or clear it."""
+        before = self._times.pop(name, None)
+        if before is not None:
+            self._order.remove((before, name))
+        if time is not None:
+            self._times[name] = time
+            self._order.add((time, name))
+
+    def passed(self, now: float, limit: int) -> list[str]:
+        """Up to ``limit`` names whose time is before ``now``, the earliest first."""
+        found: list[str] = []
+        for due, name in islice(self._order, max(limit, 0)):
+            if due >= now:
+                break
+            found.append(name)
+        return found
 
 
 def estimate_span_size(span: Span) -> int:

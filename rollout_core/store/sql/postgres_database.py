@@ -18,7 +18,7 @@ from sqlalchemy.util import await_only, greenlet_spawn
 
 from rollout_core.base.errors import Fatal
 from rollout_core.base.redaction import without_password
-from rollout_core.store.loop_thread import LoopThread
+from rollout_core.store.loops import LoopThread
 from rollout_core.store.sql.database import Database, forget
 from rollout_core.store.sql.dialect import POSTGRES, Transaction
 from rollout_core.store.sql.group_commit import GroupCommit, Hooks

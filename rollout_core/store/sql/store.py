@@ -25,6 +25,7 @@ from rollout_core.store.checks import (
     stats_json,
 )
 from rollout_core.store.codec import encode
+from rollout_core.store.loops import Waiters
 from rollout_core.store.operations import new_rollout
 from rollout_core.store.queries import AttemptsQuery, ResourcesQuery, RolloutsQuery, SpansQuery, WorkersQuery
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
@@ -55,7 +56,6 @@ from rollout_core.store.types import (
     Worker,
     as_model,
 )
-from rollout_core.store.waiting import Waiters
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
