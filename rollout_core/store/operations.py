@@ -118,8 +118,10 @@ class Work(Generic[RecordT]):
         if status in lifecycle.FINISHED and record.status not in lifecycle.FINISHED:
             self.finished.append(record.rollout_id)
             self.end_superseded(loaded)
-        if record.status in lifecycle.QUEUED and status not in lifecycle.QUEUED:
-            loaded.left_queue = True
+        if record.status in lifecycle.QUEUED:
+            loaded.left_queue |= status not in lifecycle.QUEUED
+        elif status in lifecycle.QUEUED:
+            self.changed.pop(record.rollout_id, None)  # rollouts join the queue in the order of ``changed``
         record.end_time = lifecycle.rollout_end_time(status, record.end_time, self.now)
         record.status = status
         self.changed[record.rollout_id] = loaded
