@@ -51,7 +51,10 @@ class Loaded(Generic[RecordT]):
     """A rollout that an operation may change, with its attempts."""
 
     record: RecordT
+    attempt_count: int = 0
+    """Attempts so far."""
     latest: Attempt | None = None
+    """The last of them; None too if it is not under way and the operation has no need of it."""
     older: dict[str, Attempt] = field(default_factory=dict)
     """By id: those under way where the operation may end them, and those that it names."""
     left_queue: bool = False
@@ -260,7 +263,7 @@ def begin_attempts(
         fields: dict[str, Any] = {
             "rollout_id": loaded.record.rollout_id,
             "attempt_id": taker.attempt_id or f"at-{drawn[12 * place : 12 * place + 12]}",
-            "sequence_id": 1 if before is None else before.sequence_id + 1,
+            "sequence_id": loaded.attempt_count + 1,
             "start_time": work.now,
             "end_time": None,
             "status": "preparing",
@@ -269,6 +272,7 @@ def begin_attempts(
             "metadata": None,
         }
         attempt = loaded.latest = trusted(Attempt, fields)
+        loaded.attempt_count += 1
         work.set_status(loaded, "preparing")
         attempts.append(attempt)
     work.new_attempts += attempts
@@ -303,6 +307,7 @@ def withdraw(
             continue
         work.withdrawn.append(attempt)
         loaded.latest = None  # the one before is not loaded
+        loaded.attempt_count -= 1
         work.set_status(loaded, status or ("queuing" if attempt.sequence_id == 1 else "requeuing"))
         if attempt.worker_id:
             change = work.worker(attempt.worker_id)
@@ -394,11 +399,9 @@ def expire(work: Work[Any]) -> None:
 # Spans
 
 
-def note_spans(work: Work[Any], owners: Iterable[tuple[str, str]]) -> None:
-    """Spans of these rollouts and attempts have arrived that were not stored before: a sign of life of each."""
-    for rollout_id, attempt_id in dict.fromkeys(owners):
-        loaded = work.rollouts[rollout_id]
-        attempt = loaded.attempt(attempt_id)
+def note_spans(work: Work[RecordT], owners: Iterable[tuple[Loaded[RecordT], Attempt]]) -> None:
+    """Spans of these attempts have arrived that were not stored before: a sign of life of each."""
+    for loaded, attempt in {id(owner[1]): owner for owner in owners}.values():
         status = loaded.record.status
         is_latest = attempt is loaded.latest
         attempt.last_heartbeat_time = work.now

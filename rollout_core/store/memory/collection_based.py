@@ -342,7 +342,8 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         owners = dict.fromkeys((span.rollout_id, span.attempt_id) for span in spans)
         await work.load([rollout_id for rollout_id, _ in owners], owners)
         is_new = await work.store_spans(spans)
-        note_spans(work, [(span.rollout_id, span.attempt_id) for span in work.new_spans])
+        new = [(work.rollouts[span.rollout_id], span.attempt_id) for span in work.new_spans]
+        note_spans(work, [(loaded, loaded.attempt(attempt_id)) for loaded, attempt_id in new])
         return is_new
 
     async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> Sequence[int]:

@@ -49,7 +49,9 @@ class CollectionWork(Work[Rollout]):
         for rollout_id in wanted:
             attempt = latest.get(rollout_id)
             rollout = changed(found[rollout_id])
-            self.rollouts[rollout_id] = Loaded(rollout, None if attempt is None else changed(attempt))
+            self.rollouts[rollout_id] = (
+                Loaded(rollout) if attempt is None else Loaded(rollout, attempt.sequence_id, changed(attempt))
+            )
             if rollout.status in lifecycle.QUEUED:
                 self._were_queued.add(rollout_id)
         if len(attempts) > len(latest):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 from rollout_core.base.errors import Conflict
 from rollout_core.store.checks import sequence_id_after
-from rollout_core.store.operations import apply_updates, expire, note_spans
+from rollout_core.store.operations import Loaded, apply_updates, expire, note_spans
 from rollout_core.store.sql.dialect import Transaction
 from rollout_core.store.sql.rows import (
     ROLLOUTS_WITH_ATTEMPT,
@@ -137,9 +138,10 @@ def add_spans(tx: Transaction, spans: Sequence[StoredSpan]) -> list[bool]:
 
 def _store_spans(unit: UnitOfWork, spans: Sequence[StoredSpan]) -> list[bool]:
     """Store spans, and change in ``unit`` what follows from them; for each, whether it was new."""
+    owners: list[tuple[Loaded[RolloutState], Attempt]] = []
     for rollout_id, columns in spans:
         loaded = unit.rollouts[rollout_id]
-        loaded.attempt(columns[0])  # raises if there is none
+        owners.append((loaded, loaded.attempt(columns[0])))
         state = loaded.record
         if columns[2] > state.last_sequence_id:
             state.last_sequence_id = columns[2]
@@ -147,9 +149,7 @@ def _store_spans(unit: UnitOfWork, spans: Sequence[StoredSpan]) -> list[bool]:
     keys = {rollout_id: loaded.record.key for rollout_id, loaded in unit.rollouts.items()}
     is_new = _insert(unit.tx, keys, spans)
     unit.tx.counted["spans"] += sum(is_new)
-    note_spans(
-        unit, [(rollout_id, columns[0]) for (rollout_id, columns), new in zip(spans, is_new, strict=True) if new]
-    )
+    note_spans(unit, compress(owners, is_new))
     return is_new
 
 

@@ -12,7 +12,6 @@ from rollout_core.store.sql.registry import save_workers
 from rollout_core.store.sql.rows import (
     RolloutState,
     attempt_model,
-    load_attempts,
     load_with_latest,
     save_attempts,
     save_counters,
@@ -40,41 +39,47 @@ class UnitOfWork(Work[RolloutState]):
         rollout is unknown.
         """
         states, latest = load_with_latest(self.tx, rollout_ids)
-        self.rollouts = {rollout_id: Loaded(state, latest.get(rollout_id)) for rollout_id, state in states.items()}
+        self.rollouts = {
+            rollout_id: Loaded(state, state.attempt_count, latest.get(rollout_id))
+            for rollout_id, state in states.items()
+        }
         self._load_older(asked, may_finish=may_finish)
 
     def add(self, states: Sequence[RolloutState]) -> list[Loaded[RolloutState]]:
-        """Take over rollouts that were read under their locks, and read their attempts."""
+        """Take over rollouts that were read under their locks, and read their attempts under way."""
+        self.rollouts = {state.rollout_id: Loaded(state, state.attempt_count) for state in states}
         # Read only now: what another process wrote of an attempt just before the lock was free must be seen.
-        attempts = load_attempts(self.tx, states)
-        added = [Loaded(state, attempts.get((state.key, state.attempt_count))) for state in states]
-        self.rollouts |= {loaded.record.rollout_id: loaded for loaded in added}
-        self._load_older()
-        return added
+        self._load_attempts([state.rollout_id for state in states if state.attempt_count])
+        return list(self.rollouts.values())
 
     def _load_older(self, asked: Iterable[tuple[str, str]] = (), *, may_finish: bool = True) -> None:
         # First attempts, nearly all, cost nothing.
-        retried = [
-            rollout_id
-            for rollout_id, loaded in self.rollouts.items()
-            if loaded.latest is not None and loaded.latest.sequence_id > 1
-        ]
+        retried = [rollout_id for rollout_id, loaded in self.rollouts.items() if loaded.attempt_count > 1]
         if not retried:
             return
         named = [attempt_id for rollout_id, attempt_id in asked if not self._is_latest(rollout_id, attempt_id)]
-        if not named and not may_finish:
+        if named or may_finish:
+            self._load_attempts(retried, named, under_way=may_finish)
+
+    def _load_attempts(self, rollout_ids: Sequence[str], named: Sequence[str] = (), *, under_way: bool = True) -> None:
+        """Read attempts that are not loaded yet: those under way, by the database, and those of these ids."""
+        if not rollout_ids:
             return
         found = self.tx.rows(
             "SELECT r.rollout_id, {attempt} FROM rollouts r"
-            " JOIN attempts a ON a.rollout_key = r.key AND a.sequence_id < r.attempt_count"
+            " JOIN attempts a ON a.rollout_key = r.key"
             " WHERE r.rollout_id {in_texts} AND (a.status {in_texts} OR a.attempt_id {in_texts})",
-            self.tx.texts(retried),
-            self.tx.texts(sorted(lifecycle.WATCHED) if may_finish else []),
+            self.tx.texts(rollout_ids),
+            self.tx.texts(sorted(lifecycle.WATCHED) if under_way else []),
             self.tx.texts(named),
         )
         for rollout_id, *columns in found:
+            loaded = self.rollouts[rollout_id]
             attempt = attempt_model(rollout_id, columns)
-            self.rollouts[rollout_id].older[attempt.attempt_id] = attempt
+            if attempt.sequence_id != loaded.attempt_count:
+                loaded.older[attempt.attempt_id] = attempt
+            elif loaded.latest is None:
+                loaded.latest = attempt
 
     def _is_latest(self, rollout_id: str, attempt_id: str) -> bool:
         latest = self.rollouts[rollout_id].latest
@@ -83,16 +88,14 @@ class UnitOfWork(Work[RolloutState]):
     def save(self, unwritten: Container[str] = ()) -> None:
         """Write back what was changed, but for the rows of rollouts that are ``unwritten`` so far."""
         self.tx.finished += self.finished
-        for attempt in self.new_attempts:
-            self.rollouts[attempt.rollout_id].record.attempt_count = attempt.sequence_id
-        for attempt in self.withdrawn:
-            self.rollouts[attempt.rollout_id].record.attempt_count = attempt.sequence_id - 1
         for loaded in self.changed.values():
+            row = loaded.record
+            row.attempt_count = loaded.attempt_count
             if loaded.left_queue:
-                loaded.record.queue_position = None
-            loaded.record.watch(loaded.latest)
-            if loaded.record.due_time is not None:
-                loaded.record.due_time = max(loaded.record.due_time, self.earliest_alarm)
+                row.queue_position = None
+            row.watch(loaded.latest)
+            if row.due_time is not None:
+                row.due_time = max(row.due_time, self.earliest_alarm)
         states = [loaded.record for rollout_id, loaded in self.changed.items() if rollout_id not in unwritten]
         save_rollouts(self.tx, states)
         save_counters(self.tx, [row for row in self.counters.values() if row.rollout_id not in self.changed])
