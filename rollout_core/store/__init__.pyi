@@ -30,12 +30,10 @@ from .memory.collection_based import (
 from .memory.list_collection import (
     ListBasedCollection as ListBasedCollection,
 )
-from .memory.memory_collections import (
+from .memory.store import (
     DequeBasedQueue as DequeBasedQueue,
     DictBasedKeyValue as DictBasedKeyValue,
     InMemoryLightningCollections as InMemoryLightningCollections,
-)
-from .memory.store import (
     InMemoryLightningStore as InMemoryLightningStore,
 )
 from .resources import (
