@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from rollout_core.store import lifecycle
 from rollout_core.store.operations import Loaded, Work
@@ -96,14 +96,20 @@ class UnitOfWork(Work[RolloutState]):
             row.watch(loaded.latest)
             if row.due_time is not None:
                 row.due_time = max(row.due_time, self.earliest_alarm)
-        states = [loaded.record for rollout_id, loaded in self.changed.items() if rollout_id not in unwritten]
-        save_rollouts(self.tx, states)
-        save_counters(self.tx, [row for row in self.counters.values() if row.rollout_id not in self.changed])
-        self._save_attempts()
-        save_workers(self.tx, self.workers)
-
-    def _save_attempts(self) -> None:
+        save_rollouts(
+            self.tx, [loaded.record for rollout_id, loaded in self.changed.items() if rollout_id not in unwritten]
+        )
+        if self.counters:
+            save_counters(self.tx, [row for row in self.counters.values() if row.rollout_id not in self.changed])
         keys = {rollout_id: loaded.record.key for rollout_id, loaded in self.rollouts.items()}
+        if self.new_attempts or self.withdrawn:
+            self._add_and_delete_attempts(keys)
+        save_attempts(self.tx, [(keys[attempt.rollout_id], attempt) for attempt in self.changed_attempts.values()])
+        if self.workers:
+            save_workers(self.tx, self.workers)
+
+    def _add_and_delete_attempts(self, keys: Mapping[str, int]) -> None:
+        """Write new attempts, and delete those that are withdrawn."""
         self.tx.counted["attempts"] += len(self.new_attempts) - len(self.withdrawn)
         self.tx.run_many(
             "INSERT INTO attempts (rollout_key, sequence_id, attempt_id, status, start_time, worker_id)"
@@ -124,4 +130,3 @@ class UnitOfWork(Work[RolloutState]):
             "DELETE FROM attempts WHERE rollout_key = ? AND sequence_id = ?",
             [(keys[attempt.rollout_id], attempt.sequence_id) for attempt in self.withdrawn],
         )
-        save_attempts(self.tx, [(keys[attempt.rollout_id], attempt) for attempt in self.changed_attempts.values()])
