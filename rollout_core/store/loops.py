@@ -50,7 +50,7 @@ class Waiters:
 
     @contextmanager
     def waiting(self, rollout_ids: Iterable[str]) -> Iterator[Waiter]:
-        """A waiter that is told of every finish of these rollouts from now on."""
+        """A waiter that hears of every finish of these rollouts from now on."""
         waiter = Waiter(rollout_ids)
         with self._lock:
             for rollout_id in waiter.rollout_ids:
