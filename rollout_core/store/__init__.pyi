@@ -1,6 +1,9 @@
 from .base import (
     LightningStore as LightningStore,
 )
+from .forwarding import (
+    LightningStoreThreaded as LightningStoreThreaded,
+)
 from .http.client import (
     LightningStoreClient as LightningStoreClient,
 )
@@ -27,12 +30,10 @@ from .memory.collection_based import (
 from .memory.list_collection import (
     ListBasedCollection as ListBasedCollection,
 )
-from .memory.memory_collections import (
+from .memory.store import (
     DequeBasedQueue as DequeBasedQueue,
     DictBasedKeyValue as DictBasedKeyValue,
     InMemoryLightningCollections as InMemoryLightningCollections,
-)
-from .memory.store import (
     InMemoryLightningStore as InMemoryLightningStore,
 )
 from .resources import (
@@ -59,9 +60,6 @@ from .spans import (
 )
 from .sql.store import (
     SqlLightningStore as SqlLightningStore,
-)
-from .threaded import (
-    LightningStoreThreaded as LightningStoreThreaded,
 )
 from .types import (
     UNSET as UNSET,

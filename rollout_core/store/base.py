@@ -17,14 +17,15 @@ debounce interval, and marks attempts that took too long or fell silent.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollout_core.base.errors import Conflict
-from rollout_core.store.checks import check_ends, check_id_list
-from rollout_core.store.codec import encode_stored
+from rollout_core.store.checks import check_ends, check_id_list, refuse_missing
 from rollout_core.store.encoded_spans import EncodedSpan
+from rollout_core.store.operations import answer_of_fence
+from rollout_core.store.queries import Queries
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
 from rollout_core.store.span_fields import SpanFields
 from rollout_core.store.spans import Span
@@ -35,19 +36,16 @@ from rollout_core.store.types import (
     AttemptStatus,
     AttemptUpdate,
     EnqueueRolloutRequest,
-    FilterLogic,
     LightningStoreCapabilities,
     LightningStoreStatistics,
-    PaginatedResult,
     Rollout,
     RolloutConfig,
     RolloutMode,
     RolloutStatus,
-    SortOrder,
     TaskInput,
     Unset,
     Worker,
-    WorkerStatus,
+    as_model,
     build,
     enqueue_request,
 )
@@ -59,8 +57,12 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
 
-class LightningStore(ABC):
-    """Rollouts, their attempts and spans, the queue, versioned resources and workers."""
+class LightningStore(Queries):
+    """Rollouts, their attempts and spans, the queue, versioned resources and workers.
+
+    A store of your own overrides what it can do. Of a batch form and its single form one will do: each is made of the
+    other by default, though a batch of single forms is not atomic. What a store leaves out raises NotImplementedError.
+    """
 
     # About the store
 
@@ -77,7 +79,7 @@ class LightningStore(ABC):
         """URL of the OTLP/HTTP endpoint for traces; NotImplementedError unless ``otlp_traces`` is a capability."""
         raise NotImplementedError(f"{type(self).__name__} has no OTLP endpoint; serve it over HTTP to get one")
 
-    async def close(self) -> None:  # noqa: B027 - most stores hold nothing
+    async def close(self) -> None:
         """Release what the store holds. Everything acknowledged stays stored. Harmless when repeated."""
 
     async def __aenter__(self) -> Self:
@@ -90,7 +92,6 @@ class LightningStore(ABC):
 
     # The queue
 
-    @abstractmethod
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> Sequence[Rollout]:
         """Store rollouts in ``queuing`` at the tail of the queue, and return them in the order of requests.
 
@@ -102,6 +103,8 @@ class LightningStore(ABC):
         Raises Conflict if a known ``rollout_id`` comes with another input, ConfigError if a value is not JSON (NaN and
         infinities included). Then nothing is queued.
         """
+        self._needs("enqueue_rollout", "enqueue_many_rollouts")
+        return [await self.enqueue_rollout(**_given(as_model(EnqueueRolloutRequest, request))) for request in rollouts]
 
     async def enqueue_rollout(
         self,
@@ -114,10 +117,10 @@ class LightningStore(ABC):
         rollout_id: str | None = None,
     ) -> Rollout:
         """Queue one rollout, see ``enqueue_many_rollouts``."""
+        self._needs("enqueue_many_rollouts", "enqueue_rollout")
         request = enqueue_request(input, mode, resources_id, config, metadata, rollout_id)
         return (await self.enqueue_many_rollouts([request]))[0]
 
-    @abstractmethod
     async def dequeue_many_rollouts(
         self, *, limit: int = 1, worker_id: str | None = None
     ) -> Sequence[AttemptedRollout]:
@@ -126,6 +129,12 @@ class LightningStore(ABC):
         Does not wait: returns an empty list if nothing is queued or ``limit`` is not positive. A worker that is named
         becomes busy with the last of them, or idle if there was none.
         """
+        self._needs("dequeue_rollout", "dequeue_many_rollouts")
+        worker = {} if worker_id is None else {"worker_id": worker_id}
+        claimed: list[AttemptedRollout] = []
+        while len(claimed) < limit and (rollout := await self.dequeue_rollout(**worker)) is not None:
+            claimed.append(rollout)
+        return claimed
 
     async def claim_rollouts(
         self, claim_id: str, *, limit: int = 1, worker_id: str | None = None, repeated: bool = False
@@ -141,21 +150,25 @@ class LightningStore(ABC):
     async def release_rollouts(self, claimed: Sequence[AttemptedRollout]) -> None:
         """Give back claims that nobody took up, such as those of a cancelled dequeue.
 
-        A rollout that has moved on since is left alone. A store may take the attempt back as if it had not been, and
-        put the rollout at the head of the queue; by default the rollout is queued again at the tail.
+        A rollout that has moved on since is left alone. The attempts of the others are taken back as if they had not
+        been, and the rollouts put at the head of the queue; by default they are queued again at the tail.
+
+        Raises NotFound, and releases none, if a rollout is unknown.
         """
-        check_id_list([rollout.rollout_id for rollout in claimed])
-        for rollout in claimed:
-            latest = await self.get_rollout_by_id(rollout.rollout_id)
-            if isinstance(latest, AttemptedRollout) and latest == rollout:
-                await self.update_rollout(rollout.rollout_id, status="requeuing")
+        claims = [as_model(AttemptedRollout, rollout) for rollout in claimed]
+        check_id_list([rollout.rollout_id for rollout in claims])
+        found = {claim.rollout_id: await self.get_rollout_by_id(claim.rollout_id) for claim in claims}
+        refuse_missing(found, {rollout_id for rollout_id, rollout in found.items() if rollout is not None})
+        for claim in claims:
+            if found[claim.rollout_id] == claim:
+                await self.update_rollout(claim.rollout_id, status="requeuing")
 
     async def dequeue_rollout(self, worker_id: str | None = None) -> AttemptedRollout | None:
         """Claim the oldest queued rollout, or None. See ``dequeue_many_rollouts``."""
+        self._needs("dequeue_many_rollouts", "dequeue_rollout")
         claimed = await self.dequeue_many_rollouts(limit=1, worker_id=worker_id)
         return claimed[0] if claimed else None
 
-    @abstractmethod
     async def start_rollout(
         self,
         input: TaskInput,
@@ -166,8 +179,12 @@ class LightningStore(ABC):
         worker_id: str | None = None,
     ) -> AttemptedRollout:
         """Store a rollout that is worked on at once: in ``preparing``, with attempt 1, never queued."""
+        self._needs("start_many_rollouts", "start_rollout")
+        request = enqueue_request(input, mode, resources_id, config, metadata)
+        [rollout] = await self.start_many_rollouts([request], worker_id=worker_id)
+        assert rollout is not None, "its id is new"
+        return rollout
 
-    @abstractmethod
     async def start_many_rollouts(
         self, rollouts: Sequence[EnqueueRolloutRequest], *, worker_id: str | None = None
     ) -> Sequence[AttemptedRollout | None]:
@@ -175,10 +192,21 @@ class LightningStore(ABC):
         and never are in the queue.
 
         None stands in the place of a rollout that has had an attempt, be it of this call or of one at the same time;
-        that attempt goes on. Raises as ``enqueue_many_rollouts``.
+        that attempt goes on. Raises as ``enqueue_many_rollouts``. By default those with given ids are queued for a
+        moment.
         """
+        self._needs("start_rollout", "start_many_rollouts")
+        started: list[AttemptedRollout | None] = []
+        for given in rollouts:
+            request = as_model(EnqueueRolloutRequest, given)
+            if request.rollout_id is None:
+                started.append(await self.start_rollout(**_given(request), worker_id=worker_id))
+            else:
+                rollout = await self.enqueue_rollout(**_given(request))
+                had_attempt = isinstance(rollout, AttemptedRollout)
+                started.append(None if had_attempt else await self.start_attempt(rollout.rollout_id, worker_id))
+        return started
 
-    @abstractmethod
     async def start_many_attempts(
         self, rollout_ids: Sequence[str], *, worker_id: str | None = None
     ) -> Sequence[AttemptedRollout]:
@@ -187,14 +215,19 @@ class LightningStore(ABC):
         The new attempt supersedes earlier ones and is not bound by ``max_attempts``. A queued rollout leaves the queue.
         An id given twice gets one attempt. Raises NotFound, and starts none, if a rollout is unknown.
         """
+        self._needs("start_attempt", "start_many_attempts")
+        started = {
+            rollout_id: await self.start_attempt(rollout_id, worker_id) for rollout_id in dict.fromkeys(rollout_ids)
+        }
+        return [started[rollout_id] for rollout_id in rollout_ids]
 
     async def start_attempt(self, rollout_id: str, worker_id: str | None = None) -> AttemptedRollout:
         """Start a new attempt of one rollout, see ``start_many_attempts``."""
+        self._needs("start_many_attempts", "start_attempt")
         return (await self.start_many_attempts([rollout_id], worker_id=worker_id))[0]
 
     # Updates
 
-    @abstractmethod
     async def update_rollout(
         self,
         rollout_id: str,
@@ -213,8 +246,8 @@ class LightningStore(ABC):
         Raises NotFound for an unknown rollout, ConfigError for a value that is not allowed (``status=None`` and
         ``config=None`` among them).
         """
+        raise self._lacks("update_rollout")
 
-    @abstractmethod
     async def update_many_attempts(
         self, updates: Sequence[AttemptUpdate], *, fenced: bool = False
     ) -> Sequence[Attempt | Conflict]:
@@ -230,8 +263,22 @@ class LightningStore(ABC):
         refused update changes nothing and yields a Conflict (returned, not raised) in its place; the other updates are
         applied. Repeating the terminal status that an attempt already has is no conflict and changes nothing.
 
-        Raises NotFound, and applies none, if a rollout or attempt is unknown.
+        Raises NotFound, and applies none, if a rollout or attempt is unknown. By default a lease is looked at just
+        before the update, not at the same moment.
         """
+        self._needs("update_attempt", "update_many_attempts")
+        results: list[Attempt | Conflict] = []
+        for given in updates:
+            update = as_model(AttemptUpdate, given)
+            held = await self.get_rollout_by_id(update.rollout_id) if fenced else None
+            if isinstance(held, AttemptedRollout):
+                answer = answer_of_fence(update, held.attempt, held.status)
+                if answer is not None:
+                    results.append(answer)
+                    continue
+            changes = {name: value for name, value in update.__dict__.items() if not isinstance(value, Unset)}
+            results.append(await self.update_attempt(**changes))
+        return results
 
     async def update_attempt(
         self,
@@ -245,6 +292,7 @@ class LightningStore(ABC):
         fenced: bool = False,
     ) -> Attempt:
         """Update one attempt, see ``update_many_attempts``; a refused fenced update raises the Conflict."""
+        self._needs("update_many_attempts", "update_attempt")
         update = build(
             AttemptUpdate,
             rollout_id=rollout_id,
@@ -261,7 +309,6 @@ class LightningStore(ABC):
 
     # Spans
 
-    @abstractmethod
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
         """Store spans and return those that were new, in order; a duplicate is left out.
 
@@ -272,6 +319,9 @@ class LightningStore(ABC):
 
         Raises NotFound if a rollout or attempt is unknown, ConfigError if a value is not JSON. Then none is stored.
         """
+        self._needs("add_span", "add_many_spans")
+        added = [await self.add_span(as_model(Span, span)) for span in spans]
+        return [span for span in added if span is not None]
 
     async def add_span_fields(self, spans: Sequence[SpanFields]) -> Sequence[bool]:
         """``add_many_spans`` of spans that are plain dicts and were checked, for a server that only passes them on.
@@ -307,6 +357,7 @@ class LightningStore(ABC):
 
     async def add_span(self, span: Span) -> Span | None:
         """Store one span, see ``add_many_spans``; None if it is a duplicate."""
+        self._needs("add_many_spans", "add_span")
         added = await self.add_many_spans([span])
         return added[0] if added else None
 
@@ -318,164 +369,67 @@ class LightningStore(ABC):
             sequence_id = await self.get_next_span_sequence_id(rollout_id, attempt_id)
         return await self.add_span(Span.from_opentelemetry(readable_span, rollout_id, attempt_id, sequence_id))
 
-    @abstractmethod
     async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> Sequence[int]:
         """The next sequence id for each (rollout, attempt) pair, in the order of pairs.
 
         There is one counter for each rollout, so the numbers of an attempt strictly increase. The attempt need not
         exist yet. Raises NotFound for an unknown rollout, ConfigError if a span has the largest number there is.
         """
+        self._needs("get_next_span_sequence_id", "get_many_span_sequence_ids")
+        return [await self.get_next_span_sequence_id(*pair) for pair in rollout_attempt_ids]
 
     async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
         """The next sequence id of one rollout, see ``get_many_span_sequence_ids``."""
+        self._needs("get_many_span_sequence_ids", "get_next_span_sequence_id")
         return (await self.get_many_span_sequence_ids([(rollout_id, attempt_id)]))[0]
 
-    # Queries. A filter that is None does not filter, an empty list matches nothing. ``limit`` -1 is no limit; 0 gives
-    # no items but the total. Without ``sort_by`` the order is that of insertion. Missing values sort lowest, missing
-    # times last. An unknown field or a meaningless limit raises ConfigError.
+    # Waiting
 
-    @abstractmethod
-    async def query_rollouts(
-        self,
-        *,
-        status_in: Sequence[RolloutStatus] | None = None,
-        rollout_id_in: Sequence[str] | None = None,
-        rollout_id_contains: str | None = None,
-        filter_logic: FilterLogic = "and",
-        sort_by: str | None = None,
-        sort_order: SortOrder = "asc",
-        limit: int = -1,
-        offset: int = 0,
-        status: Sequence[RolloutStatus] | None = None,
-        rollout_ids: Sequence[str] | None = None,
-    ) -> PaginatedResult[Rollout]:
-        """Rollouts that match; an AttemptedRollout exactly if an attempt exists.
-
-        ``status`` and ``rollout_ids`` are older names of ``status_in`` and ``rollout_id_in``, which win if both are
-        given.
-        """
-
-    @abstractmethod
-    async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
-        """One rollout, with its latest attempt if it has one; None if it is unknown."""
-
-    @abstractmethod
-    async def query_attempts(
-        self,
-        rollout_id: str,
-        *,
-        sort_by: str | None = "sequence_id",
-        sort_order: SortOrder = "asc",
-        limit: int = -1,
-        offset: int = 0,
-    ) -> PaginatedResult[Attempt]:
-        """Attempts of a rollout, oldest first; none if it is unknown."""
-
-    @abstractmethod
-    async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
-        """The attempt with the highest ``sequence_id``; None if there is none."""
-
-    @abstractmethod
-    async def query_spans(
-        self,
-        rollout_id: str,
-        attempt_id: str | Literal["latest"] | None = None,
-        *,
-        trace_id: str | None = None,
-        trace_id_contains: str | None = None,
-        span_id: str | None = None,
-        span_id_contains: str | None = None,
-        parent_id: str | None = None,
-        parent_id_contains: str | None = None,
-        name: str | None = None,
-        name_contains: str | None = None,
-        filter_logic: FilterLogic = "and",
-        limit: int = -1,
-        offset: int = 0,
-        sort_by: str | None = "sequence_id",
-        sort_order: SortOrder = "asc",
-    ) -> PaginatedResult[Span]:
-        """Spans of a rollout, of one attempt or of all; none if the rollout is unknown.
-
-        ``filter_logic`` joins the filters, never the rollout and attempt. Spans that share a ``sequence_id`` are
-        ordered by start and end time. A store that evicts spans raises RuntimeError for a rollout whose spans are gone.
-        """
-
-    async def query_spans_json(self, rollout_id: str, attempt_id: str | None = None, **query: Any) -> bytes:
-        """The page of ``query_spans`` as JSON, for a server that only passes it on.
-
-        A store that keeps spans as JSON has it much quicker than by making them models.
-        """
-        return encode_stored(await self.query_spans(rollout_id, attempt_id, **query))
-
-    @abstractmethod
-    async def query_many_spans(self, rollout_ids: Sequence[str], *, name: str | None = None) -> Sequence[Span]:
-        """Spans of the latest attempt of each of these rollouts: by rollout as asked for, then by ``sequence_id``.
-
-        Unknown rollouts and those without attempts yield none. One query, also for thousands of rollouts.
-        """
-
-    @abstractmethod
     async def wait_for_rollouts(self, *, rollout_ids: Sequence[str], timeout: float | None = None) -> list[Rollout]:
         """Wait until all of these rollouts are finished or ``timeout`` seconds have passed; those that are finished.
 
         A timeout of 0 or less looks once; None waits as long as it takes. Unknown ids are not waited for.
         """
+        raise self._lacks("wait_for_rollouts")
 
     # Resources
 
-    @abstractmethod
     async def add_resources(self, resources: NamedResources) -> ResourcesUpdate:
         """Store a snapshot under a fresh id that starts with ``rs-``. It is the latest now."""
+        return await self.update_resources(f"rs-{secrets.token_hex(6)}", resources)
 
-    @abstractmethod
     async def update_resources(self, resources_id: str, resources: NamedResources) -> ResourcesUpdate:
         """Replace a snapshot, raising its version, or create it with version 1. It is the latest now."""
+        raise self._lacks("update_resources")
 
-    @abstractmethod
-    async def query_resources(
-        self,
-        *,
-        resources_id: str | None = None,
-        resources_id_contains: str | None = None,
-        sort_by: str | None = None,
-        sort_order: SortOrder = "asc",
-        limit: int = -1,
-        offset: int = 0,
-    ) -> PaginatedResult[ResourcesUpdate]:
-        """Snapshots that match."""
-
-    @abstractmethod
-    async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None:
-        """One snapshot; None if it is unknown."""
-
-    @abstractmethod
     async def get_latest_resources(self) -> ResourcesUpdate | None:
         """The snapshot that was added or updated last; None if there is none."""
+        raise self._lacks("get_latest_resources")
 
     # Workers
 
-    @abstractmethod
     async def update_worker(self, worker_id: str, heartbeat_stats: dict[str, Any] | Unset = UNSET) -> Worker:
         """Record a heartbeat of a worker, with new statistics if given; an unknown worker is created.
 
         Status and assignment are not touched: they follow from dequeues and attempts.
         """
+        raise self._lacks("update_worker")
 
-    @abstractmethod
-    async def query_workers(
-        self,
-        *,
-        status_in: Sequence[WorkerStatus] | None = None,
-        worker_id_contains: str | None = None,
-        filter_logic: FilterLogic = "and",
-        sort_by: str | None = None,
-        sort_order: SortOrder = "asc",
-        limit: int = -1,
-        offset: int = 0,
-    ) -> PaginatedResult[Worker]:
-        """Workers that match."""
-
-    @abstractmethod
     async def get_worker_by_id(self, worker_id: str) -> Worker | None:
         """One worker; None if it is unknown."""
+        raise self._lacks("get_worker_by_id")
+
+    # What a store leaves out
+
+    def _needs(self, other: str, asked: str) -> None:
+        """Raise NotImplementedError unless this store defines ``other``, of which ``asked`` is made."""
+        if getattr(type(self), other) is getattr(LightningStore, other):
+            raise self._lacks(asked, other)
+
+
+def _given(request: EnqueueRolloutRequest) -> dict[str, Any]:
+    """The arguments of the single forms; no ``rollout_id`` where there is none, for stores that know no such thing."""
+    fields = {**request.__dict__}
+    if fields["rollout_id"] is None:
+        del fields["rollout_id"]
+    return fields

@@ -12,7 +12,7 @@ from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.base.ids import canonical_json
 from rollout_core.store.codec import decode, encode
 from rollout_core.store.resources import NamedResources
-from rollout_core.store.types import AttemptUpdate, EnqueueRolloutRequest, Rollout, Unset, build
+from rollout_core.store.types import AttemptUpdate, Rollout, Unset, as_model, build
 
 LARGEST_NUMBER = 2**63 - 1
 """The largest integer that every store can count to and keep."""
@@ -88,11 +88,6 @@ def same_json(left: str, right: str) -> bool:
     return left == right or canonical_json(decode(left)) == canonical_json(decode(right))
 
 
-def check_request(request: EnqueueRolloutRequest) -> None:
-    """Raise ConfigError for a request with a bad id."""
-    check_ids(request.rollout_id, request.resources_id)
-
-
 def check_span(span: Mapping[str, Any]) -> None:
     """Raise ConfigError for a span, given as its ``SpanFields``, whose ids, texts or number no store could keep.
 
@@ -143,22 +138,38 @@ def resources_json(resources: NamedResources) -> str:
     return encode(_NAMED_RESOURCES.dump_python(checked), "resources")
 
 
-def check_updates(updates: Iterable[AttemptUpdate]) -> None:
-    """Raise ConfigError for a bad id, and for metadata that is no JSON."""
-    for update in updates:
+def stats_json(stats: dict[str, Any] | Unset) -> str | None:
+    """Encode the statistics of a heartbeat; None if there are none. Raises ConfigError if they are no dict of JSON."""
+    if isinstance(stats, Unset):
+        return None
+    if not isinstance(stats, dict):
+        raise ConfigError(f"heartbeat_stats is {stats!r}; expected a dict, or nothing to keep the last")
+    return encode(stats, "heartbeat_stats")
+
+
+def kept_updates(updates: Iterable[AttemptUpdate | Mapping[str, Any]]) -> list[AttemptUpdate]:
+    """Updates as a store keeps them, with copies of metadata. Raises ConfigError for a bad id, and for what is no JSON.
+
+    A dict of the fields will do for an update.
+    """
+    kept: list[AttemptUpdate] = []
+    for given in updates:
+        update = as_model(AttemptUpdate, given)
         check_ids(update.rollout_id, update.attempt_id)
         if not isinstance(update.worker_id, Unset):
             check_ids(update.worker_id)
         if not isinstance(update.metadata, Unset):
-            encode(update.metadata, f"metadata of attempt {update.attempt_id}")
+            metadata = decode(encode(update.metadata, f"metadata of attempt {update.attempt_id}"))
+            update = update.model_copy(update={"metadata": metadata})
+        kept.append(update)
+    return kept
 
 
 def check_ends(ends: Sequence[tuple[Mapping[str, Any], AttemptUpdate]]) -> None:
-    """Raise ConfigError for a span that is of another attempt than its update, and as ``check_updates``."""
+    """Raise ConfigError for a span that is of another attempt than its update."""
     for span, update in ends:
         if (span["rollout_id"], span["attempt_id"]) != (update.rollout_id, update.attempt_id):
             raise ConfigError(
                 f"a span of attempt {span['attempt_id']} of {span['rollout_id']} came with the end of attempt "
                 f"{update.attempt_id} of {update.rollout_id}; give each end a span of its own attempt"
             )
-    check_updates(update for _, update in ends)

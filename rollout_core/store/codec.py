@@ -55,6 +55,16 @@ def decode(text: str | bytes) -> Any:
     return from_json(text)  # not orjson, which turns integers beyond 64 bits into floats
 
 
+def json_copy(value: Any) -> Any:
+    """A copy of a JSON value."""
+    kind = type(value)
+    if kind is dict:
+        return {key: json_copy(entry) for key, entry in value.items()}
+    if kind is list:
+        return [entry if type(entry) not in (dict, list) else json_copy(entry) for entry in value]
+    return value
+
+
 def model_fields(value: Any) -> dict[str, Any]:
     """The fields of a model of this package, unknown ones it keeps included, as the ``default`` of ``encode``.
 

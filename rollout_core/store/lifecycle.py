@@ -1,8 +1,8 @@
 """The status machine of rollouts and attempts: every decision about retries, lost attempts, heartbeats and workers.
 
-Everything here is data or a pure function; stores only persist what it decides. A rollout is the outside view. It
-follows its latest attempt, by the tables below, and older attempts never touch it. Those that are under way end when
-a newer one starts: what they still do counts for nothing.
+Everything here is data or a pure function; ``operations`` applies it to what a call names. A rollout is the outside
+view. It follows its latest attempt, by the tables below, and older attempts never touch it. Those that are under way
+end when a newer one starts: what they still do counts for nothing.
 
     queuing ──claim──> preparing ──first span──> running ──> succeeded
        ^                   │                        │
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rollout_core.store.types import AttemptStatus, Rollout, RolloutConfig, RolloutStatus, WorkerStatus
+from rollout_core.store.types import Attempt, AttemptStatus, Rollout, RolloutConfig, RolloutStatus, WorkerStatus
 
 QUEUED: frozenset[RolloutStatus] = frozenset({"queuing", "requeuing"})
 """A rollout has a place in the queue exactly while it has one of these."""
@@ -113,6 +113,11 @@ def rollout_end_time(status: RolloutStatus, previous: float | None, now: float) 
     return now if previous is None else previous
 
 
+def is_watched(rollout: RolloutStatus, latest_attempt: Attempt | None) -> bool:
+    """Whether the watchdog may declare the latest attempt of a rollout lost."""
+    return latest_attempt is not None and rollout in RUNNING and latest_attempt.status in WATCHED
+
+
 def lost_status(
     config: RolloutConfig, start_time: float, last_heartbeat_time: float | None, now: float
 ) -> AttemptStatus | None:
@@ -145,7 +150,7 @@ def fence(
     attempt: AttemptStatus,
     rollout: RolloutStatus,
 ) -> str | None:
-    """Why the holder of this attempt may no longer change it, in words; None if its lease still stands.
+    """Why the holder of this attempt may no longer change it; None if its lease still stands.
 
     A lease ends when a newer attempt starts, when the attempt ended or timed out, and when the rollout was finished by
     other means, such as a cancellation. An unresponsive attempt keeps it until somebody else takes the rollout.

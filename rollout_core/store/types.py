@@ -6,7 +6,7 @@ pydantic without custom validators on the hot path; what may be stored (JSON onl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Generic, Literal, TypeVar, overload
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, model_validator
@@ -213,13 +213,30 @@ class LightningStoreStatistics(TypedDict, total=False):
 
 def build(model: type[Model], **fields: Any) -> Model:
     """``model(**fields)``, with a ConfigError that lists each bad field instead of pydantic's own error."""
+    return _validated(model, fields)
+
+
+def _validated(model: type[Model], fields: Mapping[Any, Any]) -> Model:
     try:
-        return model(**fields)
+        return model.model_validate(fields)
     except ValidationError as error:
         # A field that may be UNSET is a union, whose second complaint ("not an Unset") helps nobody.
         problems = [entry for entry in error.errors() if entry["type"] != "is_instance_of"]
-        lines = [f"{problem['loc'][0]} is {problem['input']!r:.200}: {problem['msg']}" for problem in problems]
+        lines = [f"{_place(problem['loc'])} is {problem['input']!r:.200}: {problem['msg']}" for problem in problems]
         raise ConfigError(f"not a valid {model.__name__}: {'; '.join(lines)}", lines) from error
+
+
+def _place(location: tuple[int | str, ...]) -> str:
+    return str(location[0]) if location else "it"
+
+
+def as_model(model: type[Model], given: Any) -> Model:
+    """``given``, which may also be a dict of the model's fields. Raises ConfigError for anything else."""
+    if isinstance(given, model):
+        return given
+    if isinstance(given, Mapping):
+        return _validated(model, given)
+    raise ConfigError(f"got {given!r:.200} ({type(given).__name__}); expected {model.__name__} or a dict of its fields")
 
 
 def enqueue_request(

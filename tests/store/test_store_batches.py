@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rollout_core.base.errors import Conflict, NotFound
+from rollout_core.base.errors import ConfigError, Conflict, NotFound
 from rollout_core.store import (
+    AttemptedRollout,
     AttemptUpdate,
     EnqueueRolloutRequest,
     InMemoryLightningStore,
@@ -139,6 +140,75 @@ async def test_a_rollout_waited_for_or_asked_for_twice_is_given_once(store):
     assert [rollout.rollout_id for rollout in found] == ["a", "b"]
 
 
+async def test_a_rollout_that_leaves_and_rejoins_the_queue_in_a_batch_goes_to_its_tail(store):
+    retried = RolloutConfig(max_attempts=9, retry_condition=["failed"])
+    await store.enqueue_many_rollouts([request("a", config=retried), request("b", config=retried), request("c")])
+    claimed = await store.dequeue_many_rollouts(limit=2)
+    for rollout in claimed:
+        await store.update_attempt(**ids(rollout), status="failed")
+    first, second = [ids(rollout) for rollout in claimed]
+    changes = [(second, "running"), (second, "failed"), (first, "running"), (first, "failed"), (second, "running")]
+    changes.append((second, "failed"))
+    await store.update_many_attempts([AttemptUpdate(**one, status=status) for one, status in changes])
+    assert [rollout.rollout_id for rollout in await store.dequeue_many_rollouts(limit=9)] == ["c", "a", "b"]
+
+
+async def test_a_worker_keeps_the_times_of_all_that_a_batch_did_to_it(store, make, clock):
+    rollouts = await store.start_many_rollouts([request("a"), request("b")], worker_id="w")
+    clock.advance(1)
+    done, begun = [ids(rollout) for rollout in rollouts]
+    await store.update_many_attempts(
+        [AttemptUpdate(**done, status="succeeded"), AttemptUpdate(**begun, status="running")]
+    )
+    worker = await store.get_worker_by_id("w")
+    assert (worker.status, worker.current_rollout_id) == ("busy", "b")
+    assert worker.last_idle_time == worker.last_busy_time == clock()
+
+
+async def test_metadata_comes_back_as_json_from_the_update_itself(store):
+    [rollout] = await store.start_many_rollouts([request("a")])
+    metadata = {"pair": (1, 2)}
+    updated = await store.update_attempt(**ids(rollout), metadata=metadata)
+    assert updated.metadata == {"pair": [1, 2]} == (await store.get_latest_attempt("a")).metadata
+
+
+# Dicts in the place of models
+
+
+async def test_dicts_of_fields_will_do_for_models(store, make):
+    [queued] = await store.enqueue_many_rollouts([{"input": 1, "rollout_id": "a", "config": {"max_attempts": 2}}])
+    assert queued.config == RolloutConfig(max_attempts=2)
+    [started] = await store.start_many_rollouts([{"input": 2}], worker_id="w")
+    span = make.span(started)
+    assert await store.add_span(span.model_dump()) == span
+    assert [one.span_id for one in await store.add_many_spans([span.model_dump()])] == []
+    [outcome] = await store.update_many_attempts([{**ids(started), "status": "succeeded"}], fenced=True)
+    assert outcome.status == "succeeded"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda store, given: store.enqueue_many_rollouts([{"rollout_id": "x"}]),
+        lambda store, given: store.enqueue_many_rollouts([{"input": 1, "config": {"max_attempts": 0}}]),
+        lambda store, given: store.enqueue_many_rollouts(["input"]),
+        lambda store, given: store.enqueue_many_rollouts([{5: 1}]),
+        lambda store, given: store.start_many_rollouts([{"input": 1, "mode": "nope"}]),
+        lambda store, given: store.add_span({"rollout_id": "a"}),
+        lambda store, given: store.add_many_spans([None]),
+        lambda store, given: store.update_many_attempts([{**given, "status": "done"}]),
+        lambda store, given: store.update_many_attempts([5]),
+        lambda store, given: store.update_attempt(**given, metadata=[1]),
+        lambda store, given: store.update_attempt(**given, metadata={"a": float("nan")}),
+    ],
+)
+async def test_dicts_that_are_no_models_are_refused(store, call):
+    [rollout] = await store.start_many_rollouts([request("a")])
+    with pytest.raises(ConfigError):
+        await call(store, ids(rollout))
+    assert len(await store.query_rollouts()) == 1
+
+
 # Any batch: in memory and in SQL it does the same, and what the single forms do
 
 
@@ -158,6 +228,7 @@ updates = st.tuples(
         },
     ),
 )
+rollout_statuses = st.sampled_from(["queuing", "requeuing", "running", "succeeded", "cancelled"])
 ends = st.tuples(places, st.sampled_from(["succeeded", "failed"]), st.sampled_from(["s1", "s2", "s3"]))
 batches = st.lists(
     st.one_of(
@@ -166,7 +237,10 @@ batches = st.lists(
         st.tuples(st.just("spans"), st.lists(st.tuples(places, st.sampled_from("st"), st.integers(0, 9)), max_size=5)),
         st.tuples(st.just("start"), st.lists(st.tuples(st.sampled_from([*NAMES, "c"]), st.integers(0, 1)), max_size=4)),
         st.tuples(st.just("enqueue"), st.lists(st.tuples(st.sampled_from([*NAMES, "d"]), st.just(0)), max_size=4)),
+        st.tuples(st.just("restart"), st.lists(st.sampled_from([*NAMES, "nope"]), max_size=3)),
+        st.tuples(st.just("status"), st.lists(st.tuples(st.sampled_from(NAMES), rollout_statuses), max_size=3)),
         st.tuples(st.just("dequeue"), st.integers(0, 3)),
+        st.tuples(st.just("release"), st.lists(st.integers(-1, 3), max_size=3)),
         st.tuples(st.just("numbers"), st.lists(st.sampled_from([*NAMES, "nope"]), max_size=4)),
     ),
     max_size=5,
@@ -180,6 +254,7 @@ class Applied:
         self.store = store
         self.singly = singly
         self.attempts: dict[tuple[str, int], str] = {}
+        self.claimed: list[AttemptedRollout] = []
 
     async def prepare(self) -> None:
         for name in NAMES:
@@ -205,7 +280,7 @@ class Applied:
         return {"rollout_id": name, "attempt_id": "latest" if number < 0 else self.attempts[name, number]}
 
     async def apply(self, kind: str, items: Any, *further: Any) -> Any:
-        alone = self.singly and kind != "dequeue"
+        alone = self.singly and kind not in ("dequeue", "release")
         try:
             if alone:
                 outcomes = [one for item in items for one in await self.call(kind, [item], *further)]
@@ -237,21 +312,32 @@ class Applied:
             return list(await store.add_span_fields(fields))
         if kind == "numbers":
             return list(await store.get_many_span_sequence_ids([(name, "any") for name in items]))
+        if kind == "restart":
+            # An id given twice gets one attempt, so each stands for itself.
+            return [list(await store.start_many_attempts([name], worker_id="w1")) for name in items]
+        if kind == "status":
+            return [await store.update_rollout(name, status=status) for name, status in items]
         if kind == "dequeue":
-            return list(await store.dequeue_many_rollouts(limit=items, worker_id="w3"))
+            claimed = list(await store.dequeue_many_rollouts(limit=items, worker_id="w3"))
+            self.claimed += claimed
+            return claimed
+        if kind == "release":
+            unknown = self.claimed[0].model_copy(update={"rollout_id": "nope"}) if self.claimed else None
+            released = [unknown if place < 0 else self.claimed[place] for place in items if place < len(self.claimed)]
+            return [await store.release_rollouts([rollout for rollout in released if rollout is not None])]
         requests = [request(name, input, config=CONFIG) for name, input in items]
         form = store.start_many_rollouts if kind == "start" else store.enqueue_many_rollouts
         return list(await form(requests))
 
     async def state(self) -> list[str]:
-        """All that the store holds; of workers, what they do now."""
+        """All that the store holds, but for the order of the queue."""
         kept = [self.shown(rollout) for rollout in await self.store.query_rollouts()]
         for rollout in await self.store.query_rollouts():
             kept += map(self.shown, await self.store.query_attempts(rollout.rollout_id))
             spans = await self.store.query_spans(rollout.rollout_id)
             kept += [self.shown((span.attempt_id, span.span_id, span.name, span.attributes)) for span in spans]
         for worker in await self.store.query_workers(sort_by="worker_id"):
-            kept.append(self.shown((worker.worker_id, worker.status, worker.current_attempt_id)))
+            kept.append(self.shown(worker))
         return kept
 
 
@@ -270,15 +356,19 @@ def test_any_batch_does_the_same_in_memory_in_sql_and_item_by_item(batches):
         ]
         for applied in all_of_it:
             await applied.prepare()
+        failed = False
         for batch in batches:
             memory, sql, singly = [await applied.apply(*batch) for applied in all_of_it]
             assert memory == sql
             # A batch that fails does nothing, where single calls have done what came before.
-            if sql in (repr(Conflict), repr(NotFound)) or singly in (repr(Conflict), repr(NotFound)):
+            failed = sql in (repr(Conflict), repr(NotFound)) or singly in (repr(Conflict), repr(NotFound))
+            if failed:
                 break
             assert sql == singly
             states = [await applied.state() for applied in all_of_it]
             assert states[0] == states[1] == states[2]
+        queues = [[one.rollout_id for one in await a.store.dequeue_many_rollouts(limit=99)] for a in all_of_it]
+        assert queues[0] == queues[1] == queues[2] or failed
         for applied in all_of_it:
             await applied.store.close()
 

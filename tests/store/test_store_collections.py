@@ -104,6 +104,14 @@ async def test_an_update_moves_an_item_between_the_buckets_of_an_index(attempts)
         {"filter": {"nope": {"exact": 1}}},
         {"filter": {"status": {"like": "a"}}},
         {"filter": {"status": {"within": 5}}},
+        {"filter": {"status": {"within": "failed"}}},
+        {"filter": {"worker_id": {"contains": None}}},
+        {"filter": {"worker_id": {"contains": 5}}},
+        {"filter": {"status": "failed"}},
+        {"filter": {"_must": [{"status": {"exact": "failed"}}]}},
+        {"filter": [{"status": {"exact": "failed"}}]},
+        {"sort": {"name": "status"}},
+        {"sort": {"order": "asc"}},
         {"filter": {"_aggregate": "xor"}},
         {"sort": {"name": "metadata", "order": "asc"}},
         {"sort": {"name": "status", "order": "up"}},
@@ -223,6 +231,24 @@ async def test_a_queue_is_a_list_that_is_taken_from_the_front(calls):
         assert list(await queue.peek(2)) == model[:2]
         assert await queue.size() == len(model)
         assert [await queue.has(item) for item in "abcd"] == [item in model for item in "abcd"]
+
+
+@pytest.mark.parametrize("items", [[{"n": 1}, {"n": 2}, {"n": 1}], [[1], [2], [1]], [attempt("r", 1), attempt("r", 2)]])
+async def test_a_queue_takes_items_that_cannot_be_hashed(items):
+    queue = DequeBasedQueue(object, items)
+    assert await queue.has(items[1]) and not await queue.has({"n": 3})
+    await queue.remove([items[1]])
+    left = [item for item in items if item != items[1]]
+    assert (await queue.size(), await queue.peek(9)) == (len(left), left)
+    await queue.enqueue([items[1]])
+    assert await queue.dequeue(9) == [*left, items[1]]
+
+
+async def test_what_is_put_back_comes_first_also_when_it_was_removed_before():
+    queue = DequeBasedQueue(str, "abc")
+    await queue.remove(["b", "c"])
+    await queue.put_back(["c", "b"])
+    assert await queue.dequeue(9) == ["c", "b", "a"]
 
 
 async def test_removed_items_do_not_pile_up_in_a_queue():

@@ -23,7 +23,7 @@ from rollout_core.store import (
     RolloutConfig,
     SqlLightningStore,
 )
-from rollout_core.store.threaded import LoopLock
+from rollout_core.store.loops import LoopLock
 from tests.store.forking import leave
 
 pytestmark = pytest.mark.asyncio

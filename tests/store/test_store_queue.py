@@ -396,3 +396,50 @@ async def test_a_started_rollout_is_watched_and_tried_again(store, make, clock):
     clock.advance(6)
     again = await store.dequeue_rollout()
     assert (again.rollout_id, again.attempt.sequence_id) == (rollout.rollout_id, 2)
+
+
+async def test_released_claims_are_as_if_they_had_not_been_made(store):
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n, rollout_id=n) for n in "abc"])
+    claimed = await store.dequeue_many_rollouts(limit=2, worker_id="w")
+    await store.release_rollouts(claimed)
+    for name in "ab":
+        rollout = await store.get_rollout_by_id(name)
+        assert rollout.status == "queuing" and not isinstance(rollout, AttemptedRollout)
+        assert len(await store.query_attempts(name)) == 0
+    worker = await store.get_worker_by_id("w")
+    assert (worker.status, worker.current_rollout_id) == ("idle", None)
+    again = await store.dequeue_many_rollouts(limit=9)
+    assert [(rollout.rollout_id, rollout.attempt.sequence_id) for rollout in again] == [("a", 1), ("b", 1), ("c", 1)]
+
+
+async def test_a_released_retry_waits_as_a_retry_at_the_head(store, make, clock):
+    rollout = await make.claimed(store, max_attempts=2, retry_condition=["failed"])
+    await store.enqueue_rollout("behind")
+    await store.update_attempt(rollout.rollout_id, "latest", status="failed")
+    await store.update_rollout((await store.dequeue_rollout()).rollout_id, status="cancelled")
+    retry = await store.dequeue_rollout()
+    await store.enqueue_rollout("behind")
+    await store.release_rollouts([retry])
+    waiting = await store.get_rollout_by_id(rollout.rollout_id)
+    assert (waiting.status, waiting.attempt.sequence_id, waiting.attempt.status) == ("requeuing", 1, "failed")
+    again = await store.dequeue_rollout()
+    assert (again.rollout_id, again.attempt.sequence_id) == (rollout.rollout_id, 2)
+
+
+async def test_releasing_an_unknown_rollout_releases_none(store, make):
+    claimed = await make.claimed(store)
+    with pytest.raises(NotFound):
+        await store.release_rollouts([claimed, renamed(claimed)])
+    assert await make.status(store, claimed.rollout_id) == "preparing"
+
+
+async def test_claims_that_were_touched_are_not_released(store, make):
+    claimed = await make.claimed(store)
+    await store.add_span(make.span(claimed))
+    await store.release_rollouts([claimed])
+    assert await make.status(store, claimed.rollout_id) == "running"
+
+
+def renamed(claimed: AttemptedRollout) -> AttemptedRollout:
+    attempt = claimed.attempt.model_copy(update={"rollout_id": "nope"})
+    return claimed.model_copy(update={"rollout_id": "nope", "attempt": attempt})

@@ -34,6 +34,7 @@ from rollout_core.store.types import (
     RolloutMode,
     TaskInput,
     Unset,
+    as_model,
     enqueue_request,
 )
 
@@ -199,7 +200,7 @@ class LightningStoreClient(LightningStore):
             {**request.__dict__, "rollout_id": f"ro-{secrets.token_hex(10)}"}
             if request.rollout_id is None
             else request.__dict__
-            for request in rollouts
+            for request in (as_model(EnqueueRolloutRequest, given) for given in rollouts)
         ]
         data = await self._post("/queues/rollouts/enqueue", {"rollouts": named}, "input")
         return _ROLLOUTS.validate_json(data)
@@ -207,7 +208,8 @@ class LightningStoreClient(LightningStore):
     async def start_many_rollouts(
         self, rollouts: Sequence[EnqueueRolloutRequest], *, worker_id: str | None = None
     ) -> Sequence[AttemptedRollout | None]:
-        body = {"rollouts": [request.__dict__ for request in rollouts], "worker_id": worker_id}
+        requests = [as_model(EnqueueRolloutRequest, given).__dict__ for given in rollouts]
+        body = {"rollouts": requests, "worker_id": worker_id}
         return _MANY_STARTED.validate_json(await self._post("/queues/rollouts/start", body, "input", Repeat.MATTERS))
 
     async def dequeue_many_rollouts(
@@ -262,6 +264,7 @@ class LightningStoreClient(LightningStore):
     async def update_many_attempts(
         self, updates: Sequence[AttemptUpdate], *, fenced: bool = False
     ) -> Sequence[Attempt | Conflict]:
+        updates = [as_model(AttemptUpdate, given) for given in updates]
         body = {"updates": [_given(**update.__dict__) for update in updates], "fenced": fenced}
         # The latest attempt may be another one by the time of a second try.
         matters = any(update.attempt_id == "latest" for update in updates)
@@ -272,6 +275,7 @@ class LightningStoreClient(LightningStore):
     # Spans
 
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
+        spans = [as_model(Span, given) for given in spans]
         reply = await self._transport.post(wire.PREFIX + "/spans/batch", wire.dump_spans(spans), Repeat.KNOWN)
         duplicates = set(wire.SpansReply.model_validate_json(reply).duplicates)
         return [span for place, span in enumerate(spans) if place not in duplicates]

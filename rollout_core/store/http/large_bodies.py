@@ -22,7 +22,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.store.codec import encode_stored
 from rollout_core.store.http.errors import TooLarge, unprocessable
 from rollout_core.store.http.wire import MAX_RECORDS
-from rollout_core.store.loop_thread import LoopThread
+from rollout_core.store.loops import LoopThread
 from rollout_core.store.types import PaginatedResult
 
 Result = TypeVar("Result")

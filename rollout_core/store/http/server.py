@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.store.base import LightningStore
-from rollout_core.store.forwarding import ForwardingLightningStore
+from rollout_core.store.forwarding import ForwardingLightningStore, LightningStoreThreaded
 from rollout_core.store.http import wire
 from rollout_core.store.http.app import MAX_BODY_BYTES, AppSettings, create_app
 from rollout_core.store.http.client import LightningStoreClient
@@ -30,7 +30,6 @@ from rollout_core.store.http.listening import (
     url_of,
     uvicorn_config,
 )
-from rollout_core.store.threaded import LightningStoreThreaded
 from rollout_core.store.types import LightningStoreCapabilities
 
 LaunchMode = Literal["thread", "asyncio", "mp"]

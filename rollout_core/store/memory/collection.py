@@ -17,9 +17,10 @@ from typing import Any, Generic, NotRequired, Self, TypeVar
 from pydantic import BaseModel
 from typing_extensions import TypedDict
 
+from rollout_core.store.queries import AttemptsQuery, ResourcesQuery, RolloutsQuery, WorkersQuery
 from rollout_core.store.resources import ResourcesUpdate
 from rollout_core.store.spans import Span
-from rollout_core.store.types import Attempt, PaginatedResult, Rollout, SortOrder, Worker
+from rollout_core.store.types import Attempt, FilterLogic, PaginatedResult, Rollout, SortOrder, Worker
 
 Record = TypeVar("Record", bound=BaseModel)
 Element = TypeVar("Element")
@@ -123,6 +124,11 @@ class Queue(ABC, Generic[Element]):
     async def peek(self, limit: int = 1) -> Sequence[Element]:
         """Up to ``limit`` items of the front, which stay."""
 
+    async def put_back(self, items: Sequence[Element]) -> None:
+        """Put items in front of all others, in this order."""
+        others = await self.dequeue(await self.size())
+        await self.enqueue([*items, *others])
+
     @abstractmethod
     async def remove(self, items: Sequence[Element]) -> None:
         """Take these items out, wherever they wait; those that do not wait are ignored."""
@@ -198,3 +204,27 @@ class LightningCollections(ABC):
         """Call ``callback`` with these collections within one atomic block."""
         async with self.atomic() as collections:
             return await callback(collections)
+
+
+def filter_of(logic: FilterLogic, **fields: dict[str, Any]) -> dict[str, Any]:
+    """A filter of the conditions that are not None."""
+    given = {
+        name: {operator: operand for operator, operand in field.items() if operand is not None}
+        for name, field in fields.items()
+    }
+    return {"_aggregate": logic, **{name: field for name, field in given.items() if field}}
+
+
+def sort_of(query: RolloutsQuery | AttemptsQuery | ResourcesQuery | WorkersQuery) -> SortOptions | None:
+    """The order that a query asks for, if any."""
+    return None if query.sort_by is None else {"name": query.sort_by, "order": query.sort_order}
+
+
+def span_sort(sort_by: str | None, sort_order: SortOrder) -> SortOptions | None:
+    """Spans that share a sequence id are ordered by their times."""
+    if sort_by is None:
+        return None
+    sort: SortOptions = {"name": sort_by, "order": sort_order}
+    if sort_by == "sequence_id":
+        sort["then"] = ("start_time", "end_time")
+    return sort

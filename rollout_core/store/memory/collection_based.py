@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from rollout_core.base.errors import ConfigError
 from rollout_core.store.base import LightningStore
 from rollout_core.store.checks import (
+    check_ends,
     check_id_list,
     check_ids,
-    check_statuses,
     check_texts,
-    check_updates,
+    kept_updates,
     resources_json,
     rollout_changes,
+    stats_json,
 )
 from rollout_core.store.codec import decode
-from rollout_core.store.copies import (
+from rollout_core.store.lifecycle import FINISHED, RUNNING, is_watched, lost_status
+from rollout_core.store.loops import Waiters
+from rollout_core.store.memory.collection import LightningCollections, filter_of, sort_of, span_sort
+from rollout_core.store.memory.copies import (
     changed,
+    kept_config,
     kept_json,
     kept_span,
-    shown_attempt,
+    shown_attempted,
+    shown_page,
     shown_rollout,
     shown_spans,
     shown_worker,
 )
-from rollout_core.store.lifecycle import FINISHED, RUNNING, lost_status
-from rollout_core.store.memory import collection_operations as operations
-from rollout_core.store.memory.collection import LightningCollections, SortOptions
-from rollout_core.store.memory.collection_work import RolloutState, Work, latest_attempts
+from rollout_core.store.memory.work import CollectionWork, latest_attempts, number_spans
+from rollout_core.store.operations import (
+    Loaded,
+    Taker,
+    apply_updates,
+    begin_attempts,
+    copy_attempt,
+    expire,
+    new_rollout,
+    note_empty_dequeue,
+    note_spans,
+    withdraw,
+)
+from rollout_core.store.queries import AttemptsQuery, ResourcesQuery, RolloutsQuery, SpansQuery, WorkersQuery
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
 from rollout_core.store.span_fields import SpanFields, span_fields
 from rollout_core.store.spans import Span
@@ -41,7 +55,6 @@ from rollout_core.store.types import (
     AttemptedRollout,
     AttemptUpdate,
     EnqueueRolloutRequest,
-    FilterLogic,
     LightningStoreCapabilities,
     LightningStoreStatistics,
     PaginatedResult,
@@ -49,14 +62,11 @@ from rollout_core.store.types import (
     RolloutConfig,
     RolloutMode,
     RolloutStatus,
-    SortOrder,
     TaskInput,
     Unset,
     Worker,
-    WorkerStatus,
-    enqueue_request,
+    as_model,
 )
-from rollout_core.store.waiting import Waiters
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -64,7 +74,6 @@ if TYPE_CHECKING:
     from rollout_core.base.errors import Conflict
 
 T_collections = TypeVar("T_collections", bound=LightningCollections)
-Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 WATCHDOG_BATCH = 1_000
@@ -127,7 +136,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         return [
             rollout.rollout_id
             for rollout in await self.get_running_rollouts(collections)
-            if operations.is_watched(rollout, rollout.attempt)
+            if is_watched(rollout.status, rollout.attempt)
             and lost_status(rollout.config, rollout.attempt.start_time, rollout.attempt.last_heartbeat_time, now)
         ][:limit]
 
@@ -142,20 +151,22 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
 
     # Atomic operations
 
-    async def _do(self, operation: Callable[[Work], Awaitable[Result]], *, watched: bool = True) -> Result:
+    async def _do(self, operation: Callable[[CollectionWork], Awaitable[Result]], *, watched: bool = True) -> Result:
         """Run an operation and save what it changed. A ``watched`` one comes after the watchdog, if that is due."""
         if watched:
             await self._watch()
         async with self.collections.atomic() as collections:
-            work = Work(collections, self._clock())
+            work = CollectionWork(collections, self._clock())
             result = await operation(work)
             await work.save(self._tell)
+            if work.new_spans:
+                await self.on_spans_added(collections, work.new_spans)
         if work.finished:
             self._waiters.wake(work.finished)
         return result
 
-    async def _tell(self, state: RolloutState) -> None:
-        await self.on_rollout_update(shown_rollout(state.rollout, state.latest))
+    async def _tell(self, loaded: Loaded[Rollout]) -> None:
+        await self.on_rollout_update(shown_rollout(loaded.record, loaded.latest))
 
     async def _watch(self) -> None:
         now = self._clock()
@@ -168,19 +179,20 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
                 self._last_scan = now
             if not lost:
                 return
-            work = Work(collections, now)
+            work = CollectionWork(collections, now)
             # In the order of insertion: those that are queued again keep the order they were first queued in.
             found = await collections.rollouts.query({"rollout_id": {"within": lost}})
-            await operations.mark_lost(work, [rollout.rollout_id for rollout in found.items])
+            await work.load([rollout.rollout_id for rollout in found.items])
+            expire(work)
             await work.save(self._tell)
         self._waiters.wake(work.finished)
 
     # The queue
 
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> Sequence[Rollout]:
-        requests = [operations.new_rollout(request) for request in rollouts]
-        states = await self._do(lambda work: operations.enqueue(work, requests))
-        return [shown_rollout(state.rollout, state.latest) for state in states]
+        requests = [new_rollout(request) for request in rollouts]
+        found = await self._do(lambda work: work.enqueue(requests, "queuing"))
+        return [shown_rollout(loaded.record, loaded.latest) for loaded in found]
 
     async def dequeue_many_rollouts(
         self, *, limit: int = 1, worker_id: str | None = None
@@ -188,36 +200,55 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         check_ids(worker_id)
         if limit <= 0:
             return []
-        return await self._do(lambda work: operations.claim(work, limit, worker_id))
 
-    async def start_rollout(
-        self,
-        input: TaskInput,
-        mode: RolloutMode | None = None,
-        resources_id: str | None = None,
-        config: RolloutConfig | None = None,
-        metadata: dict[str, Any] | None = None,
-        worker_id: str | None = None,
-    ) -> AttemptedRollout:
-        check_ids(worker_id)
-        request = operations.new_rollout(enqueue_request(input, mode, resources_id, config, metadata))
-        [rollout] = await self._do(lambda work: operations.start_new(work, [request], worker_id))
-        assert rollout is not None, "its id is new"
-        return rollout
+        async def claim(work: CollectionWork) -> list[AttemptedRollout]:
+            waiting = await work.dequeue(limit)
+            begin_attempts(work, waiting, [Taker(worker_id)] * len(waiting), dequeued=True)
+            if worker_id is not None and not waiting:
+                note_empty_dequeue(work, worker_id)
+            return [shown_attempted(loaded) for loaded in waiting]
+
+        return await self._do(claim)
+
+    async def release_rollouts(self, claimed: Sequence[AttemptedRollout]) -> None:
+        claims = [as_model(AttemptedRollout, rollout) for rollout in claimed]
+        check_id_list([rollout.rollout_id for rollout in claims])
+
+        async def release(work: CollectionWork) -> None:
+            await work.load([rollout.rollout_id for rollout in claims])
+            released = withdraw(work, [(rollout, None) for rollout in claims])
+            work.requeued = [loaded.record.rollout_id for loaded in released]
+
+        await self._do(release)
 
     async def start_many_rollouts(
         self, rollouts: Sequence[EnqueueRolloutRequest], *, worker_id: str | None = None
     ) -> Sequence[AttemptedRollout | None]:
         check_ids(worker_id)
-        requests = [operations.new_rollout(request) for request in rollouts]
-        return await self._do(lambda work: operations.start_new(work, requests, worker_id))
+        requests = [new_rollout(request) for request in rollouts]
+
+        async def start(work: CollectionWork) -> list[AttemptedRollout | None]:
+            found = await work.enqueue(requests, "preparing")
+            first = {loaded.record.rollout_id: loaded for loaded in found if loaded.latest is None}
+            begin_attempts(work, list(first.values()), [Taker(worker_id)] * len(first))
+            # Each is given away once, to the request that comes first.
+            begun = [first.pop(loaded.record.rollout_id, None) for loaded in found]
+            return [None if loaded is None else shown_attempted(loaded) for loaded in begun]
+
+        return await self._do(start)
 
     async def start_many_attempts(
         self, rollout_ids: Sequence[str], *, worker_id: str | None = None
     ) -> Sequence[AttemptedRollout]:
         check_id_list(rollout_ids)
         check_ids(worker_id)
-        return await self._do(lambda work: operations.start(work, rollout_ids, worker_id))
+
+        async def start(work: CollectionWork) -> list[AttemptedRollout]:
+            found = await work.load(rollout_ids)
+            begin_attempts(work, found, [Taker(worker_id)] * len(found))
+            return [shown_attempted(work.rollouts[rollout_id]) for rollout_id in rollout_ids]
+
+        return await self._do(start)
 
     # Updates
 
@@ -242,19 +273,50 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         )
         for name in changes.keys() & {"input", "metadata"}:
             changes[name] = kept_json(changes[name], name)
-        return await self._do(lambda work: operations.update_rollout(work, rollout_id, changes))
+
+        async def update(work: CollectionWork) -> Rollout:
+            [loaded] = await work.load([rollout_id])
+            for name, value in changes.items():
+                if name == "config":
+                    loaded.record.config = kept_config(value)
+                elif name != "status":
+                    setattr(loaded.record, name, value)
+            if "status" in changes:
+                work.set_status(loaded, changes["status"])
+            if changes:
+                work.note(loaded)
+            return shown_rollout(loaded.record, loaded.latest)
+
+        return await self._do(update)
 
     async def update_many_attempts(
         self, updates: Sequence[AttemptUpdate], *, fenced: bool = False
     ) -> Sequence[Attempt | Conflict]:
-        check_updates(updates)  # also those which turn out to be refused
-        return await self._do(lambda work: operations.update_attempts(work, updates, fenced))
+        kept = kept_updates(updates)  # also those which turn out to be refused
+
+        async def update(work: CollectionWork) -> list[Attempt | Conflict]:
+            await work.load([update.rollout_id for update in kept], [(one.rollout_id, one.attempt_id) for one in kept])
+            return apply_updates(work, [(update, fenced) for update in kept])
+
+        return await self._do(update)
+
+    async def end_attempts(self, ends: Sequence[tuple[SpanFields, AttemptUpdate]]) -> Sequence[Attempt | Conflict]:
+        check_ends(ends)
+        spans = [kept_span(span) for span, _ in ends]
+        updates = kept_updates(update for _, update in ends)
+
+        async def end(work: CollectionWork) -> list[Attempt | Conflict]:
+            await self._add_spans(work, spans)
+            return apply_updates(work, [(update, True) for update in updates])
+
+        return await self._do(end)
 
     # Spans
 
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
-        is_new = await self.add_span_fields([span_fields(span) for span in spans])
-        return [span for span, new in zip(spans, is_new, strict=True) if new]
+        models = [as_model(Span, span) for span in spans]
+        is_new = await self.add_span_fields([span_fields(span) for span in models])
+        return [span for span, new in zip(models, is_new, strict=True) if new]
 
     async def add_span_fields(self, spans: Sequence[SpanFields]) -> Sequence[bool]:
         kept = [kept_span(span) for span in spans]
@@ -266,124 +328,76 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         span = Span.from_opentelemetry(readable_span, rollout_id, attempt_id, sequence_id or 0)
         kept = kept_span(span_fields(span))
 
-        async def add(work: Work) -> list[bool]:
+        async def add(work: CollectionWork) -> list[bool]:
             if sequence_id is None:
                 # Numbered before it is stored, and only if it can be.
-                [state] = (await work.load([rollout_id])).values()
-                await work.attempt(state, attempt_id)
-                [span.sequence_id] = await operations.number_spans(work, [rollout_id])
+                [loaded] = await work.load([rollout_id], [(rollout_id, attempt_id)])
+                loaded.attempt(attempt_id)
+                [span.sequence_id] = await number_spans(work.collections, [rollout_id])
             return await self._add_spans(work, [changed(kept, sequence_id=span.sequence_id)])
 
         return span if (await self._do(add, watched=False))[0] else None
 
-    async def _add_spans(self, work: Work, spans: Sequence[Span]) -> list[bool]:
-        is_new = await operations.add_spans(work, spans)
-        await self.on_spans_added(self.collections, [span for span, new in zip(spans, is_new, strict=True) if new])
+    async def _add_spans(self, work: CollectionWork, spans: Sequence[Span]) -> list[bool]:
+        owners = dict.fromkeys((span.rollout_id, span.attempt_id) for span in spans)
+        await work.load([rollout_id for rollout_id, _ in owners], owners)
+        is_new = await work.store_spans(spans)
+        new = [(work.rollouts[span.rollout_id], span.attempt_id) for span in work.new_spans]
+        note_spans(work, [(loaded, loaded.attempt(attempt_id)) for loaded, attempt_id in new])
         return is_new
 
     async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> Sequence[int]:
         check_ids(*[given_id for pair in rollout_attempt_ids for given_id in pair])
         rollout_ids = [rollout_id for rollout_id, _ in rollout_attempt_ids]
-        return await self._do(lambda work: operations.number_spans(work, rollout_ids), watched=False)
+        async with self.collections.atomic() as collections:
+            return await number_spans(collections, rollout_ids)
 
     # Queries
 
-    async def query_rollouts(
-        self,
-        *,
-        status_in: Sequence[RolloutStatus] | None = None,
-        rollout_id_in: Sequence[str] | None = None,
-        rollout_id_contains: str | None = None,
-        filter_logic: FilterLogic = "and",
-        sort_by: str | None = None,
-        sort_order: SortOrder = "asc",
-        limit: int = -1,
-        offset: int = 0,
-        status: Sequence[RolloutStatus] | None = None,
-        rollout_ids: Sequence[str] | None = None,
-    ) -> PaginatedResult[Rollout]:
-        check_texts(rollout_id_contains)
-        statuses = status if status_in is None else status_in
-        check_statuses(statuses, RolloutStatus)
-        ids = rollout_ids if rollout_id_in is None else rollout_id_in
-        if ids is not None:
-            check_id_list(ids)
-        filter = _filter(
-            filter_logic, status={"within": statuses}, rollout_id={"within": ids, "contains": rollout_id_contains}
+    async def find_rollouts(self, query: RolloutsQuery) -> PaginatedResult[Rollout]:
+        filter = filter_of(
+            query.filter_logic,
+            status={"within": query.status_in},
+            rollout_id={"within": query.rollout_id_in, "contains": query.rollout_id_contains},
         )
         await self._watch()
         async with self.collections.atomic() as collections:
-            page = await collections.rollouts.query(filter, _sort(sort_by, sort_order), limit, offset)
+            page = await collections.rollouts.query(filter, sort_of(query), query.limit, query.offset)
             attempts = await latest_attempts(collections, [rollout.rollout_id for rollout in page.items])
-            return _page(page, lambda rollout: shown_rollout(rollout, attempts.get(rollout.rollout_id)))
+            return shown_page(page, lambda rollout: shown_rollout(rollout, attempts.get(rollout.rollout_id)))
 
-    async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
-        found = await self.query_rollouts(rollout_id_in=[rollout_id])
-        return found[0] if found else None
-
-    async def query_attempts(
-        self,
-        rollout_id: str,
-        *,
-        sort_by: str | None = "sequence_id",
-        sort_order: SortOrder = "asc",
-        limit: int = -1,
-        offset: int = 0,
-    ) -> PaginatedResult[Attempt]:
-        check_ids(rollout_id)
+    async def find_attempts(self, query: AttemptsQuery) -> PaginatedResult[Attempt]:
         await self._watch()
         async with self.collections.atomic() as collections:
             page = await collections.attempts.query(
-                {"rollout_id": {"exact": rollout_id}}, _sort(sort_by, sort_order), limit, offset
+                {"rollout_id": {"exact": query.rollout_id}}, sort_of(query), query.limit, query.offset
             )
-        return _page(page, shown_attempt)
+        return shown_page(page, copy_attempt)
 
     async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
         check_ids(rollout_id)
         await self._watch()
         async with self.collections.atomic() as collections:
             attempt = (await latest_attempts(collections, [rollout_id])).get(rollout_id)
-        return None if attempt is None else shown_attempt(attempt)
+        return None if attempt is None else copy_attempt(attempt)
 
-    async def query_spans(
-        self,
-        rollout_id: str,
-        attempt_id: str | Literal["latest"] | None = None,
-        *,
-        trace_id: str | None = None,
-        trace_id_contains: str | None = None,
-        span_id: str | None = None,
-        span_id_contains: str | None = None,
-        parent_id: str | None = None,
-        parent_id_contains: str | None = None,
-        name: str | None = None,
-        name_contains: str | None = None,
-        filter_logic: FilterLogic = "and",
-        limit: int = -1,
-        offset: int = 0,
-        sort_by: str | None = "sequence_id",
-        sort_order: SortOrder = "asc",
-    ) -> PaginatedResult[Span]:
-        check_ids(rollout_id, attempt_id, span_id)
-        check_texts(trace_id, parent_id, name, trace_id_contains, span_id_contains, parent_id_contains, name_contains)
+    async def find_spans(self, query: SpansQuery) -> PaginatedResult[Span]:
         await self._watch()
         async with self.collections.atomic() as collections:
-            await self.check_spans_kept([rollout_id])
-            scope: dict[str, Any] = {"rollout_id": {"exact": rollout_id}}
+            await self.check_spans_kept([query.rollout_id])
+            scope: dict[str, Any] = {"rollout_id": {"exact": query.rollout_id}}
+            attempt_id = query.attempt_id
             if attempt_id == "latest":
-                latest = (await latest_attempts(collections, [rollout_id])).get(rollout_id)
+                latest = (await latest_attempts(collections, [query.rollout_id])).get(query.rollout_id)
                 attempt_id = "" if latest is None else latest.attempt_id
             if attempt_id is not None:
                 scope["attempt_id"] = {"exact": attempt_id}
-            filter = _filter(
-                filter_logic,
-                trace_id={"exact": trace_id, "contains": trace_id_contains},
-                span_id={"exact": span_id, "contains": span_id_contains},
-                parent_id={"exact": parent_id, "contains": parent_id_contains},
-                name={"exact": name, "contains": name_contains},
-            )
+            fields = {name: {"exact": text, "contains": query.parts[name]} for name, text in query.exact.items()}
             page = await collections.spans.query(
-                {**filter, "_must": scope}, _span_sort(sort_by, sort_order), limit, offset
+                {**filter_of(query.filter_logic, **fields), "_must": scope},
+                span_sort(query.sort_by, query.sort_order),
+                query.limit,
+                query.offset,
             )
         page.items = shown_spans(page.items)
         return page
@@ -398,13 +412,13 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
             latest = await latest_attempts(collections, rollout_ids)
             for rollout_id in dict.fromkeys(rollout_ids):
                 if rollout_id in latest:
-                    filter = _filter(
+                    filter = filter_of(
                         "and",
                         rollout_id={"exact": rollout_id},
                         attempt_id={"exact": latest[rollout_id].attempt_id},
                         name={"exact": name},
                     )
-                    spans += (await collections.spans.query(filter, _span_sort("sequence_id", "asc"))).items
+                    spans += (await collections.spans.query(filter, span_sort("sequence_id", "asc"))).items
         return shown_spans(spans)
 
     async def wait_for_rollout(self, rollout_id: str, timeout: float | None = None) -> Rollout | None:
@@ -432,79 +446,39 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
 
     # Resources
 
-    async def add_resources(self, resources: NamedResources) -> ResourcesUpdate:
-        return await self.update_resources(f"rs-{secrets.token_hex(6)}", resources)
-
     async def update_resources(self, resources_id: str, resources: NamedResources) -> ResourcesUpdate:
         check_ids(resources_id)
         kept = decode(resources_json(resources))
-        update = await self._do(lambda work: operations.put_resources(work, resources_id, kept))
+        update = await self._do(lambda work: work.put_resources(resources_id, kept))
         return update.model_copy(deep=True)
 
-    async def query_resources(
-        self,
-        *,
-        resources_id: str | None = None,
-        resources_id_contains: str | None = None,
-        sort_by: str | None = None,
-        sort_order: SortOrder = "asc",
-        limit: int = -1,
-        offset: int = 0,
-    ) -> PaginatedResult[ResourcesUpdate]:
-        check_ids(resources_id)
-        check_texts(resources_id_contains)
-        filter = _filter("and", resources_id={"exact": resources_id, "contains": resources_id_contains})
+    async def find_resources(self, query: ResourcesQuery) -> PaginatedResult[ResourcesUpdate]:
+        filter = filter_of("and", resources_id={"exact": query.resources_id, "contains": query.resources_id_contains})
         async with self.collections.atomic() as collections:
-            page = await collections.resources.query(filter, _sort(sort_by, sort_order), limit, offset)
-        return _page(page, lambda update: update.model_copy(deep=True))
-
-    async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None:
-        found = await self.query_resources(resources_id=resources_id)
-        return found[0] if found else None
+            page = await collections.resources.query(filter, sort_of(query), query.limit, query.offset)
+        return shown_page(page, lambda update: update.model_copy(deep=True))
 
     async def get_latest_resources(self) -> ResourcesUpdate | None:
-        latest = await self._do(operations.latest_resources, watched=False)
+        latest = await self._do(CollectionWork.latest_resources, watched=False)
         return None if latest is None else latest.model_copy(deep=True)
 
     # Workers
 
     async def update_worker(self, worker_id: str, heartbeat_stats: dict[str, Any] | Unset = UNSET) -> Worker:
         check_ids(worker_id)
-        stats = None
-        if not isinstance(heartbeat_stats, Unset):
-            if not isinstance(heartbeat_stats, dict):
-                raise ConfigError(
-                    f"heartbeat_stats is {heartbeat_stats!r}; expected a dict, or nothing to keep the last"
-                )
-            stats = kept_json(heartbeat_stats, "heartbeat_stats")
+        text = stats_json(heartbeat_stats)
+        stats = None if text is None else decode(text)
 
-        async def record(work: Work) -> Worker:
-            worker = await work.worker(worker_id)
-            worker.last_heartbeat_time = work.now
-            if stats is not None:
-                worker.heartbeat_stats = stats
-            return worker
+        return shown_worker(await self._do(lambda work: work.put_heartbeat(worker_id, stats)))
 
-        return shown_worker(await self._do(record))
-
-    async def query_workers(
-        self,
-        *,
-        status_in: Sequence[WorkerStatus] | None = None,
-        worker_id_contains: str | None = None,
-        filter_logic: FilterLogic = "and",
-        sort_by: str | None = None,
-        sort_order: SortOrder = "asc",
-        limit: int = -1,
-        offset: int = 0,
-    ) -> PaginatedResult[Worker]:
-        check_statuses(status_in, WorkerStatus)
-        check_texts(worker_id_contains)
-        filter = _filter(filter_logic, status={"within": status_in}, worker_id={"contains": worker_id_contains})
+    async def find_workers(self, query: WorkersQuery) -> PaginatedResult[Worker]:
+        filter = filter_of(
+            query.filter_logic, status={"within": query.status_in}, worker_id={"contains": query.worker_id_contains}
+        )
         await self._watch()
         async with self.collections.atomic() as collections:
-            page = await collections.workers.query(filter, _sort(sort_by, sort_order), limit, offset)
-        return _page(page, shown_worker)
+            page = await collections.workers.query(filter, sort_of(query), query.limit, query.offset)
+        return shown_page(page, shown_worker)
 
     async def get_worker_by_id(self, worker_id: str) -> Worker | None:
         check_ids(worker_id)
@@ -512,32 +486,3 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         async with self.collections.atomic() as collections:
             found = await collections.workers.get({"worker_id": {"exact": worker_id}})
         return None if found is None else shown_worker(found)
-
-
-def _filter(logic: FilterLogic, **fields: dict[str, Any]) -> dict[str, Any]:
-    """A filter of the conditions that are not None."""
-    given = {
-        name: {operator: operand for operator, operand in field.items() if operand is not None}
-        for name, field in fields.items()
-    }
-    return {"_aggregate": logic, **{name: field for name, field in given.items() if field}}
-
-
-def _sort(sort_by: str | None, sort_order: SortOrder) -> SortOptions | None:
-    if sort_order not in ("asc", "desc"):
-        raise ConfigError(f"sort_order is {sort_order!r}; expected 'asc' or 'desc'")
-    return None if sort_by is None else {"name": sort_by, "order": sort_order}
-
-
-def _span_sort(sort_by: str | None, sort_order: SortOrder) -> SortOptions | None:
-    """Spans that share a sequence id are ordered by their times."""
-    sort = _sort(sort_by, sort_order)
-    if sort is not None and sort_by == "sequence_id":
-        sort["then"] = ("start_time", "end_time")
-    return sort
-
-
-def _page(page: PaginatedResult[Item], shown: Callable[[Item], Item]) -> PaginatedResult[Item]:
-    """A page whose items callers may do with as they like."""
-    page.items = [shown(item) for item in page.items]
-    return page

@@ -2,22 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection as Values, Hashable, Iterable, Iterator, Mapping, Sequence
 from heapq import merge
 from itertools import chain, islice
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 from sortedcontainers import SortedDict
 
 from rollout_core.base.errors import ConfigError, Conflict, NotFound
 from rollout_core.store.checks import LARGEST_NUMBER, check_page
-from rollout_core.store.conditions import Condition, conditions_of, sortable_fields
 from rollout_core.store.memory.collection import Collection, FilterOptions, SortOptions
+from rollout_core.store.queries import check_logic, check_order, sortable_fields
 from rollout_core.store.types import PaginatedResult
 
 Record = TypeVar("Record", bound=BaseModel)
+
+
+class Condition(NamedTuple):
+    """One condition on one field."""
+
+    field: str
+    operator: Literal["exact", "within", "contains"]
+    operand: Any
+
+    @property
+    def keys(self) -> Values[Any] | None:
+        """The values of the field that match, if they can be looked up; else None."""
+        if self.operator == "exact":
+            return (self.operand,) if isinstance(self.operand, Hashable) else None
+        return self.operand if isinstance(self.operand, frozenset) else None
+
+    def holds(self, item: Any) -> bool:
+        """Whether the item meets the condition."""
+        value = getattr(item, self.field)
+        if self.operator == "exact":
+            return value == self.operand
+        if self.operator == "within":
+            return value in self.operand
+        return isinstance(value, str) and self.operand in value
+
+
+def conditions_of(fields: Any) -> list[Condition]:
+    """The conditions of a filter's fields. Raises ConfigError for one that means nothing."""
+    if not isinstance(fields, Mapping):
+        raise ConfigError(f"got the filter {fields!r:.200}; expected a dict of conditions by field")
+    conditions: list[Condition] = []
+    for name, field in fields.items():
+        if not isinstance(field, Mapping):
+            raise ConfigError(f"{name} is filtered by {field!r:.200}; expected a dict such as {{'exact': ...}}")
+        for operator, operand in field.items():
+            if operator == "contains" and not isinstance(operand, str):
+                raise ConfigError(f"{name} is to contain {operand!r:.200}; expected a text")
+            if operator not in ("exact", "within", "contains"):
+                raise ConfigError(f"{name} is filtered by {operator!r}; expected 'exact', 'within' or 'contains'")
+            conditions.append(Condition(name, operator, _values(operand, name) if operator == "within" else operand))
+    return conditions
+
+
+def _values(operand: Any, name: str) -> Values[Any]:
+    """The operand of ``within``, as a set if its values can be looked up."""
+    if isinstance(operand, str) or not isinstance(operand, Iterable):
+        raise ConfigError(f"{name} is to be within {operand!r}; expected a list of values")
+    values = list(operand)
+    try:
+        return frozenset(values)
+    except TypeError:
+        return values
+
 
 _number = attrgetter("number")
 
@@ -209,10 +262,11 @@ class ListBasedCollection(Collection[Record]):
         self, filter: FilterOptions | None, sort: SortOptions | None, limit: int, offset: int
     ) -> tuple[list[Record], int]:
         if sort is not None:
-            self._check_sort(sort)
+            check_order(self._item_type, sort.get("order"), sort.get("name") or "", *sort.get("then", ()))
         filter = filter or {}
-        if filter.get("_aggregate", "and") not in ("and", "or"):
-            raise ConfigError(f"filter_logic is {filter['_aggregate']!r}; expected 'and' or 'or'")
+        if not isinstance(filter, Mapping):
+            raise ConfigError(f"got the filter {filter!r:.200}; expected a dict of conditions by field")
+        check_logic(filter.get("_aggregate", "and"))
         if sort is not None and sort["name"] in self._indices and not filter.keys() - {"_aggregate"}:
             found = _Found(self._walk_index(sort), self._size)
         else:
@@ -281,13 +335,6 @@ class ListBasedCollection(Collection[Record]):
     def _all(self) -> Iterable[_Entry]:
         entries = _leaves([self._root], len(self._primary_keys))
         return entries if len(self._primary_keys) == 1 else sorted(entries, key=_number)
-
-    def _check_sort(self, sort: SortOptions) -> None:
-        if sort["order"] not in ("asc", "desc"):
-            raise ConfigError(f"sort_order is {sort['order']!r}; expected 'asc' or 'desc'")
-        for name in (sort["name"], *sort.get("then", ())):
-            if name not in self._missing:
-                raise ConfigError(f"cannot sort by {name!r}; expected one of {', '.join(self._missing)}")
 
     def _walk_index(self, sort: SortOptions) -> Iterator[_Entry]:
         index = self._indices[sort["name"]]

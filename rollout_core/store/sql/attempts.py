@@ -1,39 +1,44 @@
-"""Operations of the SQL store that drive the status machine: updates of attempts and rollouts, and the watchdog."""
+"""Operations of the SQL store on what happens to attempts: updates, spans, updates of rollouts, and the watchdog."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from itertools import compress
+from typing import Any, NamedTuple
 
 from rollout_core.base.errors import Conflict
-from rollout_core.base.trusted import trusted
-from rollout_core.store import lifecycle
-from rollout_core.store.span_bodies import StoredSpan
+from rollout_core.store.checks import sequence_id_after
+from rollout_core.store.operations import Loaded, apply_updates, expire, note_spans
 from rollout_core.store.sql.dialect import Transaction
 from rollout_core.store.sql.rows import (
     ROLLOUTS_WITH_ATTEMPT,
     RolloutState,
     config_json,
-    load_attempts,
     load_rollouts,
     rollout_model,
-    save_attempts,
-    save_rollouts,
+    save_counters,
 )
-from rollout_core.store.sql.spans import receive_spans
-from rollout_core.store.sql.superseded import end_superseded
 from rollout_core.store.sql.unit import UnitOfWork
-from rollout_core.store.sql.workers import note_attempts
-from rollout_core.store.types import Attempt, AttemptStatus, AttemptUpdate, Rollout, Unset
+from rollout_core.store.types import Attempt, AttemptUpdate, Rollout
+
+
+class StoredSpan(NamedTuple):
+    """A row of ``spans``, in the order of ``columns.SPAN``, with the id of its rollout."""
+
+    rollout_id: str
+    columns: tuple[Any, ...]
+
+
+# Updates
 
 
 def update_attempts(tx: Transaction, updates: Sequence[tuple[AttemptUpdate, bool]]) -> list[Attempt | Conflict]:
-    """Apply updates in order, each with whether it is fenced.
-
-    A refused one yields a Conflict in its place; the others are applied all the same.
-    """
-    unit = UnitOfWork(tx, [update.rollout_id for update, _ in updates])
+    """Apply updates in order, each with whether it is fenced, see ``apply_updates``."""
+    unit = UnitOfWork(tx)
+    unit.load(
+        [update.rollout_id for update, _ in updates], [(update.rollout_id, update.attempt_id) for update, _ in updates]
+    )
     results = apply_updates(unit, updates)
     unit.save()
     return results
@@ -41,83 +46,26 @@ def update_attempts(tx: Transaction, updates: Sequence[tuple[AttemptUpdate, bool
 
 def end_attempts(tx: Transaction, ends: Sequence[tuple[StoredSpan, AttemptUpdate]]) -> list[Attempt | Conflict]:
     """Store the last span of each attempt, and apply its update, fenced."""
-    unit = UnitOfWork(tx, [update.rollout_id for _, update in ends])
-    receive_spans(unit, [span for span, _ in ends])
+    unit = UnitOfWork(tx)
+    unit.load([update.rollout_id for _, update in ends], [(update.rollout_id, update.attempt_id) for _, update in ends])
+    _store_spans(unit, [span for span, _ in ends])
     results = apply_updates(unit, [(update, True) for _, update in ends])
     unit.save()
     return results
 
 
-def apply_updates(unit: UnitOfWork, updates: Sequence[tuple[AttemptUpdate, bool]]) -> list[Attempt | Conflict]:
-    """Change attempts in ``unit``, see ``update_attempts``."""
-    results: list[Attempt | Conflict] = []
-    with_workers: list[Attempt] = []
-    for update, fenced in updates:
-        state = unit.states[update.rollout_id]
-        newest = unit.latest(update.rollout_id)
-        attempt = newest if update.attempt_id == "latest" else unit.attempt(update.rollout_id, update.attempt_id)
-        if fenced:
-            if attempt is newest and attempt.status in lifecycle.ENDED and attempt.status == update.status:
-                results.append(_copy(attempt))  # the caller repeats what it could not know had arrived
-                continue
-            reason = lifecycle.fence(attempt.attempt_id, newest.attempt_id, attempt.status, state.status)
-            if reason is not None:
-                results.append(Conflict(f"rollout {state.rollout_id}: {reason}; nothing was changed"))
-                continue
-        _apply(unit, update, attempt)
-        left = _copy(attempt)
-        results.append(left)
-        if left.worker_id and not (isinstance(update.status, Unset) and isinstance(update.worker_id, Unset)):
-            with_workers.append(left)
-    note_attempts(unit.tx, with_workers)
-    return results
-
-
-def _copy(attempt: Attempt) -> Attempt:
-    """As it is now: a later update of the batch may change it further."""
-    return trusted(Attempt, {**attempt.__dict__})
-
-
-def _apply(unit: UnitOfWork, update: AttemptUpdate, attempt: Attempt) -> None:
-    state = unit.states[update.rollout_id]
-    is_latest = unit.is_latest(attempt)
-    was_finished = state.status in lifecycle.FINISHED
-    if not isinstance(update.worker_id, Unset):
-        attempt.worker_id = update.worker_id
-    if not isinstance(update.last_heartbeat_time, Unset):
-        attempt.last_heartbeat_time = update.last_heartbeat_time
-    if not isinstance(update.metadata, Unset):
-        attempt.metadata = update.metadata
-    if not isinstance(update.status, Unset):
-        _set_attempt_status(unit.tx, attempt, update.status, state, is_latest=is_latest)
-        if state.status in lifecycle.FINISHED and not was_finished:
-            unit.end_superseded(state.rollout_id)
-    unit.note_attempt(attempt)
-    if is_latest:
-        state.watch(attempt)
-        unit.note_rollout(state)
-
-
-def _set_attempt_status(
-    tx: Transaction, attempt: Attempt, status: AttemptStatus, state: RolloutState, *, is_latest: bool
-) -> None:
-    """Change an attempt's status, and the rollout's with it if this is the latest attempt."""
-    attempt.end_time = lifecycle.attempt_end_time(status, attempt.end_time, tx.now)
-    attempt.status = status
-    if is_latest:
-        rollout_status = lifecycle.rollout_status_after(state.status, status, attempt.sequence_id, state.config)
-        if rollout_status != state.status:
-            state.set_status(rollout_status, tx)
-
-
 def update_rollout(tx: Transaction, rollout_id: str, changes: Mapping[str, Any]) -> Rollout:
     """Set the given fields of a rollout; a status is taken as it is, with end time and queue in line with it."""
-    state = load_rollouts(tx, [rollout_id])[rollout_id]
+    unit = UnitOfWork(tx)
+    unit.load([rollout_id])
+    [loaded] = unit.rollouts.values()
+    state = loaded.record
     if changes.keys() & {"mode", "resources_id", "config"}:
         state.mode = changes.get("mode", state.mode)
         state.resources_id = changes.get("resources_id", state.resources_id)
         if "config" in changes:
             state.config_json = config_json(changes["config"])
+            unit.note(loaded)
         tx.run(
             "UPDATE rollouts SET mode = ?, resources_id = ?, config = ? WHERE key = ?",
             state.mode,
@@ -130,16 +78,17 @@ def update_rollout(tx: Transaction, rollout_id: str, changes: Mapping[str, Any])
     if "metadata" in changes:
         tx.run("UPDATE rollout_payloads SET metadata = ? WHERE key = ?", changes["metadata"], state.key)
     if "status" in changes:
-        state.set_status(changes["status"], tx)
-    if changes.keys() & {"status", "config"}:
-        state.watch(load_attempts(tx, [state]).get((state.key, state.attempt_count)))
-        _save([state], tx)
+        unit.set_status(loaded, changes["status"])
+    unit.save()
     [row] = tx.rows(ROLLOUTS_WITH_ATTEMPT + " WHERE r.key = ?", state.key)
     return rollout_model(row)
 
 
+# The watchdog
+
+
 def find_lost_attempts(tx: Transaction, limit: int) -> int:
-    """The watchdog: mark attempts that are overdue, at most ``limit``. How many it looked at.
+    """Mark attempts that are overdue, at most ``limit``. How many it looked at.
 
     Only rollouts whose alarm has gone off are read. An alarm that heartbeats have outrun is set again.
     """
@@ -149,29 +98,78 @@ def find_lost_attempts(tx: Transaction, limit: int) -> int:
         tx.now,
         limit,
     )
+    unit = UnitOfWork(tx)
     # By key: those that are queued again keep the order they were first queued in.
-    states = sorted((RolloutState(*row) for row in found), key=lambda state: state.key)
-    # Read only now: what another process wrote of an attempt just before the lock was free must be seen.
-    attempts = load_attempts(tx, states)
-    lost: list[tuple[int, Attempt]] = []
-    for state in states:
-        attempt = attempts[state.key, state.attempt_count]
-        status = lifecycle.lost_status(state.config, attempt.start_time, attempt.last_heartbeat_time, tx.now)
-        if status is not None:
-            _set_attempt_status(tx, attempt, status, state, is_latest=True)
-            lost.append((state.key, attempt))
-        state.watch(attempt)
-        if state.due_time is not None:
-            # Rounding can put the sum before now and the difference within the limit; without this it would spin.
-            state.due_time = max(state.due_time, math.nextafter(tx.now, math.inf))
-    save_attempts(tx, lost)
-    _save(states, tx)
-    note_attempts(tx, [attempt for _, attempt in lost])
+    unit.add(sorted((RolloutState(*row) for row in found), key=lambda state: state.key))
+    expire(unit)
+    # Rounding can put the sum before now and the difference within the limit; without this it would spin.
+    unit.earliest_alarm = math.nextafter(tx.now, math.inf)
+    unit.save()
     return len(found)
 
 
-def _save(states: Sequence[RolloutState], tx: Transaction) -> None:
-    """Write back rollouts, and what follows for the older attempts of those that have finished."""
-    finished = [state for state in states if state.just_finished]
-    save_rollouts(tx, states)
-    end_superseded(tx, finished)
+# Spans
+
+
+def number_spans(tx: Transaction, rollout_ids: Sequence[str]) -> list[int]:
+    """The next span sequence id for each request, in the order of requests. One counter a rollout."""
+    states = load_rollouts(tx, rollout_ids)
+    numbers: list[int] = []
+    for rollout_id in rollout_ids:
+        state = states[rollout_id]
+        state.last_sequence_id = sequence_id_after(state.last_sequence_id, rollout_id)
+        numbers.append(state.last_sequence_id)
+    save_counters(tx, states.values())
+    return numbers
+
+
+def add_spans(tx: Transaction, spans: Sequence[StoredSpan]) -> list[bool]:
+    """Store spans; for each, whether it was new.
+
+    Raises NotFound, and stores none, if a rollout or attempt is unknown.
+    """
+    unit = UnitOfWork(tx)
+    asked = dict.fromkeys((rollout_id, columns[0]) for rollout_id, columns in spans)
+    unit.load([rollout_id for rollout_id, _ in asked], asked, may_finish=False)
+    is_new = _store_spans(unit, spans)
+    unit.save()
+    return is_new
+
+
+def _store_spans(unit: UnitOfWork, spans: Sequence[StoredSpan]) -> list[bool]:
+    """Store spans, and change in ``unit`` what follows from them; for each, whether it was new."""
+    owners: list[tuple[Loaded[RolloutState], Attempt]] = []
+    for rollout_id, columns in spans:
+        loaded = unit.rollouts[rollout_id]
+        owners.append((loaded, loaded.attempt(columns[0])))
+        state = loaded.record
+        if columns[2] > state.last_sequence_id:
+            state.last_sequence_id = columns[2]
+            unit.counters[state.key] = state
+    keys = {rollout_id: loaded.record.key for rollout_id, loaded in unit.rollouts.items()}
+    is_new = _insert(unit.tx, keys, spans)
+    unit.tx.counted["spans"] += sum(is_new)
+    note_spans(unit, compress(owners, is_new))
+    return is_new
+
+
+def _insert(tx: Transaction, keys: Mapping[str, int], spans: Sequence[StoredSpan]) -> list[bool]:
+    # The database says which are new: to look for all of them first would cost every batch what few need.
+    last_key = tx.number("{last_span}")
+    inserted = tx.insert(
+        "spans",
+        "rollout_key, attempt_id, span_id, sequence_id, trace_id, parent_id, name, start_time, end_time, body",
+        [(keys[rollout_id], *columns) for rollout_id, columns in spans],
+        "ON CONFLICT DO NOTHING",
+    )
+    if inserted == len(spans):
+        return [True] * len(spans)
+    # Some were there before, or come twice in this batch: the first one of each new key is the one that was stored.
+    # The rollouts are locked, so all their spans beyond that key are from here.
+    stored = set(tx.rows("SELECT rollout_key, attempt_id, span_id FROM spans WHERE key > ?", last_key))
+    is_new: list[bool] = []
+    for rollout_id, columns in spans:
+        identity = (keys[rollout_id], columns[0], columns[1])
+        is_new.append(identity in stored)
+        stored.discard(identity)
+    return is_new

@@ -32,10 +32,7 @@ PAYLOAD = "p.input, p.metadata"
 ATTEMPT = (
     "a.attempt_id, a.sequence_id, a.start_time, a.end_time, a.status, a.worker_id, a.last_heartbeat_time, a.metadata"
 )
-SPAN = (
-    "s.attempt_id, s.span_id, s.sequence_id, s.trace_id, s.parent_id, s.name, s.start_time, s.end_time, s.body,"
-    " s.body_id"
-)
+SPAN = "s.attempt_id, s.span_id, s.sequence_id, s.trace_id, s.parent_id, s.name, s.start_time, s.end_time, s.body"
 COLUMNS = {
     "rollout": ROLLOUT,
     "payload": PAYLOAD,
@@ -49,7 +46,7 @@ COLUMNS = {
 }
 """The columns that statements read, by the mark that stands for them, such as ``{rollout}``."""
 NUM_ROLLOUT = len(ROLLOUT.split(","))
-SEQUENCE_ID, BODY = 2, len(SPAN.split(",")) - 2
+SEQUENCE_ID, BODY = 2, len(SPAN.split(",")) - 1
 """Places of a span's number and body in its row."""
 
 

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import orjson
 from pydantic import BaseModel
 
-from rollout_core.base.errors import NotFound
 from rollout_core.base.trusted import trusted
 from rollout_core.store import lifecycle
 from rollout_core.store.checks import check_span, refuse_missing
@@ -65,21 +64,9 @@ class RolloutState:
         self.stored_status = self.status
 
     @property
-    def just_finished(self) -> bool:
-        """Whether it is finished and, by the database, was not."""
-        return self.status in lifecycle.FINISHED and self.stored_status not in lifecycle.FINISHED
-
-    @property
     def config(self) -> RolloutConfig:
         """The retry and timeout policy, parsed anew at each call unless it is all defaults; to be read only."""
         return RolloutConfig.model_validate_json(self.config_json) if self.config_json else _DEFAULT_CONFIG
-
-    def set_status(self, status: RolloutStatus, tx: Transaction) -> None:
-        """Change the status, and the end time with it. ``save_rollouts`` brings queue and alarm into line."""
-        if status in lifecycle.FINISHED and self.status not in lifecycle.FINISHED:
-            tx.finished.append(self.rollout_id)
-        self.end_time = lifecycle.rollout_end_time(status, self.end_time, tx.now)
-        self.status = status
 
     def watch(self, attempt: Attempt | None) -> None:
         """Set the watchdog's alarm for the latest attempt, or none if there is nothing under way."""
@@ -158,14 +145,6 @@ def load_with_latest(tx: Transaction, rollout_ids: Iterable[str]) -> tuple[dict[
             latest[state.rollout_id] = attempt_model(state.rollout_id, row[NUM_ROLLOUT:])
     refuse_missing(wanted, states)
     return states, latest
-
-
-def find_attempt(tx: Transaction, state: RolloutState, attempt_id: str) -> Attempt:
-    """One attempt of a rollout, whichever number it has. Raises NotFound if the rollout has none of this id."""
-    row = tx.row("SELECT {attempt} FROM attempts a WHERE a.rollout_key = ? AND a.attempt_id = ?", state.key, attempt_id)
-    if row is None:
-        raise NotFound(f"rollout {state.rollout_id} has no attempt {attempt_id}")
-    return attempt_model(state.rollout_id, row)
 
 
 def save_rollouts(tx: Transaction, states: Sequence[RolloutState]) -> None:
@@ -279,12 +258,12 @@ def span_columns(span: Mapping[str, Any]) -> tuple[Any, ...]:
     body = dict(span)
     for name in ("rollout_id", *_SPAN_COLUMNS):
         del body[name]
-    return (*_columns_of(span), encode(body, f"span {span['name']}", model_fields, num_nulls(body)), None)
+    return (*_columns_of(span), encode(body, f"span {span['name']}", model_fields, num_nulls(body)))
 
 
 def span_model(rollout_id: str, columns: Sequence[Any]) -> Span:
     """The model of a row in the order of ``dialect.SPAN``, its body included. What was stored is not checked again."""
-    attempt_id, span_id, sequence_id, trace_id, parent_id, name, start_time, end_time, body, _ = columns
+    attempt_id, span_id, sequence_id, trace_id, parent_id, name, start_time, end_time, body = columns
     parts = decode(body)
     fields = {
         "rollout_id": rollout_id,
@@ -318,7 +297,7 @@ def _part(model: type[PartT], fields: dict[str, Any] | None) -> Any:
 
 def span_json(rollout_id: str, columns: Sequence[Any]) -> bytes:
     """What ``encode_stored`` makes of ``span_model`` (in another order), without the model."""
-    *fields, body, _ = columns
+    *fields, body = columns
     head = orjson.dumps({"rollout_id": rollout_id, **dict(zip(_SPAN_COLUMNS, fields, strict=True))})
     return b"%b,%b" % (head[:-1], body.encode()[1:])
 

@@ -1,7 +1,7 @@
 """The LightningStore in a SQL database: durable, shared by processes, and as quick with millions of rows as with none.
 
-What is acknowledged is on disk. Values are checked and encoded here; the operations themselves are in the
-modules beside this one, and run on a SQLite file or a PostgreSQL server through ``database``.
+What is acknowledged is on disk. Values are checked and encoded here; ``queue``, ``attempts``, ``registry`` and
+``queries`` hold what runs in the database, a SQLite file or a PostgreSQL server.
 """
 
 from __future__ import annotations
@@ -10,42 +10,40 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from rollout_core.base.errors import ConfigError, Conflict
-from rollout_core.objects.store import ObjectStore
+from rollout_core.base.errors import Conflict
 from rollout_core.store.base import LightningStore
 from rollout_core.store.checks import (
     check_ends,
     check_id_list,
     check_ids,
-    check_statuses,
     check_texts,
-    check_updates,
+    kept_updates,
     resources_json,
     rollout_changes,
+    stats_json,
 )
 from rollout_core.store.codec import encode
 from rollout_core.store.encoded_spans import EncodedSpan
+from rollout_core.store.loops import Waiters
+from rollout_core.store.operations import new_rollout
+from rollout_core.store.queries import AttemptsQuery, ResourcesQuery, RolloutsQuery, SpansQuery, WorkersQuery
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
-from rollout_core.store.span_bodies import SpanBodies, SpanModel, StoredSpan, if_here
 from rollout_core.store.span_fields import SpanFields, span_fields
 from rollout_core.store.spans import Span
-from rollout_core.store.sql import queries, queue as sql_queue, spans as sql_spans
-from rollout_core.store.sql.attempts import end_attempts, find_lost_attempts, update_attempts, update_rollout
+from rollout_core.store.sql import attempts, queries, queue, registry
+from rollout_core.store.sql.attempts import StoredSpan
 from rollout_core.store.sql.by_url import open_database
 from rollout_core.store.sql.dialect import SEQUENCE_ID, Transaction
 from rollout_core.store.sql.group_commit import Hooks
-from rollout_core.store.sql.resources import add_resources, update_resources
 from rollout_core.store.sql.rows import span_columns, span_json, span_model
-from rollout_core.store.sql.workers import record_heartbeat
 from rollout_core.store.types import (
     UNSET,
     Attempt,
     AttemptedRollout,
     AttemptUpdate,
     EnqueueRolloutRequest,
-    FilterLogic,
     LightningStoreCapabilities,
     LightningStoreStatistics,
     PaginatedResult,
@@ -53,14 +51,11 @@ from rollout_core.store.types import (
     RolloutConfig,
     RolloutMode,
     RolloutStatus,
-    SortOrder,
     TaskInput,
     Unset,
     Worker,
-    WorkerStatus,
-    enqueue_request,
+    as_model,
 )
-from rollout_core.store.waiting import Waiters
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -86,13 +81,9 @@ class SqlLightningStore(LightningStore):
         *,
         scan_debounce_seconds: float = 10.0,
         busy_timeout_seconds: float = 30.0,
-        objects: ObjectStore | None = None,
-        offload_bytes: int = 65_536,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._settings = {
-            "objects": objects,
-            "offload_bytes": offload_bytes,
             "scan_debounce_seconds": scan_debounce_seconds,
             "busy_timeout_seconds": busy_timeout_seconds,
             "clock": clock,
@@ -103,7 +94,6 @@ class SqlLightningStore(LightningStore):
         self._last_scan: float | None = None
         self._opened = clock()
         self._waiters = Waiters()
-        self._bodies = SpanBodies(objects, offload_bytes)
         hooks = Hooks(clock, self._scan, self._waiters.wake)
         self._database = open_database(url, hooks, busy_timeout_seconds=busy_timeout_seconds)
 
@@ -114,8 +104,6 @@ class SqlLightningStore(LightningStore):
         *,
         scan_debounce_seconds: float = 10.0,
         busy_timeout_seconds: float = 30.0,
-        objects: ObjectStore | None = None,
-        offload_bytes: int = 65_536,
         clock: Callable[[], float] = time.time,
     ) -> SqlLightningStore:
         """Open the store at ``sqlite:///path/to/file.db`` (``sqlite:////...`` is absolute) or
@@ -125,8 +113,7 @@ class SqlLightningStore(LightningStore):
 
         ``scan_debounce_seconds`` is the least time between two runs of the watchdog (0: it always runs),
         ``busy_timeout_seconds`` how long to wait for another process to finish writing, and ``clock`` the source of
-        time, in seconds since the epoch. With ``objects``, spans whose JSON has more than ``offload_bytes`` characters
-        keep it there; a store that reads them must be opened with the same one.
+        time, in seconds since the epoch.
 
         Raises ConfigError for another kind of URL, and for a database that is not a store, is damaged, cannot be
         written or was written by a newer version; Recoverable for a server that cannot be reached.
@@ -135,8 +122,6 @@ class SqlLightningStore(LightningStore):
             url,
             scan_debounce_seconds=scan_debounce_seconds,
             busy_timeout_seconds=busy_timeout_seconds,
-            objects=objects,
-            offload_bytes=offload_bytes,
             clock=clock,
         )
 
@@ -160,8 +145,8 @@ class SqlLightningStore(LightningStore):
     # The queue
 
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> Sequence[Rollout]:
-        requests = [sql_queue.new_rollout(request) for request in rollouts]
-        return await self._database.write_batch(sql_queue.enqueue, requests)
+        requests = [new_rollout(request) for request in rollouts]
+        return await self._database.write_batch(queue.enqueue, requests)
 
     async def dequeue_many_rollouts(
         self, *, limit: int = 1, worker_id: str | None = None
@@ -172,51 +157,37 @@ class SqlLightningStore(LightningStore):
         self, claim_id: str, *, limit: int = 1, worker_id: str | None = None, repeated: bool = False
     ) -> Sequence[AttemptedRollout]:
         if repeated:
-            found = await self._write(lambda tx: sql_queue.find_claimed(tx, claim_id, limit))
+            found = await self._write(lambda tx: queue.find_claimed(tx, claim_id, limit))
             if found:
                 return found
         return await self._claim(limit, worker_id, claim_id)
 
     async def release_rollouts(self, claimed: Sequence[AttemptedRollout]) -> None:
-        check_id_list([rollout.rollout_id for rollout in claimed])
-        await self._write(lambda tx: sql_queue.release(tx, claimed))
+        claims = [as_model(AttemptedRollout, rollout) for rollout in claimed]
+        check_id_list([rollout.rollout_id for rollout in claims])
+        await self._write(lambda tx: queue.release(tx, claims))
 
     async def _claim(self, limit: int, worker_id: str | None, claim_id: str | None = None) -> list[AttemptedRollout]:
         check_ids(worker_id)
         if limit <= 0:
             return []
-        demand = sql_queue.Demand(limit, worker_id, claim_id)
-        [claims] = await self._database.write_batch(sql_queue.claim, [demand], undo=sql_queue.unclaim)
+        demand = queue.Demand(limit, worker_id, claim_id)
+        [claims] = await self._database.write_batch(queue.claim, [demand], undo=queue.unclaim)
         return [claim.rollout for claim in claims]
-
-    async def start_rollout(
-        self,
-        input: TaskInput,
-        mode: RolloutMode | None = None,
-        resources_id: str | None = None,
-        config: RolloutConfig | None = None,
-        metadata: dict[str, Any] | None = None,
-        worker_id: str | None = None,
-    ) -> AttemptedRollout:
-        check_ids(worker_id)
-        request = sql_queue.new_rollout(enqueue_request(input, mode, resources_id, config, metadata))
-        [rollout] = await self._database.write_batch(sql_queue.start_new, [(request, worker_id)])
-        assert rollout is not None, "its id is new"
-        return rollout
 
     async def start_many_rollouts(
         self, rollouts: Sequence[EnqueueRolloutRequest], *, worker_id: str | None = None
     ) -> Sequence[AttemptedRollout | None]:
         check_ids(worker_id)
-        requests = [(sql_queue.new_rollout(request), worker_id) for request in rollouts]
-        return await self._database.write_batch(sql_queue.start_new, requests)
+        requests = [(new_rollout(request), worker_id) for request in rollouts]
+        return await self._database.write_batch(queue.start_new, requests)
 
     async def start_many_attempts(
         self, rollout_ids: Sequence[str], *, worker_id: str | None = None
     ) -> Sequence[AttemptedRollout]:
         check_id_list(rollout_ids)
         check_ids(worker_id)
-        return await self._write(lambda tx: sql_queue.start(tx, rollout_ids, worker_id))
+        return await self._write(lambda tx: queue.start(tx, rollout_ids, worker_id))
 
     # Updates
 
@@ -242,172 +213,102 @@ class SqlLightningStore(LightningStore):
         for name in changes.keys() & {"input", "metadata"}:
             if name == "input" or changes[name] is not None:
                 changes[name] = encode(changes[name], name)
-        return await self._write(lambda tx: update_rollout(tx, rollout_id, changes))
+        return await self._write(lambda tx: attempts.update_rollout(tx, rollout_id, changes))
 
     async def update_many_attempts(
         self, updates: Sequence[AttemptUpdate], *, fenced: bool = False
     ) -> Sequence[Attempt | Conflict]:
-        check_updates(updates)
-        return await self._database.write_batch(update_attempts, [(update, fenced) for update in updates])
+        kept = [(update, fenced) for update in kept_updates(updates)]
+        return await self._database.write_batch(attempts.update_attempts, kept)
 
     async def end_attempts(self, ends: Sequence[tuple[SpanFields, AttemptUpdate]]) -> Sequence[Attempt | Conflict]:
         check_ends(ends)
-        rows = await self._bodies.offload([StoredSpan(span["rollout_id"], span_columns(span)) for span, _ in ends])
-        return await self._database.write_batch(
-            end_attempts, [(row, update) for row, (_, update) in zip(rows, ends, strict=True)]
-        )
+        spans = [StoredSpan(span["rollout_id"], span_columns(span)) for span, _ in ends]
+        updates = kept_updates(update for _, update in ends)
+        return await self._database.write_batch(attempts.end_attempts, list(zip(spans, updates, strict=True)))
 
     # Spans
 
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
-        is_new = await self.add_span_fields([span_fields(span) for span in spans])
-        return [span for span, new in zip(spans, is_new, strict=True) if new]
+        models = [as_model(Span, span) for span in spans]
+        is_new = await self.add_span_fields([span_fields(span) for span in models])
+        return [span for span, new in zip(models, is_new, strict=True) if new]
 
     async def add_span_fields(self, spans: Sequence[SpanFields]) -> Sequence[bool]:
-        rows = await self._bodies.offload([StoredSpan(span["rollout_id"], span_columns(span)) for span in spans])
-        return await self._database.write_batch(sql_spans.add_spans, rows, watched=False)
+        rows = [StoredSpan(span["rollout_id"], span_columns(span)) for span in spans]
+        return await self._database.write_batch(attempts.add_spans, rows, watched=False)
 
     async def add_encoded_spans(self, spans: Sequence[EncodedSpan]) -> Sequence[bool]:
-        rows = await self._bodies.offload([StoredSpan(span.rollout_id, (*span[1:], None)) for span in spans])
-        return await self._database.write_batch(sql_spans.add_spans, rows, watched=False)
+        rows = [StoredSpan(span.rollout_id, span[1:]) for span in spans]
+        return await self._database.write_batch(attempts.add_spans, rows, watched=False)
 
     async def add_otel_span(
         self, rollout_id: str, attempt_id: str, readable_span: ReadableSpan, sequence_id: int | None = None
     ) -> Span | None:
         span = Span.from_opentelemetry(readable_span, rollout_id, attempt_id, sequence_id or 0)
-        [stored] = await self._bodies.offload([StoredSpan(rollout_id, span_columns(span_fields(span)))])
+        stored = span_columns(span_fields(span))
 
         def add(tx: Transaction) -> bool:
             if sequence_id is None:
-                span.sequence_id = sql_spans.number_spans(tx, [rollout_id])[0]
-            columns = (*stored.columns[:SEQUENCE_ID], span.sequence_id, *stored.columns[SEQUENCE_ID + 1 :])
-            return sql_spans.add_spans(tx, [StoredSpan(rollout_id, columns)])[0]
+                span.sequence_id = attempts.number_spans(tx, [rollout_id])[0]
+            columns = (*stored[:SEQUENCE_ID], span.sequence_id, *stored[SEQUENCE_ID + 1 :])
+            return attempts.add_spans(tx, [StoredSpan(rollout_id, columns)])[0]
 
         return span if await self._database.write(add, watched=False) else None
 
     async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> Sequence[int]:
         check_ids(*[given_id for pair in rollout_attempt_ids for given_id in pair])
         rollout_ids = [rollout_id for rollout_id, _ in rollout_attempt_ids]
-        return await self._database.write_batch(sql_spans.number_spans, rollout_ids, watched=False)
+        return await self._database.write_batch(attempts.number_spans, rollout_ids, watched=False)
 
     # Queries
 
-    async def query_rollouts(
-        self,
-        *,
-        status_in: Sequence[RolloutStatus] | None = None,
-        rollout_id_in: Sequence[str] | None = None,
-        rollout_id_contains: str | None = None,
-        filter_logic: FilterLogic = "and",
-        sort_by: str | None = None,
-        sort_order: SortOrder = "asc",
-        limit: int = -1,
-        offset: int = 0,
-        status: Sequence[RolloutStatus] | None = None,
-        rollout_ids: Sequence[str] | None = None,
-    ) -> PaginatedResult[Rollout]:
-        check_texts(rollout_id_contains)
-        statuses = status if status_in is None else status_in
-        check_statuses(statuses, RolloutStatus)
-        ids = rollout_ids if rollout_id_in is None else rollout_id_in
-        if ids is not None:
-            check_id_list(ids)
-        return await self._watched_read(
-            partial(
-                queries.find_rollouts,
-                status_in=statuses,
-                rollout_id_in=ids,
-                rollout_id_contains=rollout_id_contains,
-                filter_logic=filter_logic,
-                sort_by=sort_by,
-                sort_order=sort_order,
-                limit=limit,
-                offset=offset,
-            )
-        )
+    async def find_rollouts(self, query: RolloutsQuery) -> PaginatedResult[Rollout]:
+        return await self._watched_read(lambda tx: queries.find_rollouts(tx, **query._asdict()))
 
     async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
         check_ids(rollout_id)
         return await self._watched_read(lambda tx: queries.find_rollout(tx, rollout_id))
 
-    async def query_attempts(
-        self,
-        rollout_id: str,
-        *,
-        sort_by: str | None = "sequence_id",
-        sort_order: SortOrder = "asc",
-        limit: int = -1,
-        offset: int = 0,
-    ) -> PaginatedResult[Attempt]:
-        check_ids(rollout_id)
-        return await self._watched_read(
-            lambda tx: queries.find_attempts(
-                tx, rollout_id, sort_by=sort_by, sort_order=sort_order, limit=limit, offset=offset
-            )
-        )
+    async def find_attempts(self, query: AttemptsQuery) -> PaginatedResult[Attempt]:
+        return await self._watched_read(lambda tx: queries.find_attempts(tx, **query._asdict()))
 
     async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
         check_ids(rollout_id)
         return await self._watched_read(lambda tx: queries.find_latest_attempt(tx, rollout_id))
 
-    async def query_spans(
-        self,
-        rollout_id: str,
-        attempt_id: str | Literal["latest"] | None = None,
-        *,
-        trace_id: str | None = None,
-        trace_id_contains: str | None = None,
-        span_id: str | None = None,
-        span_id_contains: str | None = None,
-        parent_id: str | None = None,
-        parent_id_contains: str | None = None,
-        name: str | None = None,
-        name_contains: str | None = None,
-        filter_logic: FilterLogic = "and",
-        limit: int = -1,
-        offset: int = 0,
-        sort_by: str | None = "sequence_id",
-        sort_order: SortOrder = "asc",
-    ) -> PaginatedResult[Span]:
-        query = _span_query(
-            trace_id=trace_id,
-            trace_id_contains=trace_id_contains,
-            span_id=span_id,
-            span_id_contains=span_id_contains,
-            parent_id=parent_id,
-            parent_id_contains=parent_id_contains,
-            name=name,
-            name_contains=name_contains,
-            filter_logic=filter_logic,
-            limit=limit,
-            offset=offset,
-            sort_by=sort_by,
-            sort_order=sort_order,
-        )
-        return await self._span_page(rollout_id, attempt_id, query, span_model)
+    async def find_spans(self, query: SpansQuery) -> PaginatedResult[Span]:
+        return await self._span_page(query, span_model)
 
     async def query_spans_json(self, rollout_id: str, attempt_id: str | None = None, **query: Any) -> bytes:
-        page = await self._span_page(rollout_id, attempt_id, _span_query(**query), span_json)
+        page = await self._span_page(SpansQuery(rollout_id, attempt_id, **query).checked(), span_json)
         tail = f'"limit":{page.limit},"offset":{page.offset},"total":{page.total}'.encode()
         return b'{"items":[%b],%b}' % (b",".join(page.items), tail)
 
     async def _span_page(
-        self, rollout_id: str, attempt_id: str | None, query: dict[str, Any], model: SpanModel[Result]
+        self, query: SpansQuery, model: Callable[[str, Sequence[Any]], Result]
     ) -> PaginatedResult[Result]:
         """A page of spans, each made by ``model`` of the rollout's id and a row."""
-        check_ids(rollout_id, attempt_id, query["exact"].get("span_id"))
-        check_texts(*query["exact"].values(), *query["parts"].values())
-        here = if_here(model)
-        page = await self._watched_read(lambda tx: queries.find_spans(tx, rollout_id, attempt_id, model=here, **query))
-        items = await self._bodies.fetch(page.items, model)
-        return PaginatedResult(items=items, limit=page.limit, offset=page.offset, total=page.total)
+        return await self._watched_read(
+            lambda tx: queries.find_spans(
+                tx,
+                query.rollout_id,
+                query.attempt_id,
+                exact=query.exact,
+                parts=query.parts,
+                filter_logic=query.filter_logic,
+                sort_by=query.sort_by,
+                sort_order=query.sort_order,
+                limit=query.limit,
+                offset=query.offset,
+                model=model,
+            )
+        )
 
     async def query_many_spans(self, rollout_ids: Sequence[str], *, name: str | None = None) -> Sequence[Span]:
         check_id_list(rollout_ids)
         check_texts(name)
-        here = if_here(span_model)
-        found = await self._watched_read(lambda tx: queries.find_many_spans(tx, rollout_ids, name, model=here))
-        return await self._bodies.fetch(found, span_model)
+        return await self._watched_read(lambda tx: queries.find_many_spans(tx, rollout_ids, name, model=span_model))
 
     async def wait_for_rollouts(self, *, rollout_ids: Sequence[str], timeout: float | None = None) -> list[Rollout]:
         check_id_list(rollout_ids)
@@ -442,40 +343,15 @@ class SqlLightningStore(LightningStore):
 
     async def add_resources(self, resources: NamedResources) -> ResourcesUpdate:
         text = resources_json(resources)
-        return await self._write(lambda tx: add_resources(tx, text))
+        return await self._write(lambda tx: registry.add_resources(tx, text))
 
     async def update_resources(self, resources_id: str, resources: NamedResources) -> ResourcesUpdate:
         check_ids(resources_id)
         text = resources_json(resources)
-        return await self._write(lambda tx: update_resources(tx, resources_id, text))
+        return await self._write(lambda tx: registry.update_resources(tx, resources_id, text))
 
-    async def query_resources(
-        self,
-        *,
-        resources_id: str | None = None,
-        resources_id_contains: str | None = None,
-        sort_by: str | None = None,
-        sort_order: SortOrder = "asc",
-        limit: int = -1,
-        offset: int = 0,
-    ) -> PaginatedResult[ResourcesUpdate]:
-        check_ids(resources_id)
-        check_texts(resources_id_contains)
-        return await self._read(
-            partial(
-                queries.find_resources,
-                resources_id=resources_id,
-                resources_id_contains=resources_id_contains,
-                sort_by=sort_by,
-                sort_order=sort_order,
-                limit=limit,
-                offset=offset,
-            )
-        )
-
-    async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None:
-        found = await self.query_resources(resources_id=resources_id)
-        return found[0] if found else None
+    async def find_resources(self, query: ResourcesQuery) -> PaginatedResult[ResourcesUpdate]:
+        return await self._read(lambda tx: queries.find_resources(tx, **query._asdict()))
 
     async def get_latest_resources(self) -> ResourcesUpdate | None:
         return await self._read(queries.find_latest_resources)
@@ -484,40 +360,11 @@ class SqlLightningStore(LightningStore):
 
     async def update_worker(self, worker_id: str, heartbeat_stats: dict[str, Any] | Unset = UNSET) -> Worker:
         check_ids(worker_id)
-        stats_json = None
-        if not isinstance(heartbeat_stats, Unset):
-            if not isinstance(heartbeat_stats, dict):
-                raise ConfigError(
-                    f"heartbeat_stats is {heartbeat_stats!r}; expected a dict, or nothing to keep the last"
-                )
-            stats_json = encode(heartbeat_stats, "heartbeat_stats")
-        return await self._write(lambda tx: record_heartbeat(tx, worker_id, stats_json))
+        stats = stats_json(heartbeat_stats)
+        return await self._write(lambda tx: registry.record_heartbeat(tx, worker_id, stats))
 
-    async def query_workers(
-        self,
-        *,
-        status_in: Sequence[WorkerStatus] | None = None,
-        worker_id_contains: str | None = None,
-        filter_logic: FilterLogic = "and",
-        sort_by: str | None = None,
-        sort_order: SortOrder = "asc",
-        limit: int = -1,
-        offset: int = 0,
-    ) -> PaginatedResult[Worker]:
-        check_statuses(status_in, WorkerStatus)
-        check_texts(worker_id_contains)
-        return await self._watched_read(
-            partial(
-                queries.find_workers,
-                status_in=status_in,
-                worker_id_contains=worker_id_contains,
-                filter_logic=filter_logic,
-                sort_by=sort_by,
-                sort_order=sort_order,
-                limit=limit,
-                offset=offset,
-            )
-        )
+    async def find_workers(self, query: WorkersQuery) -> PaginatedResult[Worker]:
+        return await self._watched_read(lambda tx: queries.find_workers(tx, **query._asdict()))
 
     async def get_worker_by_id(self, worker_id: str) -> Worker | None:
         check_ids(worker_id)
@@ -533,7 +380,7 @@ class SqlLightningStore(LightningStore):
         """Run the watchdog if its time has come; whether there was anything to do."""
         if not self._scan_is_due(tx.now):
             return False
-        num_seen = find_lost_attempts(tx, WATCHDOG_BATCH)
+        num_seen = attempts.find_lost_attempts(tx, WATCHDOG_BATCH)
         if num_seen < WATCHDOG_BATCH:
             self._last_scan = tx.now
         return num_seen > 0
@@ -557,25 +404,3 @@ class SqlLightningStore(LightningStore):
 
     async def _write(self, operation: Callable[[Transaction], Result]) -> Result:
         return await self._database.write(operation, watched=True)
-
-
-def _span_query(
-    *,
-    filter_logic: FilterLogic = "and",
-    limit: int = -1,
-    offset: int = 0,
-    sort_by: str | None = "sequence_id",
-    sort_order: SortOrder = "asc",
-    **filters: str | None,
-) -> dict[str, Any]:
-    """A query of spans as ``queries.find_spans`` takes it: filters for equality and for parts by field."""
-    parts = {name.removesuffix("_contains"): text for name, text in filters.items() if name.endswith("_contains")}
-    return {
-        "exact": {name: text for name, text in filters.items() if not name.endswith("_contains")},
-        "parts": parts,
-        "filter_logic": filter_logic,
-        "limit": limit,
-        "offset": offset,
-        "sort_by": sort_by,
-        "sort_order": sort_order,
-    }

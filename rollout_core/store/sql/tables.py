@@ -102,7 +102,7 @@ class SpanRow(_Table, table=True):
     start_time: float | None
     end_time: float | None
     body: str = Field(sa_type=_Text)
-    body_id: str | None = Field(sa_type=_Text, description="Where the body is in the object store; NULL: in ``body``.")
+    body_id: str | None = Field(sa_type=_Text, description="Of no use: kept for databases that have the column.")
 
 
 class CountRow(_Table, table=True):

@@ -1,85 +1,131 @@
-"""The rollouts and attempts that one operation works on: read at once, changed in memory, written back once."""
+"""What one operation of the SQL store works on: read at once, changed in memory, written back once, set by set."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Container, Iterable, Mapping, Sequence
 
-from rollout_core.base.errors import NotFound
-from rollout_core.store.lifecycle import WATCHED
+from rollout_core.store import lifecycle
+from rollout_core.store.operations import Loaded, Work
 from rollout_core.store.sql.dialect import Transaction
+from rollout_core.store.sql.registry import save_workers
 from rollout_core.store.sql.rows import (
     RolloutState,
-    find_attempt,
+    attempt_model,
     load_with_latest,
     save_attempts,
     save_counters,
     save_rollouts,
 )
-from rollout_core.store.sql.superseded import end_attempt, find_superseded
-from rollout_core.store.types import Attempt
 
 
-class UnitOfWork:
-    """Raises NotFound when made if one of the rollouts is unknown. What is changed is to be noted, and saved."""
+class UnitOfWork(Work[RolloutState]):
+    """A ``Work`` on rows of the database."""
 
-    def __init__(self, tx: Transaction, rollout_ids: Iterable[str]) -> None:
+    def __init__(self, tx: Transaction) -> None:
+        super().__init__(tx.now)
         self.tx = tx
-        self.states, self._latest = load_with_latest(tx, rollout_ids)
-        self._older: dict[str, dict[str, Attempt]] = {}
-        self._has_superseded = False
-        self._attempts: dict[tuple[int, int], Attempt] = {}
-        self._rollouts: dict[int, RolloutState] = {}
-        self._counters: dict[int, RolloutState] = {}
+        self.counters: dict[int, RolloutState] = {}
+        """Rollouts, by key, whose last span number was changed."""
+        self.earliest_alarm = -math.inf
+        """The watchdog does not look at what is changed here before this time."""
 
-    def latest(self, rollout_id: str) -> Attempt:
-        """The rollout's latest attempt. Raises NotFound if it has none yet."""
-        attempt = self._latest.get(rollout_id)
-        if attempt is None:
-            raise NotFound(f"rollout {rollout_id} has no attempts yet; dequeue or start it first")
-        return attempt
+    def load(
+        self, rollout_ids: Iterable[str], asked: Iterable[tuple[str, str]] = (), *, may_finish: bool = True
+    ) -> None:
+        """Read these rollouts with their latest attempts, and the older ones that are asked for by rollout and id.
 
-    def attempt(self, rollout_id: str, attempt_id: str) -> Attempt:
-        """Any attempt of a rollout; nearly always it is the latest. Raises NotFound if there is none of this id."""
-        latest = self._latest.get(rollout_id)
-        if latest is not None and latest.attempt_id == attempt_id:
-            return latest
-        older = self._older.setdefault(rollout_id, {})
-        if attempt_id not in older:
-            older[attempt_id] = find_attempt(self.tx, self.states[rollout_id], attempt_id)
-        return older[attempt_id]
+        Where the operation ``may_finish`` rollouts, their older attempts under way are read too. Raises NotFound if a
+        rollout is unknown.
+        """
+        states, latest = load_with_latest(self.tx, rollout_ids)
+        self.rollouts = {
+            rollout_id: Loaded(state, state.attempt_count, latest.get(rollout_id))
+            for rollout_id, state in states.items()
+        }
+        self._load_older(asked, may_finish=may_finish)
 
-    def is_latest(self, attempt: Attempt) -> bool:
-        """Whether this is its rollout's latest attempt."""
-        return self._latest.get(attempt.rollout_id) is attempt
+    def add(self, states: Sequence[RolloutState]) -> list[Loaded[RolloutState]]:
+        """Take over rollouts that were read under their locks, and read their attempts under way."""
+        self.rollouts = {state.rollout_id: Loaded(state, state.attempt_count) for state in states}
+        # Read only now: what another process wrote of an attempt just before the lock was free must be seen.
+        self._load_attempts([state.rollout_id for state in states if state.attempt_count])
+        return list(self.rollouts.values())
 
-    def end_superseded(self, rollout_id: str) -> None:
-        """End the rollout's older attempts that are under way."""
-        if self.states[rollout_id].attempt_count < 2:
+    def _load_older(self, asked: Iterable[tuple[str, str]] = (), *, may_finish: bool = True) -> None:
+        # First attempts, nearly all, cost nothing.
+        retried = [rollout_id for rollout_id, loaded in self.rollouts.items() if loaded.attempt_count > 1]
+        if not retried:
             return
-        if not self._has_superseded:
-            # Of all rollouts at once. What this operation has changed already is not read again.
-            for attempt in find_superseded(self.tx, self.states.values()):
-                self._older.setdefault(attempt.rollout_id, {}).setdefault(attempt.attempt_id, attempt)
-            self._has_superseded = True
-        for attempt in self._older.get(rollout_id, {}).values():
-            if attempt.status in WATCHED:
-                end_attempt(self.tx, attempt)
-                self.note_attempt(attempt)
+        named = [attempt_id for rollout_id, attempt_id in asked if not self._is_latest(rollout_id, attempt_id)]
+        if named or may_finish:
+            self._load_attempts(retried, named, under_way=may_finish)
 
-    def note_attempt(self, attempt: Attempt) -> None:
-        """This attempt was changed."""
-        self._attempts[self.states[attempt.rollout_id].key, attempt.sequence_id] = attempt
+    def _load_attempts(self, rollout_ids: Sequence[str], named: Sequence[str] = (), *, under_way: bool = True) -> None:
+        """Read attempts that are not loaded yet: those under way, by the database, and those of these ids."""
+        if not rollout_ids:
+            return
+        found = self.tx.rows(
+            "SELECT r.rollout_id, {attempt} FROM rollouts r"
+            " JOIN attempts a ON a.rollout_key = r.key"
+            " WHERE r.rollout_id {in_texts} AND (a.status {in_texts} OR a.attempt_id {in_texts})",
+            self.tx.texts(rollout_ids),
+            self.tx.texts(sorted(lifecycle.WATCHED) if under_way else []),
+            self.tx.texts(named),
+        )
+        for rollout_id, *columns in found:
+            loaded = self.rollouts[rollout_id]
+            attempt = attempt_model(rollout_id, columns)
+            if attempt.sequence_id != loaded.attempt_count:
+                loaded.older[attempt.attempt_id] = attempt
+            elif loaded.latest is None:
+                loaded.latest = attempt
 
-    def note_rollout(self, state: RolloutState) -> None:
-        """This rollout was changed."""
-        self._rollouts[state.key] = state
+    def _is_latest(self, rollout_id: str, attempt_id: str) -> bool:
+        latest = self.rollouts[rollout_id].latest
+        return attempt_id == "latest" or (latest is not None and latest.attempt_id == attempt_id)
 
-    def note_counter(self, state: RolloutState) -> None:
-        """Of this rollout the number of its last span was changed."""
-        self._counters[state.key] = state
+    def save(self, unwritten: Container[str] = ()) -> None:
+        """Write back what was changed, but for the rows of rollouts that are ``unwritten`` so far."""
+        self.tx.finished += self.finished
+        for loaded in self.changed.values():
+            row = loaded.record
+            row.attempt_count = loaded.attempt_count
+            if loaded.left_queue:
+                row.queue_position = None
+            row.watch(loaded.latest)
+            if row.due_time is not None:
+                row.due_time = max(row.due_time, self.earliest_alarm)
+        save_rollouts(
+            self.tx, [loaded.record for rollout_id, loaded in self.changed.items() if rollout_id not in unwritten]
+        )
+        if self.counters:
+            save_counters(self.tx, [row for row in self.counters.values() if row.rollout_id not in self.changed])
+        keys = {rollout_id: loaded.record.key for rollout_id, loaded in self.rollouts.items()}
+        if self.new_attempts or self.withdrawn:
+            self._add_and_delete_attempts(keys)
+        save_attempts(self.tx, [(keys[attempt.rollout_id], attempt) for attempt in self.changed_attempts.values()])
+        if self.workers:
+            save_workers(self.tx, self.workers)
 
-    def save(self) -> None:
-        """Write back what was changed."""
-        save_attempts(self.tx, [(key, attempt) for (key, _), attempt in self._attempts.items()])
-        save_rollouts(self.tx, list(self._rollouts.values()))
-        save_counters(self.tx, [state for key, state in self._counters.items() if key not in self._rollouts])
+    def _add_and_delete_attempts(self, keys: Mapping[str, int]) -> None:
+        """Write new attempts, and delete those that are withdrawn."""
+        self.tx.counted["attempts"] += len(self.new_attempts) - len(self.withdrawn)
+        self.tx.insert(
+            "attempts",
+            "rollout_key, sequence_id, attempt_id, status, start_time, worker_id",
+            [
+                (
+                    keys[attempt.rollout_id],
+                    attempt.sequence_id,
+                    attempt.attempt_id,
+                    attempt.status,
+                    attempt.start_time,
+                    attempt.worker_id,
+                )
+                for attempt in self.new_attempts
+            ],
+        )
+        for attempt in self.withdrawn:
+            key = keys[attempt.rollout_id]
+            self.tx.run("DELETE FROM attempts WHERE rollout_key = ? AND sequence_id = ?", key, attempt.sequence_id)

@@ -14,22 +14,14 @@ from pydantic import BaseModel
 
 from rollout_core.base.trusted import SET_EXTRA, SET_FIELDS_SET, trusted
 from rollout_core.store.checks import check_span
-from rollout_core.store.codec import decode, encode
+from rollout_core.store.codec import decode, encode, json_copy
+from rollout_core.store.operations import Loaded, copy_attempt
 from rollout_core.store.span_fields import SpanFields
 from rollout_core.store.spans import Event, Link, OtelResource, Span, SpanContext, StatusCode, TraceStatus
-from rollout_core.store.types import Attempt, AttemptedRollout, Rollout, RolloutConfig, Worker
+from rollout_core.store.types import Attempt, AttemptedRollout, PaginatedResult, Rollout, RolloutConfig, Worker
 
 Model = TypeVar("Model", bound=BaseModel)
-
-
-def json_copy(value: Any) -> Any:
-    """A copy of a JSON value."""
-    kind = type(value)
-    if kind is dict:
-        return {key: json_copy(entry) for key, entry in value.items()}
-    if kind is list:
-        return [entry if type(entry) not in (dict, list) else json_copy(entry) for entry in value]
-    return value
+Item = TypeVar("Item")
 
 
 def with_fields(model: type[Model], source: BaseModel, fields: dict[str, Any]) -> Model:
@@ -55,15 +47,23 @@ def shown_rollout(rollout: Rollout, attempt: Attempt | None) -> Rollout:
     fields["config"] = changed(rollout.config, retry_condition=list(rollout.config.retry_condition))
     if attempt is None:
         return with_fields(Rollout, rollout, fields)
-    fields["attempt"] = shown_attempt(attempt)
+    fields["attempt"] = copy_attempt(attempt)
     shown = with_fields(AttemptedRollout, rollout, fields)
     SET_FIELDS_SET(shown, {*rollout.__pydantic_fields_set__, "attempt"})
     return shown
 
 
-def shown_attempt(attempt: Attempt) -> Attempt:
-    """An attempt as callers get it."""
-    return changed(attempt, metadata=json_copy(attempt.metadata))
+def shown_attempted(loaded: Loaded[Rollout]) -> AttemptedRollout:
+    """A rollout that has an attempt, as callers get it."""
+    shown = shown_rollout(loaded.record, loaded.latest)
+    assert isinstance(shown, AttemptedRollout)
+    return shown
+
+
+def shown_page(page: PaginatedResult[Item], shown: Callable[[Item], Item]) -> PaginatedResult[Item]:
+    """A page as callers get it, its items by ``shown``."""
+    page.items = [shown(item) for item in page.items]
+    return page
 
 
 def shown_worker(worker: Worker) -> Worker:
