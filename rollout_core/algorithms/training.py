@@ -74,7 +74,7 @@ def train_to_end(
             if state.step < algorithm.num_steps and any_rank(context.is_stopping(), accelerator.device):
                 resumption.save_now(state)
                 raise Stopped(
-                    f"the {algorithm.name} update was told to stop and did at step {state.step} of "
+                    f"the {algorithm.name} update was asked to stop and did at step {state.step} of "
                     f"{algorithm.num_steps}, which is kept: run again to continue from there"
                 )
 
