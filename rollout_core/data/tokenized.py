@@ -224,6 +224,8 @@ def _map(folder: Path, name: str) -> np.ndarray:
     return np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
 
 
+# Not Arrow's IPC files, which read as fast here and are a sixth smaller: their bytes depend on the size of batches and
+# may change with pyarrow's version, and folders of equal items are to have one content id.
 class ItemWriter(Generic[ItemT]):
     """Appends items to the columns of a folder; what is in memory does not grow. Use it as a context manager."""
 
