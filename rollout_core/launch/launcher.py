@@ -124,8 +124,8 @@ class _Rank:
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
 
 
-# Not torch.distributed.elastic: its agent meets by a TCP store, whose port another process may take, and its ranks report
-# by an error file at their end, not step by step.
+# Not torch.distributed.elastic: its agent meets by a TCP store, whose port another process may take, and its ranks
+# report by an error file at their end, not step by step.
 class _Ranks:
     """The processes of a job; ends all of them when left, whatever the reason."""
 
