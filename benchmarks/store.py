@@ -8,7 +8,10 @@ With ``--flat`` it measures instead how the cost of a call in SQLite changes wit
 call that runs the watchdog with nothing due, and one that finds lost attempts, at 10,000 and at 1,000,000 rollouts, a
 tenth of them under way. Rounds alternate between the two files; the ratio is the median of the rounds' own.
 
-Run: python benchmarks/store.py [--quick] [--flat] [--stores "memory;http, memory"]
+With ``--spans`` it measures batches of 100 spans a second into a server over SQLite, in both ways a server takes them:
+``add_many_spans`` of a client, and OTLP's protobuf as an exporter sends it.
+
+Run: python benchmarks/store.py [--quick] [--flat | --spans] [--stores "memory;http, memory"]
 The row of PostgreSQL needs ROLLOUT_BENCH_POSTGRES=postgresql://... of a database it may make schemas in.
 """
 
@@ -32,8 +35,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import asyncpg
 from harness import PROJECT, Figures, median_ratio
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from rich.console import Console
 from rich.table import Table
 
@@ -49,6 +54,7 @@ from rollout_core.store import (
     Span,
     SqlLightningStore,
 )
+from rollout_core.store.semconv import LightningResourceAttributes
 
 NUM_ROLLOUTS = 10_000
 """Rollouts among which a query looks for 50 of one status."""
@@ -318,6 +324,79 @@ async def measure_all(names: Sequence[str], size: Size) -> Table:
     return table
 
 
+# Spans over HTTP
+
+
+def otlp_request(spans: Sequence[Span]) -> bytes:
+    """The spans of one attempt as an exporter of OpenTelemetry sends them."""
+    request = ExportTraceServiceRequest()
+    of_resource = request.resource_spans.add()
+    for name, value in (
+        (LightningResourceAttributes.ROLLOUT_ID.value, spans[0].rollout_id),
+        (LightningResourceAttributes.ATTEMPT_ID.value, spans[0].attempt_id),
+    ):
+        of_resource.resource.attributes.add(key=name).value.string_value = value
+    sent = of_resource.scope_spans.add()
+    for span in spans:
+        source = sent.spans.add(
+            trace_id=bytes.fromhex(span.trace_id),
+            span_id=bytes.fromhex(span.span_id),
+            name=span.name,
+            start_time_unix_nano=1_700_000_000_250_000_000,
+            end_time_unix_nano=1_700_000_001_500_000_000,
+        )
+        for key, value in span.attributes.items():
+            held = source.attributes.add(key=key).value
+            if isinstance(value, list):
+                for number in value:
+                    held.array_value.values.add(int_value=number)
+            else:
+                kind = {str: "string_value", int: "int_value", float: "double_value"}[type(value)]
+                setattr(held, kind, value)
+    return request.SerializeToString()
+
+
+async def measure_spans(size: Size) -> Table:
+    """Batches of spans a second over HTTP into SQLite; medians over rounds, after one that does not count."""
+    rounds: list[dict[tuple[str, int], float]] = []
+    for _ in range(size.rounds + 1):
+        with tempfile.TemporaryDirectory(prefix="rollout-bench-") as folder:
+            async with http(Path(folder)) as store, aiohttp.ClientSession() as web:
+                rounds.append(await _span_rates(store, web, size.calls))
+    table = Table(
+        title=f"Batches of {SPANS} spans a second, HTTP and SQLite, medians of {size.rounds} rounds",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
+    for column in ("sent as", "callers", "batches"):
+        table.add_column(column, justify="left" if column == "sent as" else "right")
+    for kind, callers in rounds[0]:
+        rate = statistics.median(rates[kind, callers] for rates in rounds[1:])
+        table.add_row(kind, str(callers), f"{rate:,.0f}")
+    return table
+
+
+async def _span_rates(store: LightningStore, web: aiohttp.ClientSession, calls: int) -> dict[tuple[str, int], float]:
+    rates: dict[tuple[str, int], float] = {}
+    for callers in (1, 16):
+        traced = [await store.start_rollout(n) for n in range(calls)]
+        batches = [[make_span(rollout, n + 1) for n in range(SPANS)] for rollout in traced]
+        other = Round(store, Size(calls, 0, 1), callers)
+        await other.measure("spans", [lambda batch=batch: store.add_many_spans(batch) for batch in batches])
+        requests = [otlp_request([make_span(rollout, 1) for _ in range(SPANS)]) for rollout in traced]
+
+        async def export(request: bytes) -> None:
+            headers = {"content-type": "application/x-protobuf"}
+            async with web.post(store.otlp_traces_endpoint(), data=request, headers=headers) as reply:
+                assert reply.status == 200 and await reply.read() == b""
+
+        await other.measure("otlp", [lambda request=request: export(request) for request in requests])
+        rates["add_many_spans", callers] = other.rates["spans"]
+        rates["OTLP protobuf", callers] = other.rates["otlp"]
+    return rates
+
+
 # How the cost changes with what is stored
 
 
@@ -395,6 +474,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small form, to see that it runs")
     parser.add_argument("--flat", action="store_true", help="cost of a call with many rollouts stored")
+    parser.add_argument("--spans", action="store_true", help="batches of spans over HTTP into SQLite")
     parser.add_argument("--stores", default=";".join(STORES), help="the rows, joined by semicolons")
     arguments = parser.parse_args()
     if arguments.flat:
@@ -402,6 +482,9 @@ def main() -> None:
         asyncio.run(measure_flat(sizes, calls, rounds)).show()
         return
     size = Size(calls=100, batches=2, rounds=1) if arguments.quick else Size(calls=1_000, batches=10, rounds=5)
+    if arguments.spans:
+        Console().print(asyncio.run(measure_spans(size)))
+        return
     table = asyncio.run(measure_all(arguments.stores.split(";"), size))
     Console(width=170).print(table)
 

@@ -1,4 +1,7 @@
-"""Flows: order, fan-out and placement of stages; and the `rollout` command."""
+"""Flows: order, fan-out and placement of stages; and the `rollout` command.
+
+Names are imported when they are first used; the nightly flow, which has its module's name, is `flows.nightly.nightly`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import UUID
 
+import lazy_loader
+
 from rollout_core.base.numerics import NUMERICS, hold_numerics
+from rollout_core.base.own_packages import require_own
 from rollout_core.base.seeding import prepare_environment
 
 
@@ -28,9 +34,12 @@ def _parameters_of(flow_run_id: str) -> Mapping[str, Any]:
 
 # Every process that runs a flow imports this package first, before torch reads its environment.
 prepare_environment()
+require_own("tasks", "blocks")
 if "PREFECT__FLOW_RUN_ID" in os.environ and NUMERICS not in os.environ:
     # Started by a worker for one flow run, whose parameters say how it is to compute.
     hold_numerics(requested_numerics(_parameters_of(os.environ["PREFECT__FLOW_RUN_ID"])))
 # OpenMP's threads otherwise spin while they wait for each other: beside any other busy process on the same cores,
 # training on the CPU was then measured ten to twenty times slower; asleep, a few percent slower alone.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -137,7 +137,8 @@ def _start(home: Path, port: int, lock: int) -> None:
     with (home / LOG).open("ab") as output:
         # Returns at once: the server lives on as a process that is nobody's child.
         subprocess.run(
-            [sys.executable, "-m", "flows.server_process", str(port), str(home), str(lock)],
+            # -P: the folder it runs in may have a `flows` of its own.
+            [sys.executable, "-P", "-m", "flows.server_process", str(port), str(home), str(lock)],
             stdout=output,
             stderr=output,
             stdin=subprocess.DEVNULL,
@@ -192,6 +193,7 @@ def _read(home: Path) -> Listening | None:
 
 
 def _is_healthy(server: Listening) -> bool:
+    # By urllib, here and below: every command begins with a probe, and aiohttp takes ten times as long to import.
     try:
         with urllib.request.urlopen(f"{server.url}/health", timeout=2) as answer:
             return answer.status == 200

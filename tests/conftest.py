@@ -36,7 +36,7 @@ from tests.server_logs import ServerLogs
 BUCKET = "objects"
 """On the S3 server of the tests."""
 PROJECT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(PROJECT / "examples"))
+sys.path[:0] = [str(PROJECT / "examples"), str(PROJECT / "examples" / "library")]
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,8 @@
 """One pooled connection to an HTTP endpoint that generates: tries again what may pass, and tells what will not.
 
+It is built on aiohttp, the project's one HTTP library, and not on the `openai` package, which reads answers of any size
+to their end, hands on exceptions and log records that hold headers, and takes seconds to import.
+
 What an endpoint answers is somebody else's: answers are read up to a size and within a time, redirects are not
 followed, and nothing that it says leaves this module with its key in it.
 """
@@ -7,7 +10,6 @@ followed, and nothing that it says leaves this module with its key in it.
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import time
 from collections.abc import Mapping
@@ -15,7 +17,7 @@ from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-import httpx
+import aiohttp
 import orjson
 
 from rollout_core.base.errors import ConfigError
@@ -32,8 +34,6 @@ MAX_TOLD = 300
 """Characters of what an endpoint says that are passed on."""
 _PASSING = frozenset({408, 425, 429})
 _CONNECT_SECONDS = 10.0
-_LOGGERS = ("httpx", "httpcore.connection", "httpcore.http11", "httpcore.proxy")
-"""They write reason phrases and headers of answers where somebody asks for that much."""
 
 
 class Passing(Exception):
@@ -61,15 +61,8 @@ class Endpoint:
             key = require_secret(config.api_key)
             headers["authorization"] = f"Bearer {key}"
             self._key = Redaction(key)
-        pool = config.max_concurrency
-        self._client = httpx.AsyncClient(
-            headers=headers,
-            follow_redirects=False,  # the key is meant for this address
-            timeout=httpx.Timeout(config.timeout_seconds, connect=_CONNECT_SECONDS, pool=None),
-            limits=httpx.Limits(max_connections=pool, max_keepalive_connections=pool),
-        )
-        for name in _LOGGERS:
-            logging.getLogger(name).addFilter(self._redact)
+        self._headers = headers
+        self._session: aiohttp.ClientSession | None = None
         # Its own source of chance: the global one belongs to training, which must repeat to the last bit.
         self._chance = random.Random()
         self._resume_at = 0.0
@@ -77,9 +70,21 @@ class Endpoint:
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._client.aclose()
-        for name in _LOGGERS:
-            logging.getLogger(name).removeFilter(self._redact)
+        if self._session is not None:
+            await self._session.close()
+
+    def _connections(self) -> aiohttp.ClientSession:
+        # Made at the first use, because it belongs to the event loop that it is made in.
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self._config.max_concurrency),
+                timeout=aiohttp.ClientTimeout(sock_connect=_CONNECT_SECONDS, sock_read=self._config.timeout_seconds),
+                headers=self._headers,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+                trust_env=True,  # the proxy that the environment names
+            )
+        return self._session
 
     def told(self, text: str) -> str:
         """What the endpoint says, fit to be kept and shown: one line of limited length, without its key."""
@@ -115,7 +120,7 @@ class Endpoint:
             asked_to_wait = 0.0
             try:
                 response, read = await self._answer(method, path, content, max_bytes)
-                if response.is_success:
+                if _is_success(response):
                     answer = orjson.loads(read)
                     if isinstance(answer, dict):
                         return answer
@@ -123,43 +128,45 @@ class Endpoint:
                 else:
                     self._refuse(response, read)
                     asked_to_wait = _retry_after(response)
-                    problem = f"HTTP {response.status_code}: {self._message(read)}"
-            except httpx.LocalProtocolError:
-                # Its text holds the header, and so the key.
-                raise ConfigError(f"{self._config.url}: a header of the request is malformed") from None
-            except httpx.RequestError as error:
-                problem = self.told(f"{type(error).__name__}: {error}").rstrip(": ")
-            except TimeoutError:
-                problem = f"no whole answer within {self._config.timeout_seconds:g} s"
+                    problem = f"HTTP {response.status}: {self._message(read)}"
             except orjson.JSONDecodeError:
                 problem = "the answer is no JSON"
+            except aiohttp.InvalidURL:
+                raise ConfigError(f"{self._config.url} is no address; correct backend.url") from None
+            except TimeoutError:
+                problem = f"no whole answer within {self._config.timeout_seconds:g} s"
+            except (aiohttp.ClientError, OSError) as error:
+                problem = self.told(f"{type(error).__name__}: {error}").rstrip(": ")
             if attempt < retries:
                 await self._back_off(attempt, asked_to_wait)
         raise Passing(f"{self._config.url}: {problem} (after {retries + 1} tries)")
 
     async def _answer(
         self, method: str, path: str, content: bytes | None, max_bytes: int
-    ) -> tuple[httpx.Response, bytes]:
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
         """One try: the answer, and as much of its body as is read."""
         # The client's own limit is for each piece of an answer, and these may drip.
         async with (
             asyncio.timeout(self._config.timeout_seconds + _CONNECT_SECONDS),
-            self._client.stream(method, self._config.url + path, content=content) as response,
+            # No redirects: the key is meant for this address.
+            self._connections().request(
+                method, self._config.url + path, data=content, allow_redirects=False
+            ) as response,
         ):
-            if response.is_success and response.headers.get("content-encoding", "identity") != "identity":
+            if _is_success(response) and response.headers.get("content-encoding", "identity") != "identity":
                 raise Malformed("the answer is compressed, which was not asked for")
             body = bytearray()
-            async for chunk in response.aiter_raw():
+            async for chunk in response.content.iter_any():
                 body += chunk
-                if not response.is_success and len(body) >= MAX_ERROR_BYTES:
+                if not _is_success(response) and len(body) >= MAX_ERROR_BYTES:
                     break
                 if len(body) > max_bytes:
                     raise Malformed(f"the answer has more than the {max_bytes:,} bytes that fit what was asked for")
             return response, bytes(body)
 
-    def _refuse(self, response: httpx.Response, body: bytes) -> None:
+    def _refuse(self, response: aiohttp.ClientResponse, body: bytes) -> None:
         """Raise for a status that another try would get again."""
-        status, url = response.status_code, self._config.url
+        status, url = response.status, self._config.url
         if status in _PASSING or status >= 500:
             return
         message = self._message(body)
@@ -184,11 +191,6 @@ class Endpoint:
             text = said if isinstance(said, str) else text
         return self.told(text)
 
-    def _redact(self, record: logging.LogRecord) -> bool:
-        if self._key is not None:
-            record.msg, record.args = self._key.hide(record.getMessage()), None
-        return True
-
     async def _back_off(self, attempt: int, asked_to_wait: float) -> None:
         if asked_to_wait:
             # It speaks for all requests, so the others need not find out one by one.
@@ -202,7 +204,11 @@ class Endpoint:
             await asyncio.sleep(seconds * self._chance.uniform(1.0, 1.1))
 
 
-def _retry_after(response: httpx.Response) -> float:
+def _is_success(response: aiohttp.ClientResponse) -> bool:
+    return 200 <= response.status < 300
+
+
+def _retry_after(response: aiohttp.ClientResponse) -> float:
     """Seconds that the answer asks to wait: a number, or the time until a date."""
     told = response.headers.get("retry-after", "").strip()
     seconds = 0.0

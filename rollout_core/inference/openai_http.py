@@ -153,6 +153,8 @@ class OpenAIEngine(GathersStream):
 
     def close(self) -> None:
         self._run(self._endpoint.close())
+        # The threads in which answers were tokenised; they would outlive the loop.
+        self._run(self._loop.shutdown_default_executor())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -218,7 +218,8 @@ class _Ranks:
         reading, writing = os.pipe()
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "rollout_core.launch.rank", str(self._folder / "job.json")],
+                # -P: a module in the folder it runs in that is called like a dependency is not imported.
+                [sys.executable, "-P", "-m", "rollout_core.launch.rank", str(self._folder / "job.json")],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rollout_core.base.errors import Conflict
 from rollout_core.store.checks import check_ends, check_id_list
 from rollout_core.store.codec import encode_stored
+from rollout_core.store.encoded_spans import EncodedSpan
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
 from rollout_core.store.span_fields import SpanFields
 from rollout_core.store.spans import Span
@@ -286,6 +287,10 @@ class LightningStore(ABC):
             if is_new[-1]:
                 left.pop()
         return is_new
+
+    async def add_encoded_spans(self, spans: Sequence[EncodedSpan]) -> Sequence[bool]:
+        """``add_span_fields`` of spans whose bodies are JSON already, for a server that only passes them on."""
+        return await self.add_span_fields([span.fields() for span in spans])
 
     async def end_attempts(self, ends: Sequence[tuple[SpanFields, AttemptUpdate]]) -> Sequence[Attempt | Conflict]:
         """Store a last span of each attempt, see ``add_span_fields``, and apply its update, fenced, see

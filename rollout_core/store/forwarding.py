@@ -51,6 +51,7 @@ class ForwardingLightningStore(LightningStore):
     update_attempt = _forwarded(LightningStore.update_attempt)
     add_many_spans = _forwarded(LightningStore.add_many_spans)
     add_span_fields = _forwarded(LightningStore.add_span_fields)
+    add_encoded_spans = _forwarded(LightningStore.add_encoded_spans)
     end_attempts = _forwarded(LightningStore.end_attempts)
     add_span = _forwarded(LightningStore.add_span)
     add_otel_span = _forwarded(LightningStore.add_otel_span)

@@ -12,7 +12,7 @@ from schemathesis.generation import GenerationMode
 
 from rollout_core.store import SqlLightningStore
 from rollout_core.store.http.app import AppSettings, create_app
-from rollout_core.store.http.operations import OPERATIONS
+from rollout_core.store.http.routes import ROUTES
 
 KEY = {"Authorization": "Bearer k"}
 """With it the name of the test's host does not matter."""
@@ -27,7 +27,7 @@ def api(tmp_path_factory):
 # What takes nothing but an id cannot be asked wrongly.
 CASES = [
     pytest.param(operation, mode, id=f"{operation.name}-{mode.value}")
-    for operation in OPERATIONS
+    for operation in ROUTES
     for mode in GenerationMode
     if operation.takes is not None or mode is GenerationMode.POSITIVE
 ]
@@ -58,5 +58,5 @@ def test_no_request_is_a_server_error(api, operation, mode):
 
 def test_the_description_is_json_and_names_every_operation(api):
     described = {(path, method) for path, item in api.raw_schema["paths"].items() for method in item}
-    assert described == {(operation.path, operation.method.lower()) for operation in OPERATIONS}
+    assert described == {(operation.path, operation.method.lower()) for operation in ROUTES}
     json.dumps(api.raw_schema)

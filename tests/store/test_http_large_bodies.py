@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 from pydantic import TypeAdapter
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.store.http import large_bodies, replies, wire
+from rollout_core.store.codec import encode_stored
+from rollout_core.store.http import large_bodies, wire
 from rollout_core.store.http.errors import unprocessable
 from rollout_core.store.http.large_bodies import list_fields, read_large
 from rollout_core.store.resources import NamedResources
@@ -35,7 +36,6 @@ LISTS = list_fields(wire.StartManyRequest)
 def _small_parts(monkeypatch):
     monkeypatch.setattr(large_bodies, "LOOP_BYTES", 64)
     monkeypatch.setattr(large_bodies, "LOOP_RECORDS", 3)
-    monkeypatch.setattr(replies, "LOOP_RECORDS", 3)
 
 
 def at_once(data: bytes) -> Any:
@@ -47,7 +47,7 @@ def at_once(data: bytes) -> Any:
 
 def in_parts(data: bytes) -> Any:
     try:
-        return asyncio.run(read_large(START_MANY, LISTS, data))
+        return asyncio.run(read_large(START_MANY.validate_json, LISTS, data))
     except ConfigError as error:
         # What is large beside its list is refused; here that is nearly everything.
         return None if "beside its list" in str(error) or "long lists" in str(error) else type(error)
@@ -87,19 +87,21 @@ def test_a_body_with_a_fault_is_refused_as_it_would_be(body, place, change):
 )
 def test_what_cannot_be_read_in_parts_is_said(data, message):
     with pytest.raises(ConfigError, match=message):
-        asyncio.run(read_large(START_MANY, LISTS, data))
+        asyncio.run(read_large(START_MANY.validate_json, LISTS, data))
 
 
 def test_a_large_body_without_a_list_is_read_at_once():
     resources = {"main": {"resource_type": "prompt_template", "template": "x" * 500, "engine": "f-string"}}
     adapter = TypeAdapter(NamedResources)
     data = json.dumps(resources).encode()
-    assert asyncio.run(read_large(adapter, list_fields(NamedResources), data)) == adapter.validate_json(data)
+    assert asyncio.run(read_large(adapter.validate_json, list_fields(NamedResources), data)) == adapter.validate_json(
+        data
+    )
 
 
 def test_a_large_reply_is_the_same_as_a_small_one():
     rollouts = [Rollout(rollout_id=f"r{n}", input={"n": n}, start_time=0.0) for n in range(10)]
     page = PaginatedResult[Rollout](items=rollouts, limit=-1, offset=0, total=10)
     for result in (rollouts, tuple(rollouts), page):
-        assert replies.is_large(result)
-        assert asyncio.run(replies.encode_large(result)) == replies.encode_stored(result)
+        assert large_bodies.is_large(result)
+        assert asyncio.run(large_bodies.encode_large(result)) == encode_stored(result)

@@ -34,7 +34,7 @@ from rollout_core.store import (
     SqlLightningStore,
 )
 from rollout_core.store.forwarding import ForwardingLightningStore
-from rollout_core.store.http import listening, protocol, wire
+from rollout_core.store.http import listening, wire
 from rollout_core.store.http.transport import path_part
 from tests.store.conftest import FailingStore
 from tests.store.forking import leave
@@ -226,6 +226,38 @@ async def test_cors_lets_the_named_origins_in(web):
         assert "Access-Control-Allow-Origin" not in reply.headers
 
 
+@pytest.mark.parametrize("allowed", ["http://ui.example", "*"])
+async def test_cors_takes_credentials_and_says_the_origin_of_the_page(make_server, allowed):
+    server = await make_server(cors_allow_origins=allowed)
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    async with aiohttp.ClientSession(server.endpoint) as web:
+        for method, further in (("OPTIONS", asked), ("GET", {}), ("GET", {"Cookie": "a=b"})):
+            headers = {"Origin": "http://ui.example", **further}
+            async with web.request(method, f"{AGL}/statistics", headers=headers) as reply:
+                assert reply.status == 200
+                # A browser lets no page read an answer to a request with credentials that says "*".
+                assert reply.headers["Access-Control-Allow-Origin"] == "http://ui.example"
+                assert reply.headers["Access-Control-Allow-Credentials"] == "true"
+                assert "Origin" in reply.headers["Vary"]
+        async with web.get(f"{AGL}/statistics", headers={"Origin": "http://evil.example"}) as reply:
+            is_let_in = allowed == "*"
+            assert reply.status == (200 if is_let_in else 403)
+            expected = "http://evil.example" if is_let_in else None
+            assert reply.headers.get("Access-Control-Allow-Origin") == expected
+
+
+async def test_a_client_names_the_address_of_the_routes_and_that_of_the_server(server):
+    for given in (server.endpoint, f"{server.endpoint}/", f"{server.endpoint}/v1/agl", f"{server.endpoint}/v1/agl/"):
+        async with LightningStoreClient(given) as client:
+            assert client.server_address == f"{server.endpoint}/v1/agl"
+            assert client.server_address_root == server.endpoint
+            assert client.otlp_traces_endpoint() == f"{server.endpoint}/v1/traces"
+            assert (await client.enqueue_rollout(1)).input == 1
+            copy = pickle.loads(pickle.dumps(client))  # noqa: S301 - just made
+            assert (copy.server_address, copy.server_address_root) == (client.server_address, server.endpoint)
+            await copy.close()
+
+
 async def test_metrics_count_requests_by_operation(web):
     await ask(web, "POST", f"{AGL}/queues/rollouts/enqueue", json={"rollouts": [{"input": 1}]})
     await ask(web, "POST", f"{AGL}/rollouts/some-id", json={"mode": None})
@@ -277,7 +309,7 @@ async def test_broken_gzip_is_a_bad_request(web, data):
 
 
 async def test_slow_clients_block_nobody_and_are_cut_off(make_server, monkeypatch):
-    monkeypatch.setattr(protocol, "HEADER_SECONDS", 0.5)
+    monkeypatch.setattr(listening, "HEADER_SECONDS", 0.5)
     monkeypatch.setattr(listening, "UNREAD_SECONDS", 1)
     server = await make_server()
     store = server.store

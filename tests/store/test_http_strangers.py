@@ -14,9 +14,9 @@ import pytest_asyncio
 from rollout_core.store import InMemoryLightningStore, LightningStoreServer
 from rollout_core.store.forwarding import ForwardingLightningStore
 from rollout_core.store.http import wire
-from rollout_core.store.http.bodies import MAX_GZIP_MEMBERS, BodyLimits, unpack_gzip
 from rollout_core.store.http.gate import _is_local
-from rollout_core.store.http.protocol import MAX_HEADER_BYTES, MAX_HEADERS
+from rollout_core.store.http.listening import MAX_HEADER_BYTES, MAX_HEADERS
+from rollout_core.store.http.requests import MAX_GZIP_MEMBERS, BodyLimits, unpack_gzip
 
 AGL = "/v1/agl"
 JSON = {"Content-Type": "application/json"}

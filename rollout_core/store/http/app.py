@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from fastapi import FastAPI
+from pydantic import TypeAdapter
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -16,16 +18,12 @@ from starlette.responses import Response
 from rollout_core.base.errors import NotFound, UnknownOutcome
 from rollout_core.store.base import LightningStore
 from rollout_core.store.http import wire
-from rollout_core.store.http.bodies import BodyLimits
-from rollout_core.store.http.calls import answer, read_call
-from rollout_core.store.http.description import describe
-from rollout_core.store.http.gate import Gate
-from rollout_core.store.http.lane import Lane
-from rollout_core.store.http.memo import Memo
-from rollout_core.store.http.metrics import Metrics
-from rollout_core.store.http.operations import OPERATIONS, Operation
+from rollout_core.store.http.errors import ErrorBody
+from rollout_core.store.http.gate import Gate, Metrics
+from rollout_core.store.http.large_bodies import Lane
 from rollout_core.store.http.otlp import receive_traces
-from rollout_core.store.http.replies import error_reply
+from rollout_core.store.http.requests import BodyLimits, Memo, answer, error_reply, read_call
+from rollout_core.store.http.routes import ROUTES, Route
 
 METRICS_PATH = "/metrics"
 MAX_BODY_BYTES = 64 << 20
@@ -63,12 +61,12 @@ def create_app(
     lane = Lane()
     app = FastAPI(title="LightningStore", lifespan=lifespan, redirect_slashes=False)
     # Plain routes: bodies are read, checked and written here, once, without FastAPI's own passes.
-    for operation in OPERATIONS:
+    for route in ROUTES:
         app.add_route(
-            operation.path,
-            _endpoint(store, operation, limits, memo, lane),
-            methods=[operation.method],
-            name=operation.name,
+            route.path,
+            _endpoint(store, route, limits, memo, lane),
+            methods=[route.method],
+            name=route.name,
             include_in_schema=False,
         )
 
@@ -87,13 +85,17 @@ def create_app(
 
         app.add_route(METRICS_PATH, show_metrics, methods=["GET"], include_in_schema=False)
     app.add_exception_handler(HTTPException, _say_http_error)
-    app.openapi = cache(lambda: describe(app.title, OPERATIONS))  # pyright: ignore[reportAttributeAccessIssue]
+    app.openapi = cache(lambda: describe(app.title))  # pyright: ignore[reportAttributeAccessIssue]
     app.add_middleware(Gate, api_key=settings.api_key, allowed_origins=settings.cors_allow_origins, metrics=metrics)
     if settings.cors_allow_origins:
         # The outermost: browsers ask for permission without a key, and must be able to read a refusal.
+        # With credentials no answer may say ``*``, so it is a pattern, and each page reads its own origin.
+        everybody = "*" in settings.cors_allow_origins
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=list(settings.cors_allow_origins),
+            allow_origins=() if everybody else settings.cors_allow_origins,
+            allow_origin_regex=".*" if everybody else None,
+            allow_credentials=True,
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=[wire.UNFINISHED_HEADER],
@@ -102,19 +104,19 @@ def create_app(
 
 
 def _endpoint(
-    store: LightningStore, operation: Operation, limits: BodyLimits, memo: Memo, lane: Lane
+    store: LightningStore, route: Route, limits: BodyLimits, memo: Memo, lane: Lane
 ) -> Callable[[Request], Awaitable[Response]]:
     async def serve(request: Request) -> Response:
         try:
-            call = await read_call(operation, request, limits, lane)
-            if call.key is None or not operation.remembered:
-                return await answer(store, operation, call, lane)
+            call = await read_call(route, request, limits, lane)
+            if call.key is None or not route.remembered:
+                return await answer(store, route, call, lane)
             if call.final and not memo.known(call.key):
                 raise UnknownOutcome(
                     "the connection was lost while this was sent, and this server does not know whether it was done; "
                     "look before you repeat it"
                 )
-            return await memo.once(call.key, call.digest, lambda: answer(store, operation, call, lane))
+            return await memo.once(call.key, call.digest, lambda: answer(store, route, call, lane))
         except ClientDisconnect:
             return Response(status_code=400)  # nobody is there to read it
         except Exception as error:  # noqa: BLE001 - every error becomes a reply
@@ -129,3 +131,76 @@ async def _say_http_error(request: Request, error: Exception) -> Response:
     reply = error_reply(NotFound(f"there is no {request.method} {request.url.path}: {error.detail}"))
     reply.status_code = error.status_code
     return reply
+
+
+# The description
+
+_ERRORS = {
+    "400": "A value makes no sense, or the body is not JSON",
+    "401": "No API key, or a wrong one",
+    "404": "Something named does not exist",
+    "408": "The body did not arrive in time",
+    "409": "The thing changed under the caller",
+    "410": "What was asked for is gone",
+    "413": "The body is too large",
+    "415": "The body is packed in an unknown way",
+    "422": "The body is JSON, but not of this form",
+    "503": "Passing trouble of the storage; the same request can be sent again",
+}
+
+
+def describe(title: str, routes: Sequence[Route] = ROUTES) -> dict[str, Any]:
+    """The OpenAPI description of the server, as JSON."""
+    models = [
+        (route, mode, TypeAdapter(model))
+        for route in routes
+        for mode, model in (("validation", route.takes), ("serialization", route.gives))
+        if model is not None
+    ]
+    error = TypeAdapter(ErrorBody)
+    schemas, definitions = TypeAdapter.json_schemas(
+        [*models, ("error", "serialization", error)],  # pyright: ignore[reportArgumentType] - the modes are literal
+        ref_template="#/components/schemas/{model}",
+    )
+    paths: dict[str, Any] = {}
+    for route in routes:
+        paths.setdefault(route.path, {})[route.method.lower()] = _describe_one(route, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": title, "version": "1"},
+        "paths": paths,
+        "components": {"schemas": definitions.get("$defs", {})},
+    }
+
+
+def _describe_one(route: Route, schemas: Any) -> dict[str, Any]:
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in re.findall(r"{(\w+)}", route.path)
+    ]
+    described: dict[str, Any] = {
+        "operationId": route.name,
+        "summary": route.summary,
+        "responses": {
+            str(route.status): _content("Done", schemas.get((route, "serialization"), {})),
+            **{status: _content(text, schemas["error", "serialization"]) for status, text in _ERRORS.items()},
+        },
+    }
+    if route.method == "GET" and route.takes is not None:
+        fields = TypeAdapter(route.takes).json_schema()
+        parameters += [
+            {"name": name, "in": "query", "required": name in fields.get("required", ()), "schema": schema}
+            for name, schema in fields["properties"].items()
+        ]
+    elif route.takes is not None:
+        described["requestBody"] = {
+            "required": not route.may_be_empty,
+            "content": {wire.JSON: {"schema": schemas[route, "validation"]}},
+        }
+    if parameters:
+        described["parameters"] = parameters
+    return described
+
+
+def _content(text: str, schema: Any) -> dict[str, Any]:
+    return {"description": text, "content": {wire.JSON: {"schema": schema}}}

@@ -3,76 +3,127 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import logging
+import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, TypeVar, cast, get_args
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import TypeAdapter
 
 from rollout_core.base.errors import ConfigError, Conflict, Recoverable
 from rollout_core.store.base import LightningStore
 from rollout_core.store.checks import check_id_list, check_ids, resources_json
 from rollout_core.store.http import wire
+from rollout_core.store.http.routes import ROUTES, Route
 from rollout_core.store.http.transport import Repeat, Transport, TransportSettings, path_part
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
 from rollout_core.store.spans import Span
 from rollout_core.store.types import (
-    UNSET,
     Attempt,
     AttemptedRollout,
     AttemptUpdate,
     EnqueueRolloutRequest,
-    FilterLogic,
     LightningStoreCapabilities,
-    LightningStoreStatistics,
-    PaginatedResult,
     Rollout,
     RolloutConfig,
     RolloutMode,
-    RolloutStatus,
-    SortOrder,
     TaskInput,
     Unset,
-    Worker,
-    WorkerStatus,
     enqueue_request,
 )
 
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import ReadableSpan
-
 logger = logging.getLogger(__name__)
 
-Model = TypeVar("Model", bound=BaseModel)
-Page = TypeVar("Page", bound=PaginatedResult[Any])
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 LONGEST_TIMEOUT_SECONDS = 0.1
 """Longest timeout that ``wait_for_rollouts`` of a client takes; the contract's limit, not ours."""
 
-_ROLLOUT = TypeAdapter[Rollout](wire.AnyRollout)
 _ROLLOUTS = TypeAdapter[list[Rollout]](wire.Rollouts)
-_ROLLOUT_OR_NONE = TypeAdapter[Rollout | None](wire.AnyRollout | None)
 _CLAIMED = TypeAdapter(list[AttemptedRollout])
 _STARTED = TypeAdapter(AttemptedRollout)
 _MANY_STARTED = TypeAdapter(list[AttemptedRollout | None])
 _OUTCOMES = TypeAdapter(list[wire.AttemptOutcome])
-_ATTEMPT_OR_NONE = TypeAdapter[Attempt | None](Attempt | None)
-_SPANS = TypeAdapter(list[Span])
 _RESOURCES = TypeAdapter(ResourcesUpdate)
-_RESOURCES_OR_NONE = TypeAdapter[ResourcesUpdate | None](ResourcesUpdate | None)
-_WORKER_OR_NONE = TypeAdapter[Worker | None](Worker | None)
-_STATISTICS = TypeAdapter(LightningStoreStatistics)
-_ROLLOUT_PAGE = TypeAdapter[PaginatedResult[Rollout]](wire.RolloutPage)
-_ATTEMPT_PAGE = TypeAdapter(PaginatedResult[Attempt])
-_SPAN_PAGE = TypeAdapter(PaginatedResult[Span])
-_RESOURCES_PAGE = TypeAdapter(PaginatedResult[ResourcesUpdate])
-_WORKER_PAGE = TypeAdapter(PaginatedResult[Worker])
+# Of a query's two routes the one with a body, which comes second.
+_ROUTES = {route.passes: route for route in ROUTES if route.passes is not None}
+_OLDER_NAMES = {"status": "status_in", "rollout_ids": "rollout_id_in"}
+"""Of filters, as the contract has them; the newer ones win."""
+
+
+def _sent(method: Method, repeat: Callable[[dict[str, Any]], Repeat] = lambda given: Repeat.HARMLESS) -> Method:
+    """A method of the contract, passed on by the table of routes. ``repeat`` says of arguments whether a second try
+    would matter."""
+    name = method.__name__
+    route = _ROUTES[name]
+    signature = inspect.signature(method)
+    defaults = {parameter.name: parameter.default for parameter in signature.parameters.values()}
+    in_path = re.findall(r"{(\w+)}", route.path)
+    adapter = TypeAdapter(route.gives)
+    may_be_none = type(None) in get_args(route.gives)
+
+    @functools.wraps(method)
+    async def call(self: LightningStoreClient, *args: Any, **kwargs: Any) -> Any:
+        try:
+            given = {**defaults, **signature.bind(self, *args, **kwargs).arguments}
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}") from None
+        del given["self"]
+        path = route.path.format(**{part: path_part(given.pop(part), part) for part in in_path})
+        transport = self._transport
+        if route.method == "GET":
+            try:
+                return adapter.validate_json(await transport.get(path))
+            except Recoverable as error:
+                if not may_be_none:
+                    raise
+                logger.error("GET %s yields nothing: %s", path, error)
+                return None
+        body = _body(route, given)
+        # The server refuses empty pages, as the one that it stands in for; the contract wants their total.
+        is_empty = body.get("limit") == 0
+        data = wire.dump_checked({**body, "limit": 1} if is_empty else body, name)
+        found = adapter.validate_json(await transport.post(path, data, repeat(given)))
+        return found.model_copy(update={"items": [], "limit": 0}) if is_empty else found
+
+    # Taken over by ``wraps`` from the contract, where the method is abstract.
+    call.__dict__.pop("__isabstractmethod__", None)
+    return cast(Method, call)
+
+
+def _body(route: Route, given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments as the fields of a request's body."""
+    body = _given(**given)
+    for older, name in _OLDER_NAMES.items():
+        if name in route.lists and older in body:
+            value = body.pop(older)
+            body[name] = value if body[name] is None else body[name]
+    for name in route.lists & body.keys():
+        # A text is no list of texts: the server shall see it as it is.
+        if body[name] is not None and not isinstance(body[name], str):
+            body[name] = list(body[name])
+    return body
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    """The arguments that were given."""
+    return {name: value for name, value in values.items() if not isinstance(value, Unset)}
+
+
+def _repeat_of_update(given: dict[str, Any]) -> Repeat:
+    # Queued twice, a rollout might be run twice.
+    return Repeat.MATTERS if given["status"] in ("queuing", "requeuing") else Repeat.HARMLESS
 
 
 class LightningStoreClient(LightningStore):
     """A LightningStore on a server; ``server_address`` is ``http://host:port``, with a path if there is one in front.
+
+    As an attribute ``server_address`` is that of the routes, which ends in ``/v1/agl``, as users of Agent-lightning
+    know it, and ``server_address_root`` is what was given. Either is understood as the argument.
 
     ``retry_delays`` are the waits before each further try of a request that got no answer, ``health_retry_delays``
     those between looks at whether the server is well again; ``request_timeout`` and ``connection_timeout`` bound each
@@ -104,29 +155,28 @@ class LightningStoreClient(LightningStore):
             "connection_timeout": connection_timeout,
             "api_key": api_key,
         }
-        self.server_address = server_address.rstrip("/")
-        self._transport = Transport(TransportSettings(self.server_address, **self._settings))
+        self.server_address_root = server_address.rstrip("/").removesuffix(wire.PREFIX)
+        self.server_address = self.server_address_root + wire.PREFIX
+        self._transport = Transport(TransportSettings(self.server_address_root, **self._settings))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), **self._settings), (self.server_address,)
+        return partial(type(self), **self._settings), (self.server_address_root,)
 
     @property
     def capabilities(self) -> LightningStoreCapabilities:
         """Safe for tasks and threads; all clients see the server's one store; OTLP is at the server."""
         return LightningStoreCapabilities(thread_safe=True, async_safe=True, zero_copy=True, otlp_traces=True)
 
-    async def statistics(self) -> LightningStoreStatistics:
-        """Name and counts of the server's store."""
-        return _STATISTICS.validate_json(await self._get("/statistics"))
+    statistics = _sent(LightningStore.statistics)
 
     def otlp_traces_endpoint(self) -> str:
         """URL for an OTLP/HTTP exporter."""
-        return self.server_address + wire.TRACES_PATH
+        return self.server_address_root + wire.TRACES_PATH
 
     async def is_healthy(self) -> bool:
         """Whether the server answers now."""
         try:
-            await self._transport.get(wire.PREFIX + "/health")
+            await self._transport.get(wire.HEALTH_PATH)
         except Recoverable:
             return False
         return True
@@ -197,31 +247,11 @@ class LightningStoreClient(LightningStore):
         body = {**request.__dict__, "worker_id": worker_id}
         return _STARTED.validate_json(await self._post("/rollouts", body, "input", Repeat.MATTERS))
 
-    async def start_many_attempts(
-        self, rollout_ids: Sequence[str], *, worker_id: str | None = None
-    ) -> Sequence[AttemptedRollout]:
-        body = {"rollout_ids": _plain(rollout_ids), "worker_id": worker_id}
-        return _CLAIMED.validate_json(await self._post("/rollouts/attempts", body, "rollout_ids", Repeat.MATTERS))
+    start_many_attempts = _sent(LightningStore.start_many_attempts, lambda given: Repeat.MATTERS)
 
     # Updates
 
-    async def update_rollout(
-        self,
-        rollout_id: str,
-        input: TaskInput | Unset = UNSET,
-        mode: RolloutMode | Unset | None = UNSET,
-        resources_id: str | Unset | None = UNSET,
-        status: RolloutStatus | Unset = UNSET,
-        config: RolloutConfig | Unset = UNSET,
-        metadata: dict[str, Any] | Unset | None = UNSET,
-    ) -> Rollout:
-        changes = _given(
-            input=input, mode=mode, resources_id=resources_id, status=status, config=config, metadata=metadata
-        )
-        # Queued twice, a rollout might be run twice.
-        repeat = Repeat.MATTERS if status in ("queuing", "requeuing") else Repeat.HARMLESS
-        path = f"/rollouts/{path_part(rollout_id, 'rollout_id')}"
-        return _ROLLOUT.validate_json(await self._post(path, changes, "rollout", repeat))
+    update_rollout = _sent(LightningStore.update_rollout, _repeat_of_update)
 
     async def update_many_attempts(
         self, updates: Sequence[AttemptUpdate], *, fenced: bool = False
@@ -240,13 +270,6 @@ class LightningStoreClient(LightningStore):
         duplicates = set(wire.SpansReply.model_validate_json(reply).duplicates)
         return [span for place, span in enumerate(spans) if place not in duplicates]
 
-    async def add_otel_span(
-        self, rollout_id: str, attempt_id: str, readable_span: ReadableSpan, sequence_id: int | None = None
-    ) -> Span | None:
-        if sequence_id is None:
-            sequence_id = await self.get_next_span_sequence_id(rollout_id, attempt_id)
-        return await self.add_span(Span.from_opentelemetry(readable_span, rollout_id, attempt_id, sequence_id))
-
     async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> Sequence[int]:
         # Numbers given out twice leave a gap, which the contract allows.
         body = {"rollout_attempt_ids": list(rollout_attempt_ids)}
@@ -255,93 +278,17 @@ class LightningStoreClient(LightningStore):
 
     # Queries
 
-    async def query_rollouts(
-        self,
-        *,
-        status_in: Sequence[RolloutStatus] | None = None,
-        rollout_id_in: Sequence[str] | None = None,
-        rollout_id_contains: str | None = None,
-        filter_logic: FilterLogic = "and",
-        sort_by: str | None = None,
-        sort_order: SortOrder = "asc",
-        limit: int = -1,
-        offset: int = 0,
-        status: Sequence[RolloutStatus] | None = None,
-        rollout_ids: Sequence[str] | None = None,
-    ) -> PaginatedResult[Rollout]:
-        query = {
-            "status_in": _plain(status if status_in is None else status_in),
-            "rollout_id_in": _plain(rollout_ids if rollout_id_in is None else rollout_id_in),
-            "rollout_id_contains": rollout_id_contains,
-            "filter_logic": filter_logic,
-            "sort_by": sort_by,
-            "sort_order": sort_order,
-            "limit": limit,
-            "offset": offset,
-        }
-        return await self._search("/rollouts/search", query, _ROLLOUT_PAGE)
-
-    async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
-        return await self._find(f"/rollouts/{path_part(rollout_id, 'rollout_id')}", _ROLLOUT_OR_NONE)
-
-    async def query_attempts(
-        self,
-        rollout_id: str,
-        *,
-        sort_by: str | None = "sequence_id",
-        sort_order: SortOrder = "asc",
-        limit: int = -1,
-        offset: int = 0,
-    ) -> PaginatedResult[Attempt]:
-        query = {"sort_by": sort_by, "sort_order": sort_order, "limit": limit, "offset": offset}
-        path = f"/rollouts/{path_part(rollout_id, 'rollout_id')}/attempts/search"
-        return await self._search(path, query, _ATTEMPT_PAGE)
-
-    async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
-        path = f"/rollouts/{path_part(rollout_id, 'rollout_id')}/attempts/latest"
-        return await self._find(path, _ATTEMPT_OR_NONE)
-
-    async def query_spans(
-        self,
-        rollout_id: str,
-        attempt_id: str | Literal["latest"] | None = None,
-        *,
-        trace_id: str | None = None,
-        trace_id_contains: str | None = None,
-        span_id: str | None = None,
-        span_id_contains: str | None = None,
-        parent_id: str | None = None,
-        parent_id_contains: str | None = None,
-        name: str | None = None,
-        name_contains: str | None = None,
-        filter_logic: FilterLogic = "and",
-        limit: int = -1,
-        offset: int = 0,
-        sort_by: str | None = "sequence_id",
-        sort_order: SortOrder = "asc",
-    ) -> PaginatedResult[Span]:
-        query = {
-            "rollout_id": rollout_id,
-            "attempt_id": attempt_id,
-            "trace_id": trace_id,
-            "trace_id_contains": trace_id_contains,
-            "span_id": span_id,
-            "span_id_contains": span_id_contains,
-            "parent_id": parent_id,
-            "parent_id_contains": parent_id_contains,
-            "name": name,
-            "name_contains": name_contains,
-            "filter_logic": filter_logic,
-            "limit": limit,
-            "offset": offset,
-            "sort_by": sort_by,
-            "sort_order": sort_order,
-        }
-        return await self._search("/spans/search", query, _SPAN_PAGE)
-
-    async def query_many_spans(self, rollout_ids: Sequence[str], *, name: str | None = None) -> Sequence[Span]:
-        body = {"rollout_ids": _plain(rollout_ids), "name": name}
-        return _SPANS.validate_json(await self._post("/spans/latest", body, "rollout_ids"))
+    query_rollouts = _sent(LightningStore.query_rollouts)
+    get_rollout_by_id = _sent(LightningStore.get_rollout_by_id)
+    query_attempts = _sent(LightningStore.query_attempts)
+    get_latest_attempt = _sent(LightningStore.get_latest_attempt)
+    query_spans = _sent(LightningStore.query_spans)
+    query_many_spans = _sent(LightningStore.query_many_spans)
+    query_resources = _sent(LightningStore.query_resources)
+    get_resources_by_id = _sent(LightningStore.get_resources_by_id)
+    get_latest_resources = _sent(LightningStore.get_latest_resources)
+    query_workers = _sent(LightningStore.query_workers)
+    get_worker_by_id = _sent(LightningStore.get_worker_by_id)
 
     async def wait_for_rollouts(self, *, rollout_ids: Sequence[str], timeout: float | None = None) -> list[Rollout]:
         """Wait as the contract says. A timeout of more than 0.1 s is a ConfigError; None waits as long as it takes."""
@@ -375,93 +322,9 @@ class LightningStoreClient(LightningStore):
         data = resources_json(resources).encode()
         return _RESOURCES.validate_json(await self._transport.post(wire.PREFIX + path, data, Repeat.MATTERS))
 
-    async def query_resources(
-        self,
-        *,
-        resources_id: str | None = None,
-        resources_id_contains: str | None = None,
-        sort_by: str | None = None,
-        sort_order: SortOrder = "asc",
-        limit: int = -1,
-        offset: int = 0,
-    ) -> PaginatedResult[ResourcesUpdate]:
-        query = {
-            "resources_id": resources_id,
-            "resources_id_contains": resources_id_contains,
-            "sort_by": sort_by,
-            "sort_order": sort_order,
-            "limit": limit,
-            "offset": offset,
-        }
-        return await self._search("/resources/search", query, _RESOURCES_PAGE)
-
-    async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None:
-        return await self._find(f"/resources/{path_part(resources_id, 'resources_id')}", _RESOURCES_OR_NONE)
-
-    async def get_latest_resources(self) -> ResourcesUpdate | None:
-        return await self._find("/resources/latest", _RESOURCES_OR_NONE)
-
-    # Workers
-
-    async def update_worker(self, worker_id: str, heartbeat_stats: dict[str, Any] | Unset = UNSET) -> Worker:
-        path = f"/workers/{path_part(worker_id, 'worker_id')}"
-        data = await self._post(path, _given(heartbeat_stats=heartbeat_stats), "heartbeat_stats")
-        return Worker.model_validate_json(data)
-
-    async def query_workers(
-        self,
-        *,
-        status_in: Sequence[WorkerStatus] | None = None,
-        worker_id_contains: str | None = None,
-        filter_logic: FilterLogic = "and",
-        sort_by: str | None = None,
-        sort_order: SortOrder = "asc",
-        limit: int = -1,
-        offset: int = 0,
-    ) -> PaginatedResult[Worker]:
-        query = {
-            "status_in": _plain(status_in),
-            "worker_id_contains": worker_id_contains,
-            "filter_logic": filter_logic,
-            "sort_by": sort_by,
-            "sort_order": sort_order,
-            "limit": limit,
-            "offset": offset,
-        }
-        return await self._search("/workers/search", query, _WORKER_PAGE)
-
-    async def get_worker_by_id(self, worker_id: str) -> Worker | None:
-        return await self._find(f"/workers/{path_part(worker_id, 'worker_id')}", _WORKER_OR_NONE)
+    update_worker = _sent(LightningStore.update_worker)
 
     # Requests
 
-    async def _get(self, path: str) -> bytes:
-        return await self._transport.get(wire.PREFIX + path)
-
     async def _post(self, path: str, body: Any, what: str, repeat: Repeat = Repeat.HARMLESS) -> bytes:
         return await self._transport.post(wire.PREFIX + path, wire.dump_checked(body, what), repeat)
-
-    async def _find(self, path: str, adapter: TypeAdapter[Model | None]) -> Model | None:
-        try:
-            return adapter.validate_json(await self._get(path))
-        except Recoverable as error:
-            logger.error("GET %s yields nothing: %s", path, error)
-            return None
-
-    async def _search(self, path: str, query: dict[str, Any], adapter: TypeAdapter[Page]) -> Page:
-        # The server refuses empty pages, as the one that it stands in for; the contract wants their total.
-        empty = query["limit"] == 0
-        if empty:
-            query["limit"] = 1
-        page = adapter.validate_json(await self._post(path, query, "query"))
-        return page.model_copy(update={"items": [], "limit": 0}) if empty else page
-
-
-def _given(**values: Any) -> dict[str, Any]:
-    """The arguments that were given."""
-    return {name: value for name, value in values.items() if not isinstance(value, Unset)}
-
-
-def _plain(values: Sequence[str] | None) -> Any:
-    """A sequence as JSON has it. A text is no list of texts: the server shall see it as it is."""
-    return values if values is None or isinstance(values, str) else list(values)

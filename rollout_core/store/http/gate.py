@@ -7,17 +7,22 @@ address as Origin, or, where a name of the page's owner leads to 127.0.0.1 (DNS 
 from __future__ import annotations
 
 import hmac
+import os
+import time
 from collections.abc import Sequence
 from functools import lru_cache
 from urllib.parse import urlsplit
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rollout_core.store.base import LightningStore
 from rollout_core.store.http import wire
 from rollout_core.store.http.errors import Forbidden, Unauthorized
 from rollout_core.store.http.listening import is_loopback
-from rollout_core.store.http.metrics import Metrics
-from rollout_core.store.http.replies import error_reply
+from rollout_core.store.http.requests import error_reply
 
 
 class Gate:
@@ -86,3 +91,66 @@ def _is_local(host: bytes) -> bool:
         return parts.netloc == text and "@" not in text and is_loopback(parts.hostname or "")
     except ValueError:
         return False
+
+
+# Metrics
+
+_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+_COUNTS = ("total_rollouts", "total_attempts", "total_spans", "total_resources", "total_workers")
+MULTIPROCESS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+"""Environment variable by which prometheus-client adds up the worker processes of one server."""
+
+
+class Metrics:
+    """The metrics of one application."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "rollout_store_requests", "Requests answered", ["operation", "status"], registry=self._registry
+        )
+        self._seconds = Histogram(
+            "rollout_store_request_seconds",
+            "Seconds from a request's header to its reply's end",
+            ["operation"],
+            buckets=_BUCKETS,
+            registry=self._registry,
+        )
+        self._held = Gauge(
+            "rollout_store_records",
+            "Records in the store",
+            ["kind"],
+            registry=self._registry,
+            multiprocess_mode="mostrecent",
+        )
+
+    async def watch(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, and count it."""
+        started = time.perf_counter()
+        status = 500
+
+        async def note_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await app(scope, receive, note_status)
+        finally:
+            # Labels are names of operations, never paths: ids would make a time series each.
+            route = scope.get("route")
+            operation = route.name if route is not None else "unknown"
+            self._requests.labels(operation, status).inc()
+            self._seconds.labels(operation).observe(time.perf_counter() - started)
+
+    async def show(self, store: LightningStore) -> Response:
+        """The metrics page."""
+        for name, value in (await store.statistics()).items():
+            if name in _COUNTS and isinstance(value, int):
+                self._held.labels(name.removeprefix("total_")).set(value)
+        registry = self._registry
+        if os.environ.get(MULTIPROCESS_FOLDER):
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry)
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

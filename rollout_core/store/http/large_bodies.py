@@ -9,17 +9,61 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
-from collections.abc import Container
+import threading
+import weakref
+from collections.abc import Callable, Container, Coroutine, Sequence
 from types import UnionType
-from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from rollout_core.base.errors import ConfigError
+from rollout_core.store.codec import encode_stored
 from rollout_core.store.http.errors import TooLarge, unprocessable
-from rollout_core.store.http.lane import LOOP_BYTES, LOOP_RECORDS
 from rollout_core.store.http.wire import MAX_RECORDS
+from rollout_core.store.loop_thread import LoopThread
+from rollout_core.store.types import PaginatedResult
+
+Result = TypeVar("Result")
+
+LOOP_BYTES = 128 << 10
+"""Most bytes of JSON that are read at once: the interpreter's lock is held for as long."""
+LOOP_RECORDS = 500
+"""Most records of a request or a reply that are handled on the server's event loop."""
+
+
+class Lane:
+    """One thread, with an event loop of its own, that all large requests of a server share.
+
+    They take turns at each ``await``. The interpreter changes threads every few milliseconds, so that the server's own
+    loop waits no longer than that, provided that no single call into C takes long.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: LoopThread | None = None
+
+    async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run a coroutine there; cancelled with its caller."""
+        return await self._started().run(work)
+
+    async def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Call a function there."""
+
+        async def call() -> Result:
+            return function(*arguments)
+
+        return await self.run(call())
+
+    def _started(self) -> LoopThread:
+        with self._lock:
+            if self._thread is None:
+                self._thread = LoopThread("store-large-requests")
+                weakref.finalize(self, self._thread.stop)
+            return self._thread
+
 
 MAX_RECORD_BYTES = 8 << 20
 """Most bytes of a record that is larger than ``LOOP_BYTES``."""
@@ -59,8 +103,8 @@ def _may_be_list(annotation: Any) -> bool:
     return origin is list or (origin in (UnionType, Union, Annotated) and any(map(_may_be_list, get_args(annotation))))
 
 
-async def read_large(adapter: TypeAdapter[Any], lists: Container[str], data: bytes) -> Any:
-    """The value of a large body; of its outermost object the fields named in ``lists`` can be cut.
+async def read_large(read: Callable[[bytes], Any], lists: Container[str], data: bytes) -> Any:
+    """What ``read`` makes of a large body; of its outermost object the fields named in ``lists`` can be cut.
 
     Raises ConfigError if it is no JSON, Unprocessable if it is not what is expected, and TooLarge.
     """
@@ -68,7 +112,7 @@ async def read_large(adapter: TypeAdapter[Any], lists: Container[str], data: byt
     if long_list is None:
         end = _value_end(data, _skip_space(data, 0))
         # Beyond the value there may be any number of spaces.
-        return _validated(adapter, data[:end] if _skip_space(data, end) == len(data) else data[: end + 1], 0)
+        return _validated(read, data[:end] if _skip_space(data, end) == len(data) else data[: end + 1], 0)
     head, tail = data[: long_list.start] + b"[", b"]" + data[long_list.end :].rstrip(_SPACE)
     if len(head) + len(tail) > LOOP_BYTES:
         raise TooLarge(f"the body has more than {LOOP_BYTES} bytes beside its list {long_list.key!r:.80}")
@@ -76,15 +120,15 @@ async def read_large(adapter: TypeAdapter[Any], lists: Container[str], data: byt
     records: list[Any] = []
     for start, end in long_list.parts:
         await asyncio.sleep(0)
-        whole = _validated(adapter, b"%b%b%b" % (head, data[start:end], tail), len(records))
+        whole = _validated(read, b"%b%b%b" % (head, data[start:end], tail), len(records))
         records += getattr(whole, long_list.key)
     assert whole is not None
     return whole.model_copy(update={long_list.key: records})
 
 
-def _validated(adapter: TypeAdapter[Any], data: bytes, num_before: int) -> Any:
+def _validated(read: Callable[[bytes], Any], data: bytes, num_before: int) -> Any:
     try:
-        return adapter.validate_json(data)
+        return read(data)
     except ValidationError as error:
         raise unprocessable(error, num_before) from error
 
@@ -250,3 +294,32 @@ def _skip_space(data: bytes, place: int) -> int:
 
 def _broken(place: int) -> ConfigError:
     return ConfigError(f"not a valid request: the body is not JSON, at byte {place} or later")
+
+
+logger = logging.getLogger(__name__)
+
+_NO_ITEMS = b'{"items":[]'
+
+
+def is_large(result: Any) -> bool:
+    """Whether a result has many records that are still to be encoded."""
+    return isinstance(result, (list, tuple, PaginatedResult)) and len(result) > LOOP_RECORDS
+
+
+async def encode_large(result: Any) -> bytes:
+    """``encode_stored``, in parts: the interpreter's lock is held for one at a time."""
+    if not is_large(result):
+        return result if isinstance(result, bytes) else encode_stored(result)
+    if isinstance(result, PaginatedResult):
+        frame = encode_stored(result.model_copy(update={"items": []}))
+        assert frame.startswith(_NO_ITEMS)
+        return b'{"items":%b%b' % (await _encode_list(result.items), frame[len(_NO_ITEMS) :])
+    return await _encode_list(result)
+
+
+async def _encode_list(records: Sequence[Any]) -> bytes:
+    parts: list[bytes] = []
+    for start in range(0, len(records), LOOP_RECORDS):
+        parts.append(encode_stored(records[start : start + LOOP_RECORDS])[1:-1])
+        await asyncio.sleep(0)
+    return b"[%b]" % b",".join(parts)

@@ -12,12 +12,14 @@ import binascii
 import gzip
 import json
 import logging
-from collections import ChainMap, Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 from google.protobuf import json_format
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 from google.rpc.status_pb2 import Status
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -33,32 +35,29 @@ from starlette.types import Receive, Scope
 from rollout_core.base.errors import ConfigError, NotFound, Recoverable
 from rollout_core.store.base import LightningStore
 from rollout_core.store.checks import check_ids
-from rollout_core.store.http import wire
-from rollout_core.store.http.bodies import BodyLimits, read_body
-from rollout_core.store.http.errors import TooLarge, WrongMediaType, status_of
-from rollout_core.store.http.lane import Lane
-from rollout_core.store.http.large_bodies import check_weight
-from rollout_core.store.http.protobuf import check_messages
-from rollout_core.store.semconv import LightningResourceAttributes as Keys
-from rollout_core.store.spans import (
-    Attributes,
-    Event,
-    Link,
-    OtelResource,
-    Span,
-    SpanContext,
-    TraceState,
-    TraceStatus,
-    otel_attributes,
-    otel_name,
+from rollout_core.store.encoded_spans import (
+    BodyStruct,
+    ContextStruct,
+    EncodedSpan,
+    EventStruct,
+    LinkStruct,
+    ResourceStruct,
+    StatusStruct,
 )
+from rollout_core.store.http import wire
+from rollout_core.store.http.errors import TooLarge, WrongMediaType, status_of
+from rollout_core.store.http.large_bodies import Lane, check_weight
+from rollout_core.store.http.requests import BodyLimits, read_body
+from rollout_core.store.semconv import LightningResourceAttributes as Keys
+from rollout_core.store.spans import StatusCode, TraceState, otel_attributes, otel_name
 from rollout_core.store.types import AttemptedRollout
 
 logger = logging.getLogger(__name__)
 
 PROTOBUF = "application/x-protobuf"
-_STATUS_CODES = ("UNSET", "OK", "ERROR")
+_STATUS_CODES: tuple[StatusCode, ...] = ("UNSET", "OK", "ERROR")
 _KINDS = ("UNSPECIFIED", "INTERNAL", "SERVER", "CLIENT", "PRODUCER", "CONSUMER")
+_ROLLOUT_ID, _ATTEMPT_ID, _SEQUENCE_ID = Keys.ROLLOUT_ID.value, Keys.ATTEMPT_ID.value, Keys.SPAN_SEQUENCE_ID.value
 _HEX_FIELDS = ("traceId", "spanId", "parentSpanId", "trace_id", "span_id", "parent_span_id")
 _MAX_DEPTH = 100
 _LOOP_BYTES = 4 << 10
@@ -176,7 +175,7 @@ class Rejected:
 class OtlpSpan(NamedTuple):
     """A span of a request."""
 
-    span: Span
+    span: EncodedSpan
     is_numbered: bool
     """Whether it brought a sequence id."""
 
@@ -192,7 +191,7 @@ async def store_spans(store: LightningStore, given: Sequence[OtlpSpan]) -> Rejec
     spans = [span for span in given if all(span.ids)]
     num_nameless = len(given) - len(spans)
     if num_nameless:
-        rejected.add(num_nameless, f"neither resource nor span names {Keys.ROLLOUT_ID.value} and an attempt")
+        rejected.add(num_nameless, f"neither resource nor span names {_ROLLOUT_ID} and an attempt")
         logger.warning("dropped %d spans of an OTLP request that name no rollout and attempt", num_nameless)
     try:
         await _number_and_add(store, spans)
@@ -251,68 +250,63 @@ async def _add_apart(store: LightningStore, spans: Sequence[OtlpSpan], rejected:
             rejected.add(len(group), str(error))
 
 
-async def _number_and_add(store: LightningStore, spans: Sequence[OtlpSpan]) -> None:
-    unnumbered = [span for span in spans if not span.is_numbered]
+async def _number_and_add(store: LightningStore, given: Sequence[OtlpSpan]) -> None:
+    check_ids(*[text for span, _ in given for text in (span.rollout_id, span.attempt_id, span.span_id)])
+    spans = [span for span, _ in given]
+    unnumbered = [place for place, (_, is_numbered) in enumerate(given) if not is_numbered]
     if unnumbered:
-        numbers = await store.get_many_span_sequence_ids([span.ids for span in unnumbered])
-        for span, number in zip(unnumbered, numbers, strict=True):
-            span.span.sequence_id = number
+        numbers = await store.get_many_span_sequence_ids([given[place].ids for place in unnumbered])
+        for place, number in zip(unnumbered, numbers, strict=True):
+            spans[place] = spans[place]._replace(sequence_id=number)
     if spans:
-        await store.add_many_spans([span.span for span in spans])
+        await store.add_encoded_spans(spans)
 
 
 def _spans_of(request: ExportTraceServiceRequest) -> Iterator[OtlpSpan]:
     """The spans of a request, in order."""
     for of_resource in request.resource_spans:
-        resource = OtelResource(
-            attributes=_attributes(of_resource.resource.attributes), schema_url=of_resource.schema_url
-        )
+        resource = ResourceStruct(_attributes(of_resource.resource.attributes), of_resource.schema_url)
         for of_scope in of_resource.scope_spans:
             scope = {"name": of_scope.scope.name, "version": of_scope.scope.version or None}
             for source in of_scope.spans:
                 yield _convert(source, resource, scope)
 
 
-def _convert(source: ProtoSpan, resource: OtelResource, scope: Mapping[str, Any]) -> OtlpSpan:
+def _convert(source: ProtoSpan, resource: ResourceStruct, scope: dict[str, Any]) -> OtlpSpan:
     attributes = _attributes(source.attributes)
-    named = ChainMap(attributes, resource.attributes)
-    number = _sequence_id(named.get(Keys.SPAN_SEQUENCE_ID.value))
+    named = {**resource.attributes, **attributes}
+    number = _sequence_id(named.get(_SEQUENCE_ID))
     context = _context(source.trace_id, source.span_id, source.trace_state)
     parent_id = source.parent_span_id.hex() or None
-    further: dict[str, Any] = {
-        "kind": _KINDS[source.kind] if 0 <= source.kind < len(_KINDS) else "UNSPECIFIED",
-        "instrumentation_scope": dict(scope),
-    }
-    span = Span(
-        rollout_id=_text(named.get(Keys.ROLLOUT_ID.value)),
-        attempt_id=_text(named.get(Keys.ATTEMPT_ID.value)),
-        sequence_id=number or 0,
-        trace_id=context.trace_id,
-        span_id=context.span_id,
-        parent_id=parent_id,
-        name=otel_name(source.name),
-        status=TraceStatus(
-            status_code=_STATUS_CODES[source.status.code] if 0 <= source.status.code < 3 else "UNSET",
-            description=source.status.message or None,
-        ),
-        attributes=attributes,
-        events=[
-            Event(name=event.name, attributes=_attributes(event.attributes), timestamp=_seconds(event.time_unix_nano))
+    code = source.status.code
+    body = BodyStruct(
+        StatusStruct(_STATUS_CODES[code] if 0 <= code < 3 else "UNSET", source.status.message or None),
+        attributes,
+        [
+            EventStruct(event.name, _attributes(event.attributes), _seconds(event.time_unix_nano))
             for event in source.events
         ],
-        links=[
-            Link(
-                context=_context(link.trace_id, link.span_id, link.trace_state),
-                attributes=_attributes(link.attributes) or None,
-            )
+        [
+            LinkStruct(_context(link.trace_id, link.span_id, link.trace_state), _attributes(link.attributes) or None)
             for link in source.links
         ],
+        context,
+        _context(source.trace_id, source.parent_span_id, "") if parent_id else None,
+        resource,
+        _KINDS[source.kind] if 0 <= source.kind < len(_KINDS) else "UNSPECIFIED",
+        scope,
+    )
+    span = EncodedSpan(
+        rollout_id=_text(named.get(_ROLLOUT_ID)),
+        attempt_id=_text(named.get(_ATTEMPT_ID)),
+        span_id=context.span_id,
+        sequence_id=number or 0,
+        trace_id=context.trace_id,
+        parent_id=parent_id,
+        name=otel_name(source.name),
         start_time=_seconds(source.start_time_unix_nano),
         end_time=_seconds(source.end_time_unix_nano),
-        context=context,
-        parent=_context(source.trace_id, source.parent_span_id, "") if parent_id else None,
-        resource=resource,
-        **further,
+        body=body.text(),
     )
     return OtlpSpan(span, number is not None)
 
@@ -323,6 +317,8 @@ def _text(value: Any) -> str:
 
 def _sequence_id(value: Any) -> int | None:
     """A sequence id as the instrumentation wrote it, number or text; None if it is neither."""
+    if value is None:
+        return None  # most spans bring none, and an exception takes longer than all else here
     try:
         number = int(value)
     except (TypeError, ValueError):
@@ -330,10 +326,8 @@ def _sequence_id(value: Any) -> int | None:
     return number if 0 <= number < 2**63 else None
 
 
-def _context(trace_id: bytes, span_id: bytes, trace_state: str) -> SpanContext:
-    return SpanContext(
-        trace_id=trace_id.hex(), span_id=span_id.hex(), is_remote=False, trace_state=_trace_state(trace_state)
-    )
+def _context(trace_id: bytes, span_id: bytes, trace_state: str) -> ContextStruct:
+    return ContextStruct(trace_id.hex(), span_id.hex(), False, _trace_state(trace_state) if trace_state else {})
 
 
 def _trace_state(header: str) -> TraceState:
@@ -346,19 +340,22 @@ def _seconds(nanoseconds: int) -> float | None:
     return nanoseconds / 1e9 if nanoseconds else None
 
 
-def _attributes(pairs: Iterable[KeyValue]) -> Attributes:
-    return otel_attributes({pair.key: _value(pair.value) for pair in pairs})
+def _attributes(pairs: Iterable[KeyValue]) -> dict[str, Any]:
+    return {pair.key: _value(pair.value) for pair in pairs}
 
 
 def _value(value: AnyValue) -> Any:
+    """A value as JSON, by the rules of ``otel_attributes``."""
     kind = value.WhichOneof("value")
     if kind is None:
         return None
     if kind == "array_value":
         return [_value(entry) for entry in value.array_value.values]
     if kind == "kvlist_value":
-        return {pair.key: _value(pair.value) for pair in value.kvlist_value.values}
-    return getattr(value, kind)
+        return _attributes(value.kvlist_value.values)
+    held = getattr(value, kind)
+    # Texts of protobuf are valid Unicode. Of the others some are no JSON.
+    return otel_attributes({kind: held})[kind] if kind in ("double_value", "bytes_value") else held
 
 
 def _refusal(error: Exception, media_type: str) -> Response:
@@ -384,3 +381,63 @@ def _reply(message: Message, media_type: str, status: int, packed: bool) -> Resp
     if packed and data:
         data, headers = gzip.compress(data, 1), {"content-encoding": "gzip"}
     return Response(data, status, headers, media_type=media_type)
+
+
+# The size of protobuf messages
+
+UNCOUNTED_BYTES = 1 << 20
+"""A body of so many bytes is read in some 40 ms whatever it holds, and need not be counted."""
+MAX_MESSAGES = 500_000
+"""Most messages (spans, attributes, values and so on) of one body."""
+_VARINT, _FIXED_64, _LENGTH, _FIXED_32 = 0, 1, 2, 5
+
+
+def check_messages(kind: Descriptor, data: bytes) -> None:
+    """Raise TooLarge for a body of this kind with more than ``MAX_MESSAGES`` messages, DecodeError for one that cannot
+    be read."""
+    if len(data) <= UNCOUNTED_BYTES:
+        return
+    num_messages = 1
+    waiting = [(kind, 0, len(data))]
+    while waiting:
+        kind, place, end = waiting.pop()
+        parts = _parts(kind)
+        while place < end:
+            tag, place = _number(data, place)
+            wire_type = tag & 7
+            if wire_type == _LENGTH:
+                length, place = _number(data, place)
+                if place + length > end:
+                    raise DecodeError("a part is longer than the whole")
+                if tag >> 3 in parts:
+                    num_messages += 1
+                    if num_messages > MAX_MESSAGES:
+                        raise TooLarge(f"the body has more than {MAX_MESSAGES} messages; send fewer spans in a request")
+                    waiting.append((parts[tag >> 3], place, place + length))
+                place += length
+            elif wire_type == _VARINT:
+                _, place = _number(data, place)
+            elif wire_type in (_FIXED_64, _FIXED_32):
+                place += 8 if wire_type == _FIXED_64 else 4
+            else:
+                raise DecodeError(f"wire type {wire_type} is not known")
+
+
+@cache
+def _parts(kind: Descriptor) -> dict[int, Descriptor]:
+    """The fields of a message that are messages, by number."""
+    return {number: field.message_type for number, field in kind.fields_by_number.items() if field.message_type}
+
+
+def _number(data: bytes, place: int) -> tuple[int, int]:
+    """The number at a place, and the place after it."""
+    value = shift = 0
+    while True:
+        if place >= len(data) or shift > 63:
+            raise DecodeError("a number is cut off")
+        byte = data[place]
+        value |= (byte & 0x7F) << shift
+        place += 1
+        if byte < 0x80:
+            return value, place
+        shift += 7

@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from rollout_core.store.codec import encode_bytes, model_fields
+from rollout_core.store.encoded_spans import EncodedSpan, encode_fields, read_encoded
 from rollout_core.store.span_fields import SpanFields, num_nulls, span_fields
 from rollout_core.store.spans import Span
 from rollout_core.store.types import (
@@ -62,6 +63,10 @@ AnyRollout = Annotated[AttemptedRollout | Rollout, Field(union_mode="left_to_rig
 Rollouts = list[AnyRollout]
 
 
+class Changes(BaseModel):
+    """New values of some fields; those left out stay as they are."""
+
+
 class EnqueueRequest(BaseModel):
     """Rollouts to be queued."""
 
@@ -110,7 +115,7 @@ class StartAttemptsRequest(StartAttemptRequest):
     rollout_ids: FailFastList[str]
 
 
-class RolloutChanges(BaseModel):
+class RolloutChanges(Changes):
     """New values of a rollout's fields; those left out stay as they are."""
 
     input: TaskInput = None
@@ -121,7 +126,7 @@ class RolloutChanges(BaseModel):
     metadata: dict[str, Any] | None = None
 
 
-class AttemptChanges(BaseModel):
+class AttemptChanges(Changes):
     """New values of an attempt's fields; those left out stay as they are."""
 
     status: AttemptStatus | None = None
@@ -155,6 +160,16 @@ class SpansRequest(BaseModel):
     """Spans to be stored."""
 
     spans: FailFastList[SpanFields]
+
+    @classmethod
+    def read(cls, data: bytes) -> SpansRequest:
+        """The request of a body, its spans encoded already where that is quicker. Raises ValidationError."""
+        encoded = read_encoded(data)
+        return cls.model_validate_json(data) if encoded is None else cls.model_construct(spans=encoded)
+
+    def encoded(self) -> list[EncodedSpan]:
+        """The spans, encoded. Raises ConfigError as ``encode_fields``."""
+        return [span if isinstance(span, EncodedSpan) else encode_fields(span) for span in self.spans]
 
 
 class SpansReply(BaseModel):
@@ -269,7 +284,7 @@ class LatestSpansQuery(BaseModel):
     name: str | None = None
 
 
-class HeartbeatRequest(BaseModel):
+class HeartbeatRequest(Changes):
     """A worker's statistics; left out, the last ones stay."""
 
     heartbeat_stats: dict[str, Any] | None = None

@@ -26,6 +26,7 @@ from rollout_core.store.checks import (
     rollout_changes,
 )
 from rollout_core.store.codec import encode
+from rollout_core.store.encoded_spans import EncodedSpan
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
 from rollout_core.store.span_bodies import SpanBodies, SpanModel, StoredSpan, if_here
 from rollout_core.store.span_fields import SpanFields, span_fields
@@ -265,6 +266,10 @@ class SqlLightningStore(LightningStore):
 
     async def add_span_fields(self, spans: Sequence[SpanFields]) -> Sequence[bool]:
         rows = await self._bodies.offload([StoredSpan(span["rollout_id"], span_columns(span)) for span in spans])
+        return await self._database.write_batch(sql_spans.add_spans, rows, watched=False)
+
+    async def add_encoded_spans(self, spans: Sequence[EncodedSpan]) -> Sequence[bool]:
+        rows = await self._bodies.offload([StoredSpan(span.rollout_id, (*span[1:], None)) for span in spans])
         return await self._database.write_batch(sql_spans.add_spans, rows, watched=False)
 
     async def add_otel_span(

@@ -1,0 +1,15 @@
+from .batch import (
+    batch_inference as batch_inference,
+)
+from .connections import (
+    prefect_server as prefect_server,
+)
+from .train import (
+    train_dpo as train_dpo,
+    train_grpo as train_grpo,
+    train_ipo as train_ipo,
+    train_kto as train_kto,
+    train_ppo as train_ppo,
+    train_rm as train_rm,
+    train_sft as train_sft,
+)

@@ -1,0 +1,14 @@
+from .facts import (
+    ModelFacts as ModelFacts,
+    describe_model as describe_model,
+)
+from .model_import import (
+    import_model as import_model,
+)
+from .pretrained import (
+    load_causal_lm as load_causal_lm,
+)
+from .tokenizers import (
+    ChatMessage as ChatMessage,
+    load_tokenizer as load_tokenizer,
+)

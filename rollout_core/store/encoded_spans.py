@@ -1,0 +1,158 @@
+"""Spans as columns and a body of JSON text, as a server hands them to its store.
+
+A batch is read from JSON into structs, and its bodies are written from those, in a third of the time that pydantic's
+dicts take. The structs hold what our client and OpenTelemetry's exporters send. What they do not hold (other fields,
+values of another type that pydantic would convert, values nested deeply) goes through pydantic as before, which also
+says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import attrgetter, itemgetter
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from rollout_core.store.checks import LARGEST_NUMBER, check_span
+from rollout_core.store.codec import decode, encode, model_fields
+from rollout_core.store.span_fields import num_nulls
+from rollout_core.store.spans import StatusCode
+
+
+class EncodedSpan(NamedTuple):
+    """A span that was checked: the columns of its row, and all other fields as the text of a JSON object."""
+
+    rollout_id: str
+    attempt_id: str
+    span_id: str
+    sequence_id: int
+    trace_id: str
+    parent_id: str | None
+    name: str
+    start_time: float | None
+    end_time: float | None
+    body: str
+
+    def fields(self) -> dict[str, Any]:
+        """The span as ``SpanFields``."""
+        return {**dict(zip(_COLUMNS, self, strict=False)), **decode(self.body)}
+
+
+_COLUMNS = EncodedSpan._fields[:-1]
+_columns_of_fields = itemgetter(*_COLUMNS)
+_columns_of_struct = attrgetter(*_COLUMNS)
+
+
+def encode_fields(span: Mapping[str, Any]) -> EncodedSpan:
+    """A span given as its ``SpanFields``. Raises ConfigError as ``check_span``, and if JSON cannot hold it."""
+    check_span(span)
+    body = {name: value for name, value in span.items() if name not in _COLUMNS}
+    text = encode(body, f"span {span['name']}", model_fields, num_nulls(body))
+    return EncodedSpan._make((*_columns_of_fields(span), text))
+
+
+# The parts of a span, by the same names and rules as the models of ``spans``.
+
+_Id = Annotated[str, Meta(min_length=1)]
+_Scalar = str | int | float | bool | None
+# Written out, because a recursive type would let values be nested deeper than they can be read back.
+_Value1 = _Scalar | list[_Scalar] | dict[str, _Scalar]
+_Value2 = _Scalar | list[_Value1] | dict[str, _Value1]
+_Value3 = _Scalar | list[_Value2] | dict[str, _Value2]
+_Values = dict[str, _Scalar | list[_Value3] | dict[str, _Value3]]
+
+
+class _Part(Struct, forbid_unknown_fields=True, gc=False):
+    pass
+
+
+class StatusStruct(_Part):
+    """See ``TraceStatus``."""
+
+    status_code: StatusCode
+    description: str | None = None
+
+
+class ContextStruct(_Part):
+    """See ``SpanContext``."""
+
+    trace_id: str
+    span_id: str
+    is_remote: bool
+    trace_state: dict[str, str]
+
+
+class EventStruct(_Part):
+    """See ``Event``."""
+
+    name: str
+    attributes: _Values
+    timestamp: float | None = None
+
+
+class LinkStruct(_Part):
+    """See ``Link``."""
+
+    context: ContextStruct
+    attributes: _Values | None = None
+
+
+class ResourceStruct(_Part):
+    """See ``OtelResource``."""
+
+    attributes: _Values
+    schema_url: str
+
+
+class BodyStruct(_Part):
+    """What a span has besides its columns; OpenTelemetry's spans have the last two."""
+
+    status: StatusStruct
+    attributes: _Values
+    events: list[EventStruct]
+    links: list[LinkStruct]
+    context: ContextStruct | None
+    parent: ContextStruct | None
+    resource: ResourceStruct
+    kind: str | UnsetType = UNSET
+    instrumentation_scope: _Values | UnsetType = UNSET
+
+    def text(self) -> str:
+        """The body as JSON."""
+        return _encode(self).decode()
+
+
+class SpanStruct(BodyStruct, kw_only=True):
+    """See ``Span``."""
+
+    rollout_id: _Id
+    attempt_id: _Id
+    span_id: _Id
+    sequence_id: Annotated[int, Meta(ge=0, le=LARGEST_NUMBER)]
+    trace_id: str
+    parent_id: str | None
+    name: str
+    start_time: float | None
+    end_time: float | None
+
+
+class _Request(_Part):
+    spans: list[SpanStruct]
+
+
+_body_of = attrgetter(*BodyStruct.__struct_fields__)
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(_Request).decode
+
+
+def read_encoded(data: bytes) -> list[EncodedSpan] | None:
+    """The spans of a request's body, ``{"spans": [...]}``; None if it has to be read by pydantic."""
+    if b"\\u0000" in data:
+        return None  # no store keeps it in a column; which it is in is looked up there
+    try:
+        spans = _decode(data).spans
+        return [EncodedSpan._make((*_columns_of_struct(span), BodyStruct(*_body_of(span)).text())) for span in spans]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None

@@ -1,0 +1,294 @@
+"""From a request to the call that it asks for, and from its result, or error, to the reply."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import zlib
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+from blake3 import blake3
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope
+
+from rollout_core.base.errors import ConfigError, Recoverable
+from rollout_core.store.base import LightningStore
+from rollout_core.store.http import wire
+from rollout_core.store.http.errors import (
+    TooLarge,
+    TooSlow,
+    Unprocessable,
+    WrongMediaType,
+    error_body,
+    status_of,
+    unprocessable,
+)
+from rollout_core.store.http.large_bodies import LOOP_BYTES, LOOP_RECORDS, Lane, encode_large, is_large, read_large
+from rollout_core.store.http.routes import Call, Route
+
+logger = logging.getLogger(__name__)
+
+MAX_KEY_LENGTH = 256
+_KEY, _REPEATED, _JSON = wire.KEY_HEADER.encode(), wire.REPEATED_HEADER.encode(), wire.JSON.encode()
+
+
+async def read_call(route: Route, request: Request, limits: BodyLimits, lane: Lane) -> Call:
+    """What a request asks for. Raises ConfigError for what it cannot ask, and ClientDisconnect."""
+    headers: dict[bytes, bytes] = dict(request.scope["headers"])
+    key = _key(headers)
+    body, data = None, b""
+    if route.read is not None:
+        if route.method == "GET":
+            body = _read_query(route, request)
+        else:
+            data = await read_body(request.scope, request.receive, limits, lane)
+            body = await _read_json(route, headers, data, lane)
+    try:
+        path = {name: unquote(value, errors="strict") for name, value in request.path_params.items()}
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the path is not UTF-8 behind its percent signs: {error}") from error
+    repeated = headers.get(_REPEATED)
+    digest = b"" if key is None else _digest(request, data)
+    is_large = len(data) > LOOP_BYTES or route.num_records(body) > LOOP_RECORDS
+    return Call(path, body, key, digest, repeated is not None, repeated == b"final", {}, is_large)
+
+
+def _key(headers: Mapping[bytes, bytes]) -> str | None:
+    key = headers.get(_KEY)
+    if key is None:
+        return None
+    if len(key) > MAX_KEY_LENGTH:
+        raise Unprocessable(f"{wire.KEY_HEADER} has {len(key)} characters; expected at most {MAX_KEY_LENGTH}")
+    return key.decode("latin-1")
+
+
+def _digest(request: Request, data: bytes) -> bytes:
+    """Tells one request from another: by method, path and body."""
+    return blake3(f"{request.method} {request.scope['path']}\n".encode() + blake3(data).digest()).digest()
+
+
+def _read_query(route: Route, request: Request) -> Any:
+    try:
+        return route.read_query(request.query_params)
+    except ValidationError as error:
+        raise unprocessable(error) from error
+
+
+async def _read_json(route: Route, headers: Mapping[bytes, bytes], data: bytes, lane: Lane) -> Any:
+    assert route.read is not None
+    if not data and route.may_be_empty:
+        return None
+    media_type = headers.get(b"content-type", b"")
+    if data and media_type != _JSON and media_type.partition(b";")[0].strip().lower() != _JSON:
+        # Pages of others can send other types without asking; see ``gate``.
+        raise WrongMediaType(f"content-type is {media_type.decode('latin-1')!r:.100}; expected {wire.JSON}")
+    if len(data) > LOOP_BYTES:
+        return await lane.run(read_large(route.read, route.lists, data))
+    try:
+        return route.read(data)
+    except ValidationError as error:
+        raise unprocessable(error) from error
+
+
+async def answer(store: LightningStore, route: Route, call: Call, lane: Lane) -> Response:
+    """Do what a request asks for, and reply."""
+    if call.is_large and store.capabilities.get("thread_safe"):
+        return await lane.run(_answer(store, route, call))
+    result = await route.handler(store, call)
+    if is_large(result):
+        return _reply(route, call, await lane.run(encode_large(result)))
+    return _reply(route, call, await encode_large(result))
+
+
+async def _answer(store: LightningStore, route: Route, call: Call) -> Response:
+    return _reply(route, call, await encode_large(await route.handler(store, call)))
+
+
+def _reply(route: Route, call: Call, data: bytes) -> Response:
+    return Response(data, route.status, call.reply_headers, media_type=wire.JSON)
+
+
+def error_reply(error: Exception) -> Response:
+    """The reply that says ``error``; what nobody foresaw is logged."""
+    status = status_of(error)
+    if status >= 500:
+        logger.error("a request failed: %s", error, exc_info=error if status == 500 else None)
+    headers: dict[str, str] = {}
+    if isinstance(error, Recoverable):
+        headers["retry-after"] = str(max(1, round(error.hint.delay_seconds)))
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(error_body(error), status, headers, media_type=wire.JSON)
+
+
+# Bodies
+
+_GZIP = 16 + zlib.MAX_WBITS
+_GZIP_PART = 64 << 10
+_GZIP_LOOP_BYTES = 4 << 10
+"""Most packed bytes that are unpacked on the event loop: it may be a thousand times as many then."""
+MAX_GZIP_MEMBERS = 1_000
+"""Most gzip streams, one after the other, that a body may be made of."""
+
+
+@dataclass(frozen=True)
+class BodyLimits:
+    """What a server puts up with."""
+
+    max_bytes: int
+    """Most bytes of a body, unpacked."""
+    chunk_seconds: float = 30.0
+    """Longest silence in the middle of a body."""
+    whole_seconds: float = 300.0
+    """Longest time for a body as a whole."""
+
+    def refuse(self) -> TooLarge:
+        """The error for a body above the limit."""
+        return TooLarge(
+            f"the body is larger than the {self.max_bytes} bytes this server takes; send fewer records in a request, "
+            "or keep large values in the object store"
+        )
+
+
+async def read_body(scope: Scope, receive: Receive, limits: BodyLimits, lane: Lane) -> bytes:
+    """The unpacked body. Raises TooLarge, TooSlow, WrongMediaType for an unknown packing, ConfigError for a broken
+    one, and ClientDisconnect."""
+    packing = "identity"
+    for name, value in scope["headers"]:
+        if name == b"content-length" and int(value) > limits.max_bytes:
+            raise limits.refuse()
+        if name == b"content-encoding":
+            packing = value.decode("latin-1").strip().lower()
+    if packing not in ("identity", "gzip"):
+        raise WrongMediaType(f"content-encoding is {packing!r:.100}; this server reads gzip and identity")
+    data = await _read(receive, limits)
+    if packing == "identity":
+        return data
+    if len(data) > _GZIP_LOOP_BYTES:
+        return await lane.call(unpack_gzip, data, limits)
+    return unpack_gzip(data, limits)
+
+
+async def _read(receive: Receive, limits: BodyLimits) -> bytes:
+    chunks: list[bytes] = []
+    num_bytes = 0
+    more = True
+    started = time.monotonic()
+    while more:
+        if time.monotonic() - started > limits.whole_seconds:
+            raise TooSlow(f"the body took more than {limits.whole_seconds:g} s; send fewer records in a request")
+        message = await _next_message(receive, limits)
+        chunks.append(message.get("body", b""))
+        num_bytes += len(chunks[-1])
+        if num_bytes > limits.max_bytes:
+            raise limits.refuse()
+        more = message.get("more_body", False)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+async def _next_message(receive: Receive, limits: BodyLimits) -> Message:
+    try:
+        async with asyncio.timeout(limits.chunk_seconds):
+            message = await receive()
+    except TimeoutError:
+        raise TooSlow(f"no more of the body came for {limits.chunk_seconds:g} s; send it again") from None
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnect()
+    return message
+
+
+def unpack_gzip(data: bytes, limits: BodyLimits) -> bytes:
+    """Unpack gzip, one member or several, giving up at the limit rather than filling the memory."""
+    unpacked: list[bytes] = []
+    num_bytes = start = num_members = 0
+    while start < len(data):
+        num_members += 1
+        if num_members > MAX_GZIP_MEMBERS:
+            raise ConfigError(f"the body has more than {MAX_GZIP_MEMBERS} gzip members; pack it as one")
+        stream = zlib.decompressobj(_GZIP)
+        while not stream.eof:
+            # Part by part, because what a member leaves over is copied for the next one.
+            part = data[start : start + _GZIP_PART]
+            if not part:
+                raise ConfigError("the body says it is gzip, but ends in the middle")
+            try:
+                unpacked.append(stream.decompress(part, limits.max_bytes + 1 - num_bytes))
+            except zlib.error as error:
+                raise ConfigError(f"the body says it is gzip, but is not: {error}") from error
+            num_bytes += len(unpacked[-1])
+            if num_bytes > limits.max_bytes:
+                raise limits.refuse()
+            start += len(part) - len(stream.unused_data)
+    return b"".join(unpacked)
+
+
+# Idempotency keys
+
+
+class _Entry(NamedTuple):
+    task: asyncio.Task[Response]
+    started: float
+    request: bytes
+
+
+class Memo:
+    """Replies by idempotency key, of one process; forgotten after a while, or when they are too many or too large.
+
+    Each key is bound to the request that it came with first.
+    """
+
+    def __init__(self, *, keep_seconds: float = 300.0, max_entries: int = 2_000, max_bytes: int = 32 << 20) -> None:
+        self._keep_seconds = keep_seconds
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._entries: dict[str, _Entry] = {}
+
+    def known(self, key: str) -> bool:
+        """Whether a call of this key was begun here."""
+        return key in self._entries
+
+    async def once(self, key: str, request: bytes, call: Callable[[], Awaitable[Response]]) -> Response:
+        """The reply to the call of this key: of the first one, should there be several.
+
+        ``request`` tells one request from another. A key that comes with another request than before raises
+        Unprocessable: the reply it would get is not to what it asks, and what it asks would not be done. A call that
+        raises is forgotten: it has changed nothing, or does not know. A client that goes away does not stop a call.
+        """
+        entry = self._entries.get(key)
+        if entry is None:
+            task = asyncio.create_task(self._run(key, call))
+            entry = self._entries[key] = _Entry(task, time.monotonic(), request)
+        elif entry.request != request:
+            raise Unprocessable(
+                f"{wire.KEY_HEADER} {key!r:.80} was sent with another request before; a key stands for one request, "
+                "use a new key for a new one"
+            )
+        return await asyncio.shield(entry.task)
+
+    async def _run(self, key: str, call: Callable[[], Awaitable[Response]]) -> Response:
+        try:
+            reply = await call()
+        except BaseException:
+            del self._entries[key]
+            raise
+        self._num_bytes += len(reply.body)
+        self._forget_old()
+        return reply
+
+    def _forget_old(self) -> None:
+        # In order of their start, so only the oldest need a look. One still running is not forgotten.
+        horizon = time.monotonic() - self._keep_seconds
+        while self._entries:
+            key, entry = next(iter(self._entries.items()))
+            full = len(self._entries) > self._max_entries or self._num_bytes > self._max_bytes
+            if not entry.task.done() or not (full or entry.started < horizon):
+                break
+            del self._entries[key]
+            self._num_bytes -= len(entry.task.result().body)

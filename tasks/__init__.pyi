@@ -1,0 +1,30 @@
+from .generate import (
+    batch_inference as batch_inference,
+    enqueue_prompts as enqueue_prompts,
+)
+from .imports import (
+    import_model as import_model,
+    import_pairs as import_pairs,
+    import_prompts as import_prompts,
+    import_reward as import_reward,
+    import_sft as import_sft,
+    import_unpaired as import_unpaired,
+)
+from .learn import (
+    dpo_update as dpo_update,
+    grpo_update as grpo_update,
+    kto_update as kto_update,
+    ppo_update as ppo_update,
+    rm_update as rm_update,
+    sft_update as sft_update,
+)
+from .promotion import (
+    latest_model as latest_model,
+    promote as promote,
+    snapshot as snapshot,
+)
+from .score import (
+    collect_samples as collect_samples,
+    evaluate as evaluate,
+    score_rewards as score_rewards,
+)

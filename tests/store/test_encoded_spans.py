@@ -1,0 +1,151 @@
+"""Spans that a server reads into structs: the rows and the errors are those of pydantic's dicts, whatever is sent."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+from pydantic import ValidationError
+
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.ids import canonical_json
+from rollout_core.store import Event, Link, Span, TraceStatus
+from rollout_core.store.codec import decode
+from rollout_core.store.encoded_spans import EncodedSpan, encode_fields, read_encoded
+from rollout_core.store.http.wire import SpansRequest, dump_spans
+from rollout_core.store.span_fields import span_fields
+from rollout_core.store.sql.rows import span_columns
+from tests.store.test_span_fields import spans
+
+
+def outcome(read, data: bytes):
+    """The rows that come of a body, or the error; texts of JSON by their values, since spaces may differ."""
+    try:
+        found = read(data)
+    except ValidationError as error:
+        return "refused", error.errors(include_url=False, include_input=False)
+    except ConfigError as error:
+        return "refused", str(error)
+    return [(*span[:-1], canonical_json(decode(span.body))) for span in found]
+
+
+def by_pydantic(data: bytes) -> list[EncodedSpan]:
+    return [encode_fields(span) for span in SpansRequest.model_validate_json(data).spans]
+
+
+def by_structs(data: bytes) -> list[EncodedSpan]:
+    return SpansRequest.read(data).encoded()
+
+
+def places(value, path=()):
+    """All places in a value of JSON."""
+    yield path
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from places(inner, (*path, key))
+
+
+def deep(depth: int):
+    value: object = 1
+    for _ in range(depth):
+        value = [value] if depth % 2 else {"x": value}
+    return value
+
+
+depths = (2, 3, 4, 5, 6, 100, *range(190, 201), 300)
+numbers = (-1, 0, 7, 2**63 - 1, 2**63, 2**64, 10**40, 0.1, -0.0, 1e16, 1e22, 5e-324)
+others = (
+    None,
+    True,
+    "",
+    "x",
+    "5",
+    "true",
+    "é\U0001f600",
+    "\0",
+    "OK",
+    [],
+    {},
+    [{}],
+    {"a": None},
+    {"a": [1, 2.0, "b", None]},
+)
+odd = st.sampled_from([*numbers, *others, *map(deep, depths)])
+not_quite_json = b"NaN Infinity -Infinity 1e999 -1E999 01 1. - +1 nul , }".split()
+bad_texts = b'"\\ud800" "\\ude00\\ud83d" "\\x" "\xff" "\xed\xa0\x80"'.split()
+rare_json = b'"\\ud83d\\ude00" "\\u00e9\\u0000" 1,"rollout_id":"other" 1,"x":2,"x":3 1e-400'.split()
+marks = st.sampled_from(
+    [*not_quite_json, *bad_texts, *rare_json, b"", b"1 ", b'"a\nb"', b"1" + b"0" * 400 + b".5", b"1" + b"0" * 5000]
+)
+MARK = "a mark that stands for other bytes"
+
+
+def plain(value):
+    """Without what structs leave to pydantic."""
+    if isinstance(value, dict):
+        return {key.replace("\0", ""): plain(inner) for key, inner in value.items() if key != "further"}
+    if isinstance(value, list):
+        return list(map(plain, value))
+    return value.replace("\0", "") if isinstance(value, str) else value
+
+
+@st.composite
+def requests(draw) -> bytes:
+    """Bodies of requests with up to two faults, or what looks like one."""
+    some = st.lists(spans.map(plain), max_size=3) | st.lists(spans, max_size=2)
+    body = {"spans": copy.deepcopy(draw(some))}
+    mark = draw(marks)
+    for _ in range(draw(st.integers(0, 2))):
+        found = list(places(body))[1:]
+        if not found:
+            break
+        *path, key = draw(st.sampled_from(found))
+        holder: Any = body
+        for step in path:
+            holder = holder[step]
+        kind = draw(st.sampled_from(["replace", "remove", "add", "mark"]))
+        if kind == "remove":
+            del holder[key]
+            continue
+        if kind == "add" and isinstance(holder, dict):
+            key = draw(st.sampled_from(["kind", "instrumentation_scope", "further", "timestamp"]))
+        holder[key] = MARK if kind == "mark" else copy.deepcopy(draw(odd))
+    return json.dumps(body, ensure_ascii=draw(st.booleans())).encode().replace(f'"{MARK}"'.encode(), mark)
+
+
+@given(requests())
+def test_whatever_is_sent_rows_and_errors_are_those_of_pydantic(body):
+    assert outcome(by_structs, body) == outcome(by_pydantic, body)
+
+
+def telemetry_span() -> Span:
+    """One with all that OpenTelemetry's spans have."""
+    span = Span.from_attributes(
+        rollout_id="ro-1",
+        attempt_id="at-1",
+        sequence_id=3,
+        parent_id="0123456789abcdef",
+        name="é\n",
+        start_time=1.5,
+        status=TraceStatus(status_code="ERROR", description='"why"'),
+        attributes={"text": "\x7f\u2028\\", "numbers": [1, 2.5, -1e-7], "none": None, "deep": {"a": [{"b": [True]}]}},
+    )
+    assert span.context is not None
+    span.events = [Event(name="e", attributes={"x": 1}), Event(name="e", attributes={}, timestamp=2.0)]
+    span.links = [Link(context=span.context, attributes={"y": "z"}), Link(context=span.context)]
+    return Span.model_validate(
+        {**span_fields(span), "kind": "CLIENT", "instrumentation_scope": {"name": "n", "version": None}}
+    )
+
+
+@pytest.mark.parametrize(
+    "span", [Span.from_attributes(rollout_id="ro-1", attempt_id="at-1", attributes={"x": 1}), telemetry_span()]
+)
+def test_what_our_client_sends_takes_the_short_way_and_is_stored_byte_for_byte(span):
+    [encoded] = read_encoded(dump_spans([span])) or []
+    assert (*encoded[1:], None) == span_columns(span_fields(span))
+    assert Span.model_validate(encoded.fields()) == span
+    assert encode_fields(span_fields(span)) == encoded
