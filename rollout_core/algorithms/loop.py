@@ -192,11 +192,8 @@ def train(
         state.seconds = broadcast_from_rank0(clock() - started, accelerator.device)
         over = is_over()
 
-        row |= {
-            "step": state.step,
-            "learning_rate": rate,
-            "num_tokens": sum(algorithm.num_tokens(batch) for batch in batches),
-        }
+        row |= {"step": state.step, "learning_rate": rate}
+        row["num_tokens"] = sum(algorithm.num_tokens(batch) for batch in batches)
         row |= hooks.evaluate(state, over)
         state.metrics.append(row)
         hooks.on_step(row)
