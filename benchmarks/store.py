@@ -8,10 +8,13 @@ With ``--flat`` it measures instead how the cost of a call in SQLite changes wit
 call that runs the watchdog with nothing due, and one that finds lost attempts, at 10,000 and at 1,000,000 rollouts, a
 tenth of them under way. Rounds alternate between the two files; the ratio is the median of the rounds' own.
 
+With ``--commits`` it measures what one caller's writes to SQLite reach of the disk's rate: calls a second, each of them
+one transaction and one sync, beside bare transactions of one short row, with the same settings, in turns.
+
 With ``--spans`` it measures batches of 100 spans a second into a server over SQLite, in both ways a server takes them:
 ``add_many_spans`` of a client, and OTLP's protobuf as an exporter sends it.
 
-Run: python benchmarks/store.py [--quick] [--flat | --spans] [--stores "memory;http, memory"]
+Run: python benchmarks/store.py [--quick] [--flat | --commits | --spans] [--stores "memory;http, memory"]
 The row of PostgreSQL needs ROLLOUT_BENCH_POSTGRES=postgresql://... of a database it may make schemas in.
 """
 
@@ -24,6 +27,7 @@ import gc
 import itertools
 import os
 import resource
+import sqlite3
 import statistics
 import subprocess
 import sys
@@ -36,9 +40,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import asyncpg
+import psycopg
 from harness import PROJECT, Figures, median_ratio
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from psycopg import sql
 from rich.console import Console
 from rich.table import Table
 
@@ -55,6 +60,7 @@ from rollout_core.store import (
     SqlLightningStore,
 )
 from rollout_core.store.semconv import LightningResourceAttributes
+from rollout_core.store.sql import sqlite as sqlite_file
 
 NUM_ROLLOUTS = 10_000
 """Rollouts among which a query looks for 50 of one status."""
@@ -92,14 +98,14 @@ async def postgres(folder: Path) -> AsyncIterator[LightningStore]:
     """A schema of its own in the database that ROLLOUT_BENCH_POSTGRES names."""
     url = os.environ["ROLLOUT_BENCH_POSTGRES"]
     schema = folder.name.lower().replace("-", "_")
-    connection = await asyncpg.connect(url)
-    await connection.execute(f"CREATE SCHEMA {schema}")
-    try:
-        async with SqlLightningStore.from_url(f"{url}{'&' if '?' in url else '?'}search_path={schema}") as store:
-            yield store
-    finally:
-        await connection.execute(f"DROP SCHEMA {schema} CASCADE")
-        await connection.close()
+    name = sql.Identifier(schema)
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(sql.SQL("CREATE SCHEMA {}").format(name))
+        try:
+            async with SqlLightningStore.from_url(f"{url}{'&' if '?' in url else '?'}search_path={schema}") as store:
+                yield store
+        finally:
+            connection.execute(sql.SQL("DROP SCHEMA {} CASCADE").format(name))
 
 
 def http(folder: Path) -> AbstractAsyncContextManager[LightningStore]:
@@ -364,7 +370,7 @@ async def measure_spans(size: Size) -> Table:
             async with http(Path(folder)) as store, aiohttp.ClientSession() as web:
                 rounds.append(await _span_rates(store, web, size.calls))
     table = Table(
-        title=f"Batches of {SPANS} spans a second, HTTP and SQLite, medians of {size.rounds} rounds",
+        title=f"Batches of {SPANS} spans a second\nover HTTP into SQLite,\nmedians of {size.rounds} rounds",
         title_justify="left",
         box=None,
         pad_edge=False,
@@ -470,10 +476,64 @@ async def measure_flat(sizes: tuple[int, int], calls: int, rounds: int) -> Figur
     return figures
 
 
+# What writes reach of the disk's rate
+
+
+async def measure_commits(calls: int, rounds: int) -> Figures:
+    """Calls a second of one caller, and bare commits a second, in turns."""
+    with tempfile.TemporaryDirectory(prefix="rollout-bench-") as folder:
+        bare = sqlite_file.connect(Path(folder, "bare.db"), busy_timeout_seconds=30)
+        bare.execute("CREATE TABLE rows (key INTEGER PRIMARY KEY, value TEXT)")
+        rates: dict[str, list[tuple[float, float]]] = {}
+        async with SqlLightningStore.from_url(f"sqlite:///{folder}/store.db") as store:
+            for counted in range(rounds + 1):
+                async for operation, rate in _write_rates(store, calls):
+                    if counted:
+                        rates.setdefault(operation, []).append((rate, _commit_rate(bare, calls)))
+        bare.close()
+    figures = Figures("SQLite, one caller: calls a second (ours) and bare commits a second")
+    for operation, measured in rates.items():
+        figures.compare(operation, *zip(*measured, strict=True))
+    return figures
+
+
+def _commit_rate(bare: sqlite3.Connection, commits: int) -> float:
+    started = time.perf_counter()
+    for _ in range(commits):
+        bare.execute("BEGIN IMMEDIATE")
+        bare.execute("INSERT INTO rows (value) VALUES (?)", ["x" * 200])
+        bare.execute("COMMIT")
+    return commits / (time.perf_counter() - started)
+
+
+async def _write_rates(store: LightningStore, calls: int) -> AsyncIterator[tuple[str, float]]:
+    """Each write with its calls a second."""
+    claimed: list[AttemptedRollout] = []
+
+    async def dequeue() -> None:
+        rollout = await store.dequeue_rollout("worker")
+        assert rollout is not None
+        claimed.append(rollout)
+
+    async def rate(operations: Sequence[Callable[[], Awaitable[Any]]]) -> float:
+        started = time.perf_counter()
+        await share(operations, 1)
+        return len(operations) / (time.perf_counter() - started)
+
+    yield "enqueue", await rate([lambda: store.enqueue_rollout({"task": 1})] * calls)
+    yield "dequeue", await rate([dequeue] * calls)
+    ids = [(rollout.rollout_id, rollout.attempt.attempt_id) for rollout in claimed]
+    spans = [make_span(rollout, 1) for rollout in claimed]
+    yield "add_span", await rate([lambda span=span: store.add_span(span) for span in spans])
+    yield "sequence id", await rate([lambda id=id: store.get_next_span_sequence_id(*id) for id in ids])
+    yield "update_attempt", await rate([lambda id=id: store.update_attempt(*id, status="succeeded") for id in ids])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small form, to see that it runs")
     parser.add_argument("--flat", action="store_true", help="cost of a call with many rollouts stored")
+    parser.add_argument("--commits", action="store_true", help="one caller's writes beside bare commits")
     parser.add_argument("--spans", action="store_true", help="batches of spans over HTTP into SQLite")
     parser.add_argument("--stores", default=";".join(STORES), help="the rows, joined by semicolons")
     arguments = parser.parse_args()
@@ -481,11 +541,20 @@ def main() -> None:
         sizes, calls, rounds = ((1_000, 10_000), 20, 2) if arguments.quick else ((10_000, 1_000_000), 200, 5)
         asyncio.run(measure_flat(sizes, calls, rounds)).show()
         return
+    if arguments.commits:
+        asyncio.run(measure_commits(*((20, 2) if arguments.quick else (100, 15)))).show()
+        return
     size = Size(calls=100, batches=2, rounds=1) if arguments.quick else Size(calls=1_000, batches=10, rounds=5)
     if arguments.spans:
         Console().print(asyncio.run(measure_spans(size)))
         return
-    table = asyncio.run(measure_all(arguments.stores.split(";"), size))
+    names = arguments.stores.split(";")
+    if unknown := set(names) - set(STORES):
+        parser.error(
+            f"argument --stores: unknown store {', '.join(sorted(unknown))}; expected some of {'; '.join(STORES)}"
+            + ("" if "postgres" in STORES else " (postgres needs ROLLOUT_BENCH_POSTGRES, see above)")
+        )
+    table = asyncio.run(measure_all(names, size))
     Console(width=170).print(table)
 
 

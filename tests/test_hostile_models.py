@@ -32,7 +32,7 @@ from rollout_core.models.bounded.keeper import KeptChild
 from rollout_core.models.bounded.tokenizing import Chat, Problem, encode, how_prompts_vary, render
 from rollout_core.models.tokenizers import ChatMessage, load_tokenizer
 from rollout_core.plans.plan import check_model
-from rollout_core.store.sql.database_urls import is_postgres
+from rollout_core.store.sql.by_url import is_postgres
 
 CHILDREN = {tokenizing: "texts", inspecting: "inspection"}
 FORTY_DOUBLINGS = [{"type": "Replace", "pattern": {"String": " "}, "content": "  "}] * 40

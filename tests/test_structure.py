@@ -33,8 +33,7 @@ INSIDE_FUNCTIONS = {
     "rollout_core.plans.plan": "only a plan with an endpoint asks one",
     "rollout_core.rewards.loading": "imports torch, for reward models only",
     "rollout_core.rewards.user_code": "a child starts without it",
-    "rollout_core.store.sql.migrate": "PostgreSQL's driver is an extra",
-    "rollout_core.store.sql.open_database": "PostgreSQL's driver is an extra",
+    "rollout_core.store.sql.by_url": "PostgreSQL's driver is an extra",
 }
 """Modules that import others of this project inside functions, and why."""
 

@@ -213,6 +213,6 @@ def store_serve(
 def store_migrate(database: DatabaseURL, debug: Debug = False) -> None:
     """Bring a store's database to the schema of this version."""
     with one_line_errors(debug):
-        from rollout_core.store.sql.migrate import migrate
+        from rollout_core.store.sql.by_url import migrate
 
         typer.echo(migrate(database))

@@ -13,18 +13,18 @@ from typing import Any, NamedTuple, TypeVar
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.objects.store import ObjectStore
-from rollout_core.store.sql.columns import BODY
+from rollout_core.store.sql.dialect import BODY
 
 Model = TypeVar("Model")
 SpanModel = Callable[[str, Sequence[Any]], Model]
-"""Makes something of a rollout's id and a row of ``spans``, in the order of ``sql_columns.SPAN``."""
+"""Makes something of a rollout's id and a row of ``spans``, in the order of ``dialect.SPAN``."""
 
 REFS = "spans"
 """Prefix of the refs that keep bodies alive."""
 
 
 class StoredSpan(NamedTuple):
-    """A row of ``spans``, in the order of ``sql_columns.SPAN``, with the id of its rollout."""
+    """A row of ``spans``, in the order of ``dialect.SPAN``, with the id of its rollout."""
 
     rollout_id: str
     columns: tuple[Any, ...]

@@ -19,7 +19,7 @@ from urllib.parse import quote
 import psutil
 import pytest
 
-from rollout_core.store.sql.migrate import migrate
+from rollout_core.store.sql.by_url import migrate
 from rollout_core.store.sql.tables import metadata
 
 SETTINGS = {

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from pydantic import ValidationError
 
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.base.ids import canonical_json
-from rollout_core.store import Event, Link, Span, TraceStatus
+from rollout_core.store import Event, LightningStore, Link, Span, TraceStatus
 from rollout_core.store.codec import decode
 from rollout_core.store.encoded_spans import EncodedSpan, encode_fields, read_encoded
+from rollout_core.store.http.large_bodies import list_fields, read_large
 from rollout_core.store.http.wire import SpansRequest, dump_spans
 from rollout_core.store.span_fields import span_fields
 from rollout_core.store.sql.rows import span_columns
@@ -116,6 +118,7 @@ def requests(draw) -> bytes:
     return json.dumps(body, ensure_ascii=draw(st.booleans())).encode().replace(f'"{MARK}"'.encode(), mark)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(requests())
 def test_whatever_is_sent_rows_and_errors_are_those_of_pydantic(body):
     assert outcome(by_structs, body) == outcome(by_pydantic, body)
@@ -149,3 +152,25 @@ def test_what_our_client_sends_takes_the_short_way_and_is_stored_byte_for_byte(s
     assert (*encoded[1:], None) == span_columns(span_fields(span))
     assert Span.model_validate(encoded.fields()) == span
     assert encode_fields(span_fields(span)) == encoded
+
+
+def test_a_large_body_is_encoded_part_by_part():
+    odd = {**span_fields(telemetry_span()), "further": 1}
+    ordinary = [span_fields(telemetry_span()) for _ in range(700)]
+    for sent in (ordinary, [*ordinary, odd]):
+        body = json.dumps({"spans": sent}).encode()
+        read = asyncio.run(read_large(SpansRequest.read, list_fields(SpansRequest), body))
+        assert read.encoded() == by_structs(body) and len(read.spans) == len(sent)
+
+
+@pytest.mark.asyncio
+async def test_encoded_spans_are_stored_as_models_are(store: LightningStore, make):
+    rollout = await make.claimed(store)
+    first, second = make.span(rollout, 1), make.span(rollout, 2, attributes={"none": None, "big": 2**70})
+    encoded = {span.span_id: encode_fields(span_fields(span)) for span in (first, second)}
+    assert list(await store.add_encoded_spans([encoded[first.span_id]])) == [True]
+    given = [encoded[span.span_id] for span in (first, second, second)]
+    assert list(await store.add_encoded_spans(given)) == [False, True, False]
+    assert list(await store.query_spans(rollout.rollout_id)) == [first, second]
+    with pytest.raises(NotFound):
+        await store.add_encoded_spans([given[0], given[1]._replace(attempt_id="nope")])

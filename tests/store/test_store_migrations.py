@@ -14,18 +14,17 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import NullPool, create_engine
-from sqlalchemy.ext.asyncio import create_async_engine
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.store import SqlLightningStore
-from rollout_core.store.sql import migrate
+from rollout_core.store.sql import by_url
 from rollout_core.store.sql.postgres_server import connect
 from rollout_core.store.sql.schema import REVISIONS
 from rollout_core.store.sql.tables import metadata
 
 pytestmark = pytest.mark.asyncio
 
-MIGRATIONS = Path(migrate.__file__).with_name("migrations")
+MIGRATIONS = Path(by_url.__file__).with_name("migrations")
 ROOT = Path(__file__).parents[2]
 
 
@@ -50,9 +49,9 @@ async def _run(url: str, *statements: str) -> None:
         connection.executescript(";".join(statements))
         connection.close()
     else:
-        server = await connect(url, 5)
-        await server.execute(";".join(statements))
-        await server.close()
+        with connect(url, 5) as server:
+            for statement in statements:
+                server.execute(statement.encode())
 
 
 async def _downgrade(url: str) -> None:
@@ -73,17 +72,15 @@ async def test_the_revisions_are_alembics():
 
 
 async def test_the_migrations_make_the_tables_that_the_code_declares(empty):
-    assert migrate.migrate(empty).endswith(f"was created with schema {REVISIONS[-1]}")
+    assert by_url.migrate(empty).endswith(f"was created with schema {REVISIONS[-1]}")
     if empty.startswith("sqlite"):
         with create_engine(empty).connect() as connection:
             assert _differences(connection) == []
     else:
-        engine = create_async_engine(
-            "postgresql+asyncpg://", async_creator=lambda: connect(empty, 5), poolclass=NullPool
-        )
-        async with engine.connect() as connection:
-            assert await connection.run_sync(_differences) == []
-    assert "has the present schema" in migrate.migrate(empty)
+        engine = create_engine("postgresql+psycopg://", creator=lambda: connect(empty, 5), poolclass=NullPool)
+        with engine.connect() as connection:
+            assert _differences(connection) == []
+    assert "has the present schema" in by_url.migrate(empty)
 
 
 async def test_an_older_schema_is_upgraded_with_all_it_holds(empty, make):
@@ -92,7 +89,7 @@ async def test_an_older_schema_is_upgraded_with_all_it_holds(empty, make):
         await store.add_span(make.span(rollout))
         await store.enqueue_rollout(2)
     await _downgrade(empty)
-    assert migrate.migrate(empty).endswith(f"was brought from schema 0001 to {REVISIONS[-1]}")
+    assert by_url.migrate(empty).endswith(f"was brought from schema 0001 to {REVISIONS[-1]}")
     async with SqlLightningStore.from_url(empty) as store:
         counts = await store.statistics()
         assert (counts["total_rollouts"], counts["total_attempts"], counts["total_spans"]) == (2, 1, 1)
@@ -101,23 +98,23 @@ async def test_an_older_schema_is_upgraded_with_all_it_holds(empty, make):
 
 
 async def test_opening_a_store_upgrades_it(empty):
-    migrate.migrate(empty)
+    by_url.migrate(empty)
     await _downgrade(empty)
     await SqlLightningStore.from_url(empty).close()
-    assert "has the present schema" in migrate.migrate(empty)
+    assert "has the present schema" in by_url.migrate(empty)
 
 
 async def test_a_newer_schema_is_refused_untouched(empty):
-    migrate.migrate(empty)
+    by_url.migrate(empty)
     await _run(empty, "UPDATE alembic_version SET version_num = '0099'")
-    for opening in (migrate.migrate, SqlLightningStore.from_url):
+    for opening in (by_url.migrate, SqlLightningStore.from_url):
         with pytest.raises(ConfigError, match=r"revision 0099.*newer version"):
             opening(empty)
 
 
 async def test_a_database_of_another_program_is_refused_untouched(empty):
     await _run(empty, "CREATE TABLE alembic_version (version_num varchar(32))", "CREATE TABLE theirs (x int)")
-    for opening in (migrate.migrate, SqlLightningStore.from_url):
+    for opening in (by_url.migrate, SqlLightningStore.from_url):
         with pytest.raises(ConfigError, match="another program"):
             opening(empty)
 
@@ -136,7 +133,7 @@ async def test_processes_may_create_or_upgrade_at_the_same_time(empty):
     for prepare in (None, _downgrade):
         if prepare is not None:
             await prepare(empty)
-        program = "import sys; from rollout_core.store.sql.migrate import migrate; print(migrate(sys.argv[1]))"
+        program = "import sys; from rollout_core.store.sql.by_url import migrate; print(migrate(sys.argv[1]))"
         children = [
             subprocess.Popen([sys.executable, "-c", program, empty], stdout=subprocess.PIPE, text=True, cwd=ROOT)
             for _ in range(4)
@@ -147,8 +144,8 @@ async def test_processes_may_create_or_upgrade_at_the_same_time(empty):
 
 
 async def test_a_check_refuses_what_opening_would_and_changes_nothing(empty, tmp_path):
-    migrate.check(empty)
+    by_url.check(empty)
     assert list(tmp_path.iterdir()) == []
     await _run(empty, "CREATE TABLE somebody_elses (x INTEGER)")
     with pytest.raises(ConfigError, match="of another program"):
-        migrate.check(empty)
+        by_url.check(empty)

@@ -21,6 +21,7 @@ from rollout_core.store import (
     Span,
     SqlLightningStore,
 )
+from rollout_core.store.sql import postgres as postgres_sessions
 from tests.store.forking import leave
 from tests.store.postgres import DATABASE, PostgresServer
 
@@ -221,6 +222,38 @@ async def test_a_database_or_user_that_does_not_exist_is_a_configuration_error(u
     host = url.partition("host=")[2]
     with pytest.raises(ConfigError, match="refuses the store"):
         SqlLightningStore.from_url(address.replace("HOST", host))
+
+
+@pytest.mark.parametrize("address", ["me:se%cret@here/x", "me:secret@here/x?sslmode=no", "me:secret@here/%00"])
+async def test_an_address_that_is_none_is_a_configuration_error_without_its_password(address):
+    with pytest.raises(ConfigError) as error:
+        SqlLightningStore.from_url(f"postgresql://{address}")
+    assert "cret" not in f"{error.value!r}"
+
+
+async def test_the_query_of_an_address_may_hold_settings_of_the_server(url):
+    async with SqlLightningStore.from_url(f"{url}&work_mem=5MB&DateStyle=SQL%2C%20DMY&synchronous_commit=off") as store:
+        assert await store._database.read(lambda tx: tx.rows("SHOW work_mem")) == [("5MB",)]
+        assert await store._database.write(lambda tx: tx.rows("SHOW DateStyle")) == [("SQL, DMY",)]
+        assert await store._database.write(lambda tx: tx.rows("SHOW synchronous_commit")) == [("on",)]
+
+
+async def test_rows_to_change_are_found_by_index_however_small_the_tables_are(url):
+    async with SqlLightningStore.from_url(url) as store:
+        for table, key in (("rollouts", "key"), ("attempts", "rollout_key, sequence_id")):
+            statement = postgres_sessions._update(table, "status", key).of_json.decode().replace("$1", "?")
+            plan = await store._database.write(lambda tx, sql=statement: tx.rows(f"EXPLAIN {sql}", "[]"))
+            assert f"Index Scan using {table}_pkey" in f"{plan}"
+
+
+async def test_large_batches_go_in_parts(url, monkeypatch):
+    monkeypatch.setattr(postgres_sessions, "MAX_STATEMENT_BYTES", 1_000)
+    async with SqlLightningStore.from_url(url) as store:
+        inputs = ["x" * 400, "y" * 3_000, '"\\\u2028\U0001f600', None, 1e300, 12345678901234567890123, "z"]
+        rollouts = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=input) for input in inputs])
+        assert [rollout.input for rollout in await store.query_rollouts()] == inputs
+        claimed = await store.dequeue_many_rollouts(limit=10)
+        assert [one.rollout_id for one in claimed] == [one.rollout_id for one in rollouts]
 
 
 async def test_the_store_goes_on_after_a_restart_of_the_server(postgres, url):

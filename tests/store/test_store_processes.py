@@ -223,8 +223,9 @@ async def test_concurrent_calls_share_commits(url):
             commits += statement == "COMMIT"
 
         await store.enqueue_rollout(0)
-        with store._database._writer as connection:
-            connection.set_trace_callback(count)
+        [writer] = store._database._writers
+        with writer.lock:
+            writer._connected().set_trace_callback(count)
         await asyncio.gather(*[store.enqueue_rollout(n) for n in range(200)])
         assert 1 <= commits < 50
 

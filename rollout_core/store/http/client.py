@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from rollout_core.base.errors import ConfigError, Conflict, Recoverable
 from rollout_core.store.base import LightningStore
 from rollout_core.store.checks import check_id_list, check_ids, resources_json
+from rollout_core.store.codec import encode_bytes, model_fields
 from rollout_core.store.http import wire
 from rollout_core.store.http.routes import ROUTES, Route
 from rollout_core.store.http.transport import Repeat, Transport, TransportSettings, path_part
@@ -86,13 +87,18 @@ def _sent(method: Method, repeat: Callable[[dict[str, Any]], Repeat] = lambda gi
         body = _body(route, given)
         # The server refuses empty pages, as the one that it stands in for; the contract wants their total.
         is_empty = body.get("limit") == 0
-        data = wire.dump_checked({**body, "limit": 1} if is_empty else body, name)
+        data = _json({**body, "limit": 1} if is_empty else body, name)
         found = adapter.validate_json(await transport.post(path, data, repeat(given)))
         return found.model_copy(update={"items": [], "limit": 0}) if is_empty else found
 
     # Taken over by ``wraps`` from the contract, where the method is abstract.
     call.__dict__.pop("__isabstractmethod__", None)
     return cast(Method, call)
+
+
+def _json(body: Any, what: str) -> bytes:
+    """A request's body. Raises ConfigError, which names the place, for what JSON cannot hold."""
+    return encode_bytes(body, what, model_fields)
 
 
 def _body(route: Route, given: dict[str, Any]) -> dict[str, Any]:
@@ -304,7 +310,7 @@ class LightningStoreClient(LightningStore):
             # Each request waits a while at the server, so none outlives the patience of whatever is in between.
             seconds = min(wire.LONGEST_WAIT_SECONDS, self._transport.settings.request_timeout / 2)
             body = {"rollout_ids": waited, "timeout": seconds if timeout is None else timeout}
-            data = wire.dump_checked(body, "rollout_ids")
+            data = _json(body, "rollout_ids")
             reply = await self._transport.send("POST", wire.PREFIX + "/waits/rollouts", data, Repeat.HARMLESS)
             finished.update({rollout.rollout_id: rollout for rollout in _ROLLOUTS.validate_json(reply.data)})
             if timeout is not None or wire.UNFINISHED_HEADER not in reply.headers:
@@ -327,4 +333,4 @@ class LightningStoreClient(LightningStore):
     # Requests
 
     async def _post(self, path: str, body: Any, what: str, repeat: Repeat = Repeat.HARMLESS) -> bytes:
-        return await self._transport.post(wire.PREFIX + path, wire.dump_checked(body, what), repeat)
+        return await self._transport.post(wire.PREFIX + path, _json(body, what), repeat)

@@ -1,4 +1,4 @@
-"""Reading large JSON bodies part by part, within limits.
+"""Large JSON bodies: read and written part by part, within limits, in a lane of their own.
 
 pydantic reads a body in one call, which holds the interpreter's lock: for a second if it is 64 MiB, or a million tiny
 values. So a long list in a body is cut between its records, and read in parts that take some milliseconds each. What
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import re
 import threading
 import weakref
@@ -295,8 +294,6 @@ def _skip_space(data: bytes, place: int) -> int:
 def _broken(place: int) -> ConfigError:
     return ConfigError(f"not a valid request: the body is not JSON, at byte {place} or later")
 
-
-logger = logging.getLogger(__name__)
 
 _NO_ITEMS = b'{"items":[]'
 

@@ -1,4 +1,6 @@
-"""Running an application under uvicorn: where it listens, and how long it puts up with slow clients."""
+"""Running an application under uvicorn: where it listens, what headers and slow clients it puts up with, and what
+signals and forks do to it.
+"""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ async def _read_json(route: Route, headers: Mapping[bytes, bytes], data: bytes, 
         return None
     media_type = headers.get(b"content-type", b"")
     if data and media_type != _JSON and media_type.partition(b";")[0].strip().lower() != _JSON:
-        # Pages of others can send other types without asking; see ``gate``.
+        # Pages of others can send other types without asking; see ``app.Gate``.
         raise WrongMediaType(f"content-type is {media_type.decode('latin-1')!r:.100}; expected {wire.JSON}")
     if len(data) > LOOP_BYTES:
         return await lane.run(read_large(route.read, route.lists, data))

@@ -2,7 +2,7 @@
 
 Most entries pass a call of the contract on: its name, and the models of what it takes and gives. For the others a
 handler says what to do, with the store and the request. Requests are checked by pydantic before, and what they ask for
-by the store itself; both say what was wrong by the errors of ``errors``.
+by the store itself; both say what was wrong by the exceptions of ``http.errors``.
 """
 
 from __future__ import annotations

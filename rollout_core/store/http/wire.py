@@ -294,12 +294,7 @@ class RolloutPage(PaginatedResult[AnyRollout]):
     """One page of rollouts."""
 
 
-def dump_checked(value: Any, what: str) -> bytes:
-    """JSON of what a caller gave us. Raises ConfigError, which names the place, for what JSON cannot hold."""
-    return encode_bytes(value, what, model_fields)
-
-
 def dump_spans(spans: Sequence[Span]) -> bytes:
-    """The JSON of a ``SpansRequest``. Raises ConfigError as ``dump_checked`` does."""
+    """The JSON of a ``SpansRequest``. Raises ConfigError, which names the place, for what JSON cannot hold."""
     fields = [span_fields(span) for span in spans]
     return encode_bytes({"spans": fields}, "span", model_fields, sum(map(num_nulls, fields)))

@@ -11,10 +11,11 @@ from rollout_core.store.types import RolloutStatus
 
 def add_counts(tx: Transaction, changes: Mapping[str, int]) -> None:
     """Add to counts; the names are statuses of rollouts, ``attempts`` and ``spans``."""
-    tx.run_many(
-        "INSERT INTO counts (name, writer, count) VALUES (?, {writer}, ?)"
-        " ON CONFLICT (name, writer) DO UPDATE SET count = counts.count + excluded.count",
-        sorted((name, change) for name, change in changes.items() if change),
+    tx.insert(
+        "counts",
+        "name, writer, count",
+        sorted((name, tx.writer, change) for name, change in changes.items() if change),
+        "ON CONFLICT (name, writer) DO UPDATE SET count = counts.count + excluded.count",
     )
 
 

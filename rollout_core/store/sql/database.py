@@ -1,27 +1,60 @@
-"""A database as the SQL store sees it, open for the tasks, threads and event loops of one process."""
+"""A database as the SQL store sees it, open for the tasks, threads and event loops of one process.
+
+Writes go through ``group_commit``, reads through connections of their own that never wait for it. Before a fork every
+connection is closed (SQLite would lose track of its locks in the child, and a child would speak to a server in its
+parent's name); parent and child then open their own when they next need one.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from rollout_core.store.sql.dialect import Transaction
-from rollout_core.store.sql.group_commit import Batch, GroupCommit, Undo
+from rollout_core.store.sql.group_commit import Batch, GroupCommit, Hooks, Undo
+from rollout_core.store.sql.sessions import Session, SessionThreads
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+SessionT = TypeVar("SessionT", bound=Session)
 
 
-class Database(ABC):
+class _Read(NamedTuple):
+    """An operation that a caller waits for."""
+
+    operation: Callable[[Session], Any]
+    future: asyncio.Future[Any]
+
+
+class Database(ABC, Generic[SessionT]):
     """An open database; its connections are opened when they are needed. Operations see it as a ``Transaction``."""
 
-    commits: GroupCommit
+    NUM_WRITERS: int
+    NUM_READERS: int
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, where: str, hooks: Hooks) -> None:
+        """``name`` is that of its threads; ``where`` names it in errors, without secrets."""
+        self._name = name
+        self._where = where
+        self._hooks = hooks
+        self._closed = False
+        self._start()
         _open_databases.add(self)
+
+    def _start(self) -> None:
+        self._writers = [self._session(writes=True) for _ in range(self.NUM_WRITERS)]
+        self._readers = [self._session(writes=False) for _ in range(self.NUM_READERS)]
+        self._commits = GroupCommit(f"store-writer-{self._name}", self._where, self._writers, self._hooks)
+        self._reads = SessionThreads[_Read](f"store-reader-{self._name}", self._where, self._readers, _answer)
+
+    @abstractmethod
+    def _session(self, *, writes: bool) -> SessionT:
+        """A connection that is not yet open, for transactions that write or that read."""
 
     async def write(
         self, operation: Callable[[Transaction], Result], *, watched: bool = True, undo: Undo[Result] | None = None
@@ -31,7 +64,7 @@ class Database(ABC):
         def batch(tx: Transaction, items: Sequence[None]) -> list[Result]:
             return [operation(tx)]
 
-        [result] = await self.commits.run(batch, [None], watched=watched, undo=undo)
+        [result] = await self._commits.run(batch, [None], watched=watched, undo=undo)
         return result
 
     async def write_batch(
@@ -43,38 +76,83 @@ class Database(ABC):
         undo: Undo[Result] | None = None,
     ) -> Sequence[Result]:
         """``write`` of an operation on many items. What concurrent callers give to the same function is run as one."""
-        return await self.commits.run(batch, items, watched=watched, undo=undo)
+        return await self._commits.run(batch, items, watched=watched, undo=undo)
 
-    @abstractmethod
     async def read(self, operation: Callable[[Transaction], Result]) -> Result:
         """Run ``operation`` on a consistent snapshot that holds every write acknowledged so far."""
 
+        def run(session: Session) -> Result:
+            try:
+                session.begin_reading()
+                return operation(Transaction(session, session.dialect, self._hooks.clock()))
+            finally:
+                session.end_reading()
+
+        return await self._in_reader(run)
+
+    async def _in_reader(self, operation: Callable[[Session], Result]) -> Result:
+        """Run ``operation`` in one of the threads that read. A connection that was lost is replaced once."""
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._reads.submit(_Read(operation, future))
+        return await future
+
     @abstractmethod
     async def foreign_version(self) -> Any:
-        """A value that changes when others may have finished rollouts without ``on_finished`` being told."""
+        """A value that changes when others may have finished rollouts without ``on_finished`` being called."""
 
-    @abstractmethod
     def close(self) -> None:
         """Finish pending writes and close every connection. Harmless when repeated."""
+        if not self._closed:
+            self._closed = True
+            _open_databases.discard(self)
+            self._commits.threads.close()
+            self._reads.close()
 
-    def before_fork(self) -> None:  # noqa: B027 - most have nothing to do
-        """Make ready for a fork of this process."""
+    def before_fork(self) -> None:
+        """Wait until no connection is in use, and close them all."""
+        for session in [*self._writers, *self._readers]:
+            session.lock.acquire()
+            session.close()
 
-    def after_fork_in_parent(self) -> None:  # noqa: B027 - as above
-        """Go on after a fork."""
+    def after_fork_in_parent(self) -> None:
+        """Let the threads continue; connections are opened again as they are needed."""
+        for session in [*self._writers, *self._readers]:
+            session.lock.release()
 
-    @abstractmethod
     def after_fork_in_child(self) -> None:
         """Begin anew: the threads, and the callers they worked for, exist in the parent only."""
+        self._start()
 
 
-def forget(database: Database) -> None:
-    """Leave a closed database out of forks."""
-    _open_databases.discard(database)
+def _answer(session: Session, read: _Read) -> None:
+    """Do what a caller of ``Database._in_reader`` waits for."""
+    if read.future.cancelled():
+        return
+    result = error = None
+    try:
+        try:
+            result = read.operation(session)
+        except Exception as first:
+            if not session.worth_repeating(first):
+                raise
+            result = read.operation(session)
+    except Exception as raised:  # noqa: BLE001 - the thread must outlive it, and the caller must hear of it
+        error = session.explain(raised)
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        read.future.get_loop().call_soon_threadsafe(_settle, read.future, result, error)
 
 
-_open_databases: weakref.WeakSet[Database] = weakref.WeakSet()
-_forking: list[Database] = []
+def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if future.cancelled():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+_open_databases: weakref.WeakSet[Database[Any]] = weakref.WeakSet()
+_forking: list[Database[Any]] = []
 
 
 def _before_fork() -> None:

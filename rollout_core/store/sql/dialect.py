@@ -6,10 +6,10 @@ Statements are written once: positional ``?`` parameters, and these marks for wh
     {lock}         lock the rows of ``r`` until the transaction ends, always in the same order
     {lock_free}    lock those rows of ``r`` that nobody else has locked, and leave the others out
     {infinity}     a number beyond all others
-    {writer}       a number of this connection, from a small range
     {last_span}    a number that every span written from now on has a higher key than
 
-Further marks stand for lists of columns, see ``sql_columns``. No text of a caller ever becomes part of a statement.
+Further marks stand for lists of columns, see ``COLUMNS``. INSERT and UPDATE of rows are built by each database's
+connection from the names of the table and its columns. No text of a caller ever becomes part of a statement.
 """
 
 from __future__ import annotations
@@ -23,22 +23,52 @@ from typing import Any, NamedTuple, Protocol
 import orjson
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.store.sql.columns import BY_MARK
+
+ROLLOUT = (
+    "r.key, r.rollout_id, r.status, r.mode, r.resources_id, r.start_time, r.end_time, r.config, r.attempt_count,"
+    " r.last_sequence_id, r.queue_position, r.due_time"
+)
+PAYLOAD = "p.input, p.metadata"
+ATTEMPT = (
+    "a.attempt_id, a.sequence_id, a.start_time, a.end_time, a.status, a.worker_id, a.last_heartbeat_time, a.metadata"
+)
+SPAN = (
+    "s.attempt_id, s.span_id, s.sequence_id, s.trace_id, s.parent_id, s.name, s.start_time, s.end_time, s.body,"
+    " s.body_id"
+)
+COLUMNS = {
+    "rollout": ROLLOUT,
+    "payload": PAYLOAD,
+    "attempt": ATTEMPT,
+    "span": SPAN,
+    "resources": "resources_id, create_time, update_time, version, resources",
+    "worker": (
+        "worker_id, status, heartbeat_stats, last_heartbeat_time, last_dequeue_time, last_busy_time, last_idle_time,"
+        " current_rollout_id, current_attempt_id"
+    ),
+}
+"""The columns that statements read, by the mark that stands for them, such as ``{rollout}``."""
+NUM_ROLLOUT = len(ROLLOUT.split(","))
+SEQUENCE_ID, BODY = 2, len(SPAN.split(",")) - 2
+"""Places of a span's number and body in its row."""
 
 
 class Connection(Protocol):
     """A connection as the operations of the store use it; statements have their marks filled in."""
 
+    writer: int
+    """A number of this connection, from a small range."""
+
     def fetch(self, sql: str, parameters: Sequence[Any], /) -> list[tuple[Any, ...]]:
         """Run one statement; all of its rows."""
         ...
 
-    def run_many(self, sql: str, rows: Sequence[Sequence[Any]], /) -> None:
-        """Run one statement for each row of parameters, prepared once."""
+    def insert(self, table: str, columns: str, rows: Sequence[Sequence[Any]], conflict: str, /) -> int:
+        """See ``Transaction.insert``."""
         ...
 
-    def insert_many(self, sql: str, rows: Sequence[Sequence[Any]], /) -> int:
-        """``run_many`` of an INSERT that may leave rows out; how many it wrote."""
+    def update(self, table: str, columns: str, keys: str, rows: Sequence[Sequence[Any]], /) -> None:
+        """See ``Transaction.update``."""
         ...
 
 
@@ -50,7 +80,6 @@ class Dialect(NamedTuple):
     lock: str
     lock_free: str
     infinity: str
-    writer: str
     last_span: str
     contains: str
     numbers: dict[str, str]
@@ -80,7 +109,6 @@ SQLITE = Dialect(
     lock="",
     lock_free="",
     infinity="9e999",
-    writer="0",
     last_span="SELECT COALESCE(MAX(key), 0) FROM spans",
     contains="instr({column}, ?) > 0",
     numbers={
@@ -98,7 +126,6 @@ POSTGRES = Dialect(
     lock="ORDER BY r.key FOR UPDATE OF r",
     lock_free="FOR UPDATE OF r SKIP LOCKED",
     infinity="'infinity'::float8",
-    writer="pg_backend_pid() % 64",
     last_span="SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM spans_key_seq",
     contains="strpos({column}, ?) > 0",
     # Sequences, because two processes that read MAX(key) at the same time would take the same number.
@@ -117,9 +144,9 @@ _DIALECTS = {dialect.name: dialect for dialect in (SQLITE, POSTGRES)}
 @lru_cache(1024)
 def _statement(name: str, sql: str) -> str:
     dialect = _DIALECTS[name]
-    for mark in ("in_texts", "lock", "lock_free", "infinity", "writer", "last_span"):
+    for mark in ("in_texts", "lock", "lock_free", "infinity", "last_span"):
         sql = sql.replace(f"{{{mark}}}", getattr(dialect, mark))
-    for mark, columns in BY_MARK.items():
+    for mark, columns in COLUMNS.items():
         sql = sql.replace(f"{{{mark}}}", columns)
     if dialect.numbered_parameters:
         first, *others = sql.split("?")
@@ -140,11 +167,16 @@ class Transaction:
         self.finished: list[str] = []
         """Rollouts that reach a terminal status if this transaction commits; their waiters are woken then."""
         self.counted: Counter[str] = Counter()
-        """Changes of the counts in ``sql_counts``, which are written once for the whole transaction."""
+        """Changes of the counts in ``counts``, which are written once for the whole transaction."""
+
+    @property
+    def writer(self) -> int:
+        """A number of this connection, from a small range."""
+        return self._connection.writer
 
     def rows(self, sql: str, *parameters: Any) -> list[tuple[Any, ...]]:
         """Run one statement; all of its rows."""
-        return self._connection.fetch(self.dialect.statement(sql), parameters)
+        return self._connection.fetch(_statement(self.dialect.name, sql), parameters)
 
     def row(self, sql: str, *parameters: Any) -> tuple[Any, ...] | None:
         """Run one statement; its first row."""
@@ -156,16 +188,23 @@ class Transaction:
 
     def run(self, sql: str, *parameters: Any) -> None:
         """Run one statement that yields nothing."""
-        self._connection.fetch(self.dialect.statement(sql), parameters)
+        self._connection.fetch(_statement(self.dialect.name, sql), parameters)
 
-    def run_many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
-        """Run one statement for each row of parameters, prepared once."""
+    def insert(self, table: str, columns: str, rows: Sequence[Sequence[Any]], conflict: str = "") -> int:
+        """Insert rows of values for ``columns`` (names, separated by ``", "``), in order; how many were written.
+
+        ``conflict`` is the clause ``ON CONFLICT ...``, if there is one. With ``DO UPDATE``, no two rows may have the
+        same key.
+        """
+        return self._connection.insert(table, columns, rows, conflict) if rows else 0
+
+    def update(self, table: str, columns: str, keys: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Set ``columns`` where ``keys`` are equal: each row has the values of the columns, then those of the keys.
+
+        No two rows may have the same keys and other values.
+        """
         if rows:
-            self._connection.run_many(self.dialect.statement(sql), rows)
-
-    def insert_many(self, sql: str, rows: Sequence[Sequence[Any]]) -> int:
-        """``run_many`` of an INSERT that may leave rows out; how many it wrote."""
-        return self._connection.insert_many(self.dialect.statement(sql), rows) if rows else 0
+            self._connection.update(table, columns, keys, rows)
 
     def next_numbers(self, counter: str, how_many: int) -> list[int]:
         """The next numbers of a counter of this database, ascending; see ``Dialect.numbers``."""

@@ -1,9 +1,9 @@
 """Concurrent calls share a transaction, and so one sync to disk and one set of statements.
 
 Callers hand in operations and wait. A writer takes all that are waiting, runs those of one kind as one batch, commits
-once, and only then lets the callers go on: what was acknowledged is on disk. A batch that fails undoes itself alone and
-is run again caller by caller, so that only those are refused that really fail; the same goes for the transaction itself
-(disk full, for one). What drives the writer, a thread or an event loop, is up to the database.
+once, and only then lets the callers continue: what was acknowledged is on disk. A batch that fails undoes itself alone
+and is run again caller by caller, so that only those are refused that really fail; the same goes for the transaction
+itself (disk full, for one).
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from rollout_core.base.errors import Fatal, RolloutError
+from rollout_core.base.errors import RolloutError
 from rollout_core.store.sql.counts import add_counts
-from rollout_core.store.sql.dialect import Connection, Dialect, Transaction
+from rollout_core.store.sql.dialect import Transaction
+from rollout_core.store.sql.sessions import Session, SessionThreads
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -40,49 +40,7 @@ class Hooks(NamedTuple):
     watchdog: Callable[[Transaction], bool]
     """Run before other writes; whether it looked at anything."""
     on_finished: Callable[[Sequence[str]], None]
-    """Told, from any thread, of rollouts that have just finished."""
-
-
-class Session(Connection, Protocol):
-    """A connection as a group of operations is run on it."""
-
-    dialect: Dialect
-
-    def begin(self) -> None:
-        """Begin a writing transaction."""
-        ...
-
-    def commit(self, finished: Sequence[str]) -> None:
-        """Make it durable, and let other processes know which rollouts have finished."""
-        ...
-
-    def rollback(self) -> None:
-        """Undo it; harmless when there is none, or no connection any more."""
-        ...
-
-    def savepoint(self) -> None:
-        """Begin a part that can be undone alone; only one at a time."""
-        ...
-
-    def undo_part(self) -> None:
-        """Undo it to the savepoint."""
-        ...
-
-    def keep_part(self) -> None:
-        """Make the part since the savepoint, if not undone, one with the rest of the transaction."""
-        ...
-
-    def breaks_transaction(self, error: Exception) -> bool:
-        """Whether nothing of the transaction can be relied on after this error."""
-        ...
-
-    def worth_repeating(self, error: Exception) -> bool:
-        """Whether the same operation, run again at once, may well succeed, nothing of it having been stored."""
-        ...
-
-    def explain(self, error: Exception) -> Exception:
-        """Our error for one that a statement raised; any other error as it is."""
-        ...
+    """Called, from any thread, with rollouts that have just finished."""
 
 
 @dataclass(eq=False)
@@ -99,19 +57,13 @@ class Job(Generic[Item, Result]):
     error: Exception | None = None
 
 
-class GroupCommit(ABC):
-    """The jobs of one store in one process, and how a writer runs them."""
+class GroupCommit:
+    """The jobs of one store in one process, and how its writing threads run them."""
 
-    def __init__(self, name: str, hooks: Hooks) -> None:
-        self._name = name
+    def __init__(self, name: str, where: str, sessions: Sequence[Session], hooks: Hooks) -> None:
         self._hooks = hooks
-        self._jobs: deque[Job[Any, Any]] = deque()
         self._lock = threading.Lock()
-        self._closed = False
-
-    @abstractmethod
-    def _wake(self) -> None:
-        """See to it that a writer takes the jobs. Called with the lock held, from any thread."""
+        self.threads = SessionThreads[Job[Any, Any]](name, where, sessions, self._work)
 
     async def run(
         self, batch: Batch[Item, Result], items: Sequence[Item], *, watched: bool, undo: Undo[Result] | None = None
@@ -122,7 +74,7 @@ class GroupCommit(ABC):
         its results back, and the cancellation waits for that.
         """
         job = Job(batch, items, watched, asyncio.get_running_loop().create_future())
-        self._submit(job)
+        self.threads.submit(job)
         try:
             return await (job.future if undo is None else asyncio.shield(job.future))
         except asyncio.CancelledError:
@@ -132,13 +84,6 @@ class GroupCommit(ABC):
                     await self.run(lambda tx, _: [undo(tx, results)], [None], watched=False)
             raise
 
-    def _submit(self, job: Job[Any, Any]) -> None:
-        with self._lock:
-            if self._closed:
-                raise Fatal(f"the store of {self._name} is closed; open it again with from_url")
-            self._jobs.append(job)
-            self._wake()
-
     def _withdraw(self, job: Job[Any, Any]) -> bool:
         """Keep a job from running if it has not started."""
         with self._lock:
@@ -146,17 +91,17 @@ class GroupCommit(ABC):
                 job.batch, job.items, job.watched = _nothing, (), False
             return not job.taken
 
-    def _take(self) -> list[Job[Any, Any]]:
-        """The jobs of the next transaction; none if nothing is waiting."""
+    def _work(self, session: Session, job: Job[Any, Any]) -> None:
+        """Run this job and those that wait behind it in one transaction."""
+        group = [job]
+        num_items = max(1, len(job.items))
+        while num_items < MAX_GROUP_ITEMS and (other := self.threads.take_more()):
+            group.append(other)
+            num_items += max(1, len(other.items))
         with self._lock:
-            group: list[Job[Any, Any]] = []
-            num_items = 0
-            while self._jobs and num_items < MAX_GROUP_ITEMS:
-                job = self._jobs.popleft()
+            for job in group:
                 job.taken = True
-                num_items += max(1, len(job.items))
-                group.append(job)
-            return group
+        self._commit(session, group)
 
     def _commit(self, session: Session, group: Sequence[Job[Any, Any]]) -> None:
         """Run the group, and hand each job its outcome."""

@@ -1,92 +1,49 @@
-"""A PostgreSQL server as the store uses it: how connections are made, and what its errors mean.
+"""A PostgreSQL server as the store uses it: how it is reached, what its errors mean, and how its tables are made.
 
 A committed transaction is on the server's disk: ``synchronous_commit`` is on whatever the server's own default.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
-import asyncpg
+import psycopg
+from psycopg import pq
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.types.numeric import Int8Dumper
 
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable, RolloutError, UnknownOutcome
-from rollout_core.base.secrets import without_password
-from rollout_core.store.sql.database_urls import EXPECTED_POSTGRES
+from rollout_core.base.secrets import HIDDEN, without_password
+from rollout_core.store.sql.schema import REVISIONS, known_revision, upgrade
 
-CONNECT_SECONDS = 10.0
+if TYPE_CHECKING:
+    from sqlalchemy import Connection as AlembicConnection
+
+EXPECTED_URL = (
+    "postgresql://user:password@host:port/database, with %40, %2F, %3F and %23 for @, /, ? and # in a password"
+)
+CONNECT_SECONDS = 10
 """How long to wait for a connection before the server counts as unreachable."""
-UNFORTUNATE = (asyncpg.DeadlockDetectedError, asyncpg.SerializationError, asyncpg.UniqueViolationError)
-"""Another writer was in the way; the same operation, begun again, sees what that one wrote."""
-LOST = (
-    asyncpg.PostgresConnectionError,
-    asyncpg.InterfaceError,
-    asyncpg.InternalClientError,  # cut while the driver was in the midst of something
-    asyncpg.AdminShutdownError,
-    asyncpg.CrashShutdownError,
-    asyncpg.CannotConnectNowError,
-    asyncpg.IdleInTransactionSessionTimeoutError,
-    ConnectionError,
-)
-"""The connection is gone, and with it a transaction that was not committed."""
-DRIVER_ERRORS = (
-    asyncpg.PostgresError,
-    asyncpg.InterfaceError,
-    asyncpg.InternalClientError,
-    OSError,
-    TimeoutError,
-    UnicodeEncodeError,
-    OverflowError,
-)
-"""Everything the driver raises that ``explain`` knows."""
-_REFUSED = (
-    asyncpg.InvalidAuthorizationSpecificationError,
-    asyncpg.InvalidCatalogNameError,
-    asyncpg.InsufficientPrivilegeError,
-    asyncpg.InvalidSchemaNameError,
-    asyncpg.ReadOnlySQLTransactionError,
-    asyncpg.ClientConfigurationError,
-)
-_PASSING = (
-    *LOST,
-    *UNFORTUNATE,
-    OSError,
-    TimeoutError,
-    asyncpg.InsufficientResourcesError,
-    asyncpg.OperatorInterventionError,
-    asyncpg.LockNotAvailableError,
-    asyncpg.PostgresIOError,
-)
-_BAD_VALUE = (asyncpg.DataError, asyncpg.ProgramLimitExceededError, UnicodeEncodeError, OverflowError)
+UPGRADE_LOCK = 0x524F4C4C
+"""``ROLL`` in ASCII: the advisory lock of whoever creates or upgrades the tables."""
+
+# SQLSTATEs, or their first two characters, which are a class of them.
+_CUT = ("08", "57P01", "57P02", "57P03", "25P03")
+OTHERS_IN_THE_WAY = ("40P01", "40001", "23505")
+_REFUSED = ("28", "3D000", "3F000", "42501", "25006")
+_PASSING = ("53", "57", "58030", "55P03")
+_TOO_LARGE = ("54",)
 
 
-def connection_settings(url: str, busy_timeout_seconds: float) -> dict[str, Any]:
-    """The arguments of ``asyncpg.connect`` and ``asyncpg.create_pool``."""
-    milliseconds = str(max(1, round(busy_timeout_seconds * 1000)))
-    return {
-        "dsn": url,
-        "timeout": CONNECT_SECONDS,
-        "statement_cache_size": 512,
-        "server_settings": {
-            "application_name": "rollout",
-            "synchronous_commit": "on",
-            "lock_timeout": milliseconds,
-            # A process that froze in a transaction would keep its rows locked for ever.
-            "idle_in_transaction_session_timeout": milliseconds,
-            "jit": "off",  # its start costs more than the largest query here
-        },
-    }
-
-
-async def connect(url: str, busy_timeout_seconds: float) -> asyncpg.Connection:
-    """A connection with every setting the store relies on. Raises what ``explain`` makes of the driver's errors."""
-    try:
-        return await asyncpg.connect(**connection_settings(url, busy_timeout_seconds))
-    except DRIVER_ERRORS as error:
-        raise explain(error, url) from error
-    except ValueError:  # whose text is a piece of the URL, perhaps of the password
-        raise ConfigError(
-            f"database URL {without_password(url)!r} cannot be read; expected {EXPECTED_POSTGRES}"
-        ) from None
+def is_lost(error: Exception) -> bool:
+    """Whether the connection is gone, and with it a transaction that was not committed."""
+    if not isinstance(error, psycopg.Error):
+        return isinstance(error, ConnectionError)
+    if error.sqlstate is None:
+        return isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError))
+    return error.sqlstate.startswith(_CUT)
 
 
 def explain(error: Exception, url: str) -> Exception:
@@ -100,20 +57,26 @@ def explain(error: Exception, url: str) -> Exception:
 
 def _translate(error: Exception, where: str) -> RolloutError | None:
     """Recoverable if it may pass, else the kind that says what to do; None for errors that are not the driver's."""
-    if isinstance(error, RolloutError):
-        return None
-    if isinstance(error, _REFUSED):
-        return ConfigError(f"{where} refuses the store: {error}; check the address, the user and what it may do")
-    if isinstance(error, _BAD_VALUE):
+    if isinstance(error, (UnicodeEncodeError, OverflowError)):
         return ConfigError(f"a value cannot be stored: {error}")
-    if isinstance(error, _PASSING):
+    if not isinstance(error, (psycopg.Error, OSError)):
+        return None
+    state = getattr(error, "sqlstate", None) or ""
+    if state.startswith(_REFUSED):
+        return _refusal(error, where)
+    if is_lost(error) or isinstance(error, OSError) or state.startswith((*OTHERS_IN_THE_WAY, *_PASSING)):
         what = str(error) or type(error).__name__
         return Recoverable(
             f"{where} could not do this now ({what}); nothing of this call was stored, it can be repeated"
         )
-    if isinstance(error, asyncpg.PostgresError):
-        return Fatal(f"{where} is damaged or was changed by another program: {error}; restore it from a copy")
-    return None
+    # Without a state it is the driver, not the server, that has no way to send a value.
+    if isinstance(error, psycopg.DataError) or state.startswith(_TOO_LARGE) or not state:
+        return ConfigError(f"a value cannot be stored: {error}")
+    return Fatal(f"{where} is damaged or was changed by another program: {error}; restore it from a copy")
+
+
+def _refusal(error: Exception, where: str) -> ConfigError:
+    return ConfigError(f"{where} refuses the store: {error}; check the address, the user and what it may do")
 
 
 def unknown_outcome(error: Exception, url: str) -> UnknownOutcome:
@@ -122,3 +85,186 @@ def unknown_outcome(error: Exception, url: str) -> UnknownOutcome:
         f"{without_password(url)} was lost while it committed ({error}): whether this call was stored is not known; "
         "look before you repeat it, or repeat it if it is idempotent"
     )
+
+
+def check_url(url: str) -> None:
+    """Raises ConfigError for an address that cannot be one, in words that hold no part of its password."""
+    shown = without_password(url)
+    try:
+        hosts = urlsplit(url).netloc.rpartition("@")[2].split(",")
+    except ValueError:  # whose text is a piece of the URL, possibly of the password
+        raise ConfigError(f"database URL {shown!r} cannot be read; expected {EXPECTED_URL}") from None
+    for host in hosts:
+        port = host.rpartition("]")[2].rpartition(":")[2] if ":" in host.rpartition("]")[2] else ""
+        if port and not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 2**16):
+            # If a password has a slash, a piece of it stands where the port would.
+            got = port[:20] if f":{port}" in shown else HIDDEN
+            raise ConfigError(f"database URL has port {got!r}; expected a number from 1 to 65535, in {EXPECTED_URL}")
+
+
+def _connection_settings(url: str, busy_timeout_seconds: float, further: Mapping[str, str]) -> dict[str, Any]:
+    """The driver's settings for a URL, and for ``further`` ones of the server.
+
+    What libpq does not know in the query of the URL is a setting of the server too.
+    """
+    milliseconds = str(max(1, round(busy_timeout_seconds * 1000)))
+    ours = {
+        "synchronous_commit": "on",
+        "lock_timeout": milliseconds,
+        # A process that froze in a transaction would keep its rows locked for ever.
+        "idle_in_transaction_session_timeout": milliseconds,
+        "jit": "off",  # its start costs more than the largest query here
+        **further,
+    }
+    known_names = {option.keyword.decode() for option in pq.Conninfo.get_defaults()}
+    address, _, query = url.partition("?")
+    known: list[tuple[str, str]] = []
+    server: dict[str, str] = {}
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name in known_names:
+            known.append((name, value))
+        else:
+            server[name] = value
+    try:
+        settings: dict[str, Any] = conninfo_to_dict(f"{address}?{urlencode(known, quote_via=quote)}")
+    except (psycopg.ProgrammingError, ValueError):  # whose text is a piece of the URL, possibly of the password
+        raise ConfigError(f"database URL {without_password(url)!r} cannot be read; expected {EXPECTED_URL}") from None
+    escaped = [f"-c {name}={value}".replace("\\", "\\\\") for name, value in {**server, **ours}.items()]
+    options = " ".join(option[:3] + option[3:].replace(" ", "\\ ") for option in escaped)
+    return {
+        **settings,
+        "options": f"{settings.get('options', '')} {options}".strip(),
+        "application_name": "rollout",
+        "connect_timeout": CONNECT_SECONDS,
+    }
+
+
+def connect(
+    url: str, busy_timeout_seconds: float, further_settings: Mapping[str, str] | None = None, *, autocommit: bool = True
+) -> psycopg.Connection[tuple[Any, ...]]:
+    """A connection with every setting the store relies on, and with ``further_settings`` of the server.
+
+    Raises ConfigError for a URL that is none and for a server that refuses it, Recoverable for one that is away.
+    """
+    settings = _connection_settings(url, busy_timeout_seconds, further_settings or {})
+    try:
+        connection = psycopg.connect(**settings, autocommit=autocommit)
+    except psycopg.OperationalError as error:
+        if not _refuses(settings, error):
+            raise explain(error, url) from error
+        connection = _connect_again(url, settings, autocommit)
+    except psycopg.Error as error:
+        raise explain(error, url) from error
+    connection.adapters.register_dumper(int, Int8Dumper)  # one type for all, so that statements are prepared once
+    connection.prepare_threshold = 0
+    connection.prepared_max = 512
+    return connection
+
+
+def _connect_again(url: str, settings: dict[str, Any], autocommit: bool) -> psycopg.Connection[tuple[Any, ...]]:
+    """Connect to a server that may have been coming up when it gave no connection the first time."""
+    try:
+        return psycopg.connect(**settings, autocommit=autocommit)
+    except psycopg.OperationalError as error:
+        if not _refuses(settings, error):
+            raise explain(error, url) from error
+        raise _refusal(error, without_password(url)) from error
+
+
+def _refuses(settings: dict[str, Any], error: psycopg.OperationalError) -> bool:
+    """Whether it is this connection that the server refuses, or that makes no sense, rather than any at present.
+
+    The driver raises the same error for both, and the server may speak any language.
+    """
+    full = "too many" in str(error) or "connection slots" in str(error)
+    if full or isinstance(error, psycopg.errors.ConnectionTimeout):
+        return False
+    answer = pq.PGconn.ping(make_conninfo(**settings).encode())
+    return answer in (pq.Ping.OK, pq.Ping.NO_ATTEMPT)
+
+
+# The tables
+
+_SCHEMA = "SELECT current_schema()"
+_TABLES = "SELECT table_name::text FROM information_schema.tables WHERE table_schema = current_schema()"
+_REVISIONS = "SELECT version_num::text FROM alembic_version"
+
+
+class Prepared(NamedTuple):
+    """What was found in a database, before it was brought to the present schema."""
+
+    schema: str
+    """The PostgreSQL schema that the tables are in."""
+    revision_before: str | None
+    """The revision that the tables had, None if there were none."""
+
+
+def prepare(url: str, busy_timeout_seconds: float) -> Prepared:
+    """Make sure that the database at ``url`` is a store of the present schema.
+
+    Raises ConfigError for a database of another program or of a newer version, and what ``explain`` makes of errors.
+    """
+    found = inspect(url, busy_timeout_seconds)
+    if found.revision_before == REVISIONS[-1]:
+        return found
+    return found._replace(revision_before=_upgrade(url, busy_timeout_seconds))
+
+
+def inspect(url: str, busy_timeout_seconds: float) -> Prepared:
+    """Look at the database as `prepare` does, with its errors, and leave it as it is."""
+    try:
+        with connect(url, busy_timeout_seconds) as connection:
+            [[schema]] = connection.execute(_SCHEMA)
+            if schema is None:
+                raise ConfigError(
+                    f"{without_password(url)}: the schema that search_path names does not exist; create it first"
+                )
+            tables = {name for (name,) in connection.execute(_TABLES)}
+            found = [name for (name,) in connection.execute(_REVISIONS)] if "alembic_version" in tables else []
+            return Prepared(schema, _recognise(tables, found, without_password(url)))
+    except psycopg.Error as error:
+        raise explain(error, url) from error
+
+
+def _recognise(tables: set[str], revisions: Sequence[str], where: str) -> str | None:
+    """The schema revision of a store, None if there are no tables. Raises ConfigError for anything else."""
+    if not tables:
+        return None
+    if not {"alembic_version", "rollout_payloads"} <= tables:
+        raise ConfigError(
+            f"{where} holds tables of another program; give the store a database of its own, or a schema of its own by "
+            "?search_path=NAME"
+        )
+    return known_revision(revisions, where)
+
+
+def _upgrade(url: str, busy_timeout_seconds: float) -> str | None:
+    """Create the tables or bring them to the present; the revision they had."""
+    # Imported here because only a new or an old database needs them, and SQLAlchemy takes a third of a second.
+    from sqlalchemy import NullPool, create_engine
+    from sqlalchemy.exc import DBAPIError
+
+    engine = create_engine(
+        "postgresql+psycopg://",
+        creator=lambda: connect(url, busy_timeout_seconds, autocommit=False),
+        poolclass=NullPool,
+    )
+    try:
+        with engine.begin() as upgrading:
+            return _upgrade_once(upgrading, without_password(url))
+    except DBAPIError as error:
+        raise explain(error.orig, url) if isinstance(error.orig, Exception) else error from error
+
+
+def _upgrade_once(connection: AlembicConnection, where: str) -> str | None:
+    connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({UPGRADE_LOCK})")
+    # Another process may have done it in the meantime.
+    tables = _first_column(connection, _TABLES)
+    revision = _recognise(set(tables), _first_column(connection, _REVISIONS) if tables else [], where)
+    if revision != REVISIONS[-1]:
+        upgrade(connection)
+    return revision
+
+
+def _first_column(connection: AlembicConnection, sql: str) -> list[str]:
+    return [row[0] for row in connection.exec_driver_sql(sql)]

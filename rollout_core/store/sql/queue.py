@@ -13,8 +13,7 @@ from rollout_core.base.errors import Conflict
 from rollout_core.base.trusted import trusted
 from rollout_core.store.checks import LARGEST_NUMBER, check_request, refuse_missing, same_json
 from rollout_core.store.codec import encode
-from rollout_core.store.sql.columns import NUM_ROLLOUT
-from rollout_core.store.sql.dialect import Transaction
+from rollout_core.store.sql.dialect import NUM_ROLLOUT, Transaction
 from rollout_core.store.sql.rows import (
     ROLLOUTS_WITH_ATTEMPT,
     RolloutState,
@@ -174,10 +173,9 @@ def unclaim(tx: Transaction, shares: Sequence[Sequence[Claim]]) -> None:
             state.due_time = None
             undone.append((state, claim))
     tx.counted["attempts"] -= len(undone)
-    tx.run_many(
-        "DELETE FROM attempts WHERE rollout_key = ? AND sequence_id = ?",
-        [(state.key, claim.rollout.attempt.sequence_id) for state, claim in undone],
-    )
+    for state, claim in undone:
+        number = claim.rollout.attempt.sequence_id
+        tx.run("DELETE FROM attempts WHERE rollout_key = ? AND sequence_id = ?", state.key, number)
     save_rollouts(tx, [state for state, _ in undone])
     note_idle(tx, [claim.rollout.attempt for _, claim in undone])
 
@@ -295,9 +293,10 @@ def _new_states(tx: Transaction, requests: Sequence[NewRollout], status: Rollout
 
 
 def _write_new(tx: Transaction, states: Sequence[RolloutState], requests: Sequence[NewRollout]) -> None:
-    tx.run_many(
-        "INSERT INTO rollouts (key, rollout_id, status, mode, resources_id, start_time, config, attempt_count,"
-        " last_sequence_id, queue_position, due_time) VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?)",
+    tx.insert(
+        "rollouts",
+        "key, rollout_id, status, mode, resources_id, start_time, config, attempt_count, last_sequence_id,"
+        " queue_position, due_time",
         [
             (
                 state.key,
@@ -308,14 +307,16 @@ def _write_new(tx: Transaction, states: Sequence[RolloutState], requests: Sequen
                 state.start_time,
                 state.config_json,
                 state.attempt_count,
+                state.last_sequence_id,
                 state.queue_position,
                 state.due_time,
             )
             for state in states
         ],
     )
-    tx.run_many(
-        "INSERT INTO rollout_payloads (key, input, metadata) VALUES (?, ?, ?)",
+    tx.insert(
+        "rollout_payloads",
+        "key, input, metadata",
         [
             (state.key, request.input_json, request.metadata_json)
             for state, request in zip(states, requests, strict=True)
@@ -358,9 +359,9 @@ def _new_attempts(tx: Transaction, states: Sequence[RolloutState], takers: Seque
         state.watch(attempt)
         attempts.append(attempt)
     tx.counted["attempts"] += len(attempts)
-    tx.run_many(
-        "INSERT INTO attempts (rollout_key, sequence_id, attempt_id, status, start_time, worker_id)"
-        " VALUES (?, ?, ?, ?, ?, ?)",
+    tx.insert(
+        "attempts",
+        "rollout_key, sequence_id, attempt_id, status, start_time, worker_id",
         [
             (state.key, attempt.sequence_id, attempt.attempt_id, attempt.status, attempt.start_time, attempt.worker_id)
             for state, attempt in zip(states, attempts, strict=True)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
+from pydantic import BaseModel
 
 from rollout_core.base.errors import NotFound
 from rollout_core.base.trusted import trusted
@@ -20,10 +21,11 @@ from rollout_core.store.checks import check_span, refuse_missing
 from rollout_core.store.codec import decode, encode, model_fields
 from rollout_core.store.resources import ResourcesUpdate
 from rollout_core.store.span_fields import num_nulls
-from rollout_core.store.spans import Span
-from rollout_core.store.sql.columns import BODY, NUM_ROLLOUT, SPAN
-from rollout_core.store.sql.dialect import Transaction
+from rollout_core.store.spans import Event, Link, OtelResource, Span, SpanContext, TraceStatus
+from rollout_core.store.sql.dialect import BODY, NUM_ROLLOUT, SPAN, Transaction
 from rollout_core.store.types import Attempt, AttemptedRollout, Rollout, RolloutConfig, RolloutStatus, Worker
+
+PartT = TypeVar("PartT", bound=BaseModel)
 
 ROLLOUTS_WITH_ATTEMPT = (
     "SELECT {rollout}, {payload}, {attempt} FROM rollouts r"
@@ -34,11 +36,15 @@ ROLLOUTS_WITH_ATTEMPT = (
 _SPAN_COLUMNS = [column.removeprefix("s.") for column in SPAN.split(", ")[:BODY]]
 """The fields of a span that have columns of their own, the rollout's id left out."""
 _columns_of = itemgetter(*_SPAN_COLUMNS)
+_NUM_FIELDS: dict[type[BaseModel], int] = {
+    model: len(model.model_fields) for model in (Event, OtelResource, SpanContext, TraceStatus)
+}
+"""The parts of a span are stored with all of their fields, so that their number tells whether there are others."""
 
 
 @dataclass(slots=True)
 class RolloutState:
-    """A row of ``rollouts``, in the order of ``sql_columns.ROLLOUT``."""
+    """A row of ``rollouts``, in the order of ``dialect.ROLLOUT``."""
 
     key: int
     rollout_id: str
@@ -174,9 +180,10 @@ def save_rollouts(tx: Transaction, states: Sequence[RolloutState]) -> None:
     joining = [state for state in states if state.status in lifecycle.QUEUED and state.queue_position is None]
     for state, position in zip(joining, tx.next_numbers("queue", len(joining)), strict=True):
         state.queue_position = position
-    tx.run_many(
-        "UPDATE rollouts SET status = ?, end_time = ?, attempt_count = ?, last_sequence_id = ?, queue_position = ?,"
-        " due_time = ? WHERE key = ?",
+    tx.update(
+        "rollouts",
+        "status, end_time, attempt_count, last_sequence_id, queue_position, due_time",
+        "key",
         [
             (
                 state.status,
@@ -194,17 +201,15 @@ def save_rollouts(tx: Transaction, states: Sequence[RolloutState]) -> None:
 
 def save_counters(tx: Transaction, states: Iterable[RolloutState]) -> None:
     """Write back the number of the last span alone."""
-    tx.run_many(
-        "UPDATE rollouts SET last_sequence_id = ? WHERE key = ?",
-        [(state.last_sequence_id, state.key) for state in states],
-    )
+    tx.update("rollouts", "last_sequence_id", "key", [(state.last_sequence_id, state.key) for state in states])
 
 
 def save_attempts(tx: Transaction, attempts: Iterable[tuple[int, Attempt]]) -> None:
     """Write back changed attempts, given with the keys of their rollouts."""
-    tx.run_many(
-        "UPDATE attempts SET status = ?, end_time = ?, worker_id = ?, last_heartbeat_time = ?, metadata = ?"
-        " WHERE rollout_key = ? AND sequence_id = ?",
+    tx.update(
+        "attempts",
+        "status, end_time, worker_id, last_heartbeat_time, metadata",
+        "rollout_key, sequence_id",
         [
             (
                 attempt.status,
@@ -247,7 +252,7 @@ def rollout_of(
 
 
 def attempt_model(rollout_id: str, columns: Sequence[Any]) -> Attempt:
-    """The model of a row in the order of ``sql_columns.ATTEMPT``."""
+    """The model of a row in the order of ``dialect.ATTEMPT``."""
     attempt_id, sequence_id, start_time, end_time, status, worker_id, last_heartbeat_time, metadata = columns
     return trusted(
         Attempt,
@@ -266,7 +271,7 @@ def attempt_model(rollout_id: str, columns: Sequence[Any]) -> Attempt:
 
 
 def span_columns(span: Mapping[str, Any]) -> tuple[Any, ...]:
-    """A span, given as its ``SpanFields``, in the order of ``sql_columns.SPAN``.
+    """A span, given as its ``SpanFields``, in the order of ``dialect.SPAN``.
 
     Raises ConfigError as ``check_span``, and if JSON cannot hold it.
     """
@@ -278,21 +283,37 @@ def span_columns(span: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def span_model(rollout_id: str, columns: Sequence[Any]) -> Span:
-    """The model of a row in the order of ``sql_columns.SPAN``, its body included."""
+    """The model of a row in the order of ``dialect.SPAN``, its body included. What was stored is not checked again."""
     attempt_id, span_id, sequence_id, trace_id, parent_id, name, start_time, end_time, body, _ = columns
-    fields = decode(body)
-    fields.update(
-        rollout_id=rollout_id,
-        attempt_id=attempt_id,
-        span_id=span_id,
-        sequence_id=sequence_id,
-        trace_id=trace_id,
-        parent_id=parent_id,
-        name=name,
-        start_time=start_time,
-        end_time=end_time,
-    )
-    return Span.model_validate(fields)
+    parts = decode(body)
+    fields = {
+        "rollout_id": rollout_id,
+        "attempt_id": attempt_id,
+        "sequence_id": sequence_id,
+        "trace_id": trace_id,
+        "span_id": span_id,
+        "parent_id": parent_id,
+        "name": name,
+        "status": _part(TraceStatus, parts.pop("status")),
+        "attributes": parts.pop("attributes"),
+        "events": [_part(Event, event) for event in parts.pop("events")],
+        "links": [Link.model_validate(link) for link in parts.pop("links")],
+        "start_time": start_time,
+        "end_time": end_time,
+        "context": _part(SpanContext, parts.pop("context")),
+        "parent": _part(SpanContext, parts.pop("parent")),
+        "resource": _part(OtelResource, parts.pop("resource")),
+    }
+    return trusted(Span, fields, None, parts)
+
+
+def _part(model: type[PartT], fields: dict[str, Any] | None) -> Any:
+    """A model of these fields, which were stored by way of that model; None if there are none."""
+    if fields is None:
+        return None
+    if len(fields) == _NUM_FIELDS[model]:
+        return trusted(model, fields, None, {})
+    return model.model_validate(fields)  # it has unknown fields as well
 
 
 def span_json(rollout_id: str, columns: Sequence[Any]) -> bytes:
@@ -303,7 +324,7 @@ def span_json(rollout_id: str, columns: Sequence[Any]) -> bytes:
 
 
 def resources_model(columns: Sequence[Any]) -> ResourcesUpdate:
-    """The model of a row in the order of ``sql_columns.RESOURCES``."""
+    """The model of a row in the order of ``dialect.RESOURCES``."""
     resources_id, create_time, update_time, version, resources = columns
     return ResourcesUpdate(
         resources_id=resources_id,
@@ -315,7 +336,7 @@ def resources_model(columns: Sequence[Any]) -> ResourcesUpdate:
 
 
 def worker_model(columns: Sequence[Any]) -> Worker:
-    """The model of a row in the order of ``sql_columns.WORKER``."""
+    """The model of a row in the order of ``dialect.WORKER``."""
     fields = dict(zip(Worker.model_fields, columns, strict=True))
     if fields["heartbeat_stats"] is not None:
         fields["heartbeat_stats"] = decode(fields["heartbeat_stats"])

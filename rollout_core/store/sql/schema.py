@@ -5,15 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from rollout_core.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
-
-Result = TypeVar("Result")
-
 
 REVISIONS = ("0001", "0002")
 """Every version there has been, the present one last."""

@@ -69,10 +69,11 @@ def _note_arrival(unit: UnitOfWork, attempt: Attempt) -> None:
 
 def _insert(tx: Transaction, states: dict[str, RolloutState], spans: Sequence[StoredSpan]) -> list[bool]:
     last_key = tx.number("{last_span}")
-    inserted = tx.insert_many(
-        "INSERT INTO spans (rollout_key, attempt_id, span_id, sequence_id, trace_id, parent_id, name, start_time,"
-        " end_time, body, body_id) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
+    inserted = tx.insert(
+        "spans",
+        "rollout_key, attempt_id, span_id, sequence_id, trace_id, parent_id, name, start_time, end_time, body, body_id",
         [(states[rollout_id].key, *columns) for rollout_id, columns in spans],
+        "ON CONFLICT DO NOTHING",
     )
     if inserted == len(spans):
         return [True] * len(spans)

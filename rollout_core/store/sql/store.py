@@ -1,7 +1,7 @@
 """The LightningStore in a SQL database: durable, shared by processes, and as quick with millions of rows as with none.
 
-What is acknowledged is on disk. Values are checked and encoded here; the operations themselves are in the ``sql_*``
-modules, and run on a SQLite file or a PostgreSQL server through ``sql_database``.
+What is acknowledged is on disk. Values are checked and encoded here; the operations themselves are in the
+modules beside this one, and run on a SQLite file or a PostgreSQL server through ``database``.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ from rollout_core.store.span_fields import SpanFields, span_fields
 from rollout_core.store.spans import Span
 from rollout_core.store.sql import queries, queue as sql_queue, spans as sql_spans
 from rollout_core.store.sql.attempts import end_attempts, find_lost_attempts, update_attempts, update_rollout
-from rollout_core.store.sql.columns import SEQUENCE_ID
-from rollout_core.store.sql.dialect import Transaction
+from rollout_core.store.sql.by_url import open_database
+from rollout_core.store.sql.dialect import SEQUENCE_ID, Transaction
 from rollout_core.store.sql.group_commit import Hooks
-from rollout_core.store.sql.open_database import open_database
 from rollout_core.store.sql.resources import add_resources, update_resources
 from rollout_core.store.sql.rows import span_columns, span_json, span_model
 from rollout_core.store.sql.workers import record_heartbeat

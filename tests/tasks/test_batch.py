@@ -1,20 +1,44 @@
-"""The input of batch inference as a stage, on a real Prefect server: its shards are those of the files it names."""
+"""Stages of batch inference: the shards are those of the input as it was read, and a shard's key never changes."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollout_core.config import InferBatchConfig
+from rollout_core.base.ids import hash_bytes
+from rollout_core.config import InferBatchConfig, SamplingParams, ScriptedBackend, WorkersConfig
+from rollout_core.inference.runs import FailureLimit
 from rollout_core.inference.shards import read_shard, shards_of
 from rollout_core.objects import ObjectStore
 
-pytestmark = pytest.mark.server
+
+def test_a_shard_job_has_the_key_that_its_fields_had_as_single_arguments():
+    """Values of the first version; shards that were completed then stay cached."""
+    from tasks.batch import Reporting, ShardJob, infer_shard
+
+    job = ShardJob(
+        rows=hash_bytes(b"a"),
+        model=hash_bytes(b"b"),
+        sampling=SamplingParams(max_tokens=3),
+        backend=ScriptedBackend(),
+        workers=WorkersConfig(),
+        samples_per_prompt=2,
+        limit=None,
+        reporting=Reporting(run_id="r", events=False, failures=FailureLimit(0.1, 4)),
+        label="1/2",
+    )
+    known = "f78266feb3b250a1a008abf3a94bb0d6d313ae36417a104fc6cd23a98efa12bb"
+    assert infer_shard.key({"job": job}) == known
+    assert infer_shard.key({"job": replace(job, label="2/2")}) == known
+    limited = "1778d5658acd27389aea7e58717739477c82a7648ec9efe072f76b1c674efec5"
+    assert infer_shard.key({"job": replace(job, limit=64)}) == limited
 
 
+@pytest.mark.server
 def test_an_input_edited_while_it_is_read_is_read_again(
     prefect_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
