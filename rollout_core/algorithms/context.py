@@ -1,4 +1,4 @@
-"""Where an update works, and who is told how far it is."""
+"""Where an update reads and writes, what identifies it, and who hears of its progress."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollout_core.objects import ObjectStore
 
 @dataclass(frozen=True)
 class UpdateContext:
-    """Where an update works and under which key it can be resumed."""
+    """Where an update reads and writes, and under which key it can be resumed."""
 
     objects: ObjectStore
     cache: Path

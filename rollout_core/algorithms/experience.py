@@ -172,7 +172,7 @@ def logprob_differences(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) ->
     drift = (logprobs - old_logprobs).abs().masked_fill(~mask, 0.0)
     worst = float(drift.max())
     if not math.isfinite(worst):
-        raise Fatal("log-probabilities of the engine or the trainer are not finite; nothing can be learnt from them")
+        raise Fatal("log-probabilities of the engine or the trainer are not finite; nothing can be learned from them")
     return {
         "sampling/logprob_difference_mean": float(drift.sum() / mask.sum()),
         "sampling/logprob_difference_max": worst,

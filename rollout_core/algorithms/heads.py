@@ -1,8 +1,9 @@
 """From hidden states to log-probabilities of chosen tokens, without logits of a whole batch in memory.
 
 The output layer of a language model makes [tokens, vocabulary] logits, often the largest tensor of a training step.
-Here they exist a chunk of tokens at a time: `target_logprobs` keeps them only where they are small and makes them anew
-in the backward pass otherwise; `weighted_nll`, whose gradient is known as soon as the loss is, never needs them twice.
+Here they exist a chunk of tokens at a time: `target_logprobs` keeps them only where they are small and recomputes
+them in the backward pass otherwise; `weighted_nll`, whose gradient is known as soon as the loss is, never needs them
+twice.
 """
 
 from __future__ import annotations

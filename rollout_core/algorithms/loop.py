@@ -11,7 +11,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from itertools import chain
@@ -179,38 +179,21 @@ def train(
 
         seed_step(state.seed, step)
         batches = algorithm.minibatches(step)
-        own = list(split_across_ranks(batches))
-        figures = StepFigures()
-        for number, (batch, counts) in enumerate(own, start=1):
-            with accelerator.autocast():
-                result = algorithm.loss(batch, batches)
-            if number == len(own):
-                gradients.before_last_backward()
-            accelerator.backward(result.loss if counts else 0.0 * result.loss)
-            figures.add(result, counts=counts)
-        gradients.finish()
-
-        row = figures.row() | {"grad_norm": clip_gradients(parameters, settings.optimizer.max_grad_norm)}
+        row = _accumulate(algorithm, batches, accelerator, gradients)
+        row["grad_norm"] = clip_gradients(parameters, settings.optimizer.max_grad_norm)
         if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
             state.optimizer.zero_grad(set_to_none=True)
             hooks.on_failure(state)
-            kept = ", ".join(hooks.keep_batch(algorithm.sequences(batch)) for batch in batches)
-            raise Fatal(
-                f"{algorithm.name} step {step + 1}: loss {row['loss']}, gradient norm {row['grad_norm']}; both must be "
-                "finite. The last snapshot is from before this step; lower optimizer.lr or look at the token ids of "
-                f"its minibatches, JSON in the object store: {kept}"
-            )
+            kept = [hooks.keep_batch(algorithm.sequences(batch)) for batch in batches]
+            raise _not_finite(f"{algorithm.name} step {step + 1}", row, kept)
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
         state.step += 1
         state.seconds = broadcast_from_rank0(clock() - started, accelerator.device)
         over = is_over()
 
-        row |= {
-            "step": state.step,
-            "learning_rate": rate,
-            "num_tokens": sum(algorithm.num_tokens(batch) for batch in batches),
-        }
+        row |= {"step": state.step, "learning_rate": rate}
+        row["num_tokens"] = sum(algorithm.num_tokens(batch) for batch in batches)
         row |= hooks.evaluate(state, over)
         state.metrics.append(row)
         hooks.on_step(row)
@@ -218,6 +201,32 @@ def train(
             hooks.on_snapshot(state)
     if state.step < algorithm.num_steps:
         log.info("%s: wall time is used up at step %d of %d", algorithm.name, state.step, algorithm.num_steps)
+
+
+def _not_finite(step: str, row: Mapping[str, float], kept: Sequence[ContentId]) -> Fatal:
+    return Fatal(
+        f"{step}: loss {row['loss']}, gradient norm {row['grad_norm']}; both must be finite. The last snapshot is from "
+        "before this step; lower optimizer.lr or look at the token ids of its minibatches, JSON in the object store: "
+        + ", ".join(kept)
+    )
+
+
+def _accumulate(
+    algorithm: Algorithm[BatchT], batches: Sequence[BatchT], accelerator: Accelerator, gradients: GradientSum
+) -> dict[str, float]:
+    """Forward and backward passes of a step's minibatches; leaves the gradients of all ranks, gives the step's figures.
+    Collective."""
+    own = list(split_across_ranks(batches))
+    figures = StepFigures()
+    for number, (batch, counts) in enumerate(own, start=1):
+        with accelerator.autocast():
+            result = algorithm.loss(batch, batches)
+        if number == len(own):
+            gradients.before_last_backward()
+        accelerator.backward(result.loss if counts else 0.0 * result.loss)
+        figures.add(result, counts=counts)
+    gradients.finish()
+    return figures.row()
 
 
 class StepFigures:

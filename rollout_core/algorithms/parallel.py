@@ -51,7 +51,7 @@ def parts_per_minibatch(minibatch_size: int, gradient_accumulation: int, process
 
 
 def divided(settings: SettingsT) -> SettingsT:
-    """The same rows a step, in minibatches that can be dealt out evenly."""
+    """The same rows a step, in minibatches that can be shared evenly."""
     size, count = settings.minibatch_size, settings.gradient_accumulation
     parts = parts_per_minibatch(size, count, world_size())
     return settings.model_copy(update={"minibatch_size": size // parts, "gradient_accumulation": count * parts})
@@ -118,7 +118,7 @@ def any_rank(here: bool, device: torch.device) -> bool:
 def seed_step(seed: int, step: int) -> None:
     """Dropout of a step follows from seed, step and rank alone, so a resumed run needs no rank's generator but one's.
 
-    A process by itself goes on with the generator it has, as ever.
+    A single process keeps the generator it has.
     """
     if world_size() > 1:
         torch.manual_seed(((seed * 1_000_003 + step) * world_size() + rank()) % 2**63)

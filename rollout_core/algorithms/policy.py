@@ -134,7 +134,7 @@ def zero_head(model: Any) -> nn.Linear:
 
 
 def can_pack(model: Any) -> bool:
-    """Whether the model's attention can be told about documents, and if so, tell it to ask."""
+    """Whether the model's attention can respect document boundaries; if so, it does from now on."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     plain = kinds <= {"full_attention", "sliding_attention"} and not getattr(config, "attn_logit_softcapping", None)

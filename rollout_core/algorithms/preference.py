@@ -137,7 +137,7 @@ def unpaired_documents(items: Sequence[UnpairedPreference]) -> Sequence[Document
     """A document a row: its prompt with its own answer and a mismatched one.
 
     The mismatched answer is that of the next row, going around the end, whose prompt is another. It is fixed for the
-    data set instead of drawn anew in each batch, so that the reference needs to see it once only.
+    data set instead of drawn again in each batch, so that the reference needs to see it once only.
     """
     others = _other_prompts(items)
 

@@ -1,7 +1,7 @@
-"""The snapshots of one update, written beside training, and how the update goes on from the last of them.
+"""The snapshots of one update, written beside training, and how the update resumes from the last of them.
 
 A step waits only while the state is copied in memory; a thread then writes the copy, files it and moves the update's
-ref to it, which is the last thing it does: killed at any moment, the update goes on from the snapshot before.
+ref to it, which is the last thing it does: killed at any moment, the update resumes from the snapshot before.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ ARITHMETIC = "arithmetic"
 
 
 class Origin(Enum):
-    """Which snapshot an update goes on from."""
+    """Which snapshot an update resumes from."""
 
     NONE = "none"
     OWN = "its own last one"
-    GIVEN = "the one it is told to start from"
+    GIVEN = "the one given to start from"
 
 
 class Resumption:
@@ -120,7 +120,7 @@ class Resumption:
             )
         if differences:
             log.warning(
-                "%s update goes on with other arithmetic: begun with %s. The result is sound, but its last bits "
+                "%s update continues with other arithmetic: begun with %s. The result is sound, but its last bits "
                 "differ from those of an uninterrupted run on either machine; its snapshots name both",
                 self._algorithm,
                 differences,
@@ -163,7 +163,7 @@ class Resumption:
         broadcast_from_rank0(state.step, device_of(state))
 
     def finish(self, state: TrainState) -> Checkpoint:
-        """File the outcome: the model by itself, and the state training can go on from."""
+        """File the outcome: the model by itself, and the state training can resume from."""
         self._wait()
         copied = copy_state(state)
         filed = self._filed(state, copied).model_dump_json() if is_first() else ""
@@ -174,7 +174,7 @@ class Resumption:
         with self._written(copied) as folder:
             model = objects.put_tree(folder / MODEL_FOLDER)
             metrics = objects.put_file(folder / METRICS_FILE)
-            # Labelled, or a later update of the same run would prune what its own training goes on from.
+            # Labelled, or a later update of the same run would prune what its own training resumes from.
             snapshot = self._file(copied, folder, label=FINISHED)
         # Until the caller has filed this outcome, a retry finds the finished state here and need not train again.
         objects.set_ref(self._ref, snapshot.id)

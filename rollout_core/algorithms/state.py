@@ -65,7 +65,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StateCopy:
-    """A train state at one moment, in memory of the host; training may go on while it is written."""
+    """A train state at one moment, in host memory; training may continue while it is written."""
 
     model: nn.Module
     """Whose weights these are; only its configuration is read."""
@@ -85,7 +85,7 @@ def device_of(state: TrainState) -> torch.device:
 
 
 def copy_state(state: TrainState) -> StateCopy:
-    """Copy ``state`` and the RNGs. The generators of random and numpy start anew, as they will after `load_state`.
+    """Copy ``state`` and the RNGs. Rewinds the generators of random and numpy to where they will be after `load_state`.
 
     Of several processes only the first one gets a copy, of whole tensors whoever holds their parts. Collective.
     """
@@ -214,9 +214,9 @@ def _flatten_optimizer(state: TrainState) -> tuple[dict[str, Tensor], dict[str, 
 
 def _check_trained(state: TrainState, moments: Mapping[str, Any]) -> None:
     trained = {name for name, _ in state.trained_parameters()}
-    strange = sorted({key.split("|")[0] for key in moments} - trained)
-    if strange:
-        raise ConfigError(f"train state is of another run: {strange[0]} was trained there, not here. {_REMEDY}")
+    unknown = sorted({key.split("|")[0] for key in moments} - trained)
+    if unknown:
+        raise ConfigError(f"train state is of another run: {unknown[0]} was trained there, not here. {_REMEDY}")
 
 
 def _unflatten_optimizer(state: TrainState, moments: Mapping[str, Any]) -> None:

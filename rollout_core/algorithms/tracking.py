@@ -1,8 +1,8 @@
 """Figures of training to trackers: TensorBoard, Weights & Biases, MLflow, by accelerate's own classes.
 
-Each step is told once and in order, also by a run that was killed: what a tracker has already is not told again, and
-what it lacks is told from the rows of the restored state. A tracker never decides over training: one that fails is
-given up.
+Each step is logged once and in order, also by a run that was killed: what a tracker has already is not logged again,
+and what it lacks is logged from the rows of the restored state. A tracker never stops training: one that fails is
+dropped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OF_NO_INTEREST = {
     "evaluation",
     "parallel",
 }
-"""Settings that say what is read, watched or kept, not how it is learnt."""
+"""Settings that say what is read, watched or kept, not how it is learned."""
 log = logging.getLogger(__name__)
 _MLFLOW_TAG = "rollout.series"
 
@@ -52,7 +52,7 @@ class Series:
 
     @property
     def title(self) -> str:
-        """Name for people, by which curves of one page are told apart: the run, its model, the settings that are not
+        """Name for people, by which curves of one page are distinguished: the run, its model, the settings that are not
         the default ones as far as there is room, and the beginning of the id."""
         model = f"model {self.base_model[:8]}" if self.base_model else ""
         differing = " ".join(_differing(self.settings)) if self.settings is not None else ""
@@ -80,12 +80,12 @@ class Tracking:
             self._tolerate(name, tracker.finish)
 
     def catch_up(self, rows: Iterable[Mapping[str, float]]) -> None:
-        """Tell the rows of a restored state, where they are not known."""
+        """Log the rows of a restored state that are not logged yet."""
         for row in rows:
             self.log(row)
 
     def log(self, row: Mapping[str, float]) -> None:
-        """Tell the row of a step."""
+        """Log the row of a step."""
         step = int(row["step"])
         figures = {name: value for name, value in row.items() if name != "step"}
         for name, (tracker, known) in list(self._open.items()):
@@ -96,13 +96,13 @@ class Tracking:
         try:
             call()
         except Exception as error:  # noqa: BLE001 - whatever a tracker raises, a curve is not worth a run
-            log.warning("%s is given up: %s: %s", name, type(error).__name__, error)
+            log.warning("%s is dropped: %s: %s", name, type(error).__name__, error)
             return False
         return True
 
 
 def _open_tensorboard(series: Series) -> tuple[GeneralTracker, int]:
-    """One file an update, written anew from the state's rows by each process that takes the update up."""
+    """One file an update, rewritten from the state's rows by each process that takes the update up."""
     suffix = f".{series.update[:16]}"
     folder = series.folder / "tensorboard"
     for left_over in (folder / series.title).glob(f"events.out.tfevents.*{suffix}"):

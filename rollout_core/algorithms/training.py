@@ -53,14 +53,7 @@ def train_to_end(
     if settings.gradient_checkpointing:
         checkpoint_layers(state.model, *state.modules.values())
     max_seconds = None if max_minutes is None else 60.0 * max_minutes
-    series = Series(
-        folder=context.tracking or context.cache.parent / "tracking",
-        run_name=f"{context.run_name}-{algorithm.name}" if context.run_name else algorithm.name,
-        id=context.series or context.key,
-        update=context.key,
-        base_model=context.base_model,
-        settings=settings,
-    )
+    series = _series(algorithm.name, settings, context)
     with (
         Resumption(context, algorithm.name, settings, tokenizer_from) as resumption,
         Tracking(settings.trackers if is_first() else (), series) as tracking,
@@ -81,7 +74,7 @@ def train_to_end(
             if state.step < algorithm.num_steps and any_rank(context.is_stopping(), accelerator.device):
                 resumption.save_now(state)
                 raise Stopped(
-                    f"the {algorithm.name} update was told to stop and did at step {state.step} of "
+                    f"the {algorithm.name} update was asked to stop and did at step {state.step} of "
                     f"{algorithm.num_steps}, which is kept: run again to continue from there"
                 )
 
@@ -96,6 +89,17 @@ def train_to_end(
         for row in state.metrics:
             row.update(figures or {})
         return resumption.finish(state)
+
+
+def _series(algorithm: str, settings: LearnerSettings, context: UpdateContext) -> Series:
+    return Series(
+        folder=context.tracking or context.cache.parent / "tracking",
+        run_name=f"{context.run_name}-{algorithm}" if context.run_name else algorithm,
+        id=context.series or context.key,
+        update=context.key,
+        base_model=context.base_model,
+        settings=settings,
+    )
 
 
 class Evaluation(Generic[BatchT]):

@@ -58,14 +58,14 @@ class RunInfo(Settings):
     tags: tuple[str, ...] = ()
     """Free labels shown beside the run."""
     refresh: bool | str = False
-    """Compute stages again, each once: true, in this flow run (which goes on where it was after `prefect flow-run
-    retry`); a name, such as a date, under that name, so that a killed run goes on where it was when it is started again
+    """Compute stages again, each once: true, in this flow run (which resumes after `prefect flow-run retry`);
+    a name, such as a date, under that name, so that a killed run resumes when it is started again
     with the same name. Later runs without a refresh find the new results. Samples already in the store's ledger are not
     generated twice either way."""
 
     resume: str | None = None
     """Training starts from a snapshot: ``latest`` of this run's name and algorithm, or its id or the first digits of
-    it. A run that was killed goes on by itself when it is started again; this is for one that is to go on otherwise."""
+    it. A run that was killed resumes without this when it is started again."""
 
     def cache_identity(self) -> Any:
         return None

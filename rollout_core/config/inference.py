@@ -121,7 +121,7 @@ class SamplingParams(Settings):
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Tokens that end a completion, beside the model's own ends; they are among its token ids, not part of its text."""
     ignore_eos: bool = False
-    """The model's own ends end nothing: completions go on until max_tokens, a stop string or a stop token."""
+    """End-of-sequence tokens end nothing: completions continue until max_tokens, a stop string or a stop token."""
     repetition_penalty: float = Field(default=1.0, gt=0)
     """Logits of tokens that occurred, in prompt or completion, are divided by it where they are positive, else
     multiplied; 1 switches it off."""
@@ -364,7 +364,7 @@ class WorkersConfig(Settings):
     """The claims of a worker of another machine that was silent for so long are taken over. Workers give a sign of life
     every fifth of it."""
     price_per_hour: float | None = Field(default=None, ge=0)
-    """What a worker costs in an hour; the closing table then tells what a million tokens cost."""
+    """What a worker costs in an hour; the closing table then shows the cost of a million tokens."""
     dask: DaskConfig | None = None
     """Many machines instead of threads of this one."""
 

@@ -114,7 +114,7 @@ class SnapshotPolicy(Settings):
 
 
 class HeldOutRows(Settings):
-    """Rows that are not trained, whose loss is looked at after the last step and perhaps between."""
+    """Rows that are not trained, whose loss is evaluated after the last step and, if asked for, in between."""
 
     dataset: DatasetSource
     """In the form of the training rows."""
@@ -130,7 +130,7 @@ class LossOn(Settings):
 
 
 class ParallelConfig(Settings):
-    """Training in several processes of one machine. The rows of a step, and what is learnt from them, stay the same."""
+    """Training in several processes of one machine. A step has the same rows and learns the same from them."""
 
     nproc: int = Field(default=1, ge=1)
     """Processes that share the rows of every step; one a GPU where there are GPUs."""
@@ -192,7 +192,7 @@ class LearnerSettings(Settings):
         if parallel.nproc > rows:
             raise ValueError(
                 f"parallel.nproc is {parallel.nproc}, but a step has {rows} rows (minibatch_size times "
-                "gradient_accumulation), which are dealt out among the processes; take fewer processes or larger steps"
+                "gradient_accumulation), which the processes share; take fewer processes or larger steps"
             )
         if parallel.nproc > 1 and parallel.kind == "fsdp2" and self.lora is not None:
             raise ValueError('adapters are not sharded: with lora, set parallel.kind = "ddp"')

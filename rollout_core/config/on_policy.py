@@ -99,7 +99,7 @@ class OnPolicySettings(LearnerSettings):
 
 
 class PPOSettings(OnPolicySettings):
-    """Proximal policy optimization (arXiv:1707.06347) with learnt values, GAE and a KL penalty to a reference.
+    """Proximal policy optimization (arXiv:1707.06347) with learned values, GAE and a KL penalty to a reference.
 
     An iteration's defaults are those of InstructGPT (arXiv:2203.02155, appendix C.4): a completion of each of 512
     prompts, in one pass of 8 optimizer steps of 64.

@@ -53,7 +53,7 @@ class RewardModelAlgorithm(RewardModelSettings):
 
     kind: Literal["rm"] = "rm"
     base_model: ModelSource
-    """A causal language model, whose trunk gets a new head, or a reward model to go on with."""
+    """A causal language model, whose trunk gets a new head, or a reward model to train further."""
 
 
 class DPOAlgorithm(DPOSettings):

@@ -59,7 +59,7 @@ _STORED = re.compile("[0-9a-f]{8,64}")
 
 
 class RowStream(Generic[RowT]):
-    """Rows of a data set, read anew by every iteration and never all in memory.
+    """Rows of a data set, read again by every iteration and never all in memory.
 
     Iterating raises ConfigError where the data set cannot be read or has no rows, DataError after the last good row
     where rows are malformed.
@@ -172,7 +172,7 @@ class HashedRows(Generic[RowT]):
 
 
 def _files(path: str, base: Path) -> list[tuple[str, Path]]:
-    """Files by the names their problems are told under."""
+    """Files by the names that problems are reported under."""
     found = matching_files(path, base)
     if not found:
         raise ConfigError(f"dataset {path!r} cannot be read: {os.strerror(2)}, looked for in {base.resolve()}")
@@ -308,7 +308,7 @@ class _Part:
 
     documents: Callable[[], Iterator[PlacedDocument]]
     identity: Callable[[], Any]
-    """JSON that differs where the content does; None where nothing tells."""
+    """JSON that differs where the content does; None where that is unknown."""
 
 
 class PromptFiles:
@@ -347,7 +347,7 @@ class PromptFiles:
         return re.fullmatch(_pattern_regex(pattern), address) is not None
 
     def identity(self) -> ContentId | None:
-        """Stands for the content of the files, without parsing them; None where that cannot be told.
+        """Stands for the content of the files, without parsing them; None where that is unknown.
 
         The same rows in other files or another form may have another. Local files are hashed; of files at a URL the
         entity tag and size are taken.

@@ -205,7 +205,7 @@ PlacedRow = tuple[str, int, RowT]
 
 
 def parse_rows(data: bytes, name: str, model: type[RowT]) -> list[RowT]:
-    """Rows of one kind from JSONL bytes, perhaps none. Raises DataError that calls the bytes ``name``."""
+    """Rows of one kind from JSONL bytes; none is fine. Raises DataError that calls the bytes ``name``."""
     return [row for _, _, row in parse_documents(numbered_lines(name, data.split(b"\n")), model)]
 
 
@@ -220,7 +220,7 @@ def to_line(row: Row) -> bytes:
 
 
 def matching_files(pattern_or_path: str | Path, base: Path | None) -> list[Path]:
-    """The file of that path, or those that match the pattern, sorted; perhaps none. Raises ConfigError for a folder."""
+    """The file of that path, or those that match the pattern, sorted; none is fine. Raises ConfigError for a folder."""
     base, pattern = base or Path(), str(pattern_or_path)
     if "*" in pattern or "?" in pattern:
         only_those_are_special = pattern.replace("[", "[[]")

@@ -2,7 +2,7 @@
 
 A document is a prefix and any number of branches that continue it: the completions of a group after their prompt, the
 two answers of a preference pair. A document without branches is one plain sequence. In memory the prefix comes first,
-then branch after branch; positions count from 0 in each document, and every branch goes on where the prefix ends.
+then branch after branch; positions count from 0 in each document, and every branch continues where the prefix ends.
 """
 
 from __future__ import annotations

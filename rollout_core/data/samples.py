@@ -45,7 +45,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Failure:
-    """A request that cannot be completed. The others go on."""
+    """A request that cannot be completed; others are not affected."""
 
     key: str
     reason: str
@@ -104,7 +104,7 @@ def make_samples(
 ) -> list[Sample]:
     """Give every prompt row its samples: tokenised, identified and checked against the context length.
 
-    Equal prompts are told apart by the count of their occurrences before, ``earlier`` rows included; so the ids do not
+    Equal prompts are numbered by the count of their occurrences before, ``earlier`` rows included; so the ids do not
     depend on how a file is cut into shards. Raises ConfigError naming prompts that leave no room for a completion.
     """
     token_ids = tokenize_prompts(tokenizer, rows)
@@ -197,7 +197,7 @@ def encode_completion(completion: Completion) -> bytes:
 
 
 def encode_failure(failure: Failure) -> bytes:
-    """One line in the place of a completion."""
+    """One line instead of a completion."""
     row = {
         "id": failure.key,
         "token_ids": [],

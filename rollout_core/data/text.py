@@ -169,7 +169,7 @@ def decode_as_streamed(tokenizer: Any, prompt: Sequence[int], completion: Sequen
         except Exception as error:  # the tokenizers library raises plain Exception
             if not str(error).startswith("Invalid prefix"):
                 raise
-            # A character is taken back. vLLM goes on afresh, and so is done here.
+            # A character is taken back. vLLM starts afresh, and so does this.
             stream = DecodeStream(skip_special_tokens=True)
             piece = stream.step(tokenizer.backend_tokenizer, token)
         pieces.append(piece)

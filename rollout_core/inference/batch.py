@@ -71,12 +71,10 @@ class Work:
 
     def add(self, drawn: Drawn) -> None:
         """Count an outcome in, if it is an engine's."""
-        if drawn.latency is None:
-            return
-        self.samples += 1
-        self.latencies.append(drawn.latency)
-        if not isinstance(drawn.outcome, Failure):
-            self.tokens += len(drawn.outcome.token_ids)
+        if drawn.latency is not None:
+            self.samples += 1
+            self.latencies.append(drawn.latency)
+            self.tokens += 0 if isinstance(drawn.outcome, Failure) else len(drawn.outcome.token_ids)
 
 
 class Drawn(NamedTuple):
@@ -392,9 +390,8 @@ class _BatchRun:
         return sample in self._lines
 
     def _report(self) -> None:
-        self._on_progress(
-            Progress(len(self._lines), len(self._samples), self.work.tokens, len(self._failed), self._first_failure)
-        )
+        done, total, failed = len(self._lines), len(self._samples), len(self._failed)
+        self._on_progress(Progress(done, total, self.work.tokens, failed, self._first_failure))
 
 
 def _answer(rollout: AttemptedRollout, outcome: Outcome, params: SamplingParams) -> Answer:

@@ -1,4 +1,4 @@
-"""Updates in processes of their own: what a rank is told, what it does, and who watches it."""
+"""Updates in processes of their own: the launcher that watches them, and the rank that works."""
 
 from rollout_core.launch.launcher import run_update
 

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 LAST_LINES = 5
 SETTLE_SECONDS = 1.0
-"""After the first failure: within it the others', one of which may be the cause, have been told too."""
+"""After the first failure: the time others', one of which may be the cause, get to arrive."""
 GRACE_SECONDS = 5.0
 """From SIGTERM to SIGKILL where a rank has failed: the others wait for it and will not get to their next step."""
 UpdateName = Literal["sft", "rm", "preference", "ppo", "grpo"]
@@ -67,12 +67,12 @@ def run_update(
 
     The processes share out the threads of ``context``. ``on_line`` gets each line they write; ``on_data`` is the
     argument of that name that updates from data sets have. Raises what the update raises, and Recoverable when a
-    process dies: the next try then goes on from the last snapshot.
+    process dies: the next try then resumes from the last snapshot.
     """
     nproc = inputs["settings"].parallel.nproc
     if nproc == 1:
-        hears = {} if on_data is None else {"on_data": on_data}
-        return update_function(name)(**inputs, **hears, context=context)
+        callbacks = {} if on_data is None else {"on_data": on_data}
+        return update_function(name)(**inputs, **callbacks, context=context)
     if context.objects.url.startswith("memory://"):
         raise ConfigError(
             f"parallel.nproc is {nproc}, but the object store {context.objects.url} exists in this process only; set "
@@ -124,6 +124,8 @@ class _Rank:
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
 
 
+# Not torch.distributed.elastic: its agent meets by a TCP store, whose port another process may take, and its ranks
+# report by an error file at their end, not step by step.
 class _Ranks:
     """The processes of a job; ends all of them when left, whatever the reason."""
 
@@ -208,7 +210,7 @@ class _Ranks:
         end = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         lines = " / ".join(self._ranks[first.rank].last_lines) or "none"
         return Recoverable(
-            f"{where} {end}; the others were ended too. Run again, the update goes on from its last snapshot. Its last "
+            f"{where} {end}; the others were ended too. Run again, the update resumes from its last snapshot. Its last "
             f"lines: {lines}"
         )
 
@@ -258,7 +260,7 @@ class _Ranks:
 
     def _wait(self, rank: int, process: subprocess.Popen[str], readers: list[threading.Thread]) -> None:
         code = process.wait()
-        if code == 0:  # a failure is told at once, an end after all that came before
+        if code == 0:  # a failure is reported at once, a normal end after all that came before
             for reader in readers:
                 reader.join(timeout=GRACE_SECONDS)
         self._queue.put(_Message(rank, "exit", code))

@@ -52,7 +52,7 @@ def main() -> None:
         if len(sys.argv) != 2:
             raise ConfigError("expected one argument: the path of a job file")
         run(Job.model_validate_json(Path(sys.argv[1]).read_bytes()), messenger, is_stopping=stopping.is_set)
-    except Exception as error:  # noqa: BLE001 - told to the launcher, whatever it is
+    except Exception as error:  # noqa: BLE001 - reported to the launcher, whatever it is
         messenger.send("error", error_message(error))
         text = f"ERROR {error}" if isinstance(error, RolloutError) else traceback.format_exc()
         sys.stderr.write(text.rstrip() + "\n")
@@ -63,9 +63,9 @@ def main() -> None:
 
 def _heed_sigterm() -> threading.Event:
     """What SIGTERM sets from now on, instead of ending the process: the update ends after its step, with a snapshot."""
-    told = threading.Event()
-    signal.signal(signal.SIGTERM, lambda number, frame: told.set())
-    return told
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+    return asked
 
 
 def end_with_launcher() -> None:
@@ -109,10 +109,10 @@ def run(job: Job, messenger: Messenger, *, is_stopping: Callable[[], bool] = lam
         on_step=lambda row: messenger.send("step", row) if is_first() else None,
     )
     function = update_function(job.update)
-    hears = {}
+    callbacks = {}
     if "on_data" in inspect.signature(function).parameters and is_first():
-        hears["on_data"] = lambda report: messenger.send("data", encode_report(job.update, report))
-    outcome = function(**decode_inputs(job.update, job.inputs), **hears, context=context)
+        callbacks["on_data"] = lambda report: messenger.send("data", encode_report(job.update, report))
+    outcome = function(**decode_inputs(job.update, job.inputs), **callbacks, context=context)
     if is_first():
         job.result.write_bytes(encode_outcome(job.update, outcome))
     if dist.is_initialized():
@@ -120,7 +120,7 @@ def run(job: Job, messenger: Messenger, *, is_stopping: Callable[[], bool] = lam
 
 
 def join() -> None:
-    """Meet the other ranks, by NCCL where each has a GPU and by gloo elsewhere. Nothing to do for a rank by itself."""
+    """Meet the other ranks, by NCCL where each has a GPU and by gloo elsewhere. A single rank has nothing to do."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes == 1:
         return

@@ -90,7 +90,7 @@ class _TrunkOutput:
 
 @contextmanager
 def _standing_in(module: nn.Module, forward: Any) -> Iterator[None]:
-    """``forward`` in the place of the module's own."""
+    """``forward`` instead of the module's own."""
     own = module.__dict__.get("forward")
     module.forward = forward
     try:

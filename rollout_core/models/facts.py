@@ -60,8 +60,8 @@ class ModelFacts:
 
     def document(self) -> dict[str, Any]:
         """All but the tokenizer, as JSON."""
-        told = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "tokenizer"}
-        return told | {"size": dataclasses.asdict(self.size), "tokenizer_id": str(self.tokenizer_id)}
+        found = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "tokenizer"}
+        return found | {"size": dataclasses.asdict(self.size), "tokenizer_id": str(self.tokenizer_id)}
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any], tokenizer: Any = None) -> ModelFacts:
@@ -84,7 +84,7 @@ def inspect_model(folder: Path) -> ModelFacts:
 
 
 def describe_model(folder: Path) -> ModelFacts:
-    """What configuration and tokenizer of ``folder`` tell, and whether they fit. Raises ConfigError if they do not."""
+    """What configuration and tokenizer of ``folder`` say, and whether they fit. Raises ConfigError if they do not."""
     config = _text_config(folder)
     tokenizer, its_id = load_identified_tokenizer(folder)
     highest = max(tokenizer.get_vocab().values(), default=-1)
@@ -119,10 +119,10 @@ _LARGEST = {
 """A hundred times what the largest models have."""
 
 
-def _check_sizes(told: Mapping[str, Any], file: Path) -> None:
+def _check_sizes(config: Mapping[str, Any], file: Path) -> None:
     """Raises ConfigError for sizes that no model has, before anybody makes as many of something."""
     for name, largest in _LARGEST.items():
-        value = told.get(name)
+        value = config.get(name)
         if value is not None and (type(value) is not int or not 0 < value <= largest):
             raise ConfigError(f"{file}: {name} is {value!r:.100}; expected a whole number from 1 to {largest}")
 
@@ -198,8 +198,8 @@ def _text_config(folder: Path) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     file = folder / "config.json"
-    told = read_object(file)
-    for part in (told, told.get("text_config")):
+    found = read_object(file)
+    for part in (found, found.get("text_config")):
         if isinstance(part, dict):
             _check_sizes(part, file)
     try:

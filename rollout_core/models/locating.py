@@ -159,14 +159,14 @@ def _with_meant(error: ConfigError, uri: str, base: Path) -> ConfigError:
 
 
 class Unchecked(Exception):
-    """Something that a plan cannot reach, in words; no fault of the configuration."""
+    """Something that a plan cannot reach, named for people; no fault of the configuration."""
 
 
 @contextmanager
 def describe(source: ModelSource, base: Path, objects: ObjectStore | None) -> Iterator[Description]:
     """Configuration and tokenizer of ``source``, from where it is: this machine, the object store, or the hub.
 
-    Raises ConfigError when there is no such model, Unchecked when that cannot be told now.
+    Raises ConfigError when there is no such model, Unchecked when that is not known now.
     """
     if is_short_id(source.uri) and not (base / source.uri).is_dir():
         # Where the store can be reached it is a whole one by now.

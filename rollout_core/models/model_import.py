@@ -80,7 +80,7 @@ def _import_folder(source: ModelSource, objects: ObjectStore, base: Path) -> Con
 
 def check_adapter(uri: str, model_folder: Path, base: Path, objects: ObjectStore | None) -> None:
     """Raise ConfigError unless there is a LoRA adapter at ``uri`` that fits the model, of which configuration and
-    tokenizer are enough; of an adapter on the hub, too. Raises Unchecked where that cannot be told now."""
+    tokenizer are enough; of an adapter on the hub, too. Raises Unchecked where that is not known now."""
     try:
         with _opened(uri, base, objects, whole=False) as folder:
             check_adapter_fit(folder, model_folder, whole=(folder / WEIGHTS).is_file())
@@ -205,7 +205,7 @@ def _read_config(folder: Path) -> Any:
     from peft import LoraConfig
 
     file = folder / CONFIG
-    told = read_object(file)
+    document = read_object(file)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of keys of newer versions that this one does not need
@@ -213,7 +213,7 @@ def _read_config(folder: Path) -> Any:
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise ConfigError(f"{file}: no configuration of an adapter: {' '.join(str(error).split())}") from error
     if not isinstance(config, LoraConfig):
-        raise ConfigError(f"{file}: an adapter of type {told.get('peft_type')!r}; only 'LORA' is merged here")
+        raise ConfigError(f"{file}: an adapter of type {document.get('peft_type')!r}; only 'LORA' is merged here")
     if config.task_type not in (None, "CAUSAL_LM"):
         raise ConfigError(f"{file}: an adapter for {config.task_type!r}; expected one of a language model, 'CAUSAL_LM'")
     return config

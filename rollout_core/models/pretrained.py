@@ -94,25 +94,27 @@ def refuse_own_code(folder: Path) -> None:
         file = folder / name
         if not file.is_file():
             continue
-        told = read_object(file)
-        kernel = next((value for value in _values(told, _KERNEL_KEYS) if isinstance(value, str) and "/" in value), None)
+        document = read_object(file)
+        kernel = next(
+            (value for value in _values(document, _KERNEL_KEYS) if isinstance(value, str) and "/" in value), None
+        )
         if kernel is not None:
             raise ConfigError(f"{file} names code on the hub ({kernel!r}), which is never run; remove that key")
-        if "auto_map" in told and _needs_own_code(name, told):
+        if "auto_map" in document and _needs_own_code(name, document):
             raise ConfigError(
                 f"{file}: this {'model' if name == 'config.json' else 'tokenizer'} comes with code of its own "
                 "(auto_map), which is never run; choose one that transformers knows without"
             )
 
 
-def _needs_own_code(name: str, told: dict[str, Any]) -> bool:
+def _needs_own_code(name: str, document: dict[str, Any]) -> bool:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if name == "config.json":
-        return told.get("model_type") not in CONFIG_MAPPING
+        return document.get("model_type") not in CONFIG_MAPPING
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
-    named = told.get("tokenizer_class")
+    named = document.get("tokenizer_class")
     return not isinstance(named, str) or all(
         tokenizer_class_from_name(kind) is None for kind in (named, f"{named.removesuffix('Fast')}Fast")
     )
@@ -121,25 +123,25 @@ def _needs_own_code(name: str, told: dict[str, Any]) -> bool:
 def read_object(file: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises ConfigError where there is none."""
     try:
-        told = json.loads(file.read_text(encoding="utf-8"))
+        document = json.loads(file.read_text(encoding="utf-8"))
     except RecursionError as error:
         raise ConfigError(f"{file}: not JSON that can be read: nested too deeply") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: not JSON: {error}") from error
-    if not isinstance(told, dict):
+    if not isinstance(document, dict):
         raise ConfigError(f"{file}: not JSON: expected an object")
-    return told
+    return document
 
 
-def _values(told: Any, keys: tuple[str, ...]) -> Iterator[Any]:
+def _values(document: Any, keys: tuple[str, ...]) -> Iterator[Any]:
     """What stands under the keys, at any depth."""
-    if isinstance(told, dict):
-        for key, value in told.items():
+    if isinstance(document, dict):
+        for key, value in document.items():
             if key in keys:
                 yield from value.values() if isinstance(value, dict) else (value,)
             yield from _values(value, keys)
-    elif isinstance(told, list):
-        for value in told:
+    elif isinstance(document, list):
+        for value in document:
             yield from _values(value, keys)
 
 

@@ -25,7 +25,7 @@ def begun(tiny_model: Path, tmp_path: Path) -> UpdateContext:
     """The place of an update that was stopped after its third step, with one CPU thread."""
     place = update_context(tmp_path, num_threads=1)
     steps: list[float] = []
-    with pytest.raises(Recoverable, match="told to stop"):
+    with pytest.raises(Recoverable, match="asked to stop"):
         stopping = replace(place, on_step=lambda row: steps.append(row["step"]), is_stopping=lambda: len(steps) == 3)
         sft(stopping, tiny_model)
     return place
@@ -54,7 +54,7 @@ def test_other_threads_are_said_in_one_line_and_both_are_recorded(
     with caplog.at_level(logging.WARNING):
         done = sft(replace(begun, num_threads=2), tiny_model)
     [line] = warnings(caplog)
-    assert line.startswith("sft update goes on with other arithmetic: begun with threads 1 (here 2).")
+    assert line.startswith("sft update continues with other arithmetic: begun with threads 1 (here 2).")
     assert len(line.splitlines()) == 1
     parts = SnapshotStore(begun.objects).get(done.train_state).meta[ARITHMETIC]
     assert [part["threads"] for part in parts] == [1, 2]

@@ -73,7 +73,7 @@ def test_a_tracker_that_fails_is_given_up_and_training_goes_on(
     monkeypatch.setattr(tracking, "TensorBoardTracker", Full)
     with caplog.at_level(logging.WARNING):
         assert sft(update_context(tmp_path / "full", tracking=tmp_path / "curves"), tiny_model) == quiet
-    assert caplog.text.count("tensorboard is given up: OSError: no space left on device") == 1
+    assert caplog.text.count("tensorboard is dropped: OSError: no space left on device") == 1
     assert [step for step, _ in told(tmp_path / "curves")] == [1, 2]
 
 

@@ -196,7 +196,7 @@ def test_ranks_that_are_told_to_stop_themselves_say_so(tiny_model, tmp_path):
         if row["step"] == 5:
             ranks_of(psutil.Process())[1].terminate()
 
-    with pytest.raises(Recoverable, match=r"^rank \d of 2 of the sft update: the sft update was told to stop and did"):
+    with pytest.raises(Recoverable, match=r"^rank \d of 2 of the sft update: the sft update was asked to stop and did"):
         update(tmp_path, tiny_model, on_step=terminate)
 
 
