@@ -9,6 +9,7 @@ from rollout_core.base.ids import ContentId, content_id
 from rollout_core.base.locks import exclusive
 from rollout_core.base.stopping import run_async
 from rollout_core.config import BackendConfig, SamplingParams, identity
+from rollout_core.data.datasets import PromptRow, parse_rows
 from rollout_core.data.examples import positions_between
 from rollout_core.data.samples import encode_samples, make_samples
 from rollout_core.inference.base import ModelRef
@@ -24,7 +25,6 @@ from rollout_core.store.types import RolloutMode
 from tasks import artifacts, connections
 from tasks.logs import stage_logger
 from tasks.stage import current_stage, stage
-from tests.rows import parse_prompts
 
 
 @stage(version=1, optional=("seed",))
@@ -47,7 +47,7 @@ def enqueue_prompts(
     order of its own, which follows from it. Enqueueing a sample twice is one rollout.
     """
     objects = current_stage().objects
-    rows = parse_prompts(objects.get_bytes(prompts), name=f"prompts {prompts.short}")
+    rows = parse_rows(objects.get_bytes(prompts), f"prompts {prompts.short}", PromptRow)
     last = len(rows) if count is None else first + count
     order = _order(last, len(rows), seed)
     folder = objects.local_tree(model, connections.cache_folder())
