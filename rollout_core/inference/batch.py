@@ -19,19 +19,16 @@ from typing import NamedTuple, Protocol, cast
 
 import orjson
 
-from rollout_core.base.errors import Fatal, Recoverable, RolloutError
+from rollout_core.base.errors import Recoverable, RolloutError
 from rollout_core.base.ids import ContentId, seed_of
 from rollout_core.config import SamplingParams
 from rollout_core.data.samples import (
-    Completion,
     Failure,
     Outcome,
     Sample,
-    encode_completion,
-    encode_failure,
     length_problem,
 )
-from rollout_core.inference.base import Request, problem_with
+from rollout_core.inference.base import Request
 from rollout_core.inference.lanes import Lane, Lanes
 from rollout_core.inference.ledger import Answer, SampleLedger, Standing
 from rollout_core.objects import ObjectStore
@@ -371,7 +368,7 @@ class _BatchRun:
 
     async def commit(self, group: Sequence[Drawn]) -> None:
         """Make outcomes durable; those of attempts that were superseded are dropped."""
-        answers = [_answer(drawn.rollout, drawn.outcome, self._params) for drawn in group]
+        answers = [Answer.of(drawn.rollout, drawn.outcome, self._params) for drawn in group]
         for drawn, answer, ended in zip(group, answers, await self.ledger.commit(answers), strict=True):
             if ended is None:
                 continue
@@ -392,22 +389,6 @@ class _BatchRun:
     def _report(self) -> None:
         done, total, failed = len(self._lines), len(self._samples), len(self._failed)
         self._on_progress(Progress(done, total, self.work.tokens, failed, self._first_failure))
-
-
-def _answer(rollout: AttemptedRollout, outcome: Outcome, params: SamplingParams) -> Answer:
-    if not isinstance(outcome, Failure):
-        try:
-            return Answer(rollout, _line(outcome, params))
-        except Fatal as error:  # it cannot be kept: that is the end of one sample, not of the run
-            outcome = Failure(outcome.key, str(error))
-    return Answer(rollout, encode_failure(outcome), outcome.reason, outcome.passing)
-
-
-def _line(completion: Completion, params: SamplingParams) -> bytes:
-    problem = problem_with(completion.token_ids, completion.logprobs, params)
-    if problem is not None:
-        raise Fatal(f"the backend's completion cannot be kept: {problem}")
-    return encode_completion(completion)
 
 
 class _Round:

@@ -16,10 +16,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from rollout_core.base.errors import Conflict, CorruptObject, MissingObject
+from rollout_core.base.errors import Conflict, CorruptObject, Fatal, MissingObject
 from rollout_core.base.ids import ContentId
 from rollout_core.base.processes import ProcessName
-from rollout_core.data.samples import Sample
+from rollout_core.config import SamplingParams
+from rollout_core.data.samples import Failure, Outcome, Sample, encode_completion, encode_failure
+from rollout_core.inference.base import problem_with
 from rollout_core.objects import ObjectStore
 from rollout_core.store import (
     Attempt,
@@ -76,6 +78,19 @@ class Answer:
     """Why there is no completion."""
     passing: bool = False
     """The failure is not for good."""
+
+    @classmethod
+    def of(cls, rollout: AttemptedRollout, outcome: Outcome, params: SamplingParams) -> Answer:
+        """What is kept of an outcome. A completion that cannot be kept fails its own sample, and not the run."""
+        if not isinstance(outcome, Failure):
+            problem = problem_with(outcome.token_ids, outcome.logprobs, params)
+            try:
+                if problem is not None:
+                    raise Fatal(f"the backend's completion cannot be kept: {problem}")
+                return cls(rollout, encode_completion(outcome))
+            except Fatal as error:
+                outcome = Failure(outcome.key, str(error))
+        return cls(rollout, encode_failure(outcome), outcome.reason, outcome.passing)
 
 
 class SampleLedger:
