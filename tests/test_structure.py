@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from tests.structure import House, Import, read_house
+from tests.structure import PACKAGES, PROJECT, House, Import, read_house
 
 MAX_FLOORS = 10
 MAX_FILE_LINES = 500
@@ -58,6 +60,14 @@ def test_imports_inside_functions_have_a_reason(house: House):
 def test_files_and_functions_can_be_held_in_the_head(house: House):
     assert [name for name, lines in house.lines.items() if lines > MAX_FILE_LINES] == []
     assert {name for name, lines in house.functions.items() if lines > MAX_FUNCTION_LINES} == LONG_FUNCTIONS
+
+
+def test_the_product_does_without_its_tests():
+    """A checkout has them on Python's path, an installation has not."""
+    files = [file for package in PACKAGES for file in (PROJECT / package).rglob("*.py*") if file.suffix != ".pyc"]
+    naming = [file.name for file in files if re.search(r"^\s*(from|import) tests\b", file.read_text(), re.MULTILINE)]
+    assert files
+    assert naming == []
 
 
 def test_a_circle_is_found():
