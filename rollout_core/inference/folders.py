@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import glob
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 from blake3 import blake3
-from ulid import ULID
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.scratch import held, sweep
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import storage_faults
-from rollout_core.objects.folders import hash_file
+from rollout_core.objects.folders import file_beside, hash_file
 from rollout_core.objects.remote import UPLOAD_PART_BYTES, RemoteFiles
 from rollout_core.objects.urls import bucket_exists, files_at, is_url, local_path, mark_of
-
-WRITE_BYTES = 2**20
 
 
 class OutputFolder(Protocol):
@@ -85,25 +80,17 @@ class LocalFolder:
                 return None
 
     def create(self, name: str, data: bytes) -> bool:
-        with self._written(name) as (file, scratch):
+        with file_beside(self._path / name) as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            try:
-                os.link(scratch, self._path / name)
-            except FileExistsError:
-                return False
-        return True
+            return file.appear_unless_there()
 
     def replace(self, name: str, chunks: Iterable[bytes]) -> str | None:
         hasher = blake3()
-        with self._written(name) as (file, scratch):
+        with file_beside(self._path / name) as file:
             for chunk in chunks:
                 hasher.update(chunk)
                 file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-            scratch.replace(self._path / name)
+            file.appear()
         return hasher.hexdigest()
 
     def mark(self, name: str) -> str | None:
@@ -111,29 +98,6 @@ class LocalFolder:
         if not path.is_file():
             return None
         return hash_file(path)[1]
-
-    @contextmanager
-    def _written(self, name: str) -> Iterator[tuple[BinaryIO, Path]]:
-        """A file beside ``name``, gone at the end unless it was renamed; changes of the folder are then durable."""
-        with storage_faults("write", self.where(name)):
-            self._path.mkdir(parents=True, exist_ok=True)
-            sweep(self._path, f".{glob.escape(name)}.*.tmp")
-            with held(lambda: self._new_file(name)) as scratch:
-                try:
-                    with scratch.open("wb", buffering=WRITE_BYTES) as file:
-                        yield file, scratch
-                finally:
-                    scratch.unlink(missing_ok=True)
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-
-    def _new_file(self, name: str) -> Path:
-        path = self._path / f".{name}.{ULID()}.tmp"
-        path.touch()
-        return path
 
 
 class BucketFolder:

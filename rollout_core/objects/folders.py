@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
+from typing import BinaryIO
 
 from blake3 import blake3
 from ulid import ULID
@@ -19,6 +20,8 @@ from rollout_core.base.ids import ContentId
 from rollout_core.base.scratch import held, sweep
 from rollout_core.objects.files import CHUNK_BYTES, storage_faults, write_all
 from rollout_core.objects.trees import TreeManifest
+
+WRITE_BYTES = 2**20
 
 
 def files_of(folder: Path) -> dict[str, Path]:
@@ -106,6 +109,63 @@ def write_new_file(path: Path, chunks: Iterator[bytes]) -> None:
                 write_all(file, chunk)
         with storage_faults("write", str(path)):
             os.fsync(file.fileno())
+
+
+class FileBeside:
+    """A file under a temporary name beside ``path``, which it takes when it is whole and on disk."""
+
+    def __init__(self, file: BinaryIO, temporary: Path, path: Path) -> None:
+        self.write = file.write
+        self._file = file
+        self._temporary = temporary
+        self._path = path
+
+    def appear(self) -> None:
+        """Take the name, and the place of what has it."""
+        self._sync()
+        self._temporary.replace(self._path)
+
+    def appear_unless_there(self) -> bool:
+        """Take the name; False, and nothing done, where something has it."""
+        self._sync()
+        try:
+            os.link(self._temporary, self._path)
+        except FileExistsError:
+            return False
+        return True
+
+    def _sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+@contextmanager
+def file_beside(path: Path) -> Iterator[FileBeside]:
+    """A file to write that becomes ``path`` within the block, or is gone after it.
+
+    Its folder is made where it is missing, and is durable when the block has ended; what killed processes left beside
+    ``path`` is removed.
+    """
+
+    def make() -> Path:
+        temporary = path.with_name(f".{path.name}.{ULID()}.tmp")
+        temporary.touch()
+        return temporary
+
+    with storage_faults("write", str(path)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sweep(path.parent, f".{glob.escape(path.name)}.*.tmp")
+        with held(make) as temporary:
+            try:
+                with temporary.open("wb", buffering=WRITE_BYTES) as file:
+                    yield FileBeside(file, temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
+        descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 @contextmanager

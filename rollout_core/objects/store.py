@@ -34,6 +34,7 @@ from rollout_core.objects.files import Files, FileStat, storage_faults
 from rollout_core.objects.folders import (
     appearing_folder,
     damaged_file,
+    file_beside,
     files_of,
     hash_file,
     make_read_only,
@@ -186,13 +187,10 @@ class ObjectStore:
 
     def get_file(self, content_id: ContentId, path: Path) -> None:
         """Write the blob to ``path``, where it appears verified and whole. Raises MissingObject or CorruptObject."""
-        temporary = path.with_name(f".{path.name}.{ULID()}.tmp")
-        try:
-            write_new_file(temporary, self.stream(content_id))
-            with storage_faults("write", str(path)):
-                os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with file_beside(path) as file:
+            for chunk in self.stream(content_id):
+                file.write(chunk)
+            file.appear()
 
     def exists(self, content_id: ContentId) -> bool:
         """Whether the blob is there; its bytes are not read."""

@@ -246,7 +246,11 @@ def _seconds(timestamp: float | None) -> float | None:
 
 def otel_name(name: str) -> str:
     """A span's name without what a store would refuse; a traced program must not lose a span over it."""
-    return name.encode(errors="replace").decode().replace("\0", "\ufffd")
+    return _unicode(name).replace("\0", "\ufffd")
+
+
+def _unicode(text: str) -> str:
+    return text.encode(errors="replace").decode()
 
 
 def otel_attributes(attributes: Mapping[str, Any] | None) -> Attributes:
@@ -266,7 +270,7 @@ def _telemetry_value(value: Any) -> AttributeValue:
     if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, str):
-        return value.encode(errors="replace").decode()
+        return _unicode(value)
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, Mapping):
