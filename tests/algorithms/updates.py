@@ -38,11 +38,10 @@ from rollout_core.config import (
     SFTSettings,
     SnapshotPolicy,
 )
-from rollout_core.data.datasets import SftRow, to_jsonl
+from rollout_core.data.datasets import PairRow, SftRow, UnpairedRow, parse_rows, to_jsonl
 from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
 from rollout_core.objects import ObjectStore, TreeManifest
 from rollout_core.objects.records import Checkpoint, Scores
-from tests.rows import parse_pairs, parse_unpaired
 
 
 def update_context(folder: Path, **changes: Any) -> UpdateContext:
@@ -199,8 +198,8 @@ def preference_data(kind: str, *, count: int = 24, seed: int = 3) -> bytes:
 
     problems = make_problems(count, random.Random(seed))
     if kind == "kto":
-        return to_jsonl(parse_unpaired(lines(make_judged(problems, random.Random(4))), "judged"))
-    return to_jsonl(parse_pairs(lines(make_pairs(problems, random.Random(4))), "pairs"))
+        return to_jsonl(parse_rows(lines(make_judged(problems, random.Random(4))), "judged", UnpairedRow))
+    return to_jsonl(parse_rows(lines(make_pairs(problems, random.Random(4))), "pairs", PairRow))
 
 
 def preference_update(
