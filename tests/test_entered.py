@@ -1,0 +1,60 @@
+"""How many of the project's own files a piece of work goes through: what someone reads who follows it.
+
+The figures are those of today; a change that needs more files should be a reasoned one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollout_core.algorithms import sft_update, training
+from rollout_core.base.ids import hash_bytes
+from rollout_core.config import SnapshotPolicy
+from rollout_core.data import to_jsonl
+from rollout_core.store import LightningStoreClient, LightningStoreServer, SqlLightningStore
+from tests.algorithms import updates
+from tests.entered import EnteredFiles
+
+ENQUEUE, SFT_STEPS = 23, 16
+
+
+@pytest.mark.asyncio
+async def test_an_enqueue_over_http_into_sqlite(tmp_path: Path):
+    with EnteredFiles() as entered:
+        server = LightningStoreServer(SqlLightningStore.from_url(f"sqlite:///{tmp_path / 'store.db'}"))
+        await server.start()
+        client = LightningStoreClient(server.endpoint)
+        for _ in range(3):
+            await client.enqueue_rollout({"task": 1})
+        with entered.noting():
+            await client.enqueue_rollout({"task": 2})
+        await client.close()
+        await server.close()
+    files = entered.files()
+    assert "rollout_core/store/sql/store.py" in files, "calls in the server's thread are seen too"
+    assert len(files) <= ENQUEUE, files
+
+
+def test_steps_of_sft(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+    settings = updates.sft_settings(snapshots=SnapshotPolicy(every_steps=100))
+
+    def update(key: bytes) -> None:
+        context = updates.update_context(tmp_path, key=hash_bytes(key))
+        dataset = context.objects.put_bytes(to_jsonl(updates.sft_rows(20)))
+        sft_update(context.objects.put_tree(tiny_model), dataset, settings, context)
+
+    with EnteredFiles() as entered:
+
+        def noted(*arguments, **options):
+            with entered.noting():
+                train(*arguments, **options)
+
+        train = training.train
+        update(b"first")
+        monkeypatch.setattr(training, "train", noted)
+        update(b"second")
+    files = entered.files()
+    assert "rollout_core/algorithms/loop.py" in files
+    assert len(files) <= SFT_STEPS, files
