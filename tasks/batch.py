@@ -36,7 +36,7 @@ from rollout_core.objects.records import PromptShards, Record, ShardCompletions
 from tasks import artifacts, connections
 from tasks.generate import generator_id
 from tasks.logs import stage_logger
-from tasks.stage import current_stage, stage
+from tasks.stage import Arguments, current_stage, stage
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ class Reporting(Settings):
 
 
 @dataclass(frozen=True)
-class ShardJob:
+class ShardJob(Arguments):
     """What is asked of a shard. Each field counts as an argument of the stages that take it."""
 
     rows: ContentId

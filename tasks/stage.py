@@ -30,7 +30,7 @@ from prefect.results import get_result_store
 from prefect.task_engine import run_task_sync
 
 from blocks import ContentAddressedStorage
-from rollout_core.base.errors import CorruptObject, CorruptRef, MissingObject, Recoverable, RolloutError
+from rollout_core.base.errors import ConfigError, CorruptObject, CorruptRef, MissingObject, Recoverable, RolloutError
 from rollout_core.base.ids import ContentId, content_id, is_content_id
 from rollout_core.base.locks import exclusive
 from rollout_core.base.numerics import arithmetic
@@ -335,14 +335,27 @@ class Stage(Generic[P, R]):
             journal.add(StageEntry(self.name, str(inputs.get(LABEL, "")), state, seconds, (*ids, *records), outputs))
 
 
+class Arguments:
+    """Base of dataclasses that carry arguments of a stage together.
+
+    In the stage's key, lineage and journal each field counts as an argument of the field's name, so no other argument
+    of the stage may be called like it.
+    """
+
+
 def spread_arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, where those that travel together in a dataclass stand one by one."""
+    """The arguments of a call by name, those in `Arguments` one by one. Raises ConfigError if a name occurs twice."""
     found: dict[str, Any] = {}
     for name, value in inputs.items():
-        if is_dataclass(value) and not isinstance(value, type):
-            found |= {field.name: getattr(value, field.name) for field in fields(value)}
-        else:
-            found[name] = value
+        spread = {name: value}
+        if isinstance(value, Arguments) and is_dataclass(value):
+            spread = {field.name: getattr(value, field.name) for field in fields(value)}
+        if twice := found.keys() & spread.keys():
+            raise ConfigError(
+                f"argument {name!r} brings {', '.join(sorted(twice))}, which the stage has already; two arguments of "
+                "one name would share a place in its key: rename one"
+            )
+        found |= spread
     return found
 
 

@@ -75,6 +75,26 @@ def test_where_it_comes_first_on_the_path_the_command_names_the_file(project, mo
     assert str(ROOT / module) in refused.stderr and "PYTHONPATH" in refused.stderr
 
 
+def test_installed_files_may_be_links(tmp_path):
+    """As some installers make them, each to a place of its own."""
+    for package in ("rollout_core", "flows", "tasks", "blocks"):
+        for file in (ROOT / package).rglob("*.py*"):
+            link = tmp_path / file.relative_to(ROOT)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(file)
+    script = (
+        "import rollout_core.base.own_packages as own; own.require_own('flows', 'tasks', 'blocks'); print(own.ROOT)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == str(tmp_path), done.stderr
+
+
 def test_a_flow_started_beside_a_foreign_tasks_module_names_it(project):
     (project / "tasks.py").write_text("")
     script = "import sys; sys.path.insert(0, sys.argv[1]); sys.modules.pop('flows', None)\nimport flows\n"

@@ -167,6 +167,18 @@ def test_a_file_that_only_a_computed_import_names_is_refused(tmp_path: Path):
     assert scores(tmp_path) == [1.0, 1.0]
 
 
+@pytest.mark.parametrize(
+    "line", ["runpy.run_module('hid' + 'den')['W']", "float(len(pkgutil.get_data('hid' + 'den', 'data.txt')))"]
+)
+def test_no_other_way_runs_or_reads_a_file_that_was_not_read(tmp_path: Path, line: str):
+    write(tmp_path / "hidden" / "__init__.py", "W = 1.0\n")
+    write(tmp_path / "hidden" / "__main__.py", "W = 1.0\n")
+    write(tmp_path / "hidden" / "data.txt", "12\n")
+    write(tmp_path / "mine.py", f"import pkgutil, runpy\ndef r(sample): return {line}\n")
+    with pytest.raises(Fatal, match="which no import statement of its files names"):
+        scores(tmp_path)
+
+
 def test_libraries_may_look_for_what_the_users_files_happen_to_be_named_like(tmp_path: Path):
     """`find_spec` runs nothing; transformers, for one, looks for its extras so."""
     write(tmp_path / "datasets.py", "raise AssertionError\n")

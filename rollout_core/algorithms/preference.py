@@ -261,6 +261,10 @@ class KTO(DatasetAlgorithm[UnpairedBatch]):
     def tokens_of(self, batch: UnpairedBatch) -> PackedTokens:
         return batch.tokens
 
+    def sequences(self, batch: UnpairedBatch) -> list[list[int]]:
+        # The mismatched answers make the KL of the step's loss, so what is not finite may come from them.
+        return [*batch.tokens.sequences(), *batch.mismatched.sequences()]
+
 
 def reference_logprobs(
     objects: ObjectStore,

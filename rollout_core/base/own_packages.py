@@ -12,32 +12,28 @@ from pathlib import Path
 
 from rollout_core.base.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).absolute().parents[2]
+"""Not resolved: installed files may be links, each to a place of its own."""
 
 
 def require_own(*names: str) -> None:
     """Raises ConfigError where ``import name`` finds, or has found, another package than the one of this project."""
     for name in names:
-        found = _location(name)
-        if found is None:
+        spec, own = find_spec(name), ROOT / name / "__init__.py"
+        if spec is None:
             raise ConfigError(
                 f"there is no package {name!r}; it belongs beside rollout_core in {ROOT}: install it again"
             )
-        if found != (ROOT / name).resolve():
+        if not _is_file(spec.origin, own):
+            found = next(iter(spec.submodule_search_locations or ()), spec.origin)
             raise ConfigError(
-                f"`import {name}` finds {found}, which is not rollout's package of that name, {ROOT / name}. Rename "
+                f"`import {name}` finds {found}, which is not rollout's package of that name, {own.parent}. Rename "
                 "it, or take its folder off the path (PYTHONPATH, or the script's own: `python -P` leaves it out)"
             )
 
 
-def _location(name: str) -> Path | None:
-    """Folder of a top-level package, or file of a module."""
-    spec = find_spec(name)
-    if spec is None:
-        return None
-    if spec.submodule_search_locations is not None:
-        return Path(next(iter(spec.submodule_search_locations))).resolve()
-    return Path(spec.origin or "").resolve()
+def _is_file(origin: str | None, own: Path) -> bool:
+    return origin is not None and own.exists() and Path(origin).exists() and own.samefile(origin)
 
 
 def run_command() -> None:

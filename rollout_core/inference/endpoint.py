@@ -16,12 +16,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import orjson
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.secrets import Redaction, require_secret
+from rollout_core.base.secrets import Redaction, require_secret, without_password
 from rollout_core.config import OpenAIBackend
 
 MAX_BACKOFF_SECONDS = 60.0
@@ -46,6 +48,31 @@ class Refused(Exception):
 
 class Malformed(Exception):
     """An answer that cannot be used; the text says what is wrong with it."""
+
+
+def _environment_proxy(address: str) -> str | None:
+    """The proxy that HTTP_PROXY, HTTPS_PROXY or ALL_PROXY names for this address, unless NO_PROXY excepts it.
+
+    Raises ConfigError for one that cannot be used.
+    """
+    target = urlsplit(address)
+    if proxy_bypass(target.hostname or ""):
+        return None
+    proxies = getproxies()
+    proxy = proxies.get(target.scheme) or proxies.get("all")
+    if not proxy:
+        return None
+    parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    try:
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        usable = False
+    if not usable:
+        raise ConfigError(
+            f"the environment names the proxy {without_password(proxy)!r} for {address}; expected http://host:port in "
+            f"{target.scheme.upper()}_PROXY or ALL_PROXY, or the endpoint's host in NO_PROXY"
+        )
+    return parts.geturl()
 
 
 class Endpoint:
@@ -82,7 +109,8 @@ class Endpoint:
                 headers=self._headers,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
-                trust_env=True,  # the proxy that the environment names
+                # Not trust_env, which also sends the login of a .netrc, and looks for it before each request.
+                proxy=_environment_proxy(self._config.url),
             )
         return self._session
 
@@ -133,6 +161,8 @@ class Endpoint:
                 problem = "the answer is no JSON"
             except aiohttp.InvalidURL:
                 raise ConfigError(f"{self._config.url} is no address; correct backend.url") from None
+            except aiohttp.ConnectionTimeoutError:
+                problem = f"no connection within {_CONNECT_SECONDS:g} s"
             except TimeoutError:
                 problem = f"no whole answer within {self._config.timeout_seconds:g} s"
             except (aiohttp.ClientError, OSError) as error:

@@ -203,7 +203,7 @@ class _Ranks:
 
         failures = [item for item in messages if item.kind == "error" or (item.kind == "exit" and item.content != 0)]
         first = min(failures, key=suspicion)
-        where = f"rank {first.rank} of {self._job.nproc} of the {self._job.update} update"
+        where = f"rank {first.rank} of {self._job.nproc} of the {self._job.algorithm} update"
         if first.kind == "error":
             return error_of(first.content, where)
         code = first.content
@@ -324,6 +324,11 @@ class Job(BaseModel):
     nproc: int
     result: Path
     """Where the first rank writes the outcome."""
+
+    @property
+    def algorithm(self) -> str:
+        """Its usual name: one update serves DPO, IPO and KTO."""
+        return self.inputs["settings"].get("kind", self.update)
 
 
 def update_function(name: UpdateName) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import rollout_core
 from rollout_core.base.errors import ConfigError, in_words
@@ -209,7 +209,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         if not is_users(Path(spec.origin), folders):
             return None
-        spec.loader = _Unread(self._code)
+        spec.loader = _Unread(self._code, spec.origin)
         return spec
 
 
@@ -239,15 +239,29 @@ class _Loader(importlib.abc.InspectLoader):
         return compile(self.file.code, str(self.file.path), "exec", dont_inherit=True)
 
 
-class _Unread(importlib.abc.Loader):
-    def __init__(self, code: UserCode) -> None:
+class _Unread(importlib.abc.InspectLoader, importlib.abc.ResourceLoader):
+    """Refuses to run a file, or to hand out what it holds, with ConfigError."""
+
+    def __init__(self, code: UserCode, place: str) -> None:
         self._code = code
+        self._place = place
 
     def exec_module(self, module: ModuleType) -> None:
-        """Raises ConfigError."""
+        self._refuse(module.__name__)
+
+    def get_code(self, fullname: str) -> CodeType:
+        self._refuse(fullname)
+
+    def get_source(self, fullname: str) -> str:
+        self._refuse(fullname)
+
+    def get_data(self, path: str) -> bytes:
+        self._refuse(path)
+
+    def _refuse(self, name: str) -> NoReturn:
         raise ConfigError(
-            f"reward {self._code.callable} imports {module.__name__} from {module.__file__}, which no import statement "
-            "of its files names, so that scores would not follow that file's changes; import it by a plain statement"
+            f"reward {self._code.callable} imports {name} from {self._place}, which no import statement of its files "
+            "names, so that scores would not follow that file's changes; import it by a plain statement"
         )
 
 

@@ -254,3 +254,10 @@ def test_a_reward_model_reads_whole_sequences_of_which_one_may_begin_the_other(t
     expected = [float(plain(input_ids=torch.tensor([row])).logits[0, 0]) for row in rows]
     assert scores.tolist() == pytest.approx(expected, abs=1e-5)
     assert score_sequences(algorithm._model, rows, device=CPU, batch_tokens=40) == pytest.approx(expected, abs=1e-5)
+
+
+def test_what_is_kept_of_a_step_that_is_not_finite_holds_the_answers_that_make_its_kl(tiny_model):
+    algorithm, _ = learner("kto", tiny_model)
+    [batch, *_] = algorithm.minibatches(0)
+    assert algorithm.sequences(batch) == [*batch.tokens.sequences(), *batch.mismatched.sequences()]
+    assert len(algorithm.sequences(batch)) == 2 * len(batch.desirable)

@@ -37,6 +37,7 @@ from rollout_core.config import (
 )
 from rollout_core.data.samples import Completion, Failure, decode_completions_blob, encode_completion
 from rollout_core.inference.base import Request
+from rollout_core.inference.endpoint import _environment_proxy
 from rollout_core.inference.openai_http import OpenAIEngine
 
 # What is asked and what comes back
@@ -342,6 +343,50 @@ def test_a_wrong_endpoint_is_named_with_its_key(change, message):
     }
     with pytest.raises(ConfigError, match=message):
         parse_config(document, InferBatchConfig)
+
+
+@pytest.mark.parametrize("key", [None, "SERVER_KEY"])
+def test_logins_of_a_netrc_file_are_not_sent(server, engine_of, tokenizer, monkeypatch, tmp_path, key):
+    netrc = tmp_path / ".netrc"
+    netrc.write_text("default login somebody password hunter2\n")
+    netrc.chmod(0o600)
+    monkeypatch.setenv("NETRC", str(netrc))
+    monkeypatch.setenv("ROLLOUT_SECRETS", "SERVER_KEY")
+    monkeypatch.setenv("ROLLOUT_SECRET_SERVER_KEY", "sk-of-this-server-only")
+    engine_of(api_key=key).generate(requests(tokenizer))
+    assert {seen.key for seen in server.seen} == {None if key is None else "Bearer sk-of-this-server-only"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, None),
+        ({"HTTP_PROXY": "http://proxy.example:3128"}, "http://proxy.example:3128"),
+        ({"ALL_PROXY": "proxy.example:3128"}, "http://proxy.example:3128"),
+        ({"HTTP_PROXY": "http://one.example:1", "ALL_PROXY": "http://all.example:2"}, "http://one.example:1"),
+        ({"HTTPS_PROXY": "http://proxy.example:3128"}, None),
+        ({"HTTP_PROXY": "http://proxy.example:3128", "NO_PROXY": "server.example"}, None),
+    ],
+)
+def test_the_environments_proxy_is_used(monkeypatch, variables, expected):
+    _set_proxies(monkeypatch, variables)
+    assert _environment_proxy("http://server.example:8000/v1") == expected
+
+
+@pytest.mark.parametrize("proxy", ["socks5://user:hunter2@proxy.example:1", "http://:3128", "http://proxy.example:x"])
+def test_a_proxy_that_cannot_be_used_is_named_without_its_password(monkeypatch, proxy):
+    _set_proxies(monkeypatch, {"HTTP_PROXY": proxy})
+    with pytest.raises(ConfigError, match=r"names the proxy .* expected http://host:port in HTTP_PROXY") as caught:
+        _environment_proxy("http://server.example:8000/v1")
+    assert "hunter2" not in str(caught.value)
+
+
+def _set_proxies(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
 
 
 def test_an_endpoint_is_nothing_to_train_with():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import make_dataclass
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,19 @@ def test_the_same_inputs_are_cached_in_any_run(stages, run):
 def test_other_inputs_are_computed(stages, run):
     run(lambda: [stages["make"](1), stages["make"](2)])
     assert CALLS == [("make", 1), ("make", 2)]
+
+
+def test_arguments_that_travel_together_count_one_by_one(prefect_server):
+    from tasks.stage import Arguments, spread_arguments
+
+    sides = make_dataclass("Sides", ["left", ("label", str, "")], bases=(Arguments,), frozen=True)
+    plain = make_dataclass("Plain", ["left"], frozen=True)
+    assert spread_arguments({"sides": sides(1, "x"), "right": 2}) == {"left": 1, "label": "x", "right": 2}
+    assert spread_arguments({"first": plain(1), "second": plain(2)}) == {"first": plain(1), "second": plain(2)}
+    # Two of one name would share a place in the key, and other work would be taken for this.
+    for twice in ({"a": sides(1), "b": sides(3)}, {"left": 2, "a": sides(1)}, {"a": sides(1), "left": 2}):
+        with pytest.raises(ConfigError, match=r"brings (label, )?left, which the stage has already"):
+            spread_arguments(twice)
 
 
 def test_labels_and_settings_of_speed_do_not_enter_the_key(stages, run):
