@@ -114,13 +114,14 @@ class Resumption:
         differences = differing(before[-1], here) if before else ""
         if differences and same:
             raise ConfigError(
-                f"the {self._algorithm} update was begun with {differences}. Going on would give other bytes than one "
-                'go does, and numerics = "portable" promises the same. Run it with what it was begun with, or from its '
-                f'start by run.refresh = true, or train on as another result by run.resume = "{snapshot_id.short}"'
+                f"the {self._algorithm} update was started with {differences}. Continuing would give other bytes than "
+                'an uninterrupted run, and numerics = "portable" promises the same. Run it with what it was started '
+                "with, or from its start by run.refresh = true, or train on as another result by run.resume = "
+                f'"{snapshot_id.short}"'
             )
         if differences:
             log.warning(
-                "%s update continues with other arithmetic: begun with %s. The result is sound, but its last bits "
+                "%s update continues with other arithmetic: started with %s. The result is sound, but its last bits "
                 "differ from those of an uninterrupted run on either machine; its snapshots name both",
                 self._algorithm,
                 differences,

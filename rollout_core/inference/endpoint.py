@@ -30,6 +30,8 @@ MAX_BACKOFF_SECONDS = 60.0
 MAX_RETRY_AFTER_SECONDS = 600.0
 MAX_LIST_BYTES = 16 * 2**20
 """Of the list of models."""
+MAX_HEADER_BYTES = 64 * 2**10
+"""Of one header; gateways write long ones."""
 MAX_ERROR_BYTES = 64 * 2**10
 """Of an answer that only says what is wrong; what is beyond is not read."""
 MAX_TOLD = 300
@@ -108,6 +110,8 @@ class Endpoint:
                 timeout=aiohttp.ClientTimeout(sock_connect=_CONNECT_SECONDS, sock_read=self._config.timeout_seconds),
                 headers=self._headers,
                 cookie_jar=aiohttp.DummyCookieJar(),
+                max_line_size=MAX_HEADER_BYTES,
+                max_field_size=MAX_HEADER_BYTES,
                 auto_decompress=False,
                 # Not trust_env, which also sends the login of a .netrc, and looks for it before each request.
                 proxy=_environment_proxy(self._config.url),

@@ -17,11 +17,12 @@ debounce interval, and marks attempts that took too long or fell silent.
 
 from __future__ import annotations
 
+import inspect
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from rollout_core.base.errors import Conflict
+from rollout_core.base.errors import ConfigError, Conflict
 from rollout_core.store.checks import check_ends, check_id_list, refuse_missing
 from rollout_core.store.encoded_spans import EncodedSpan
 from rollout_core.store.operations import answer_of_fence
@@ -104,7 +105,8 @@ class LightningStore(Queries):
         infinities included). Then nothing is queued.
         """
         self._needs("enqueue_rollout", "enqueue_many_rollouts")
-        return [await self.enqueue_rollout(**_given(as_model(EnqueueRolloutRequest, request))) for request in rollouts]
+        requests = [as_model(EnqueueRolloutRequest, request) for request in rollouts]
+        return [await self.enqueue_rollout(**_given(self.enqueue_rollout, request)) for request in requests]
 
     async def enqueue_rollout(
         self,
@@ -200,9 +202,9 @@ class LightningStore(Queries):
         for given in rollouts:
             request = as_model(EnqueueRolloutRequest, given)
             if request.rollout_id is None:
-                started.append(await self.start_rollout(**_given(request), worker_id=worker_id))
+                started.append(await self.start_rollout(**_given(self.start_rollout, request), worker_id=worker_id))
             else:
-                rollout = await self.enqueue_rollout(**_given(request))
+                rollout = await self.enqueue_rollout(**_given(self.enqueue_rollout, request))
                 had_attempt = isinstance(rollout, AttemptedRollout)
                 started.append(None if had_attempt else await self.start_attempt(rollout.rollout_id, worker_id))
         return started
@@ -427,9 +429,19 @@ class LightningStore(Queries):
             raise self._lacks(asked, other)
 
 
-def _given(request: EnqueueRolloutRequest) -> dict[str, Any]:
-    """The arguments of the single forms; no ``rollout_id`` where there is none, for stores that know no such thing."""
+def _given(method: Callable[..., Any], request: EnqueueRolloutRequest) -> dict[str, Any]:
+    """The arguments of a single form. No ``rollout_id`` where there is none, for stores that know no such thing; raises
+    ConfigError where there is one, as of HTTP clients, who would enqueue twice otherwise when an answer is lost."""
     fields = {**request.__dict__}
     if fields["rollout_id"] is None:
         del fields["rollout_id"]
+        return fields
+    parameters = inspect.signature(method).parameters.values()
+    if not any(given.name == "rollout_id" or given.kind is given.VAR_KEYWORD for given in parameters):
+        owner = type(getattr(method, "__self__", None)).__name__
+        raise ConfigError(
+            f"{owner}.{method.__name__} takes no rollout_id, but the caller names the rollout {fields['rollout_id']}, "
+            "as clients over HTTP do so that nothing is enqueued twice; give it a parameter rollout_id=None, or define "
+            "enqueue_many_rollouts and start_many_rollouts"
+        )
     return fields

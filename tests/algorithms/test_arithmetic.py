@@ -54,7 +54,7 @@ def test_other_threads_are_said_in_one_line_and_both_are_recorded(
     with caplog.at_level(logging.WARNING):
         done = sft(replace(begun, num_threads=2), tiny_model)
     [line] = warnings(caplog)
-    assert line.startswith("sft update continues with other arithmetic: begun with threads 1 (here 2).")
+    assert line.startswith("sft update continues with other arithmetic: started with threads 1 (here 2).")
     assert len(line.splitlines()) == 1
     parts = SnapshotStore(begun.objects).get(done.train_state).meta[ARITHMETIC]
     assert [part["threads"] for part in parts] == [1, 2]
@@ -75,7 +75,7 @@ def test_portable_training_refuses_to_go_on_under_another_torch_and_says_what_to
 ):
     of_another_process(monkeypatch, torch="9.9")
     monkeypatch.setattr(resumption, "is_portable_here", lambda: True)
-    with pytest.raises(ConfigError, match=r"begun with torch .* \(here 9\.9\)") as caught:
+    with pytest.raises(ConfigError, match=r"started with torch .* \(here 9\.9\)") as caught:
         sft(begun, tiny_model)
     snapshot = SnapshotStore(begun.objects).list()[0]
     assert "run.refresh = true" in str(caught.value) and f'run.resume = "{snapshot.id.short}"' in str(caught.value)

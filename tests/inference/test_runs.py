@@ -107,7 +107,7 @@ def test_other_parameters_are_refused_and_each_is_named(
         begin(objects, folder, **changes)
     message = str(caught.value)
     assert message.startswith(f"run {run_id} was started with other parameters: ") and expected in message
-    assert message.endswith(f"begin a new run: give another output.dir, or remove {folder.where('run-id')}")
+    assert message.endswith(f"start a new run: give another output.dir, or remove {folder.where('run-id')}")
     with pytest.raises(ConfigError, match=r"give another output.dir, or leave out --resume"):
         begin(objects, folder, asked=run_id, **changes)
     # As far as the configuration tells, without the model: what a dry run sees.

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from rollout_core.base.errors import Conflict
+from rollout_core.base.errors import ConfigError, Conflict
 from rollout_core.store import (
     AttemptedRollout,
     AttemptUpdate,
     EnqueueRolloutRequest,
     InMemoryLightningStore,
     LightningStore,
+    LightningStoreClient,
+    LightningStoreServer,
 )
 
 pytestmark = pytest.mark.asyncio
@@ -199,3 +203,40 @@ class CallsTheBase(LightningStore):
 async def test_an_override_that_asks_the_base_does_not_go_round_in_circles():
     with pytest.raises(NotImplementedError, match="CallsTheBase does not define"):
         await CallsTheBase().enqueue_rollout(1)
+
+
+async def test_a_store_that_takes_no_ids_says_what_clients_need():
+    store = Singles()
+    with pytest.raises(
+        ConfigError, match=r"Singles\.enqueue_rollout takes no rollout_id, but the caller names .* ro-1"
+    ):
+        await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1, rollout_id="ro-1")])
+    async with served(store) as client:
+        with pytest.raises(ConfigError, match="give it a parameter rollout_id=None"):
+            await client.enqueue_rollout(1)
+    assert not list(await store.kept.query_rollouts())
+
+
+class Named(Singles):
+    async def enqueue_rollout(
+        self, input, mode=None, resources_id=None, config=None, metadata=None, *, rollout_id=None
+    ):
+        return await self.kept.enqueue_rollout(input, mode, resources_id, config, metadata, rollout_id=rollout_id)
+
+
+async def test_a_store_of_single_forms_that_takes_ids_can_be_served():
+    async with served(Named()) as client:
+        rollout = await client.enqueue_rollout({"task": 1})
+        claimed = await client.dequeue_rollout()
+        assert claimed is not None and claimed.rollout_id == rollout.rollout_id
+
+
+@asynccontextmanager
+async def served(store: LightningStore) -> AsyncIterator[LightningStoreClient]:
+    server = LightningStoreServer(store)
+    await server.start()
+    try:
+        async with LightningStoreClient(server.endpoint) as client:
+            yield client
+    finally:
+        await server.close()
