@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollout_core.base.errors import ConfigError, Conflict
-from rollout_core.store.checks import check_ends, check_id_list, refuse_missing
+from rollout_core.store.checks import check_ends, check_id_list, kept_updates, refuse_missing
 from rollout_core.store.encoded_spans import EncodedSpan
 from rollout_core.store.operations import answer_of_fence
 from rollout_core.store.queries import Queries
@@ -354,8 +354,9 @@ class LightningStore(Queries):
         Raises ConfigError where a span is of another attempt than its update.
         """
         check_ends(ends)
+        updates = kept_updates(update for _, update in ends)  # before a span is stored
         await self.add_span_fields([span for span, _ in ends])
-        return await self.update_many_attempts([update for _, update in ends], fenced=True)
+        return await self.update_many_attempts(updates, fenced=True)
 
     async def add_span(self, span: Span) -> Span | None:
         """Store one span, see ``add_many_spans``; None if it is a duplicate."""

@@ -58,31 +58,35 @@ def explain(error: Exception, url: str) -> Exception:
 def _translate(error: Exception, where: str) -> RolloutError | None:
     """Recoverable if it may pass, else the kind that says what to do; None for errors that are not the driver's."""
     if isinstance(error, (UnicodeEncodeError, OverflowError)):
-        return ConfigError(f"a value cannot be stored: {error}")
+        return ConfigError(f"a value cannot be stored: {_line(error)}")
     if not isinstance(error, (psycopg.Error, OSError)):
         return None
     state = getattr(error, "sqlstate", None) or ""
     if state.startswith(_REFUSED):
         return _refusal(error, where)
     if is_lost(error) or isinstance(error, OSError) or state.startswith((*OTHERS_IN_THE_WAY, *_PASSING)):
-        what = str(error) or type(error).__name__
         return Recoverable(
-            f"{where} could not do this now ({what}); nothing of this call was stored, it can be repeated"
+            f"{where} could not do this now ({_line(error)}); nothing of this call was stored, it can be repeated"
         )
     # Without a state it is the driver, not the server, that has no way to send a value.
     if isinstance(error, psycopg.DataError) or state.startswith(_TOO_LARGE) or not state:
-        return ConfigError(f"a value cannot be stored: {error}")
-    return Fatal(f"{where} is damaged or was changed by another program: {error}; restore it from a copy")
+        return ConfigError(f"a value cannot be stored: {_line(error)}")
+    return Fatal(f"{where} is damaged or was changed by another program: {_line(error)}; restore it from a copy")
+
+
+def _line(error: Exception) -> str:
+    """What the driver says, whose messages have several lines."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _refusal(error: Exception, where: str) -> ConfigError:
-    return ConfigError(f"{where} refuses the store: {error}; check the address, the user and what it may do")
+    return ConfigError(f"{where} refuses the store: {_line(error)}; check the address, the user and what it may do")
 
 
 def unknown_outcome(error: Exception, url: str) -> UnknownOutcome:
     """The error for a connection that was lost while a transaction was being committed."""
     return UnknownOutcome(
-        f"{without_password(url)} was lost while it committed ({error}): whether this call was stored is not known; "
+        f"{without_password(url)} was lost while it committed ({_line(error)}): whether this call was stored is not known; "
         "look before you repeat it, or repeat it if it is idempotent"
     )
 
