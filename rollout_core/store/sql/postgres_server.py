@@ -86,8 +86,8 @@ def _refusal(error: Exception, where: str) -> ConfigError:
 def unknown_outcome(error: Exception, url: str) -> UnknownOutcome:
     """The error for a connection that was lost while a transaction was being committed."""
     return UnknownOutcome(
-        f"{without_password(url)} was lost while it committed ({_line(error)}): whether this call was stored is not known; "
-        "look before you repeat it, or repeat it if it is idempotent"
+        f"{without_password(url)} was lost while it committed ({_line(error)}): whether this call was stored is not "
+        "known; look before you repeat it, or repeat it if it is idempotent"
     )
 
 
