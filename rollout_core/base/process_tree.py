@@ -127,10 +127,12 @@ def reap() -> dict[int, int]:
 def guard(guarded: int, stop_seconds: float) -> None:
     """Kill a process that does not end in time after a stop signal, even one that is stuck in a native call.
 
-    Standard input is the wake-up descriptor of the guarded process; what is read there is passed on to standard output.
+    Standard input is the wake-up descriptor of the guarded process; what is read there is passed on to standard output,
+    after a first byte that says that the guard runs.
     Returns when the guarded process has ended.
     """
     first = deadline = None
+    os.write(1, b"\0")
     while True:
         wait = None if deadline is None else max(0.0, deadline - time.monotonic())
         if not select.select([0], [], [], wait)[0]:

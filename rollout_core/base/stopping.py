@@ -149,13 +149,26 @@ def run_interruptibly(call: Callable[[], T], stopped: Callable[[], BaseException
                 time.sleep(_POLL_SECONDS)
                 raise stopped()
     except BaseException:
-        # The watcher may be a moment behind the handler. What interrupts without a signal is no wish to stop.
-        if _flag.wait(_POLL_SECONDS):
-            wait_for([future], timeout=max(0.0, stop_seconds() - RESERVE_SECONDS))
+        _let_end(future)
         raise
     if is_stopping() and isinstance(future.exception(), Stopped):
         raise stopped() from future.exception()
     return future.result()
+
+
+def _let_end(future: Future[Any]) -> None:
+    """Wait until interrupted work has kept what it has done, for no longer than a stop may take."""
+    first = _now()
+    while True:
+        try:
+            # The watcher may be a moment behind the handler. What interrupts without a signal is no wish to stop.
+            if _flag.wait(_POLL_SECONDS):
+                wait_for([future], timeout=max(0.0, first + stop_seconds() - RESERVE_SECONDS - _now()))
+            return
+        except BaseException:
+            if _now() > first + SAME_SIGNAL_SECONDS:
+                raise
+            # The same wish, passed on by another, whose handler has raised here again.
 
 
 @contextmanager
@@ -204,6 +217,8 @@ def _guarded_pair() -> tuple[socket.socket, socket.socket]:
             # The terminal's Ctrl-C is for the process that it guards.
             start_new_session=True,
         )
+    # Until it runs, signals would be known to their handlers alone, and the work would not be given time to stop.
+    receiving.recv(1)
     return receiving, sending
 
 
