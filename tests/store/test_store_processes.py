@@ -191,6 +191,48 @@ async def test_a_forked_child_and_its_parent_both_go_on(url):
         assert sqlite3.connect(store._database.path).execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
+def _fork_in_threads(url: str) -> None:
+    """Fork, from two threads, a process whose store is written to and waited for."""
+
+    async def run() -> None:
+        async with SqlLightningStore.from_url(url) as store:
+            rollout = await store.enqueue_rollout(0)
+            is_over = False
+
+            async def write() -> None:
+                while not is_over:
+                    await asyncio.gather(*[store.enqueue_rollout(n) for n in range(64)])
+
+            def fork() -> None:
+                for _ in range(10):
+                    child = os.fork()
+                    if child == 0:
+                        leave()
+                    os.waitpid(child, 0)
+                    time.sleep(0.05)
+
+            tasks = [asyncio.create_task(store.wait_for_rollouts(rollout_ids=[rollout.rollout_id])) for _ in range(16)]
+            tasks += [asyncio.create_task(write()) for _ in range(2)]
+            await asyncio.gather(*[asyncio.to_thread(fork) for _ in range(2)])
+            is_over = True
+            await tasks.pop()
+            await tasks.pop()
+            await store.update_rollout(rollout.rollout_id, status="cancelled")
+            await asyncio.gather(*tasks)
+
+    asyncio.run(run())
+    leave()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+async def test_a_process_that_writes_and_waits_can_be_forked_by_any_of_its_threads(url):
+    program = multiprocessing.get_context("fork").Process(target=_fork_in_threads, args=(url,))
+    program.start()
+    await asyncio.to_thread(program.join, 30)
+    program.kill()
+    assert program.exitcode == 0
+
+
 async def test_a_pickled_store_opens_the_same_file(url):
     async with SqlLightningStore.from_url(url, scan_debounce_seconds=3) as store:
         await store.enqueue_rollout(1, rollout_id="a")

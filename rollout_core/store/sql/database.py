@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -110,7 +111,8 @@ class Database(ABC, Generic[SessionT]):
 
     def before_fork(self) -> None:
         """Wait until no connection is in use, and close them all."""
-        for session in [*self._writers, *self._readers]:
+        # Readers first: a thread that has a reader's lock may take the writer's too (`SqliteDatabase.foreign_version`).
+        for session in [*self._readers, *self._writers]:
             session.lock.acquire()
             session.close()
 
@@ -153,9 +155,11 @@ def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -
 
 _open_databases: weakref.WeakSet[Database[Any]] = weakref.WeakSet()
 _forking: list[Database[Any]] = []
+_one_forks = threading.Lock()  # another thread that forks meanwhile would wait for the same sessions' locks for ever
 
 
 def _before_fork() -> None:
+    _one_forks.acquire()
     _forking.extend(_open_databases)
     for database in _forking:
         database.before_fork()
@@ -164,11 +168,13 @@ def _before_fork() -> None:
 def _after_fork_in_parent() -> None:
     while _forking:
         _forking.pop().after_fork_in_parent()
+    _one_forks.release()
 
 
 def _after_fork_in_child() -> None:
     while _forking:
         _forking.pop().after_fork_in_child()
+    _one_forks.release()
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
