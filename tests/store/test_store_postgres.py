@@ -197,6 +197,19 @@ async def test_a_forked_child_and_its_parent_both_go_on(url):
         assert stored == {"before", *(f"parent-{n}" for n in range(50)), *(f"child-{n}" for n in range(3))}
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+async def test_a_store_that_has_waited_is_closed_while_a_forked_child_lives(url):
+    store = SqlLightningStore.from_url(url)
+    rollout = await store.enqueue_rollout(1)
+    await store.wait_for_rollouts(rollout_ids=[rollout.rollout_id], timeout=0.1)
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    try:
+        await asyncio.wait_for(store.close(), 5)
+    finally:
+        child.kill()
+
+
 async def test_a_pickled_store_opens_the_same_database(url):
     async with SqlLightningStore.from_url(url, scan_debounce_seconds=3) as store:
         await store.enqueue_rollout(1, rollout_id="a")

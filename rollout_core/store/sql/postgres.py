@@ -250,7 +250,7 @@ class _Listener:
     def stop(self) -> None:
         """End the thread, which closes its connection."""
         with self._stop:
-            pass
+            self._stop.shutdown(socket.SHUT_RDWR)  # to close it would do nothing while a forked child has it open
         self._thread.join()
 
 
