@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ from rollout_core.store import (
     Span,
     SqlLightningStore,
 )
-from rollout_core.store.sql import postgres as postgres_sessions
+from rollout_core.store.sql import postgres as postgres_sessions, sessions
+from rollout_core.store.sql.dialect import Transaction
 from tests.store.forking import leave
 from tests.store.postgres import DATABASE, PostgresServer
 
@@ -301,6 +303,32 @@ async def test_a_waiter_outlives_its_connection(postgres, url):
         postgres.run_sql("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'rollout'")
         await other.update_attempt(rollout.rollout_id, "latest", status="succeeded")
         assert len(await asyncio.wait_for(waiting, 10)) == 1
+
+
+def sleep_at_server(seconds: float) -> Callable[[Transaction], object]:
+    return lambda tx: tx.rows("SELECT 1 FROM pg_sleep(?)", seconds)
+
+
+async def test_reads_whose_callers_gave_up_hold_up_no_others(url):
+    async with SqlLightningStore.from_url(url) as store:
+        for _ in range(8):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(store._database.read(sleep_at_server(20)), 0.05)
+        started = time.monotonic()
+        for _ in range(8):
+            assert len(await store.query_rollouts()) == 0
+        assert time.monotonic() - started < 5
+
+
+async def test_a_long_read_does_not_hold_up_the_end_of_the_store(url, monkeypatch):
+    monkeypatch.setattr(sessions, "CLOSE_SECONDS", 0.5)
+    store = SqlLightningStore.from_url(url)
+    reads = [asyncio.create_task(store._database.read(sleep_at_server(seconds))) for seconds in (0.1, *[20] * 6)]
+    await asyncio.sleep(0.2)
+    await asyncio.wait_for(store.close(), 10)
+    outcomes = await asyncio.gather(*reads, return_exceptions=True)
+    assert outcomes[0] == [(1,)]
+    assert [type(outcome) for outcome in outcomes[1:]] == [Fatal] * 6
 
 
 async def test_rows_that_another_program_holds_are_recoverable(url):

@@ -284,6 +284,16 @@ async def test_a_closed_store_says_so(url):
             await call
 
 
+async def test_reads_whose_callers_gave_up_hold_up_no_others(url):
+    long = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n WHERE x < 100000000) SELECT COUNT(*) FROM n"
+    async with SqlLightningStore.from_url(url) as store:
+        for _ in range(4):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(store._database.read(lambda tx: tx.rows(long)), 0.1)
+        for _ in range(4):
+            assert len(await asyncio.wait_for(store.query_rollouts(), 5)) == 0
+
+
 # Trouble with the file
 
 

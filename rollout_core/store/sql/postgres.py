@@ -36,6 +36,8 @@ from rollout_core.store.sql.sessions import Session
 BY_INDEX = {"enable_seqscan": "off", "enable_hashjoin": "off", "enable_mergejoin": "off"}
 """Settings of connections that write. All that they look up is behind an index, and the server, which does not know how
 few rows a parameter holds, would read whole tables for them; the more so with a plan from when those were small."""
+INTERRUPT_SECONDS = 2.0
+"""How long the server may take to accept that it should stop a statement."""
 MAX_NOTICE_BYTES = 7_900
 """PostgreSQL takes notices below 8,000 bytes."""
 MAX_STATEMENT_BYTES = 8_000_000
@@ -138,6 +140,12 @@ class PostgresSession(Session):
         if self._connection is not None:
             connection, self._connection = self._connection, None
             connection.close()
+
+    def interrupt(self) -> None:
+        connection = self._connection
+        if connection is not None:
+            with suppress(psycopg.Error, OSError):
+                connection.cancel_safe(timeout=INTERRUPT_SECONDS)
 
     def breaks_transaction(self, error: Exception) -> bool:
         return is_lost(error) or (isinstance(error, psycopg.Error) and error.sqlstate in ("40P01", "40001"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
@@ -12,6 +13,9 @@ from rollout_core.base.errors import Fatal
 from rollout_core.store.sql.dialect import Connection, Dialect
 
 Work = TypeVar("Work")
+
+CLOSE_SECONDS = 5.0
+"""How long work that can be interrupted may hold up the closing of its connections."""
 
 
 class Session(Connection, ABC):
@@ -53,6 +57,10 @@ class Session(Connection, ABC):
     @abstractmethod
     def close(self) -> None:
         """Close the connection, if there is one. The next transaction makes another."""
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Make the statement that another thread runs fail, if there is one; for that thread, ``lock`` is held."""
 
     def savepoint(self) -> None:
         """Begin a part that can be undone alone; only one at a time."""
@@ -119,12 +127,21 @@ class SessionThreads(Generic[Work]):
             self._queue.put(None)  # the word to end, which is for when all work is done
         return work
 
-    def close(self) -> None:
-        """Do what is waiting, end the threads and close the connections. Later work is refused."""
+    def close(self, hurry: Callable[[], object] | None = None) -> None:
+        """Do what is waiting, end the threads and close the connections. Later work is refused.
+
+        ``hurry`` is called if that takes longer than ``CLOSE_SECONDS``.
+        """
         with self._lock:
             self._closed = True
         for _ in self._threads:
             self._queue.put(None)
+        if hurry is not None:
+            deadline = time.monotonic() + CLOSE_SECONDS
+            for thread in self._threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+            if any(thread.is_alive() for thread in self._threads):
+                hurry()
         for thread in self._threads:
             thread.join()
         for session in self.sessions:

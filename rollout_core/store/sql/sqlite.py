@@ -287,6 +287,10 @@ class SqliteSession(Session):
             self._connection.close()
             self._connection = None
 
+    def interrupt(self) -> None:
+        if self._connection is not None:
+            self._connection.interrupt()
+
     def data_version(self) -> tuple[int, int]:
         """A value that changes when others have committed; this connection's own commits do not count."""
         [(version,)] = self._connected().execute("PRAGMA data_version")
