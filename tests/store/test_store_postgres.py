@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psycopg
 import pytest
 
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
@@ -24,6 +25,7 @@ from rollout_core.store import (
 )
 from rollout_core.store.sql import postgres as postgres_sessions, sessions
 from rollout_core.store.sql.dialect import Transaction
+from rollout_core.store.sql.postgres_server import is_lost
 from tests.store.forking import leave
 from tests.store.postgres import DATABASE, PostgresServer
 
@@ -293,6 +295,19 @@ async def test_connections_cut_while_idle_are_replaced_unnoticed(postgres, url):
         postgres.run_sql("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'rollout'")
         await store.enqueue_rollout(2, rollout_id="b")
         assert len(await store.query_rollouts()) == 2
+
+
+async def test_connections_that_the_server_finds_idle_for_too_long_are_replaced_unnoticed(url):
+    async with SqlLightningStore.from_url(f"{url}&idle_session_timeout=300") as store:
+        for n in range(2):
+            await store.enqueue_rollout(n)
+            assert len(await store.query_rollouts()) == n + 1
+            await asyncio.sleep(0.6)
+
+
+@pytest.mark.parametrize("state", ["57P04", "57P05", "25P03", "25P04"])
+async def test_a_connection_that_the_server_ends_is_lost(state):
+    assert is_lost(psycopg.errors.lookup(state)("ended"))
 
 
 async def test_a_waiter_outlives_its_connection(postgres, url):

@@ -98,8 +98,9 @@ class PostgresSession(Session):
             try:
                 return self.run(sql)
             except Exception as error:
+                was_lost = self._connection.closed or is_lost(error)
                 self.close()
-                if not is_lost(error):
+                if not was_lost:
                     raise
         connection = self._connection = self._open_connection()
         self._cursor = RawCursor(connection)

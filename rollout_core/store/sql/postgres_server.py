@@ -30,7 +30,7 @@ UPGRADE_LOCK = 0x524F4C4C
 """``ROLL`` in ASCII: the advisory lock of whoever creates or upgrades the tables."""
 
 # SQLSTATEs, or their first two characters, which are a class of them.
-_CUT = ("08", "57P01", "57P02", "57P03", "25P03")
+_CUT = ("08", "57P01", "57P02", "57P03", "57P04", "57P05", "25P03", "25P04")
 OTHERS_IN_THE_WAY = ("40P01", "40001", "23505")
 _REFUSED = ("28", "3D000", "3F000", "42501", "25006")
 _PASSING = ("53", "57", "58030", "55P03")
