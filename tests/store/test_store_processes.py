@@ -294,6 +294,20 @@ async def test_reads_whose_callers_gave_up_hold_up_no_others(url):
             assert len(await asyncio.wait_for(store.query_rollouts(), 5)) == 0
 
 
+async def test_a_thread_that_cannot_be_started_breaks_nothing(url, monkeypatch):
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async with SqlLightningStore.from_url(url) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fail)
+            for call in (store.enqueue_rollout(1), store.get_rollout_by_id("a")):
+                with pytest.raises(Recoverable, match="no thread"):
+                    await call
+        await asyncio.wait_for(store.enqueue_rollout(1), 5)
+        assert len(await asyncio.wait_for(store.query_rollouts(), 5)) == 1
+
+
 # Trouble with the file
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from rollout_core.base.errors import Fatal
+from rollout_core.base.errors import Fatal, Recoverable
 from rollout_core.store.sql.dialect import Connection, Dialect
 
 Work = TypeVar("Work")
@@ -107,15 +107,27 @@ class SessionThreads(Generic[Work]):
         self._closed = False
 
     def submit(self, work: Work) -> None:
-        """Have a thread do this. Raises Fatal once closed."""
+        """Have a thread do this. Raises Fatal once closed, and Recoverable if no thread can be started for it."""
         with self._lock:
             if self._closed:
                 raise Fatal(f"the store of {self._where} is closed; open it again with from_url")
             if self._num_busy + self._queue.qsize() >= len(self._threads) < len(self.sessions):
-                session = self.sessions[len(self._threads)]
-                self._threads.append(threading.Thread(target=self._run, args=[session], name=self._name, daemon=True))
-                self._threads[-1].start()
+                self._start_thread()
             self._queue.put(work)
+
+    def _start_thread(self) -> None:
+        session = self.sessions[len(self._threads)]
+        thread = threading.Thread(target=self._run, args=[session], name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # too many threads, or too little memory for another
+            if not self._threads:  # those there are do it later
+                raise Recoverable(
+                    f"no thread for the store of {self._where} could be started ({error}); nothing of this call was "
+                    "stored, it can be repeated"
+                ) from error
+        else:
+            self._threads.append(thread)
 
     def take_more(self) -> Work | None:
         """Work that is waiting at this moment, for the thread that calls; None if there is none."""
