@@ -214,6 +214,15 @@ async def test_a_store_that_has_waited_is_closed_while_a_forked_child_lives(url)
         child.kill()
 
 
+async def test_a_fork_waits_for_no_transaction_and_the_child_leaves_its_parents_connections_alone(url):
+    lines = {name: values for name, *values in await asyncio.to_thread(output_of, start_child("fork", url))}
+    assert lines["quick"] == ["True"]
+    status, *sessions_before = lines["child"]
+    assert status == "0"
+    assert set(sessions_before) <= set(lines["after"]), "none was ended"
+    assert set(lines["own"]).isdisjoint(sessions_before)
+
+
 async def test_a_pickled_store_opens_the_same_database(url):
     async with SqlLightningStore.from_url(url, scan_debounce_seconds=3) as store:
         await store.enqueue_rollout(1, rollout_id="a")

@@ -1,8 +1,7 @@
 """A database as the SQL store sees it, open for the tasks, threads and event loops of one process.
 
-Writes go through ``group_commit``, reads through connections of their own that never wait for it. Before a fork every
-connection is closed (SQLite would lose track of its locks in the child, and a child would speak to a server in its
-parent's name); parent and child then open their own when they next need one.
+Writes go through ``group_commit``, reads through connections of their own that never wait for it. A forked child opens
+connections of its own, because on those of its parent it would speak in its parent's name.
 """
 
 from __future__ import annotations
@@ -166,16 +165,10 @@ class Database(ABC, Generic[SessionT]):
             read.stop()
 
     def before_fork(self) -> None:
-        """Wait until no connection is in use, and close them all."""
-        # Readers first: a thread that has a reader's lock may take the writer's too (`SqliteDatabase.foreign_version`).
-        for session in [*self._readers, *self._writers]:
-            session.lock.acquire()
-            session.close()
+        """Prepare for a fork: nothing to do for connections that a child may leave alone."""
 
     def after_fork_in_parent(self) -> None:
-        """Let the threads continue; connections are opened again as they are needed."""
-        for session in [*self._writers, *self._readers]:
-            session.lock.release()
+        """Undo what ``before_fork`` did."""
 
     def after_fork_in_child(self) -> None:
         """Begin anew: the threads, and the callers they worked for, exist in the parent only."""

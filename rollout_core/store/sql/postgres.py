@@ -263,6 +263,10 @@ class _Listener:
         self._thread.join()
 
 
+_of_parents: list[object] = []
+"""Connections that a forked child has from its parents. The driver warns when an open connection is forgotten."""
+
+
 class PostgresDatabase(Database[PostgresSession]):
     """A PostgreSQL database, or the schema of one that the URL's ``search_path`` names. Raises as ``prepare``."""
 
@@ -281,6 +285,11 @@ class PostgresDatabase(Database[PostgresSession]):
         self._num_listeners = 0
         self._listening = threading.Lock()
         super()._start()
+
+    def after_fork_in_child(self) -> None:
+        """Begin anew. The driver leaves alone at the server what another process has connected."""
+        _of_parents.append((self._writers, self._readers, self._listener))
+        super().after_fork_in_child()
 
     def _session(self, *, writes: bool) -> PostgresSession:
         open_connection = partial(connect, self.url, self._busy_timeout_seconds, BY_INDEX if writes else {})

@@ -350,6 +350,18 @@ class SqliteDatabase(Database[SqliteSession]):
     def _session(self, *, writes: bool) -> SqliteSession:
         return SqliteSession(self.path, self._busy_timeout_seconds, self._turn)
 
+    def before_fork(self) -> None:
+        """Wait until no connection is in use, and close them all: SQLite would lose track of its locks in the child."""
+        # Readers first: a thread that has a reader's lock may take the writer's too, see `foreign_version`.
+        for session in [*self._readers, *self._writers]:
+            session.lock.acquire()
+            session.close()
+
+    def after_fork_in_parent(self) -> None:
+        """Let the threads continue; connections are opened again as they are needed."""
+        for session in [*self._readers, *self._writers]:
+            session.lock.release()
+
     async def foreign_version(self) -> tuple[int, int]:
         # Asked of the connection that writes, because on that one our own commits do not count as changes.
         writer = self._writers[0]
