@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import multiprocessing
 import os
 import pickle
@@ -391,6 +392,14 @@ async def test_values_that_postgresql_cannot_hold_are_refused(url):
         outcomes = await asyncio.gather(store.add_span(span), store.add_span(good), return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [ConfigError, Span]
         assert len(await store.query_rollouts()) == 1
+
+
+@pytest.mark.parametrize("number", [math.inf, math.nan])
+async def test_batches_turn_no_number_into_nothing(url, number):
+    rows = [("a", "idle", 1.0), ("b", "idle", number)]
+    async with SqlLightningStore.from_url(url) as store:
+        with pytest.raises(ConfigError, match="last_busy_time is"):
+            await store._database.write(lambda tx: tx.insert("workers", "worker_id, status, last_busy_time", rows))
 
 
 async def test_an_input_of_a_hundred_megabytes_is_stored(url):

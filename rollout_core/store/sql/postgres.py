@@ -6,6 +6,7 @@ Rollouts that finish are announced by NOTIFY in the transaction that finishes th
 from __future__ import annotations
 
 import json
+import math
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -198,12 +199,20 @@ def _json_parts(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator
             text = orjson.dumps(dict(zip(names, row, strict=True)), option=orjson.OPT_PASSTHROUGH_DATETIME)
         except TypeError as error:
             raise ConfigError(f"a value cannot be stored: {error}") from error
+        if b"null" in text:  # which orjson writes for NaN and infinities as well
+            _check_finite(names, row)
         if part and num_bytes + len(text) > MAX_STATEMENT_BYTES:
             yield (b"[%b]" % b",".join(part)).decode()
             part, num_bytes = [], 0
         part.append(text)
         num_bytes += len(text)
     yield (b"[%b]" % b",".join(part)).decode()
+
+
+def _check_finite(names: Sequence[str], row: Sequence[Any]) -> None:
+    for name, value in zip(names, row, strict=True):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"a value cannot be stored: {name} is {value}; expected a finite number")
 
 
 # Notices of what others have finished
