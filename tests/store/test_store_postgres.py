@@ -143,6 +143,20 @@ async def test_a_waiter_hears_of_what_another_process_finished(url):
         assert finished.status == "succeeded"
 
 
+async def test_notices_of_other_programs_are_passed_over(postgres, url, caplog):
+    async with SqlLightningStore.from_url(url) as store, SqlLightningStore.from_url(url) as other:
+        rollout = await store.enqueue_rollout(1)
+        waiting = asyncio.create_task(store.wait_for_rollouts(rollout_ids=[rollout.rollout_id]))
+        await asyncio.sleep(0.3)
+        listener = store._database._listener
+        for payload in ("hello", "3", "[[]]", "null"):
+            postgres.run_sql(f"NOTIFY rollout_public, '{payload}'", DATABASE)
+        await other.update_rollout(rollout.rollout_id, status="cancelled")
+        assert len(await asyncio.wait_for(waiting, 5)) == 1
+        assert store._database._listener is listener and listener.is_alive
+    assert "is not of this store: 'hello'" in caplog.text
+
+
 async def test_waiting_asks_the_server_nothing(url):
     async with (
         SqlLightningStore.from_url(url, scan_debounce_seconds=60) as store,

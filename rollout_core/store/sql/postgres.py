@@ -6,6 +6,7 @@ Rollouts that finish are announced by NOTIFY in the transaction that finishes th
 from __future__ import annotations
 
 import json
+import logging
 import math
 import socket
 import threading
@@ -33,6 +34,8 @@ from rollout_core.store.sql.postgres_server import (
     unknown_outcome,
 )
 from rollout_core.store.sql.sessions import Session
+
+log = logging.getLogger(__name__)
 
 BY_INDEX = {"enable_seqscan": "off", "enable_hashjoin": "off", "enable_mergejoin": "off"}
 """Settings of connections that write. All that they look up is behind an index, and the server, which does not know how
@@ -320,8 +323,12 @@ class PostgresDatabase(Database[PostgresSession]):
             return self._num_listeners
 
     def _hear(self, notice: psycopg.Notify) -> None:
-        if notice.pid not in self._own_pids:  # our own waiters were woken at the commit
+        if notice.pid in self._own_pids:  # our own waiters were woken at the commit
+            return
+        try:
             self._hooks.on_finished(json.loads(notice.payload))
+        except (ValueError, TypeError):
+            log.warning("%s: a notice on %s is not of this store: %.80r", self._where, self._channel, notice.payload)
 
     def close(self) -> None:
         super().close()
