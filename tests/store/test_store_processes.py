@@ -339,6 +339,41 @@ async def test_a_file_held_by_another_process_is_recoverable(url, tmp_path):
         other.close()
 
 
+async def test_calls_that_wait_hold_up_no_reads_while_another_process_holds_the_file(url, tmp_path):
+    async with SqlLightningStore.from_url(url) as store:
+        rollouts = [await store.enqueue_rollout(n) for n in range(4)]
+        other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        writing = asyncio.create_task(store.enqueue_rollout(4))
+        waiting = [asyncio.create_task(store.wait_for_rollouts(rollout_ids=[one.rollout_id])) for one in rollouts]
+        await asyncio.sleep(0.3)
+        started = time.monotonic()
+        for _ in range(5):
+            assert await store.get_rollout_by_id(rollouts[0].rollout_id) is not None
+        assert time.monotonic() - started < 1
+        other.execute("ROLLBACK")
+        other.close()
+        await writing
+        for one in rollouts:
+            await store.update_rollout(one.rollout_id, status="cancelled")
+        await asyncio.gather(*waiting)
+
+
+async def test_a_waiter_of_a_process_that_always_writes_sees_what_another_finished(url):
+    async with SqlLightningStore.from_url(url) as store:
+        rollout = await store.start_rollout(1)
+        waiting = asyncio.create_task(store.wait_for_rollouts(rollout_ids=[rollout.rollout_id]))
+
+        async def write() -> None:
+            while not waiting.done():
+                await asyncio.gather(*[store.enqueue_rollout(n) for n in range(64)])
+
+        writing = [asyncio.create_task(write()) for _ in range(3)]
+        await asyncio.to_thread(run_child, "finish", url, rollout.rollout_id)
+        await asyncio.wait_for(waiting, 5)
+        await asyncio.gather(*writing)
+
+
 async def test_files_that_are_no_store_are_refused_untouched(tmp_path):
     text = tmp_path / "notes.txt"
     text.write_text("not a database, but long enough to be looked at " * 10)

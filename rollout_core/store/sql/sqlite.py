@@ -228,6 +228,8 @@ class SqliteSession(Session):
         self._busy_timeout_seconds = busy_timeout_seconds
         self._connection: sqlite3.Connection | None = None
         self._num_connections = 0
+        self.version = (0, 0)
+        """Changes when others have committed; this connection's own commits do not count."""
 
     def _connected(self) -> sqlite3.Connection:
         if self._connection is None:
@@ -262,6 +264,7 @@ class SqliteSession(Session):
 
     def begin(self) -> None:
         self._connected().execute("BEGIN IMMEDIATE")
+        self.look_for_changes()  # here too, because nobody else can while one transaction follows the other
 
     def begin_reading(self) -> None:
         self._has_turn = self._turn.acquire(timeout=TURN_SECONDS)
@@ -291,10 +294,10 @@ class SqliteSession(Session):
         if self._connection is not None:
             self._connection.interrupt()
 
-    def data_version(self) -> tuple[int, int]:
-        """A value that changes when others have committed; this connection's own commits do not count."""
+    def look_for_changes(self) -> None:
+        """Bring ``version`` up to date."""
         [(version,)] = self._connected().execute("PRAGMA data_version")
-        return self._num_connections, version
+        self.version = self._num_connections, version
 
     def breaks_transaction(self, error: Exception) -> bool:
         return isinstance(error, sqlite3.Error) and breaks_transaction(error)
@@ -367,7 +370,12 @@ class SqliteDatabase(Database[SqliteSession]):
         writer = self._writers[0]
 
         def look(_: Session) -> tuple[int, int]:
-            with writer.lock:
-                return writer.data_version()
+            # A writer may wait long for a file that is held by another process, and reads must not wait with it.
+            if writer.lock.acquire(blocking=False):
+                try:
+                    writer.look_for_changes()
+                finally:
+                    writer.lock.release()
+            return writer.version
 
         return await self._in_reader(look)
