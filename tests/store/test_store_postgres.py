@@ -312,6 +312,20 @@ async def test_the_store_goes_on_after_a_restart_of_the_server(postgres, url):
             assert (await store.enqueue_rollout(1, rollout_id="before")).rollout_id == "before"
 
 
+async def test_a_store_that_was_connected_once_may_repeat_what_the_server_refuses(postgres, url):
+    # A limit of connections, for example, is reported in the server's language.
+    async with SqlLightningStore.from_url(url) as store:
+        postgres.run_sql(f"ALTER DATABASE {DATABASE} ALLOW_CONNECTIONS false")
+        try:
+            with pytest.raises(Recoverable, match="could not do this now"):
+                await store.enqueue_rollout(1)
+            with pytest.raises(ConfigError, match="refuses the store"):
+                SqlLightningStore.from_url(url)
+        finally:
+            postgres.run_sql(f"ALTER DATABASE {DATABASE} ALLOW_CONNECTIONS true")
+        await store.enqueue_rollout(1)
+
+
 async def test_connections_cut_while_idle_are_replaced_unnoticed(postgres, url):
     async with SqlLightningStore.from_url(url) as store:
         await store.enqueue_rollout(1, rollout_id="a")
