@@ -9,9 +9,9 @@ import asyncio
 import gc
 import os
 import sys
+import threading
 import time
 from collections.abc import Awaitable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from rollout_core.base.errors import Conflict, Recoverable
@@ -124,21 +124,23 @@ def fork(url: str) -> None:
         return await store._database.read(_session)
 
     asyncio.run(use())
-    with ThreadPoolExecutor() as threads:
-        sleeping = threads.submit(asyncio.run, sleep_twice())
-        time.sleep(0.5)
-        started = time.monotonic()
-        child = os.fork()
-        if child == 0:
-            own = asyncio.run(use())
-            asyncio.run(store.close())
-            del store
-            gc.collect()
-            say("own", own)
-            threads._threads.clear()  # they are in the parent only, and would be waited for
-            sys.exit()
-        say("quick", time.monotonic() - started < 1)
-        say("child", os.waitpid(child, 0)[1], *sleeping.result())
+    slept: list[int] = []
+    sleeping = threading.Thread(target=lambda: slept.extend(asyncio.run(sleep_twice())))
+    sleeping.start()
+    time.sleep(0.5)
+    started = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        own = asyncio.run(use())
+        asyncio.run(store.close())
+        del store
+        gc.collect()
+        say("own", own)
+        sys.exit()
+    say("quick", time.monotonic() - started < 1)
+    status = os.waitpid(child, 0)[1]
+    sleeping.join()
+    say("child", status, *slept)
     pids = asyncio.run(store._database.read(lambda tx: tx.rows("SELECT pid FROM pg_stat_activity")))
     say("after", *(pid for (pid,) in pids))
     asyncio.run(store.close())

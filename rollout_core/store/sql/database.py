@@ -225,15 +225,19 @@ def _before_fork() -> None:
 
 
 def _after_fork_in_parent() -> None:
-    while _forking:
-        _forking.pop().after_fork_in_parent()
-    _one_forks.release()
+    try:
+        while _forking:
+            _forking.pop().after_fork_in_parent()
+    finally:
+        _one_forks.release()
 
 
 def _after_fork_in_child() -> None:
-    while _forking:
-        _forking.pop().after_fork_in_child()
-    _one_forks.release()
+    try:
+        while _forking:
+            _forking.pop().after_fork_in_child()
+    finally:
+        _one_forks.release()
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
