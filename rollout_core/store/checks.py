@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, get_args
@@ -89,7 +90,7 @@ def same_json(left: str, right: str) -> bool:
 
 
 def check_span(span: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a span, given as its ``SpanFields``, whose ids, texts or number no store could keep.
+    """Raise ConfigError for a span, given as its ``SpanFields``, whose ids, texts, number or times no store could keep.
 
     What else it holds is checked when it is encoded.
     """
@@ -99,6 +100,12 @@ def check_span(span: Mapping[str, Any]) -> None:
     number = span["sequence_id"]
     if not 0 <= number <= LARGEST_NUMBER:
         raise ConfigError(f"sequence_id of span {span['span_id']} is {number!r:.80}; expected a number below 2**63")
+    for name in ("start_time", "end_time"):
+        seconds = span[name]
+        if seconds is not None and not (isinstance(seconds, (float, int)) and -math.inf < seconds < math.inf):
+            raise ConfigError(
+                f"{name} of span {span['span_id']} is {seconds!r:.80}; expected seconds since 1970, or None"
+            )
 
 
 def _has_plain_texts(span: Mapping[str, Any]) -> bool:

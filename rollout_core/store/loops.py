@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,9 +43,13 @@ class Waiter:
 
 
 class Waiters:
-    """All calls of a process that wait for rollouts of one store."""
+    """All calls of a process that wait for rollouts of one store. A forked child has none, whatever held the lock."""
 
     def __init__(self) -> None:
+        self._reset()
+        _all_waiters.add(self)
+
+    def _reset(self) -> None:
         self._lock = threading.Lock()
         self._by_rollout: dict[str, set[Waiter]] = {}
 
@@ -74,6 +79,15 @@ class Waiters:
                     news.setdefault(waiter, []).append(rollout_id)
         for waiter, rollout_ids in news.items():
             waiter.wake(rollout_ids)
+
+
+def _forget_waiters() -> None:
+    for waiters in _all_waiters:
+        waiters._reset()
+
+
+_all_waiters: weakref.WeakSet[Waiters] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_forget_waiters)
 
 
 class LoopLock:

@@ -6,13 +6,17 @@ Each line on stdout is one acknowledgement, written after the call returned.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
+import threading
+import time
 from collections.abc import Awaitable
 from typing import TypeVar
 
 from rollout_core.base.errors import Conflict, Recoverable
 from rollout_core.store import Span, SqlLightningStore
+from rollout_core.store.sql.dialect import Transaction
 
 Result = TypeVar("Result")
 
@@ -103,5 +107,50 @@ async def enqueue_in_batches(url: str, name: str) -> None:
             say(rollout.rollout_id)
 
 
+def fork(url: str) -> None:
+    """Fork, beside a read and a write that last, a child that uses the store and ends as programs do."""
+    store = SqlLightningStore.from_url(url)
+
+    def sleep(tx: Transaction) -> int:
+        tx.rows("SELECT 1 FROM pg_sleep(2)")
+        return tx.number("SELECT pg_backend_pid()")
+
+    async def sleep_twice() -> list[int]:
+        sleeping = [store._database.read(sleep), store._database.write(sleep)]
+        return await asyncio.gather(store._database.write(_session), *sleeping)
+
+    async def use() -> int:
+        await store.enqueue_rollout(1)
+        return await store._database.read(_session)
+
+    asyncio.run(use())
+    slept: list[int] = []
+    sleeping = threading.Thread(target=lambda: slept.extend(asyncio.run(sleep_twice())))
+    sleeping.start()
+    time.sleep(0.5)
+    started = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        own = asyncio.run(use())
+        asyncio.run(store.close())
+        del store
+        gc.collect()
+        say("own", own)
+        sys.exit()
+    say("quick", time.monotonic() - started < 1)
+    status = os.waitpid(child, 0)[1]
+    sleeping.join()
+    say("child", status, *slept)
+    pids = asyncio.run(store._database.read(lambda tx: tx.rows("SELECT pid FROM pg_stat_activity")))
+    say("after", *(pid for (pid,) in pids))
+    asyncio.run(store.close())
+
+
+def _session(tx: Transaction) -> int:
+    return tx.number("SELECT pg_backend_pid()")
+
+
 if __name__ == "__main__":
-    asyncio.run(globals()[sys.argv[1]](*sys.argv[2:]))
+    done = globals()[sys.argv[1]](*sys.argv[2:])
+    if done is not None:
+        asyncio.run(done)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import multiprocessing
 import os
 import pickle
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psycopg
 import pytest
 
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
@@ -21,7 +24,9 @@ from rollout_core.store import (
     Span,
     SqlLightningStore,
 )
-from rollout_core.store.sql import postgres as postgres_sessions
+from rollout_core.store.sql import postgres as postgres_sessions, sessions
+from rollout_core.store.sql.dialect import Transaction
+from rollout_core.store.sql.postgres_server import is_lost
 from tests.store.forking import leave
 from tests.store.postgres import DATABASE, PostgresServer
 
@@ -138,6 +143,20 @@ async def test_a_waiter_hears_of_what_another_process_finished(url):
         assert finished.status == "succeeded"
 
 
+async def test_notices_of_other_programs_are_passed_over(postgres, url, caplog):
+    async with SqlLightningStore.from_url(url) as store, SqlLightningStore.from_url(url) as other:
+        rollout = await store.enqueue_rollout(1)
+        waiting = asyncio.create_task(store.wait_for_rollouts(rollout_ids=[rollout.rollout_id]))
+        await asyncio.sleep(0.3)
+        listener = store._database._listener
+        for payload in ("hello", "3", "[[]]", "null"):
+            postgres.run_sql(f"NOTIFY rollout_public, '{payload}'", DATABASE)
+        await other.update_rollout(rollout.rollout_id, status="cancelled")
+        assert len(await asyncio.wait_for(waiting, 5)) == 1
+        assert store._database._listener is listener and listener.is_alive
+    assert "is not of this store: 'hello'" in caplog.text
+
+
 async def test_waiting_asks_the_server_nothing(url):
     async with (
         SqlLightningStore.from_url(url, scan_debounce_seconds=60) as store,
@@ -195,6 +214,28 @@ async def test_a_forked_child_and_its_parent_both_go_on(url):
         assert [child.exitcode for child in children] == [0, 0, 0]
         stored = {rollout.rollout_id for rollout in await store.query_rollouts()}
         assert stored == {"before", *(f"parent-{n}" for n in range(50)), *(f"child-{n}" for n in range(3))}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+async def test_a_store_that_has_waited_is_closed_while_a_forked_child_lives(url):
+    store = SqlLightningStore.from_url(url)
+    rollout = await store.enqueue_rollout(1)
+    await store.wait_for_rollouts(rollout_ids=[rollout.rollout_id], timeout=0.1)
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    try:
+        await asyncio.wait_for(store.close(), 5)
+    finally:
+        child.kill()
+
+
+async def test_a_fork_waits_for_no_transaction_and_the_child_leaves_its_parents_connections_alone(url):
+    lines = {name: values for name, *values in await asyncio.to_thread(output_of, start_child("fork", url))}
+    assert lines["quick"] == ["True"]
+    status, *sessions_before = lines["child"]
+    assert status == "0"
+    assert set(sessions_before) <= set(lines["after"]), "none was ended"
+    assert set(lines["own"]).isdisjoint(sessions_before)
 
 
 async def test_a_pickled_store_opens_the_same_database(url):
@@ -271,6 +312,20 @@ async def test_the_store_goes_on_after_a_restart_of_the_server(postgres, url):
             assert (await store.enqueue_rollout(1, rollout_id="before")).rollout_id == "before"
 
 
+async def test_a_store_that_was_connected_once_may_repeat_what_the_server_refuses(postgres, url):
+    # A limit of connections, for example, is reported in the server's language.
+    async with SqlLightningStore.from_url(url) as store:
+        postgres.run_sql(f"ALTER DATABASE {DATABASE} ALLOW_CONNECTIONS false")
+        try:
+            with pytest.raises(Recoverable, match="could not do this now"):
+                await store.enqueue_rollout(1)
+            with pytest.raises(ConfigError, match="refuses the store"):
+                SqlLightningStore.from_url(url)
+        finally:
+            postgres.run_sql(f"ALTER DATABASE {DATABASE} ALLOW_CONNECTIONS true")
+        await store.enqueue_rollout(1)
+
+
 async def test_connections_cut_while_idle_are_replaced_unnoticed(postgres, url):
     async with SqlLightningStore.from_url(url) as store:
         await store.enqueue_rollout(1, rollout_id="a")
@@ -278,6 +333,19 @@ async def test_connections_cut_while_idle_are_replaced_unnoticed(postgres, url):
         postgres.run_sql("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'rollout'")
         await store.enqueue_rollout(2, rollout_id="b")
         assert len(await store.query_rollouts()) == 2
+
+
+async def test_connections_that_the_server_finds_idle_for_too_long_are_replaced_unnoticed(url):
+    async with SqlLightningStore.from_url(f"{url}&idle_session_timeout=300") as store:
+        for n in range(2):
+            await store.enqueue_rollout(n)
+            assert len(await store.query_rollouts()) == n + 1
+            await asyncio.sleep(0.6)
+
+
+@pytest.mark.parametrize("state", ["57P04", "57P05", "25P03", "25P04"])
+async def test_a_connection_that_the_server_ends_is_lost(state):
+    assert is_lost(psycopg.errors.lookup(state)("ended"))
 
 
 async def test_a_waiter_outlives_its_connection(postgres, url):
@@ -288,6 +356,32 @@ async def test_a_waiter_outlives_its_connection(postgres, url):
         postgres.run_sql("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'rollout'")
         await other.update_attempt(rollout.rollout_id, "latest", status="succeeded")
         assert len(await asyncio.wait_for(waiting, 10)) == 1
+
+
+def sleep_at_server(seconds: float) -> Callable[[Transaction], object]:
+    return lambda tx: tx.rows("SELECT 1 FROM pg_sleep(?)", seconds)
+
+
+async def test_reads_whose_callers_gave_up_hold_up_no_others(url):
+    async with SqlLightningStore.from_url(url) as store:
+        for _ in range(8):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(store._database.read(sleep_at_server(20)), 0.05)
+        started = time.monotonic()
+        for _ in range(8):
+            assert len(await store.query_rollouts()) == 0
+        assert time.monotonic() - started < 5
+
+
+async def test_a_long_read_does_not_hold_up_the_end_of_the_store(url, monkeypatch):
+    monkeypatch.setattr(sessions, "CLOSE_SECONDS", 0.5)
+    store = SqlLightningStore.from_url(url)
+    reads = [asyncio.create_task(store._database.read(sleep_at_server(seconds))) for seconds in (0.1, *[20] * 6)]
+    await asyncio.sleep(0.2)
+    await asyncio.wait_for(store.close(), 10)
+    outcomes = await asyncio.gather(*reads, return_exceptions=True)
+    assert outcomes[0] == [(1,)]
+    assert [type(outcome) for outcome in outcomes[1:]] == [Fatal] * 6
 
 
 async def test_rows_that_another_program_holds_are_recoverable(url):
@@ -326,6 +420,14 @@ async def test_values_that_postgresql_cannot_hold_are_refused(url):
         outcomes = await asyncio.gather(store.add_span(span), store.add_span(good), return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [ConfigError, Span]
         assert len(await store.query_rollouts()) == 1
+
+
+@pytest.mark.parametrize("number", [math.inf, math.nan])
+async def test_batches_turn_no_number_into_nothing(url, number):
+    rows = [("a", "idle", 1.0), ("b", "idle", number)]
+    async with SqlLightningStore.from_url(url) as store:
+        with pytest.raises(ConfigError, match="last_busy_time is"):
+            await store._database.write(lambda tx: tx.insert("workers", "worker_id, status, last_busy_time", rows))
 
 
 async def test_an_input_of_a_hundred_megabytes_is_stored(url):

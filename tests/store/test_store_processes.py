@@ -191,6 +191,48 @@ async def test_a_forked_child_and_its_parent_both_go_on(url):
         assert sqlite3.connect(store._database.path).execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
+def _fork_in_threads(url: str) -> None:
+    """Fork, from two threads, a process whose store is written to and waited for."""
+
+    async def run() -> None:
+        async with SqlLightningStore.from_url(url) as store:
+            rollout = await store.enqueue_rollout(0)
+            is_over = False
+
+            async def write() -> None:
+                while not is_over:
+                    await asyncio.gather(*[store.enqueue_rollout(n) for n in range(64)])
+
+            def fork() -> None:
+                for _ in range(10):
+                    child = os.fork()
+                    if child == 0:
+                        leave()
+                    os.waitpid(child, 0)
+                    time.sleep(0.05)
+
+            tasks = [asyncio.create_task(store.wait_for_rollouts(rollout_ids=[rollout.rollout_id])) for _ in range(16)]
+            tasks += [asyncio.create_task(write()) for _ in range(2)]
+            await asyncio.gather(*[asyncio.to_thread(fork) for _ in range(2)])
+            is_over = True
+            await tasks.pop()
+            await tasks.pop()
+            await store.update_rollout(rollout.rollout_id, status="cancelled")
+            await asyncio.gather(*tasks)
+
+    asyncio.run(run())
+    leave()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+async def test_a_process_that_writes_and_waits_can_be_forked_by_any_of_its_threads(url):
+    program = multiprocessing.get_context("fork").Process(target=_fork_in_threads, args=(url,))
+    program.start()
+    await asyncio.to_thread(program.join, 30)
+    program.kill()
+    assert program.exitcode == 0
+
+
 async def test_a_pickled_store_opens_the_same_file(url):
     async with SqlLightningStore.from_url(url, scan_debounce_seconds=3) as store:
         await store.enqueue_rollout(1, rollout_id="a")
@@ -242,6 +284,30 @@ async def test_a_closed_store_says_so(url):
             await call
 
 
+async def test_reads_whose_callers_gave_up_hold_up_no_others(url):
+    long = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n WHERE x < 100000000) SELECT COUNT(*) FROM n"
+    async with SqlLightningStore.from_url(url) as store:
+        for _ in range(4):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(store._database.read(lambda tx: tx.rows(long)), 0.1)
+        for _ in range(4):
+            assert len(await asyncio.wait_for(store.query_rollouts(), 5)) == 0
+
+
+async def test_a_thread_that_cannot_be_started_breaks_nothing(url, monkeypatch):
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async with SqlLightningStore.from_url(url) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fail)
+            for call in (store.enqueue_rollout(1), store.get_rollout_by_id("a")):
+                with pytest.raises(Recoverable, match="no thread"):
+                    await call
+        await asyncio.wait_for(store.enqueue_rollout(1), 5)
+        assert len(await asyncio.wait_for(store.query_rollouts(), 5)) == 1
+
+
 # Trouble with the file
 
 
@@ -271,6 +337,41 @@ async def test_a_file_held_by_another_process_is_recoverable(url, tmp_path):
         await store.enqueue_rollout(2, rollout_id="b")
         assert len(await store.query_rollouts()) == 2
         other.close()
+
+
+async def test_calls_that_wait_hold_up_no_reads_while_another_process_holds_the_file(url, tmp_path):
+    async with SqlLightningStore.from_url(url) as store:
+        rollouts = [await store.enqueue_rollout(n) for n in range(4)]
+        other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        writing = asyncio.create_task(store.enqueue_rollout(4))
+        waiting = [asyncio.create_task(store.wait_for_rollouts(rollout_ids=[one.rollout_id])) for one in rollouts]
+        await asyncio.sleep(0.3)
+        started = time.monotonic()
+        for _ in range(5):
+            assert await store.get_rollout_by_id(rollouts[0].rollout_id) is not None
+        assert time.monotonic() - started < 1
+        other.execute("ROLLBACK")
+        other.close()
+        await writing
+        for one in rollouts:
+            await store.update_rollout(one.rollout_id, status="cancelled")
+        await asyncio.gather(*waiting)
+
+
+async def test_a_waiter_of_a_process_that_always_writes_sees_what_another_finished(url):
+    async with SqlLightningStore.from_url(url) as store:
+        rollout = await store.start_rollout(1)
+        waiting = asyncio.create_task(store.wait_for_rollouts(rollout_ids=[rollout.rollout_id]))
+
+        async def write() -> None:
+            while not waiting.done():
+                await asyncio.gather(*[store.enqueue_rollout(n) for n in range(64)])
+
+        writing = [asyncio.create_task(write()) for _ in range(3)]
+        await asyncio.to_thread(run_child, "finish", url, rollout.rollout_id)
+        await asyncio.wait_for(waiting, 5)
+        await asyncio.gather(*writing)
 
 
 async def test_files_that_are_no_store_are_refused_untouched(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 import pytest_asyncio
@@ -279,4 +280,15 @@ async def test_attributes_that_json_cannot_hold_are_refused_by_place(store, make
     with pytest.raises(ConfigError, match=message):
         event = Event(name="e", attributes={"attributes": {"x": value}})
         await store.add_span(make.span(rollout).model_copy(update={"events": [event]}))
+    assert len(await store.query_spans(rollout.rollout_id)) == 0
+
+
+@pytest.mark.parametrize("time", [math.inf, -math.inf, math.nan])
+async def test_times_that_are_no_times_are_refused(store, make, time):
+    rollout = await make.claimed(store)
+    spans = [make.span(rollout, n) for n in (1, 2)]
+    spans[0].start_time = spans[1].end_time = time  # models do not check what is assigned
+    for given in ([spans[0]], [spans[1]], spans):
+        with pytest.raises(ConfigError, match="_time"):
+            await store.add_many_spans(given)
     assert len(await store.query_spans(rollout.rollout_id)) == 0

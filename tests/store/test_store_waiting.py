@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import time
 
 import pytest
 
 from rollout_core.store import AttemptUpdate, EnqueueRolloutRequest
+from rollout_core.store.loops import Waiters
 from tests.store.conftest import SHARED
+from tests.store.forking import leave
 
 pytestmark = pytest.mark.asyncio
 
@@ -99,3 +102,18 @@ async def test_another_store_object_on_the_same_data_wakes_the_waiter(make_store
     await asyncio.sleep(0.1)
     await other.update_attempt(rollout.rollout_id, "latest", status="succeeded")
     assert len(await asyncio.wait_for(waiting, 3)) == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+async def test_a_forked_child_waits_for_nothing_that_was_under_way_in_its_parent():
+    def wake() -> None:
+        waiters.wake(["a"])
+        leave()
+
+    waiters = Waiters()
+    with waiters._lock:
+        child = multiprocessing.get_context("fork").Process(target=wake)
+        child.start()
+    child.join(5)
+    child.kill()
+    assert child.exitcode == 0

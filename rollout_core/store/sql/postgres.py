@@ -6,6 +6,8 @@ Rollouts that finish are announced by NOTIFY in the transaction that finishes th
 from __future__ import annotations
 
 import json
+import logging
+import math
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -33,9 +35,13 @@ from rollout_core.store.sql.postgres_server import (
 )
 from rollout_core.store.sql.sessions import Session
 
+log = logging.getLogger(__name__)
+
 BY_INDEX = {"enable_seqscan": "off", "enable_hashjoin": "off", "enable_mergejoin": "off"}
 """Settings of connections that write. All that they look up is behind an index, and the server, which does not know how
 few rows a parameter holds, would read whole tables for them; the more so with a plan from when those were small."""
+INTERRUPT_SECONDS = 2.0
+"""How long the server may take to accept that it should stop a statement."""
 MAX_NOTICE_BYTES = 7_900
 """PostgreSQL takes notices below 8,000 bytes."""
 MAX_STATEMENT_BYTES = 8_000_000
@@ -96,8 +102,9 @@ class PostgresSession(Session):
             try:
                 return self.run(sql)
             except Exception as error:
+                was_lost = self._connection.closed or is_lost(error)
                 self.close()
-                if not is_lost(error):
+                if not was_lost:
                     raise
         connection = self._connection = self._open_connection()
         self._cursor = RawCursor(connection)
@@ -138,6 +145,12 @@ class PostgresSession(Session):
         if self._connection is not None:
             connection, self._connection = self._connection, None
             connection.close()
+
+    def interrupt(self) -> None:
+        connection = self._connection
+        if connection is not None:
+            with suppress(psycopg.Error, OSError):
+                connection.cancel_safe(timeout=INTERRUPT_SECONDS)
 
     def breaks_transaction(self, error: Exception) -> bool:
         return is_lost(error) or (isinstance(error, psycopg.Error) and error.sqlstate in ("40P01", "40001"))
@@ -189,12 +202,20 @@ def _json_parts(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator
             text = orjson.dumps(dict(zip(names, row, strict=True)), option=orjson.OPT_PASSTHROUGH_DATETIME)
         except TypeError as error:
             raise ConfigError(f"a value cannot be stored: {error}") from error
+        if b"null" in text:  # which orjson writes for NaN and infinities as well
+            _check_finite(names, row)
         if part and num_bytes + len(text) > MAX_STATEMENT_BYTES:
             yield (b"[%b]" % b",".join(part)).decode()
             part, num_bytes = [], 0
         part.append(text)
         num_bytes += len(text)
     yield (b"[%b]" % b",".join(part)).decode()
+
+
+def _check_finite(names: Sequence[str], row: Sequence[Any]) -> None:
+    for name, value in zip(names, row, strict=True):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"a value cannot be stored: {name} is {value}; expected a finite number")
 
 
 # Notices of what others have finished
@@ -250,8 +271,12 @@ class _Listener:
     def stop(self) -> None:
         """End the thread, which closes its connection."""
         with self._stop:
-            pass
+            self._stop.shutdown(socket.SHUT_RDWR)  # to close it would do nothing while a forked child has it open
         self._thread.join()
+
+
+_of_parents: list[object] = []
+"""Connections that a forked child has from its parents. The driver warns when an open connection is forgotten."""
 
 
 class PostgresDatabase(Database[PostgresSession]):
@@ -273,6 +298,11 @@ class PostgresDatabase(Database[PostgresSession]):
         self._listening = threading.Lock()
         super()._start()
 
+    def after_fork_in_child(self) -> None:
+        """Begin anew. The driver leaves alone at the server what another process has connected."""
+        _of_parents.append((self._writers, self._readers, self._listener))
+        super().after_fork_in_child()
+
     def _session(self, *, writes: bool) -> PostgresSession:
         open_connection = partial(connect, self.url, self._busy_timeout_seconds, BY_INDEX if writes else {})
         return PostgresSession(self.url, open_connection, self._channel, self._own_pids.add)
@@ -293,8 +323,12 @@ class PostgresDatabase(Database[PostgresSession]):
             return self._num_listeners
 
     def _hear(self, notice: psycopg.Notify) -> None:
-        if notice.pid not in self._own_pids:  # our own waiters were woken at the commit
+        if notice.pid in self._own_pids:  # our own waiters were woken at the commit
+            return
+        try:
             self._hooks.on_finished(json.loads(notice.payload))
+        except (ValueError, TypeError):
+            log.warning("%s: a notice on %s is not of this store: %.80r", self._where, self._channel, notice.payload)
 
     def close(self) -> None:
         super().close()

@@ -30,7 +30,7 @@ UPGRADE_LOCK = 0x524F4C4C
 """``ROLL`` in ASCII: the advisory lock of whoever creates or upgrades the tables."""
 
 # SQLSTATEs, or their first two characters, which are a class of them.
-_CUT = ("08", "57P01", "57P02", "57P03", "25P03")
+_CUT = ("08", "57P01", "57P02", "57P03", "57P04", "57P05", "25P03", "25P04")
 OTHERS_IN_THE_WAY = ("40P01", "40001", "23505")
 _REFUSED = ("28", "3D000", "3F000", "42501", "25006")
 _PASSING = ("53", "57", "58030", "55P03")
@@ -144,19 +144,25 @@ def _connection_settings(url: str, busy_timeout_seconds: float, further: Mapping
 
 
 def connect(
-    url: str, busy_timeout_seconds: float, further_settings: Mapping[str, str] | None = None, *, autocommit: bool = True
+    url: str,
+    busy_timeout_seconds: float,
+    further_settings: Mapping[str, str] | None = None,
+    *,
+    autocommit: bool = True,
+    is_known: bool = True,
 ) -> psycopg.Connection[tuple[Any, ...]]:
     """A connection with every setting the store relies on, and with ``further_settings`` of the server.
 
-    Raises ConfigError for a URL that is none and for a server that refuses it, Recoverable for one that is away.
+    Raises ConfigError for a URL that is none, Recoverable if there is no connection now; and, unless it ``is_known``
+    that the server takes this URL, ConfigError if the server refuses it.
     """
     settings = _connection_settings(url, busy_timeout_seconds, further_settings or {})
     try:
-        connection = psycopg.connect(**settings, autocommit=autocommit)
+        connection = _connect(settings, autocommit, is_known)
     except psycopg.OperationalError as error:
-        if not _refuses(settings, error):
-            raise explain(error, url) from error
-        connection = _connect_again(url, settings, autocommit)
+        if not is_known and _refuses(settings, error):
+            raise _refusal(error, without_password(url)) from error
+        raise explain(error, url) from error
     except psycopg.Error as error:
         raise explain(error, url) from error
     connection.adapters.register_dumper(int, Int8Dumper)  # one type for all, so that statements are prepared once
@@ -165,20 +171,21 @@ def connect(
     return connection
 
 
-def _connect_again(url: str, settings: dict[str, Any], autocommit: bool) -> psycopg.Connection[tuple[Any, ...]]:
-    """Connect to a server that may have been coming up when it gave no connection the first time."""
+def _connect(settings: dict[str, Any], autocommit: bool, is_known: bool) -> psycopg.Connection[tuple[Any, ...]]:
     try:
         return psycopg.connect(**settings, autocommit=autocommit)
     except psycopg.OperationalError as error:
-        if not _refuses(settings, error):
-            raise explain(error, url) from error
-        raise _refusal(error, without_password(url)) from error
+        if is_known or not _refuses(settings, error):
+            raise
+    # It may have been coming up when it gave no connection, and been up when it was asked for the reason.
+    return psycopg.connect(**settings, autocommit=autocommit)
 
 
 def _refuses(settings: dict[str, Any], error: psycopg.OperationalError) -> bool:
     """Whether it is this connection that the server refuses, or that makes no sense, rather than any at present.
 
-    The driver raises the same error for both, and the server may speak any language.
+    The driver raises the same error for both, and the server may speak any language: that it is full is only recognised
+    in English.
     """
     full = "too many" in str(error) or "connection slots" in str(error)
     if full or isinstance(error, psycopg.errors.ConnectionTimeout):
@@ -217,7 +224,7 @@ def prepare(url: str, busy_timeout_seconds: float) -> Prepared:
 def inspect(url: str, busy_timeout_seconds: float) -> Prepared:
     """Look at the database as `prepare` does, with its errors, and leave it as it is."""
     try:
-        with connect(url, busy_timeout_seconds) as connection:
+        with connect(url, busy_timeout_seconds, is_known=False) as connection:
             [[schema]] = connection.execute(_SCHEMA)
             if schema is None:
                 raise ConfigError(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from rollout_core.base.errors import Fatal
+from rollout_core.base.errors import Fatal, Recoverable
 from rollout_core.store.sql.dialect import Connection, Dialect
 
 Work = TypeVar("Work")
+
+CLOSE_SECONDS = 5.0
+"""How long work that can be interrupted may hold up the closing of its connections."""
 
 
 class Session(Connection, ABC):
@@ -53,6 +57,10 @@ class Session(Connection, ABC):
     @abstractmethod
     def close(self) -> None:
         """Close the connection, if there is one. The next transaction makes another."""
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Make the statement that another thread runs fail, if there is one; for that thread, ``lock`` is held."""
 
     def savepoint(self) -> None:
         """Begin a part that can be undone alone; only one at a time."""
@@ -99,15 +107,27 @@ class SessionThreads(Generic[Work]):
         self._closed = False
 
     def submit(self, work: Work) -> None:
-        """Have a thread do this. Raises Fatal once closed."""
+        """Have a thread do this. Raises Fatal once closed, and Recoverable if no thread can be started for it."""
         with self._lock:
             if self._closed:
                 raise Fatal(f"the store of {self._where} is closed; open it again with from_url")
             if self._num_busy + self._queue.qsize() >= len(self._threads) < len(self.sessions):
-                session = self.sessions[len(self._threads)]
-                self._threads.append(threading.Thread(target=self._run, args=[session], name=self._name, daemon=True))
-                self._threads[-1].start()
+                self._start_thread()
             self._queue.put(work)
+
+    def _start_thread(self) -> None:
+        session = self.sessions[len(self._threads)]
+        thread = threading.Thread(target=self._run, args=[session], name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # too many threads, or too little memory for another
+            if not self._threads:  # those there are do it later
+                raise Recoverable(
+                    f"no thread for the store of {self._where} could be started ({error}); nothing of this call was "
+                    "stored, it can be repeated"
+                ) from error
+        else:
+            self._threads.append(thread)
 
     def take_more(self) -> Work | None:
         """Work that is waiting at this moment, for the thread that calls; None if there is none."""
@@ -119,12 +139,21 @@ class SessionThreads(Generic[Work]):
             self._queue.put(None)  # the word to end, which is for when all work is done
         return work
 
-    def close(self) -> None:
-        """Do what is waiting, end the threads and close the connections. Later work is refused."""
+    def close(self, hurry: Callable[[], object] | None = None) -> None:
+        """Do what is waiting, end the threads and close the connections. Later work is refused.
+
+        ``hurry`` is called if that takes longer than ``CLOSE_SECONDS``.
+        """
         with self._lock:
             self._closed = True
         for _ in self._threads:
             self._queue.put(None)
+        if hurry is not None:
+            deadline = time.monotonic() + CLOSE_SECONDS
+            for thread in self._threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+            if any(thread.is_alive() for thread in self._threads):
+                hurry()
         for thread in self._threads:
             thread.join()
         for session in self.sessions:

@@ -228,6 +228,8 @@ class SqliteSession(Session):
         self._busy_timeout_seconds = busy_timeout_seconds
         self._connection: sqlite3.Connection | None = None
         self._num_connections = 0
+        self.version = (0, 0)
+        """Changes when others have committed; this connection's own commits do not count."""
 
     def _connected(self) -> sqlite3.Connection:
         if self._connection is None:
@@ -262,6 +264,7 @@ class SqliteSession(Session):
 
     def begin(self) -> None:
         self._connected().execute("BEGIN IMMEDIATE")
+        self.look_for_changes()  # here too, because nobody else can while one transaction follows the other
 
     def begin_reading(self) -> None:
         self._has_turn = self._turn.acquire(timeout=TURN_SECONDS)
@@ -287,10 +290,14 @@ class SqliteSession(Session):
             self._connection.close()
             self._connection = None
 
-    def data_version(self) -> tuple[int, int]:
-        """A value that changes when others have committed; this connection's own commits do not count."""
+    def interrupt(self) -> None:
+        if self._connection is not None:
+            self._connection.interrupt()
+
+    def look_for_changes(self) -> None:
+        """Bring ``version`` up to date."""
         [(version,)] = self._connected().execute("PRAGMA data_version")
-        return self._num_connections, version
+        self.version = self._num_connections, version
 
     def breaks_transaction(self, error: Exception) -> bool:
         return isinstance(error, sqlite3.Error) and breaks_transaction(error)
@@ -346,12 +353,29 @@ class SqliteDatabase(Database[SqliteSession]):
     def _session(self, *, writes: bool) -> SqliteSession:
         return SqliteSession(self.path, self._busy_timeout_seconds, self._turn)
 
+    def before_fork(self) -> None:
+        """Wait until no connection is in use, and close them all: SQLite would lose track of its locks in the child."""
+        # Readers first: a thread that has a reader's lock may take the writer's too, see `foreign_version`.
+        for session in [*self._readers, *self._writers]:
+            session.lock.acquire()
+            session.close()
+
+    def after_fork_in_parent(self) -> None:
+        """Let the threads continue; connections are opened again as they are needed."""
+        for session in [*self._readers, *self._writers]:
+            session.lock.release()
+
     async def foreign_version(self) -> tuple[int, int]:
         # Asked of the connection that writes, because on that one our own commits do not count as changes.
         writer = self._writers[0]
 
         def look(_: Session) -> tuple[int, int]:
-            with writer.lock:
-                return writer.data_version()
+            # A writer may wait long for a file that is held by another process, and reads must not wait with it.
+            if writer.lock.acquire(blocking=False):
+                try:
+                    writer.look_for_changes()
+                finally:
+                    writer.lock.release()
+            return writer.version
 
         return await self._in_reader(look)
