@@ -29,6 +29,10 @@ os.environ.update(
     }
 )
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell has what it starts in the background ignore it, and so would all processes that tests interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 import pytest
 
 from tests.server_logs import ServerLogs
