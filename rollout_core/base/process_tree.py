@@ -7,7 +7,6 @@ It needs the standard library alone and little of it: every isolated child start
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -36,6 +35,8 @@ def adopt_orphans() -> None:
 
 
 def _prctl(option: int, value: int) -> None:
+    import ctypes  # the guard does without, and a run waits for its start
+
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
