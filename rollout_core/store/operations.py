@@ -259,7 +259,7 @@ def begin_attempts(
         before = loaded.latest
         if before is not None:
             loaded.older[before.attempt_id] = before
-            work.end_superseded(loaded)
+        work.end_superseded(loaded)
         fields: dict[str, Any] = {
             "rollout_id": loaded.record.rollout_id,
             "attempt_id": taker.attempt_id or f"at-{drawn[12 * place : 12 * place + 12]}",

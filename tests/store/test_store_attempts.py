@@ -152,6 +152,16 @@ async def test_a_silent_attempt_is_not_revived_once_its_rollout_is_finished(stor
     assert [attempt.status for attempt in await store.query_attempts(first.rollout_id)] == ["unresponsive", "succeeded"]
 
 
+async def test_an_older_attempt_set_back_under_way_ends_though_the_latest_is_lost(store, make, clock):
+    first = await make.claimed(store)
+    second = await store.start_attempt(first.rollout_id)
+    await store.update_attempt(first.rollout_id, second.attempt.attempt_id, status="unresponsive")
+    await store.update_attempt(first.rollout_id, first.attempt.attempt_id, status="preparing")
+    await store.start_attempt(first.rollout_id)
+    statuses = [(attempt.status, attempt.end_time) for attempt in await store.query_attempts(first.rollout_id)]
+    assert statuses == [("failed", clock.now), ("unresponsive", None), ("preparing", None)]
+
+
 async def test_each_of_a_thousand_superseded_attempts_ends(store):
     ids = [f"r{n}" for n in range(1000)]
     await store.start_many_rollouts([EnqueueRolloutRequest(input=1, rollout_id=rollout_id) for rollout_id in ids])
