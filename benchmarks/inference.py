@@ -88,7 +88,7 @@ class Benchmark:
         from rollout_core.data.dataset_sources import open_prompts
         from rollout_core.inference.base import ModelRef
         from rollout_core.models.model_import import import_model
-        from rollout_core.models.tokenizers import load_tokenizer
+        from rollout_core.models.pretrained import load_tokenizer
         from tasks import connections
 
         self._backend = VLLMBackend(max_model_len=MAX_MODEL_LEN)

@@ -32,7 +32,7 @@ def deploy_all() -> None:
 def unready_schedules() -> list[str]:
     """A line for each scheduled deployment of the nightly flow whose runs would fail as things are: what is missing."""
     from rollout_core.config import NightlyConfig, parse_config
-    from rollout_core.plans.nightly_plan import plan_nightly
+    from rollout_core.plans.learner_plan import plan_nightly
 
     lines = []
     for item in yaml.safe_load((PROJECT / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]:

@@ -22,7 +22,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from flows.fan_out import FanOut, Fleet, local_fleet
 from flows.flow_run import recompute_missing, through_stderr
 from rollout_core.base.ids import ContentId
-from rollout_core.base.plots import draw_histogram
 from rollout_core.config import InferBatchConfig, WorkersConfig
 from rollout_core.inference.batch import Progress as ShardProgress
 from rollout_core.inference.engines import close_engine
@@ -39,16 +38,16 @@ from rollout_core.inference.runs import (
     work_of,
 )
 from rollout_core.inference.shards import shards_of
+from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.objects.records import ShardCompletions
-from rollout_core.objects.short_ids import with_whole_ids
 from rollout_core.plans.batch_plan import plan_batch
 from rollout_core.plans.plan import context_limit
 from tasks import artifacts, connections
+from tasks.artifacts import draw_histogram
 from tasks.batch import Reporting, ShardJob, help_shard, import_prompts, infer_shard, write_completions
 from tasks.connections import current_connections, objects, working_folder
 from tasks.imports import import_model
-from tasks.journal import Journal
-from tasks.logs import stage_logger
+from tasks.logs import Journal, stage_logger
 
 REFRESH_SECONDS = 0.5
 LOG_SECONDS = 30.0

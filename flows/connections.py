@@ -27,8 +27,7 @@ from flows.server_process import LOCK, USERS_LOCK, Listening
 from rollout_core.base.errors import ConfigError, RolloutError
 from rollout_core.base.locks import exclusive, shared, try_exclusive
 from rollout_core.base.processes import ProcessName, search_path, this_machine
-from rollout_core.base.secrets import without_password
-from rollout_core.base.settings import BLOCK_PREFIX, locations
+from rollout_core.base.settings import BLOCK_PREFIX, locations, without_password
 from rollout_core.objects import ObjectStore
 from rollout_core.store.connections import Connections, plain_connections
 

@@ -23,12 +23,11 @@ from prefect.logging.configuration import setup_logging
 from prefect.logging.handlers import PrefectConsoleHandler
 
 from rollout_core.base.errors import CorruptObject, MissingObject, RolloutError
+from rollout_core.base.locks import sweep_scratch
 from rollout_core.base.numerics import require_numerics
-from rollout_core.base.scratch import sweep_scratch
 from rollout_core.base.stopping import is_stopping, watching
 from rollout_core.config import Run
-from tasks.journal import Journal, keep_journal
-from tasks.logs import stage_logger
+from tasks.logs import Journal, keep_journal, stage_logger
 from tasks.stage import refreshing
 
 R = TypeVar("R")

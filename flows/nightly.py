@@ -13,13 +13,13 @@ from flows.report import Report, compare_samples, figure_of_steps, show_report, 
 from rollout_core.base.ids import ContentId
 from rollout_core.config import NightlyConfig, apply_overrides, parse_config
 from rollout_core.inference.engines import close_engine
+from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.objects.records import EvalReport
-from rollout_core.objects.short_ids import with_whole_ids
-from rollout_core.plans.nightly_plan import plan_nightly
+from rollout_core.plans.learner_plan import plan_nightly
 from rollout_core.rewards.source_ids import source_id
 from tasks.connections import current_connections, objects, working_folder
 from tasks.imports import import_model, import_prompts, import_reward, import_sft
-from tasks.journal import Journal
+from tasks.logs import Journal
 from tasks.promotion import latest_model, promote
 from tasks.score import close_rewards
 

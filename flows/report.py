@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollout_core.base.ids import ContentId
-from rollout_core.base.plots import draw_curve
 from rollout_core.data.samples import decode_completions_blob, decode_samples
 from rollout_core.inference.folders import LocalFolder
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint, EvalReport
 from tasks import artifacts
-from tasks.journal import StageEntry
+from tasks.artifacts import draw_curve
+from tasks.logs import StageEntry
 
 PROGRESS_PNG = "progress.png"
 PAGE = "index.html"

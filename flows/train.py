@@ -27,8 +27,8 @@ from rollout_core.config import (
 )
 from rollout_core.config.rewards import RewardSpec
 from rollout_core.inference.engines import close_engine
+from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.objects.records import Checkpoint, Dataset, Scores
-from rollout_core.objects.short_ids import with_whole_ids
 from rollout_core.objects.snapshots import SnapshotStore
 from rollout_core.plans.learner_plan import plan_kto, plan_on_policy, plan_pairs, plan_sft
 from rollout_core.plans.plan import context_limit
@@ -45,9 +45,8 @@ from tasks.imports import (
     import_unpaired,
     start_snapshot,
 )
-from tasks.journal import Journal
 from tasks.learn import dpo_update, grpo_update, kto_update, ppo_update, rm_update, sft_update
-from tasks.logs import log_iteration
+from tasks.logs import Journal, log_iteration
 from tasks.promotion import snapshot
 from tasks.score import close_rewards, score_rewards
 

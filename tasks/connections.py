@@ -18,8 +18,7 @@ from prefect.blocks.core import Block
 
 from blocks import ContentAddressedStorage, RolloutDatabase
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.secrets import without_password
-from rollout_core.base.settings import BLOCK_PREFIX, locations
+from rollout_core.base.settings import BLOCK_PREFIX, locations, without_password
 from rollout_core.objects import ObjectStore
 from rollout_core.store import SqlLightningStore
 from rollout_core.store.connections import Connections

@@ -18,7 +18,7 @@ from rollout_core.inference.engines import EngineOf
 from rollout_core.inference.ledger import SampleLedger, this_worker
 from rollout_core.inference.training_samples import Failed, FailedSamples, complete_batch
 from rollout_core.models.facts import max_positions
-from rollout_core.models.tokenizers import load_tokenizer
+from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions, PromptSet
 from rollout_core.store.types import RolloutMode

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollout_core.base.ids import ContentId, is_content_id
-from rollout_core.base.scratch import scratch_folder
+from rollout_core.base.locks import scratch_folder
 from rollout_core.base.stopping import run_async
 from rollout_core.config import PromotionConfig
 from rollout_core.objects.records import Checkpoint, EvalReport, Record, SnapshotRecord

@@ -38,12 +38,10 @@ from rollout_core.base.settings import locations
 from rollout_core.base.stopping import is_stopping, run_interruptibly
 from rollout_core.config import identity
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.lineage import Lineage, record_lineage, software_versions
-from rollout_core.objects.records import Record
+from rollout_core.objects.records import Lineage, Record, record_lineage, software_versions
 from rollout_core.objects.snapshots import PROGRESS_REFS, SnapshotStore
 from tasks import connections
-from tasks.journal import CHECKED, StageEntry, current_journal
-from tasks.logs import stage_logger
+from tasks.logs import CHECKED, StageEntry, current_journal, stage_logger
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=Record)

@@ -19,6 +19,7 @@ from rollout_core.inference.base import ModelRef, Request
 from rollout_core.inference.hf import TransformersEngine
 from rollout_core.models import model_import
 from rollout_core.models.model_import import import_model
+from rollout_core.models.pretrained import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rollout_core.objects import ObjectStore
 from rollout_core.plans.plan import check_model
 
@@ -115,7 +116,7 @@ def test_an_adapter_edited_while_it_is_merged_is_not_kept_under_the_id_of_the_ot
     get_tree = ObjectStore.get_tree
 
     def edit_and_get(self: ObjectStore, *arguments) -> None:
-        shutil.copyfile(other / model_import.WEIGHTS, edited / model_import.WEIGHTS)
+        shutil.copyfile(other / ADAPTER_WEIGHTS, edited / ADAPTER_WEIGHTS)
         get_tree(self, *arguments)
 
     monkeypatch.setattr(ObjectStore, "get_tree", edit_and_get)
@@ -125,7 +126,7 @@ def test_an_adapter_edited_while_it_is_merged_is_not_kept_under_the_id_of_the_ot
 
 def _clean(adapter: Path, folder: Path) -> Path:
     folder.mkdir()
-    for name in (model_import.CONFIG, model_import.WEIGHTS):
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         shutil.copyfile(adapter / name, folder / name)
     return folder
 
@@ -159,18 +160,18 @@ def test_transformers_generates_with_it(tiny_model, adapter, tmp_path, objects):
 
 def damaged(adapter: Path, folder: Path, what: str) -> Path:
     shutil.copytree(adapter, folder)
-    config = json.loads((folder / model_import.CONFIG).read_text())
-    weights = load_file(folder / model_import.WEIGHTS)
+    config = json.loads((folder / ADAPTER_CONFIG).read_text())
+    weights = load_file(folder / ADAPTER_WEIGHTS)
     first = sorted(weights)[0]
     match what:
         case "no weights":
-            (folder / model_import.WEIGHTS).rename(folder / "adapter_model.bin")
+            (folder / ADAPTER_WEIGHTS).rename(folder / "adapter_model.bin")
             return folder
         case "no configuration":
-            (folder / model_import.CONFIG).unlink()
+            (folder / ADAPTER_CONFIG).unlink()
             return folder
         case "cut off":
-            (folder / model_import.WEIGHTS).write_bytes((folder / model_import.WEIGHTS).read_bytes()[:2000])
+            (folder / ADAPTER_WEIGHTS).write_bytes((folder / ADAPTER_WEIGHTS).read_bytes()[:2000])
             return folder
         case "another rank":
             config["r"] = 8
@@ -186,8 +187,8 @@ def damaged(adapter: Path, folder: Path, what: str) -> Path:
             weights[first.replace("layers.0", "layers.9")] = weights[first].clone()
         case "no adapter":
             config = {"model_type": "qwen2"}
-    (folder / model_import.CONFIG).write_text(json.dumps(config))
-    save_file(weights, folder / model_import.WEIGHTS)
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config))
+    save_file(weights, folder / ADAPTER_WEIGHTS)
     return folder
 
 

@@ -22,7 +22,7 @@ from rollout_core import config as config_package
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import CONFIG_KINDS
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.lineage import Lineage, record_lineage
+from rollout_core.objects.records import Lineage, record_lineage
 from rollout_core.objects.snapshots import Snapshot, SnapshotStore
 from rollout_core.store import SqlLightningStore
 from tests.conftest import BUCKET
@@ -257,7 +257,7 @@ def test_a_key_of_another_library_or_table_is_led_to_ours(
 
 
 def test_every_key_of_other_libraries_leads_to_one_that_there_is():
-    from rollout_core.config.parsing import ELSEWHERE
+    from rollout_core.config.base import ELSEWHERE
 
     schemas = json.dumps([model.model_json_schema() for model in CONFIG_KINDS.values()])
     for meant in ELSEWHERE.values():

@@ -16,7 +16,7 @@ from rollout_core.base.errors import ConfigError, DataError
 from rollout_core.config import JsonlDataset
 from rollout_core.data.dataset_sources import read_dataset
 from rollout_core.data.datasets import MAX_VIOLATIONS, PromptRow, SftRow, to_jsonl
-from rollout_core.models.tokenizers import ChatMessage
+from rollout_core.models.pretrained import ChatMessage
 from tests.rows import iter_prompts, parse_prompts, parse_sft, read_prompts
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]

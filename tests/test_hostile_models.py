@@ -21,6 +21,7 @@ from rollout_core.base import stopping
 from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.base.ids import hash_bytes
 from rollout_core.base.isolation import child as isolation_child
+from rollout_core.base.isolation.child import KeptChild
 from rollout_core.base.isolation.limits import Limits
 from rollout_core.config import ModelSource, SamplingParams, TransformersBackend
 from rollout_core.data.datasets import PromptRow
@@ -28,9 +29,8 @@ from rollout_core.data.text import tokenize_prompts, try_prompts
 from rollout_core.inference.base import ModelRef, Request
 from rollout_core.inference.hf import TransformersEngine
 from rollout_core.models.bounded import inspecting, tokenizing
-from rollout_core.models.bounded.keeper import KeptChild
 from rollout_core.models.bounded.tokenizing import Chat, Problem, encode, how_prompts_vary, render
-from rollout_core.models.tokenizers import ChatMessage, load_tokenizer
+from rollout_core.models.pretrained import ChatMessage, load_tokenizer
 from rollout_core.plans.plan import check_model
 from rollout_core.store.sql.by_url import is_postgres
 
@@ -224,7 +224,7 @@ def test_a_decoder_that_makes_a_book_of_every_token_is_refused(model):
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_stop_while_the_child_gets_ready_prints_nothing(monkeypatch, capfd):
-    child = KeptChild("rollout_core.models.bounded.inspection:handle", inspecting.LIMITS)
+    child = KeptChild("rollout_core.models.bounded.inspecting:handle", inspecting.LIMITS)
     monkeypatch.setattr(inspecting, "_child", child)
     before = set(threading.enumerate())
     with stopping.watching(ends_process=False):
@@ -290,7 +290,7 @@ def test_json_of_any_depth_is_one_line(model, name, text):
 
 
 def test_a_model_that_takes_too_much_to_build_is_ended(model, monkeypatch):
-    child = KeptChild("rollout_core.models.bounded.inspection:handle", Limits(seconds=300.0, memory_bytes=450 * 2**20))
+    child = KeptChild("rollout_core.models.bounded.inspecting:handle", Limits(seconds=300.0, memory_bytes=450 * 2**20))
     monkeypatch.setattr(inspecting, "_child", child)
     edit(model / "config.json", num_hidden_layers=10_000, layer_types=None)
     message = refusal(model)

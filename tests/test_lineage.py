@@ -10,7 +10,7 @@ import pytest
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId, content_id, hash_bytes
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.lineage import Lineage, lineage_of, record_lineage, software_versions, trace_lineage
+from rollout_core.objects.records import Lineage, lineage_of, record_lineage, software_versions, trace_lineage
 
 PROMPTS, SAMPLES, SCORES, MODEL, MODEL_AFTER = (hash_bytes(bytes([n])) for n in range(5))
 

@@ -11,8 +11,9 @@ import pytest
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import ModelSource
-from rollout_core.models.model_folders import check_own_file, near_folder
-from rollout_core.models.model_import import CONFIG, WEIGHTS, import_model
+from rollout_core.models.locating import check_own_file, near_folder
+from rollout_core.models.model_import import import_model
+from rollout_core.models.pretrained import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rollout_core.objects import ObjectStore
 from rollout_core.plans.plan import check_model
 
@@ -98,8 +99,8 @@ def test_links_within_the_folder_and_into_the_hubs_blobs_are_files(model, object
 def test_an_adapters_files_are_its_own(model, objects, tmp_path):
     adapter = tmp_path / "adapter"
     adapter.mkdir()
-    (adapter / CONFIG).symlink_to("/etc/hostname")
-    (adapter / WEIGHTS).write_bytes(b"")
+    (adapter / ADAPTER_CONFIG).symlink_to("/etc/hostname")
+    (adapter / ADAPTER_WEIGHTS).write_bytes(b"")
     with pytest.raises(ConfigError, match="leads out of the model's folder"):
         check_model(ModelSource(uri=str(model), adapter=str(adapter)), Path())
 

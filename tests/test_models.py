@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-import rollout_core.models.tokenizers
+import rollout_core.models.pretrained
 from rollout_core.algorithms.reward_model import load_reward_model
 from rollout_core.base.errors import ConfigError, Conflict
 from rollout_core.base.ids import hash_bytes, is_content_id
@@ -28,8 +28,7 @@ from rollout_core.models import model_import
 from rollout_core.models.facts import ModelFacts, inspect_model
 from rollout_core.models.locating import Unchecked, locate_model
 from rollout_core.models.model_import import import_model
-from rollout_core.models.pretrained import load_causal_lm
-from rollout_core.models.tokenizers import copy_tokenizer, load_tokenizer
+from rollout_core.models.pretrained import copy_tokenizer, load_causal_lm, load_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.plans.plan import check_model
 
@@ -483,14 +482,14 @@ def test_an_edit_that_leaves_size_and_time_of_a_file_is_noticed(model, objects):
 
 
 def test_a_tokenizer_edited_while_it_is_loaded_is_not_taken_for_the_other(model, monkeypatch):
-    load = rollout_core.models.tokenizers.load_tokenizer
+    load = rollout_core.models.pretrained.load_tokenizer
 
     def load_and_edit(folder: Path) -> Any:
         tokenizer = load(folder)
         (model / "chat_template.jinja").write_text("{{ messages }}")
         return tokenizer
 
-    monkeypatch.setattr(rollout_core.models.tokenizers, "load_tokenizer", load_and_edit)
+    monkeypatch.setattr(rollout_core.models.pretrained, "load_tokenizer", load_and_edit)
     with pytest.raises(Conflict, match=r"the tokenizer in .* changed while it was read"):
         inspect_model(model)
 

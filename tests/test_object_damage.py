@@ -11,7 +11,7 @@ import pytest
 from rollout_core.base.errors import CorruptRef
 from rollout_core.base.ids import ContentId
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.local import LocalFiles
+from rollout_core.objects.backends import LocalFiles
 from rollout_core.objects.store import blob_key
 from tests.conftest import BUCKET
 from tests.object_files import NOTHING, in_pieces, keys, write_tree

@@ -21,8 +21,8 @@ from pydantic import ValidationError
 from rollout_core.base.errors import ConfigError, Conflict, CorruptObject, MissingObject, Recoverable
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.objects import ObjectStore, TreeFile, TreeManifest
+from rollout_core.objects.backends import LocalFiles
 from rollout_core.objects.files import TOUCH_AFTER_SECONDS
-from rollout_core.objects.local import LocalFiles
 from rollout_core.objects.snapshots import SnapshotStore
 from rollout_core.objects.store import blob_key
 from tests.conftest import BUCKET
@@ -619,5 +619,5 @@ def test_a_whole_local_copy_is_read_once_a_process(tmp_path, monkeypatch):
     tree = store.put_tree(tmp_path / "model")
     folder = store.local_tree(tree, tmp_path / "cache")
     store.local_tree(tree, tmp_path / "cache")
-    monkeypatch.setattr("rollout_core.objects.folders.hash_file", lambda path: 1 / 0)
+    monkeypatch.setattr("rollout_core.objects.trees.hash_file", lambda path: 1 / 0)
     assert store.local_tree(tree, tmp_path / "cache") == folder

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.secrets import Redaction, refuse_credentials, without_password, without_passwords
+from rollout_core.base.settings import Redaction, refuse_credentials, without_password, without_passwords
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from rollout_core.base import scratch
-from rollout_core.base.scratch import scratch_folder, sweep
+from rollout_core.base import locks
+from rollout_core.base.locks import scratch_folder, sweep
 from rollout_core.inference.folders import LocalFolder
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.local import LEFTOVER_AFTER_SECONDS
+from rollout_core.objects.backends import LEFTOVER_AFTER_SECONDS
 from tests.conftest import PROJECT
 from tests.object_files import keys
 
 HOLDER = """
 import sys, time
-from rollout_core.base.scratch import scratch_folder
+from rollout_core.base.locks import scratch_folder
 with scratch_folder("state") as folder:
     (folder / "weights").write_bytes(bytes(100))
     print(folder, flush=True)
@@ -37,7 +37,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(scratch, "_swept", set())
+    monkeypatch.setattr(locks, "_swept", set())
     return folder
 
 
@@ -72,20 +72,20 @@ def test_what_a_killed_process_left_is_swept_and_what_a_living_one_uses_is_not(
 def test_a_sweep_spares_links_and_other_names(temporary: Path, tmp_path: Path) -> None:
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "file").write_text("x")
-    (temporary / f"{scratch.PREFIX}link").symlink_to(tmp_path / "precious")
+    (temporary / f"{locks.PREFIX}link").symlink_to(tmp_path / "precious")
     (temporary / "rollout-of-somebody").mkdir()
-    os.mkfifo(temporary / f"{scratch.PREFIX}pipe")
-    (temporary / f"{scratch.PREFIX}dead").mkdir()
-    scratch.sweep_scratch()
+    os.mkfifo(temporary / f"{locks.PREFIX}pipe")
+    (temporary / f"{locks.PREFIX}dead").mkdir()
+    locks.sweep_scratch()
     assert (tmp_path / "precious" / "file").exists()
-    assert not (temporary / f"{scratch.PREFIX}dead").exists() and (temporary / "rollout-of-somebody").exists()
+    assert not (temporary / f"{locks.PREFIX}dead").exists() and (temporary / "rollout-of-somebody").exists()
 
 
 def test_processes_that_sweep_and_make_folders_at_once_never_lose_one(temporary: Path, start_process: Callable) -> None:
     code = """
 import tempfile
 from pathlib import Path
-from rollout_core.base.scratch import scratch_folder, sweep
+from rollout_core.base.locks import scratch_folder, sweep
 for _ in range(300):
     with scratch_folder("busy") as folder:
         sweep(Path(tempfile.gettempdir()), "rollout-scratch-*")
@@ -101,7 +101,7 @@ print("done")
 def test_no_temporary_folder_is_made_but_by_the_one_function() -> None:
     makes = re.compile(r"mkdtemp|TemporaryDirectory|mkstemp|NamedTemporaryFile")
     sources = [file for room in ("rollout_core", "blocks", "tasks", "flows") for file in (PROJECT / room).rglob("*.py")]
-    assert [file.name for file in sources if makes.search(file.read_text())] == ["scratch.py"]
+    assert [file.name for file in sources if makes.search(file.read_text())] == ["locks.py"]
 
 
 def test_an_output_file_that_a_killed_process_began_is_removed_by_the_next_writer(
@@ -186,10 +186,10 @@ ObjectStore.from_url(sys.argv[1]).put_bytes(os.urandom(9))
 
 
 def test_segments_of_shared_memory_go_with_their_scratch_folder_and_names_that_lead_elsewhere_are_left(tmp_path):
-    segment, other = scratch.SHARED_MEMORY / f"psm_{tmp_path.name}"[:60], tmp_path / "other"
+    segment, other = locks.SHARED_MEMORY / f"psm_{tmp_path.name}"[:60], tmp_path / "other"
     segment.write_bytes(b"x")
     other.write_bytes(b"x")
-    with scratch.scratch_folder("test") as folder:
-        scratch.note_shared_memory(folder, [segment.name, f"../..{other}", "", ".."])
+    with locks.scratch_folder("test") as folder:
+        locks.note_shared_memory(folder, [segment.name, f"../..{other}", "", ".."])
     assert not segment.exists()
     assert other.exists()

@@ -12,7 +12,7 @@ from rollout_core.base.ids import hash_bytes
 from rollout_core.config import InferBatchConfig, TrainDPOConfig, TrainPPOConfig, parse_config
 from rollout_core.models.locating import Unchecked
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.short_ids import with_whole_ids
+from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.plans.plan import check_model
 
 
@@ -59,8 +59,8 @@ def test_digits_of_nothing_or_of_two_folders_are_refused_with_their_keys(objects
 
 def test_of_two_blobs_with_the_same_digits_the_folder_is_meant_and_two_folders_are_refused(tmp_path, monkeypatch):
     """Eight digits in common are too rare to be made here, so the store is asked for fewer."""
-    monkeypatch.setattr("rollout_core.objects.short_ids.is_short_id", lambda text: len(text) == 4)
-    monkeypatch.setattr("rollout_core.objects.short_ids.is_short_id", lambda text: len(text) == 4)
+    monkeypatch.setattr("rollout_core.objects.addresses.is_short_id", lambda text: len(text) == 4)
+    monkeypatch.setattr("rollout_core.objects.addresses.is_short_id", lambda text: len(text) == 4)
     objects = ObjectStore.from_url(f"memory://{tmp_path.name}")
     known: dict[str, str] = {}
     for number in itertools.count():

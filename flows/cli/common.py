@@ -68,7 +68,7 @@ def load_run(
 ) -> RunT:
     """The configuration of a run, in a process that computes as it asks. ``options`` as of `parse_config`."""
     from rollout_core.base.numerics import hold_numerics
-    from rollout_core.config.parsing import apply_overrides, parse_config, read_toml
+    from rollout_core.config.base import apply_overrides, parse_config, read_toml
 
     tables = read_toml(path)
     # Before anything is validated, which may import torch.
@@ -79,7 +79,7 @@ def load_run(
 def _whole_ids(config: RunT) -> RunT:
     """``config`` with whole content ids, unless the object store is a block of a server that is not running yet."""
     from flows.connections import connections
-    from rollout_core.objects.short_ids import with_whole_ids
+    from rollout_core.objects.addresses import with_whole_ids
 
     known = connections()
     return config if known is None else with_whole_ids(config, Path.cwd(), known.open_objects)

@@ -160,7 +160,7 @@ def nightly(
     with one_line_errors(debug):
         from flows.connections import connections
         from rollout_core.config import NightlyConfig, apply_overrides, parse_config
-        from rollout_core.plans.nightly_plan import plan_nightly
+        from rollout_core.plans.learner_plan import plan_nightly
 
         parsed = load_run(config, NightlyConfig, parse_overrides(set_))
         if nproc is not None:

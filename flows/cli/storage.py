@@ -57,7 +57,7 @@ def snapshot_show(snapshot_id: ShortId, storage: StoragePath = None, debug: Debu
     """Print one snapshot as JSON."""
     with one_line_errors(debug):
         from flows.connections import object_store
-        from rollout_core.objects.short_ids import complete_snapshot_id
+        from rollout_core.objects.addresses import complete_snapshot_id
         from rollout_core.objects.snapshots import SnapshotStore
 
         with object_store(storage) as objects:
@@ -70,8 +70,8 @@ def lineage(content_id: ShortId, storage: StoragePath = None, debug: Debug = Fal
     with one_line_errors(debug):
         from flows.connections import object_store
         from rollout_core.base.errors import NotFound
-        from rollout_core.objects.lineage import trace_lineage
-        from rollout_core.objects.short_ids import complete_lineage_id
+        from rollout_core.objects.addresses import complete_lineage_id
+        from rollout_core.objects.records import trace_lineage
 
         with object_store(storage) as objects:
             found = trace_lineage(objects, complete_lineage_id(objects, content_id))

@@ -29,12 +29,12 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.numerics import NUMERICS, Numerics, current_numerics
 from rollout_core.base.processes import this_machine
-from rollout_core.base.secrets import without_password
+from rollout_core.base.settings import without_password
 from rollout_core.config import VLLMBackend
 from rollout_core.inference.batch import Progress
 from rollout_core.inference.engines import close_engine
 from rollout_core.inference.runs import forget_tally, tally
-from rollout_core.models.tokenizers import prepare_transformers
+from rollout_core.models.pretrained import prepare_transformers
 from tasks import connections
 from tasks.stage import Stage, retry, spread_arguments
 

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from rollout_core.algorithms.heads import product_dtype
 from rollout_core.base.errors import ConfigError
 from rollout_core.data.packing import Layout
 
@@ -222,3 +221,15 @@ def _varlen_index(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor,
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+
+
+def product_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype for matrix products of ``tensor``: that of autocast where it is on, else its own, as torch has it.
+
+    With float32 weights, much of what passes through a model under autocast is float32: norms and rotary embeddings
+    give it whatever they get. So the dtype of a tensor does not say in which dtype a product of it belongs.
+    """
+    device = tensor.device.type
+    if torch.is_autocast_enabled(device) and tensor.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return tensor.dtype

@@ -18,13 +18,12 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from rollout_core.algorithms.context import UpdateContext
-from rollout_core.algorithms.dataset_algorithm import DatasetAlgorithm
 from rollout_core.algorithms.loop import build_accelerator, build_optimizer
 from rollout_core.algorithms.parallel import divided, shard
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.preference import DPO, KTO, pair_documents, reference_logprobs, unpaired_documents
 from rollout_core.algorithms.reward_model import BradleyTerry, RewardModel, load_reward_model, set_padding, until_eos
-from rollout_core.algorithms.sft import SFT
+from rollout_core.algorithms.sft import SFT, DatasetAlgorithm
 from rollout_core.algorithms.state import TrainState
 from rollout_core.algorithms.training import evaluation_of, train_to_end
 from rollout_core.base.errors import ConfigError
@@ -44,10 +43,9 @@ from rollout_core.data.packing import Document
 from rollout_core.data.preference_data import Pair, PreferenceReport
 from rollout_core.data.tokenized import DataReport, ItemTable, Mapped
 from rollout_core.data.training_data import RowForm, pair_form, sft_form, training_items, unpaired_form
+from rollout_core.models.architecture import WithoutAdapters, with_lora
 from rollout_core.models.facts import check_reference
-from rollout_core.models.lora import WithoutAdapters, with_lora
-from rollout_core.models.pretrained import load_causal_lm
-from rollout_core.models.tokenizers import load_tokenizer
+from rollout_core.models.pretrained import load_causal_lm, load_tokenizer
 from rollout_core.objects.records import Checkpoint
 
 ItemT = TypeVar("ItemT")

@@ -28,11 +28,11 @@ from rollout_core.algorithms.state import TrainState, load_state
 from rollout_core.algorithms.training import train_to_end
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
-from rollout_core.base.scratch import scratch_folder
+from rollout_core.base.locks import scratch_folder
 from rollout_core.base.seeding import seed_everything
 from rollout_core.config import GRPOSettings, OnPolicySettings, PPOSettings
 from rollout_core.data.samples import decode_completions_blob, decode_samples
-from rollout_core.models.lora import WithoutAdapters, with_lora
+from rollout_core.models.architecture import WithoutAdapters, with_lora
 from rollout_core.models.pretrained import load_causal_lm
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint, Scores

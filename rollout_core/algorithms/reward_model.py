@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout_core.algorithms.dataset_algorithm import DatasetAlgorithm, share_of_step
-from rollout_core.algorithms.heads import scalar_head
 from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.losses import bradley_terry_loss
-from rollout_core.algorithms.policy import PackedModel
+from rollout_core.algorithms.policy import PackedModel, scalar_head
+from rollout_core.algorithms.sft import DatasetAlgorithm, share_of_step
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.numerics import check_numerics, cpu_threads, default_threads
 from rollout_core.config import RewardModelSettings

@@ -1,16 +1,25 @@
-"""One process at a time for one piece of work, on one machine; and who is still using a shared resource.
+"""What is locked while it is in use: one piece of work on one machine, a resource that several share, and files and
+folders that end with the process that made them.
 
 The locks are the operating system's (``flock``): they die with their holder, also under ``kill -9``, and need no
 time-out. ``exclusive`` spares double work; correctness never rests on it (results are content-addressed, attempts are
 fenced).
+
+The lock is the operating system's (``flock``): it dies with its process, also under ``kill -9``, holds between
+containers that share a folder, and needs no process ids, which come back.
 """
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rollout_core.base.errors import Recoverable
@@ -76,3 +85,127 @@ def _try(descriptor: int, kind: int) -> bool:
     except OSError as error:
         raise Recoverable(f"file cannot be locked here: {error.strerror}; use a folder on a local disk") from error
     return True
+
+
+log = logging.getLogger(__name__)
+
+PREFIX = "rollout-scratch-"
+SHARED_MEMORY = Path("/dev/shm")
+_SEGMENTS = "shared-memory"
+"""File in a scratch folder: names of segments of shared memory that go with it, a line each."""
+_SEGMENT_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
+_swept: set[str] = set()
+"""Folders in which this process has looked for what others left."""
+
+
+@contextmanager
+def scratch_folder(purpose: str) -> Iterator[Path]:
+    """A new folder in the system's place for temporary files, gone when the block ends.
+
+    What a killed process left there is removed by the next one that is started.
+    """
+    sweep_scratch()
+    with held(lambda: Path(tempfile.mkdtemp(prefix=f"{PREFIX}{purpose}-"))) as folder:
+        try:
+            yield folder
+        finally:
+            _remove_segments(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def note_shared_memory(folder: Path, names: Iterable[str]) -> None:
+    """Have segments of these names removed with the scratch folder."""
+    known = set(_segments(folder))
+    with (folder / _SEGMENTS).open("a", encoding="utf-8") as file:
+        file.writelines(f"{name}\n" for name in sorted(set(names) - known))
+
+
+def _segments(folder: Path) -> list[str]:
+    try:
+        names = (folder / _SEGMENTS).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    return [name for name in names if _SEGMENT_NAME.fullmatch(name)]
+
+
+def _remove_segments(folder: Path) -> None:
+    for name in _segments(folder):
+        with suppress(OSError):
+            (SHARED_MEMORY / name).unlink()
+
+
+def sweep_scratch() -> None:
+    """Remove the scratch folders of dead processes, once a process."""
+    folder = tempfile.gettempdir()
+    if folder not in _swept:
+        _swept.add(folder)
+        removed = sweep(Path(folder), f"{PREFIX}*")
+        if removed:
+            log.info("removed from %s what killed processes left: %s", folder, ", ".join(removed))
+
+
+@contextmanager
+def held(make: Callable[[], Path]) -> Iterator[Path]:
+    """A file or folder that ``make`` makes under a new name; `sweep` leaves it alone while the block runs."""
+    path, descriptor = make(), None
+    while (descriptor := _locked(path)) is None:
+        path = make()  # a sweep was quicker
+    try:
+        yield path
+    finally:
+        os.close(descriptor)
+
+
+def _locked(path: Path) -> int | None:
+    """A descriptor that holds the lock of ``path``; None where it is gone, or about to be."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    lock(descriptor)
+    try:
+        if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+            return descriptor
+    except FileNotFoundError:
+        pass
+    os.close(descriptor)
+    return None
+
+
+def lock(descriptor: int) -> None:
+    """Have `sweep` leave this open file or folder alone while the descriptor, or one inherited from it, is open."""
+    # Where a file system has no such locks, a sweep removes nothing either.
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def sweep(folder: Path, pattern: str, *, min_age_seconds: float = 0.0) -> list[str]:
+    """Remove this user's files and folders of matching names that nobody has locked; returns the names.
+
+    Those changed within ``min_age_seconds`` stay.
+    """
+    changed_before = time.time() - min_age_seconds
+    return sorted(path.name for path in folder.glob(pattern) if _removed(path, changed_before))
+
+
+def _removed(path: Path, changed_before: float) -> bool:
+    try:
+        # Without waiting for a pipe's other end, and not what a link of somebody else leads to.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid() or status.st_mtime > changed_before:
+            return False
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if path.is_dir():
+            _remove_segments(path)
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)

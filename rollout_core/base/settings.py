@@ -1,19 +1,29 @@
-"""Where this process keeps its objects and its database: settings from the environment.
+"""What this process's environment says: where objects and the database are kept, how long a stop may take, and secrets,
+which are left out of what other processes get, and hidden in what is shown and stored.
 
 ``ROLLOUT_STORAGE`` is the object store's URL (default ``file://./data/objects``), ``ROLLOUT_DATABASE`` the store's
 (default ``sqlite:///./data/rollout.db``), ``ROLLOUT_CACHE`` a local folder for checkpoints fetched from the object
 store (default ``./data/cache``), ``ROLLOUT_TRACKING`` the folder of trackers (default ``./data/tracking``).
-``ROLLOUT_LIMITS`` lists the concurrency limits that stages ask the Prefect server for
-(``engine``, ``learner``; default none), and ``ROLLOUT_STOP_SECONDS`` is how long a run may take to end after a stop
-signal (default 10). They say where, never what: no setting enters a cache key. (``ROLLOUT_NUMERICS``, which does, is
-read by `numerics`.)
+``ROLLOUT_LIMITS`` lists the concurrency limits that stages ask the Prefect server for (``engine``, ``learner``; default
+none), and ``ROLLOUT_STOP_SECONDS`` is how long a run may take to end after a stop signal (default 10). They say where,
+never what: no setting enters a cache key. (``ROLLOUT_NUMERICS``, which does, is read by `numerics`.)
+
+A secret is ``ROLLOUT_SECRET_<NAME>`` there, and only names on the list are read: a configuration names secrets and
+may come from anyone who can start a run; the list is the worker's own, so nobody can have a secret sent where it is not
+meant to go by naming it. Values are never logged.
 """
 
 from __future__ import annotations
 
+import base64
+import html
+import json
 import os
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote, quote_plus
 
 from rollout_core.base.errors import ConfigError
 
@@ -58,3 +68,180 @@ def stop_seconds() -> float:
     if not 0 < seconds < float("inf"):
         raise ConfigError(f"ROLLOUT_STOP_SECONDS is {text!r}; expected a positive number of seconds, such as 10")
     return seconds
+
+
+PREFIX = "ROLLOUT_SECRET_"
+LIST = "ROLLOUT_SECRETS"
+"""Setting with the further names that may be asked for, separated by commas."""
+ALLOWED = frozenset({"HF_TOKEN"})
+"""Names that always may be."""
+
+
+def allowed_secrets() -> frozenset[str]:
+    """Names that may be asked for; what else begins with the prefix is never read."""
+    return ALLOWED | frozenset(filter(None, os.environ.get(LIST, "").replace(" ", "").split(",")))
+
+
+def read_secret(name: str) -> str | None:
+    """The secret of this name; None where it is not set or empty. Raises ConfigError for a name that is not allowed."""
+    allowed = allowed_secrets()
+    if name not in allowed:
+        raise ConfigError(
+            f"secret {name!r} is not among those allowed here ({', '.join(sorted(allowed))}); its owner adds it to "
+            f"{LIST} in the environment of the worker"
+        )
+    secret = os.environ.get(PREFIX + name, "").strip()  # a mounted file often ends with a line feed
+    if not (secret.isascii() and secret.isprintable()):
+        raise ConfigError(f"secret {name!r} holds what no key does; expected printable ASCII in {PREFIX}{name}")
+    return secret or None
+
+
+def require_secret(name: str) -> str:
+    """As `read_secret`, and ConfigError where it is not set."""
+    secret = read_secret(name)
+    if secret is None:
+        raise ConfigError(f"secret {name!r} is not set; set {PREFIX}{name} in the environment of the worker")
+    return secret
+
+
+HIDDEN = "***"
+FRAGMENT = 8
+"""So many characters of a key in a row are hidden wherever they stand; fewer may be there by chance."""
+LONG = 16
+"""A key of fewer characters may be a plain word, such as ``EMPTY``."""
+MOST_TEXT = 65_536
+"""Characters of a text that are looked at; the rest is cut off."""
+
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/{1,3}[^\s'\"<>`]+")
+_HOST_FIRST = re.compile(r"[^@:/?#]*(:\d*)?([/?#]|$)")
+_OPTION = re.compile(r"(?i)([\w.-]*(?:passw|pwd|secret|token|key|signature|sig|credential|auth)[\w.-]*=)[^&;\s'\"]+")
+_PASSWORD = re.compile(r"(?i)(\bpass(?:word|wd)?=)[^&;\s'\"]+")
+_WEB = ("http", "https")
+_NAMED_USERS = ("postgresql", "postgres")
+"""Kinds of addresses whose lone user is a name; elsewhere it may be a key."""
+_MASKED = re.compile(r"([\w.-]*)(\*{2,}|\u2022{2,}|\u2026|\.{3,}|#{3,}|[xX]{4,})([*\u2022#]*)([\w.-]*)")
+
+
+def without_password(address: str) -> str:
+    """An address with ``***`` for its password, for a lone user that may be a key, and for secret options.
+
+    Passwords are found even where they hold characters that should have been escaped; of such an address more may be
+    hidden.
+    """
+    scheme, separator, rest = address.partition("://")
+    if not separator:
+        scheme, rest = "", address
+    place, mark, options = _parted(_without_user(scheme.lower(), rest), "?#" if scheme.lower() in _WEB else "?")
+    # An API's address has no options of its own, so these may be a key by themselves.
+    secret = HIDDEN * bool(mark) if scheme.lower() in _WEB else _OPTION.sub(rf"\g<1>{HIDDEN}", options)
+    return _PASSWORD.sub(rf"\g<1>{HIDDEN}", scheme + separator + place) + mark + secret
+
+
+def _parted(text: str, marks: str) -> tuple[str, str, str]:
+    """``text`` before the first of these characters, that character, and the rest."""
+    found = re.search(f"[{marks}]", text)
+    return (text[: found.start()], found[0], text[found.end() :]) if found else (text, "", "")
+
+
+def _without_user(scheme: str, rest: str) -> str:
+    """What follows the scheme of an address, without a password or key before its host."""
+    before, at, _ = rest.partition("@")
+    first = re.split(r"[/?#]", before, maxsplit=1)[0]
+    # Of a password with a slash the first part looks like a port, which only a host of these has.
+    user = first == before or (":" in first and not (scheme in _WEB and _HOST_FIRST.match(rest)))
+    if not at or not user:
+        return rest
+    name, colon, _ = first.partition(":")
+    host = rest.rpartition("@")[2]  # a password may hold an @ that nobody escaped
+    if not colon and scheme in _NAMED_USERS:
+        return rest
+    return f"{name}:{HIDDEN}@{host}" if colon else f"{HIDDEN}@{host}"
+
+
+def without_passwords(text: str) -> str:
+    """A text for people, such as another program's error, with every address in it as `without_password` shows it."""
+    return _PASSWORD.sub(rf"\g<1>{HIDDEN}", _ADDRESS.sub(lambda found: without_password(found[0]), text))
+
+
+def refuse_credentials(address: str) -> str:
+    """``address`` as it is. Raises ConfigError where it holds a password, a key or a user."""
+    scheme, separator, rest = address.partition("://")
+    if separator and _without_user(scheme.lower(), rest) != rest:
+        raise ConfigError(
+            f"{without_password(address)!r} holds a user, password or key; an address is kept and shown, so it may "
+            "hold none: put credentials into the environment, where the service's client reads them"
+        )
+    return address
+
+
+class Redaction:
+    """Hides one secret in texts of somebody who knows it and may repeat it."""
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret
+        forms = sorted(set(_forms(secret)), key=len, reverse=True)
+        pattern = "|".join(map(re.escape, forms))
+        # A word such as "EMPTY" is hidden as a word only.
+        self._forms = re.compile(pattern if len(secret) >= FRAGMENT else rf"(?<!\w)(?:{pattern})(?!\w)", re.IGNORECASE)
+        self._told = [form.lower() for form in forms] if len(secret) >= LONG else []
+        pieces = range(len(secret) - FRAGMENT + 1) if len(secret) >= LONG else ()
+        self._pieces = {secret[start : start + FRAGMENT].lower() for start in pieces}
+
+    def hide(self, text: str) -> str:
+        """``text`` with ``***`` for the secret: as it is, encoded for URLs, JSON, HTML or Basic authorization, in
+        hexadecimal, in parts of at least eight characters, and with its middle masked (``sk-ab****wxyz``)."""
+        text = self._forms.sub(HIDDEN, text[:MOST_TEXT])
+        return self._without_pieces(_MASKED.sub(self._unless_of_secret, text))
+
+    def is_repeated_in(self, text: str) -> bool:
+        """Whether a text holds the whole of a secret that is too long to be there by chance, in any of these forms."""
+        lowered = text.lower() if self._told else ""
+        return any(form in lowered for form in self._told)
+
+    def _unless_of_secret(self, found: re.Match[str]) -> str:
+        head, tail, secret = found[1], found[4].rstrip(".-"), self._secret
+        begins = len(head) >= 2 and secret.startswith(head)
+        ends = len(tail) >= 2 and secret.endswith(tail)
+        return HIDDEN + found[4][len(tail) :] if begins or ends else found[0]
+
+    def _without_pieces(self, text: str) -> str:
+        if not self._pieces:
+            return text
+        lowered = text.lower()
+        if len(lowered) != len(text):  # some letters have no lower form of their length
+            lowered = text
+        kept, position = [], 0
+        for start, end in _runs(lowered, self._pieces):
+            kept += [text[position:start], HIDDEN]
+            position = end
+        return "".join([*kept, text[position:]])
+
+
+def _runs(text: str, pieces: set[str]) -> Iterator[tuple[int, int]]:
+    """Where ``text`` consists of ``pieces`` that may overlap, as starts and ends."""
+    begun, end = None, 0
+    for start in range(len(text) - FRAGMENT + 1):
+        if text[start : start + FRAGMENT] not in pieces:
+            continue
+        if begun is not None and start > end:
+            yield begun, end
+            begun = None
+        begun = start if begun is None else begun
+        end = start + FRAGMENT
+    if begun is not None:
+        yield begun, end
+
+
+def _forms(secret: str) -> Iterator[str]:
+    """A secret as it is, and as other programs write it."""
+    yield from (secret, quote(secret), quote(secret, safe=""), quote_plus(secret), html.escape(secret))
+    escaped = json.dumps(secret)[1:-1]
+    yield from (escaped, escaped.replace("/", r"\/"))
+    if len(secret) < FRAGMENT:
+        return
+    yield secret.encode().hex()
+    for before in range(3):
+        # Those letters of the code that do not depend on what stands around it, as in "user:secret".
+        first, last = -(-before * 8 // 6), (before + len(secret)) * 8 // 6
+        code = base64.b64encode(b"\0" * before + secret.encode()).decode()[first:last]
+        yield from (code, code.replace("+", "-").replace("/", "_"))

@@ -8,7 +8,10 @@ from .base import (
     RunInfo as RunInfo,
     Settings as Settings,
     StoredDataset as StoredDataset,
+    apply_overrides as apply_overrides,
     identity as identity,
+    load_config as load_config,
+    parse_config as parse_config,
 )
 from .inference import (
     AdaptConfig as AdaptConfig,
@@ -52,11 +55,6 @@ from .on_policy import (
     ImportanceCorrection as ImportanceCorrection,
     OnPolicySettings as OnPolicySettings,
     PPOSettings as PPOSettings,
-)
-from .parsing import (
-    apply_overrides as apply_overrides,
-    load_config as load_config,
-    parse_config as parse_config,
 )
 from .runs import (
     CONFIG_KINDS as CONFIG_KINDS,

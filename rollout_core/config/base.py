@@ -1,14 +1,19 @@
-"""What all configuration shares: strict models, their identity in cache keys, and where models and rows come from."""
+"""What all configuration shares: strict models, their identity in cache keys, where models and rows come from; and how
+TOML and overrides become such models, with one line for each thing wrong.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.secrets import refuse_credentials
+from rollout_core.base.settings import refuse_credentials, without_passwords
 
 SCHEMA_VERSION = 1
 Address = Annotated[str, AfterValidator(refuse_credentials)]
@@ -144,3 +149,211 @@ class StoredDataset(_Dataset):
 
 
 DatasetSource = JsonlDataset | ParquetDataset | HuggingFaceDataset | StoredDataset
+
+
+SettingsT = TypeVar("SettingsT", bound=Settings)
+
+ELSEWHERE = {
+    "learning_rate": ("optimizer.lr",),
+    "lr_scheduler_type": ("optimizer.schedule",),
+    "warmup_ratio": ("optimizer.warmup_steps",),
+    "num_train_epochs": ("budget.epochs", "epochs"),
+    "num_epochs": ("budget.epochs", "epochs"),
+    "batch_size": ("minibatch_size",),
+    "per_device_train_batch_size": ("minibatch_size",),
+    "max_length": ("sequence.max_length",),
+    "max_seq_length": ("sequence.max_length",),
+    "max_seq_len": ("max_length", "sequence.max_length"),
+    "packing": ("sequence.max_length",),
+    "max_new_tokens": ("max_tokens", "sampling.max_tokens"),
+    "max_completion_length": ("sampling.max_tokens",),
+    "num_generations": ("samples_per_prompt",),
+    "num_return_sequences": ("n",),
+    "do_sample": ("temperature",),
+    "model_name_or_path": ("uri", "model.uri", "base_model.uri"),
+    "output_dir": ("output.dir",),
+}
+"""What transformers and TRL call a key, and what it is called here; of several the first that there is."""
+
+
+def load_config(
+    path: str | Path,
+    model: type[SettingsT],
+    overrides: Mapping[str, Any] | None = None,
+    options: Mapping[str, str] | None = None,
+) -> SettingsT:
+    """Read a TOML file as ``model``. ``overrides`` maps dotted keys to values, such as ``{"ppo.iterations": 3}``;
+    ``options`` names what gave those that ``--set`` did not.
+
+    Raises ConfigError with one line for each thing wrong: the file or option, the key, what was got and what was
+    expected.
+    """
+    return parse_config(read_toml(path), model, name=str(path), overrides=overrides, options=options)
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The tables of a TOML file. Raises ConfigError where it cannot be read."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such config file") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: not readable as TOML: {error}") from error
+
+
+def parse_config(
+    data: Mapping[str, Any],
+    model: type[SettingsT],
+    *,
+    name: str = "config",
+    overrides: Mapping[str, Any] | None = None,
+    options: Mapping[str, str] | None = None,
+) -> SettingsT:
+    """Validate ``data`` as ``model``; raises ConfigError as `load_config` does."""
+    merged = apply_overrides(data, overrides or {})
+    try:
+        return model.model_validate(merged)
+    except ValidationError as error:
+        origins = {key: (options or {}).get(key, "--set") for key in overrides or {}}
+        own = set(_violations(data, model)) if origins else set()
+        violations = tuple(
+            f"{name if line in own else _option(line, origins) or name}: {line}"
+            for line in _explain(error, model, merged)
+        )
+        raise ConfigError("\n".join(violations), violations) from None
+
+
+def _violations(data: Mapping[str, Any], model: type[BaseModel]) -> list[str]:
+    try:
+        model.model_validate(data)
+    except ValidationError as error:
+        return list(_explain(error, model, data))
+    return []
+
+
+def _option(line: str, origins: Mapping[str, str]) -> str | None:
+    """The options that gave the value, or part of the table, that a line is about."""
+    about = line.partition(":")[0] + "."
+    given = [option for key, option in origins.items() if about.startswith(f"{key}.") or f"{key}.".startswith(about)]
+    return ", ".join(dict.fromkeys(given)) or None
+
+
+def apply_overrides(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of ``data`` with dotted keys replaced. Raises ConfigError where a key leads through a plain value."""
+    result = _copy(data)
+    for dotted, value in overrides.items():
+        *parents, leaf = dotted.split(".")
+        table = result
+        for parent in parents:
+            table = table.setdefault(parent, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"--set {dotted}: {parent!r} is a plain value, not a table")
+        table[leaf] = value
+    return result
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copy(item) for key, item in value.items()}
+    return list(value) if isinstance(value, list | tuple) else value
+
+
+def _explain(error: ValidationError, model: type[BaseModel], data: Any) -> Iterator[str]:
+    seen: set[str] = set()
+    for item in _of_the_kind_meant(error.errors(), data):
+        location = _plain_location(item["loc"], data)
+        dotted = ".".join(str(part) for part in location) or "(top level)"
+        if item["type"] == "extra_forbidden":
+            hint = _nearest_key(model, item["loc"])
+            line = f"{dotted}: unknown key" + (f"; did you mean {hint!r}?" if hint else "")
+        elif item["type"] == "missing":
+            line = f"{dotted}: required, but not given"
+        elif item["type"] == "model_type":
+            dotted = ".".join(str(part) for part in _key_of(item["loc"], data)) or "(top level)"
+            line = f"{dotted}: Input should be a valid dictionary; got {_shown(item['input'])}"
+        elif item["type"] in ("literal_error", "model_attributes_type"):
+            line = f"{dotted}: {item['msg']}; got {_shown(item['input'])}"
+        elif location[-1:] == ["api_key"]:
+            line = f"{dotted}: {item['msg']}; expected the NAME of a secret, such as SERVER_KEY"  # it may be the key
+        else:
+            line = f"{dotted}: {item['msg'].removeprefix('Value error, ')}; got {_shown(item['input'])}"
+        if line not in seen:
+            seen.add(line)
+            yield line
+
+
+def _of_the_kind_meant(errors: list[Any], data: Any) -> list[Any]:
+    """Without what a union's members say of a table whose ``kind`` is another's; where it is nobody's, one line."""
+    refusing = {
+        tuple(item["loc"][:-1]): item
+        for item in errors
+        if item["loc"][-1:] == ("kind",)
+        and item["type"] in ("literal_error", "missing")
+        and _key_of(item["loc"][:-1], data) == _key_of(item["loc"][:-2], data)
+    }
+    kept = [item for item in errors if not any(item["loc"][: len(member)] == member for member in refusing)]
+    for union in dict.fromkeys(member[:-1] for member in refusing):
+        if any(item["loc"][: len(union)] == union and len(item["loc"]) > len(union) for item in kept):
+            continue
+        kinds = [item for member, item in refusing.items() if member[:-1] == union and item["type"] == "literal_error"]
+        if kinds:
+            expected = " or ".join(item["ctx"]["expected"] for item in kinds)
+            kept.append({**kinds[0], "msg": f"Input should be {expected}"})
+    return kept
+
+
+def _key_of(location: tuple[int | str, ...], data: Any) -> list[int | str]:
+    """The parts of ``location`` that are keys of the file."""
+    return _plain_location((*location, ""), data)[:-1]
+
+
+def _shown(value: Any) -> str:
+    text = without_passwords(repr(value))
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _plain_location(location: tuple[int | str, ...], data: Any) -> list[int | str]:
+    """Drops the names of union members that pydantic puts into a location, which are no keys of the file."""
+    plain: list[int | str] = []
+    for position, part in enumerate(location):
+        last = position == len(location) - 1
+        if (isinstance(data, Mapping) and part in data) or (
+            isinstance(data, list | tuple) and isinstance(part, int) and part < len(data)
+        ):
+            data = data[part]  # pyright: ignore[reportCallIssue, reportArgumentType]
+            plain.append(part)
+        elif last:
+            plain.append(part)
+    return plain
+
+
+def _nearest_key(model: type[BaseModel], location: tuple[int | str, ...]) -> str | None:
+    """The key that was meant, as it stands below the same table: one alike, of the same name in a table below, or the
+    one that other libraries call so."""
+    candidates: set[str] = set(model.model_fields)
+    models: list[type[BaseModel]] = [model]
+    for part in location[:-1]:
+        members = [member for member in models if part in member.model_fields]
+        if members:
+            models = [m for member in members for m in _models_in(member.model_fields[str(part)].annotation)]
+        else:
+            models = [member for member in models if member.__name__ == part] or models
+        candidates = {name for member in models for name in member.model_fields}
+    wanted = str(location[-1])
+    below = {key.rpartition(".")[2]: key for member in models for key in _keys_below(member)}
+    known = [name for name in ELSEWHERE.get(wanted, ()) if name in candidates or name in below.values()]
+    close = difflib.get_close_matches(wanted, candidates, n=1, cutoff=0.6)
+    return next(iter([*known, *([below[wanted]] if wanted in below else []), *close]), None)
+
+
+def _keys_below(model: type[BaseModel]) -> Iterator[str]:
+    """Keys of the tables in a model's tables, such as ``optimizer.lr``; the shallowest come last."""
+    for name, field in model.model_fields.items():
+        for inner in _models_in(field.annotation):
+            yield from (f"{name}.{key}" for key in inner.model_fields)
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in get_args(annotation) for model in _models_in(argument)]

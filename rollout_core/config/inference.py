@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from rollout_core.base.devices import probe_device
-from rollout_core.base.numerics import default_threads, numerics_identity
+from rollout_core.base.numerics import default_threads, numerics_identity, probe_device
 from rollout_core.config.base import Address, Settings
 
 

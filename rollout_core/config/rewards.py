@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.isolation.limits import Limits
 from rollout_core.base.numerics import numerics_identity
-from rollout_core.base.secrets import refuse_credentials
+from rollout_core.base.settings import refuse_credentials
 
 MAX_LENGTH = 2_000
 """Characters of an expression."""

@@ -21,7 +21,7 @@ from blake3 import blake3
 
 from rollout_core.base.errors import ConfigError, NotFound, Recoverable
 from rollout_core.base.ids import ContentId, content_id
-from rollout_core.base.scratch import scratch_folder
+from rollout_core.base.locks import scratch_folder
 from rollout_core.config import (
     DatasetSource,
     HuggingFaceDataset,
@@ -43,12 +43,19 @@ from rollout_core.data.datasets import (
 )
 from rollout_core.models.locating import HubOutOfReach, Unchecked, looks_like_hub_id, without_token
 from rollout_core.objects import ObjectStore
+from rollout_core.objects.addresses import (
+    UrlFile,
+    complete_object_id,
+    files_at,
+    is_folder,
+    is_url,
+    local_path,
+    matching_urls,
+)
+from rollout_core.objects.backends import READ_BYTES, RemoteFiles
 from rollout_core.objects.files import storage_faults
-from rollout_core.objects.folders import hash_file
 from rollout_core.objects.records import Dataset
-from rollout_core.objects.remote import READ_BYTES, RemoteFiles
-from rollout_core.objects.short_ids import complete_object_id, is_folder
-from rollout_core.objects.urls import UrlFile, files_at, is_url, local_path, matching_urls
+from rollout_core.objects.trees import hash_file
 
 TABLE_BATCH_ROWS = 500
 """Rows of a table that are in memory together."""

@@ -37,7 +37,7 @@ from pydantic_core import to_jsonable_python
 from rollout_core.base.errors import ConfigError, DataError
 from rollout_core.base.ids import canonical_json
 from rollout_core.base.trusted import trusted
-from rollout_core.models.tokenizers import ChatMessage
+from rollout_core.models.pretrained import ChatMessage
 
 MAX_VIOLATIONS = 20
 """Problems of one data set that are shown together; reading stops there."""

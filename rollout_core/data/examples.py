@@ -18,7 +18,7 @@ from rollout_core.data.datasets import UNTRAINED_LABEL, SftRow
 from rollout_core.data.text import Ask, Encoding, in_step, token_ids_of
 from rollout_core.data.tokenized import DataReport, ItemForm, Tally
 from rollout_core.models.bounded.tokenizing import Chat, marked_tokens
-from rollout_core.models.tokenizers import ChatMessage
+from rollout_core.models.pretrained import ChatMessage
 
 ROWS_AT_ONCE = 500
 """Rows that are tokenised, and in memory, together."""

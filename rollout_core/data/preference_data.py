@@ -17,7 +17,7 @@ from rollout_core.data.examples import in_chunks, report_omissions, row_number
 from rollout_core.data.text import Ask, Encoding, in_step, token_ids_of
 from rollout_core.data.tokenized import DataReport, ItemForm, Tally
 from rollout_core.models.bounded.tokenizing import Chat
-from rollout_core.models.tokenizers import ChatMessage
+from rollout_core.models.pretrained import ChatMessage
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import numpy as np
 
 from rollout_core.base.errors import CorruptObject, NotFound
 from rollout_core.base.ids import ContentId
-from rollout_core.base.scratch import scratch_folder
+from rollout_core.base.locks import scratch_folder
 from rollout_core.objects import ObjectStore
 
 SHOWN_LONGEST = 5

@@ -23,7 +23,7 @@ from rollout_core.data.preference_data import (
     each_unpaired,
 )
 from rollout_core.data.tokenized import DataReport, ItemForm, ItemTable, keep_items, kept_report, open_items
-from rollout_core.models.tokenizers import load_identified_tokenizer
+from rollout_core.models.pretrained import load_identified_tokenizer
 from rollout_core.objects import ObjectStore
 
 ItemT = TypeVar("ItemT")

@@ -23,7 +23,7 @@ import aiohttp
 import orjson
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.secrets import Redaction, require_secret, without_password
+from rollout_core.base.settings import Redaction, require_secret, without_password
 from rollout_core.config import OpenAIBackend
 
 MAX_BACKOFF_SECONDS = 60.0

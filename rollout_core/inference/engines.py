@@ -25,7 +25,7 @@ from rollout_core.base.stopping import children, in_thread, is_stopping, kill_ch
 from rollout_core.config import BackendConfig, OpenAIBackend, ScriptedBackend, TransformersBackend, VLLMBackend
 from rollout_core.inference.base import InferenceBackend, ModelRef
 from rollout_core.inference.lanes import Lanes
-from rollout_core.models.tokenizers import tokenizer_files
+from rollout_core.models.pretrained import tokenizer_files
 
 T = TypeVar("T")
 

@@ -12,10 +12,10 @@ from blake3 import blake3
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.objects import ObjectStore
+from rollout_core.objects.addresses import bucket_exists, files_at, is_url, local_path, mark_of
+from rollout_core.objects.backends import UPLOAD_PART_BYTES, RemoteFiles
 from rollout_core.objects.files import storage_faults
-from rollout_core.objects.folders import file_beside, hash_file
-from rollout_core.objects.remote import UPLOAD_PART_BYTES, RemoteFiles
-from rollout_core.objects.urls import bucket_exists, files_at, is_url, local_path, mark_of
+from rollout_core.objects.trees import file_beside, hash_file
 
 
 class OutputFolder(Protocol):

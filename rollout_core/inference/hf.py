@@ -10,16 +10,14 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from rollout_core.base.devices import probe_device
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
-from rollout_core.base.numerics import check_numerics, cpu_threads
+from rollout_core.base.numerics import check_numerics, cpu_threads, probe_device
 from rollout_core.config import SamplingParams, TransformersBackend
 from rollout_core.data.samples import Completion, FinishReason, TopLogprobs
 from rollout_core.data.text import decode_completions, told_tokens
 from rollout_core.inference.base import GathersStream, ModelRef, Request
-from rollout_core.models.pretrained import load_causal_lm
-from rollout_core.models.tokenizers import load_tokenizer
+from rollout_core.models.pretrained import load_causal_lm, load_tokenizer
 
 
 class TransformersEngine(GathersStream):

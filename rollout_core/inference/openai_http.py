@@ -25,7 +25,7 @@ from rollout_core.inference.base import GathersStream, ModelRef, Request
 from rollout_core.inference.endpoint import Endpoint, Malformed, Passing, Refused
 from rollout_core.inference.openai_wire import OtherDialect, body_of, longest_answer, no_vllm, outcome_of, path_of
 from rollout_core.models.facts import vocab_size
-from rollout_core.models.tokenizers import load_tokenizer
+from rollout_core.models.pretrained import load_tokenizer
 
 POLL_SECONDS = 0.02
 """Time between looks for further requests while there are none."""

@@ -10,7 +10,7 @@ from rollout_core.config import ScriptedBackend
 from rollout_core.data.samples import Completion
 from rollout_core.data.text import token_ids_of
 from rollout_core.inference.base import GathersStream, ModelRef, Request
-from rollout_core.models.tokenizers import load_tokenizer
+from rollout_core.models.pretrained import load_tokenizer
 
 GROUP = 256
 """Prompts whose texts are tokenised together."""

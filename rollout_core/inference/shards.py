@@ -40,7 +40,7 @@ from rollout_core.inference.batch import (
     complete_samples,
 )
 from rollout_core.inference.runs import EventLog
-from rollout_core.models.tokenizers import load_tokenizer
+from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.gc import FINISHED_REFS
 from rollout_core.objects.records import PromptShards, ShardCompletions

@@ -22,18 +22,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from rollout_core import DISTRIBUTION
-from rollout_core.base.devices import probe_device
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.base.ids import ContentId
-from rollout_core.base.numerics import check_numerics, is_portable_here
-from rollout_core.base.secrets import read_secret
+from rollout_core.base.numerics import check_numerics, is_portable_here, probe_device
+from rollout_core.base.settings import read_secret
 from rollout_core.config import SamplingParams, StructuredOutput, VLLMBackend
 from rollout_core.data.samples import Completion, Failure, Outcome, TopLogprobs
 from rollout_core.data.text import decode_completions, told_tokens
 from rollout_core.inference.base import GathersStream, ModelRef, Request, vllm_constraint
 from rollout_core.inference.engine_process import engine_files, noting_segments
-from rollout_core.models.pretrained import load_causal_lm, start_vllm
-from rollout_core.models.tokenizers import load_tokenizer
+from rollout_core.models.pretrained import load_causal_lm, load_tokenizer, start_vllm
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput

@@ -26,9 +26,9 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from rollout_core.base.errors import ConfigError, Recoverable, RolloutError, error_of, is_own_error
 from rollout_core.base.ids import ContentId
+from rollout_core.base.locks import scratch_folder
 from rollout_core.base.numerics import default_threads
 from rollout_core.base.processes import search_path, signal_name
-from rollout_core.base.scratch import scratch_folder
 from rollout_core.base.settings import stop_seconds
 
 if TYPE_CHECKING:

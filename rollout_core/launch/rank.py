@@ -127,7 +127,7 @@ def join() -> None:
     import torch
     import torch.distributed as dist
 
-    from rollout_core.base.devices import probe_device
+    from rollout_core.base.numerics import probe_device
 
     device = None
     if probe_device() == "cuda":

@@ -6,9 +6,7 @@ from .model_import import (
     import_model as import_model,
 )
 from .pretrained import (
-    load_causal_lm as load_causal_lm,
-)
-from .tokenizers import (
     ChatMessage as ChatMessage,
+    load_causal_lm as load_causal_lm,
     load_tokenizer as load_tokenizer,
 )

@@ -19,8 +19,17 @@ import orjson
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId, content_id
-from rollout_core.models.pretrained import build_model, check_tensors, check_weights, read_config, read_object
-from rollout_core.models.tokenizers import load_identified_tokenizer, load_tokenizer, one_line, prepare_transformers
+from rollout_core.models.pretrained import (
+    build_model,
+    check_tensors,
+    check_weights,
+    load_identified_tokenizer,
+    load_tokenizer,
+    one_line,
+    prepare_transformers,
+    read_config,
+    read_object,
+)
 from rollout_core.objects import ObjectStore
 
 FLOAT32_BYTES = 4

@@ -14,29 +14,28 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rollout_core.base.errors import ConfigError, Conflict, Recoverable
 from rollout_core.base.ids import ContentId, content_id, is_content_id
-from rollout_core.base.scratch import scratch_folder
+from rollout_core.base.locks import scratch_folder
 from rollout_core.config import ModelSource
 from rollout_core.models.bounded.inspecting import check_adapter_fit, inspect_bounded
-from rollout_core.models.facts import ModelFacts, blank_model, mark_of, recall, remember
+from rollout_core.models.facts import ModelFacts, mark_of, recall, remember
 from rollout_core.models.locating import (
     HubOutOfReach,
     Unchecked,
+    check_own_file,
+    check_stored,
     fetch_from_hub,
+    file_tree,
+    linked_files,
     locate_model,
     locate_tokenizer,
     looks_like_hub_id,
+    model_files,
 )
-from rollout_core.models.model_folders import check_own_file, check_stored, file_tree, linked_files, model_files
-from rollout_core.models.pretrained import adapted, load_causal_lm, read_adapter_config, read_object
+from rollout_core.models.pretrained import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapted, load_causal_lm
 from rollout_core.objects import ObjectStore, TreeManifest
-
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_OUTPUTS = ("lm_head", "embed_tokens", "wte", "embed_out")
-"""Layers that models with tied embeddings use twice."""
 
 
 def import_model(source: ModelSource, objects: ObjectStore, base: Path) -> ContentId:
@@ -83,7 +82,7 @@ def check_adapter(uri: str, model_folder: Path, base: Path, objects: ObjectStore
     tokenizer are enough; of an adapter on the hub, too. Raises Unchecked where that is not known now."""
     try:
         with _opened(uri, base, objects, whole=False) as folder:
-            check_adapter_fit(folder, model_folder, whole=(folder / WEIGHTS).is_file())
+            check_adapter_fit(folder, model_folder, whole=(folder / ADAPTER_WEIGHTS).is_file())
     except (HubOutOfReach, Recoverable) as error:
         raise Unchecked(f"adapter {uri!r}, as the hub cannot be reached") from error
 
@@ -94,7 +93,7 @@ def import_adapted(model: ContentId, uri: str, objects: ObjectStore, base: Path)
     Needs memory and scratch space for the whole model. Raises ConfigError where there is no adapter that fits.
     """
     with _opened(uri, base, objects, whole=True) as folder:
-        files = {name: folder / name for name in (CONFIG, WEIGHTS)}
+        files = {name: folder / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
         # Without what else may lie beside them.
         adapter = ContentId(uri) if is_content_id(uri) else file_tree(objects, files)
     ref = f"merged-models/{content_id('merged-model/1', [model, adapter])}"
@@ -123,9 +122,11 @@ def _opened(uri: str, base: Path, objects: ObjectStore | None, *, whole: bool) -
     elif not looks_like_hub_id(uri):
         raise ConfigError(f"adapter folder {uri!r} does not exist (looked at {base / uri}); give a folder or a hub id")
     else:
-        folder = fetch_from_hub(uri, None, "adapter", (CONFIG, WEIGHTS) if whole else (CONFIG,), download=True)
+        folder = fetch_from_hub(
+            uri, None, "adapter", (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if whole else (ADAPTER_CONFIG,), download=True
+        )
         assert folder is not None, "what was downloaded has a folder"
-        yield _with_files(folder, (CONFIG, WEIGHTS) if whole else (CONFIG,))
+        yield _with_files(folder, (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if whole else (ADAPTER_CONFIG,))
 
 
 @contextmanager
@@ -134,13 +135,13 @@ def _stored(adapter: ContentId, objects: ObjectStore | None) -> Iterator[Path]:
         raise Unchecked(f"adapter {adapter}, as the object store cannot be reached")
     if not objects.tree_is_present(adapter):
         raise ConfigError(f"adapter {adapter} is not in the object store {objects.url}")
-    wanted = tuple(file for file in objects.manifest(adapter).files if file.path in (CONFIG, WEIGHTS))
+    wanted = tuple(file for file in objects.manifest(adapter).files if file.path in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
     with scratch_folder("adapter") as scratch:
         objects.get_files(TreeManifest(files=wanted), scratch)
         yield scratch
 
 
-def _with_files(folder: Path, names: tuple[str, ...] = (CONFIG, WEIGHTS)) -> Path:
+def _with_files(folder: Path, names: tuple[str, ...] = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)) -> Path:
     for name in names:
         if not (folder / name).is_file():
             raise ConfigError(
@@ -149,74 +150,6 @@ def _with_files(folder: Path, names: tuple[str, ...] = (CONFIG, WEIGHTS)) -> Pat
             )
         check_own_file(folder / name)
     return folder
-
-
-def check_fit(folder: Path, model_folder: Path, *, whole: bool) -> None:
-    """Raise ConfigError unless the adapter's configuration fits the model, and with ``whole`` its tensors both."""
-    from peft import PeftModel, get_peft_model_state_dict
-
-    config = _read_config(folder)
-    model = blank_model(model_folder)
-    # Which way they were drawn at first does not matter, and some cannot be drawn without the model's weights.
-    config.init_lora_weights = False
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            wrapped = PeftModel(model, config, low_cpu_mem_usage=True)
-    except (ValueError, TypeError) as error:
-        from rollout_core.models.lora import linear_layers
-
-        raise ConfigError(
-            f"adapter {folder} does not fit the model: {' '.join(str(error).split())} The linear layers of "
-            f"{type(model).__name__} are {', '.join(linear_layers(model))}"
-        ) from error
-    expected = {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(wrapped).items()}
-    twice = [name for name in expected if any(f".{layer}." in name for layer in _OUTPUTS)]
-    if twice and getattr(model.config, "tie_word_embeddings", False):
-        raise ConfigError(
-            f"adapter {folder} changes {twice[0]}, but the model's output layer and embeddings are one tensor, which "
-            "cannot hold two changes; train the adapter without it"
-        )
-    if whole:
-        _compare(folder / WEIGHTS, expected)
-
-
-def _compare(file: Path, expected: dict[str, tuple[int, ...]]) -> None:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="numpy") as tensors:
-            found = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file} is no whole safetensors file ({error})") from error
-    problems = [f"{name} is missing" for name in sorted(expected.keys() - found.keys())]
-    problems += [f"{name} is of no layer of the model" for name in sorted(found.keys() - expected.keys())]
-    problems += [
-        f"{name} has shape {list(found[name])}, not {list(shape)}"
-        for name, shape in sorted(expected.items())
-        if name in found and found[name] != shape
-    ]
-    if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise ConfigError(f"{file} does not fit model and {CONFIG}: {problems[0]}{more}; was it made for this model?")
-
-
-def _read_config(folder: Path) -> Any:
-    from peft import LoraConfig
-
-    file = folder / CONFIG
-    document = read_object(file)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of keys of newer versions that this one does not need
-            config = read_adapter_config(folder)
-    except (ValueError, TypeError, KeyError, OSError) as error:
-        raise ConfigError(f"{file}: no configuration of an adapter: {' '.join(str(error).split())}") from error
-    if not isinstance(config, LoraConfig):
-        raise ConfigError(f"{file}: an adapter of type {document.get('peft_type')!r}; only 'LORA' is merged here")
-    if config.task_type not in (None, "CAUSAL_LM"):
-        raise ConfigError(f"{file}: an adapter for {config.task_type!r}; expected one of a language model, 'CAUSAL_LM'")
-    return config
 
 
 def _merge(model_folder: Path, adapter_folder: Path, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""The one door to what transformers, peft and vLLM load from a model folder.
+"""The one door to what transformers, peft and vLLM load from a model folder: configuration, weights and tokenizer.
 
 Whatever a folder holds or names, none of its code is run, and nobody is asked whether it should be: a library that is
 not told so asks on standard input. No other module calls these libraries' loading functions.
@@ -11,17 +11,25 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from rollout_core.base.errors import ConfigError
+from pydantic import BaseModel, ConfigDict
+
+from rollout_core.base.errors import ConfigError, Conflict
+from rollout_core.base.ids import ContentId, content_id
+from rollout_core.objects.trees import hash_file
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _KERNEL_KEYS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 MOST_TENSORS = 300_000
 """In one file: twice what the largest mixtures of experts have in all."""
@@ -247,3 +255,91 @@ def _check_shards(folder: Path) -> None:
         absent = sorted(name for name in named if not (folder / name).is_file())
         if absent:
             raise ConfigError(f"{index} names {absent[0]}, which is not there; was the model downloaded to the end?")
+
+
+_VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model")
+
+TOKENIZER_FILES = (
+    *_VOCABULARY_FILES,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+_importing = threading.Lock()
+
+
+def prepare_transformers() -> None:
+    """Make the names that are used here: transformers does so when they are first asked for, and not for two threads
+    at once."""
+    with _importing:
+        from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The fast tokenizer of a model folder. Raises ConfigError when there is none."""
+    prepare_transformers()
+    # Without one, transformers would make up a tokenizer that knows no words.
+    if not any(fnmatch(file.name, pattern) for file in tokenizer_files(folder) for pattern in _VOCABULARY_FILES):
+        raise ConfigError(f"no tokenizer in {folder}; expected one of {', '.join(_VOCABULARY_FILES)}")
+    try:
+        # For some types of models transformers has a tokenizer of its own, which it takes even where the folder says
+        # that tokenizer.json is all there is; its words would be split in other places.
+        return read_tokenizer(folder, generic=_is_generic_tokenizer(folder))
+    except ConfigError:
+        raise
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise ConfigError(f"no usable tokenizer in {folder}: {one_line(error)}") from error
+
+
+def load_identified_tokenizer(folder: Path) -> tuple[Any, ContentId]:
+    """`load_tokenizer` and the `tokenizer_id` of what was loaded. Raises Conflict where the files change meanwhile."""
+    before = tokenizer_id(folder)
+    tokenizer = load_tokenizer(folder)
+    if tokenizer_id(folder) != before:
+        raise Conflict(f"the tokenizer in {folder} changed while it was read; run again when nobody writes to it")
+    return tokenizer, before
+
+
+def _is_generic_tokenizer(folder: Path) -> bool:
+    settings = folder / "tokenizer_config.json"
+    if not (folder / "tokenizer.json").is_file() or not settings.is_file():
+        return False
+    named = read_object(settings).get("tokenizer_class")
+    return named in ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of a model folder that make its tokenizer, sorted by name."""
+    return [
+        file
+        for file in sorted(folder.iterdir())
+        if file.is_file() and any(fnmatch(file.name, pattern) for pattern in TOKENIZER_FILES)
+    ]
+
+
+def tokenizer_id(folder: Path) -> ContentId:
+    """Identity of the tokenizer of a model folder: the contents of its files, chat template included."""
+    return content_id("tokenizer/1", {file.name: hash_file(file)[1] for file in tokenizer_files(folder)})
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the tokenizer's files of one model folder into another, byte for byte."""
+    for file in tokenizer_files(source):
+        shutil.copyfile(file, target / file.name)
+
+
+class ChatMessage(BaseModel):
+    """One turn of a conversation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str

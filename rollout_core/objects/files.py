@@ -1,20 +1,30 @@
-"""What the object store asks of the place that holds its bytes, and what a fault of that place means to the user.
+"""What the object store asks of the place that holds its bytes, and what a fault of that place means to the user;
+hashing beside input and output; and what a ref's file says.
 
 A *key* is a slash-separated path below the store's root, such as ``cas/ab/cd/abcd...``.
+
+The second line binds the id to the name, so that a ref that was damaged, cut, edited or put in another's place is
+noticed when it is read. Earlier versions wrote the id alone. Such a ref counts while what it names is there; so does
+one that was cut to its first line, which still says what it said.
 """
 
 from __future__ import annotations
 
 import errno
+import json
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
-from typing import Protocol
+from typing import Any, Protocol
+
+from blake3 import blake3
 
 from rollout_core.base.errors import ConfigError, Recoverable, RetryHint, RolloutError
-from rollout_core.base.ids import ContentId
-from rollout_core.base.secrets import without_passwords
+from rollout_core.base.ids import ContentId, content_id, is_content_id
+from rollout_core.base.settings import without_passwords
 
 CHUNK_BYTES = 4 * 2**20
 """How much is read or written at once."""
@@ -173,3 +183,152 @@ def _fault(error: Exception, what: str) -> RolloutError:
     if number in _FULL:
         return Recoverable(f"{message}; free some space, then run again", RetryHint(30.0, 600.0))
     return Recoverable(f"{message}; a passing fault, try again", RetryHint(1.0, 60.0))
+
+
+_WORTH_A_THREAD_BYTES = 2**20
+
+
+class ContentHasher:
+    """Content id of bytes that pass by in chunks.
+
+    Large chunks are hashed by a thread while the caller does something else with them, so that copying costs little
+    more than writing. Use as a context manager: the thread ends with it.
+    """
+
+    def __init__(self) -> None:
+        self._blake3 = blake3()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __enter__(self) -> ContentHasher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    @contextmanager
+    def hashing(self, chunk: bytes) -> Iterator[None]:
+        """Hash ``chunk`` while the block runs."""
+        if len(chunk) < _WORTH_A_THREAD_BYTES:
+            self._blake3.update(chunk)
+            yield
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="object-hash")
+        update = self._pool.submit(self._blake3.update, chunk)
+        try:
+            yield
+        finally:
+            update.result()
+
+    @property
+    def content_id(self) -> ContentId:
+        """Of all chunks so far."""
+        return ContentId(self._blake3.hexdigest())
+
+
+_MOST = 100_000
+_found_whole: set[tuple[str, Hashable]] = set()
+
+
+def once_whole(where: str, mark: Hashable, check: Callable[[], bool]) -> bool:
+    """Whether ``check`` says so, or has said so of the file at ``where`` while it was as ``mark`` says."""
+    if (where, mark) in _found_whole:
+        return True
+    if not check():
+        return False
+    if len(_found_whole) >= _MOST:
+        _found_whole.clear()
+    _found_whole.add((where, mark))
+    return True
+
+
+def hashed(chunks: Iterable[bytes], hasher: blake3) -> Iterator[bytes]:
+    """The chunks, each after it went into ``hasher``."""
+    for chunk in chunks:
+        hasher.update(chunk)
+        yield chunk
+
+
+def have_id(chunks: Iterable[bytes], content_id: ContentId) -> bool:
+    """Whether the content id of these bytes is ``content_id``."""
+    hasher = blake3()
+    for chunk in chunks:
+        hasher.update(chunk)
+    return hasher.hexdigest() == content_id
+
+
+# Hidden files, such as those that a file manager leaves behind, are nobody's ref.
+_SEGMENT = "[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}"
+_NAME = re.compile(f"{_SEGMENT}(/{_SEGMENT})*")
+
+
+@dataclass(frozen=True)
+class RefContent:
+    """What the file of a ref says."""
+
+    named: ContentId
+    is_checked: bool
+    """Whether it has the line that binds the id to the name; refs of earlier versions have none."""
+
+
+def is_ref_name(name: str) -> bool:
+    """Whether a ref can have this name."""
+    return _NAME.fullmatch(name) is not None
+
+
+def ref_key(name: str) -> str:
+    """Where a ref lies below the store's root. Raises ConfigError for what is no name of a ref."""
+    if not is_ref_name(name):
+        raise ConfigError(
+            f"not a ref name: {name!r}; expected segments of letters, digits, '.', '_' and '-', joined by '/', none of "
+            "which begins with a dot"
+        )
+    return f"refs/{name}"
+
+
+def encode_ref(name: str, named: ContentId) -> bytes:
+    """The content of the file of ref ``name``."""
+    return f"{named}\n{_check(name, named)}\n".encode()
+
+
+def decode_ref(name: str, data: bytes) -> RefContent | None:
+    """What the file of ref ``name`` says; None where neither `encode_ref` nor an earlier version wrote it so."""
+    digits = data[:64].decode(errors="replace")
+    if not is_content_id(digits):
+        return None
+    named = ContentId(digits)
+    is_checked = data == encode_ref(name, named)
+    return RefContent(named, is_checked) if is_checked or data[64:] in (b"", b"\n") else None
+
+
+def _check(name: str, named: ContentId) -> ContentId:
+    return content_id("ref/1", [name, named])
+
+
+RESULT_REFS = "results"
+SNAPSHOT_REFS = "snapshots"
+LINEAGE_REFS = "lineage"
+SELF_NAMED_REFS = (RESULT_REFS, SNAPSHOT_REFS, LINEAGE_REFS)
+RECORD_BYTES = 2**20
+"""Records are rarely larger."""
+
+
+def own_refs(document: Any) -> set[str]:
+    """Names of the refs under which a stored document says it belongs; none where it is no such record."""
+    match document:
+        case {"metadata": {"storage_key": str(key)}, "result": _}:
+            return {f"{RESULT_REFS}/{key}"}
+        case {"id": str(snapshot), "run_id": str(run), "files": files, "algorithm": _} if is_content_id(files):
+            return {f"{SNAPSHOT_REFS}/{snapshot}/{run}"}
+        case {"stage": str(), "key": str(), "outputs": [*outputs]}:
+            return {f"{LINEAGE_REFS}/{output}" for output in outputs if is_content_id(output)}
+    return set()
+
+
+def parsed(data: bytes) -> Any:
+    """The JSON of a blob; None where it is none."""
+    try:
+        return json.loads(data)
+    except ValueError:
+        return None

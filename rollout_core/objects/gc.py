@@ -15,9 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from rollout_core.base.errors import CorruptRef
 from rollout_core.base.ids import ContentId, is_content_id
-from rollout_core.objects.files import FileStat
-from rollout_core.objects.hashing import hashed
-from rollout_core.objects.refs import LINEAGE_REFS, RECORD_BYTES, SELF_NAMED_REFS, SNAPSHOT_REFS
+from rollout_core.objects.files import LINEAGE_REFS, RECORD_BYTES, SELF_NAMED_REFS, SNAPSHOT_REFS, FileStat, hashed
 from rollout_core.objects.store import ObjectStore, blob_key
 
 log = logging.getLogger(__name__)

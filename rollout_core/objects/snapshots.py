@@ -23,12 +23,10 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 from rollout_core.base.errors import ConfigError, Conflict, CorruptObject, CorruptRef, MissingObject, NotFound
 from rollout_core.base.ids import ContentId, canonical_json
 from rollout_core.objects import ObjectStore, TreeFile, TreeManifest
-from rollout_core.objects.folders import appearing_folder, files_of, read_file
+from rollout_core.objects.addresses import complete_snapshot_id
+from rollout_core.objects.files import SNAPSHOT_REFS, ContentHasher
 from rollout_core.objects.gc import GcReport, collect_garbage
-from rollout_core.objects.hashing import ContentHasher
-from rollout_core.objects.refs import SNAPSHOT_REFS
-from rollout_core.objects.short_ids import complete_snapshot_id
-from rollout_core.objects.trees import tar_stream
+from rollout_core.objects.trees import appearing_folder, files_of, read_file, tar_stream
 
 log = logging.getLogger(__name__)
 

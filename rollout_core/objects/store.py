@@ -27,11 +27,24 @@ from rollout_core.base.errors import (
     Recoverable,
 )
 from rollout_core.base.ids import ContentId, canonical_json, hash_bytes
-from rollout_core.base.locks import exclusive
-from rollout_core.base.scratch import sweep
-from rollout_core.base.secrets import refuse_credentials, without_password
-from rollout_core.objects.files import Files, FileStat, storage_faults
-from rollout_core.objects.folders import (
+from rollout_core.base.locks import exclusive, sweep
+from rollout_core.base.settings import refuse_credentials, without_password
+from rollout_core.objects.backends import LocalFiles, RemoteFiles
+from rollout_core.objects.files import (
+    SNAPSHOT_REFS,
+    ContentHasher,
+    Files,
+    FileStat,
+    RefContent,
+    decode_ref,
+    encode_ref,
+    is_ref_name,
+    ref_key,
+    storage_faults,
+)
+from rollout_core.objects.trees import (
+    TreeFile,
+    TreeManifest,
     appearing_folder,
     damaged_file,
     file_beside,
@@ -42,11 +55,6 @@ from rollout_core.objects.folders import (
     reading,
     write_new_file,
 )
-from rollout_core.objects.hashing import ContentHasher
-from rollout_core.objects.local import LocalFiles
-from rollout_core.objects.refs import SNAPSHOT_REFS, RefContent, decode_ref, encode_ref, is_ref_name, ref_key
-from rollout_core.objects.remote import RemoteFiles
-from rollout_core.objects.trees import TreeFile, TreeManifest
 
 log = logging.getLogger(__name__)
 

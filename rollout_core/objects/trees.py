@@ -1,18 +1,31 @@
-"""A folder as a manifest: sorted relative paths, sizes and content ids; and the one tar stream that stands for it.
+"""A folder as a manifest: sorted relative paths, sizes and content ids; the one tar stream that stands for it; and
+local folders and files as the object store takes them in and gives them back.
 
 Two folders that share files share blobs. Modes, times and empty folders are not kept: a tree is what its files say.
 """
 
 from __future__ import annotations
 
+import glob
+import os
+import shutil
+import stat
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from io import FileIO
 from itertools import pairwise
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, BinaryIO, Literal
 
+from blake3 import blake3
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from ulid import ULID
 
+from rollout_core.base.errors import ConfigError, Conflict, RolloutError
 from rollout_core.base.ids import ContentId
+from rollout_core.base.locks import held, sweep
+from rollout_core.objects.files import CHUNK_BYTES, storage_faults, write_all
 
 
 def _safe_path(path: str) -> str:
@@ -107,3 +120,205 @@ def _exactly(chunks: Iterable[bytes], path: str, size: int) -> Iterator[bytes]:
         yield chunk
     if left:
         raise ValueError(f"{path} is not {size} bytes long, as it was when its folder was read")
+
+
+WRITE_BYTES = 2**20
+
+
+def files_of(folder: Path) -> dict[str, Path]:
+    """Relative path to real path of every file below ``folder``, sorted by relative path.
+
+    Links to files inside the folder count as those files. Raises ConfigError for what a tree cannot hold: links that
+    leave the folder, links to folders, sockets and devices, and names that are not UTF-8.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"not a folder: {folder}; expected the folder to store")
+    root = folder.resolve()
+    with reading(folder):
+        found = {_utf8(path.relative_to(root).as_posix()): _regular_file(path, root) for path in _walk(root)}
+    return dict(sorted(found.items()))
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _walk(folder / entry.name)
+            else:
+                yield folder / entry.name
+
+
+def _regular_file(path: Path, root: Path) -> Path:
+    try:
+        real = path.resolve()
+    except RuntimeError as error:
+        raise ConfigError(f"link {path} leads to itself; put the file in its place") from error
+    if not real.is_relative_to(root):
+        raise ConfigError(f"link {path} leads out of the folder, to {real}; put a copy of the file in its place")
+    try:
+        mode = os.stat(real).st_mode
+    except OSError as error:
+        raise ConfigError(f"cannot store {path}: {error.strerror}") from error
+    if not stat.S_ISREG(mode):
+        raise ConfigError(f"cannot store {path}: not a regular file; a tree holds regular files only")
+    return real
+
+
+def _utf8(path: str) -> str:
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"file name {path!r} is not UTF-8; rename the file") from error
+    return path
+
+
+def read_file(path: Path) -> Iterator[bytes]:
+    """Bytes of a local file in chunks. Raises ConfigError if it cannot be read."""
+    with reading(path), open(path, "rb", buffering=0) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn a failure to read the caller's file into a ConfigError that names it."""
+    try:
+        yield
+    except RolloutError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def hash_file(path: Path) -> tuple[int, ContentId]:
+    """Size in bytes and content id of a local file."""
+    hasher = blake3()
+    size = 0
+    for chunk in read_file(path):
+        hasher.update(chunk)
+        size += len(chunk)
+    return size, ContentId(hasher.hexdigest())
+
+
+def write_new_file(path: Path, chunks: Iterator[bytes]) -> None:
+    """Write ``chunks`` to a file that must not exist, and fsync it."""
+    with storage_faults("write", str(path)):
+        file = FileIO(path, "x")
+    with file:
+        for chunk in chunks:
+            with storage_faults("write", str(path)):
+                write_all(file, chunk)
+        with storage_faults("write", str(path)):
+            os.fsync(file.fileno())
+
+
+class FileBeside:
+    """A file under a temporary name beside ``path``, which it takes when it is whole and on disk."""
+
+    def __init__(self, file: BinaryIO, temporary: Path, path: Path) -> None:
+        self.write = file.write
+        self._file = file
+        self._temporary = temporary
+        self._path = path
+
+    def appear(self) -> None:
+        """Take the name, and the place of what has it."""
+        self._sync()
+        self._temporary.replace(self._path)
+
+    def appear_unless_there(self) -> bool:
+        """Take the name; False, and nothing done, where something has it."""
+        self._sync()
+        try:
+            os.link(self._temporary, self._path)
+        except FileExistsError:
+            return False
+        return True
+
+    def _sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+@contextmanager
+def file_beside(path: Path) -> Iterator[FileBeside]:
+    """A file to write that becomes ``path`` within the block, or is gone after it.
+
+    Its folder is made where it is missing, and is durable when the block has ended; what killed processes left beside
+    ``path`` is removed.
+    """
+
+    def make() -> Path:
+        temporary = path.with_name(f".{path.name}.{ULID()}.tmp")
+        temporary.touch()
+        return temporary
+
+    with storage_faults("write", str(path)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sweep(path.parent, f".{glob.escape(path.name)}.*.tmp")
+        with held(make) as temporary:
+            try:
+                with temporary.open("wb", buffering=WRITE_BYTES) as file:
+                    yield FileBeside(file, temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
+        descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def appearing_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside ``folder`` that takes its name when the block ends well.
+
+    Raises Conflict if ``folder`` exists and is not empty.
+    """
+
+    def make() -> Path:
+        temporary = folder.with_name(f".{folder.name}.{ULID()}.tmp")
+        with storage_faults("write", str(folder)):
+            temporary.mkdir(parents=True)
+        return temporary
+
+    with storage_faults("write", str(folder)):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise Conflict(f"{folder} exists and is not empty; expected a new folder")
+    sweep(folder.parent, f".{glob.escape(folder.name)}.*.tmp")
+    with held(make) as temporary:
+        try:
+            yield temporary
+            with storage_faults("write", str(folder)):
+                os.rename(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+_known_whole: set[tuple[str, tuple[tuple[int, int, int], ...]]] = set()
+"""Folders this process has read and found whole, with inode, size and time of change of their files."""
+
+
+def damaged_file(folder: Path, manifest: TreeManifest) -> Path | None:
+    """The first file that is missing or is not what the manifest says; None where all are whole.
+
+    Files are read once a process, and again only after a change.
+    """
+    try:
+        stats = [(folder / file.path).stat() for file in manifest.files]
+    except OSError:
+        return folder
+    known = str(folder), tuple((stat.st_ino, stat.st_size, stat.st_ctime_ns) for stat in stats)
+    if known in _known_whole:
+        return None
+    for file in manifest.files:
+        if hash_file(folder / file.path) != (file.size, file.content_id):
+            return folder / file.path
+    _known_whole.add(known)
+    return None
+
+
+def make_read_only(folder: Path, manifest: TreeManifest) -> None:
+    """Take away the right to write the manifest's files by accident."""
+    for file in manifest.files:
+        (folder / file.path).chmod(0o444)

@@ -23,17 +23,17 @@ from blake3 import blake3
 from rollout_core.base.errors import CorruptObject, CorruptRef, MissingObject, Recoverable
 from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.gc import begins_like_json, named_ids
-from rollout_core.objects.hashing import hashed
-from rollout_core.objects.refs import (
+from rollout_core.objects.files import (
     LINEAGE_REFS,
     RECORD_BYTES,
     RESULT_REFS,
     SELF_NAMED_REFS,
     SNAPSHOT_REFS,
+    hashed,
     own_refs,
     parsed,
 )
+from rollout_core.objects.gc import begins_like_json, named_ids
 from rollout_core.objects.snapshots import PROGRESS_REFS
 from rollout_core.objects.store import blob_key
 from rollout_core.objects.trees import TREE_BEGINS

@@ -22,10 +22,9 @@ from rollout_core.config.rewards import (
     compile_expression,
     plain_rewards,
 )
-from rollout_core.rewards.functions import is_batched, load_function
 from rollout_core.rewards.scoring import INPUT_FIELDS, RewardFunction, RewardInput, places, score, whole_batch
 from rollout_core.rewards.source_ids import RewardSource, read_source
-from rollout_core.rewards.user_code import UserCode, importable
+from rollout_core.rewards.user_code import UserCode, importable, is_batched, load_function
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +144,7 @@ class RewardProcess:
         self._kwargs = dict(kwargs)
         name = code.callable
         self._child = Child(
-            "rollout_core.rewards.worker:handle",
+            "rollout_core.rewards.scoring:handle",
             limits,
             on_line=lambda line: on_line(f"reward {name}: {line}"),
             prepare=self._load,

@@ -1,14 +1,18 @@
-"""Calling a reward: what it is given, and what of its answers counts."""
+"""Calling a reward: what it is given, what of its answers counts, and the child process that calls a user's own.
+Imports little, to start quickly.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Any, TypeVar
 
-from rollout_core.base.errors import Fatal, Recoverable, as_cause, in_words, shown
+from rollout_core.base.errors import Fatal, Recoverable, RolloutError, as_cause, in_words, shown
+from rollout_core.rewards.user_code import UserCode, importable, is_batched, load_function
 
 
 @dataclass(frozen=True)
@@ -110,3 +114,33 @@ def _number(reward: RewardFunction, value: Any, place: str) -> float:
     if not math.isfinite(number):
         raise Fatal(f"reward {reward.name} returned {shown(value)} for {place}; expected a finite number")
     return number
+
+
+_loaded: RewardFunction | None = None
+_imports = ExitStack()
+
+
+def handle(request: dict[str, Any], report: Callable[[int], None]) -> Any:
+    """Load the function that a request brings the code of, which is the first; score the inputs of any other."""
+    global _loaded
+    if "code" in request:
+        code, kwargs = UserCode.from_document(request["code"]), request["kwargs"]
+        _imports.enter_context(importable(code, alone=True))
+        function = load_function(code, kwargs)
+        _loaded = RewardFunction(code.callable, lambda given: function(given, **kwargs), is_batched(function))
+        return None
+    reward = _loaded
+    assert reward is not None, "the caller loads it first"
+    inputs = [RewardInput(**dict(zip(INPUT_FIELDS, row, strict=True))) for row in request["inputs"]]
+    at = [whole_batch(inputs)]
+
+    def on_sample(index: int) -> None:
+        report(index)
+        at[0] = f"sample {index}"
+
+    try:
+        return score(reward, inputs, on_sample=on_sample)
+    except RolloutError:
+        raise
+    except BaseException as error:  # whatever it is: here it is no signal to this project
+        raise Fatal(f"reward {reward.name} failed on {at[0]}: {in_words(error)}") from error

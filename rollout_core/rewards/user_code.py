@@ -1,4 +1,5 @@
-"""A user's own code as it was read: its files, where they may lie, and modules made of them.
+"""A user's own code as it was read: its files, where they may lie, modules made of them, and the reward function in
+one, checked so that what is wrong with it is known before any work.
 
 What was read (by `rollout_core.rewards.source_ids`) is what counts in ids and what is run, however the files change
 meanwhile. Imports little, as each process that runs such code starts with it.
@@ -12,6 +13,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import json
 import sys
 import sysconfig
@@ -23,7 +25,7 @@ from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
 import rollout_core
-from rollout_core.base.errors import ConfigError, in_words
+from rollout_core.base.errors import ConfigError, in_words, near, shown
 
 
 @dataclass(frozen=True)
@@ -289,3 +291,45 @@ def _refuse_a_strangers_name(code: UserCode, name: str, module: Any) -> None:
             f"reward {code.callable} imports {name} from {code.imported[name].path}, but {place} is loaded under that "
             "name already; rename the file"
         )
+
+
+def load_function(code: UserCode, kwargs: Mapping[str, Any]) -> Any:
+    """The function that ``code.callable`` names; inside `importable`. Raises ConfigError."""
+    name = code.callable
+    function = _attribute(load_module(code), name.rpartition(":")[2], name)
+    _check_callable(function, name, kwargs, is_batched(function))
+    return function
+
+
+def is_batched(function: Any) -> bool:
+    """Whether it takes the list of all samples."""
+    return bool(getattr(function, "batch_reward", False))
+
+
+def _attribute(module: ModuleType, attribute: str, name: str) -> Any:
+    value: Any = module
+    for part in attribute.split("."):
+        if not hasattr(value, part):
+            found = [key for key in dir(value) if not key.startswith("_") and callable(getattr(value, key, None))]
+            raise ConfigError(f"reward {name}: there is no {part!r}; {near(part, found)}")
+        value = getattr(value, part)
+    return value
+
+
+def _check_callable(function: Any, name: str, kwargs: Mapping[str, Any], batched: bool) -> None:
+    """Raises ConfigError unless ``function`` can be called with a sample and ``kwargs``."""
+    if not callable(function) or inspect.isclass(function) or inspect.iscoroutinefunction(function):
+        kind = "an async function" if inspect.iscoroutinefunction(function) else f"of type {type(function).__name__}"
+        raise ConfigError(f"reward {name} is {kind}; expected a function that returns a number")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # some built-ins have none
+    try:
+        signature.bind(None, **kwargs)
+    except TypeError as error:
+        argument = "samples" if batched else "sample"
+        call = ", ".join([argument, *(f"{key}={shown(value)}" for key, value in kwargs.items())])
+        raise ConfigError(
+            f"reward {name} has the signature {signature}, but is called with ({call}): {error}"
+        ) from None

@@ -15,7 +15,7 @@ from rollout_core.config import LossOn
 from rollout_core.data.datasets import PromptRow, SftRow
 from rollout_core.data.examples import DataReport, Example
 from rollout_core.data.text import tokenize_prompts
-from rollout_core.models.tokenizers import ChatMessage, load_tokenizer
+from rollout_core.models.pretrained import ChatMessage, load_tokenizer
 from tests.rows import tokenize_sft
 
 START, END = "<|im_start|>", "<|im_end|>"

@@ -17,8 +17,7 @@ from rollout_core.algorithms.dataset_updates import sft_update
 from rollout_core.base.errors import Fatal
 from rollout_core.config import HeldOutRows, JsonlDataset, identity
 from rollout_core.data.datasets import to_jsonl
-from rollout_core.models.pretrained import load_causal_lm
-from rollout_core.models.tokenizers import load_tokenizer
+from rollout_core.models.pretrained import load_causal_lm, load_tokenizer
 from rollout_core.objects.records import Checkpoint
 from tests.rows import tokenize_sft
 

@@ -28,8 +28,7 @@ from rollout_core.config import (
     SnapshotPolicy,
 )
 from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
-from rollout_core.models.pretrained import load_causal_lm
-from rollout_core.models.tokenizers import copy_tokenizer
+from rollout_core.models.pretrained import copy_tokenizer, load_causal_lm
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Scores
 

@@ -33,7 +33,7 @@ from rollout_core.algorithms.state import TrainState
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.ids import canonical_json, hash_bytes
 from rollout_core.config import LearnerSettings, LoRAConfig, OptimizerConfig, SnapshotPolicy, identity, parse_config
-from rollout_core.models.lora import with_lora
+from rollout_core.models.architecture import with_lora
 
 
 @dataclass

@@ -18,7 +18,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.config import LoRAConfig, OptimizerConfig, ParallelConfig, RewardModelSettings, parse_config
 from rollout_core.data.datasets import PairRow, to_jsonl
 from rollout_core.data.packing import pack_completions
-from rollout_core.models.lora import WithoutAdapters, has_lora, merged_weights, with_lora
+from rollout_core.models.architecture import WithoutAdapters, has_lora, merged_weights, with_lora
 from rollout_core.models.pretrained import load_causal_lm
 
 IDS = torch.arange(2, 12)[None]

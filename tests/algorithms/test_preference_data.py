@@ -10,7 +10,7 @@ import pytest
 from rollout_core.base.errors import ConfigError, DataError
 from rollout_core.data.datasets import PairRow, UnpairedRow, to_jsonl
 from rollout_core.data.preference_data import Pair, UnpairedPreference
-from rollout_core.models.tokenizers import load_tokenizer
+from rollout_core.models.pretrained import load_tokenizer
 from tests.rows import parse_pairs, parse_unpaired, tokenize_pairs, tokenize_unpaired
 
 TEMPLATE = (

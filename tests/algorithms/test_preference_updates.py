@@ -20,8 +20,7 @@ from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import DPOSettings
 from rollout_core.config.rewards import CompositeReward, ExpressionReward, ModelReward, WeightedReward
 from rollout_core.data.packing import Document
-from rollout_core.models.pretrained import load_causal_lm
-from rollout_core.models.tokenizers import load_tokenizer
+from rollout_core.models.pretrained import load_causal_lm, load_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint
 from rollout_core.rewards.loading import load_reward

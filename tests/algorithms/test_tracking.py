@@ -9,7 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from updates import ppo, rows_of, sft_rows, sft_settings, update_context
 
-from rollout_core.algorithms import tracking
+from rollout_core.algorithms import training
 from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.dataset_updates import sft_update
 from rollout_core.base.ids import hash_bytes
@@ -63,14 +63,14 @@ def test_iterations_draw_one_curve(tiny_model: Path, tmp_path: Path):
 def test_a_tracker_that_fails_is_given_up_and_training_goes_on(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    class Full(tracking.TensorBoardTracker):
+    class Full(training.TensorBoardTracker):
         def log(self, values: dict, step: int | None = None, **kwargs) -> None:
             if step == 3:
                 raise OSError("no space left on device")
             super().log(values, step=step, **kwargs)
 
     quiet = sft(update_context(tmp_path / "quiet"), tiny_model)
-    monkeypatch.setattr(tracking, "TensorBoardTracker", Full)
+    monkeypatch.setattr(training, "TensorBoardTracker", Full)
     with caplog.at_level(logging.WARNING):
         assert sft(update_context(tmp_path / "full", tracking=tmp_path / "curves"), tiny_model) == quiet
     assert caplog.text.count("tensorboard is dropped: OSError: no space left on device") == 1
@@ -83,7 +83,7 @@ def test_they_stay_out_of_the_cache_key():
 
 def test_the_name_of_a_series_tells_run_model_and_what_is_not_as_by_default(tmp_path: Path):
     settings = sft_settings(trackers=("tensorboard",), minibatch_size=9, optimizer=OptimizerConfig(lr=0.0005))
-    series = tracking.Series(
+    series = training.Series(
         tmp_path, "night-sft", hash_bytes(b"series"), hash_bytes(b"update"), hash_bytes(b"model"), settings
     )
     run, model, differing, identity_of_series = series.title.split(", ")
@@ -97,5 +97,5 @@ def test_the_name_of_a_series_stays_short_enough_for_a_folder_however_much_diffe
     settings = sft_settings(
         optimizer=OptimizerConfig(lr=0.123456789, weight_decay=0.123456789, max_grad_norm=0.123456789)
     )
-    series = tracking.Series(tmp_path, "night/sft", hash_bytes(b"s"), hash_bytes(b"u"), None, settings)
+    series = training.Series(tmp_path, "night/sft", hash_bytes(b"s"), hash_bytes(b"u"), None, settings)
     assert len(series.title) < 120

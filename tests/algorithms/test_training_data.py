@@ -24,7 +24,7 @@ from rollout_core.data.examples import EXAMPLES, Example, epoch_order, positions
 from rollout_core.data.preference_data import PAIRS, UNPAIRED, Pair, UnpairedPreference
 from rollout_core.data.tokenized import DataReport, ItemForm, ItemTable, ItemWriter, Mapped
 from rollout_core.data.training_data import look_at_rows, pair_form, sft_form, training_items, unpaired_form
-from rollout_core.models.tokenizers import load_tokenizer, tokenizer_id
+from rollout_core.models.pretrained import load_tokenizer, tokenizer_id
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.gc import collect_garbage
 from tests.rows import parse_sft, tokenize_pairs, tokenize_sft, tokenize_unpaired

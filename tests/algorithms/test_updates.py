@@ -29,8 +29,7 @@ from rollout_core.config import (
 from rollout_core.data.datasets import to_jsonl
 from rollout_core.data.examples import Example, epoch_order, positions_at, positions_between
 from rollout_core.data.packing import Document, pack
-from rollout_core.models.pretrained import load_causal_lm
-from rollout_core.models.tokenizers import load_tokenizer
+from rollout_core.models.pretrained import load_causal_lm, load_tokenizer
 from tests.rows import parse_sft, tokenize_sft
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ import yaml
 from deployments import serve
 from flows.connections import LOG
 from rollout_core.config import NightlyConfig, parse_config
-from rollout_core.objects.lineage import lineage_of
+from rollout_core.objects.records import lineage_of
 from tests.flows.conftest import objects, snapshots_of, wait_for
 
 PROJECT = Path(__file__).resolve().parent.parent.parent

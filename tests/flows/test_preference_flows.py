@@ -24,8 +24,7 @@ from rollout_core.config import (
     parse_config,
 )
 from rollout_core.data.samples import decode_samples
-from rollout_core.plans.learner_plan import plan_kto, plan_on_policy, plan_pairs
-from rollout_core.plans.nightly_plan import plan_nightly
+from rollout_core.plans.learner_plan import plan_kto, plan_nightly, plan_on_policy, plan_pairs
 from tests.flows.conftest import objects, snapshots_of
 
 PROJECT = Path(__file__).resolve().parent.parent.parent

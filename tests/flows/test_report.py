@@ -10,7 +10,7 @@ from flows.report import Curve, Progress, Report, curves_of_iterations, figure_o
 from rollout_core.base.ids import canonical_json, hash_bytes
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint
-from tasks.journal import StageEntry
+from tasks.logs import StageEntry
 
 SOME = hash_bytes(b"some")
 

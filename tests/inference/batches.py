@@ -19,7 +19,7 @@ from rollout_core.inference.batch import BatchOptions, Progress, Work
 from rollout_core.inference.lanes import Lanes
 from rollout_core.inference.scripted import ScriptedEngine
 from rollout_core.inference.training_samples import complete_batch
-from rollout_core.models.tokenizers import load_tokenizer
+from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions
 from rollout_core.store import AttemptedRollout, SqlLightningStore

@@ -14,7 +14,7 @@ from endpoint_server import FaultyServer, config_of
 from rollout_core.config import VLLMBackend
 from rollout_core.inference.base import ModelRef
 from rollout_core.inference.openai_http import OpenAIEngine
-from rollout_core.models.tokenizers import load_tokenizer
+from rollout_core.models.pretrained import load_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -275,8 +275,7 @@ def test_a_model_that_needs_more_than_new_weights_is_another_engine(tiny, tiny_m
 
 def test_a_trained_checkpoint_needs_no_other_engine(tiny, built, tmp_path):
     """What the trainer saves differs from its base model in weights alone."""
-    from rollout_core.models.pretrained import load_causal_lm
-    from rollout_core.models.tokenizers import copy_tokenizer
+    from rollout_core.models.pretrained import copy_tokenizer, load_causal_lm
 
     policy = load_causal_lm(tiny.folder)
     with torch.no_grad():

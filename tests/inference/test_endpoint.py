@@ -24,7 +24,7 @@ from endpoint_server import (
 
 from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.base.ids import ContentId
-from rollout_core.base.secrets import require_secret
+from rollout_core.base.settings import require_secret
 from rollout_core.config import (
     InferBatchConfig,
     JsonSchemaOutput,

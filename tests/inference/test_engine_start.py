@@ -83,7 +83,7 @@ def test_an_owner_killed_while_its_engine_starts_leaves_no_process(small, tmp_pa
     assert not alive
 
 
-SWEEP = "from rollout_core.base.scratch import sweep_scratch; sweep_scratch()"
+SWEEP = "from rollout_core.base.locks import sweep_scratch; sweep_scratch()"
 
 
 @pytest.mark.engine

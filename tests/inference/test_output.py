@@ -23,7 +23,7 @@ from rollout_core.inference import output
 from rollout_core.inference.folders import LocalFolder
 from rollout_core.inference.output import file_name, output_chunks, output_id, shard_rows, write_known
 from rollout_core.inference.shards import import_shards, read_shard, shard_samples, shards_of
-from rollout_core.models.tokenizers import ChatMessage
+from rollout_core.models.pretrained import ChatMessage
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import ShardCompletions
 

@@ -88,7 +88,7 @@ def test_the_form_that_is_asked_for_counts_before_the_name(place: Place):
 
 
 def test_a_file_of_many_chunks_is_read_whole(place: Place, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rollout_core.objects.remote.READ_BYTES", 1000)
+    monkeypatch.setattr("rollout_core.objects.backends.READ_BYTES", 1000)
     rows = [{"prompt": f"{number} " + "ü" * (number % 50)} for number in range(500)]
     place.write("many.jsonl", jsonl(rows))
     assert documents(place.open("many.jsonl")) == rows

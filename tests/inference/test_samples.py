@@ -21,7 +21,7 @@ from rollout_core.data.samples import (
     encode_samples,
     make_samples,
 )
-from rollout_core.models.tokenizers import ChatMessage
+from rollout_core.models.pretrained import ChatMessage
 
 MODEL = hash_bytes(b"model")
 PARAMS = SamplingParams(max_tokens=8)
@@ -59,7 +59,7 @@ def test_ids_do_not_depend_on_how_a_file_is_cut_into_shards(tokenizer, cut, samp
 
 
 def test_equal_conversations_are_told_apart_too(tokenizer, tiny_model):
-    from rollout_core.models.tokenizers import load_tokenizer
+    from rollout_core.models.pretrained import load_tokenizer
 
     chatty = load_tokenizer(tiny_model)
     chatty.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from rollout_core.base.errors import ConfigError
 from rollout_core.data.datasets import PromptRow
 from rollout_core.data.text import decode_as_streamed, decode_completions, tokenize_prompts
-from rollout_core.models.tokenizers import ChatMessage
+from rollout_core.models.pretrained import ChatMessage
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
@@ -107,7 +107,7 @@ def test_byte_level_text_comes_back_as_it_was(tokenizer, text):
 
 
 def test_messages_go_through_the_chat_template_with_the_generation_prompt(tokenizer, tiny_model):
-    from rollout_core.models.tokenizers import load_tokenizer
+    from rollout_core.models.pretrained import load_tokenizer
 
     chatty = load_tokenizer(tiny_model)
     chatty.chat_template = TEMPLATE

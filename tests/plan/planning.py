@@ -14,8 +14,7 @@ import pytest
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import CONFIG_KINDS, apply_overrides, parse_config
 from rollout_core.plans.batch_plan import plan_batch
-from rollout_core.plans.learner_plan import plan_on_policy, plan_sft
-from rollout_core.plans.nightly_plan import plan_nightly
+from rollout_core.plans.learner_plan import plan_nightly, plan_on_policy, plan_sft
 from rollout_core.store.connections import plain_connections
 
 PLANS: dict[str, Callable[..., dict[str, Any]]] = {

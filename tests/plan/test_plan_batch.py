@@ -70,7 +70,7 @@ def test_a_model_that_was_imported_is_known_without_its_tokenizer_until_it_chang
     import_model(config.model, objects, work)
     with monkeypatch.context() as patched:
         patched.setattr(
-            "rollout_core.models.tokenizers.load_tokenizer", lambda folder: pytest.fail("it was looked at before")
+            "rollout_core.models.pretrained.load_tokenizer", lambda folder: pytest.fail("it was looked at before")
         )
         assert plan_batch(config, work, None, connections)["model"] == "model"
         import_model(config.model, objects, work)

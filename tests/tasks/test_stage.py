@@ -14,8 +14,7 @@ from rollout_core.base.errors import ConfigError, CorruptObject, Fatal, Recovera
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import Run, RunInfo, SnapshotPolicy
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.lineage import lineage_of, trace_lineage
-from rollout_core.objects.records import BlobId, Record
+from rollout_core.objects.records import BlobId, Record, lineage_of, trace_lineage
 
 pytestmark = pytest.mark.server
 

@@ -1,4 +1,6 @@
-"""The caller's side: a child process that is started when it is first called, and again after it has ended."""
+"""The caller's side: a child process that is started when it is first called, and again after it has ended; and one
+that is ended when it has not been called for a while.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_core.base.errors import Fatal, Recoverable, error_of
-from rollout_core.base.isolation import frames
 from rollout_core.base.isolation.limits import Limits, allowed_memory, child_environment, gibibytes
 from rollout_core.base.isolation.warden import BUSY, END, IDLE
-from rollout_core.base.isolation.worker import PROGRESS_BYTES, STARTING, Progress
+from rollout_core.base.isolation.worker import (
+    FRAME_LENGTH,
+    PROGRESS_BYTES,
+    STARTING,
+    BadFrame,
+    Progress,
+    decode_frame,
+    encode_frame,
+    frame_size,
+)
 from rollout_core.base.processes import signal_name
 from rollout_core.base.stopping import raise_if_stopping
 
@@ -258,7 +268,7 @@ class _Call:
 
     def run(self, request: Any) -> Any:
         """The answer's frame, decoded. Raises Ended and Interrupted."""
-        outgoing = memoryview(frames.encode({"request": request}))
+        outgoing = memoryview(encode_frame({"request": request}))
         self._pipes.progress.place = STARTING
         self._tell(BUSY)
         try:
@@ -313,14 +323,14 @@ class _Call:
 
     def _read_answer(self) -> Any:
         self._answer += self._read(self._pipes.answers)
-        head = frames.LENGTH.size
+        head = FRAME_LENGTH.size
         try:
-            if len(self._answer) < head or len(self._answer) < head + frames.size_of(bytes(self._answer[:head])):
+            if len(self._answer) < head or len(self._answer) < head + frame_size(bytes(self._answer[:head])):
                 return None
-            answer = frames.decode(bytes(self._answer[head:]))
+            answer = decode_frame(bytes(self._answer[head:]))
             if not isinstance(answer, dict) or not {"value", "error"} & answer.keys():
-                raise frames.BadFrame("a frame that is no answer")
-        except frames.BadFrame as error:
+                raise BadFrame("a frame that is no answer")
+        except BadFrame as error:
             raise self._ended(f"wrote into the pipe that its results go through ({error})") from None
         self._read_rest()
         return answer
@@ -407,3 +417,62 @@ class _Output:
         self._num_lines += 1
         if self._num_lines <= LOGGED_LINES:
             self._on_line(text[:LINE_CHARACTERS])
+
+
+IDLE_SECONDS = 60.0
+
+
+class KeptChild:
+    """A `Child` for this process; whoever is forked from it has another."""
+
+    def __init__(self, handler: str, limits: Limits) -> None:
+        self._handler = handler
+        self._limits = limits
+        self._child: Child | None = None
+        self._owner = 0
+        self._timer: threading.Timer | None = None
+        self._lock = threading.Lock()
+        self._calls = 0
+
+    def call(self, request: Any) -> Any:
+        """As `Child.call`."""
+        with self._lock:
+            child = self._begin()
+        try:
+            return child.call(request)
+        finally:
+            with self._lock:
+                self._end()
+
+    def close(self) -> None:
+        """End the child. The next call starts another."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._child is not None and self._owner == os.getpid():
+            self._child.close()
+        self._child = None
+
+    def _begin(self) -> Child:
+        if self._child is None or self._owner != os.getpid():
+            self._child = Child(self._handler, self._limits, on_line=log.debug)
+            self._owner, self._calls = os.getpid(), 0
+        if self._timer is not None:
+            self._timer.cancel()
+        self._calls += 1
+        return self._child
+
+    def _end(self) -> None:
+        self._calls -= 1
+        if not self._calls:
+            self._timer = threading.Timer(IDLE_SECONDS, self._close_idle)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _close_idle(self) -> None:
+        with self._lock:
+            if not self._calls:
+                self._close()

@@ -6,9 +6,9 @@ import os
 import re
 from dataclasses import dataclass
 
-from rollout_core.base.devices import machine_memory
+from rollout_core.base.numerics import machine_memory
 from rollout_core.base.processes import search_path
-from rollout_core.base.secrets import LIST, PREFIX, allowed_secrets
+from rollout_core.base.settings import LIST, PREFIX, allowed_secrets
 
 
 @dataclass(frozen=True)

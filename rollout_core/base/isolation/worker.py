@@ -1,18 +1,60 @@
-"""The process that runs the code: calls the handler with each request, and answers with its value or its error."""
+"""The process that runs the code: calls the handler with each request, and answers with its value or its error. Both
+come as JSON in frames, eight bytes of length and then the text; never pickle, as what comes back is not trusted.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import mmap
 import os
 import struct
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, BinaryIO
 
-from rollout_core.base.isolation import frames
+FRAME_LENGTH = struct.Struct("<Q")
+MAX_FRAME_BYTES = 2**32
+"""Of a frame; more is no frame but something else that was written into the pipe."""
+
+
+class BadFrame(ValueError):
+    """Bytes that are no frame."""
+
+
+def encode_frame(value: Any) -> bytes:
+    """A frame. Floats and integers cross exactly, and so do strings that are not valid Unicode."""
+    text = json.dumps(value, separators=(",", ":")).encode("ascii")
+    return FRAME_LENGTH.pack(len(text)) + text
+
+
+def frame_size(head: bytes) -> int:
+    """Bytes that follow the first eight. Raises BadFrame."""
+    (size,) = FRAME_LENGTH.unpack(head)
+    if size > MAX_FRAME_BYTES:
+        raise BadFrame(f"a frame of {size} bytes; expected at most {MAX_FRAME_BYTES}")
+    return size
+
+
+def decode_frame(text: bytes) -> Any:
+    """The value of a frame without its length. Raises BadFrame."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadFrame("a frame that is no JSON") from error
+
+
+def read_frame(file: BinaryIO) -> Any:
+    """The next value; None where the file ends. Raises BadFrame."""
+    head = file.read(FRAME_LENGTH.size)
+    if len(head) < FRAME_LENGTH.size:
+        return None
+    size = frame_size(head)
+    text = file.read(size)
+    return decode_frame(text) if len(text) == size else None
+
 
 _PLACE = struct.Struct("<q")
 NO_PLACE, STARTING = -1, -2
@@ -57,13 +99,13 @@ def serve(handler: str, requests: int, answers: int, progress: int) -> None:
 
     with os.fdopen(requests, "rb") as incoming, os.fdopen(answers, "wb") as outgoing:
         call: Handler | None = None
-        while (frame := frames.read(incoming)) is not None:
+        while (frame := read_frame(incoming)) is not None:
             try:
                 call = call or _find(handler)
                 report(NO_PLACE)
-                answer = frames.encode({"value": call(frame["request"], report)})
+                answer = encode_frame({"value": call(frame["request"], report)})
             except BaseException as error:  # noqa: BLE001 - whatever it is, it is the caller's to judge
-                answer = frames.encode({"error": _described(error)})
+                answer = encode_frame({"error": _described(error)})
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
                 sys.stderr.flush()

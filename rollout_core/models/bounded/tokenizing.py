@@ -13,10 +13,9 @@ from weakref import WeakKeyDictionary
 from blake3 import blake3
 
 from rollout_core.base.errors import ConfigError, Fatal
-from rollout_core.base.isolation.child import Ended
+from rollout_core.base.isolation.child import Ended, KeptChild
 from rollout_core.base.isolation.limits import Limits
-from rollout_core.models.bounded.keeper import KeptChild
-from rollout_core.models.tokenizers import ChatMessage
+from rollout_core.models.pretrained import ChatMessage
 
 REQUEST_ITEMS = 512
 REQUEST_CHARACTERS = 2**21

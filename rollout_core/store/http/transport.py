@@ -22,7 +22,7 @@ import aiohttp
 from yarl import URL
 
 from rollout_core.base.errors import ConfigError, Recoverable, UnknownOutcome
-from rollout_core.base.secrets import without_password
+from rollout_core.base.settings import without_password
 from rollout_core.store.http import wire
 from rollout_core.store.http.errors import error_from
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rollout_core import DISTRIBUTION
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.secrets import without_password
+from rollout_core.base.settings import without_password
 from rollout_core.store.sql import sqlite
 from rollout_core.store.sql.database import Database
 from rollout_core.store.sql.group_commit import Hooks

@@ -21,7 +21,7 @@ import psycopg
 from psycopg import RawCursor, sql
 
 from rollout_core.base.errors import ConfigError, Fatal
-from rollout_core.base.secrets import without_password
+from rollout_core.base.settings import without_password
 from rollout_core.store.sql.database import Database
 from rollout_core.store.sql.dialect import POSTGRES
 from rollout_core.store.sql.group_commit import Hooks

@@ -15,7 +15,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.types.numeric import Int8Dumper
 
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable, RolloutError, UnknownOutcome
-from rollout_core.base.secrets import HIDDEN, without_password
+from rollout_core.base.settings import HIDDEN, without_password
 from rollout_core.store.sql.schema import REVISIONS, known_revision, upgrade
 
 if TYPE_CHECKING:

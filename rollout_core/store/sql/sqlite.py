@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable, RolloutError
-from rollout_core.base.secrets import without_password
+from rollout_core.base.settings import without_password
 from rollout_core.store.sql.database import Database
 from rollout_core.store.sql.dialect import SQLITE
 from rollout_core.store.sql.group_commit import Hooks
