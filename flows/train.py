@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from prefect import flow
 
@@ -17,6 +17,7 @@ from rollout_core.config import (
     DatasetSource,
     GRPOSettings,
     PPOSettings,
+    TrainConfig,
     TrainDPOConfig,
     TrainGRPOConfig,
     TrainIPOConfig,
@@ -26,11 +27,12 @@ from rollout_core.config import (
     TrainSFTConfig,
 )
 from rollout_core.config.rewards import RewardSpec
+from rollout_core.config.runs import ReferencedAlgorithm
 from rollout_core.inference.engines import close_engine
 from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.objects.records import Checkpoint, Dataset, Scores
 from rollout_core.objects.snapshots import SnapshotStore
-from rollout_core.plans.learner_plan import plan_kto, plan_on_policy, plan_pairs, plan_sft
+from rollout_core.plans.learner_plan import plan_training
 from rollout_core.plans.plan import context_limit
 from rollout_core.rewards.source_ids import source_id
 from tasks.connections import current_connections, objects, working_folder
@@ -49,6 +51,8 @@ from tasks.learn import dpo_update, grpo_update, kto_update, ppo_update, rm_upda
 from tasks.logs import Journal, log_iteration
 from tasks.promotion import snapshot
 from tasks.score import close_rewards, score_rewards
+
+ConfigT = TypeVar("ConfigT", bound=TrainConfig[Any])
 
 
 @dataclass(frozen=True)
@@ -120,41 +124,75 @@ def policy_iterations(
 @flow(name="train-sft", flow_run_name="{config.run.name}", persist_result=False)
 def train_sft(config: TrainSFTConfig) -> dict[str, Any]:
     """Supervised fine-tuning of one model on one data set; returns the checkpoint record."""
-    config = with_whole_ids(config, working_folder(), objects)
-    plan_sft(config, working_folder(), current_connections(), keep=True)
+    return _train_from_rows(config, import_sft, sft_update)
 
-    def body(journal: Journal) -> dict[str, Any]:
-        settings = config.algorithm
-        model = import_model(settings.base_model)
-        dataset = import_sft(settings.dataset)
-        held_out = import_held_out(settings.evaluation, import_sft)
-        options = {
-            "seed": config.seed,
-            "num_threads": config.num_threads,
-            "held_out": held_out,
-            "start_from": start_snapshot(config.run, "sft"),
-        }
-        checkpoint = sft_update(model.model, dataset.data, settings, **options)
-        snapshot(checkpoint, f"{config.run.name}/sft")
-        return checkpoint.model_dump(mode="json")
 
-    return recompute_missing(body, config)
+@flow(name="train-rm", flow_run_name="{config.run.name}", persist_result=False)
+def train_rm(config: TrainRMConfig) -> dict[str, Any]:
+    """A reward model from preference pairs; returns the checkpoint record."""
+    return _train_from_rows(config, import_pairs, rm_update)
+
+
+@flow(name="train-dpo", flow_run_name="{config.run.name}", persist_result=False)
+def train_dpo(config: TrainDPOConfig) -> dict[str, Any]:
+    """DPO of one model on preference pairs; returns the checkpoint record."""
+    return _train_from_rows(config, import_pairs, dpo_update)
+
+
+@flow(name="train-ipo", flow_run_name="{config.run.name}", persist_result=False)
+def train_ipo(config: TrainIPOConfig) -> dict[str, Any]:
+    """IPO of one model on preference pairs; returns the checkpoint record."""
+    return _train_from_rows(config, import_pairs, dpo_update)
+
+
+@flow(name="train-kto", flow_run_name="{config.run.name}", persist_result=False)
+def train_kto(config: TrainKTOConfig) -> dict[str, Any]:
+    """KTO of one model on labelled answers; returns the checkpoint record."""
+    return _train_from_rows(config, import_unpaired, kto_update)
 
 
 @flow(name="train-ppo", flow_run_name="{config.run.name}", persist_result=False)
 def train_ppo(config: TrainPPOConfig) -> dict[str, Any]:
     """PPO of one model on its own completions; returns the last checkpoint record and the reward of each iteration."""
-    config = with_whole_ids(config, working_folder(), objects)
-    plan_on_policy(config, working_folder(), current_connections())
     return _train_on_policy(config)
 
 
 @flow(name="train-grpo", flow_run_name="{config.run.name}", persist_result=False)
 def train_grpo(config: TrainGRPOConfig) -> dict[str, Any]:
     """GRPO of one model on groups of its completions; returns the last checkpoint and the reward of each iteration."""
-    config = with_whole_ids(config, working_folder(), objects)
-    plan_on_policy(config, working_folder(), current_connections())
     return _train_on_policy(config)
+
+
+def _checked(config: ConfigT) -> ConfigT:
+    """``config`` with whole content ids. Raises ConfigError naming all that is wrong with it."""
+    config = with_whole_ids(config, working_folder(), objects)
+    plan_training(config, working_folder(), current_connections(), keep=True)
+    return config
+
+
+def _train_from_rows(
+    config: TrainConfig[Any], import_rows: Callable[[DatasetSource], Dataset], update: Callable[..., Checkpoint]
+) -> dict[str, Any]:
+    config = _checked(config)
+
+    def body(journal: Journal) -> dict[str, Any]:
+        settings: Any = config.algorithm
+        models = [import_model(settings.base_model).model]
+        if isinstance(settings, ReferencedAlgorithm):
+            models.append(import_model(settings.reference or settings.base_model).model)
+        checkpoint = update(
+            *models,
+            import_rows(settings.dataset).data,
+            settings,
+            seed=config.seed,
+            num_threads=config.num_threads,
+            held_out=import_held_out(settings.evaluation, import_rows),
+            start_from=start_snapshot(config.run, settings.kind),
+        )
+        snapshot(checkpoint, f"{config.run.name}/{settings.kind}")
+        return checkpoint.model_dump(mode="json")
+
+    return recompute_missing(body, config)
 
 
 @dataclass(frozen=True)
@@ -167,7 +205,7 @@ class _Start:
 
 
 def _start_iteration(config: TrainPPOConfig | TrainGRPOConfig) -> _Start:
-    settings = config.algorithm
+    settings: Any = config.algorithm
     steps = settings.steps_per_iteration
     train_state = start_snapshot(config.run, settings.kind, steps_per_iteration=steps)
     if train_state is None:
@@ -182,8 +220,10 @@ def _start_iteration(config: TrainPPOConfig | TrainGRPOConfig) -> _Start:
 
 
 def _train_on_policy(config: TrainPPOConfig | TrainGRPOConfig) -> dict[str, Any]:
+    config = _checked(config)
+
     def body(journal: Journal) -> dict[str, Any]:
-        settings = config.algorithm
+        settings: Any = config.algorithm
         model = import_model(settings.base_model).model
         prompts = import_prompts(settings.prompts)
         started = _start_iteration(config)
@@ -210,79 +250,3 @@ def _train_on_policy(config: TrainPPOConfig | TrainGRPOConfig) -> dict[str, Any]
     finally:
         close_engine()
         close_rewards()
-
-
-@flow(name="train-rm", flow_run_name="{config.run.name}", persist_result=False)
-def train_rm(config: TrainRMConfig) -> dict[str, Any]:
-    """A reward model from preference pairs; returns the checkpoint record."""
-    config = with_whole_ids(config, working_folder(), objects)
-    plan_pairs(config, working_folder(), current_connections(), keep=True)
-
-    def body(journal: Journal) -> dict[str, Any]:
-        settings = config.algorithm
-        model = import_model(settings.base_model).model
-        dataset = import_pairs(settings.dataset).data
-        held_out = import_held_out(settings.evaluation, import_pairs)
-        start_from = start_snapshot(config.run, settings.kind)
-        options = {
-            "seed": config.seed,
-            "num_threads": config.num_threads,
-            "held_out": held_out,
-            "start_from": start_from,
-        }
-        checkpoint = rm_update(model, dataset, settings, **options)
-        snapshot(checkpoint, f"{config.run.name}/rm")
-        return checkpoint.model_dump(mode="json")
-
-    return recompute_missing(body, config)
-
-
-@flow(name="train-dpo", flow_run_name="{config.run.name}", persist_result=False)
-def train_dpo(config: TrainDPOConfig) -> dict[str, Any]:
-    """DPO of one model on preference pairs; returns the checkpoint record."""
-    return _train_on_pairs(config)
-
-
-@flow(name="train-ipo", flow_run_name="{config.run.name}", persist_result=False)
-def train_ipo(config: TrainIPOConfig) -> dict[str, Any]:
-    """IPO of one model on preference pairs; returns the checkpoint record."""
-    return _train_on_pairs(config)
-
-
-@flow(name="train-kto", flow_run_name="{config.run.name}", persist_result=False)
-def train_kto(config: TrainKTOConfig) -> dict[str, Any]:
-    """KTO of one model on labelled answers; returns the checkpoint record."""
-    config = with_whole_ids(config, working_folder(), objects)
-    plan_kto(config, working_folder(), current_connections(), keep=True)
-    return _train_against_reference(config, import_unpaired, kto_update)
-
-
-def _train_on_pairs(config: TrainDPOConfig | TrainIPOConfig) -> dict[str, Any]:
-    config = with_whole_ids(config, working_folder(), objects)
-    plan_pairs(config, working_folder(), current_connections(), keep=True)
-    return _train_against_reference(config, import_pairs, dpo_update)
-
-
-def _train_against_reference(
-    config: TrainDPOConfig | TrainIPOConfig | TrainKTOConfig,
-    import_rows: Callable[[DatasetSource], Dataset],
-    update: Callable[..., Checkpoint],
-) -> dict[str, Any]:
-    def body(journal: Journal) -> dict[str, Any]:
-        settings = config.algorithm
-        model = import_model(settings.base_model).model
-        reference = import_model(settings.reference or settings.base_model).model
-        checkpoint = update(
-            model,
-            reference,
-            import_rows(settings.dataset).data,
-            settings,
-            seed=config.seed,
-            num_threads=config.num_threads,
-            held_out=import_held_out(settings.evaluation, import_rows),
-            start_from=start_snapshot(config.run, settings.kind),
-        )
-        snapshot(checkpoint, f"{config.run.name}/{settings.kind}")
-        return checkpoint.model_dump(mode="json")
-
-    return recompute_missing(body, config)

@@ -1,4 +1,4 @@
-"""Figures as pictures.
+"""What a person looks at: pictures of figures; and in the Prefect UI tables, curves, links and progress of stages.
 
 An artifact never decides about a stage: when the server refuses it, that is logged and the stage continues.
 """

@@ -72,13 +72,13 @@ def test_what_a_killed_process_left_is_swept_and_what_a_living_one_uses_is_not(
 def test_a_sweep_spares_links_and_other_names(temporary: Path, tmp_path: Path) -> None:
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "file").write_text("x")
-    (temporary / f"{locks.PREFIX}link").symlink_to(tmp_path / "precious")
+    (temporary / f"{locks.SCRATCH_PREFIX}link").symlink_to(tmp_path / "precious")
     (temporary / "rollout-of-somebody").mkdir()
-    os.mkfifo(temporary / f"{locks.PREFIX}pipe")
-    (temporary / f"{locks.PREFIX}dead").mkdir()
+    os.mkfifo(temporary / f"{locks.SCRATCH_PREFIX}pipe")
+    (temporary / f"{locks.SCRATCH_PREFIX}dead").mkdir()
     locks.sweep_scratch()
     assert (tmp_path / "precious" / "file").exists()
-    assert not (temporary / f"{locks.PREFIX}dead").exists() and (temporary / "rollout-of-somebody").exists()
+    assert not (temporary / f"{locks.SCRATCH_PREFIX}dead").exists() and (temporary / "rollout-of-somebody").exists()
 
 
 def test_processes_that_sweep_and_make_folders_at_once_never_lose_one(temporary: Path, start_process: Callable) -> None:

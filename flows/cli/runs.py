@@ -72,9 +72,10 @@ def _train(
 ) -> None:
     from flows.connections import connections
     from rollout_core.config import CONFIG_KINDS
+    from rollout_core.plans.learner_plan import plan_training
 
     parsed: Any = load_run(config, CONFIG_KINDS[f"train-{kind}"], overrides, options)
-    facts = _planner(kind)(parsed, Path.cwd(), connections(), keep=not dry_run)
+    facts = plan_training(parsed, Path.cwd(), connections(), keep=not dry_run)
     if dry_run:
         settings = parsed.algorithm
         data = settings.prompts if kind in ("ppo", "grpo") else settings.dataset
@@ -85,14 +86,6 @@ def _train(
         typer.echo("reward: " + " ".join(f"{reward:.3f}" for reward in result["rewards"]))
     typer.echo(f"model: {result['model']}")
     typer.echo(f"train state: {result['train_state']} (step {result['step']})")
-
-
-def _planner(kind: str) -> Callable[..., dict[str, Any]]:
-    from rollout_core.plans import learner_plan
-
-    on_policy = {"ppo": learner_plan.plan_on_policy, "grpo": learner_plan.plan_on_policy}
-    plans = {"sft": learner_plan.plan_sft, "kto": learner_plan.plan_kto, **on_policy}
-    return plans.get(kind, learner_plan.plan_pairs)
 
 
 def _flow(kind: str) -> Callable[..., dict[str, Any]]:

@@ -191,53 +191,37 @@ def _start(
     check_reference(context.model(model), context.model(reference))
     seed_everything(context.seed, num_threads=context.num_threads)
     accelerator = build_accelerator(settings.precision)
+    device = accelerator.device
 
     def load_trained() -> Any:
         loaded = with_lora(load_causal_lm(context.model(model)), settings.lora, seed=context.seed)
-        return loaded.to(accelerator.device).eval()  # no dropout: the reference has none
+        return loaded.to(device).eval()  # no dropout: the reference has none
 
     # Adapters that are switched off leave the reference itself. Otherwise the two are not in memory together.
     trained = load_trained() if settings.lora is not None and model == reference else None
-    logps = _reference_pass(trained, reference, documents, held_out, settings, accelerator, context)
-    # Loading the reference may or may not have drawn random numbers.
-    seed_everything(context.seed, num_threads=context.num_threads)
-    return accelerator, load_trained() if trained is None else trained, *logps
-
-
-def _reference_pass(
-    adapted: Any | None,
-    reference: ContentId,
-    documents: Sequence[Document],
-    held_out: Sequence[Document],
-    settings: PreferenceSettings,
-    accelerator: Accelerator,
-    context: UpdateContext,
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of both sets of documents; ``adapted`` is the reference with adapters, if it is loaded."""
 
     @cache
-    def load() -> nn.Module:
-        loaded = adapted
+    def load_reference() -> nn.Module:
+        loaded = trained
         if loaded is None:
-            loaded = load_causal_lm(context.model(reference)).to(accelerator.device).eval().requires_grad_(False)
+            loaded = load_causal_lm(context.model(reference)).to(device).eval().requires_grad_(False)
         longest = max(len(item.prefix) + max(map(len, item.branches)) for item in chain(documents, held_out))
         check_sequence_length(loaded, longest)
         policy = Policy(loaded)
-        return shard(policy, settings.parallel, accelerator.device) if adapted is None else WithoutAdapters(policy)
+        return shard(policy, settings.parallel, device) if trained is None else WithoutAdapters(policy)
 
-    ref_logps, ref_held_out = (
-        reference_logprobs(
-            context.objects,
-            reference,
-            items,
-            load,
-            precision=f"{accelerator.mixed_precision}/{accelerator.device.type}",
-            autocast=lambda: accelerator.autocast(),
-            device=accelerator.device,
-        )
+    options: Any = {
+        "precision": f"{accelerator.mixed_precision}/{device.type}",
+        "autocast": lambda: accelerator.autocast(),
+        "device": device,
+    }
+    logps, others = (
+        reference_logprobs(context.objects, reference, items, load_reference, **options)
         for items in (documents, held_out)
     )
-    return ref_logps, ref_held_out
+    # Loading the reference may or may not have drawn random numbers.
+    seed_everything(context.seed, num_threads=context.num_threads)
+    return accelerator, load_trained() if trained is None else trained, logps, others
 
 
 def _train(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from rollout_core.base.errors import Fatal
 from rollout_core.config import ImportanceCorrection, OnPolicySettings
 from rollout_core.data.examples import epoch_order
 from rollout_core.data.packing import pack_completions
+
+SettingsT = TypeVar("SettingsT", bound=OnPolicySettings)
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,7 @@ def pass_minibatches(groups: Groups, minibatch_size: int, *, seed: int, epoch: i
     return [sorted(order[start : start + minibatch_size]) for start in range(0, len(order), minibatch_size)]
 
 
-class OnPolicyUpdate:
+class OnPolicyUpdate(Generic[SettingsT]):
     """The part of `Algorithm` that PPO and GRPO share: ``epochs`` passes over one iteration's trajectories.
 
     The shuffling never tears groups apart.
@@ -217,7 +219,7 @@ class OnPolicyUpdate:
         self,
         policy: Policy,
         batch: PolicyBatch,
-        settings: OnPolicySettings,
+        settings: SettingsT,
         *,
         first_step: int,
         seed: int,
@@ -230,23 +232,21 @@ class OnPolicyUpdate:
         self._seed = seed
         self._device = device
         self._groups = groups or Groups.of_neighbours(len(batch.mask), 1)
-        self._masks_truncated = settings.truncated == "mask"
-        self._rows_per_minibatch = settings.minibatch_size
-        self._minibatches_per_step = settings.gradient_accumulation
+        self._settings = settings
         self._steps_per_epoch = settings.steps_per_epoch(len(batch.mask))
         self.num_steps = first_step + settings.epochs * self._steps_per_epoch
 
     def minibatches(self, step: int) -> list[PolicyBatch]:
         epoch, offset = divmod(step - self._first_step, self._steps_per_epoch)
         parts = pass_minibatches(
-            self._groups, self._rows_per_minibatch, seed=self._seed, epoch=self._first_step + epoch
+            self._groups, self._settings.minibatch_size, seed=self._seed, epoch=self._first_step + epoch
         )
-        count = self._minibatches_per_step
+        count = self._settings.gradient_accumulation
         return [self._batch.rows(part) for part in parts[offset * count : (offset + 1) * count]]
 
     def _trained(self, batch: PolicyBatch) -> Tensor:
         """[N,C] bool: completion tokens that count in the loss."""
-        return batch.mask & ~batch.truncated[:, None] if self._masks_truncated else batch.mask
+        return batch.mask & ~batch.truncated[:, None] if self._settings.truncated == "mask" else batch.mask
 
     def _token_share(self, batch: PolicyBatch, batches: Sequence[PolicyBatch]) -> float:
         """Share of ``batch`` in the trained tokens of all ``batches``."""

@@ -79,7 +79,7 @@ def compare_groups(
     return batch.with_columns(advantages=advantages, **columns), figures
 
 
-class GRPO(OnPolicyUpdate):
+class GRPO(OnPolicyUpdate[GRPOSettings]):
     """`Algorithm` of one update, over a batch that `compare_groups` has completed."""
 
     name = "grpo"
@@ -99,7 +99,6 @@ class GRPO(OnPolicyUpdate):
         """parts: so many minibatches that follow each other were one before several processes shared them."""
         groups = groups or Groups.of_neighbours(len(batch.mask), settings.samples_per_prompt)
         super().__init__(policy, batch, settings, first_step=first_step, seed=seed, device=device, groups=groups)
-        self._settings = settings
         self._parts = parts
 
     def loss(self, batch: PolicyBatch, step_batches: Sequence[PolicyBatch]) -> MinibatchLoss:

@@ -9,11 +9,9 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from rollout_core.algorithms.advantages import Groups
@@ -77,7 +75,8 @@ def ppo_update(
     state.extras = {"kl_coef": controller.coef}
     algorithm = PPO(policy, batch, settings, **options)
     figures["completions/num_left_out"] = scores.num_left_out
-    return _train_iteration(algorithm, state, settings, accelerator, context, context.model(model), figures)
+    options = {"total_steps": settings.total_steps, "figures": figures}
+    return train_to_end(algorithm, state, settings, accelerator, context, context.model(model), **options)
 
 
 def grpo_update(
@@ -115,7 +114,8 @@ def grpo_update(
         )
     algorithm = GRPO(policy, batch, settings, parts=parts, **options)
     figures["completions/num_left_out"] = scores.num_left_out
-    return _train_iteration(algorithm, state, settings, accelerator, context, context.model(model), figures)
+    options = {"total_steps": settings.total_steps, "figures": figures}
+    return train_to_end(algorithm, state, settings, accelerator, context, context.model(model), **options)
 
 
 def load_on_policy(model: ContentId, reference: ContentId, settings: OnPolicySettings, context: UpdateContext) -> Any:
@@ -157,21 +157,6 @@ def _on_policy_state(
             load_state(state, folder)
     state.metrics = []
     return state
-
-
-def _train_iteration(
-    algorithm: PPO | GRPO,
-    state: TrainState,
-    settings: OnPolicySettings,
-    accelerator: Accelerator,
-    context: UpdateContext,
-    tokenizer_from: Path,
-    figures: Mapping[str, float],
-) -> Checkpoint:
-    total_steps = settings.iterations * settings.steps_per_iteration
-    return train_to_end(
-        algorithm, state, settings, accelerator, context, tokenizer_from, total_steps=total_steps, figures=figures
-    )
 
 
 def load_trajectories(objects: ObjectStore, samples: ContentId, scores: Scores) -> list[Trajectory]:

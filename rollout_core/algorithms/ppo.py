@@ -27,7 +27,6 @@ from rollout_core.algorithms.experience import (
 )
 from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.losses import ppo_policy_loss, ppo_value_loss
-from rollout_core.algorithms.policy import Policy
 from rollout_core.base.errors import Fatal
 from rollout_core.config import AdaptiveKL, PPOSettings
 
@@ -94,23 +93,10 @@ def assign_credit(
     return batch.with_columns(advantages=advantages, **columns), figures, mean_kl
 
 
-class PPO(OnPolicyUpdate):
+class PPO(OnPolicyUpdate[PPOSettings]):
     """`Algorithm` of one update, over a batch that `assign_credit` has completed."""
 
     name = "ppo"
-
-    def __init__(
-        self,
-        policy: Policy,
-        batch: PolicyBatch,
-        settings: PPOSettings,
-        *,
-        first_step: int,
-        seed: int,
-        device: torch.device,
-    ) -> None:
-        super().__init__(policy, batch, settings, first_step=first_step, seed=seed, device=device)
-        self._settings = settings
 
     def loss(self, batch: PolicyBatch, step_batches: Sequence[PolicyBatch]) -> MinibatchLoss:
         settings, device = self._settings, self._device

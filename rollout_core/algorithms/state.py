@@ -148,13 +148,8 @@ def write_state(state: StateCopy, folder: Path, *, tokenizer_from: Path) -> None
     (folder / "state.json").write_bytes(canonical_json(state.document))
 
 
-def save_state(state: TrainState, folder: Path, *, tokenizer_from: Path) -> None:
-    """`copy_state` and `write_state` in one."""
-    write_state(copy_state(state), folder, tokenizer_from=tokenizer_from)
-
-
 def load_state(state: TrainState, folder: Path) -> None:
-    """Bring ``state`` (built for the same model and optimizer) and the RNGs to what `save_state` wrote.
+    """Bring ``state`` (built for the same model and optimizer) and the RNGs to what `write_state` wrote.
 
     Raises ConfigError for a state of another version, model or optimizer; ``state`` is then as it was.
     """

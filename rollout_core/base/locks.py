@@ -1,12 +1,10 @@
 """What is locked while it is in use: one piece of work on one machine, a resource that several share, and files and
 folders that end with the process that made them.
 
-The locks are the operating system's (``flock``): they die with their holder, also under ``kill -9``, and need no
-time-out. ``exclusive`` spares double work; correctness never rests on it (results are content-addressed, attempts are
-fenced).
-
-The lock is the operating system's (``flock``): it dies with its process, also under ``kill -9``, holds between
-containers that share a folder, and needs no process ids, which come back.
+The locks are the operating system's (``flock``): they die with their holder, also under ``kill -9``, hold between
+containers that share a folder, and need neither a time-out nor process ids, which come back. ``exclusive`` spares
+double work; correctness never rests on it (results are content-addressed, attempts are fenced). Of scratch folders, who
+comes later removes what nobody has locked.
 """
 
 from __future__ import annotations
@@ -89,7 +87,7 @@ def _try(descriptor: int, kind: int) -> bool:
 
 log = logging.getLogger(__name__)
 
-PREFIX = "rollout-scratch-"
+SCRATCH_PREFIX = "rollout-scratch-"
 SHARED_MEMORY = Path("/dev/shm")
 _SEGMENTS = "shared-memory"
 """File in a scratch folder: names of segments of shared memory that go with it, a line each."""
@@ -105,7 +103,7 @@ def scratch_folder(purpose: str) -> Iterator[Path]:
     What a killed process left there is removed by the next one that is started.
     """
     sweep_scratch()
-    with held(lambda: Path(tempfile.mkdtemp(prefix=f"{PREFIX}{purpose}-"))) as folder:
+    with held(lambda: Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{purpose}-"))) as folder:
         try:
             yield folder
         finally:
@@ -139,7 +137,7 @@ def sweep_scratch() -> None:
     folder = tempfile.gettempdir()
     if folder not in _swept:
         _swept.add(folder)
-        removed = sweep(Path(folder), f"{PREFIX}*")
+        removed = sweep(Path(folder), f"{SCRATCH_PREFIX}*")
         if removed:
             log.info("removed from %s what killed processes left: %s", folder, ", ".join(removed))
 

@@ -70,8 +70,8 @@ def stop_seconds() -> float:
     return seconds
 
 
-PREFIX = "ROLLOUT_SECRET_"
-LIST = "ROLLOUT_SECRETS"
+SECRET_PREFIX = "ROLLOUT_SECRET_"
+SECRET_LIST = "ROLLOUT_SECRETS"
 """Setting with the further names that may be asked for, separated by commas."""
 ALLOWED = frozenset({"HF_TOKEN"})
 """Names that always may be."""
@@ -79,7 +79,7 @@ ALLOWED = frozenset({"HF_TOKEN"})
 
 def allowed_secrets() -> frozenset[str]:
     """Names that may be asked for; what else begins with the prefix is never read."""
-    return ALLOWED | frozenset(filter(None, os.environ.get(LIST, "").replace(" ", "").split(",")))
+    return ALLOWED | frozenset(filter(None, os.environ.get(SECRET_LIST, "").replace(" ", "").split(",")))
 
 
 def read_secret(name: str) -> str | None:
@@ -88,11 +88,11 @@ def read_secret(name: str) -> str | None:
     if name not in allowed:
         raise ConfigError(
             f"secret {name!r} is not among those allowed here ({', '.join(sorted(allowed))}); its owner adds it to "
-            f"{LIST} in the environment of the worker"
+            f"{SECRET_LIST} in the environment of the worker"
         )
-    secret = os.environ.get(PREFIX + name, "").strip()  # a mounted file often ends with a line feed
+    secret = os.environ.get(SECRET_PREFIX + name, "").strip()  # a mounted file often ends with a line feed
     if not (secret.isascii() and secret.isprintable()):
-        raise ConfigError(f"secret {name!r} holds what no key does; expected printable ASCII in {PREFIX}{name}")
+        raise ConfigError(f"secret {name!r} holds what no key does; expected printable ASCII in {SECRET_PREFIX}{name}")
     return secret or None
 
 
@@ -100,7 +100,7 @@ def require_secret(name: str) -> str:
     """As `read_secret`, and ConfigError where it is not set."""
     secret = read_secret(name)
     if secret is None:
-        raise ConfigError(f"secret {name!r} is not set; set {PREFIX}{name} in the environment of the worker")
+        raise ConfigError(f"secret {name!r} is not set; set {SECRET_PREFIX}{name} in the environment of the worker")
     return secret
 
 

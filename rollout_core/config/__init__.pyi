@@ -70,7 +70,6 @@ from .runs import (
     NightlyConfig as NightlyConfig,
     OutputDir as OutputDir,
     PPOAlgorithm as PPOAlgorithm,
-    PreferenceConfig as PreferenceConfig,
     PromotionConfig as PromotionConfig,
     RewardModelAlgorithm as RewardModelAlgorithm,
     Run as Run,

@@ -176,6 +176,10 @@ ELSEWHERE = {
 """What transformers and TRL call a key, and what it is called here; of several the first that there is."""
 
 
+EXPLAINED = {"explained": True}
+"""Context of a validation whose errors `parse_config` explains."""
+
+
 def load_config(
     path: str | Path,
     model: type[SettingsT],
@@ -212,7 +216,7 @@ def parse_config(
     """Validate ``data`` as ``model``; raises ConfigError as `load_config` does."""
     merged = apply_overrides(data, overrides or {})
     try:
-        return model.model_validate(merged)
+        return model.model_validate(merged, context=EXPLAINED)
     except ValidationError as error:
         origins = {key: (options or {}).get(key, "--set") for key in overrides or {}}
         own = set(_violations(data, model)) if origins else set()
@@ -225,7 +229,7 @@ def parse_config(
 
 def _violations(data: Mapping[str, Any], model: type[BaseModel]) -> list[str]:
     try:
-        model.model_validate(data)
+        model.model_validate(data, context=EXPLAINED)
     except ValidationError as error:
         return list(_explain(error, model, data))
     return []

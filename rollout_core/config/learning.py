@@ -11,10 +11,10 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from rollout_core.base.numerics import is_portable_here, mixed_precision, numerics_identity, probe_device
-from rollout_core.config.base import DatasetSource, Settings
+from rollout_core.config.base import EXPLAINED, DatasetSource, Settings
 
 if TYPE_CHECKING:
     import torch
@@ -311,6 +311,14 @@ class DatasetSettings(LearnerSettings):
     budget: BudgetConfig = BudgetConfig()
     evaluation: HeldOutRows | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _packing_is_gone(cls, data: Any, info: ValidationInfo) -> Any:
+        """Says so also of parameters that Prefect has stored, whose errors nobody explains."""
+        if isinstance(data, Mapping) and "packing" in data and info.context != EXPLAINED:
+            raise ValueError("packing: unknown key; did you mean 'sequence.max_length'?")
+        return data
+
     def cache_identity(self) -> Any:
         named = super().cache_identity()
         # Under the names it had when the first results were kept, or none of them would be found again.
@@ -344,12 +352,14 @@ class RewardModelSettings(PreferenceSettings):
     """Weight of (r_chosen + r_rejected)^2 in the loss, which keeps rewards around 0 (arXiv:2312.09244)."""
 
 
-class _ReferencedSettings(PreferenceSettings):
+class ReferencedSettings(PreferenceSettings):
+    """What learners share that hold a policy close to a reference."""
+
     beta: float = Field(default=0.1, gt=0)
     """How closely the policy keeps to the reference: larger is closer."""
 
 
-class DPOSettings(_ReferencedSettings):
+class DPOSettings(ReferencedSettings):
     """Direct preference optimization (arXiv:2305.18290)."""
 
     kind: Literal["dpo"] = "dpo"
@@ -359,7 +369,7 @@ class DPOSettings(_ReferencedSettings):
     """Share of pairs whose preference is taken to be flipped."""
 
 
-class IPOSettings(_ReferencedSettings):
+class IPOSettings(ReferencedSettings):
     """Identity preference optimization (arXiv:2310.12036); ``beta`` is the paper's tau."""
 
     kind: Literal["ipo"] = "ipo"
@@ -367,7 +377,7 @@ class IPOSettings(_ReferencedSettings):
     """Rows ``{prompt, chosen, rejected}``."""
 
 
-class KTOSettings(_ReferencedSettings):
+class KTOSettings(ReferencedSettings):
     """Kahneman-Tversky optimization (arXiv:2402.01306)."""
 
     kind: Literal["kto"] = "kto"

@@ -74,6 +74,11 @@ class OnPolicySettings(LearnerSettings):
         """Optimizer steps of one iteration."""
         return self.epochs * self.steps_per_epoch(self.prompts_per_iteration * self.samples_per_prompt)
 
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of all iterations."""
+        return self.iterations * self.steps_per_iteration
+
     def cache_identity(self) -> Any:
         """Without the number of iterations, where no schedule spans them: one more leaves those before as they are."""
         named = super().cache_identity()

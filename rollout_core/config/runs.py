@@ -15,6 +15,7 @@ from rollout_core.config.learning import (
     IPOSettings,
     KTOSettings,
     LearnerSettings,
+    ReferencedSettings,
     RewardModelSettings,
     SFTSettings,
 )
@@ -55,28 +56,24 @@ class RewardModelAlgorithm(RewardModelSettings):
     """A causal language model, whose trunk gets a new head, or a reward model to train further."""
 
 
-class DPOAlgorithm(DPOSettings):
+class ReferencedAlgorithm(ReferencedSettings):
+    """What learners share that hold a model close to a reference."""
+
+    base_model: ModelSource
+    reference: ModelSource | None = None
+    """Default: the base model."""
+
+
+class DPOAlgorithm(DPOSettings, ReferencedAlgorithm):
     """`[algorithm] kind = "dpo"`."""
 
-    base_model: ModelSource
-    reference: ModelSource | None = None
-    """Default: the base model."""
 
-
-class IPOAlgorithm(IPOSettings):
+class IPOAlgorithm(IPOSettings, ReferencedAlgorithm):
     """`[algorithm] kind = "ipo"`."""
 
-    base_model: ModelSource
-    reference: ModelSource | None = None
-    """Default: the base model."""
 
-
-class KTOAlgorithm(KTOSettings):
+class KTOAlgorithm(KTOSettings, ReferencedAlgorithm):
     """`[algorithm] kind = "kto"`."""
-
-    base_model: ModelSource
-    reference: ModelSource | None = None
-    """Default: the base model."""
 
 
 class Run(Settings):
@@ -276,9 +273,6 @@ class NightlyConfig(TrainingRun):
         settings = self.ppo or self.grpo or self.dpo
         assert settings is not None, "validated"
         return settings
-
-
-PreferenceConfig = TrainRMConfig | TrainDPOConfig | TrainIPOConfig | TrainKTOConfig
 
 
 CONFIG_KINDS: dict[str, type[Run]] = {

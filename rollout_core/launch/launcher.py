@@ -54,6 +54,9 @@ PIPE = "ROLLOUT_RANK_PIPE"
 LAUNCHER = "ROLLOUT_RANK_LAUNCHER"
 """Environment variable: process id of the launcher, without which there is no reason to live."""
 
+IDENTITY = ("key", "run_id", "seed", "run_name", "start_from", "series", "base_model")
+"""Fields that ranks have of the caller's context as they are."""
+
 
 def run_update(
     name: UpdateName,
@@ -84,14 +87,8 @@ def run_update(
             inputs=encode_inputs(name, inputs),
             storage=context.objects.url,
             cache=context.cache.absolute(),
-            key=context.key,
-            run_id=context.run_id,
-            seed=context.seed,
-            run_name=context.run_name,
-            start_from=context.start_from,
             tracking=context.tracking and context.tracking.absolute(),
-            series=context.series,
-            base_model=context.base_model,
+            **{field: getattr(context, field) for field in IDENTITY},
             num_threads=context.num_threads and max(1, context.num_threads // nproc),
             nproc=nproc,
             result=folder / "result.json",
@@ -106,8 +103,8 @@ def run_update(
                 elif message.kind == "step":
                     context.on_step(message.content)
                 elif message.kind == "data" and on_data is not None:
-                    on_data(decode_report(name, message.content))
-        return decode_outcome(name, job.result.read_bytes())
+                    on_data(report_type(name).validate_python(message.content))
+        return outcome_type(name).validate_json(job.result.read_bytes())
 
 
 @dataclass(frozen=True)
@@ -350,30 +347,11 @@ def decode_inputs(name: UpdateName, inputs: Mapping[str, Any]) -> dict[str, Any]
     return {key: TypeAdapter(hints[key]).validate_python(value) for key, value in inputs.items()}
 
 
-def encode_report(name: UpdateName, report: Any) -> Any:
-    """What an update says of its rows before it trains, as JSON values."""
-    return _report(name).dump_python(report, mode="json")
-
-
-def decode_report(name: UpdateName, document: Any) -> Any:
-    """Inverse of `encode_report`."""
-    return _report(name).validate_python(document)
-
-
-def encode_outcome(name: UpdateName, outcome: Any) -> bytes:
-    """What an update returned, as JSON."""
-    return _outcome(name).dump_json(outcome)
-
-
-def decode_outcome(name: UpdateName, data: bytes) -> Any:
-    """Inverse of `encode_outcome`."""
-    return _outcome(name).validate_json(data)
-
-
-def _outcome(name: UpdateName) -> TypeAdapter[Any]:
+def outcome_type(name: UpdateName) -> TypeAdapter[Any]:
+    """What an update returns, to and from JSON."""
     return TypeAdapter(get_type_hints(update_function(name))["return"])
 
 
-def _report(name: UpdateName) -> TypeAdapter[Any]:
-    """The type of report that an update from a data set returns beside its checkpoint."""
+def report_type(name: UpdateName) -> TypeAdapter[Any]:
+    """The same of what an update from a data set says of its rows before it trains: it returns that, too."""
     return TypeAdapter(get_args(get_type_hints(update_function(name))["return"])[1])

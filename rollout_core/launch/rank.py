@@ -23,14 +23,15 @@ from rollout_core.base.errors import ConfigError, RolloutError, error_message
 from rollout_core.base.process_tree import signal_at_parents_end
 from rollout_core.base.seeding import prepare_environment
 from rollout_core.launch.launcher import (
+    IDENTITY,
     LAUNCHER,
     PIPE,
     RENDEZVOUS,
     STORAGE_OPTIONS,
     Job,
     decode_inputs,
-    encode_outcome,
-    encode_report,
+    outcome_type,
+    report_type,
     update_function,
 )
 
@@ -95,14 +96,8 @@ def run(job: Job, messenger: Messenger, *, is_stopping: Callable[[], bool] = lam
     context = UpdateContext(
         objects=ObjectStore.from_url(job.storage, storage_options=options),
         cache=job.cache,
-        key=job.key,
-        run_id=job.run_id,
-        seed=job.seed,
-        run_name=job.run_name,
-        start_from=job.start_from,
         tracking=job.tracking,
-        series=job.series,
-        base_model=job.base_model,
+        **{field: getattr(job, field) for field in IDENTITY},
         num_threads=job.num_threads,
         is_stopping=is_stopping,
         on_start=lambda first, last: messenger.send("start", [first, last]) if is_first() else None,
@@ -111,10 +106,11 @@ def run(job: Job, messenger: Messenger, *, is_stopping: Callable[[], bool] = lam
     function = update_function(job.update)
     callbacks = {}
     if "on_data" in inspect.signature(function).parameters and is_first():
-        callbacks["on_data"] = lambda report: messenger.send("data", encode_report(job.update, report))
+        report = report_type(job.update)
+        callbacks["on_data"] = lambda found: messenger.send("data", report.dump_python(found, mode="json"))
     outcome = function(**decode_inputs(job.update, job.inputs), **callbacks, context=context)
     if is_first():
-        job.result.write_bytes(encode_outcome(job.update, outcome))
+        job.result.write_bytes(outcome_type(job.update).dump_json(outcome))
     if dist.is_initialized():
         dist.destroy_process_group()
 

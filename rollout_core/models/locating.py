@@ -21,9 +21,8 @@ from rollout_core.config import ModelSource
 from rollout_core.models.bounded.inspecting import inspect_bounded
 from rollout_core.models.facts import ModelFacts
 from rollout_core.models.pretrained import TOKENIZER_FILES, tokenizer_files
-from rollout_core.objects import ObjectStore, TreeFile, TreeManifest
+from rollout_core.objects import ObjectStore, TreeManifest
 from rollout_core.objects.addresses import is_short_id
-from rollout_core.objects.trees import hash_file
 
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 _NEAR = 0.7
@@ -104,18 +103,6 @@ def check_stored(content_id: ContentId, objects: ObjectStore) -> None:
 def is_weights(name: str) -> bool:
     """Whether a file of this name holds weights, or says where they are."""
     return any(fnmatch(name, pattern) for pattern in _WEIGHT_FILES)
-
-
-def file_tree(objects: ObjectStore, files: Mapping[str, Path]) -> ContentId:
-    """File ``files`` under their names as one folder, wherever they lie and whatever links lead there."""
-    hashes = objects.in_parallel(hash_file, files.values())
-    manifest = TreeManifest(
-        files=tuple(
-            TreeFile(path=name, size=size, content_id=content_id)
-            for name, (size, content_id) in zip(files, hashes, strict=True)
-        )
-    )
-    return objects.put_files(manifest, files)
 
 
 def model_files(model: Path, tokenizer: Path) -> dict[str, Path]:

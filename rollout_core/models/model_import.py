@@ -27,7 +27,6 @@ from rollout_core.models.locating import (
     check_own_file,
     check_stored,
     fetch_from_hub,
-    file_tree,
     linked_files,
     locate_model,
     locate_tokenizer,
@@ -69,7 +68,7 @@ def _import_folder(source: ModelSource, objects: ObjectStore, base: Path) -> Con
     if recall(objects, mark) is None:
         with linked_files(files) as linked:
             facts = inspect_bounded(linked, has_weights=True)
-    filed = file_tree(objects, files)
+    filed = objects.put_paths(files)
     if mark_of(model_files(folder, tokenizer)) != mark:
         raise Conflict(f"model folder {folder} changed while it was read; run again when nobody writes to it")
     if facts is not None:
@@ -95,7 +94,7 @@ def import_adapted(model: ContentId, uri: str, objects: ObjectStore, base: Path)
     with _opened(uri, base, objects, whole=True) as folder:
         files = {name: folder / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
         # Without what else may lie beside them.
-        adapter = ContentId(uri) if is_content_id(uri) else file_tree(objects, files)
+        adapter = ContentId(uri) if is_content_id(uri) else objects.put_paths(files)
     ref = f"merged-models/{content_id('merged-model/1', [model, adapter])}"
     known = objects.cached_ref(ref)
     if known is not None and objects.tree_is_present(known):

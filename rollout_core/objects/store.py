@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from blake3 import blake3
 from pydantic import ValidationError
 from ulid import ULID
 
@@ -38,6 +37,7 @@ from rollout_core.objects.files import (
     RefContent,
     decode_ref,
     encode_ref,
+    have_id,
     is_ref_name,
     ref_key,
     storage_faults,
@@ -234,9 +234,12 @@ class ObjectStore:
     def put_tree(self, folder: Path) -> ContentId:
         """Store a folder and return the id of its manifest. Blobs that are there already are not written again.
 
-        Raises ConfigError for what a tree cannot hold; see `folders.files_of`.
+        Raises ConfigError for what a tree cannot hold; see `trees.files_of`.
         """
-        paths = files_of(folder)
+        return self.put_paths(files_of(folder))
+
+    def put_paths(self, paths: Mapping[str, Path]) -> ContentId:
+        """Store files under their names as one folder, wherever they lie and whatever links lead there."""
         hashes = self.in_parallel(hash_file, paths.values())
         files = tuple(
             TreeFile(path=path, size=size, content_id=content_id)
@@ -457,10 +460,7 @@ class ObjectStore:
         """
         key = blob_key(content_id)
         try:
-            hasher = blake3()
-            for chunk in self.files.read_chunks(key):
-                hasher.update(chunk)
-            if hasher.hexdigest() == content_id:
+            if have_id(self.files.read_chunks(key), content_id):
                 return Recoverable(f"blob {content_id} at {self.files.where(key)} was read wrongly once; read it again")
             aside = f"corrupt/{content_id}-{ULID()}"
             self.files.move(key, aside)

@@ -14,29 +14,22 @@ from rollout_core.base.numerics import num_gpus
 from rollout_core.config import (
     BackendConfig,
     DatasetSource,
-    DPOAlgorithm,
     GRPOSettings,
     HeldOutRows,
-    IPOAlgorithm,
-    KTOAlgorithm,
     LearnerSettings,
     ModelSource,
     NightlyConfig,
     PPOSettings,
-    PreferenceConfig,
     PreferenceSettings,
     RewardModelSettings,
     SequenceConfig,
     SFTSettings,
-    TrainDPOConfig,
+    TrainConfig,
     TrainGRPOConfig,
-    TrainIPOConfig,
-    TrainKTOConfig,
     TrainPPOConfig,
-    TrainRMConfig,
-    TrainSFTConfig,
 )
 from rollout_core.config.rewards import ExactMatchReward, ModelReward, RewardSpec, plain_rewards
+from rollout_core.config.runs import ReferencedAlgorithm
 from rollout_core.data.datasets import PromptRow
 from rollout_core.models.bounded.inspecting import check_training
 from rollout_core.models.facts import blank_model, check_reference, check_reward_model
@@ -163,6 +156,19 @@ class LearnerPlan(Plan):
         self.held_out_rows(f"{what}.evaluation.dataset", settings.evaluation, training_rows)
         self.resources(what, "sft", settings, row_tokens(report, settings.sequence.max_length))
 
+    def preferences(self, what: str, kind: str, settings: PreferenceSettings) -> DataReport | None:
+        """Rows of a learner from preferences, of which ``kind`` is the usual name, and its settings."""
+        from rollout_core.data.training_data import pair_form, unpaired_form
+
+        rows = unpaired_form(settings) if kind == "kto" else pair_form(settings, need_prompts=kind != "rm")
+        self.sequence_length(what, settings.sequence)
+        self.learner(what, settings)
+        report = self.training_rows(f"{what}.dataset", settings.dataset, rows)
+        self.held_out_rows(f"{what}.evaluation.dataset", settings.evaluation, rows)
+        tokens = row_tokens(report, settings.sequence.max_length)
+        self.resources(what, kind, settings, tokens, rows=1 if kind == "kto" else 2)
+        return report
+
     def training_rows(self, what: str, dataset: DatasetSource, asked: RowForm[Any, Any]) -> DataReport | None:
         """What becomes of the rows of a data set; without a tokenizer they are only read.
 
@@ -236,87 +242,35 @@ class LearnerPlan(Plan):
                 )
 
 
-def plan_sft(
-    config: TrainSFTConfig, base: Path, connections: Connections | None = None, *, keep: bool = False
+def plan_training(
+    config: TrainConfig[Any], base: Path, connections: Connections | None = None, *, keep: bool = False
 ) -> dict[str, Any]:
-    """Check an SFT run; ``keep`` what was tokenised for it. Raises ConfigError naming all that is wrong."""
-    plan = LearnerPlan(base, connections, keeps_tokens=keep)
+    """Check a run that trains one model; ``keep`` what was tokenised for it. Raises ConfigError naming all that is
+    wrong."""
+    plan, settings = LearnerPlan(base, connections, keeps_tokens=keep), config.algorithm
     plan.places()
-    plan.resume(config.run, "sft")
-    plan.model("algorithm.base_model", config.algorithm.base_model)
-    plan.sft("algorithm", config.algorithm)
-    return plan.done()
-
-
-def plan_on_policy(
-    config: TrainPPOConfig | TrainGRPOConfig, base: Path, connections: Connections | None = None, *, keep: bool = False
-) -> dict[str, Any]:
-    """Check a PPO or GRPO run, which has no rows to ``keep``. Raises ConfigError naming all that is wrong."""
-    plan = LearnerPlan(base, connections, keeps_tokens=keep)
-    plan.places()
-    plan.resume(config.run, config.algorithm.kind, steps_per_iteration=config.algorithm.steps_per_iteration)
-    plan.model("algorithm.base_model", config.algorithm.base_model)
-    plan.backend("backend", config.backend)
-    rows = plan.on_policy("algorithm", config.algorithm, config.backend)
-    plan.reward("algorithm.reward", config.algorithm.reward)
-    settings = config.algorithm
-    plan.answers(f"algorithm.prompts.{settings.prompts.address_key}", rows, settings.reward)
-    return plan.done()
-
-
-def plan_pairs(
-    config: TrainRMConfig | TrainDPOConfig | TrainIPOConfig,
-    base: Path,
-    connections: Connections | None = None,
-    *,
-    keep: bool = False,
-) -> dict[str, Any]:
-    """Check a run on pairs: a reward model, DPO or IPO; ``keep`` what was tokenised. Raises ConfigError naming all that
-    is wrong."""
-    from rollout_core.data.training_data import pair_form
-
-    rows = pair_form(config.algorithm, need_prompts=not isinstance(config, TrainRMConfig))
-    return _plan(LearnerPlan(base, connections, keeps_tokens=keep), config, rows)
-
-
-def plan_kto(
-    config: TrainKTOConfig, base: Path, connections: Connections | None = None, *, keep: bool = False
-) -> dict[str, Any]:
-    """Check a KTO run; ``keep`` what was tokenised. Raises ConfigError naming all that is wrong."""
-    from rollout_core.data.training_data import unpaired_form
-
-    return _plan(LearnerPlan(base, connections, keeps_tokens=keep), config, unpaired_form(config.algorithm))
-
-
-def plan_preferences(
-    plan: LearnerPlan, what: str, kind: str, settings: PreferenceSettings, rows: RowForm[Any, Any]
-) -> DataReport | None:
-    """Check the settings and rows of one learner, under the key ``what``; the plan knows the model already."""
-    plan.sequence_length(what, settings.sequence)
-    plan.learner(what, settings)
-    report = plan.training_rows(f"{what}.dataset", settings.dataset, rows)
-    plan.held_out_rows(f"{what}.evaluation.dataset", settings.evaluation, rows)
-    sequences = 1 if kind == "kto" else 2
-    tokens = row_tokens(report, settings.sequence.max_length)
-    plan.resources(what, kind, settings, tokens, rows=sequences)
-    return report
-
-
-def _plan(plan: LearnerPlan, config: PreferenceConfig, rows: RowForm[Any, Any]) -> dict[str, Any]:
-    settings = config.algorithm
-    plan.places()
-    plan.resume(config.run, settings.kind)
+    on_policy = isinstance(config, TrainPPOConfig | TrainGRPOConfig)
+    steps_per_iteration = config.algorithm.steps_per_iteration if on_policy else 1
+    plan.resume(config.run, settings.kind, steps_per_iteration=steps_per_iteration)
     plan.model("algorithm.base_model", settings.base_model, may_be_reward_model=settings.kind == "rm")
-    _reference(plan, settings)
-    report = plan_preferences(plan, "algorithm", settings.kind, settings, rows)
-    if report is not None:
-        plan.facts |= {"rows": report.num_rows, "examples": report.num_examples, DATA_REPORT: report.figures()}
+    if on_policy:
+        plan.backend("backend", config.backend)
+        rows = plan.on_policy("algorithm", config.algorithm, config.backend)
+        plan.reward("algorithm.reward", settings.reward)
+        plan.answers(f"algorithm.prompts.{settings.prompts.address_key}", rows, settings.reward)
+    elif isinstance(settings, SFTSettings):
+        plan.sft("algorithm", settings)
+    else:
+        _reference(plan, settings)
+        report = plan.preferences("algorithm", settings.kind, settings)
+        if report is not None:
+            plan.facts |= {"rows": report.num_rows, "examples": report.num_examples, DATA_REPORT: report.figures()}
     return plan.done()
 
 
 def _reference(plan: LearnerPlan, settings: PreferenceSettings) -> None:
     """The reference is there, of the model's architecture, and reads the same token ids."""
-    if not isinstance(settings, DPOAlgorithm | IPOAlgorithm | KTOAlgorithm) or settings.reference is None:
+    if not isinstance(settings, ReferencedAlgorithm) or settings.reference is None:
         return
     source, own = settings.reference, settings.base_model
 
@@ -336,10 +290,10 @@ def plan_nightly(
     plan.model("model", config.model)
     plan.backend("backend", config.backend)
     plan.sft("sft", config.sft)
-    if config.rm is not None:
-        _pairs(plan, "rm", config.rm)
-    if config.dpo is not None:
-        _pairs(plan, "dpo", config.dpo)
+    for kind, settings in (("rm", config.rm), ("dpo", config.dpo)):
+        report = None if settings is None else plan.preferences(kind, kind, settings)
+        if report is not None:
+            plan.facts[f"{kind} rows"] = report.num_rows
     held_out = plan.prompt_rows("evaluation.prompts", config.evaluation.prompts)
     held_out_key = f"evaluation.prompts.{config.evaluation.prompts.address_key}"
     plan.prompts(held_out_key, held_out, context_limit(config.backend), config.evaluation.sampling)
@@ -355,11 +309,3 @@ def plan_nightly(
     plan.facts["held-out prompts"] = len(held_out or ())
     plan.output_folder("report_dir", config.report_dir)
     return plan.done()
-
-
-def _pairs(plan: LearnerPlan, what: str, settings: PreferenceSettings) -> None:
-    from rollout_core.data.training_data import pair_form
-
-    report = plan_preferences(plan, what, what, settings, pair_form(settings, need_prompts=what == "dpo"))
-    if report is not None:
-        plan.facts[f"{what} rows"] = report.num_rows

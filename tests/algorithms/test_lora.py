@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
-from updates import LORA, UPDATES, grpo, ppo, preference_update, sft_settings, update_context
+from updates import LORA, UPDATES, grpo, ppo, preference_update, save_state, sft_settings, update_context
 
 from rollout_core.algorithms import dataset_updates, on_policy_updates
 from rollout_core.algorithms.dataset_updates import rm_update
 from rollout_core.algorithms.loop import build_optimizer
 from rollout_core.algorithms.policy import Policy
-from rollout_core.algorithms.state import TrainState, load_state, save_state
+from rollout_core.algorithms.state import TrainState, load_state
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import LoRAConfig, OptimizerConfig, ParallelConfig, RewardModelSettings, parse_config
 from rollout_core.data.datasets import PairRow, to_jsonl

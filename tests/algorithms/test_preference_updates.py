@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-from updates import COMMON, KINDS, preference_data, preference_update as update, rows_of, update_context
+from updates import COMMON, KINDS, preference_data, preference_update as update, rows_of, save_state, update_context
 
 from rollout_core.algorithms import preference as reference_module
 from rollout_core.algorithms.dataset_updates import preference_update
@@ -202,7 +202,7 @@ def test_a_model_of_another_architecture_or_vocabulary_is_no_reference(tiny_mode
 
 def test_a_train_state_of_a_reward_model_is_none_of_a_policy(trained, tiny_model, tmp_path):
     from rollout_core.algorithms.loop import build_optimizer
-    from rollout_core.algorithms.state import TrainState, load_state, save_state
+    from rollout_core.algorithms.state import TrainState, load_state
     from rollout_core.config import OptimizerConfig
 
     config, (_, folder) = OptimizerConfig(lr=1e-3), trained

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from updates import save_state
 
 from rollout_core.algorithms.loop import build_optimizer
-from rollout_core.algorithms.state import MODEL_FOLDER, STATE_VERSION, TrainState, load_state, save_state
+from rollout_core.algorithms.state import MODEL_FOLDER, STATE_VERSION, TrainState, load_state
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import OptimizerConfig
 from rollout_core.models.pretrained import load_causal_lm

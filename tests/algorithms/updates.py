@@ -23,6 +23,7 @@ from rollout_core.algorithms import dataset_updates
 from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.dataset_updates import rm_update, sft_update
 from rollout_core.algorithms.on_policy_updates import grpo_update, ppo_update
+from rollout_core.algorithms.state import TrainState, copy_state, write_state
 from rollout_core.base.ids import ContentId, canonical_json, hash_bytes
 from rollout_core.config import (
     BudgetConfig,
@@ -48,6 +49,10 @@ def update_context(folder: Path, **changes: Any) -> UpdateContext:
     objects = ObjectStore.from_url(str(folder / "objects"))
     fields = {"key": hash_bytes(b"key"), "run_id": "run", "seed": 1, "num_threads": 1, **changes}
     return UpdateContext(objects=objects, cache=folder / "cache", **fields)
+
+
+def save_state(state: TrainState, folder: Path, *, tokenizer_from: Path) -> None:
+    write_state(copy_state(state), folder, tokenizer_from=tokenizer_from)
 
 
 def sft_settings(**changes: Any) -> SFTSettings:

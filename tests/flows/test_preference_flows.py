@@ -24,7 +24,7 @@ from rollout_core.config import (
     parse_config,
 )
 from rollout_core.data.samples import decode_samples
-from rollout_core.plans.learner_plan import plan_kto, plan_nightly, plan_on_policy, plan_pairs
+from rollout_core.plans.learner_plan import plan_nightly, plan_training
 from tests.flows.conftest import objects, snapshots_of
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
@@ -63,7 +63,7 @@ def example(kind: str, tiny_model: Path, files: dict[str, Path], **changes):
 def plan(kind: str, config, base: Path = PROJECT, *, connect: bool = False):
     from tasks.connections import current_connections
 
-    return (plan_kto if kind == "kto" else plan_pairs)(config, base, current_connections() if connect else None)
+    return plan_training(config, base, current_connections() if connect else None)
 
 
 @pytest.mark.server
@@ -363,7 +363,7 @@ def test_a_policy_is_no_reward_model_and_an_expression_is_checked(tiny_model, so
     reward = {"kind": "model", "model": str(tiny_model)}
     config = load_config(ppo, TrainPPOConfig, {**overrides, "algorithm.reward": reward})
     with pytest.raises(ConfigError, match=r"algorithm\.reward: .* holds a Qwen2ForCausalLM of 2 labels, no reward"):
-        plan_on_policy(config, PROJECT)
+        plan_training(config, PROJECT)
     for expression, message in (("qality", "did you mean 'quality'"), ("quality +", "invalid syntax")):
         reward = {"kind": "expression", "expression": expression, "rewards": {"quality": {"kind": "exact_match"}}}
         with pytest.raises(ConfigError, match=message):

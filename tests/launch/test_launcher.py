@@ -29,7 +29,7 @@ from rollout_core.config import DPOSettings, GRPOAlgorithm, GRPOSettings, SFTSet
 from rollout_core.data.datasets import SftRow, to_jsonl
 from rollout_core.data.tokenized import DataReport
 from rollout_core.launch import run_update
-from rollout_core.launch.launcher import decode_inputs, decode_outcome, encode_inputs, encode_outcome
+from rollout_core.launch.launcher import decode_inputs, encode_inputs, outcome_type
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint, Scores
 
@@ -262,5 +262,5 @@ def test_outcomes_travel_with_their_report():
         checkpoint,
         DataReport(num_rows=3, num_examples=2, num_tokens=40, num_trained_tokens=20, num_truncated=1),
     )
-    assert decode_outcome("sft", encode_outcome("sft", outcome)) == outcome
-    assert decode_outcome("ppo", encode_outcome("ppo", checkpoint)) == checkpoint
+    assert outcome_type("sft").validate_json(outcome_type("sft").dump_json(outcome)) == outcome
+    assert outcome_type("ppo").validate_json(outcome_type("ppo").dump_json(checkpoint)) == checkpoint

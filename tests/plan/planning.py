@@ -14,14 +14,14 @@ import pytest
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import CONFIG_KINDS, apply_overrides, parse_config
 from rollout_core.plans.batch_plan import plan_batch
-from rollout_core.plans.learner_plan import plan_nightly, plan_on_policy, plan_sft
+from rollout_core.plans.learner_plan import plan_nightly, plan_training
 from rollout_core.store.connections import plain_connections
 
 PLANS: dict[str, Callable[..., dict[str, Any]]] = {
     "nightly": plan_nightly,
-    "train-sft": plan_sft,
-    "train-ppo": plan_on_policy,
-    "train-grpo": plan_on_policy,
+    "train-sft": plan_training,
+    "train-ppo": plan_training,
+    "train-grpo": plan_training,
     "infer-batch": functools.partial(plan_batch, thorough=True),
 }
 CHAT = {"messages": [{"role": "user", "content": "sort 2 1"}, {"role": "assistant", "content": "1 2"}]}

@@ -17,7 +17,7 @@ from rollout_core.base.ids import hash_bytes
 from rollout_core.config import CONFIG_KINDS, ModelSource, apply_overrides, parse_config
 from rollout_core.models.model_import import import_model
 from rollout_core.objects import ObjectStore
-from rollout_core.plans.learner_plan import plan_sft
+from rollout_core.plans.learner_plan import plan_training
 from tests.plan.planning import CHAT, LONG, PLANS, TEMPLATE, cache_hub_model, document, files, jsonl, plan, refusal
 
 
@@ -153,7 +153,7 @@ def test_a_checkpoint_is_looked_up_in_the_object_store_with_its_tokenizer_and_co
 
 def test_what_a_plan_is_not_given_a_way_to_is_told(work: Path):
     changed = apply_overrides(document("train-sft"), {"algorithm.base_model.uri": "a" * 64})
-    facts = plan_sft(parse_config(changed, CONFIG_KINDS["train-sft"]), work)
+    facts = plan_training(parse_config(changed, CONFIG_KINDS["train-sft"]), work)
     assert facts["not checked"].startswith("object store and database; algorithm.base_model (model aaaa")
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rollout_core.base.numerics import machine_memory
 from rollout_core.base.processes import search_path
-from rollout_core.base.settings import LIST, PREFIX, allowed_secrets
+from rollout_core.base.settings import SECRET_LIST, SECRET_PREFIX, allowed_secrets
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def child_environment() -> dict[str, str]:
 
 
 def _may_pass(name: str, value: str, allowed: frozenset[str]) -> bool:
-    if name.removeprefix(PREFIX) in allowed or name == LIST:
+    if name.removeprefix(SECRET_PREFIX) in allowed or name == SECRET_LIST:
         return True
     if name.startswith(_OURS) or _SECRET_NAME.search(name):
         return False
