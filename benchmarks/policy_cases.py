@@ -177,7 +177,7 @@ class _GRPO(_Update):
         super().__init__(model, _settings(GRPOSettings, shape))
 
     def __call__(self, batch: Any) -> None:
-        from rollout_core.algorithms.grpo import GRPO, compare_groups
+        from rollout_core.algorithms.on_policy import GRPO, compare_groups
 
         batch, _ = compare_groups(self.policy, None, batch, self.settings, device=self.device)
         options = {"first_step": self.state.step, "seed": 0, "device": self.device}
@@ -186,8 +186,8 @@ class _GRPO(_Update):
 
 class _PPO(_Update):
     def __init__(self, model: Any, shape: Shape) -> None:
+        from rollout_core.algorithms.on_policy import KLController
         from rollout_core.algorithms.policy import Policy, ValueModel, zero_head
-        from rollout_core.algorithms.ppo import KLController
         from rollout_core.config import PPOSettings
 
         values = ValueModel(copy.deepcopy(model.base_model)) if shape.values == "model" else zero_head(model)
@@ -196,7 +196,7 @@ class _PPO(_Update):
         self.controller = KLController(self.settings.kl)
 
     def __call__(self, batch: Any) -> None:
-        from rollout_core.algorithms.ppo import PPO, assign_credit
+        from rollout_core.algorithms.on_policy import PPO, assign_credit
 
         batch, _, mean_kl = assign_credit(
             self.policy, self.reference, batch, self.settings, kl_coef=self.controller.coef, device=self.device

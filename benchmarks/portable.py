@@ -23,7 +23,7 @@ from pathlib import Path
 
 from harness import PROJECT, Figures
 
-from rollout_core.base.numerics import NUMERICS, hold_numerics
+from rollout_core.base.determinism import NUMERICS, hold_numerics
 
 CHILD = PROJECT / "tests" / "algorithms" / "portable_child.py"
 CASES = ("sft", "engine")

@@ -12,9 +12,8 @@ from uuid import UUID
 
 import lazy_loader
 
-from rollout_core.base.numerics import NUMERICS, hold_numerics
+from rollout_core.base.determinism import NUMERICS, hold_numerics, prepare_environment
 from rollout_core.base.own_packages import require_own
-from rollout_core.base.seeding import prepare_environment
 
 
 def requested_numerics(parameters: Mapping[str, Any]) -> Any:

@@ -22,9 +22,9 @@ from prefect.context import FlowRunContext
 from prefect.logging.configuration import setup_logging
 from prefect.logging.handlers import PrefectConsoleHandler
 
+from rollout_core.base.determinism import require_numerics
 from rollout_core.base.errors import CorruptObject, MissingObject, RolloutError
 from rollout_core.base.locks import sweep_scratch
-from rollout_core.base.numerics import require_numerics
 from rollout_core.base.stopping import is_stopping, watching
 from rollout_core.config import Run
 from tasks.logs import Journal, keep_journal, stage_logger

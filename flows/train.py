@@ -205,7 +205,7 @@ class _Start:
 
 
 def _start_iteration(config: TrainPPOConfig | TrainGRPOConfig) -> _Start:
-    settings: Any = config.algorithm
+    settings = config.algorithm
     steps = settings.steps_per_iteration
     train_state = start_snapshot(config.run, settings.kind, steps_per_iteration=steps)
     if train_state is None:
@@ -223,7 +223,7 @@ def _train_on_policy(config: TrainPPOConfig | TrainGRPOConfig) -> dict[str, Any]
     config = _checked(config)
 
     def body(journal: Journal) -> dict[str, Any]:
-        settings: Any = config.algorithm
+        settings = config.algorithm
         model = import_model(settings.base_model).model
         prompts = import_prompts(settings.prompts)
         started = _start_iteration(config)

@@ -30,10 +30,10 @@ from prefect.results import get_result_store
 from prefect.task_engine import run_task_sync
 
 from blocks import ContentAddressedStorage
+from rollout_core.base.determinism import arithmetic
 from rollout_core.base.errors import ConfigError, CorruptObject, CorruptRef, MissingObject, Recoverable, RolloutError
 from rollout_core.base.ids import ContentId, content_id, is_content_id
 from rollout_core.base.locks import exclusive
-from rollout_core.base.numerics import arithmetic
 from rollout_core.base.settings import locations
 from rollout_core.base.stopping import is_stopping, run_interruptibly
 from rollout_core.config import identity

@@ -22,7 +22,7 @@ from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.base.ids import hash_bytes
 from rollout_core.base.isolation import child as isolation_child
 from rollout_core.base.isolation.child import KeptChild
-from rollout_core.base.isolation.limits import Limits
+from rollout_core.base.processes import Limits
 from rollout_core.config import ModelSource, SamplingParams, TransformersBackend
 from rollout_core.data.datasets import PromptRow
 from rollout_core.data.text import tokenize_prompts, try_prompts

@@ -19,7 +19,7 @@ import pytest
 from rollout_core.base.errors import Fatal, Recoverable
 from rollout_core.base.isolation import child as isolation_child
 from rollout_core.base.isolation.child import Child, Ended, Interrupted
-from rollout_core.base.isolation.limits import Limits
+from rollout_core.base.processes import Limits
 
 TESTS = str(Path(__file__).parent)
 MIB = 2**20

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rollout_core.base import numerics
+from rollout_core.base import determinism
+from rollout_core.base.determinism import NUMERICS, arithmetic, differing, require_numerics
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.numerics import NUMERICS, arithmetic, differing, require_numerics
 from rollout_core.config import (
     NightlyConfig,
     OptimizerConfig,
@@ -93,7 +93,7 @@ def refusal(code: str, **environment: str) -> str:
 def test_a_process_that_computed_before_it_was_held_is_refused():
     code = (
         "import torch; torch.ones(100, 100) @ torch.ones(100, 100)\n"
-        "from rollout_core.base.numerics import hold_numerics, require_numerics\n"
+        "from rollout_core.base.determinism import hold_numerics, require_numerics\n"
         "hold_numerics('portable'); require_numerics('portable')"
     )
     line = refusal(code, ATEN_CPU_CAPABILITY="default")
@@ -109,7 +109,7 @@ def test_the_command_holds_its_process_before_a_configuration_is_checked_by_torc
         "asked = {'algorithm.optimizer.kind': 'Adafactor', 'algorithm.optimizer.warmup_steps': 1}\n"
         "config = load_run(Path('examples/sft-tiny.toml'), TrainSFTConfig, asked)\n"
         "import sys; assert 'torch' in sys.modules\n"
-        "from rollout_core.base.numerics import require_numerics; require_numerics(config.numerics)"
+        "from rollout_core.base.determinism import require_numerics; require_numerics(config.numerics)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=True)
 
@@ -157,7 +157,7 @@ def test_arithmetic_names_what_decides_over_last_bits(monkeypatch: pytest.Monkey
     import torch
 
     monkeypatch.delenv(NUMERICS, raising=False)
-    with numerics.cpu_threads(1):
+    with determinism.cpu_threads(1):
         here = arithmetic()
     assert here["numerics"] == "native" and here["torch"] == torch.__version__
     assert here["instructions"] == torch.backends.cpu.get_cpu_capability() and here["threads"] == 1

@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_core.base.errors import ConfigError
-from rollout_core.base.ids import canonical_json, hash_bytes
-from rollout_core.base.seeding import (
+from rollout_core.base.determinism import (
     ENVIRONMENT,
     RngState,
     capture_rng,
@@ -24,6 +22,8 @@ from rollout_core.base.seeding import (
     restore_rng,
     seed_everything,
 )
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.ids import canonical_json, hash_bytes
 
 DRAW = """
 def draw():
@@ -82,7 +82,7 @@ def test_a_seed_gives_the_same_numbers_in_a_new_process():
     seed_everything(7)
     here = draw()  # at once: threads that other tests left behind draw, too
     got = in_new_process(
-        "from rollout_core.base.seeding import seed_everything; seed_everything(7); "
+        "from rollout_core.base.determinism import seed_everything; seed_everything(7); "
         "import json; print(json.dumps(draw()))"
     )
     assert json.loads(got) == here
@@ -112,7 +112,7 @@ def test_a_seed_out_of_range_is_refused(seed: int):
 def test_the_environment_is_prepared_before_torch_is_imported():
     got = in_new_process(
         "import warnings; warnings.simplefilter('error')\n"
-        "import os, sys; from rollout_core.base.seeding import prepare_environment, seed_everything\n"
+        "import os, sys; from rollout_core.base.determinism import prepare_environment, seed_everything\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
         "done = prepare_environment(); seed_everything(1)\n"
         "print(done.set_now, done.too_late, os.environ['CUBLAS_WORKSPACE_CONFIG'], os.environ['PYTHONHASHSEED'])"
@@ -160,7 +160,7 @@ def test_a_state_survives_json_and_a_new_process():
     text = canonical_json(capture_rng().to_json()).decode()
     here = [draw(), capture_rng().to_json()]
     got = in_new_process(
-        "import json, sys; from rollout_core.base.seeding import RngState, capture_rng, restore_rng\n"
+        "import json, sys; from rollout_core.base.determinism import RngState, capture_rng, restore_rng\n"
         "restore_rng(RngState.from_json(json.load(sys.stdin)))\n"
         "print(json.dumps([draw(), capture_rng().to_json()]))",
         stdin=text,

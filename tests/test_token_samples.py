@@ -12,7 +12,7 @@ import torch
 
 from rollout_core.algorithms.advantages import Groups
 from rollout_core.algorithms.experience import build_batch
-from rollout_core.algorithms.grpo import compare_groups
+from rollout_core.algorithms.on_policy import compare_groups
 from rollout_core.algorithms.on_policy_updates import grpo_update, load_groups, load_trajectories, ppo_update
 from rollout_core.algorithms.policy import Policy
 from rollout_core.base.errors import ConfigError

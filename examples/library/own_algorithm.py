@@ -31,8 +31,8 @@ from rollout_core.algorithms import (
     completion_forward,
     train_to_end,
 )
+from rollout_core.base.determinism import seed_everything
 from rollout_core.base.ids import content_id
-from rollout_core.base.seeding import seed_everything
 from rollout_core.config import LearnerSettings, OptimizerConfig, SamplingParams, TransformersBackend, identity
 from rollout_core.data import PromptRow, parse_rows
 from rollout_core.inference import InferenceBackend, ModelRef, Request, build_backend

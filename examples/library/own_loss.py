@@ -25,8 +25,8 @@ from rollout_core.algorithms import (
     build_optimizer,
     train_to_end,
 )
+from rollout_core.base.determinism import seed_everything
 from rollout_core.base.ids import content_id
-from rollout_core.base.seeding import seed_everything
 from rollout_core.config import BudgetConfig, JsonlDataset, OptimizerConfig, SFTSettings, SnapshotPolicy, identity
 from rollout_core.data import Example, PackedTokens, SftRow, import_dataset, read_dataset, sft_form, training_items
 from rollout_core.models import load_causal_lm

@@ -67,7 +67,7 @@ def load_run(
     path: Path, model: type[RunT], overrides: Mapping[str, Any], options: Mapping[str, str] | None = None
 ) -> RunT:
     """The configuration of a run, in a process that computes as it asks. ``options`` as of `parse_config`."""
-    from rollout_core.base.numerics import hold_numerics
+    from rollout_core.base.determinism import hold_numerics
     from rollout_core.config.base import apply_overrides, parse_config, read_toml
 
     tables = read_toml(path)

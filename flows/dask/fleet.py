@@ -30,8 +30,8 @@ from prefect_dask.task_runners import DaskTaskRunner, PrefectDaskFuture
 
 from flows.dask.worker import Driver, EngineKeeper, address_of, run_stage
 from flows.fan_out import FanOut, R, T
+from rollout_core.base.determinism import current_numerics
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
-from rollout_core.base.numerics import current_numerics
 from rollout_core.base.processes import this_machine
 from rollout_core.config import DaskConfig, WorkersConfig
 from rollout_core.inference.batch import Progress

@@ -26,8 +26,8 @@ from prefect.events.worker import EventsWorker
 from prefect.results import ResultStore
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from rollout_core.base.determinism import NUMERICS, Numerics, current_numerics
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.numerics import NUMERICS, Numerics, current_numerics
 from rollout_core.base.processes import this_machine
 from rollout_core.base.settings import without_password
 from rollout_core.config import VLLMBackend

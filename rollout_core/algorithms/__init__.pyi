@@ -18,9 +18,6 @@ from .experience import (
     build_batch as build_batch,
     completion_forward as completion_forward,
 )
-from .grpo import (
-    GRPO as GRPO,
-)
 from .loop import (
     Algorithm as Algorithm,
     LoopHooks as LoopHooks,
@@ -46,6 +43,11 @@ from .losses import (
     sft_loss as sft_loss,
     token_logprobs as token_logprobs,
 )
+from .on_policy import (
+    GRPO as GRPO,
+    PPO as PPO,
+    KLController as KLController,
+)
 from .on_policy_updates import (
     grpo_update as grpo_update,
     ppo_update as ppo_update,
@@ -55,10 +57,6 @@ from .policy import (
     Policy as Policy,
     PolicyOutput as PolicyOutput,
     ValueModel as ValueModel,
-)
-from .ppo import (
-    PPO as PPO,
-    KLController as KLController,
 )
 from .sft import (
     SFT as SFT,

@@ -26,9 +26,9 @@ from rollout_core.algorithms.reward_model import BradleyTerry, RewardModel, load
 from rollout_core.algorithms.sft import SFT, DatasetAlgorithm
 from rollout_core.algorithms.state import TrainState
 from rollout_core.algorithms.training import evaluation_of, train_to_end
+from rollout_core.base.determinism import seed_everything
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
-from rollout_core.base.seeding import seed_everything
 from rollout_core.config import (
     DatasetSettings,
     DPOSettings,

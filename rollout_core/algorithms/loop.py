@@ -33,9 +33,9 @@ from rollout_core.algorithms.parallel import (
     world_size,
 )
 from rollout_core.algorithms.state import TrainState
+from rollout_core.base.determinism import check_numerics, mixed_precision, probe_device
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.ids import ContentId, canonical_json, hash_bytes
-from rollout_core.base.numerics import check_numerics, mixed_precision, probe_device
 from rollout_core.config import LearnerSettings, OptimizerConfig
 from rollout_core.config.learning import OTHER_KERNELS, optimizer_class
 

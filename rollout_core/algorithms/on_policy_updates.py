@@ -17,17 +17,16 @@ from torch import nn
 from rollout_core.algorithms.advantages import Groups
 from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.experience import Trajectory, build_batch
-from rollout_core.algorithms.grpo import GRPO, compare_groups
 from rollout_core.algorithms.loop import build_accelerator, build_optimizer
+from rollout_core.algorithms.on_policy import GRPO, PPO, KLController, assign_credit, compare_groups
 from rollout_core.algorithms.parallel import divided, parts_per_minibatch, shard, world_size
 from rollout_core.algorithms.policy import Policy, ValueModel, zero_head
-from rollout_core.algorithms.ppo import PPO, KLController, assign_credit
 from rollout_core.algorithms.state import TrainState, load_state
 from rollout_core.algorithms.training import train_to_end
+from rollout_core.base.determinism import seed_everything
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.base.locks import scratch_folder
-from rollout_core.base.seeding import seed_everything
 from rollout_core.config import GRPOSettings, OnPolicySettings, PPOSettings
 from rollout_core.data.samples import decode_completions_blob, decode_samples
 from rollout_core.models.architecture import WithoutAdapters, with_lora

@@ -19,8 +19,8 @@ from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.losses import bradley_terry_loss
 from rollout_core.algorithms.policy import PackedModel, scalar_head
 from rollout_core.algorithms.sft import DatasetAlgorithm, share_of_step
+from rollout_core.base.determinism import check_numerics, cpu_threads, default_threads
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.numerics import check_numerics, cpu_threads, default_threads
 from rollout_core.config import RewardModelSettings
 from rollout_core.data.packing import Document, PackedTokens, num_branch_tokens, pack, pack_branches
 from rollout_core.data.preference_data import Pair

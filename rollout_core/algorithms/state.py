@@ -36,11 +36,10 @@ from rollout_core.algorithms.parallel import (
     is_first,
     laid_out_like,
 )
+from rollout_core.base.determinism import RngState, arithmetic, capture_rng, differing, is_portable_here, restore_rng
 from rollout_core.base.errors import ConfigError, CorruptObject, NotFound, Recoverable
 from rollout_core.base.ids import ContentId, canonical_json
 from rollout_core.base.locks import scratch_folder
-from rollout_core.base.numerics import arithmetic, differing, is_portable_here
-from rollout_core.base.seeding import RngState, capture_rng, restore_rng
 from rollout_core.config import LearnerSettings
 from rollout_core.models.architecture import adapter_weights, has_lora, merged_weights
 from rollout_core.models.pretrained import copy_tokenizer, load_whole

@@ -6,7 +6,7 @@ which are left out of what other processes get, and hidden in what is shown and 
 store (default ``./data/cache``), ``ROLLOUT_TRACKING`` the folder of trackers (default ``./data/tracking``).
 ``ROLLOUT_LIMITS`` lists the concurrency limits that stages ask the Prefect server for (``engine``, ``learner``; default
 none), and ``ROLLOUT_STOP_SECONDS`` is how long a run may take to end after a stop signal (default 10). They say where,
-never what: no setting enters a cache key. (``ROLLOUT_NUMERICS``, which does, is read by `numerics`.)
+never what: no setting enters a cache key. (``ROLLOUT_NUMERICS``, which does, is read by `determinism`.)
 
 A secret is ``ROLLOUT_SECRET_<NAME>`` there, and only names on the list are read: a configuration names secrets and
 may come from anyone who can start a run; the list is the worker's own, so nobody can have a secret sent where it is not

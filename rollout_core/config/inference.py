@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from rollout_core.base.numerics import default_threads, numerics_identity, probe_device
+from rollout_core.base.determinism import default_threads, numerics_identity, probe_device
 from rollout_core.config.base import Address, Settings
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from rollout_core.base.numerics import is_portable_here, mixed_precision, numerics_identity, probe_device
+from rollout_core.base.determinism import is_portable_here, mixed_precision, numerics_identity, probe_device
 from rollout_core.config.base import EXPLAINED, DatasetSource, Settings
 
 if TYPE_CHECKING:

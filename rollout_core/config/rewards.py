@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from rollout_core.base.determinism import numerics_identity
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.isolation.limits import Limits
-from rollout_core.base.numerics import numerics_identity
+from rollout_core.base.processes import Limits
 from rollout_core.base.settings import refuse_credentials
 
 MAX_LENGTH = 2_000

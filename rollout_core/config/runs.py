@@ -7,7 +7,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
-from rollout_core.base.numerics import Numerics, probe_device
+from rollout_core.base.determinism import Numerics, probe_device
 from rollout_core.config.base import SCHEMA_VERSION, Address, DatasetSource, ModelSource, RunInfo, Settings
 from rollout_core.config.inference import BackendConfig, EngineConfig, SamplingParams, VLLMBackend, WorkersConfig
 from rollout_core.config.learning import (

@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rollout_core.base.determinism import hide_wider_instructions, is_portable_here
 from rollout_core.base.locks import SHARED_MEMORY, note_shared_memory, scratch_folder
-from rollout_core.base.numerics import hide_wider_instructions, is_portable_here
 from rollout_core.base.process_tree import signal_at_parents_end
 from rollout_core.base.stopping import children, kill_children
 

@@ -22,9 +22,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from rollout_core import DISTRIBUTION
+from rollout_core.base.determinism import check_numerics, is_portable_here, probe_device
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.base.ids import ContentId
-from rollout_core.base.numerics import check_numerics, is_portable_here, probe_device
 from rollout_core.base.settings import read_secret
 from rollout_core.config import SamplingParams, StructuredOutput, VLLMBackend
 from rollout_core.data.samples import Completion, Failure, Outcome, TopLogprobs

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from rollout_core.base.determinism import check_numerics, hide_wider_instructions, is_portable_here
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.numerics import check_numerics, hide_wider_instructions, is_portable_here
 
 if is_portable_here():
     # Before vLLM loads the kernels that it was built with for the CPU it finds.

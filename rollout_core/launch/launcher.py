@@ -24,10 +24,10 @@ from typing import IO, TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
+from rollout_core.base.determinism import default_threads
 from rollout_core.base.errors import ConfigError, Recoverable, RolloutError, error_of, is_own_error
 from rollout_core.base.ids import ContentId
 from rollout_core.base.locks import scratch_folder
-from rollout_core.base.numerics import default_threads
 from rollout_core.base.processes import search_path, signal_name
 from rollout_core.base.settings import stop_seconds
 

@@ -19,9 +19,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from rollout_core.base.determinism import prepare_environment
 from rollout_core.base.errors import ConfigError, RolloutError, error_message
 from rollout_core.base.process_tree import signal_at_parents_end
-from rollout_core.base.seeding import prepare_environment
 from rollout_core.launch.launcher import (
     IDENTITY,
     LAUNCHER,
@@ -123,7 +123,7 @@ def join() -> None:
     import torch
     import torch.distributed as dist
 
-    from rollout_core.base.numerics import probe_device
+    from rollout_core.base.determinism import probe_device
 
     device = None
     if probe_device() == "cuda":

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_core import DISTRIBUTION
+from rollout_core.base.determinism import num_gpus
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.numerics import num_gpus
 from rollout_core.config import (
     BackendConfig,
     DatasetSource,

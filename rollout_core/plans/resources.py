@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollout_core.base.numerics import machine_memory, mixed_precision, probe_device
+from rollout_core.base.determinism import machine_memory, mixed_precision, probe_device
 from rollout_core.config import LearnerSettings
 from rollout_core.models.facts import FLOAT32_BYTES, ModelSize
 

@@ -11,7 +11,7 @@ from typing import Any
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable, near
 from rollout_core.base.ids import canonical_json
 from rollout_core.base.isolation.child import Child, Ended, Interrupted
-from rollout_core.base.isolation.limits import Limits
+from rollout_core.base.processes import Limits
 from rollout_core.config.rewards import (
     SAMPLE_FIGURES,
     CompositeReward,

@@ -10,8 +10,8 @@ import json
 import sys
 from pathlib import Path
 
+from rollout_core.base.determinism import prepare_environment
 from rollout_core.base.ids import ContentId, canonical_json, hash_bytes
-from rollout_core.base.seeding import prepare_environment
 
 
 def model(folder: Path) -> Path:

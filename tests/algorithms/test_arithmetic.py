@@ -14,9 +14,9 @@ from updates import sft, update_context
 from rollout_core.algorithms import state
 from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.state import ARITHMETIC
+from rollout_core.base.determinism import arithmetic
 from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.base.ids import hash_bytes
-from rollout_core.base.numerics import arithmetic
 from rollout_core.objects.snapshots import SnapshotStore
 
 

@@ -13,9 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from rollout_core.algorithms import on_policy_updates
 from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.experience import Trajectory, build_batch, importance_weights
-from rollout_core.algorithms.grpo import GRPO, compare_groups, scaled_advantages
+from rollout_core.algorithms.on_policy import GRPO, PPO, assign_credit, compare_groups, scaled_advantages
 from rollout_core.algorithms.policy import Policy, ValueModel
-from rollout_core.algorithms.ppo import PPO, assign_credit
 from rollout_core.base.errors import Fatal
 from rollout_core.base.ids import canonical_json, hash_bytes
 from rollout_core.config import (

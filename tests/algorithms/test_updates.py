@@ -14,8 +14,8 @@ from updates import grpo, ppo, rows_of, sft_settings, update_context
 from rollout_core.algorithms import on_policy_updates
 from rollout_core.algorithms.dataset_updates import sft_update
 from rollout_core.algorithms.experience import Trajectory, build_batch, completion_forward, drawn_entropy
+from rollout_core.algorithms.on_policy import PPO, KLController, assign_credit
 from rollout_core.algorithms.policy import Policy, zero_head
-from rollout_core.algorithms.ppo import PPO, KLController, assign_credit
 from rollout_core.algorithms.sft import SFT
 from rollout_core.config import (
     AdaptiveKL,

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_core.base.errors import Fatal, Recoverable, error_of
-from rollout_core.base.isolation.limits import Limits, allowed_memory, child_environment, gibibytes
 from rollout_core.base.isolation.warden import BUSY, END, IDLE
 from rollout_core.base.isolation.worker import (
     FRAME_LENGTH,
@@ -34,7 +33,7 @@ from rollout_core.base.isolation.worker import (
     encode_frame,
     frame_size,
 )
-from rollout_core.base.processes import signal_name
+from rollout_core.base.processes import Limits, allowed_memory, child_environment, gibibytes, signal_name
 from rollout_core.base.stopping import raise_if_stopping
 
 log = logging.getLogger(__name__)

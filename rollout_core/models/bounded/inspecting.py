@@ -14,7 +14,7 @@ from typing import Any
 
 from rollout_core.base.errors import ConfigError, RolloutError, in_words
 from rollout_core.base.isolation.child import Ended, KeptChild
-from rollout_core.base.isolation.limits import Limits, gibibytes
+from rollout_core.base.processes import Limits, gibibytes
 from rollout_core.models.facts import ModelFacts, blank_model, describe_model, inspect_model
 from rollout_core.models.pretrained import load_identified_tokenizer, prepare_transformers
 

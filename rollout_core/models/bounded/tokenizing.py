@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.isolation.child import Ended, KeptChild
-from rollout_core.base.isolation.limits import Limits
+from rollout_core.base.processes import Limits
 from rollout_core.models.pretrained import ChatMessage
 
 REQUEST_ITEMS = 512

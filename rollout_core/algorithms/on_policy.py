@@ -1,7 +1,15 @@
-"""Group relative policy optimization (arXiv:2402.03300), dr_grpo (arXiv:2503.20783) and dapo (arXiv:2503.14476).
+"""Learning on completions of the policy itself: proximal policy optimization (PPO; arXiv:1707.06347, for language
+models arXiv:1909.08593) and group relative policy optimization (GRPO, arXiv:2402.03300; dr_grpo, arXiv:2503.20783;
+dapo, arXiv:2503.14476).
 
-Several rollouts of one task are each other's baseline, so there are no values to learn. Old log-probabilities are
-the engine's own, unless a correction for the difference between engine and trainer is asked for.
+PPO: an action is a token, a state its prefix. The reward of token t is -kl_coef * (log pi_old - log pi_ref); the last
+token also gets the score of the completion. Values come from a linear head on the policy's trunk or from a model of
+their own, advantages from GAE.
+
+GRPO: several rollouts of one task are each other's baseline, so there are no values to learn.
+
+Old log-probabilities are the engine's, which belong to the distribution the tokens were drawn from, or with a
+correction for the difference between engine and trainer the trainer's own.
 """
 
 from __future__ import annotations
@@ -12,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from rollout_core.algorithms.advantages import Groups, group_advantages
+from rollout_core.algorithms.advantages import Groups, gae, group_advantages, masked_whiten
 from rollout_core.algorithms.experience import (
     OnPolicyUpdate,
     PolicyBatch,
@@ -24,9 +32,122 @@ from rollout_core.algorithms.experience import (
     score_completions,
 )
 from rollout_core.algorithms.loop import MinibatchLoss
-from rollout_core.algorithms.losses import grpo_loss
+from rollout_core.algorithms.losses import grpo_loss, ppo_policy_loss, ppo_value_loss
 from rollout_core.algorithms.policy import Policy
-from rollout_core.config import GRPOSettings
+from rollout_core.base.errors import Fatal
+from rollout_core.config import AdaptiveKL, GRPOSettings, PPOSettings
+
+
+class KLController:
+    """Adaptive KL coefficient: ``coef *= 1 + clip(KL / target - 1, -0.2, 0.2) n / horizon`` (arXiv:1909.08593, 2.2)."""
+
+    def __init__(self, config: AdaptiveKL, coef: float | None = None) -> None:
+        self._config = config
+        self.coef = config.init_coef if coef is None else coef
+
+    def update(self, mean_kl: float, num_sequences: int) -> None:
+        """React to the mean KL (nats per sequence) of ``num_sequences`` fresh sequences."""
+        if self._config.adaptive:
+            error = min(max(mean_kl / self._config.target - 1.0, -0.2), 0.2)
+            self.coef *= 1.0 + error * num_sequences / self._config.horizon
+
+
+def assign_credit(
+    policy: nn.Module,
+    reference: nn.Module,
+    batch: PolicyBatch,
+    settings: PPOSettings,
+    *,
+    kl_coef: float,
+    device: torch.device,
+    first_step: int = 0,
+    seed: int = 0,
+) -> tuple[PolicyBatch, dict[str, float], float]:
+    """Score, penalise and discount: ``batch`` with columns advantages, returns, old_values. No gradient.
+
+    Also returns the batch's figures by the usual names, and its KL to the reference in nats per sequence.
+    ``first_step`` and ``seed`` are the update's: it is scored in the minibatches of its first pass.
+    """
+    groups = Groups.of_neighbours(len(batch.mask), 1)
+    minibatches = pass_minibatches(groups, settings.minibatch_size, seed=seed, epoch=first_step)
+    options = {"temperature": settings.sampling.temperature, "device": device}
+    own = score_completions(policy, batch, minibatches, **options)
+    ref_logprobs = score_completions(reference, batch, minibatches, **options).logprobs
+    assert own.values is not None, "a PPO policy has a value head"
+    mask, engine_logprobs = batch.mask, batch.columns["old_logprobs"]
+    old_logprobs = engine_logprobs if settings.correction is None else own.logprobs
+    log_ratio = (old_logprobs - ref_logprobs).masked_fill(~mask, 0.0)
+    mean_kl = float(log_ratio.sum(1).mean())
+    if not math.isfinite(mean_kl):
+        raise Fatal(f"KL to the reference policy is {mean_kl}; log-probabilities of one of the two are not finite")
+    rewards = -kl_coef * log_ratio
+    rewards[torch.arange(len(rewards)), mask.sum(1) - 1] += batch.scores
+    old_values = own.values.masked_fill(~mask, 0.0)
+    advantages, returns = gae(rewards, old_values, mask, gamma=settings.gamma, lam=settings.lam)
+    if settings.whiten_advantages:
+        advantages = masked_whiten(advantages, mask)
+    columns = {"returns": returns, "old_values": old_values, "old_logprobs": old_logprobs}
+    if settings.correction is not None:
+        advantages = advantages * importance_weights(own.logprobs, engine_logprobs, mask, settings.correction)
+    figures = {
+        **batch.figures(),
+        **logprob_differences(own.logprobs, engine_logprobs, mask),
+        "objective/kl": mean_kl,
+        "objective/kl_coef": kl_coef,
+        "objective/non_score_reward": float((-kl_coef * log_ratio).sum(1).mean()),
+        "entropy": float(drawn_entropy(own.logprobs, mask)),
+    }
+    return batch.with_columns(advantages=advantages, **columns), figures, mean_kl
+
+
+class PPO(OnPolicyUpdate[PPOSettings]):
+    """`Algorithm` of one update, over a batch that `assign_credit` has completed."""
+
+    name = "ppo"
+
+    def loss(self, batch: PolicyBatch, step_batches: Sequence[PolicyBatch]) -> MinibatchLoss:
+        settings, device = self._settings, self._device
+        output = completion_forward(
+            self._policy,
+            batch,
+            temperature=settings.sampling.temperature,
+            device=device,
+            entropy=bool(settings.entropy_coef),
+        )
+        assert output.values is not None, "a PPO policy has a value head"
+        mask = self._trained(batch).to(device)
+        policy = ppo_policy_loss(
+            output.logprobs,
+            batch.column("old_logprobs", device),
+            batch.column("advantages", device),
+            mask,
+            clip=settings.clip,
+            dual_clip=settings.dual_clip,
+        )
+        value = ppo_value_loss(
+            output.values,
+            batch.column("old_values", device),
+            batch.column("returns", device),
+            mask,
+            clip=settings.value_clip,
+        )
+        tokens = int(mask.sum())
+        total = policy.loss + settings.value_coef * value.loss
+        if settings.entropy_coef:
+            total = total - settings.entropy_coef * (output.entropy * mask).sum() / max(1, tokens)
+        return MinibatchLoss(
+            # The losses are means over this minibatch; the step's denominator is its tokens over all minibatches.
+            self._token_share(batch, step_batches) * total,
+            {
+                "policy_loss": (policy.loss, tokens),
+                "value_loss": (value.loss, tokens),
+                "clip_ratio/policy": (policy.clip_fraction, tokens),
+                **({"clip_ratio/dual": (policy.clip_fraction_dual, tokens)} if settings.dual_clip else {}),
+                "clip_ratio/value": (value.clip_fraction, tokens),
+                "approx_kl": (policy.approx_kl, tokens),
+            },
+        )
+
 
 _EPS = 1e-4
 
