@@ -8,8 +8,9 @@ from typing import Any, TypedDict
 from prefect import flow
 
 from flows.flow_run import recompute_missing
-from flows.nightly_steps import Judge, algorithm_of, evaluate_held_out, fine_tune, learn
+from flows.nightly_steps import Judge, algorithm_of, evaluate_held_out, learn
 from flows.report import Report, compare_samples, figure_of_steps, show_report, write_report
+from flows.train import learn_from_rows
 from rollout_core.base.ids import ContentId
 from rollout_core.config import NightlyConfig, apply_overrides, parse_config
 from rollout_core.inference.engines import close_engine
@@ -69,7 +70,7 @@ def _nightly(config: NightlyConfig, journal: Journal) -> NightlyResult:
         return evaluate_held_out(config, held_out, judge, of, label)
 
     before = held_out_reward(model, "before")
-    tuned = fine_tune(config, model, rows)
+    tuned = learn_from_rows(config, "sft", config.sft, model, rows=rows, label="nightly", snapshot_label="after SFT")
     after_sft = held_out_reward(tuned.model, "after SFT")
     learned = learn(config, tuned.model, judge)
     final = learned.checkpoint

@@ -1,11 +1,11 @@
-"""The steps of the nightly flow: evaluation on held-out prompts, SFT, and learning on by PPO, GRPO or DPO."""
+"""The steps of the nightly flow: evaluation on held-out prompts, and learning on by PPO, GRPO or DPO."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from flows.report import Curve, Progress, curves_of_iterations, figure_of_steps
-from flows.train import policy_iterations
+from flows.train import learn_from_rows, policy_iterations
 from rollout_core.base.ids import ContentId
 from rollout_core.config import NightlyConfig
 from rollout_core.config.rewards import ModelReward, RewardSpec
@@ -14,9 +14,7 @@ from rollout_core.plans.plan import context_limit
 from rollout_core.rewards.source_ids import source_id
 from tasks import connections
 from tasks.generate import enqueue_prompts
-from tasks.imports import import_held_out, import_pairs, import_prompts, import_sft
-from tasks.learn import dpo_update, rm_update, sft_update
-from tasks.promotion import snapshot
+from tasks.imports import import_prompts
 from tasks.score import evaluate
 
 
@@ -51,21 +49,6 @@ def evaluate_held_out(
     return evaluate(prompt_set, sampling, backend, judge.reward, judge.source, label=label)
 
 
-def fine_tune(config: NightlyConfig, model: ContentId, rows: ContentId) -> Checkpoint:
-    """SFT."""
-    checkpoint = sft_update(
-        model,
-        rows,
-        config.sft,
-        seed=config.seed,
-        num_threads=config.num_threads,
-        held_out=import_held_out(config.sft.evaluation, import_sft),
-        label="nightly",
-    )
-    snapshot(checkpoint, f"{config.run.name}/sft", label="after SFT")
-    return checkpoint
-
-
 def learn(config: NightlyConfig, start: ContentId, judge: Judge) -> Learned:
     """The part after SFT, from the model ``start``."""
     return _learn_from_pairs(config, start) if config.dpo is not None else _learn_on_policy(config, start, judge)
@@ -78,7 +61,7 @@ def _learn_on_policy(config: NightlyConfig, start: ContentId, judge: Judge) -> L
     objects = connections.objects()
     curves: list[Curve] = []
     if config.rm is not None:
-        checkpoint = _train_reward_model(config, start)
+        checkpoint = learn_from_rows(config, "rm", config.rm, start, snapshot_label="reward model")
         reward = ModelReward(model=checkpoint.model)
         judge = Judge(reward, source_id(reward))
         accuracies = figure_of_steps(objects, checkpoint, "rewards/accuracies")
@@ -107,34 +90,10 @@ def _learn_on_policy(config: NightlyConfig, start: ContentId, judge: Judge) -> L
     return Learned(checkpoints[-1], progress)
 
 
-def _train_reward_model(config: NightlyConfig, start: ContentId) -> Checkpoint:
-    assert config.rm is not None, "configured"
-    checkpoint = rm_update(
-        start,
-        import_pairs(config.rm.dataset).data,
-        config.rm,
-        seed=config.seed,
-        num_threads=config.num_threads,
-        held_out=import_held_out(config.rm.evaluation, import_pairs),
-    )
-    snapshot(checkpoint, f"{config.run.name}/rm", label="reward model")
-    return checkpoint
-
-
 def _learn_from_pairs(config: NightlyConfig, start: ContentId) -> Learned:
     """DPO."""
     assert config.dpo is not None, "validated"
-    checkpoint = dpo_update(
-        start,
-        start,
-        import_pairs(config.dpo.dataset).data,
-        config.dpo,
-        seed=config.seed,
-        num_threads=config.num_threads,
-        held_out=import_held_out(config.dpo.evaluation, import_pairs),
-        label="nightly",
-    )
-    snapshot(checkpoint, f"{config.run.name}/dpo", label="after DPO")
+    checkpoint = learn_from_rows(config, "dpo", config.dpo, start, start, label="nightly", snapshot_label="after DPO")
     margins, accuracies, losses = (
         Curve(what, figure_of_steps(connections.objects(), checkpoint, name), "DPO step")
         for what, name in (

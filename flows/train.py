@@ -14,6 +14,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.config import (
     BackendConfig,
+    DatasetSettings,
     DatasetSource,
     GRPOSettings,
     PPOSettings,
@@ -27,7 +28,7 @@ from rollout_core.config import (
     TrainSFTConfig,
 )
 from rollout_core.config.rewards import RewardSpec
-from rollout_core.config.runs import ReferencedAlgorithm
+from rollout_core.config.runs import ReferencedAlgorithm, TrainingRun
 from rollout_core.inference.engines import close_engine
 from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.objects.records import Checkpoint, Dataset, Scores
@@ -124,31 +125,31 @@ def policy_iterations(
 @flow(name="train-sft", flow_run_name="{config.run.name}", persist_result=False)
 def train_sft(config: TrainSFTConfig) -> dict[str, Any]:
     """Supervised fine-tuning of one model on one data set; returns the checkpoint record."""
-    return _train_from_rows(config, import_sft, sft_update)
+    return _train_from_rows(config)
 
 
 @flow(name="train-rm", flow_run_name="{config.run.name}", persist_result=False)
 def train_rm(config: TrainRMConfig) -> dict[str, Any]:
     """A reward model from preference pairs; returns the checkpoint record."""
-    return _train_from_rows(config, import_pairs, rm_update)
+    return _train_from_rows(config)
 
 
 @flow(name="train-dpo", flow_run_name="{config.run.name}", persist_result=False)
 def train_dpo(config: TrainDPOConfig) -> dict[str, Any]:
     """DPO of one model on preference pairs; returns the checkpoint record."""
-    return _train_from_rows(config, import_pairs, dpo_update)
+    return _train_from_rows(config)
 
 
 @flow(name="train-ipo", flow_run_name="{config.run.name}", persist_result=False)
 def train_ipo(config: TrainIPOConfig) -> dict[str, Any]:
     """IPO of one model on preference pairs; returns the checkpoint record."""
-    return _train_from_rows(config, import_pairs, dpo_update)
+    return _train_from_rows(config)
 
 
 @flow(name="train-kto", flow_run_name="{config.run.name}", persist_result=False)
 def train_kto(config: TrainKTOConfig) -> dict[str, Any]:
     """KTO of one model on labelled answers; returns the checkpoint record."""
-    return _train_from_rows(config, import_unpaired, kto_update)
+    return _train_from_rows(config)
 
 
 @flow(name="train-ppo", flow_run_name="{config.run.name}", persist_result=False)
@@ -170,29 +171,57 @@ def _checked(config: ConfigT) -> ConfigT:
     return config
 
 
-def _train_from_rows(
-    config: TrainConfig[Any], import_rows: Callable[[DatasetSource], Dataset], update: Callable[..., Checkpoint]
-) -> dict[str, Any]:
+def _train_from_rows(config: TrainConfig[Any]) -> dict[str, Any]:
     config = _checked(config)
 
     def body(journal: Journal) -> dict[str, Any]:
-        settings: Any = config.algorithm
+        settings, kind = config.algorithm, config.algorithm.kind
         models = [import_model(settings.base_model).model]
         if isinstance(settings, ReferencedAlgorithm):
             models.append(import_model(settings.reference or settings.base_model).model)
-        checkpoint = update(
-            *models,
-            import_rows(settings.dataset).data,
-            settings,
-            seed=config.seed,
-            num_threads=config.num_threads,
-            held_out=import_held_out(settings.evaluation, import_rows),
-            start_from=start_snapshot(config.run, settings.kind),
-        )
-        snapshot(checkpoint, f"{config.run.name}/{settings.kind}")
+        checkpoint = learn_from_rows(config, kind, settings, *models, start_from=start_snapshot(config.run, kind))
         return checkpoint.model_dump(mode="json")
 
     return recompute_missing(body, config)
+
+
+_FROM_ROWS: dict[str, tuple[Callable[[DatasetSource], Dataset], Callable[..., Checkpoint]]] = {
+    "sft": (import_sft, sft_update),
+    "rm": (import_pairs, rm_update),
+    "dpo": (import_pairs, dpo_update),
+    "ipo": (import_pairs, dpo_update),
+    "kto": (import_unpaired, kto_update),
+}
+"""What files the rows of an algorithm, and its stage."""
+
+
+def learn_from_rows(
+    config: TrainingRun,
+    kind: str,
+    settings: DatasetSettings,
+    *models: ContentId,
+    rows: ContentId | None = None,
+    start_from: ContentId | None = None,
+    label: str = "",
+    snapshot_label: str = "",
+) -> Checkpoint:
+    """Train on ``rows``, or else those of ``settings``, by the algorithm ``kind``; verify and label the outcome.
+
+    ``models``: the one to train, and the reference where there is one. The labels are for people.
+    """
+    import_rows, update = _FROM_ROWS[kind]
+    checkpoint = update(
+        *models,
+        rows or import_rows(settings.dataset).data,
+        settings,
+        seed=config.seed,
+        num_threads=config.num_threads,
+        held_out=import_held_out(settings.evaluation, import_rows),
+        start_from=start_from,
+        label=label,
+    )
+    snapshot(checkpoint, f"{config.run.name}/{kind}", label=snapshot_label)
+    return checkpoint
 
 
 @dataclass(frozen=True)

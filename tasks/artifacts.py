@@ -9,7 +9,8 @@ import base64
 import io
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,10 +35,33 @@ def draw_curve(
     title: str,
     x_label: str,
     y_label: str,
-    first_x: int = 1,
     marks: Mapping[str, float] | None = None,
 ) -> None:
-    """Write a PNG with one line per named series over ``first_x``, ``first_x + 1``, ...; ``marks`` are level lines."""
+    """Write a PNG with one line per named series over 1, 2, ...; ``marks`` are level lines."""
+    with _axes(target, title, x_label, y_label) as axes:
+        for name, values in series.items():
+            marker = "o" if len(values) <= 60 else None
+            axes.plot(range(1, len(values) + 1), values, label=name, linewidth=1.8, marker=marker, markersize=3)
+        for name, level in (marks or {}).items():
+            axes.axhline(level, linestyle="--", linewidth=1.0, color="grey")
+            axes.annotate(name, (1.0, level), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
+        axes.grid(alpha=0.25)
+        if len(series) > 1:
+            axes.legend(frameon=False)
+
+
+def draw_histogram(
+    target: Path | IO[bytes], counts: Sequence[int], *, width: int, title: str, x_label: str, y_label: str
+) -> None:
+    """Write a PNG of ``counts``, of which bucket i holds values from ``i * width + 1`` to ``(i + 1) * width``."""
+    with _axes(target, title, x_label, y_label) as axes:
+        axes.bar([bucket * width + 0.5 for bucket in range(len(counts))], counts, width=0.95 * width, align="edge")
+        axes.grid(alpha=0.25, axis="y")
+
+
+@contextmanager
+def _axes(target: Path | IO[bytes], title: str, x_label: str, y_label: str) -> Iterator[Any]:
+    """What to draw on; the picture is written at the end of the block."""
     # The object interface needs no display and leaves no global state behind.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -45,36 +69,10 @@ def draw_curve(
     figure = Figure(figsize=(8, 4.2), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for name, values in series.items():
-        steps = range(first_x, first_x + len(values))
-        axes.plot(steps, values, label=name, linewidth=1.8, marker="o" if len(values) <= 60 else None, markersize=3)
-    for name, level in (marks or {}).items():
-        axes.axhline(level, linestyle="--", linewidth=1.0, color="grey")
-        axes.annotate(name, (1.0, level), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
+    yield axes
     axes.set_title(title)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
-    axes.grid(alpha=0.25)
-    if len(series) > 1:
-        axes.legend(frameon=False)
-    figure.savefig(target, format="png")
-
-
-def draw_histogram(
-    target: Path | IO[bytes], counts: Sequence[int], *, width: int, title: str, x_label: str, y_label: str
-) -> None:
-    """Write a PNG of ``counts``, of which bucket i holds values from ``i * width + 1`` to ``(i + 1) * width``."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.2), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    axes.bar([bucket * width + 0.5 for bucket in range(len(counts))], counts, width=0.95 * width, align="edge")
-    axes.set_title(title)
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
-    axes.grid(alpha=0.25, axis="y")
     figure.savefig(target, format="png")
 
 
@@ -122,17 +120,19 @@ class ProgressArtifact:
 
     def show(self, done: int, total: int) -> None:
         """Show ``done`` of ``total``, if it is time."""
-        if time.monotonic() < self._next or not total:
-            return
-        self._next = time.monotonic() + PROGRESS_INTERVAL_SECONDS
-        _tolerate(lambda: self._show(100.0 * done / total))
+        if time.monotonic() >= self._next and total:
+            self._next = time.monotonic() + PROGRESS_INTERVAL_SECONDS
+            self._show(done, total)
 
     def end(self, done: int, total: int) -> None:
         """Show where the work ended, if it was shown at all."""
         if self._artifact is not None and total:
-            _tolerate(lambda: self._show(100.0 * done / total))
+            self._show(done, total)
 
-    def _show(self, percent: float) -> None:
+    def _show(self, done: int, total: int) -> None:
+        _tolerate(lambda: self._show_in_ui(100.0 * done / total))
+
+    def _show_in_ui(self, percent: float) -> None:
         # _sync: the caller may be on a thread that runs an event loop, where these would only return a coroutine.
         if self._artifact is None:
             self._artifact = create_progress_artifact(percent, key=self._key, description=self._description, _sync=True)  # pyright: ignore[reportCallIssue]
@@ -140,18 +140,11 @@ class ProgressArtifact:
             update_progress_artifact(self._artifact, progress=percent, _sync=True)  # pyright: ignore[reportCallIssue]
 
 
-class ProgressBar:
-    """Progress of long work: an artifact in the UI, refreshed at most every two seconds, and a bar in a terminal.
+class ProgressBar(ProgressArtifact):
+    """The same, with a bar in a terminal, until the block ends."""
 
-    Use it as a context manager. Work that ends sooner shows nothing.
-    """
-
-    def __init__(self, key: str, description: str) -> None:
-        self._description = description
-        self._artifact = ProgressArtifact(key, description)
-        self._bar: Progress | None = None
-        self._bar_task: TaskID | None = None
-        self._next = time.monotonic() + PROGRESS_INTERVAL_SECONDS
+    _bar: Progress | None = None
+    _bar_task: TaskID
 
     def __enter__(self) -> ProgressBar:
         return self
@@ -160,26 +153,15 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.stop()
 
-    def show(self, done: int, total: int) -> None:
-        """Show ``done`` of ``total``."""
-        now = time.monotonic()
-        if now < self._next or not total:
-            return
-        self._next = now + PROGRESS_INTERVAL_SECONDS
-        self._show_in_terminal(done, total)
-        self._artifact.show(done, total)
-
-    def _show_in_terminal(self, done: int, total: int) -> None:
-        if not sys.stderr.isatty():
-            return
-        if self._bar is None:
-            self._bar = Progress(
-                *Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True), transient=True
-            )
-            self._bar_task = self._bar.add_task(self._description, total=total)
-            self._bar.start()
-        assert self._bar_task is not None
-        self._bar.update(self._bar_task, completed=done, total=total)
+    def _show(self, done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            if self._bar is None:
+                columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+                self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+                self._bar_task = self._bar.add_task(self._description, total=total)
+                self._bar.start()
+            self._bar.update(self._bar_task, completed=done, total=total)
+        super()._show(done, total)
 
 
 def _tolerate(create: Callable[[], Any]) -> None:

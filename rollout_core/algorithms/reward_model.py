@@ -6,7 +6,6 @@ sequence is the head's output at the sequence's last token, which for an answer 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from rollout_core.config import RewardModelSettings
 from rollout_core.data.packing import Document, PackedTokens, num_branch_tokens, pack, pack_branches
 from rollout_core.data.preference_data import Pair
 from rollout_core.models.architecture import check_score_head
-from rollout_core.models.pretrained import load_model
+from rollout_core.models.pretrained import load_model, without_load_report
 
 
 class RewardModel(PackedModel):
@@ -112,18 +111,13 @@ def load_reward_model(folder: Path, *, new_head: bool = False) -> Any:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    # transformers would report at length that the head is new; what else may be missing is said below.
-    noise = logging.getLogger("transformers.modeling_utils")
-    level = noise.level
-    noise.setLevel(logging.ERROR)
     try:
-        model, found = load_model(AutoModelForSequenceClassification, folder, num_labels=1, dtype=torch.float32)
+        with without_load_report():  # also that the head is new
+            model, found = load_model(AutoModelForSequenceClassification, folder, num_labels=1, dtype=torch.float32)
     except ConfigError:
         raise
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"model in {folder} cannot be loaded as a reward model: {error}") from error
-    finally:
-        noise.setLevel(level)
     check_score_head(model)
     missing = {name for name in found["missing_keys"] if not (new_head and name.startswith("score."))}
     if missing:

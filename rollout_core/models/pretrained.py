@@ -201,7 +201,7 @@ def load_whole(kind: Any, folder: Path, **options: Any) -> Any:
 
     disable_progress_bar()
     try:
-        with _without_load_report():
+        with without_load_report():
             # Shapes that do not fit come back in the report; else the error would only point to it.
             model, found = load_model(kind, folder, ignore_mismatched_sizes=True, **options)
     except ConfigError:
@@ -221,7 +221,7 @@ def load_whole(kind: Any, folder: Path, **options: Any) -> Any:
 
 
 @contextmanager
-def _without_load_report() -> Iterator[None]:
+def without_load_report() -> Iterator[None]:
     """transformers would log at length what is said here in a line."""
     reports = logging.getLogger("transformers")
     level = reports.level

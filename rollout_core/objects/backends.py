@@ -29,7 +29,8 @@ from rollout_core.objects.files import (
     CHUNK_BYTES,
     TOUCH_AFTER_SECONDS,
     FileStat,
-    have_id,
+    fsync_folder,
+    hash_chunks,
     once_whole,
     storage_faults,
     write_all,
@@ -72,7 +73,7 @@ class LocalFiles:
     ) -> bool:
         # Reading is several times as fast as writing with fsync, and done once a process.
         try:
-            whole = once_whole(self._path(key), stat.mark, lambda: have_id(self.read_chunks(key), content_id))
+            whole = once_whole(self._path(key), stat.mark, lambda: hash_chunks(self.read_chunks(key)) == content_id)
         except FileNotFoundError:
             return False
         if not whole:
@@ -209,11 +210,11 @@ class LocalFiles:
 
     def _sync_folder(self, folder: str) -> None:
         """Fsync the entries of ``folder``, and once in this process the entries that lead to it."""
-        _fsync_folder(folder)
+        fsync_folder(folder)
         while folder not in self._durable_folders and not os.path.ismount(folder):
             parent = os.path.dirname(folder)
             try:
-                _fsync_folder(parent)
+                fsync_folder(parent)
             except PermissionError:
                 if parent.startswith(self.root):
                     raise
@@ -250,14 +251,6 @@ class LocalUpload:
                 self._file.close()
             with suppress(OSError):
                 os.unlink(self._path)
-
-
-def _fsync_folder(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 READ_BYTES = 8 * 2**20
@@ -321,7 +314,7 @@ class RemoteFiles:
         """By the service's MD5 of what it stored, where it gives one. It gives none for files in parts or encrypted by
         a customer's key: those are written again."""
         if self.protocol == "memory":
-            return have_id(self.read_chunks(key), content_id)
+            return hash_chunks(self.read_chunks(key)) == content_id
         if source is None or stat.mark is None:
             return False
         return once_whole(self.where(key), stat.mark, lambda: _md5(source()) == stat.mark)

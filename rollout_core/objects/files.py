@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
+from pathlib import Path
 from typing import Any, Protocol
 
 from blake3 import blake3
@@ -250,12 +252,21 @@ def hashed(chunks: Iterable[bytes], hasher: blake3) -> Iterator[bytes]:
         yield chunk
 
 
-def have_id(chunks: Iterable[bytes], content_id: ContentId) -> bool:
-    """Whether the content id of these bytes is ``content_id``."""
+def hash_chunks(chunks: Iterable[bytes]) -> ContentId:
+    """The content id of these bytes."""
     hasher = blake3()
     for chunk in chunks:
         hasher.update(chunk)
-    return hasher.hexdigest() == content_id
+    return ContentId(hasher.hexdigest())
+
+
+def fsync_folder(path: str | Path) -> None:
+    """Make the entries of a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 # Hidden files, such as those that a file manager leaves behind, are nobody's ref.

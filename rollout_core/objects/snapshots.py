@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,7 +24,7 @@ from rollout_core.base.errors import ConfigError, Conflict, CorruptObject, Corru
 from rollout_core.base.ids import ContentId, canonical_json
 from rollout_core.objects import ObjectStore, TreeFile, TreeManifest
 from rollout_core.objects.addresses import complete_snapshot_id
-from rollout_core.objects.files import SNAPSHOT_REFS, ContentHasher
+from rollout_core.objects.files import SNAPSHOT_REFS, ContentHasher, hash_chunks
 from rollout_core.objects.gc import GcReport, collect_garbage
 from rollout_core.objects.trees import appearing_folder, files_of, read_file, tar_stream
 
@@ -118,7 +118,7 @@ class SnapshotStore:
         with appearing_folder(folder) as temporary:
             self._objects.get_files(manifest, temporary)
             sizes = [(file.path, file.size) for file in manifest.files]
-            found = _hash_tar(sizes, lambda path: read_file(temporary / path))
+            found = hash_chunks(tar_stream(sizes, lambda path: read_file(temporary / path)))
             if found != snapshot.id:
                 raise _wrong_tar(snapshot, found)
         return snapshot
@@ -285,18 +285,11 @@ def _identify(paths: dict[str, Path]) -> tuple[ContentId, TreeManifest]:
             content_ids[path] = hasher.content_id
 
     try:
-        snapshot_id = _hash_tar(sizes.items(), read)
+        snapshot_id = hash_chunks(tar_stream(sizes.items(), read))
     except ValueError as error:
         raise Conflict(f"{error}; save the snapshot again when nobody writes to it") from error
     files = tuple(TreeFile(path=path, size=sizes[path], content_id=content_ids[path]) for path in paths)
     return snapshot_id, TreeManifest(files=files)
-
-
-def _hash_tar(sizes: Iterable[tuple[str, int]], read: Callable[[str], Iterable[bytes]]) -> ContentId:
-    hasher = blake3()
-    for chunk in tar_stream(sizes, read):
-        hasher.update(chunk)
-    return ContentId(hasher.hexdigest())
 
 
 def _wrong_tar(snapshot: Snapshot, found: str) -> CorruptObject:
@@ -326,7 +319,7 @@ def find_start(
 ) -> Snapshot:
     """The snapshot that ``wanted`` names: ``latest``, or its id or the first digits of it.
 
-    Iterations are gone on with at their ends only, whose steps ``steps_per_iteration`` divides. Raises ConfigError for
+    Iterations are continued from their ends only, whose steps ``steps_per_iteration`` divides. Raises ConfigError for
     a snapshot of another algorithm or within an iteration, NotFound where there is none.
     """
     snapshots = SnapshotStore(objects)

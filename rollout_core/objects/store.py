@@ -37,7 +37,7 @@ from rollout_core.objects.files import (
     RefContent,
     decode_ref,
     encode_ref,
-    have_id,
+    hash_chunks,
     is_ref_name,
     ref_key,
     storage_faults,
@@ -460,7 +460,7 @@ class ObjectStore:
         """
         key = blob_key(content_id)
         try:
-            if have_id(self.files.read_chunks(key), content_id):
+            if hash_chunks(self.files.read_chunks(key)) == content_id:
                 return Recoverable(f"blob {content_id} at {self.files.where(key)} was read wrongly once; read it again")
             aside = f"corrupt/{content_id}-{ULID()}"
             self.files.move(key, aside)

@@ -25,7 +25,7 @@ from ulid import ULID
 from rollout_core.base.errors import ConfigError, Conflict, RolloutError
 from rollout_core.base.ids import ContentId
 from rollout_core.base.locks import held, sweep
-from rollout_core.objects.files import CHUNK_BYTES, storage_faults, write_all
+from rollout_core.objects.files import CHUNK_BYTES, fsync_folder, storage_faults, write_all
 
 
 def _safe_path(path: str) -> str:
@@ -262,11 +262,7 @@ def file_beside(path: Path) -> Iterator[FileBeside]:
                     yield FileBeside(file, temporary, path)
             finally:
                 temporary.unlink(missing_ok=True)
-        descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        fsync_folder(path.parent)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 LIMITS = Limits(seconds=300.0, memory_bytes=4 * 2**30)
 """The largest models known are built in a tenth of it."""
-_inspector = KeptChild("rollout_core.models.bounded.inspecting:handle", LIMITS)
+_child = KeptChild("rollout_core.models.bounded.inspecting:handle", LIMITS)
 
 
 def prepare() -> None:
@@ -32,7 +32,7 @@ def prepare() -> None:
 
 def _import_ahead() -> None:
     try:
-        _inspector.call({"operation": "prepare"})
+        _child.call({"operation": "prepare"})
     except RolloutError as error:  # a wish to stop among them; the next call meets it, too
         log.debug("could not get ready to inspect models: %s", error)
 
@@ -49,7 +49,7 @@ def check_training(folder: Path, *, is_reward_model: bool) -> None:
 
 def _ask(folder: Path, operation: str, **arguments: Any) -> Any:
     try:
-        return _inspector.call({"operation": operation, "folder": str(folder.absolute()), **arguments})
+        return _child.call({"operation": operation, "folder": str(folder.absolute()), **arguments})
     except Ended as error:
         allowed = f"{LIMITS.seconds:g} s and {gibibytes(LIMITS.memory_bytes or 0)} of memory"
         raise ConfigError(f"{folder} cannot be inspected: it {error}; the limits are {allowed}") from error
