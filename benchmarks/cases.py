@@ -115,7 +115,7 @@ def _sft(model: Any, rows: Sequence[dict[str, Any]], batch: int, steps: int) -> 
     import torch
 
     from rollout_core.algorithms.policy import Policy
-    from rollout_core.algorithms.sft import SFT
+    from rollout_core.algorithms.supervised import SFT
     from rollout_core.config import SFTSettings
     from rollout_core.data.examples import Example
     from rollout_core.data.packing import Document, pack
@@ -135,7 +135,7 @@ def _reward(model: Any, rows: Sequence[dict[str, Any]], batch: int, steps: int) 
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    from rollout_core.algorithms.reward_model import BradleyTerry, RewardModel
+    from rollout_core.algorithms.supervised import BradleyTerry, RewardModel
     from rollout_core.config import RewardModelSettings
 
     config = settings(RewardModelSettings, batch, steps)

@@ -9,7 +9,7 @@ from rollout_core.config import DatasetSource, HeldOutRows, ModelSource, RunInfo
 from rollout_core.config.rewards import RewardSpec, with_models
 from rollout_core.data.dataset_sources import import_dataset, read_dataset
 from rollout_core.data.datasets import PairRow, PromptRow, Row, SftRow, UnpairedRow
-from rollout_core.models.model_import import import_model as file_model
+from rollout_core.models.locating import import_model as file_model
 from rollout_core.objects.records import Dataset, Model
 from rollout_core.objects.snapshots import find_start
 from tasks import connections

@@ -17,8 +17,8 @@ from rollout_core.base.ids import hash_bytes, sample_id
 from rollout_core.config import ModelSource, SamplingParams, TransformersBackend
 from rollout_core.inference.base import ModelRef, Request
 from rollout_core.inference.hf import TransformersEngine
-from rollout_core.models import model_import
-from rollout_core.models.model_import import import_model
+from rollout_core.models import locating as model_import
+from rollout_core.models.locating import import_model
 from rollout_core.models.pretrained import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rollout_core.objects import ObjectStore
 from rollout_core.plans.plan import check_model

@@ -11,8 +11,7 @@ import pytest
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import ModelSource
-from rollout_core.models.locating import check_own_file, near_folder
-from rollout_core.models.model_import import import_model
+from rollout_core.models.locating import check_own_file, import_model, near_folder
 from rollout_core.models.pretrained import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rollout_core.objects import ObjectStore
 from rollout_core.plans.plan import check_model

@@ -20,14 +20,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import rollout_core.models.pretrained
-from rollout_core.algorithms.reward_model import load_reward_model
+from rollout_core.algorithms.supervised import load_reward_model
 from rollout_core.base.errors import ConfigError, Conflict
 from rollout_core.base.ids import hash_bytes, is_content_id
 from rollout_core.config import ModelSource
-from rollout_core.models import model_import
+from rollout_core.models import locating as model_import
 from rollout_core.models.facts import ModelFacts, inspect_model
-from rollout_core.models.locating import Unchecked, locate_model
-from rollout_core.models.model_import import import_model
+from rollout_core.models.locating import Unchecked, import_model, locate_model
 from rollout_core.models.pretrained import copy_tokenizer, load_causal_lm, load_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.plans.plan import check_model

@@ -14,7 +14,7 @@ import pytest
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import ModelSource
-from rollout_core.models.model_import import import_model
+from rollout_core.models.locating import import_model
 from rollout_core.models.pretrained import load_causal_lm
 from rollout_core.objects import ObjectStore
 from rollout_core.plans.plan import check_model

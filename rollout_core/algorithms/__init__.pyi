@@ -58,11 +58,11 @@ from .policy import (
     PolicyOutput as PolicyOutput,
     ValueModel as ValueModel,
 )
-from .sft import (
-    SFT as SFT,
-)
 from .state import (
     TrainState as TrainState,
+)
+from .supervised import (
+    SFT as SFT,
 )
 from .training import (
     train_to_end as train_to_end,

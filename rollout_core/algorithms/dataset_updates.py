@@ -22,9 +22,16 @@ from rollout_core.algorithms.loop import build_accelerator, build_optimizer
 from rollout_core.algorithms.parallel import divided, shard
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.preference import DPO, KTO, pair_documents, reference_logprobs, unpaired_documents
-from rollout_core.algorithms.reward_model import BradleyTerry, RewardModel, load_reward_model, set_padding, until_eos
-from rollout_core.algorithms.sft import SFT, DatasetAlgorithm
 from rollout_core.algorithms.state import TrainState
+from rollout_core.algorithms.supervised import (
+    SFT,
+    BradleyTerry,
+    DatasetAlgorithm,
+    RewardModel,
+    load_reward_model,
+    set_padding,
+    until_eos,
+)
 from rollout_core.algorithms.training import evaluation_of, train_to_end
 from rollout_core.base.determinism import seed_everything
 from rollout_core.base.errors import ConfigError

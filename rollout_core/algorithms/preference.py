@@ -30,7 +30,7 @@ from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.losses import dpo_loss, ipo_loss, kto_loss
 from rollout_core.algorithms.parallel import all_ranks, all_reduce_sum, is_first, split_across_ranks
 from rollout_core.algorithms.policy import Policy
-from rollout_core.algorithms.sft import DatasetAlgorithm, share_of_step
+from rollout_core.algorithms.supervised import DatasetAlgorithm, share_of_step
 from rollout_core.base.errors import Fatal
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.config import DPOSettings, IPOSettings, KTOSettings

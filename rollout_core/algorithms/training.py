@@ -26,8 +26,8 @@ from accelerate.tracking import GeneralTracker, MLflowTracker, TensorBoardTracke
 from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.loop import Algorithm, LoopHooks, StepFigures, checkpoint_layers, train
 from rollout_core.algorithms.parallel import any_rank, is_first, split_across_ranks
-from rollout_core.algorithms.sft import DatasetAlgorithm
 from rollout_core.algorithms.state import Origin, Resumption, TrainState
+from rollout_core.algorithms.supervised import DatasetAlgorithm
 from rollout_core.base.errors import ConfigError, Fatal, Stopped
 from rollout_core.base.ids import ContentId
 from rollout_core.config import DatasetSettings, LearnerSettings, Settings, TrackerName

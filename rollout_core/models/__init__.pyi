@@ -2,7 +2,7 @@ from .facts import (
     ModelFacts as ModelFacts,
     describe_model as describe_model,
 )
-from .model_import import (
+from .locating import (
     import_model as import_model,
 )
 from .pretrained import (

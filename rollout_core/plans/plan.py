@@ -32,8 +32,7 @@ from rollout_core.inference.base import unsupported
 from rollout_core.inference.folders import LocalFolder
 from rollout_core.models.bounded.tokenizing import how_prompts_vary
 from rollout_core.models.facts import ModelFacts
-from rollout_core.models.locating import Unchecked, describe
-from rollout_core.models.model_import import check_adapter, recall_model
+from rollout_core.models.locating import Unchecked, check_adapter, describe, recall_model
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.snapshots import Snapshot, find_start
 from rollout_core.store.connections import Connections

@@ -111,7 +111,7 @@ def _model_scores(
     spec: ModelReward, base: Path, model_folder: Callable[[str], Path] | None
 ) -> Callable[[Sequence[RewardInput]], list[float]]:
     def scores(samples: Sequence[RewardInput]) -> list[float]:
-        from rollout_core.algorithms.reward_model import score_samples
+        from rollout_core.algorithms.supervised import score_samples
 
         folder = model_folder(spec.model) if model_folder else base / spec.model
         return score_samples(folder, [(sample.prompt_token_ids, sample.token_ids) for sample in samples])

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rollout_core.algorithms.policy import Policy
-from rollout_core.algorithms.reward_model import RewardModel, load_reward_model
+from rollout_core.algorithms.supervised import RewardModel, load_reward_model
 from rollout_core.base.errors import ConfigError
 from rollout_core.data.packing import Document, pack
 from rollout_core.models.bounded.inspecting import check_training

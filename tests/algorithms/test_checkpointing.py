@@ -12,7 +12,7 @@ from updates import ppo, preference_update as update, sft_settings, update_conte
 
 from rollout_core.algorithms.loop import checkpoint_layers
 from rollout_core.algorithms.policy import Policy
-from rollout_core.algorithms.sft import SFT
+from rollout_core.algorithms.supervised import SFT
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import LearnerSettings, identity
 from rollout_core.data.examples import Example

@@ -14,7 +14,7 @@ from updates import grpo, ppo, rows_of, update_context
 
 from rollout_core.algorithms.loop import build_accelerator
 from rollout_core.algorithms.policy import Policy, PolicyOutput, ValueModel
-from rollout_core.algorithms.reward_model import RewardModel, load_reward_model
+from rollout_core.algorithms.supervised import RewardModel, load_reward_model
 from rollout_core.config import ImportanceCorrection
 from rollout_core.data.packing import Document, pack, pack_completions
 from rollout_core.models.pretrained import load_causal_lm

@@ -14,7 +14,7 @@ from rollout_core.algorithms import preference as reference_module
 from rollout_core.algorithms.dataset_updates import preference_update
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.preference import reference_logprobs
-from rollout_core.algorithms.reward_model import load_reward_model, set_padding, until_eos
+from rollout_core.algorithms.supervised import load_reward_model, set_padding, until_eos
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import DPOSettings

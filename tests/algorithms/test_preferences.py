@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.preference import DPO, KTO, unpaired_documents
-from rollout_core.algorithms.reward_model import BradleyTerry, RewardModel, load_reward_model, score_sequences
+from rollout_core.algorithms.supervised import BradleyTerry, RewardModel, load_reward_model, score_sequences
 from rollout_core.config import DPOSettings, IPOSettings, KTOSettings, RewardModelSettings
 from rollout_core.data.preference_data import Pair, UnpairedPreference
 from rollout_core.models.pretrained import load_causal_lm

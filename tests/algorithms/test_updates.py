@@ -16,7 +16,7 @@ from rollout_core.algorithms.dataset_updates import sft_update
 from rollout_core.algorithms.experience import Trajectory, build_batch, completion_forward, drawn_entropy
 from rollout_core.algorithms.on_policy import PPO, KLController, assign_credit
 from rollout_core.algorithms.policy import Policy, zero_head
-from rollout_core.algorithms.sft import SFT
+from rollout_core.algorithms.supervised import SFT
 from rollout_core.config import (
     AdaptiveKL,
     ImportanceCorrection,

@@ -24,7 +24,7 @@ from rollout_core.data.samples import Completion, Failure, encode_completion, ma
 from rollout_core.inference.base import ModelRef, Request
 from rollout_core.inference.batch import BatchOptions, complete_samples
 from rollout_core.inference.hf import TransformersEngine
-from rollout_core.models.model_import import import_model
+from rollout_core.models.locating import import_model
 from rollout_core.objects import ObjectStore
 from rollout_core.store import SqlLightningStore
 

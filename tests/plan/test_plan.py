@@ -15,7 +15,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedTokenizerFas
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import hash_bytes
 from rollout_core.config import CONFIG_KINDS, ModelSource, apply_overrides, parse_config
-from rollout_core.models.model_import import import_model
+from rollout_core.models.locating import import_model
 from rollout_core.objects import ObjectStore
 from rollout_core.plans.learner_plan import plan_training
 from tests.plan.planning import CHAT, LONG, PLANS, TEMPLATE, cache_hub_model, document, files, jsonl, plan, refusal

@@ -11,7 +11,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.config import CONFIG_KINDS, InputGlob, parse_config
 from rollout_core.data.dataset_sources import PromptFiles, open_prompts
 from rollout_core.inference.shards import import_shards
-from rollout_core.models.model_import import import_model
+from rollout_core.models.locating import import_model
 from rollout_core.objects import ObjectStore
 from rollout_core.plans import batch_plan
 from rollout_core.plans.batch_plan import plan_batch
