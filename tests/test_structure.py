@@ -9,6 +9,7 @@ import pytest
 from tests.structure import PACKAGES, PROJECT, House, Import, read_house
 
 MAX_FLOORS = 10
+MAX_FILES = 192
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 LONG_FUNCTIONS = {"rollout_core.store.sql.migrations.versions.r0001_tables:upgrade"}
@@ -21,7 +22,7 @@ INSIDE_FUNCTIONS = {
     "flows.cli.runs": "--help need not wait for Prefect",
     "flows.cli.storage": "--help need not wait for it",
     "flows.connections": "commands that need no server do without Prefect",
-    "rollout_core.base.isolation.worker": "a child that meets no error starts without it",
+    "rollout_core.base.isolation.warden": "a child that meets no error starts without it",
     "rollout_core.inference.engine_process": "imports vLLM, in the engine's own process only",
     "rollout_core.inference.engines": "each backend has libraries of its own, some of them extras",
     "rollout_core.inference.vllm_backend": "imports vLLM, an extra",
@@ -49,6 +50,10 @@ def test_nothing_imports_itself_by_others(house: House):
 
 def test_the_house_has_few_floors(house: House):
     assert max(house.floors().values()) <= MAX_FLOORS
+
+
+def test_the_house_has_few_files(house: House):
+    assert len(house.lines) <= MAX_FILES
 
 
 def test_imports_inside_functions_have_a_reason(house: House):

@@ -46,6 +46,8 @@ from rollout_core.models.pretrained import copy_tokenizer, load_whole
 from rollout_core.objects.records import Checkpoint
 from rollout_core.objects.snapshots import PROGRESS_REFS, RUN_NAME, Snapshot, SnapshotStore
 
+log = logging.getLogger(__name__)
+
 STATE_VERSION = 2
 MODEL_FOLDER = "model"
 METRICS_FILE = "metrics.jsonl"
@@ -248,8 +250,6 @@ def _unflatten_optimizer(state: TrainState, moments: Mapping[str, Any]) -> None:
     groups = state.optimizer.state_dict()["param_groups"]
     state.optimizer.load_state_dict({"state": found, "param_groups": groups})
 
-
-log = logging.getLogger(__name__)
 
 FINISHED = "finished"
 """Label of an update's last snapshot, unless people give it a better one."""

@@ -33,6 +33,8 @@ from rollout_core.base.ids import ContentId
 from rollout_core.config import DatasetSettings, LearnerSettings, Settings, TrackerName
 from rollout_core.objects.records import Checkpoint
 
+log = logging.getLogger(__name__)
+
 BatchT = TypeVar("BatchT")
 PREFIX = "eval_"
 
@@ -183,7 +185,6 @@ _OF_NO_INTEREST = {
     "parallel",
 }
 """Settings that say what is read, watched or kept, not how it is learned."""
-log = logging.getLogger(__name__)
 _MLFLOW_TAG = "rollout.series"
 
 

@@ -22,6 +22,8 @@ from pathlib import Path
 
 from rollout_core.base.errors import Recoverable
 
+log = logging.getLogger(__name__)
+
 
 @contextmanager
 def exclusive(path: Path, *, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -84,8 +86,6 @@ def _try(descriptor: int, kind: int) -> bool:
         raise Recoverable(f"file cannot be locked here: {error.strerror}; use a folder on a local disk") from error
     return True
 
-
-log = logging.getLogger(__name__)
 
 SCRATCH_PREFIX = "rollout-scratch-"
 SHARED_MEMORY = Path("/dev/shm")

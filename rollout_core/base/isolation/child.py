@@ -22,9 +22,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_core.base.errors import Fatal, Recoverable, error_of
-from rollout_core.base.isolation.warden import BUSY, END, IDLE
-from rollout_core.base.isolation.worker import (
+from rollout_core.base.isolation.warden import (
+    BUSY,
+    END,
     FRAME_LENGTH,
+    IDLE,
     PROGRESS_BYTES,
     STARTING,
     BadFrame,
@@ -77,7 +79,7 @@ class Interrupted(Recoverable):
 
 
 class Child:
-    """A process that runs ``handler`` (``module:function``, see `worker.Handler`), and whatever that runs.
+    """A process that runs ``handler`` (``module:function``, see `warden.Handler`), and whatever that runs.
 
     Calls take turns. A child that was ended by a call that failed starts anew with the next one.
     ``on_line`` gets the lines that the code writes. ``prepare`` gets every new process ready: it is given what asks it,
