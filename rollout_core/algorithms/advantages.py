@@ -26,7 +26,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
     A_t = sum over l >= 0 of (gamma lam)^l delta_{t+l}, with delta_t = r_t + gamma V_{t+1} - V_t; returns_t = A_t + V_t;
     arXiv:1506.02438, eq. 16.
     rewards, values: [B,T] float32; mask: [B,T] bool, True = real token, one unbroken run a row (padding on the right,
-    perhaps a prompt on the left). Returns (advantages, returns), both [B,T] and 0 outside the mask; no denominator.
+    a prompt may be on the left). Returns (advantages, returns), both [B,T] and 0 outside the mask; no denominator.
     Raises ShapeError if the shapes differ or a row's real tokens have a gap.
     """
     if not (rewards.dim() == 2 and rewards.shape == values.shape == mask.shape):

@@ -88,7 +88,7 @@ class LoopHooks:
     """What surrounds training. All are optional."""
 
     evaluate: Callable[[TrainState, bool], dict[str, float]] = lambda state, is_last: {}
-    """After each optimizer step; gives further figures for its row. Told whether the step was the last."""
+    """After each optimizer step, with whether it was the last; gives further figures for its row."""
     on_step: Callable[[dict[str, float]], None] = lambda row: None
     """After each optimizer step, with its row of figures."""
     on_snapshot: Callable[[TrainState], None] = lambda state: None

@@ -3,9 +3,9 @@ hashing beside input and output; and what a ref's file says.
 
 A *key* is a slash-separated path below the store's root, such as ``cas/ab/cd/abcd...``.
 
-The second line binds the id to the name, so that a ref that was damaged, cut, edited or put in another's place is
-noticed when it is read. Earlier versions wrote the id alone. Such a ref counts while what it names is there; so does
-one that was cut to its first line, which still says what it said.
+A ref's file has the content id that its name stands for; its second line binds the id to the name, so that a ref that
+was damaged, cut, edited or put in another's place is noticed when it is read. Earlier versions wrote the id alone. Such
+a ref counts while what it names is there; so does one that was cut to its first line, which still says what it said.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ A record holds no wall-clock time, host name or run id: equal inputs give equal 
 id can stand for the stage's outcome. Fields typed `BlobId` or `TreeId` name what the record needs in object storage; a
 cached record counts only while all of that is still there.
 
-The record is a blob; ref ``lineage/<id>`` of each output names it. Of several records of one id the last one counts:
-equal content can be made more than once.
+A lineage record is a blob; ref ``lineage/<id>`` of each output names it. Of several records of one id the last one
+counts: equal content can be made more than once.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Scores(Record):
     rollouts: BlobId | None = None
     """JSON list: for each sample the number of the rollout it is part of; None where each is one by itself."""
     group_size: int = 1
-    """Where ``rollouts`` are told, so many whose numbers follow each other are compared with each other."""
+    """Where ``rollouts`` are given, so many whose numbers follow each other are compared with each other."""
 
 
 class Experience(Record):

@@ -192,7 +192,7 @@ class _Process:
 def _end(popen: subprocess.Popen[bytes], pipes: _Pipes, owner: int) -> None:
     if os.getpid() != owner:
         return  # a copy of the caller's process ends, such as one that multiprocessing forked
-    # Told in so many words: a copy of the pipe in some other process of ours would keep it from ending.
+    # It is asked to end: closing the pipe would not do, where another process of ours has a copy of it.
     with contextlib.suppress(OSError):
         os.write(pipes.control, END)
     pipes.close()

@@ -35,7 +35,7 @@ class _TooSlow(Exception):
 
 
 def handle(request: dict[str, Any], step: Step) -> Any:
-    """Answer one request; ``step`` is told the place of each item before it."""
+    """Answer one request; ``step`` gets the place of each item before it."""
     operation = {"render": _render, "encode": _encode, "mark": _mark}[request["operation"]]
     return operation(request, step)
 
