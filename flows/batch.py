@@ -19,7 +19,6 @@ from prefect.context import FlowRunContext
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from flows.fan_out import FanOut, Fleet, local_fleet
 from flows.flow_run import recompute_missing, through_stderr
 from rollout_core.base.ids import ContentId
 from rollout_core.config import InferBatchConfig, WorkersConfig
@@ -44,7 +43,17 @@ from rollout_core.plans.batch_plan import plan_batch
 from rollout_core.plans.plan import context_limit
 from tasks import artifacts, connections
 from tasks.artifacts import draw_histogram
-from tasks.batch import Reporting, ShardJob, help_shard, import_prompts, infer_shard, write_completions
+from tasks.batch import (
+    FanOut,
+    Fleet,
+    Reporting,
+    ShardJob,
+    help_shard,
+    import_prompts,
+    infer_shard,
+    local_fleet,
+    write_completions,
+)
 from tasks.connections import current_connections, objects, working_folder
 from tasks.imports import import_model
 from tasks.logs import Journal, stage_logger

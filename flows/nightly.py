@@ -8,8 +8,17 @@ from typing import Any, TypedDict
 from prefect import flow
 
 from flows.flow_run import recompute_missing
-from flows.nightly_steps import Judge, algorithm_of, evaluate_held_out, learn
-from flows.report import Report, compare_samples, figure_of_steps, show_report, write_report
+from flows.nightly_steps import (
+    Judge,
+    Report,
+    algorithm_of,
+    compare_samples,
+    evaluate_held_out,
+    figure_of_steps,
+    learn,
+    show_report,
+    write_report,
+)
 from flows.train import learn_from_rows
 from rollout_core.base.ids import ContentId
 from rollout_core.config import NightlyConfig, apply_overrides, parse_config

@@ -1,21 +1,254 @@
-"""The steps of the nightly flow: evaluation on held-out prompts, and learning on by PPO, GRPO or DPO."""
+"""The steps of the nightly flow (evaluation on held-out prompts, and learning on by PPO, GRPO or DPO) and its report:
+curves as PNG and one page with everything a person asks in the morning.
+"""
 
 from __future__ import annotations
 
+import html
+import json
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from flows.report import Curve, Progress, curves_of_iterations, figure_of_steps
 from flows.train import learn_from_rows, policy_iterations
 from rollout_core.base.ids import ContentId
 from rollout_core.config import NightlyConfig
 from rollout_core.config.rewards import ModelReward, RewardSpec
+from rollout_core.data.samples import decode_completions_blob, decode_samples
+from rollout_core.inference.folders import LocalFolder
+from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint, EvalReport
 from rollout_core.plans.plan import context_limit
 from rollout_core.rewards.source_ids import source_id
-from tasks import connections
+from tasks import artifacts, connections
+from tasks.artifacts import draw_curve
 from tasks.generate import enqueue_prompts
 from tasks.imports import import_prompts
+from tasks.logs import StageEntry
 from tasks.score import evaluate
+
+PROGRESS_PNG = "progress.png"
+PAGE = "index.html"
+SHOWN_SAMPLES = 8
+_OF_ITERATIONS = {
+    "objective/kl": "KL to the reference, nats a completion",
+    "kl": "KL to the reference, nats a token",
+    "entropy": "entropy, nats a token",
+    "completions/mean_length": "mean completion length, tokens",
+    "value_loss": "value loss",
+}
+
+
+@dataclass(frozen=True)
+class SampleComparison:
+    """A held-out prompt and what each model made of it."""
+
+    prompt: str
+    completions: tuple[str, ...]
+    rewards: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How training after SFT went: a curve, and others that explain it."""
+
+    curve: Curve
+    temperature: float | None = None
+    """At which the completions behind the curve were drawn, where it is a reward on the scale of the held-out one; that
+    is then marked beside it."""
+    others: Sequence[Curve] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a nightly run has to say."""
+
+    name: str
+    held_out: Mapping[str, float]
+    """Mean held-out reward by moment, in order."""
+    held_out_temperature: float
+    """At which held-out completions were drawn."""
+    progress: Progress
+    sft_losses: Sequence[float]
+    promotion: str
+    promoted: bool
+    model: ContentId
+    stages: Sequence[StageEntry]
+    samples: Sequence[SampleComparison]
+
+
+def compare_samples(objects: ObjectStore, *reports: EvalReport) -> list[SampleComparison]:
+    """A few held-out prompts with what each model made of them, those first whose reward changed."""
+    samples = decode_samples(objects.get_bytes(reports[0].samples))
+    texts = [[row.text for row in decode_completions_blob(objects.get_bytes(r.completions))] for r in reports]
+    scores: list[list[float]] = [json.loads(objects.get_bytes(report.scores)) for report in reports]
+    order = sorted(range(len(samples)), key=lambda row: scores[0][row] - scores[-1][row])
+    half = SHOWN_SAMPLES // 2
+    chosen = dict.fromkeys([*order[:half], *range(min(half, len(samples)))])
+    return [
+        SampleComparison(
+            prompt=samples[row].prompt if isinstance(samples[row].prompt, str) else json.dumps(samples[row].prompt),
+            completions=tuple(text[row] for text in texts),
+            rewards=tuple(score[row] for score in scores),
+        )
+        for row in chosen
+    ]
+
+
+def show_report(report: Report, folder: Path) -> None:
+    """Show the curve and the table of stages of a report, which is in ``folder``, in the Prefect UI."""
+    curve = report.progress.curve
+    title = f"{report.name}: {curve.what}"
+    artifacts.curve("reward", curve.values, title=title, x_label=curve.x_label, y_label=curve.what)
+    rows = [entry.row() for entry in report.stages]
+    artifacts.table("stages", rows, f"Stages of this run; the report is in {folder}")
+
+
+def write_report(report: Report, folder: Path) -> Path:
+    """Write page and curves into ``folder`` and return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    curve, temperature = report.progress.curve, report.progress.temperature
+    marks = report.held_out if temperature is not None else {}
+    drawn = "" if temperature is None else f", completions drawn at temperature {temperature:g}"
+    draw_curve(
+        folder / PROGRESS_PNG,
+        {curve.what: curve.values},
+        title=f"{_capitalized(curve.what)} per {curve.x_label}{drawn}",
+        x_label=curve.x_label,
+        y_label=curve.what,
+        marks={
+            f"held out {moment} (temperature {report.held_out_temperature:g}): {value:.3f}": value
+            for moment, value in marks.items()
+        },
+    )
+    for other in _others(report):
+        title = f"{_capitalized(other.what)} per {other.x_label}"
+        series = {other.what: other.values}
+        draw_curve(folder / other.file_name, series, title=title, x_label=other.x_label, y_label=other.what)
+    LocalFolder(folder).replace(PAGE, [_page(report).encode()])
+    return folder
+
+
+def _capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _others(report: Report) -> list[Curve]:
+    return [*report.progress.others, Curve("SFT loss", report.sft_losses, "optimizer step")]
+
+
+def _page(report: Report) -> str:
+    moments = "".join(
+        f'<div class="figure"><b>{value:.3f}</b><span>held-out reward {html.escape(moment)}</span></div>'
+        for moment, value in report.held_out.items()
+    )
+    curves = "\n".join(
+        f'<img src="{file}" alt="{html.escape(what)}">'
+        for file, what in [
+            (PROGRESS_PNG, report.progress.curve.what),
+            *((other.file_name, other.what) for other in _others(report)),
+        ]
+    )
+    verdict = "promoted" if report.promoted else "not promoted"
+    counts = Counter(entry.row()["state"] for entry in report.stages)
+    summary = ", ".join(f"{count} {state}" for state, count in counts.most_common())
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{html.escape(report.name)}</title><style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2rem auto; padding: 0 1rem; color: #1c2430; }}
+h1 {{ margin-bottom: 0; }} h2 {{ margin-top: 2.2rem; }} code {{ font-size: 13px; }}
+.figures {{ display: flex; gap: 1rem; flex-wrap: wrap; margin: 1rem 0; }}
+.figure {{ border: 1px solid #d5dbe3; border-radius: 8px; padding: .7rem 1.2rem; }}
+.figure b {{ display: block; font-size: 1.7rem; }} .figure span {{ color: #5a6675; }}
+.curves {{ display: grid; grid-template-columns: 1fr 1fr; gap: 1rem; }} img {{ width: 100%; }}
+table {{ border-collapse: collapse; width: 100%; font-size: 14px; }}
+th, td {{ text-align: left; padding: .3rem .6rem; border-bottom: 1px solid #e4e8ee; vertical-align: top; }}
+td.number {{ text-align: right; font-variant-numeric: tabular-nums; }}
+.right {{ color: #11713b; }} .wrong {{ color: #a3262c; }} .Cached {{ color: #5a6675; }} .Completed {{ color: #11713b; }}
+</style></head><body>
+<h1>{html.escape(report.name)}</h1>
+<p>Checkpoint <code>{report.model}</code>: <b>{verdict}</b> ({html.escape(report.promotion)}).</p>
+<div class="figures">{moments}</div>
+{_temperatures(report)}
+<div class="curves">{curves}</div>
+<h2>Held-out prompts, before and after</h2>
+{_samples_table(report)}
+<h2>Stages</h2>
+<details><summary>{len(report.stages)} stages: {summary}</summary>
+{_stages_table(report.stages)}
+</details>
+</body></html>
+"""
+
+
+def _temperatures(report: Report) -> str:
+    """Why the curve of the training reward and its marks are not one series."""
+    temperature = report.progress.temperature
+    if temperature is None or temperature == report.held_out_temperature:
+        return ""
+    return (
+        f"<p>Training reward is that of completions drawn at temperature {temperature:g}, held-out reward that of "
+        f"completions of other prompts drawn at temperature {report.held_out_temperature:g}. Compare each with itself "
+        "over time, not the one with the other.</p>"
+    )
+
+
+def _samples_table(report: Report) -> str:
+    head = "".join(f"<th>{html.escape(moment)}</th>" for moment in report.held_out)
+    rows = ""
+    for sample in report.samples:
+        cells = "".join(
+            f'<td class="{"right" if reward > 0 else "wrong"}"><code>{html.escape(text) or "&nbsp;"}</code> '
+            f"({reward:g})</td>"
+            for text, reward in zip(sample.completions, sample.rewards, strict=True)
+        )
+        rows += f"<tr><td><code>{html.escape(sample.prompt)}</code></td>{cells}</tr>\n"
+    return f"<table><tr><th>prompt</th>{head}</tr>\n{rows}</table>"
+
+
+def _stages_table(stages: Sequence[StageEntry]) -> str:
+    rows = ""
+    for entry in stages:
+        row = entry.row()
+        rows += (
+            f"<tr><td>{entry.stage}</td><td>{html.escape(entry.label)}</td>"
+            f'<td class="{entry.state}">{row["state"]}</td><td class="number">{entry.seconds:.2f}</td>'
+            f"<td><code>{row['in']}</code></td><td><code>{row['out']}</code></td></tr>\n"
+        )
+    head = "<tr><th>stage</th><th></th><th>state</th><th>seconds</th><th>in</th><th>out</th></tr>"
+    return f"<table>{head}\n{rows}</table>"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values over 1, 2, 3, ... of ``x_label``."""
+
+    what: str
+    """Name and unit, for the y axis."""
+    values: Sequence[float]
+    x_label: str
+
+    @property
+    def file_name(self) -> str:
+        """Of the picture."""
+        return "-".join(self.what.partition(",")[0].lower().split()) + ".png"
+
+
+def figure_of_steps(objects: ObjectStore, checkpoint: Checkpoint, name: str) -> list[float]:
+    """A figure of each optimizer step of an update; of steps that have none, nothing."""
+    rows = map(json.loads, objects.get_bytes(checkpoint.metrics).splitlines())
+    return [row[name] for row in rows if name in row]
+
+
+def curves_of_iterations(objects: ObjectStore, checkpoints: Sequence[Checkpoint], x_label: str) -> list[Curve]:
+    """KL, entropy, length and value loss of PPO or GRPO iterations, each the mean over an iteration's steps."""
+    curves = []
+    for name, what in _OF_ITERATIONS.items():
+        steps = [figure_of_steps(objects, checkpoint, name) for checkpoint in checkpoints]
+        if all(steps):
+            curves.append(Curve(what, [statistics.fmean(values) for values in steps], x_label))
+    return curves
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,17 @@
-"""Stages of batch inference: a prompt set cut into shards, each brought to its completions, and the output written."""
+"""Stages of batch inference: a prompt set cut into shards, each brought to its completions, and the output written; and
+how the shards are spread over workers."""
 
 from __future__ import annotations
 
+import queue
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import orjson
+from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from rollout_core.base.errors import Recoverable
 from rollout_core.base.ids import ContentId
@@ -36,8 +40,9 @@ from rollout_core.objects.records import PromptShards, Record, ShardCompletions
 from tasks import artifacts, connections
 from tasks.generate import generator_id
 from tasks.logs import stage_logger
-from tasks.stage import Arguments, current_stage, stage
+from tasks.stage import Arguments, RunsTasks, Submitted, current_stage, stage
 
+R = TypeVar("R", bound=Record)
 T = TypeVar("T")
 
 
@@ -231,3 +236,59 @@ async def _end_times(sample_ids: list[ContentId]) -> dict[str, float]:
                 if rollout.end_time is not None:
                     times[rollout.rollout_id] = rollout.end_time
     return times
+
+
+@dataclass(frozen=True)
+class FanOut(Generic[T, R]):
+    """What is done with each item, on whichever worker has room."""
+
+    submit: Callable[[RunsTasks, T], Submitted[R]]
+    assist: Callable[[RunsTasks, T], Submitted[Any]]
+    """Help the item's worker with it."""
+    progress: Callable[[T], Progress]
+    """How far an item is, as its worker reported; zeros before it did."""
+    on_result: Callable[[T, R], None]
+    """Receives each result as it comes; what it raises ends the fan-out."""
+
+
+class Fleet(Protocol):
+    """Workers of one machine or of many."""
+
+    def run_all(self, items: Sequence[T], work: FanOut[T, R]) -> list[R]:
+        """Results of all items, in their order. An item that raises ends the fan-out."""
+        ...
+
+    def average_workers(self) -> float:
+        """How many workers there were, over the time so far."""
+        ...
+
+
+@contextmanager
+def local_fleet(count: int) -> Iterator[Fleet]:
+    """Threads of this process, one more than workers: while their shards are generated, the next is made ready."""
+    with ThreadPoolTaskRunner(max_workers=count + 1) as runner:
+        yield _Threads(runner, count)
+
+
+class _Threads:
+    def __init__(self, runner: TaskRunner[Any], count: int) -> None:
+        self._runner = runner
+        self._count = count
+
+    def average_workers(self) -> float:
+        return self._count
+
+    def run_all(self, items: Sequence[T], work: FanOut[T, R]) -> list[R]:
+        results: dict[int, R] = {}
+        finished: queue.SimpleQueue[int] = queue.SimpleQueue()
+        under_way: dict[int, Submitted[R]] = {}
+        waiting = iter(range(len(items)))
+        while len(results) < len(items):
+            while len(under_way) <= self._count and (place := next(waiting, None)) is not None:
+                submitted = work.submit(self._runner, items[place])
+                under_way[place] = submitted
+                submitted.when_done(lambda place=place: finished.put(place))
+            place = finished.get()
+            results[place] = under_way.pop(place).result()
+            work.on_result(items[place], results[place])
+        return [results[place] for place in range(len(items))]

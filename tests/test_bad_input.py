@@ -15,9 +15,9 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.config import CONFIG_KINDS, apply_overrides, parse_config
 from rollout_core.config.rewards import FunctionReward
 from rollout_core.models.facts import ModelSize
-from rollout_core.plans import resources
+from rollout_core.plans import plan as resources
 from rollout_core.plans.learner_plan import plan_training
-from rollout_core.plans.resources import Training, estimate_memory, readable, state_bytes
+from rollout_core.plans.plan import Training, estimate_memory, readable, state_bytes
 from rollout_core.rewards.loading import load_reward
 from rollout_core.rewards.scoring import RewardInput, score
 from rollout_core.store.connections import plain_connections

@@ -29,7 +29,6 @@ from prefect.settings import PREFECT_API_URL
 from prefect_dask.task_runners import DaskTaskRunner, PrefectDaskFuture
 
 from flows.dask.worker import Driver, EngineKeeper, address_of, run_stage
-from flows.fan_out import FanOut, R, T
 from rollout_core.base.determinism import current_numerics
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.base.processes import this_machine
@@ -38,6 +37,7 @@ from rollout_core.inference.batch import Progress
 from rollout_core.inference.ledger import this_worker
 from rollout_core.inference.runs import tally
 from tasks import connections
+from tasks.batch import FanOut, R, T
 from tasks.logs import stage_logger
 from tasks.stage import Submitted, retry
 

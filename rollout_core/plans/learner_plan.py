@@ -34,8 +34,7 @@ from rollout_core.data.datasets import PromptRow
 from rollout_core.models.bounded.inspecting import check_training
 from rollout_core.models.facts import blank_model, check_reference, check_reward_model
 from rollout_core.models.locating import describe
-from rollout_core.plans.plan import Plan, context_limit
-from rollout_core.plans.resources import disk_needs, memory_needs, row_tokens, training_of
+from rollout_core.plans.plan import Plan, context_limit, disk_needs, memory_needs, row_tokens, training_of
 from rollout_core.rewards.loading import load_reward
 from rollout_core.store.connections import Connections
 
