@@ -72,17 +72,12 @@ class DPO(DatasetAlgorithm[PairBatch]):
     ) -> None:
         """ref_logps: [2N] float32, chosen and rejected answer of each of the N pairs."""
         self.name = settings.kind
-        self._policy = policy
-        self._documents = documents = pair_documents(pairs)
+        self._documents = pair_documents(pairs)
         self._ref_logps = ref_logps.view(-1, 2)
-        self._settings = settings
-        super().__init__(
-            settings,
-            len(pairs),
-            seed=seed,
-            device=device,
-            item_tokens=lambda item: num_branch_tokens(documents[item]),
-        )
+        super().__init__(policy, pairs, settings, seed=seed, device=device)
+
+    def item_tokens(self, position: int) -> int:
+        return num_branch_tokens(self._documents[position])
 
     def minibatch(self, positions: Sequence[int]) -> PairBatch:
         return PairBatch(
@@ -92,7 +87,7 @@ class DPO(DatasetAlgorithm[PairBatch]):
 
     def loss(self, batch: PairBatch, step_batches: Sequence[PairBatch]) -> MinibatchLoss:
         settings, tokens = self._settings, batch.tokens.to(self._device)
-        logps = tokens.row_sums(self._policy(tokens).logprobs).view(-1, 2)
+        logps = tokens.row_sums(self._model(tokens).logprobs).view(-1, 2)
         ref_logps = batch.ref_logps.to(logps)
         with torch.autocast(self._device.type, enabled=False):
             if settings.kind == "dpo":
@@ -180,19 +175,13 @@ class KTO(DatasetAlgorithm[UnpairedBatch]):
         device: torch.device,
     ) -> None:
         """ref_logps: [2N] float32, own and mismatched answer of each of the N rows."""
-        self._policy = policy
-        self._items = items
         self._documents = unpaired_documents(items)
         self._ref_logps = ref_logps.view(-1, 2)
-        self._settings = settings
         self._kl: tuple[Sequence[UnpairedBatch], Tensor] | None = None
-        super().__init__(
-            settings,
-            len(items),
-            seed=seed,
-            device=device,
-            item_tokens=lambda item: len(items[item].prompt) + len(items[item].completion),
-        )
+        super().__init__(policy, items, settings, seed=seed, device=device)
+
+    def item_tokens(self, position: int) -> int:
+        return len(self._items[position].prompt) + len(self._items[position].completion)
 
     def minibatch(self, positions: Sequence[int]) -> UnpairedBatch:
         documents = [self._documents[position] for position in positions]
@@ -208,7 +197,7 @@ class KTO(DatasetAlgorithm[UnpairedBatch]):
     def loss(self, batch: UnpairedBatch, step_batches: Sequence[UnpairedBatch]) -> MinibatchLoss:
         settings, kl = self._settings, self._step_kl(step_batches)
         tokens, good = batch.tokens.to(self._device), batch.desirable.to(self._device)
-        logps = tokens.row_sums(self._policy(tokens).logprobs)
+        logps = tokens.row_sums(self._model(tokens).logprobs)
         ref_logps = batch.ref_logps.to(logps)
         with torch.autocast(self._device.type, enabled=False):
             loss = kto_loss(
@@ -250,7 +239,7 @@ class KTO(DatasetAlgorithm[UnpairedBatch]):
             ratios = []
             for batch, counts in split_across_ranks(step_batches):
                 tokens = batch.mismatched.to(self._device)
-                logps = tokens.row_sums(self._policy(tokens).logprobs)
+                logps = tokens.row_sums(self._model(tokens).logprobs)
                 found = logps - batch.ref_mismatched.to(logps)
                 ratios.append(found if counts else found[:0])
             own = torch.cat(ratios)

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.losses import bradley_terry_loss
-from rollout_core.algorithms.policy import PackedModel, Policy, scalar_head
+from rollout_core.algorithms.policy import PackedModel, scalar_head
 from rollout_core.base.determinism import check_numerics, cpu_threads, default_threads
 from rollout_core.base.errors import ConfigError
-from rollout_core.config import DatasetSettings, RewardModelSettings, SFTSettings
+from rollout_core.config import DatasetSettings
 from rollout_core.data.examples import Example, epoch_order, positions_at
 from rollout_core.data.packing import Document, PackedTokens, num_branch_tokens, pack, pack_branches
 from rollout_core.data.preference_data import Pair
@@ -39,25 +39,24 @@ class DatasetAlgorithm(Generic[BatchT]):
     name: str
 
     def __init__(
-        self,
-        settings: DatasetSettings,
-        num_items: int,
-        *,
-        seed: int,
-        device: torch.device,
-        item_tokens: Callable[[int], int],
+        self, model: Any, items: Sequence[Any], settings: DatasetSettings, *, seed: int, device: torch.device
     ) -> None:
-        """item_tokens: computed tokens of the item at a position, by which ``budget.max_tokens`` counts."""
-        self._minibatch_size = settings.minibatch_size
-        self._items_per_step = settings.minibatch_size * settings.gradient_accumulation
+        self._model = model
+        self._items = items
+        self._settings: Any = settings
         self._seed = seed
         self._device = device
-        self.num_items = num_items
-        self.num_steps = num_steps(settings, num_items, seed=seed, item_tokens=item_tokens)
+        self.num_items = len(items)
+        self.num_steps = num_steps(settings, len(items), seed=seed, item_tokens=self.item_tokens)
+
+    def item_tokens(self, position: int) -> int:
+        """Computed tokens of an item, by which ``budget.max_tokens`` counts."""
+        raise NotImplementedError
 
     def minibatches(self, step: int) -> list[BatchT]:
-        positions = positions_at(step, num_items=self.num_items, per_step=self._items_per_step, seed=self._seed)
-        size = self._minibatch_size
+        size = self._settings.minibatch_size
+        per_step = size * self._settings.gradient_accumulation
+        positions = positions_at(step, num_items=self.num_items, per_step=per_step, seed=self._seed)
         return [self.minibatch(positions[start : start + size]) for start in range(0, len(positions), size)]
 
     def minibatch(self, positions: Sequence[int]) -> BatchT:
@@ -129,27 +128,17 @@ class SFT(DatasetAlgorithm[PackedTokens]):
 
     name = "sft"
 
-    def __init__(
-        self, policy: Policy, examples: Sequence[Example], settings: SFTSettings, *, seed: int, device: torch.device
-    ) -> None:
-        self._policy = policy
-        self._examples = examples
-        super().__init__(
-            settings,
-            len(examples),
-            seed=seed,
-            device=device,
-            item_tokens=lambda item: len(examples[item].token_ids),
-        )
+    def item_tokens(self, position: int) -> int:
+        return len(self._items[position].token_ids)
 
     def minibatch(self, positions: Sequence[int]) -> PackedTokens:
-        examples = [self._examples[position] for position in positions]
+        examples: list[Example] = [self._items[position] for position in positions]
         return pack([Document(example.token_ids, trained=example.trained) for example in examples])
 
     def loss(self, batch: PackedTokens, step_batches: Sequence[PackedTokens]) -> MinibatchLoss:
         num_targets = sum(other.num_targets for other in step_batches)
         weights = torch.full((batch.num_targets,), 1.0 / num_targets, device=self._device)
-        found = self._policy(batch.to(self._device), nll_weights=weights)
+        found = self._model(batch.to(self._device), nll_weights=weights)
         accuracy = found.is_best.float().mean()
         return MinibatchLoss(found.loss, {"mean_token_accuracy": (accuracy, batch.num_targets)})
 
@@ -179,37 +168,20 @@ class BradleyTerry(DatasetAlgorithm[ScoredPairs]):
 
     name = "rm"
 
-    def __init__(
-        self,
-        model: RewardModel,
-        pairs: Sequence[Pair],
-        settings: RewardModelSettings,
-        *,
-        seed: int,
-        device: torch.device,
-    ) -> None:
-        self._model = model
-        self._pairs = pairs
-        self._uses_margins = settings.head == "bradley_terry"
-        self._center_coef = settings.center_coef
-        super().__init__(
-            settings,
-            len(pairs),
-            seed=seed,
-            device=device,
-            item_tokens=lambda item: num_branch_tokens(_shared_document(pairs[item])),
-        )
+    def item_tokens(self, position: int) -> int:
+        return num_branch_tokens(_shared_document(self._items[position]))
 
     def minibatch(self, positions: Sequence[int]) -> ScoredPairs:
-        pairs = [self._pairs[position] for position in positions]
-        margins = torch.tensor([pair.margin if self._uses_margins else 0.0 for pair in pairs])
+        pairs: list[Pair] = [self._items[position] for position in positions]
+        uses_margins = self._settings.head == "bradley_terry"
+        margins = torch.tensor([pair.margin if uses_margins else 0.0 for pair in pairs])
         return ScoredPairs(pack_branches([_shared_document(pair) for pair in pairs]), margins)
 
     def loss(self, batch: ScoredPairs, step_batches: Sequence[ScoredPairs]) -> MinibatchLoss:
         chosen, rejected = self._model(batch.tokens.to(self._device)).view(-1, 2).T
         loss = bradley_terry_loss(chosen, rejected, batch.margins.to(chosen))
-        if self._center_coef:
-            loss = loss + self._center_coef * ((chosen + rejected) ** 2).mean()
+        if self._settings.center_coef:
+            loss = loss + self._settings.center_coef * ((chosen + rejected) ** 2).mean()
         figures = {
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,
