@@ -256,6 +256,12 @@ def test_a_key_of_another_library_or_table_is_led_to_ours(
     assert message == f"--set: {key}: unknown key{hint}"
 
 
+def test_the_old_key_in_parameters_that_prefect_has_stored_leads_to_ours():
+    document = {"algorithm": {"packing": {"max_seq_len": 64}}}
+    with pytest.raises(ValueError, match=r"algorithm\n.*packing: unknown key; did you mean 'sequence.max_length'\?"):
+        CONFIG_KINDS["train-sft"].model_validate(document)
+
+
 def test_every_key_of_other_libraries_leads_to_one_that_there_is():
     from rollout_core.config.base import ELSEWHERE
 
