@@ -1,0 +1,1 @@
+"""Agents: any program becomes trainable without a change of its code."""
