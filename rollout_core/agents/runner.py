@@ -10,7 +10,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rollout_core.agents.agent import CURRENT_RUNNER, LitAgent
 from rollout_core.agents.delivery import retried
@@ -19,6 +19,7 @@ from rollout_core.agents.heartbeats import Heartbeats, LaunchMode
 from rollout_core.agents.hooks import Hook, call_hooks
 from rollout_core.agents.results import spans_of_result
 from rollout_core.agents.running import LeaseLost, TimedOut, call_agent, check_abandoned
+from rollout_core.agents.supervision import ExecutionEvent
 from rollout_core.agents.tracing import Trace, Tracer
 from rollout_core.base.errors import ConfigError, Conflict, NotFound, Recoverable, in_words
 from rollout_core.store import (
@@ -42,14 +43,6 @@ _FIRST_POLL_SECONDS = 0.01
 """After work was found; from there the pause doubles up to ``poll_interval``."""
 _LOOK_SECONDS = 0.1
 """Between looks at an event that cannot be awaited."""
-
-
-class ExecutionEvent(Protocol):
-    """What tells a runner to stop: a ``threading.Event``, or one of ``multiprocessing``."""
-
-    def is_set(self) -> bool:
-        """Whether it is to stop."""
-        ...
 
 
 class Runner(Generic[Task]):
