@@ -20,15 +20,14 @@ from typing import Any, Literal
 from rollout_core.agents.processes import Death, RunnerProcesses
 from rollout_core.agents.supervision import (
     ExecutionEvent,
-    leave,
     mark_dead_workers,
     mark_unresponsive,
     no_work_left,
     num_unfinished,
-    on_thread,
     run_main,
     supervise,
 )
+from rollout_core.agents.threads import leave, on_thread
 from rollout_core.base.errors import ConfigError
 from rollout_core.store import LightningStore, LightningStoreClient, LightningStoreServer, LightningStoreThreaded
 from rollout_core.store.loops import LoopThread

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 from rollout_core.agents.processes import RunnerProcesses
 from rollout_core.base.errors import Conflict, Fatal, in_words
 from rollout_core.store import LightningStore
-from rollout_core.store.loops import LoopThread
 
 logger = logging.getLogger(__name__)
 
@@ -36,38 +35,6 @@ class ExecutionEvent(Protocol):
     def is_set(self) -> bool:
         """Whether it is to end."""
         ...
-
-
-async def on_thread(thread: LoopThread, work: Coroutine[Any, Any, None]) -> None:
-    """Run ``work`` on the thread's loop. Cancelled, it is cancelled there, and this waits until it has ended so; a
-    second cancellation leaves it to itself."""
-    here, there = asyncio.get_running_loop(), thread.start()
-    ended: asyncio.Future[None] = here.create_future()
-    tasks: list[asyncio.Task[None]] = []
-
-    def report(_: object) -> None:
-        with contextlib.suppress(RuntimeError):  # nobody waits any more
-            here.call_soon_threadsafe(lambda: ended.done() or ended.set_result(None))
-
-    def begin() -> None:
-        tasks.append(there.create_task(work))
-        tasks[0].add_done_callback(report)
-
-    there.call_soon_threadsafe(begin)
-    try:
-        await asyncio.shield(ended)
-    except asyncio.CancelledError:
-        there.call_soon_threadsafe(lambda: tasks[0].cancel())
-        await asyncio.shield(ended)
-    return tasks[0].result()
-
-
-def leave(threads: Sequence[LoopThread], have_ended: bool) -> None:
-    for thread in threads:
-        if have_ended:
-            thread.stop()
-        elif thread.loop.is_running():
-            thread.loop.call_soon_threadsafe(thread.loop.stop)  # what is left there cannot be ended
 
 
 # The end of a run
