@@ -65,6 +65,7 @@ class LinkAttributes(Enum):
     KEY_MATCH = "key_match"
     VALUE_MATCH = "value_match"
 
+
 LLM_CALL = "rollout.llm_call"
 """Span name: one request to a language model, as the proxy saw it."""
 

@@ -73,6 +73,13 @@ def has_failed(span: Span) -> bool:
     return span.status.status_code == "ERROR"
 
 
+def has_tokens(span: Span) -> bool:
+    """Whether the call succeeded, and the ids of its prompt and of an answer are known."""
+    if has_failed(span) or not prompt_token_ids(span.attributes):
+        return False
+    return any(choice.token_ids for choice in choices_of(span.attributes))
+
+
 def prompt_token_ids(attributes: Mapping[str, Any]) -> list[int]:
     """What the model was given; empty if the span does not say."""
     return _first_ids(attributes, _PROMPT_IDS)

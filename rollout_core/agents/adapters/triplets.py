@@ -12,7 +12,7 @@ from rollout_core.agents.adapters.base import TraceAdapter, Triplet, as_spans
 from rollout_core.agents.adapters.calls import (
     PROXY_SPANS,
     choices_of,
-    has_failed,
+    has_tokens,
     model_id,
     prompt_token_ids,
     response_id,
@@ -115,13 +115,9 @@ def proxy_calls(spans: Sequence[Span]) -> list[Span]:
     """The calls that a proxy recorded with the ids of prompt and answer, each once, in order."""
     found: dict[str, Span] = {}
     for span in sorted(spans, key=lambda span: (span.sequence_id, span.start_time or 0.0)):
-        if span.name in PROXY_SPANS and not has_failed(span) and _has_tokens(span.attributes):
-            found.setdefault(response_id(span.attributes) or f"span {span.span_id}", span)
+        if span.name in PROXY_SPANS and has_tokens(span):
+            found.setdefault(response_id(span.attributes) or f"span {span.trace_id} {span.span_id}", span)
     return list(found.values())
-
-
-def _has_tokens(attributes: Mapping[str, Any]) -> bool:
-    return bool(prompt_token_ids(attributes)) and any(choice.token_ids for choice in choices_of(attributes))
 
 
 def _without_proxy_records(spans: Sequence[Span], llm_call_match: str) -> tuple[list[Span], dict[str, dict[str, Any]]]:
