@@ -137,6 +137,8 @@ def _choice_message(entry: Any) -> Any:
 
 def _openai_message(entry: Any, default_role: str | None = None) -> Message | None:
     """An entry as OpenAI's message. Some tracers omit the role; where nothing tells it, there is no message."""
+    if isinstance(entry, str):
+        return {"role": default_role or "user", "content": entry}
     if not isinstance(entry, Mapping):
         return None
     if entry.get("tool_call_id") is not None:
@@ -150,6 +152,7 @@ def _openai_message(entry: Any, default_role: str | None = None) -> Message | No
     message: Message = {"role": role, "content": "" if content is None and role != "assistant" else content}
     calls = parsed(entry.get("tool_calls"))
     if role == "assistant" and calls:
+        message["content"] = content or None  # streams say nothing by an empty text
         message["tool_calls"] = [tool_call(call) for call in _entries(calls) if isinstance(call, Mapping)]
     if role == "tool":
         message["tool_call_id"] = str(entry.get("tool_call_id") or "")
