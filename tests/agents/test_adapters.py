@@ -97,6 +97,13 @@ async def test_a_real_clients_calls_become_messages_with_tools(stream: bool):
     json.dumps(found)
 
 
+async def test_tracers_one_after_the_other_record_each_call_once():
+    """The instrumentation of openai cannot be undone; begun again it would record calls twice."""
+    first, second = await trace_of_real_client(), await trace_of_real_client()
+    assert [item.name for item in first] == [item.name for item in second]
+    assert sum(item.name == "openai.chat" for item in second) == 4
+
+
 async def test_a_call_that_the_proxy_recorded_too_is_one_with_its_tokens():
     spans = await trace_of_real_client()
     records = [
@@ -456,27 +463,24 @@ def test_containers_are_those_that_a_plain_search_finds(families: list[list[tupl
             assert place not in seen, "a loop"
             seen.add(place)
             place = below[place]
-    lengths = {one.id: other.end_time - other.start_time for one, other in found}
+    is_nested = all(covers(members[0], node) for members in nodes for node in members)
+    lengths = {one.id: length(other) for one, other in found}
     for family, members in enumerate(nodes):
         first = members[0]
-        wider = [
-            node.end_time - node.start_time
-            for other, rest in enumerate(nodes)
-            for node in rest
-            if other != family
-            and node.start_time <= first.start_time
-            and node.end_time >= first.end_time
-            and node.end_time - node.start_time > first.end_time - first.start_time
-        ]
+        others = (node for other, rest in enumerate(nodes) if other != family for node in rest)
+        wider = [length(node) for node in others if covers(node, first) and length(node) > length(first)]
         if first.id in lengths:
             assert lengths[first.id] == min(wider)
-        elif all(
-            node.start_time >= members[0].start_time and node.end_time <= members[0].end_time
-            for nodes_ in nodes
-            for members in [nodes_]
-            for node in members
-        ):
-            assert not wider, "without children that outlive their parents no loop is in the way"
+        elif is_nested:
+            assert not wider, "only children that outlive their parents could close a loop"
+
+
+def length(node: TraceTree) -> float:
+    return node.end_time - node.start_time
+
+
+def covers(one: TraceTree, other: TraceTree) -> bool:
+    return one.start_time <= other.start_time and one.end_time >= other.end_time
 
 
 # Rewards
@@ -515,17 +519,13 @@ def test_rewards_match_as_a_plain_search_does(items: list[tuple[str, int, int]])
         else reward(float(number), start + 0.5, number=number)
         for number, (kind, start, length) in enumerate(items)
     ]
-    calls = sorted(
-        (item for item in spans if item.name == "openai.chat"), key=lambda item: (item.start_time, item.sequence_id)
-    )
+    ordered = sorted((TraceTree(item.name, item) for item in spans), key=lambda node: node.order)
+    calls = [node for node in ordered if node.id == "openai.chat"]
     expected: dict[int, float] = {}
-    for item in sorted(
-        (item for item in spans if item.name != "openai.chat"), key=lambda item: (item.start_time, item.sequence_id)
-    ):
-        for place in reversed(range(len(calls))):
-            if calls[place].end_time <= item.start_time and place not in expected:  # pyright: ignore[reportOptionalOperand]
-                expected[place] = float(item.sequence_id)
-                break
+    for node in ordered:
+        over = [place for place, call in enumerate(calls) if call.end_time <= node.start_time and place not in expected]
+        if node.id == AGL_ANNOTATION and over:
+            expected[over[-1]] = float(node.span.sequence_id)
     assert rewards_of(spans, repair_hierarchy=False) == [expected.get(place) for place in range(len(calls))]
 
 
