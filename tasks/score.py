@@ -184,16 +184,18 @@ def collect_samples(
     failed: Failed = "stop",
     group_size: int = 1,
     form: SampleForm = "transition",
+    model: str | None = None,
     label: str = "",
 ) -> Experience:
     """Token-level samples and rewards of rollouts, from the spans of their latest attempts, for `ppo_update` and
     `grpo_update`: one for each turn of an agent, or with ``form = "trajectory"`` one for turns that continue each
-    other. What cannot be learnt from is counted in the result, or with ``failed = "stop"`` an error."""
+    other. With ``model`` only calls count that asked for the model of this name. What cannot be learnt from is counted
+    in the result, or with ``failed = "stop"`` an error."""
     objects = current_stage().objects
 
     async def adapt() -> Adapted:
         async with connections.open_store() as store:
-            return await adapt_rollouts(store, objects, rollout_ids, form=form)
+            return await adapt_rollouts(store, objects, rollout_ids, form=form, model=model)
 
     experience = file_experience(objects, run_async(adapt()), failed=failed, group_size=group_size)
     rows = [

@@ -185,9 +185,22 @@ def test_turns_are_read_from_the_proxys_spans():
     assert token_turns([]) == []
 
 
+def test_other_models_and_judges_are_not_trained():
+    asked = [{"gen_ai.request.model": name} for name in ("policy", "critic", "policy")]
+    calls = spans_of(*(llm_call(number, [number], [2], **more) for number, more in enumerate(asked, start=1)))
+    assert len(token_turns(calls)) == 3
+    assert [found.prompt_ids for found in token_turns(calls, model="policy")] == [[1], [3]]
+    judge = {"agentlightning.operation.name": "agentlightning.reward"}
+    traced = [
+        Span.from_attributes(name="agentlightning.operation", span_id="aa", attributes=judge),
+        Span.from_attributes(name="openai.chat", parent_id="aa", attributes={"gen_ai.response.id": "r3"}),
+    ]
+    assert [found.prompt_ids for found in token_turns([*calls, *traced])] == [[1], [2]]
+
+
 async def stored(store: InMemoryLightningStore, task: Any, *parts: dict[str, Any]) -> str:
     rollout = await store.start_rollout(input=task)
-    ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
+    ids: dict[str, Any] = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
     await store.add_many_spans(spans_of(*parts, **ids))
     await store.update_attempt(**ids, status="succeeded")
     return rollout.rollout_id

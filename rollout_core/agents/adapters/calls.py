@@ -130,7 +130,7 @@ def _ids(value: Any) -> list[int]:
     value = parsed(value)
     if isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple):
         value = value[0]
-    is_ids = isinstance(value, list | tuple) and all(type(token) is int for token in value)
+    is_ids = isinstance(value, list | tuple) and set(map(type, value)) <= {int}
     return list(value) if is_ids else []
 
 

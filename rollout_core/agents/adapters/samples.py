@@ -32,10 +32,16 @@ _CHUNK = 5_000
 
 
 async def adapt_rollouts(
-    store: LightningStore, objects: ObjectStore, rollout_ids: Sequence[str], *, form: SampleForm = "transition"
+    store: LightningStore,
+    objects: ObjectStore,
+    rollout_ids: Sequence[str],
+    *,
+    form: SampleForm = "transition",
+    model: str | None = None,
 ) -> Adapted:
     """Token samples of rollouts, finished or not, of any store. With the form ``trajectory`` turns of an agent that
-    continue each other are one sample; with ``transition`` each turn is one, with all before it as its prompt."""
+    continue each other are one sample; with ``transition`` each turn is one, with all before it as its prompt. With
+    ``model`` only those of an agent's calls count that asked for this model."""
     adapted, blobs = Adapted(), _Blobs(objects)
     for start in range(0, len(rollout_ids), _CHUNK):
         chunk = rollout_ids[start : start + _CHUNK]
@@ -44,7 +50,7 @@ async def adapt_rollouts(
         for span in await store.query_many_spans(chunk):
             spans.setdefault(span.rollout_id, []).append(span)
         for rollout_id in chunk:
-            found = _samples(blobs, rollouts.get(rollout_id), spans.get(rollout_id, []), form)
+            found = _samples(blobs, rollouts.get(rollout_id), spans.get(rollout_id, []), form, model)
             if isinstance(found, str):
                 adapted.leave_out(found, rollout_id)
             else:
@@ -53,7 +59,7 @@ async def adapt_rollouts(
 
 
 def _samples(
-    blobs: _Blobs, rollout: Rollout | None, spans: Sequence[Span], form: SampleForm
+    blobs: _Blobs, rollout: Rollout | None, spans: Sequence[Span], form: SampleForm, model: str | None
 ) -> list[TokenSample] | str:
     """Samples of one rollout, or why there are none."""
     if rollout is None:
@@ -65,7 +71,7 @@ def _samples(
         return "no finite reward"
     try:
         found = _completions(blobs, rollout, spans, reward)
-        found += agent_samples(rollout, spans, reward, form=form)
+        found += agent_samples(rollout, spans, reward, form=form, model=model)
     except (CorruptObject, MissingObject):
         return "lost tokens"
     except NoLogprobs:
@@ -76,14 +82,19 @@ def _samples(
 
 
 def agent_samples(
-    rollout: Rollout, spans: Sequence[Span], reward: float, *, form: SampleForm = "trajectory"
+    rollout: Rollout,
+    spans: Sequence[Span],
+    reward: float,
+    *,
+    form: SampleForm = "trajectory",
+    model: str | None = None,
 ) -> list[TokenSample]:
     """Samples of an agent's LLM calls in the spans of one attempt. ``reward``, the rollout's final one, is that of
-    every sample.
+    every sample. ``model``: see ``token_turns``.
 
     Raises NoLogprobs where token ids were recorded without log-probabilities.
     """
-    turns = token_turns(spans)
+    turns = token_turns(spans, model=model)
     made = trajectories(turns) if form == "trajectory" else transitions(turns)
     task = _task(rollout)
     return [_sample(item, rollout.rollout_id, reward, task) for item in made]

@@ -23,8 +23,10 @@ from rollout_core.agents.adapters.calls import (
     response_id,
 )
 from rollout_core.agents.adapters.credit import rewards_by_number
+from rollout_core.agents.adapters.tree import TraceTree, is_reward
 from rollout_core.base.errors import ConfigError
 from rollout_core.store import Span
+from rollout_core.store.semconv import LlmCallAttributes
 
 SampleForm = Literal["trajectory", "transition"]
 """Whether turns that continue each other are one sample, or each turn is one."""
@@ -105,14 +107,17 @@ class TokenTrajectory:
         return any(part.finish_reason == "length" for part in self.parts)
 
 
-def token_turns(spans: Sequence[Span]) -> list[TokenTurn]:
+def token_turns(spans: Sequence[Span], *, model: str | None = None) -> list[TokenTurn]:
     """The turns of one attempt, by sequence id and then time; several choices of a call are a turn each.
 
-    A call that a proxy and a tracer recorded counts once, one that failed or has no token ids not at all. Each turn has
+    A call that a proxy and a tracer recorded counts once. One that failed, has no token ids, or was made inside a
+    reward span, as a judge's are, does not count, nor with ``model`` one that asked for another model. Each turn has
     the reward that was given for its call, see ``credit.rewards_by_number``. Raises NoLogprobs where token ids were
     recorded without log-probabilities.
     """
     calls = _calls_with_tokens(spans)
+    if model is not None:
+        calls = [call for call in calls if call.attributes.get(LlmCallAttributes.REQUEST_MODEL.value) == model]
     rewards = rewards_by_number(calls, spans)
     turns = []
     for place, call in enumerate(calls):
@@ -137,8 +142,23 @@ def _calls_with_tokens(spans: Sequence[Span]) -> list[Span]:
     found: dict[str, Span] = {}
     for span in sorted(spans, key=lambda span: span.name not in PROXY_SPANS):
         if has_tokens(span):
-            found.setdefault(response_id(span.attributes) or f"span {span.trace_id} {span.span_id}", span)
+            found.setdefault(_identity(span), span)
+    for name in _inside_rewards(spans):
+        found.pop(name, None)
     return sorted(found.values(), key=lambda span: (span.sequence_id, span.start_time or 0.0))
+
+
+def _identity(span: Span) -> str:
+    return response_id(span.attributes) or f"span {span.trace_id} {span.span_id}"
+
+
+def _inside_rewards(spans: Sequence[Span]) -> set[str]:
+    """What was called to find a reward. A proxy does not know that, but the tracer's record of the call does."""
+    parents = {span.parent_id for span in spans}
+    if not any(span.span_id in parents and is_reward(span) for span in spans):
+        return set()
+    judges = (node for node in TraceTree.from_spans(spans).traverse() if is_reward(node.span))
+    return {_identity(node.span) for judge in judges for node in judge.traverse()[1:]}
 
 
 def transitions(turns: Sequence[TokenTurn]) -> list[TokenTrajectory]:

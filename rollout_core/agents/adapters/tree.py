@@ -113,11 +113,7 @@ class TraceTree:
 
     def is_reward_span(self) -> bool:
         """Whether the span carries a reward, or is an operation that finds one."""
-        is_judge = (
-            self.span.name == AGL_OPERATION
-            and self.span.attributes.get(LightningSpanAttributes.OPERATION_NAME.value) == AGL_REWARD
-        )
-        return is_judge or is_reward_span(self.span)
+        return is_reward(self.span)
 
     def repair_hierarchy(self, leaf_match: str | None = None) -> None:
         """Move each top-level span under the tightest one that contains it in time; top-level are the children of the
@@ -196,6 +192,14 @@ class TraceTree:
     def _label(self) -> str:
         agent = self.agent_name()
         return self.span.name if agent is None else f"{self.span.name} [{agent}]"
+
+
+def is_reward(span: Span) -> bool:
+    """Whether the span carries a reward, or is an operation that finds one."""
+    operation = (
+        span.attributes.get(LightningSpanAttributes.OPERATION_NAME.value) if span.name == AGL_OPERATION else None
+    )
+    return operation == AGL_REWARD or is_reward_span(span)
 
 
 @dataclass(frozen=True)
