@@ -356,6 +356,8 @@ def test_time_decides_over_numbers_where_one_clock_saw_both():
     one, two = ([llm_call(n, [n], [n], start=2.0 * n - 1, host=host) for n in (1, 2)] for host in ("h", "elsewhere"))
     assert [item.reward for item in LlmProxyTraceToTriplet().adapt([late, *one, final])] == [0.25, 1.0]
     assert [item.reward for item in LlmProxyTraceToTriplet().adapt([late, *two, final])] == [1.0, 0.25]
+    at_once = reward(0.25, 1.9, number=3, host="h")
+    assert [item.reward for item in LlmProxyTraceToTriplet().adapt([at_once, *one, final])] == [0.25, 1.0]
     early = reward(0.25, 2.5, number=0, host="h")
     assert [item.reward for item in LlmProxyTraceToTriplet().adapt([early, *one, final])] == [0.25, 1.0]
 

@@ -77,8 +77,9 @@ def rewards_by_number(calls: Sequence[Span], spans: Sequence[Span]) -> dict[int,
 
     A call is before a reward if its sequence id is less. But numbers are given when spans are delivered, in batches,
     and so a reward may be numbered after a call that it was given before. Where both times are by one clock, time
-    decides: of spans of one host (``host.id`` or ``host.name`` in their resources), and, for a call that the agent's
-    tracer has recorded too, of that record and the agent's rewards.
+    decides. For a call that the agent's tracer has recorded too, it is the end of that record. Otherwise it is the
+    start of the proxy's, if both are of one host (``host.id`` or ``host.name`` in their resources): the proxy may note
+    the end when the agent has the answer already.
     """
     times = _times_of_calls(calls, spans)
     rewards: dict[str | None, list[tuple[Span, float]]] = {}
@@ -88,27 +89,28 @@ def rewards_by_number(calls: Sequence[Span], spans: Sequence[Span]) -> dict[int,
             rewards.setdefault(_clock(span), []).append((span, value))
     matched: dict[int, float] = {}
     for clock in sorted(rewards, key=lambda clock: (clock is None, clock or "")):
-        known = [] if clock is None else [(ends[clock], rank) for rank, ends in enumerate(times) if clock in ends]
+        known = [] if clock is None else [(since[clock], rank) for rank, since in enumerate(times) if clock in since]
         _match(*_on_one_axis(rewards[clock], calls, known), matched)
     return matched
 
 
 def _on_one_axis(
-    rewards: Sequence[tuple[Span, float]], calls: Sequence[Span], ends: Sequence[tuple[float, int]]
+    rewards: Sequence[tuple[Span, float]], calls: Sequence[Span], times: Sequence[tuple[float, int]]
 ) -> tuple[list[tuple[_Key, float]], list[tuple[_Key, int]]]:
     """Rewards of one clock, in order, and calls, with keys to compare them by: the number of the reward in that order.
 
-    ``ends``: when calls were over by that clock, and their ranks; the others are compared by sequence id.
+    ``times``: since when calls count as before a reward by that clock, and their ranks; the others are compared by
+    sequence id.
     """
-    if ends:
+    if times:
         ordered = sorted(rewards, key=lambda item: (item[0].start_time or 0.0, item[0].sequence_id))
     else:
         ordered = sorted(rewards, key=lambda item: (item[0].sequence_id, item[0].start_time or 0.0))
     begins = [span.start_time or 0.0 for span, _ in ordered]
     # What came later by the clock is numbered as if it had come later.
     numbers = list(itertools.accumulate((span.sequence_id for span, _ in ordered), max))
-    keys: list[tuple[_Key, int]] = [((bisect.bisect_left(begins, end) - 0.5,), rank) for end, rank in ends]
-    known = {rank for _, rank in ends}
+    keys: list[tuple[_Key, int]] = [((bisect.bisect_left(begins, since) - 0.5,), rank) for since, rank in times]
+    known = {rank for _, rank in times}
     for rank, call in enumerate(calls):
         if rank not in known:
             keys.append(((bisect.bisect_right(numbers, call.sequence_id) - 0.5,), rank))
@@ -127,17 +129,18 @@ def _clock(span: Span) -> str | None:
 
 
 def _times_of_calls(calls: Sequence[Span], spans: Sequence[Span]) -> list[dict[str, float]]:
-    """When each call was over, by every clock that recorded it."""
+    """Since when each call counts as before a reward, by every clock that recorded it."""
     by_response: dict[str, dict[str, float]] = {}
     for span in spans:
         name, clock = response_id(span.attributes), _clock(span)
-        if name is not None and clock is not None and span.end_time is not None:
+        is_tracers = span.name not in PROXY_SPANS
+        if is_tracers and name is not None and clock is not None and span.end_time is not None:
             ends = by_response.setdefault(name, {})
             # Of spans inside each other the innermost is the call.
             ends[clock] = min(span.end_time, ends.get(clock, span.end_time))
     found = []
     for call in calls:
         name, clock = response_id(call.attributes), _clock(call)
-        own = {clock: call.end_time} if clock is not None and call.end_time is not None else {}
+        own = {clock: call.start_time} if clock is not None and call.start_time is not None else {}
         found.append({**own, **by_response.get(name or "", {})})
     return found
