@@ -71,7 +71,7 @@ def _samples(
         return "no finite reward"
     try:
         found = _completions(blobs, rollout, spans, reward)
-        found += agent_samples(rollout, spans, reward, form=form, model=model)
+        found = found or agent_samples(rollout, spans, reward, form=form, model=model)
     except (CorruptObject, MissingObject):
         return "lost tokens"
     except NoLogprobs:
@@ -86,7 +86,7 @@ def agent_samples(
     spans: Sequence[Span],
     reward: float,
     *,
-    form: SampleForm = "trajectory",
+    form: SampleForm,
     model: str | None = None,
 ) -> list[TokenSample]:
     """Samples of an agent's LLM calls in the spans of one attempt. ``reward``, the rollout's final one, is that of
