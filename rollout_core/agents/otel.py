@@ -6,7 +6,6 @@ belongs to the trace whose context it was started in, wherever it ends.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import threading
@@ -35,8 +34,9 @@ INSTRUMENTORS = {
 """By name, what makes a library trace itself. ``threading`` carries an agent's context into threads that it starts."""
 
 _lock = threading.Lock()
-_users: dict[str, int] = {}
-"""How many tracers of this process want an instrumentor."""
+_instrumented: set[str] = set()
+"""Instrumentors that have begun. They stay: that of ``openai`` (0.62) cannot take its wrappers off again, and another
+layer of them would record every call twice and streams in duplicate. Spans outside of traces are let be anyway."""
 
 
 class LightningSpanProcessor(SpanProcessor):
@@ -137,17 +137,11 @@ class OtelTracer(Tracer):
     def __init__(self, *, instrument: Sequence[str] | None = None) -> None:
         super().__init__()
         self._asked = instrument
-        self._active: list[str] = []
 
     def init(self, *args: Any, **kwargs: Any) -> None:
         tracer_provider()
         for name in INSTRUMENTORS if self._asked is None else self._asked:
-            if _begin_instrumentation(INSTRUMENTORS.get(name, name), is_required=self._asked is not None):
-                self._active.append(INSTRUMENTORS.get(name, name))
-
-    def teardown(self, *args: Any, **kwargs: Any) -> None:
-        while self._active:
-            _end_instrumentation(self._active.pop())
+            _begin_instrumentation(INSTRUMENTORS.get(name, name), is_required=self._asked is not None)
 
     def _close_open_spans(self, trace: Trace) -> None:
         _processor.forget(trace)
@@ -199,26 +193,17 @@ class OtelTracer(Tracer):
         return span
 
 
-def _begin_instrumentation(place: str, *, is_required: bool) -> bool:
+def _begin_instrumentation(place: str, *, is_required: bool) -> None:
     with _lock:
-        if not _users.get(place):
-            instrumentor = _instrumentor(place, is_required=is_required)
-            if instrumentor is None:
-                return False
-            assert _provider is not None, "made before"
-            if not instrumentor.is_instrumented_by_opentelemetry:
-                instrumentor.instrument(tracer_provider=_provider)
-        _users[place] = _users.get(place, 0) + 1
-    return True
-
-
-def _end_instrumentation(place: str) -> None:
-    with _lock:
-        _users[place] -= 1
-        if not _users[place]:
-            instrumentor = _instrumentor(place, is_required=True)
-            with contextlib.suppress(Exception):  # the process ends, or a later tracer instruments again
-                instrumentor.uninstrument()
+        if place in _instrumented:
+            return
+        instrumentor = _instrumentor(place, is_required=is_required)
+        if instrumentor is None:
+            return
+        assert _provider is not None, "made before"
+        if not instrumentor.is_instrumented_by_opentelemetry:
+            instrumentor.instrument(tracer_provider=_provider)
+        _instrumented.add(place)
 
 
 def _instrumentor(place: str, *, is_required: bool) -> Any:
