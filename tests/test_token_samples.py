@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from rollout_core.agents.adapters.samples import adapt_rollouts
 from rollout_core.algorithms.advantages import Groups
 from rollout_core.algorithms.experience import build_batch
 from rollout_core.algorithms.on_policy import compare_groups
@@ -20,7 +21,7 @@ from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import GRPOSettings, JsonlDataset, OptimizerConfig, PPOSettings
 from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
 from rollout_core.inference.ledger import Answer, SampleLedger
-from rollout_core.inference.training_samples import TokenSample, adapt_rollouts, file_experience
+from rollout_core.inference.training_samples import TokenSample, file_experience
 from rollout_core.models.pretrained import load_causal_lm
 from rollout_core.objects import ObjectStore
 from rollout_core.store import InMemoryLightningStore, Span

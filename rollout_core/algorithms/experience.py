@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rollout_core.algorithms.advantages import Groups
 from rollout_core.algorithms.parallel import all_reduce_sum, split_across_ranks
 from rollout_core.algorithms.policy import Policy
-from rollout_core.base.errors import Fatal
+from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.config import ImportanceCorrection, OnPolicySettings
 from rollout_core.data.examples import epoch_order
 from rollout_core.data.packing import pack_completions
@@ -32,6 +32,9 @@ class Trajectory:
     score: float
     truncated: bool
     """Cut at the length limit instead of ended by the policy."""
+    written: Sequence[Sequence[int]] | None = None
+    """First token and one past the last of each part of ``token_ids`` that the policy wrote; None: all of it. Between
+    them stands what it was given: later turns of a conversation."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class PolicyBatch:
     prompts: tuple[Sequence[int], ...]
     completions: tuple[Sequence[int], ...]
     mask: Tensor
-    """[N,C] bool, True = real completion token."""
+    """[N,C] bool, True = completion token that the policy wrote."""
     scores: Tensor
     """[N] float32: what the policy is rewarded for the whole completion."""
     truncated: Tensor
@@ -52,7 +55,7 @@ class PolicyBatch:
     def rows(self, index: Sequence[int]) -> PolicyBatch:
         """The given trajectories, without the padding they do not need."""
         chosen = torch.as_tensor(index)
-        width = int(self.mask[chosen].sum(1).max())
+        width = max(len(self.completions[row]) for row in index)
         return PolicyBatch(
             tuple(self.prompts[row] for row in index),
             tuple(self.completions[row] for row in index),
@@ -77,7 +80,7 @@ class PolicyBatch:
 
     @property
     def num_actions(self) -> int:
-        """Real completion tokens."""
+        """Completion tokens that the policy wrote."""
         return int(self.mask.sum())
 
     def figures(self) -> dict[str, float]:
@@ -94,12 +97,16 @@ class PolicyBatch:
 
 
 def build_batch(trajectories: Sequence[Trajectory], *, missing_eos_penalty: float = 0.0) -> PolicyBatch:
-    """Trajectories as tensors; a truncated one's score is lowered by ``missing_eos_penalty``."""
-    lengths = torch.tensor([len(item.token_ids) for item in trajectories])
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    """Trajectories as tensors; a truncated one's score is lowered by ``missing_eos_penalty``.
+
+    Raises ConfigError for written parts that are empty, overlap or lie outside a completion.
+    """
+    mask = torch.zeros(len(trajectories), max(len(item.token_ids) for item in trajectories), dtype=torch.bool)
     old_logprobs = torch.zeros(mask.shape)
     for row, item in enumerate(trajectories):
-        old_logprobs[row, : len(item.token_ids)] = torch.tensor(item.logprobs, dtype=torch.float32)
+        for start, stop in _written(item):
+            mask[row, start:stop] = True
+            old_logprobs[row, start:stop] = torch.tensor(item.logprobs[start:stop], dtype=torch.float32)
     return PolicyBatch(
         tuple(item.prompt_token_ids for item in trajectories),
         tuple(item.token_ids for item in trajectories),
@@ -108,6 +115,20 @@ def build_batch(trajectories: Sequence[Trajectory], *, missing_eos_penalty: floa
         torch.tensor([item.truncated for item in trajectories]),
         {"old_logprobs": old_logprobs},
     )
+
+
+def _written(item: Trajectory) -> Sequence[Sequence[int]]:
+    length = len(item.token_ids)
+    if item.written is None:
+        return [(0, length)]
+    places = [place for part in item.written for place in part]
+    is_rising = all(start < stop for start, stop in item.written) and places == sorted(places)
+    if not places or not is_rising or places[0] < 0 or places[-1] > length:
+        raise ConfigError(
+            f"a completion of {length} tokens has the written parts {list(item.written)}; expected ranges in order, "
+            f"from a first token to one past the last, within 0 and {length}"
+        )
+    return item.written
 
 
 @dataclass(frozen=True)

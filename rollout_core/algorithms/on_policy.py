@@ -80,10 +80,8 @@ def assign_credit(
     mean_kl = float(log_ratio.sum(1).mean())
     if not math.isfinite(mean_kl):
         raise Fatal(f"KL to the reference policy is {mean_kl}; log-probabilities of one of the two are not finite")
-    rewards = -kl_coef * log_ratio
-    rewards[torch.arange(len(rewards)), mask.sum(1) - 1] += batch.scores
     old_values = own.values.masked_fill(~mask, 0.0)
-    advantages, returns = gae(rewards, old_values, mask, gamma=settings.gamma, lam=settings.lam)
+    advantages, returns = _written_token_gae(-kl_coef * log_ratio, old_values, mask, batch.scores, settings)
     if settings.whiten_advantages:
         advantages = masked_whiten(advantages, mask)
     columns = {"returns": returns, "old_values": old_values, "old_logprobs": old_logprobs}
@@ -98,6 +96,21 @@ def assign_credit(
         "entropy": float(drawn_entropy(own.logprobs, mask)),
     }
     return batch.with_columns(advantages=advantages, **columns), figures, mean_kl
+
+
+def _written_token_gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, scores: Tensor, settings: PPOSettings
+) -> tuple[Tensor, Tensor]:
+    """`gae` over the written tokens alone, the last of which also earns the score; [N,C], scores [N].
+
+    What an agent's model was given between its turns is the environment's answer: no action, and so no step.
+    """
+    order = mask.sort(dim=1, descending=True, stable=True).indices
+    rewards, values, mask = (tensor.gather(1, order) for tensor in (rewards, values, mask))
+    rewards[torch.arange(len(rewards)), mask.sum(1) - 1] += scores
+    advantages, returns = gae(rewards, values, mask, gamma=settings.gamma, lam=settings.lam)
+    back = order.argsort(dim=1)
+    return advantages.gather(1, back), returns.gather(1, back)
 
 
 class PPO(OnPolicyUpdate[PPOSettings]):

@@ -170,6 +170,7 @@ def load_trajectories(objects: ObjectStore, samples: ContentId, scores: Scores) 
             logprobs=completion.logprobs,
             score=value,
             truncated=completion.finish_reason == "length",
+            written=completion.written,
         )
         for sample, completion, value in zip(prompts, completions, values, strict=True)
     ]

@@ -41,6 +41,9 @@ class Completion:
     finish_reason: FinishReason
     top_logprobs: Sequence[TopLogprobs] = ()
     """For each token, where ``params.logprobs`` asks for them, the most likely ones under the same distribution."""
+    written: Sequence[tuple[int, int]] | None = None
+    """Parts of the tokens that the model wrote, from the first to one past the last; None: all. Between them stands
+    what an agent's model was given in later turns, with log-probabilities of 0."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,8 @@ class SampledCompletion:
     """Why there is no completion."""
     top_logprobs: list[list[tuple[int, float]]] | None = None
     """The most likely tokens of each position and their log-probabilities, where they were asked for."""
+    written: list[list[int]] | None = None
+    """First token and one past the last of each part that the model wrote; None: it wrote all of them."""
 
 
 def make_samples(
@@ -193,6 +198,8 @@ def encode_completion(completion: Completion) -> bytes:
     }
     if completion.top_logprobs:
         row["top_logprobs"] = [[(token, np.float32(p)) for token, p in top] for top in completion.top_logprobs]
+    if completion.written is not None:
+        row["written"] = completion.written
     return orjson.dumps(row, option=_DUMP)
 
 

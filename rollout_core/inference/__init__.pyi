@@ -12,6 +12,5 @@ from .ledger import (
 from .training_samples import (
     Adapted as Adapted,
     TokenSample as TokenSample,
-    adapt_rollouts as adapt_rollouts,
     file_experience as file_experience,
 )

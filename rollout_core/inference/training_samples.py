@@ -1,16 +1,13 @@
-"""What the learners train on: completions of a sample set, or the spans of stored rollouts, whoever ran them.
+"""What the learners train on: completions of a sample set, or token samples of stored rollouts, whoever ran them.
 
-Of a set, samples that failed for good may be left out together with those that they are compared with. From stored
-spans come prompt ids, completion ids, log-probabilities, ending and reward: those of batch inference and of the LLM
-calls of traced agents, of the latest attempt of each rollout. Nothing is tokenised again. What cannot be learnt from is
-counted by reason and never silently dropped.
+Of a set, samples that failed for good may be left out together with those that they are compared with. Stored rollouts
+become token samples in ``rollout_core.agents.adapters.samples``; what cannot be learnt from is counted by reason and
+never silently dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,32 +17,17 @@ from typing import Any, Literal
 
 import orjson
 
-from rollout_core.base.errors import ConfigError, CorruptObject, Fatal, MissingObject, Recoverable
+from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.base.ids import ContentId, canonical_json, content_id
 from rollout_core.config import SamplingParams
-from rollout_core.data.samples import (
-    Completion,
-    Sample,
-    SampledCompletion,
-    decode_completions_blob,
-    decode_samples,
-    encode_completion,
-    encode_samples,
-)
+from rollout_core.data.samples import Completion, Sample, decode_samples, encode_completion, encode_samples
 from rollout_core.inference.batch import BatchOptions, Engine, Progress, Work, complete_samples
-from rollout_core.inference.ledger import BLOB_ATTRIBUTE, COMPLETION_SPAN, ROW_ATTRIBUTE, SAMPLE_KIND
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions, Experience
-from rollout_core.store import LightningStore, Rollout, Span
-from rollout_core.store.semconv import AGL_REWARD
+from rollout_core.store import LightningStore
 
 Failed = Literal["stop", "leave_out"]
 """What to do where samples or rollouts gave nothing to learn from: end with an error, or continue without them."""
-CHUNK = 5_000
-PROMPT_IDS, RESPONSE_IDS, LOGPROBS = "prompt_token_ids", "response_token_ids", "logprobs.content"
-_REWARD = f"{AGL_REWARD}.0.value"
-_RESPONSE_ID = "gen_ai.response.id"
-_FINISH_REASONS = ("gen_ai.completion.0.finish_reason", "gen_ai.response.finish_reasons")
 
 
 @dataclass(frozen=True)
@@ -124,19 +106,31 @@ def _filed(objects: ObjectStore, whole: ContentId, samples: Sequence[Sample], ch
 
 @dataclass(frozen=True)
 class TokenSample:
-    """One generation of a rollout."""
+    """One generation of a rollout, or several of which each continues the one before."""
 
     rollout_id: str
     prompt_token_ids: list[int]
     token_ids: list[int]
+    """What follows the prompt: what the model wrote and, between its parts, what it was given."""
     logprobs: list[float]
-    """Of each of ``token_ids`` as it was drawn, nats."""
+    """Of each of ``token_ids`` as it was drawn, nats; 0 for those that were given."""
     finish_reason: str
     """``length``: cut at the limit."""
     reward: float
     """The rollout's; every generation of it has the same."""
     task: Any
     """What the rollout was asked to do; its prompts differ from turn to turn, and from rollout to rollout."""
+    written: list[tuple[int, int]] | None = None
+    """Parts of ``token_ids`` that the model wrote, from the first token to one past the last; None: all of them."""
+    model_ids: list[str | None] | None = None
+    """Content ids of the weights that wrote each part; None: one part, of weights that are not known."""
+    part_rewards: list[float | None] | None = None
+    """What was given for each part by itself; None as above."""
+
+    @property
+    def extras(self) -> dict[str, Any]:
+        """What is known of the parts, to be kept beside the tokens."""
+        return {} if self.model_ids is None else {"model_ids": self.model_ids, "part_rewards": self.part_rewards}
 
 
 @dataclass
@@ -150,20 +144,6 @@ class Adapted:
 
     def leave_out(self, reason: str, rollout_id: str) -> None:
         self.left_out.setdefault(reason, []).append(rollout_id)
-
-
-async def adapt_rollouts(store: LightningStore, objects: ObjectStore, rollout_ids: Sequence[str]) -> Adapted:
-    """Token-level samples of rollouts, finished or not, of any store."""
-    adapted, blobs = Adapted(), _Blobs(objects)
-    for start in range(0, len(rollout_ids), CHUNK):
-        chunk = rollout_ids[start : start + CHUNK]
-        rollouts = {rollout.rollout_id: rollout for rollout in await store.query_rollouts(rollout_id_in=chunk)}
-        spans: dict[str, list[Span]] = {}
-        for span in await store.query_many_spans(chunk):
-            spans.setdefault(span.rollout_id, []).append(span)
-        for rollout_id in chunk:
-            _adapt(adapted, blobs, rollout_id, rollouts.get(rollout_id), spans.get(rollout_id, []))
-    return adapted
 
 
 def file_experience(
@@ -190,7 +170,7 @@ def file_experience(
         raise ConfigError(f"none of the rollouts can be learnt from: {reasons or 'none was given'}")
     ids = [content_id("stored-sample/1", [sample.rollout_id, number]) for number, sample in enumerate(samples)]
     prompts = [
-        Sample(name, "", sample.prompt_token_ids, 0, sample.rollout_id, {})
+        Sample(name, "", sample.prompt_token_ids, 0, sample.rollout_id, sample.extras)
         for name, sample in zip(ids, samples, strict=True)
     ]
     completions = [
@@ -200,6 +180,7 @@ def file_experience(
             logprobs=sample.logprobs,
             text="",
             finish_reason="length" if sample.finish_reason == "length" else "stop",
+            written=sample.written,
         )
         for name, sample in zip(ids, samples, strict=True)
     ]
@@ -251,111 +232,3 @@ def _side_by_side(groups: Sequence[Sequence[_Rollout]]) -> tuple[list[TokenSampl
             samples.append(sample)
             rollouts.append(place)
     return samples, rollouts
-
-
-def _adapt(adapted: Adapted, blobs: _Blobs, rollout_id: str, rollout: Rollout | None, spans: Sequence[Span]) -> None:
-    if rollout is None:
-        return adapted.leave_out("unknown", rollout_id)
-    if rollout.status != "succeeded":
-        ended = rollout.status in ("failed", "cancelled")
-        return adapted.leave_out("failed" if ended else "unfinished", rollout_id)
-    rewards = [reward for span in spans if (reward := _reward(span)) is not None]
-    if not rewards:
-        return adapted.leave_out("no finite reward", rollout_id)
-    try:
-        found = _calls(blobs, rollout, spans)
-    except (CorruptObject, MissingObject):
-        return adapted.leave_out("lost tokens", rollout_id)
-    if not found:
-        return adapted.leave_out("no tokens", rollout_id)
-    if any(len(logprobs) != len(token_ids) for _, token_ids, logprobs, _ in found):
-        return adapted.leave_out("no log-probabilities", rollout_id)
-    task = _task(rollout)
-    adapted.samples += [TokenSample(rollout_id, *call, reward=rewards[-1], task=task) for call in found]
-    return None
-
-
-def _task(rollout: Rollout) -> Any:
-    """Its input; that of batch inference also has the number of the sample, and the prompt alone is the task."""
-    if (rollout.metadata or {}).get("kind") == SAMPLE_KIND and isinstance(rollout.input, dict):
-        return rollout.input.get("prompt")
-    return rollout.input
-
-
-_Call = tuple[list[int], list[int], list[float], str]
-"""Prompt ids, completion ids, log-probabilities, finish reason."""
-
-
-def _calls(blobs: _Blobs, rollout: Rollout, spans: Sequence[Span]) -> list[_Call]:
-    """Every generation once, though a tracer and a proxy may both have recorded it."""
-    found: dict[Any, _Call] = {}
-    for span in spans:
-        call = _completion(blobs, rollout, span) or _llm_call(span)
-        if call is not None:
-            found.setdefault(span.attributes.get(_RESPONSE_ID, span.span_id), call)
-    return list(found.values())
-
-
-def _completion(blobs: _Blobs, rollout: Rollout, span: Span) -> _Call | None:
-    """What batch inference generated: a row of a blob, for a sample of another."""
-    source = (rollout.metadata or {}).get("samples")
-    if span.name != COMPLETION_SPAN or not isinstance(source, str):
-        return None
-    prompt = blobs.prompts(source)[ContentId(rollout.rollout_id)].prompt_token_ids
-    row = span.attributes[ROW_ATTRIBUTE]
-    made = blobs.completions(str(span.attributes[BLOB_ATTRIBUTE]))[int(row)]  # pyright: ignore[reportArgumentType]
-    return prompt, made.token_ids, made.logprobs, made.finish_reason
-
-
-def _llm_call(span: Span) -> _Call | None:
-    """A call that a tracer or proxy recorded with its token ids."""
-    prompt, response = _listed(span.attributes.get(PROMPT_IDS)), _listed(span.attributes.get(RESPONSE_IDS))
-    if not prompt or not response:
-        return None
-    logprobs = [item["logprob"] if isinstance(item, dict) else item for item in _listed(span.attributes.get(LOGPROBS))]
-    reasons = (span.attributes.get(key) for key in _FINISH_REASONS)
-    reason = next((_first(found) for found in reasons if found), "stop")
-    return prompt, response, [float(value) for value in logprobs], str(reason)
-
-
-def _listed(value: Any) -> list[Any]:
-    """A list, or the JSON text of one; of a list of lists the first."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return []
-    if not isinstance(value, list | tuple):
-        return []
-    return _listed(value[0]) if value and isinstance(value[0], list | tuple) else list(value)
-
-
-def _first(value: Any) -> Any:
-    return value[0] if isinstance(value, list | tuple) else value
-
-
-def _reward(span: Span) -> float | None:
-    """The primary reward that the span holds."""
-    value = span.attributes.get(_REWARD, span.attributes.get("reward") if span.name == AGL_REWARD else None)
-    usable = isinstance(value, int | float) and math.isfinite(value)
-    return float(value) if usable else None  # pyright: ignore[reportArgumentType]
-
-
-class _Blobs:
-    """Blobs of samples and completions, each read once."""
-
-    def __init__(self, objects: ObjectStore) -> None:
-        self._objects = objects
-        self._prompts: dict[str, dict[ContentId, Sample]] = {}
-        self._completions: dict[str, list[SampledCompletion]] = {}
-
-    def prompts(self, blob: str) -> dict[ContentId, Sample]:
-        if blob not in self._prompts:
-            samples = decode_samples(self._objects.get_bytes(ContentId(blob)))
-            self._prompts[blob] = {sample.id: sample for sample in samples}
-        return self._prompts[blob]
-
-    def completions(self, blob: str) -> list[SampledCompletion]:
-        if blob not in self._completions:
-            self._completions[blob] = decode_completions_blob(self._objects.get_bytes(ContentId(blob)))
-        return self._completions[blob]

@@ -1,0 +1,1 @@
+"""Adapters: from the spans of a rollout to what an algorithm learns from."""

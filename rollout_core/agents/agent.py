@@ -1,0 +1,239 @@
+"""Agents: what a user's program looks like from here, as a class or as a plain function.
+
+A rollout may return
+
+- None: what the tracer saw is the trace, rewards included;
+- a number: the final reward;
+- a list of spans: the SDK's ``ReadableSpan``, ``Span`` or ``SpanCoreFields``, of one kind.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import weakref
+from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+
+from rollout_core.base.errors import ConfigError
+from rollout_core.store.resources import LLM, NamedResources, PromptTemplate, ProxyLLM, Resource
+from rollout_core.store.types import AttemptedRollout, Rollout
+
+if TYPE_CHECKING:
+    from rollout_core.agents.runner import Runner
+    from rollout_core.agents.tracing import Tracer
+    from rollout_core.agents.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+Task = TypeVar("Task")
+Kind = TypeVar("Kind", bound=Resource)
+RolloutRawResult = Any
+"""See the module: None, a number, or a list of spans. Checked when a rollout has returned it."""
+RolloutFunction = Callable[..., RolloutRawResult] | Callable[..., Awaitable[RolloutRawResult]]
+
+CURRENT_RUNNER: ContextVar[Runner | None] = ContextVar("rollout-runner", default=None)
+"""The runner whose rollout this code is part of: runners in threads of one process share the agent."""
+
+_INJECTED = ("task", "rollout", "llm", "prompt_template", "resources")
+"""Parameters that a function may have, by name."""
+
+
+class LitAgent(Generic[Task]):
+    """A program whose model or prompt is to be trained. Override ``rollout`` or ``rollout_async``.
+
+    ``training_rollout`` runs for rollouts of mode ``train``, ``validation_rollout`` for all others; both call
+    ``rollout`` unless overridden, and so do their asynchronous forms. An agent that overrides any asynchronous form is
+    asynchronous, and none of its synchronous forms are called. Synchronous ones run in a thread of their own, so they
+    may block, and may start event loops.
+    """
+
+    def __init__(self) -> None:
+        self._trainer: weakref.ref[Trainer] | None = None
+        self._runner: weakref.ref[Runner] | None = None
+
+    def is_async(self) -> bool:
+        """Whether the asynchronous forms are the ones to be called."""
+        forms = ("rollout_async", "training_rollout_async", "validation_rollout_async")
+        return any(getattr(type(self), name) is not getattr(LitAgent, name) for name in forms)
+
+    def set_trainer(self, trainer: Trainer) -> None:
+        """Refer to the trainer, weakly."""
+        self._trainer = weakref.ref(trainer)
+
+    def set_runner(self, runner: Runner) -> None:
+        """Refer to the runner, weakly."""
+        self._runner = weakref.ref(runner)
+
+    @property
+    def trainer(self) -> Trainer:
+        """Raises ConfigError outside a trainer."""
+        return _referred(getattr(self, "_trainer", None), "trainer")
+
+    @property
+    def runner(self) -> Runner:
+        """The one that runs this code. Raises ConfigError outside a runner."""
+        return CURRENT_RUNNER.get() or _referred(getattr(self, "_runner", None), "runner")
+
+    @property
+    def tracer(self) -> Tracer:
+        """That of the runner. Raises ConfigError outside a runner."""
+        return self.runner.tracer
+
+    def rollout(self, task: Task, resources: NamedResources, rollout: Rollout) -> RolloutRawResult:
+        """Work on one task. ``resources`` are those that the algorithm published, by name."""
+        raise NotImplementedError(f"{type(self).__name__} defines neither rollout nor rollout_async")
+
+    async def rollout_async(self, task: Task, resources: NamedResources, rollout: Rollout) -> RolloutRawResult:
+        """``rollout`` for programs on an event loop."""
+        raise NotImplementedError(f"{type(self).__name__} defines neither rollout nor rollout_async")
+
+    def training_rollout(self, task: Task, resources: NamedResources, rollout: Rollout) -> RolloutRawResult:
+        """``rollout`` in training."""
+        return self.rollout(task, resources, rollout)
+
+    def validation_rollout(self, task: Task, resources: NamedResources, rollout: Rollout) -> RolloutRawResult:
+        """``rollout`` otherwise."""
+        return self.rollout(task, resources, rollout)
+
+    async def training_rollout_async(self, task: Task, resources: NamedResources, rollout: Rollout) -> RolloutRawResult:
+        """``rollout_async`` in training."""
+        return await self.rollout_async(task, resources, rollout)
+
+    async def validation_rollout_async(
+        self, task: Task, resources: NamedResources, rollout: Rollout
+    ) -> RolloutRawResult:
+        """``rollout_async`` otherwise."""
+        return await self.rollout_async(task, resources, rollout)
+
+
+def _referred(reference: weakref.ref[Any] | None, what: str) -> Any:
+    found = reference() if reference is not None else None
+    if found is None:
+        raise ConfigError(f"the agent has no {what} now; it has one while a {what} runs it")
+    return found
+
+
+class FunctionalLitAgent(LitAgent[Any]):
+    """A function as an agent. Arguments are given by name: ``task``, and of ``rollout`` (the record), ``llm`` (the
+    first LLM among the resources), ``prompt_template`` (the first template) and ``resources`` those that it names.
+
+    ``strip_proxy`` makes a ProxyLLM an LLM whose endpoint files requests under the attempt. Raises ConfigError for a
+    function with another parameter that has no default.
+    """
+
+    def __init__(self, function: RolloutFunction, *, strip_proxy: bool = True) -> None:
+        super().__init__()
+        self._function = function
+        self._strip_proxy = strip_proxy
+        parameters = inspect.signature(function).parameters.values()
+        self._named = {parameter.name for parameter in parameters} & set(_INJECTED)
+        other = [
+            parameter.name
+            for parameter in parameters
+            if parameter.name not in _INJECTED
+            and parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        ]
+        if "task" not in self._named or other:
+            given = ", ".join(parameter.name for parameter in parameters)
+            raise ConfigError(
+                f"{_name(function)}({given}) cannot be an agent: it needs a parameter task, and of {_INJECTED[1:]} "
+                "those that it uses; give any other a default"
+            )
+        functools.update_wrapper(self, function)  # type: ignore[arg-type] - for its name and docstring
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function itself."""
+        return self._function(*args, **kwargs)
+
+    def is_async(self) -> bool:
+        return inspect.iscoroutinefunction(self._function)
+
+    def rollout(self, task: Any, resources: NamedResources, rollout: Rollout) -> RolloutRawResult:
+        if self.is_async():
+            raise RuntimeError(f"{_name(self._function)} is asynchronous; call rollout_async")
+        return self._function(**self._arguments(task, resources, rollout))
+
+    async def rollout_async(self, task: Any, resources: NamedResources, rollout: Rollout) -> RolloutRawResult:
+        if not self.is_async():
+            raise RuntimeError(f"{_name(self._function)} is synchronous; call rollout")
+        return await self._function(**self._arguments(task, resources, rollout))
+
+    def _arguments(self, task: Any, resources: NamedResources, rollout: Rollout) -> dict[str, Any]:
+        values: dict[str, Any] = {"task": task, "rollout": rollout, "resources": resources}
+        if "llm" in self._named:
+            llm = _first(LLM, resources)
+            values["llm"] = _without_proxy(llm, rollout) if self._strip_proxy else llm
+        if "prompt_template" in self._named:
+            values["prompt_template"] = _first(PromptTemplate, resources)
+        return {name: value for name, value in values.items() if name in self._named}
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+def _first(kind: type[Kind], resources: Mapping[str, Resource]) -> Kind:
+    found = {name: resource for name, resource in resources.items() if isinstance(resource, kind)}
+    if not found:
+        kinds = {name: type(resource).__name__ for name, resource in resources.items()}
+        raise ConfigError(f"the agent asks for a {kind.__name__}, but the resources are {kinds or 'none'}; publish one")
+    if len(found) > 1:
+        logger.warning("Of the resources %s the agent gets the first one", ", ".join(found))
+    return next(iter(found.values()))
+
+
+def _without_proxy(llm: LLM, rollout: Rollout) -> LLM:
+    if not isinstance(llm, ProxyLLM):
+        return llm
+    if not isinstance(rollout, AttemptedRollout):
+        raise ConfigError(f"got a {type(rollout).__name__}, but a ProxyLLM needs the attempt; pass an AttemptedRollout")
+    return llm.with_attempted_rollout(rollout)
+
+
+@overload
+def llm_rollout(function: RolloutFunction) -> FunctionalLitAgent: ...
+@overload
+def llm_rollout(*, strip_proxy: bool = True) -> Callable[[RolloutFunction], FunctionalLitAgent]: ...
+
+
+def llm_rollout(function: RolloutFunction | None = None, *, strip_proxy: bool = True) -> Any:
+    """Make a function with the parameters ``task`` and ``llm`` an agent, see ``FunctionalLitAgent``."""
+
+    def decorate(function: RolloutFunction) -> FunctionalLitAgent:
+        _needs(function, "llm", "llm_rollout")
+        return FunctionalLitAgent(function, strip_proxy=strip_proxy)
+
+    return decorate if function is None else decorate(function)
+
+
+@overload
+def prompt_rollout(function: RolloutFunction) -> FunctionalLitAgent: ...
+@overload
+def prompt_rollout() -> Callable[[RolloutFunction], FunctionalLitAgent]: ...
+
+
+def prompt_rollout(function: RolloutFunction | None = None) -> Any:
+    """Make a function with the parameters ``task`` and ``prompt_template`` an agent, see ``FunctionalLitAgent``."""
+
+    def decorate(function: RolloutFunction) -> FunctionalLitAgent:
+        _needs(function, "prompt_template", "prompt_rollout")
+        return FunctionalLitAgent(function)
+
+    return decorate if function is None else decorate(function)
+
+
+def rollout(function: RolloutFunction) -> FunctionalLitAgent:
+    """Make a function with the parameter ``task``, and ``llm`` or ``prompt_template`` or both, an agent."""
+    names = inspect.signature(function).parameters
+    if "llm" not in names and "prompt_template" not in names:
+        raise ConfigError(f"@rollout: {_name(function)} has neither of the parameters llm and prompt_template")
+    return FunctionalLitAgent(function)
+
+
+def _needs(function: RolloutFunction, parameter: str, decorator: str) -> None:
+    if parameter not in inspect.signature(function).parameters:
+        raise ConfigError(f"@{decorator}: {_name(function)} has no parameter {parameter}")

@@ -1,0 +1,149 @@
+"""The way of spans from a running agent to the store: collected at once, from any thread; stored behind its back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from rollout_core.base.errors import ConfigError, Recoverable, in_words
+from rollout_core.store import LightningStore, Span
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+MakeSpan = Callable[[int], Span]
+"""A span, once its sequence id is known."""
+
+BATCH_SPANS = 256
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
+
+
+class SpanDelivery:
+    """Spans of one attempt, on their way to the store.
+
+    ``add`` only appends. A task on the event loop that made this object stores what has come, one batch after the
+    other, each as large as has come meanwhile: the first span leaves at once. A store that is away is asked again for
+    ``patience_seconds``. ``close`` returns when everything is stored, and raises what is in the way of that.
+
+    A span that a store refuses as such (ConfigError) is logged and left out; the others of its batch are stored.
+    """
+
+    def __init__(
+        self, store: LightningStore, rollout_id: str, attempt_id: str, *, patience_seconds: float = 120.0
+    ) -> None:
+        self.stored: list[Span] = []
+        """In the order of their sequence ids."""
+        self._store = store
+        self._rollout_id, self._attempt_id = rollout_id, attempt_id
+        self._patience_seconds = patience_seconds
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._waiting: list[MakeSpan] = []
+        self._closed = False
+        self._work: asyncio.Task[None] | None = None
+
+    def add(self, make_span: MakeSpan) -> bool:
+        """Take a span to be stored, from any thread; False if the attempt is over, so that it is not."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._waiting.append(make_span)
+            is_first = len(self._waiting) == 1
+        if is_first:
+            with contextlib.suppress(RuntimeError):  # the loop is closed; nothing will be stored any more
+                self._loop.call_soon_threadsafe(self._begin)
+        return True
+
+    async def flush(self) -> None:
+        """Wait until all that has been added so far is stored. Raises what kept it from being stored."""
+        while True:
+            with self._lock:
+                if not self._waiting and self._work is None:
+                    return
+            self._begin()
+            assert self._work is not None
+            await asyncio.shield(self._work)
+
+    async def close(self) -> None:
+        """``flush``, and refuse what comes from now on."""
+        with self._lock:
+            self._closed = True
+        await self.flush()
+
+    def _begin(self) -> None:
+        if self._work is None:
+            self._work = self._loop.create_task(self._store_all())
+            self._work.add_done_callback(self._note_end)
+
+    def _note_end(self, work: asyncio.Task[None]) -> None:
+        error = None if work.cancelled() else work.exception()  # raised by flush, where somebody waits
+        if error is not None:
+            logger.error(
+                "Spans of rollout %s, attempt %s, are not stored: %s",
+                self._rollout_id,
+                self._attempt_id,
+                in_words(error),
+            )
+
+    async def _store_all(self) -> None:
+        try:
+            while batch := self._take():
+                try:
+                    await self._store_batch(batch)
+                except BaseException:
+                    with self._lock:
+                        self._waiting = batch + self._waiting  # a repeated span is no second one, so nothing is lost
+                    raise
+        finally:
+            self._work = None
+
+    def _take(self) -> list[MakeSpan]:
+        with self._lock:
+            batch, self._waiting = self._waiting[:BATCH_SPANS], self._waiting[BATCH_SPANS:]
+        return batch
+
+    async def _store_batch(self, batch: Sequence[MakeSpan]) -> None:
+        pair = (self._rollout_id, self._attempt_id)
+        numbers = await self._ask(lambda: self._store.get_many_span_sequence_ids([pair] * len(batch)))
+        spans: list[Span] = []
+        for make_span, number in zip(batch, numbers, strict=True):
+            try:
+                spans.append(make_span(number))
+            except (ValueError, TypeError) as error:
+                logger.error("A span of rollout %s cannot be converted: %s", self._rollout_id, in_words(error))
+        try:
+            await self._ask(lambda: self._store.add_many_spans(spans))
+        except ConfigError as error:
+            if len(spans) > 1:
+                for make_one in batch:
+                    await self._store_batch([make_one])
+            else:
+                logger.error("A span of rollout %s is refused: %s", self._rollout_id, in_words(error))
+            return
+        self.stored += spans
+
+    def _ask(self, call: Callable[[], Awaitable[T]]) -> Awaitable[T]:
+        return retried(call, self._patience_seconds)
+
+
+async def retried(
+    call: Callable[[], Awaitable[T]], patience_seconds: float, is_over: Callable[[], bool] = lambda: False
+) -> T:
+    """What ``call`` returns, which is repeated while the store is away, with growing pauses. Raises the last error when
+    that takes longer than ``patience_seconds``, or ``is_over`` says so. Only for calls that may be made twice."""
+    until = time.monotonic() + patience_seconds
+    pause = _FIRST_PAUSE
+    while True:
+        try:
+            return await call()
+        except (Recoverable, ConnectionError) as error:
+            if is_over() or time.monotonic() + pause > until:
+                raise
+            logger.warning("The store is away (%s); asking again in %.1f s", in_words(error), pause)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)

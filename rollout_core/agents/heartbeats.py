@@ -1,0 +1,84 @@
+"""Signs of life of a runner: what its machine is at, every few seconds, in the store's record of the worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from typing import Any, Literal
+
+import psutil
+
+from rollout_core.agents.threads import on_thread
+from rollout_core.base.errors import in_words
+from rollout_core.store import LightningStore
+from rollout_core.store.loops import LoopThread
+
+logger = logging.getLogger(__name__)
+
+LaunchMode = Literal["asyncio", "thread"]
+
+
+def snapshot(*, include_gpu: bool = False) -> dict[str, Any]:
+    """What this machine is at, as JSON. Sizes are bytes, shares percent."""
+    memory, disk, network = psutil.virtual_memory(), psutil.disk_usage("/"), psutil.net_io_counters()
+    found: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "cpu": {"percent": psutil.cpu_percent(), "count": psutil.cpu_count()},
+        "memory": {"percent": memory.percent, "total": memory.total, "available": memory.available},
+        "disk": {"percent": disk.percent, "total": disk.total, "free": disk.free},
+        "network": {"sent": network.bytes_sent, "received": network.bytes_recv} if network is not None else {},
+    }
+    if include_gpu:
+        found["gpu"] = _gpus()
+    return found
+
+
+def _gpus() -> list[dict[str, Any]]:
+    import torch  # heavy, and only asked for where there is a GPU
+
+    return [
+        {"name": torch.cuda.get_device_name(place), "free": free, "total": total}
+        for place in range(torch.cuda.device_count())
+        for free, total in [torch.cuda.mem_get_info(place)]
+    ]
+
+
+class Heartbeats:
+    """``store.update_worker`` at once and then every ``interval_seconds`` (0 or less: never), while the block runs.
+
+    Mode ``thread`` beats on, whatever blocks the runner's event loop; for a store that is not safe for threads it falls
+    back to ``asyncio``. A beat that fails is logged and not repeated.
+    """
+
+    def __init__(
+        self, store: LightningStore, worker_id: str, interval_seconds: float, mode: LaunchMode, *, include_gpu: bool
+    ) -> None:
+        self._store, self._worker_id, self._interval_seconds = store, worker_id, interval_seconds
+        self._include_gpu = include_gpu
+        in_thread = mode == "thread" and store.capabilities.get("thread_safe")
+        self._thread = LoopThread("rollout-heartbeats") if in_thread else None
+        self._beats: asyncio.Future[None] | None = None
+
+    async def __aenter__(self) -> None:
+        if self._interval_seconds > 0:
+            beats = self._beat() if self._thread is None else on_thread(self._thread, self._beat())
+            self._beats = asyncio.ensure_future(beats)
+
+    async def __aexit__(self, *error: object) -> None:
+        if self._beats is not None:
+            self._beats.cancel()
+            await asyncio.wait({self._beats})
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.stop)
+
+    async def _beat(self) -> None:
+        while True:
+            try:
+                stats = await asyncio.to_thread(snapshot, include_gpu=self._include_gpu)
+                await self._store.update_worker(self._worker_id, stats)
+            except Exception as error:  # noqa: BLE001 - the work is worth more than the sign of it
+                logger.warning("Worker %s could not send its heartbeat: %s", self._worker_id, in_words(error))
+            await asyncio.sleep(self._interval_seconds)

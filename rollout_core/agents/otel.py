@@ -1,0 +1,219 @@
+"""Tracing by OpenTelemetry: whatever instruments itself with it, is seen.
+
+The SDK's provider is the process's; ours is added to the one that a program has set, or set if there is none. A span
+belongs to the trace whose context it was started in, wherever it ends.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from opentelemetry import trace as otel
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, Span as SdkSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+
+from rollout_core.agents.attributes import flat
+from rollout_core.agents.tracing import SpanRecordingContext, Trace, Tracer, active_trace, exception_attributes
+from rollout_core.base.errors import ConfigError, in_words
+from rollout_core.store import Span, SpanCoreFields, StatusCode, TraceStatus
+
+logger = logging.getLogger(__name__)
+
+INSTRUMENTORS = {
+    "openai": "opentelemetry.instrumentation.openai:OpenAIInstrumentor",
+    "threading": "opentelemetry.instrumentation.threading:ThreadingInstrumentor",
+}
+"""By name, what makes a library trace itself. ``threading`` carries an agent's context into threads that it starts."""
+
+_lock = threading.Lock()
+_instrumented: set[str] = set()
+"""Instrumentors that have begun. They stay: that of ``openai`` (0.62) cannot take its wrappers off again, and another
+layer of them would record every call twice and streams in duplicate. Spans outside of traces are let be anyway."""
+
+
+class LightningSpanProcessor(SpanProcessor):
+    """Hands spans to the trace whose context they were started in. Spans outside of any are let be."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, Trace] = {}
+        """By span id, the traces of spans that have not ended. Threads change it by single operations on a dict."""
+
+    def on_start(self, span: SdkSpan, parent_context: Context | None = None) -> None:
+        trace = active_trace(parent_context)
+        if trace is not None and isinstance(trace.tracer, OtelTracer):
+            self._open[span.get_span_context().span_id] = trace
+
+    def on_end(self, span: ReadableSpan) -> None:
+        context = span.get_span_context()
+        trace = self._open.pop(context.span_id, None) if context is not None else None
+        if trace is None:
+            return
+        try:
+            taken = trace.add(Span.from_opentelemetry(span, trace.rollout_id, trace.attempt_id, 0))
+        except Exception as error:  # noqa: BLE001 - the agent must not fail by its trace
+            logger.error("Span %r of rollout %s is lost: %s", span.name, trace.rollout_id, in_words(error))
+            return
+        if not taken:
+            logger.warning(
+                "Span %r ended after the attempt %s of rollout %s and is left out; let the agent wait for its threads",
+                span.name,
+                trace.attempt_id,
+                trace.rollout_id,
+            )
+
+    def forget(self, trace: Trace) -> None:
+        """The trace ends; its spans that have not ended never will."""
+        for span_id in [span_id for span_id, owner in list(self._open.items()) if owner is trace]:
+            self._open.pop(span_id, None)
+
+
+_processor = LightningSpanProcessor()
+_provider: TracerProvider | None = None
+
+
+def tracer_provider() -> TracerProvider:
+    """The process's provider, with our processor. Once made it stays, as OpenTelemetry's rules are."""
+    global _provider
+    with _lock:
+        if _provider is None:
+            found = otel.get_tracer_provider()
+            if isinstance(found, TracerProvider):
+                _provider = found
+            else:
+                _provider = TracerProvider(sampler=ALWAYS_ON, resource=Resource.create({}))
+                otel.set_tracer_provider(_provider)
+            _provider.add_span_processor(_processor)
+        return _provider
+
+
+class _OtelRecording(SpanRecordingContext):
+    """An operation that is a span of OpenTelemetry."""
+
+    def __init__(self, span: SdkSpan) -> None:
+        self._span = span
+
+    def record_attributes(self, attributes: Mapping[str, Any]) -> None:
+        self._span.set_attributes(flat(attributes))
+
+    def record_exception(self, error: BaseException) -> None:
+        self._span.add_event("exception", exception_attributes(error))
+        self.record_status("ERROR", f"{type(error).__name__}: {error}")
+
+    def record_status(self, status_code: StatusCode, description: str | None = None) -> None:
+        self._span.set_status(otel.StatusCode[status_code], description)
+
+    def get_recorded_span(self) -> SpanCoreFields:
+        if self._span.end_time is None:
+            raise RuntimeError(f"the operation {self._span.name!r} has not ended; ask after its block")
+        return _core_fields(self._span)
+
+
+def _core_fields(span: ReadableSpan) -> SpanCoreFields:
+    whole = Span.from_opentelemetry(span, "", "", 0)
+    return SpanCoreFields(
+        name=whole.name,
+        status=whole.status,
+        attributes=whole.attributes,
+        start_time=whole.start_time,
+        end_time=whole.end_time,
+    )
+
+
+class OtelTracer(Tracer):
+    """Stores every span that the agent's process ends inside an attempt.
+
+    ``instrument`` names what is to trace itself: of INSTRUMENTORS, or ``module:class`` of any OpenTelemetry
+    instrumentor. By default those of INSTRUMENTORS whose packages are installed.
+    """
+
+    def __init__(self, *, instrument: Sequence[str] | None = None) -> None:
+        super().__init__()
+        self._asked = instrument
+
+    def init(self, *args: Any, **kwargs: Any) -> None:
+        tracer_provider()
+        for name in INSTRUMENTORS if self._asked is None else self._asked:
+            _begin_instrumentation(INSTRUMENTORS.get(name, name), is_required=self._asked is not None)
+
+    def _close_open_spans(self, trace: Trace) -> None:
+        _processor.forget(trace)
+
+    def create_span(
+        self,
+        name: str,
+        attributes: Mapping[str, Any] | None = None,
+        timestamp: float | None = None,
+        status: TraceStatus | None = None,
+    ) -> SpanCoreFields:
+        now = time.time_ns() if timestamp is None else int(timestamp * 1e9)
+        span = self._start(name, attributes, now)
+        if status is None:
+            span.set_status(otel.StatusCode.OK)
+        elif status.status_code != "UNSET":
+            span.set_status(otel.StatusCode[status.status_code], status.description)
+        span.end(now)
+        return _core_fields(span)
+
+    @contextmanager
+    def operation_context(
+        self, name: str, attributes: Mapping[str, Any] | None = None
+    ) -> Iterator[SpanRecordingContext]:
+        span = self._start(name, attributes)
+        recording = _OtelRecording(span)
+        with otel.use_span(span, record_exception=False, set_status_on_exception=False):
+            try:
+                yield recording
+            except BaseException as error:
+                recording.record_exception(error)
+                raise
+            finally:
+                if span.status.status_code is otel.StatusCode.UNSET:
+                    span.set_status(otel.StatusCode.OK)
+                span.end()
+
+    def _start(self, name: str, attributes: Mapping[str, Any] | None, time_ns: int | None = None) -> SdkSpan:
+        trace = active_trace()
+        if trace is None or trace.tracer is not self:
+            raise RuntimeError(f"span {name!r}: no trace of this tracer is active here; enter its trace_context first")
+        span = (
+            tracer_provider()
+            .get_tracer("rollout_core.agents")
+            .start_span(name, attributes=flat(attributes or {}), start_time=time_ns)
+        )
+        if not isinstance(span, SdkSpan):
+            raise ConfigError("the program's TracerProvider samples spans away; let it use the sampler ALWAYS_ON")
+        return span
+
+
+def _begin_instrumentation(place: str, *, is_required: bool) -> None:
+    with _lock:
+        if place in _instrumented:
+            return
+        instrumentor = _instrumentor(place, is_required=is_required)
+        if instrumentor is None:
+            return
+        assert _provider is not None, "made before"
+        if not instrumentor.is_instrumented_by_opentelemetry:
+            instrumentor.instrument(tracer_provider=_provider)
+        _instrumented.add(place)
+
+
+def _instrumentor(place: str, *, is_required: bool) -> Any:
+    module, _, name = place.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)()
+    except (ImportError, AttributeError) as error:
+        if is_required:
+            raise ConfigError(
+                f"cannot instrument by {place!r}: {error}; install the package, and give module:class or one of "
+                f"{', '.join(INSTRUMENTORS)}"
+            ) from error
+        return None

@@ -1,0 +1,375 @@
+"""Runners: take rollouts from the store, have an agent work on them, and store what comes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import functools
+import logging
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Generic, TypeVar
+
+from rollout_core.agents.agent import CURRENT_RUNNER, LitAgent
+from rollout_core.agents.delivery import retried
+from rollout_core.agents.emitters import emit_exception
+from rollout_core.agents.heartbeats import Heartbeats, LaunchMode
+from rollout_core.agents.hooks import Hook, call_hooks
+from rollout_core.agents.results import spans_of_result
+from rollout_core.agents.running import LeaseLost, TimedOut, call_agent, check_abandoned
+from rollout_core.agents.supervision import ExecutionEvent
+from rollout_core.agents.tracing import Trace, Tracer
+from rollout_core.base.errors import ConfigError, Conflict, NotFound, Recoverable, in_words
+from rollout_core.store import (
+    AttemptedRollout,
+    AttemptStatus,
+    AttemptUpdate,
+    LightningStore,
+    NamedResources,
+    Rollout,
+    RolloutMode,
+    Span,
+    TaskInput,
+)
+from rollout_core.store.span_fields import span_fields
+
+logger = logging.getLogger(__name__)
+
+Task = TypeVar("Task")
+
+_FIRST_POLL_SECONDS = 0.01
+"""After work was found; from there the pause doubles up to ``poll_interval``."""
+_LOOK_SECONDS = 0.1
+"""Between looks at an event that cannot be awaited."""
+
+
+class Runner(Generic[Task]):
+    """What the trainer and the strategies need of a runner."""
+
+    tracer: Tracer
+
+    def init(self, agent: LitAgent[Task], *, hooks: Sequence[Hook] = (), **kwargs: Any) -> None:
+        """Prepare this process."""
+        raise NotImplementedError
+
+    def init_worker(self, worker_id: int, store: LightningStore, **kwargs: Any) -> None:
+        """Prepare the worker of this number, which works for this store."""
+        raise NotImplementedError
+
+    def teardown_worker(self, worker_id: int) -> None:
+        """Undo ``init_worker``."""
+
+    def teardown(self) -> None:
+        """Undo ``init``."""
+
+    async def iter(self, *, event: ExecutionEvent | None = None) -> None:
+        """Work until ``event`` is set."""
+        raise NotImplementedError
+
+    async def step(
+        self,
+        input: TaskInput,
+        *,
+        resources: NamedResources | None = None,
+        mode: RolloutMode | None = None,
+        event: ExecutionEvent | None = None,
+    ) -> Rollout:
+        """Work on one input, which need not be queued."""
+        raise NotImplementedError
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        """Not how a runner is used: raises RuntimeError."""
+        raise RuntimeError("runners have iter() and step(), which are coroutines; a Trainer calls them")
+
+    def for_worker(self) -> Runner[Task]:
+        """A copy for one more worker of this process."""
+        return copy.copy(self)
+
+    @asynccontextmanager
+    async def run_context(
+        self,
+        *,
+        agent: LitAgent[Task],
+        store: LightningStore,
+        hooks: Sequence[Hook] = (),
+        worker_id: int = 0,
+    ) -> AsyncIterator[Runner[Task]]:
+        """This runner, ready for ``iter`` and ``step`` without a trainer."""
+        self.init(agent, hooks=hooks)
+        try:
+            self.init_worker(worker_id, store)
+            try:
+                yield self
+            finally:
+                self.teardown_worker(worker_id)
+        finally:
+            self.teardown()
+
+
+class LitAgentRunner(Runner[Task]):
+    """Runs a ``LitAgent``.
+
+    Args:
+        tracer: sees what the agent does.
+        max_rollouts: ``iter`` ends after so many, failed ones included; None: when its event is set.
+        poll_interval: longest pause between looks at an empty queue, in seconds.
+        heartbeat_interval: seconds between signs of life of the worker, and between looks whether the attempt is still
+            its own; 0 or less: none.
+        interval_jitter: share by which pauses differ at random, so that runners do not ask all at once.
+        heartbeat_launch_mode: see ``Heartbeats``.
+        heartbeat_include_gpu: whether heartbeats say what the GPUs are at.
+        store_patience_seconds: how long a store may be away before the runner fails.
+    """
+
+    def __init__(
+        self,
+        tracer: Tracer,
+        max_rollouts: int | None = None,
+        poll_interval: float = 5.0,
+        heartbeat_interval: float = 10.0,
+        interval_jitter: float = 0.5,
+        heartbeat_launch_mode: LaunchMode = "thread",
+        heartbeat_include_gpu: bool = False,
+        store_patience_seconds: float = 120.0,
+    ) -> None:
+        if max_rollouts is not None and max_rollouts < 0:
+            raise ConfigError(f"max_rollouts is {max_rollouts}; expected 0 or more, or None for no limit")
+        if not 0 <= interval_jitter <= 1:
+            raise ConfigError(f"interval_jitter is {interval_jitter}; expected a share from 0 to 1")
+        if poll_interval <= 0:
+            raise ConfigError(f"poll_interval is {poll_interval}; expected seconds above 0")
+        self.tracer = tracer
+        self._max_rollouts = max_rollouts
+        self._poll_interval = poll_interval
+        self._heartbeat_interval = heartbeat_interval
+        self._interval_jitter = interval_jitter
+        self._launch_mode: LaunchMode = heartbeat_launch_mode
+        self._include_gpu = heartbeat_include_gpu
+        self._patience_seconds = store_patience_seconds
+        self._agent: LitAgent[Task] | None = None
+        self._store: LightningStore | None = None
+        self._hooks: Sequence[Hook] = ()
+        self.worker_id: int | None = None
+
+    def init(self, agent: LitAgent[Task], *, hooks: Sequence[Hook] = (), **kwargs: Any) -> None:
+        self._agent = agent
+        self._hooks = tuple(hooks)
+        agent.set_runner(self)
+        self.tracer.init()
+
+    def init_worker(self, worker_id: int, store: LightningStore, **kwargs: Any) -> None:
+        self.worker_id = worker_id
+        self._store = store
+        self.tracer.init_worker(worker_id, store)
+
+    def teardown_worker(self, worker_id: int) -> None:
+        self.tracer.teardown_worker(worker_id)
+        self.worker_id = self._store = None
+
+    def teardown(self) -> None:
+        self.tracer.teardown()
+        self._agent = None
+        self._hooks = ()
+
+    def for_worker(self) -> LitAgentRunner[Task]:
+        made = copy.copy(self)
+        made.tracer = copy.copy(self.tracer)
+        return made
+
+    @property
+    def worker_name(self) -> str:
+        """The worker in the store."""
+        return f"Worker-{self.worker_id}"
+
+    def get_store(self) -> LightningStore:
+        """Raises ConfigError before ``init_worker``."""
+        if self._store is None:
+            raise ConfigError("the runner has no store; call init_worker(worker_id, store) first")
+        return self._store
+
+    def get_agent(self) -> LitAgent[Task]:
+        """Raises ConfigError before ``init``."""
+        if self._agent is None:
+            raise ConfigError("the runner has no agent; call init(agent) first")
+        return self._agent
+
+    async def iter(self, *, event: ExecutionEvent | None = None) -> None:
+        """Take rollouts from the queue and run them, one after the other, until ``event`` is set or ``max_rollouts``
+        are done. A set event lets the rollout under way end first.
+
+        Raises Recoverable if the store is away for too long, or if too many agents that ran out of time still run.
+        """
+        store = self.get_store()
+        self.get_agent()
+        take = functools.partial(store.dequeue_rollout, worker_id=self.worker_name)
+        pause, done = _FIRST_POLL_SECONDS, 0
+        beats = Heartbeats(
+            store, self.worker_name, self._heartbeat_interval, self._launch_mode, include_gpu=self._include_gpu
+        )
+        async with beats:
+            while not _is_set(event) and (self._max_rollouts is None or done < self._max_rollouts):
+                check_abandoned()
+                try:
+                    rollout = await retried(take, self._patience_seconds, is_over=lambda: _is_set(event))
+                except (Recoverable, ConnectionError):
+                    if _is_set(event):
+                        return
+                    raise
+                if rollout is None:
+                    await self._pause(pause, event)
+                    pause = min(2 * pause, self._poll_interval)
+                    continue
+                pause = _FIRST_POLL_SECONDS
+                error = await self._run(rollout)
+                if error is not None:
+                    logger.error("Rollout %s failed: %s", rollout.rollout_id, in_words(error), exc_info=error)
+                done += 1
+
+    async def step(
+        self,
+        input: TaskInput,
+        *,
+        resources: NamedResources | None = None,
+        mode: RolloutMode | None = None,
+        event: ExecutionEvent | None = None,
+    ) -> Rollout:
+        """Store a rollout of this input, run it, and return it as it is then. ``resources`` are published first.
+
+        Raises what the agent raises, when the failure is stored.
+        """
+        store = self.get_store()
+        self.get_agent()
+        resources_id = None
+        if resources is not None:
+            resources_id = (await store.add_resources(resources)).resources_id
+        rollout = await store.start_rollout(input, mode=mode, resources_id=resources_id, worker_id=self.worker_name)
+        error = await self._run(rollout)
+        if error is not None:
+            raise error
+        found = await self._ask(lambda: store.get_rollout_by_id(rollout.rollout_id))
+        if found is None:
+            raise NotFound(f"the rollout {rollout.rollout_id} was run, and is no longer in the store")
+        return found
+
+    async def _pause(self, seconds: float, event: ExecutionEvent | None) -> None:
+        left = seconds * (1 + self._interval_jitter * (2 * random.random() - 1))
+        while left > 0 and not _is_set(event):
+            await asyncio.sleep(min(left, _LOOK_SECONDS))
+            left -= _LOOK_SECONDS
+
+    async def _run(self, rollout: AttemptedRollout) -> Exception | None:
+        """Run one attempt to its end in the store; what made it fail, None if it succeeded or was taken over."""
+        CURRENT_RUNNER.set(self)
+        hooks, who = self._hooks, {"agent": self.get_agent(), "runner": self, "rollout": rollout}
+        outcome = _Outcome()
+        try:
+            await call_hooks(hooks, "on_rollout_start", **who)
+            await self._trace(rollout, outcome)
+        except asyncio.CancelledError:
+            # The runner is to end now; what it leaves must be true, and this work is in nobody's hands any more.
+            outcome.fail(Recoverable("the runner was cancelled"))
+            await asyncio.shield(self._end(rollout, outcome))
+            raise
+        except Exception as error:  # noqa: BLE001 - an agent's, or a span's that could not be stored
+            outcome.fail(error)
+        await self._end(rollout, outcome)
+        return outcome.error
+
+    async def _trace(self, rollout: AttemptedRollout, outcome: _Outcome) -> None:
+        store, agent = self.get_store(), self.get_agent()
+        resources = await self._resources(rollout)
+        moment = {"agent": agent, "runner": self, "tracer": self.tracer, "rollout": rollout}
+        traced = self.tracer.trace_context(
+            rollout.rollout_id, rollout_id=rollout.rollout_id, attempt_id=rollout.attempt.attempt_id
+        )
+        async with traced as trace:
+            outcome.trace = trace if isinstance(trace, Trace) else None
+            await call_hooks(self._hooks, "on_trace_start", **moment)
+            try:
+                result = await call_agent(agent, rollout, resources, store, self._heartbeat_interval)
+                outcome.spans = spans_of_result(result, rollout)
+            except Exception as error:  # noqa: BLE001 - the agent's
+                outcome.fail(error)
+                if not isinstance(error, LeaseLost):
+                    with contextlib.suppress(RuntimeError, NotImplementedError):  # a tracer that makes no spans
+                        emit_exception(error)
+            await call_hooks(self._hooks, "on_trace_end", **moment)
+
+    async def _resources(self, rollout: AttemptedRollout) -> NamedResources:
+        store, resources_id = self.get_store(), rollout.resources_id
+        if resources_id is None:
+            found = await self._ask(store.get_latest_resources)
+            return {} if found is None else found.resources
+        found = await self._ask(lambda: store.get_resources_by_id(resources_id))
+        if found is None:
+            raise ConfigError(f"the rollout names the resources {resources_id}, which are not in the store")
+        return found.resources
+
+    async def _end(self, rollout: AttemptedRollout, outcome: _Outcome) -> None:
+        """Store the last spans, then the attempt's status, so that one who sees the status sees the spans."""
+        if isinstance(outcome.error, LeaseLost):
+            logger.warning("Rollout %s is no longer this worker's: %s", rollout.rollout_id, outcome.error)
+            outcome.error = None
+            return
+        store, ids = self.get_store(), (rollout.rollout_id, rollout.attempt.attempt_id)
+        update = AttemptUpdate(rollout_id=ids[0], attempt_id=ids[1], status=outcome.status)
+        last = outcome.spans
+        try:
+            if last:
+                pairs = [ids] * len(last)
+                numbers = await self._ask(lambda: store.get_many_span_sequence_ids(pairs))
+                for span, number in zip(last, numbers, strict=True):
+                    span.sequence_id = span.sequence_id or number
+            if self._hooks:
+                if last:
+                    await self._ask(lambda: store.add_many_spans(last))
+                spans = [*(outcome.trace.spans if outcome.trace else ()), *last]
+                await call_hooks(
+                    self._hooks, "on_rollout_end", agent=self.get_agent(), runner=self, rollout=rollout, spans=spans
+                )
+                last = []
+            if len(last) == 1:
+                ends = [(span_fields(last[0]), update)]
+                [written] = await self._ask(lambda: store.end_attempts(ends))
+            else:
+                if last:
+                    await self._ask(lambda: store.add_many_spans(last))
+                [written] = await self._ask(lambda: store.update_many_attempts([update], fenced=True))
+        except (NotFound, ConfigError, Recoverable, ConnectionError) as error:
+            # Nothing more can be said of the attempt: the watchdog will end it, if its config has a time limit.
+            logger.error("The end of rollout %s cannot be stored: %s", rollout.rollout_id, in_words(error))
+            outcome.fail(error)
+            return
+        if isinstance(written, Conflict):
+            logger.warning("Rollout %s was ended by others: %s", rollout.rollout_id, written)
+
+    async def _ask(self, call: Any) -> Any:
+        return await retried(call, self._patience_seconds)
+
+
+class _Outcome:
+    """What has come of one attempt so far."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.spans: list[Span] = []
+        """Those that the agent returned."""
+        self.trace: Trace | None = None
+
+    def fail(self, error: Exception) -> None:
+        """Note the first error."""
+        if self.error is None:
+            self.error = error
+
+    @property
+    def status(self) -> AttemptStatus:
+        """Of the attempt."""
+        if self.error is None:
+            return "succeeded"
+        return "timeout" if isinstance(self.error, TimedOut) else "failed"
+
+
+def _is_set(event: ExecutionEvent | None) -> bool:
+    return event is not None and event.is_set()

@@ -1,0 +1,153 @@
+"""One call of an agent: on the event loop or in a thread, ended when its time is up or its lease is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from rollout_core.agents.agent import LitAgent, RolloutRawResult
+from rollout_core.base.errors import Recoverable, in_words
+from rollout_core.base.stopping import in_thread
+from rollout_core.store import AttemptedRollout, LightningStore, NamedResources
+from rollout_core.store.lifecycle import FINISHED
+
+logger = logging.getLogger(__name__)
+
+GRACE_SECONDS = 5.0
+"""For an agent that is cancelled."""
+MOST_ABANDONED = 16
+"""Calls that may go on in this process after they were given up. A thread cannot be ended; a process can."""
+
+_abandoned: set[asyncio.Future[Any]] = set()
+
+
+class TimedOut(Exception):
+    """The agent ran longer than its rollout allows."""
+
+
+class LeaseLost(Exception):
+    """Somebody else has the rollout now, or finished it; the message says how."""
+
+
+class AgentExit(Exception):
+    """The agent's code asked the interpreter to exit, or was cancelled by itself."""
+
+
+def check_abandoned() -> None:
+    """Raise Recoverable if so many given-up calls still run that this process should be replaced by a fresh one."""
+    if len(_abandoned) >= MOST_ABANDONED:
+        raise Recoverable(
+            f"{len(_abandoned)} agents that ran out of time still run in threads of this process, which cannot end "
+            "them; a fresh process is needed. Give the agents' own calls time-outs"
+        )
+
+
+async def call_agent(
+    agent: LitAgent[Any],
+    rollout: AttemptedRollout,
+    resources: NamedResources,
+    store: LightningStore,
+    lease_seconds: float,
+) -> RolloutRawResult:
+    """What the agent returns for this attempt. Raises what it raises, TimedOut, and LeaseLost, which is looked for
+    every ``lease_seconds`` (0: never). Then, and when this call is cancelled, the agent is cancelled, or, where it
+    runs in a thread or does not let itself be cancelled, given up."""
+    process = os.getpid()
+    work = _begin(agent, rollout, resources, process)
+    lease = asyncio.ensure_future(_lease_lost(store, rollout, lease_seconds))
+    try:
+        done, _ = await asyncio.wait(
+            {work, lease}, timeout=rollout.config.timeout_seconds, return_when=asyncio.FIRST_COMPLETED
+        )
+        if work not in done:
+            await _give_up(work, rollout)
+            if lease in done:
+                raise LeaseLost(lease.result())
+            raise TimedOut(f"the agent did not end within {rollout.config.timeout_seconds} s")
+    except asyncio.CancelledError:
+        await _give_up(work, rollout)
+        raise
+    finally:
+        lease.cancel()
+        if os.getpid() != process:
+            os._exit(0)  # a child that the agent forked has come back into the runner, whose work is not its own
+    try:
+        return work.result()
+    except (asyncio.CancelledError, SystemExit, GeneratorExit) as error:
+        raise AgentExit(f"the agent ended by {type(error).__name__}") from error
+
+
+def _begin(
+    agent: LitAgent[Any], rollout: AttemptedRollout, resources: NamedResources, process: int
+) -> asyncio.Future[Any]:
+    kind = "training" if rollout.mode == "train" else "validation"
+    if agent.is_async():
+        call = getattr(agent, f"{kind}_rollout_async")
+        return asyncio.ensure_future(_without_exit(call(rollout.input, resources, rollout)))
+    return asyncio.wrap_future(in_thread(_guarded(getattr(agent, f"{kind}_rollout"), rollout, resources, process)))
+
+
+async def _without_exit(call: Awaitable[Any]) -> Any:
+    try:
+        return await call
+    except SystemExit as error:  # which would end the event loop
+        raise AgentExit("the agent ended by SystemExit") from error
+
+
+def _guarded(
+    method: Callable[..., Any], rollout: AttemptedRollout, resources: NamedResources, process: int
+) -> Callable[[], Any]:
+    def call() -> Any:
+        try:
+            return method(rollout.input, resources, rollout)
+        finally:
+            if os.getpid() != process:
+                os._exit(0)  # as above: the fork copied this thread alone
+
+    return call
+
+
+async def _give_up(work: asyncio.Future[Any], rollout: AttemptedRollout) -> None:
+    if not isinstance(work, asyncio.Task):
+        _abandon(work, rollout)  # its thread goes on
+        return
+    work.cancel()
+    await asyncio.wait({work}, timeout=GRACE_SECONDS)
+    if not work.done():
+        _abandon(work, rollout)
+
+
+def _abandon(work: asyncio.Future[Any], rollout: AttemptedRollout) -> None:
+    logger.warning(
+        "The agent of rollout %s still runs and cannot be ended; its results are ignored", rollout.rollout_id
+    )
+    _abandoned.add(work)
+    work.add_done_callback(_note_end)
+
+
+def _note_end(work: asyncio.Future[Any]) -> None:
+    _abandoned.discard(work)
+    if not work.cancelled():
+        work.exception()  # seen, so that asyncio does not complain of it
+
+
+async def _lease_lost(store: LightningStore, rollout: AttemptedRollout, every_seconds: float) -> str:
+    """Returns once the attempt is no longer the rollout's, with the reason."""
+    if every_seconds <= 0:
+        await asyncio.Event().wait()
+    while True:
+        await asyncio.sleep(every_seconds)
+        try:
+            now = await store.get_rollout_by_id(rollout.rollout_id)
+        except Exception as error:  # noqa: BLE001 - any store's; the agent works on, and the fence has the last word
+            logger.warning("Cannot look at the lease of rollout %s: %s", rollout.rollout_id, in_words(error))
+            continue
+        if now is None:
+            return "the rollout is gone"
+        if isinstance(now, AttemptedRollout) and now.attempt.attempt_id != rollout.attempt.attempt_id:
+            return f"attempt {now.attempt.attempt_id} has taken over"
+        if now.status in FINISHED:
+            return f"the rollout is already {now.status}"

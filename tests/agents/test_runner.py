@@ -1,0 +1,375 @@
+"""The runner with real agents on real stores."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from rollout_core.agents.agent import LitAgent, llm_rollout, rollout as rollout_agent
+from rollout_core.agents.emitters import emit_annotation, emit_reward, find_final_reward, get_reward_value
+from rollout_core.agents.hooks import Hook
+from rollout_core.agents.operations import operation
+from rollout_core.agents.otel import OtelTracer
+from rollout_core.agents.runner import LitAgentRunner
+from rollout_core.store import (
+    LLM,
+    InMemoryLightningStore,
+    LightningStoreClient,
+    LightningStoreServer,
+    ProxyLLM,
+    RolloutConfig,
+    Span,
+    SqlLightningStore,
+)
+
+LLM_RESOURCES = {"main": LLM(endpoint="http://localhost:9/v1", model="m")}
+
+
+@pytest.fixture(params=["memory", "sqlite", "http"])
+async def store(request, tmp_path):
+    if request.param == "memory":
+        async with InMemoryLightningStore() as store:
+            yield store
+        return
+    async with SqlLightningStore.from_url(f"sqlite:///{tmp_path / 'store.db'}") as store:
+        if request.param == "sqlite":
+            yield store
+            return
+        server = LightningStoreServer(store)
+        await server.start()
+        async with LightningStoreClient(server.endpoint) as client:
+            yield client
+        await server.close()
+
+
+@pytest.fixture
+async def memory():
+    async with InMemoryLightningStore() as store:
+        yield store
+
+
+def runner(**options) -> LitAgentRunner:
+    options = {"poll_interval": 0.01, "heartbeat_interval": 0, **options}
+    return LitAgentRunner(OtelTracer(instrument=[]), **options)
+
+
+async def run_all(store, agent, count: int, **options) -> None:
+    async with runner(max_rollouts=count, **options).run_context(agent=agent, store=store) as worker:
+        await asyncio.wait_for(worker.iter(), 30)
+
+
+async def test_what_the_agent_emits_and_returns_is_in_the_store_in_order(store):
+    @llm_rollout
+    def agent(task, llm):
+        assert llm.model == "m"
+        emit_reward(0.25)
+        with operation(name="look-up", place="here") as op:
+            op.set_input(1, key="k")
+            op.set_output({"found": [1, 2]})
+        emit_annotation({"note": {"of": task}})
+        return task / 4
+
+    await store.add_resources(LLM_RESOURCES)
+    queued = await store.enqueue_rollout(3, mode="train")
+    await run_all(store, agent, 1)
+    done = await store.get_rollout_by_id(queued.rollout_id)
+    assert (done.status, done.attempt.status, done.attempt.worker_id) == ("succeeded", "succeeded", "Worker-0")
+    spans = list(await store.query_spans(queued.rollout_id))
+    assert [span.sequence_id for span in spans] == [1, 2, 3, 4]
+    assert [get_reward_value(span) for span in spans] == [0.25, None, None, 0.75]
+    assert find_final_reward(spans) == 0.75
+    assert spans[1].attributes == {
+        "agentlightning.operation.name": "look-up",
+        "place": "here",
+        "agentlightning.operation.input.args.0": 1,
+        "agentlightning.operation.input.key": "k",
+        "agentlightning.operation.output.found": [1, 2],
+    }
+    assert spans[2].attributes == {"note.of": 3}
+
+
+async def test_an_agents_error_fails_the_attempt_and_the_next_rollout_runs(store):
+    @rollout_agent
+    async def agent(task, llm):
+        if task == "bad":
+            raise ValueError("no such thing")
+        return 1
+
+    await store.add_resources(LLM_RESOURCES)
+    bad, good = await store.enqueue_rollout("bad"), await store.enqueue_rollout("good")
+    await run_all(store, agent, 2)
+    assert (await store.get_rollout_by_id(bad.rollout_id)).status == "failed"
+    assert (await store.get_rollout_by_id(good.rollout_id)).status == "succeeded"
+    [span] = await store.query_spans(bad.rollout_id)
+    assert span.attributes["exception.message"] == "no such thing"
+
+
+@pytest.mark.parametrize(
+    ("result", "status"),
+    [
+        (None, "succeeded"),
+        (True, "succeeded"),
+        (np.float32(0.5), "succeeded"),
+        ([], "succeeded"),
+        ({"reward": 1}, "failed"),
+        ("1.0", "failed"),
+        (float("nan"), "failed"),
+        ([1, 2], "failed"),
+        ([Span.from_attributes(attributes={"a": 1}, name="own")], "succeeded"),
+        ([Span.from_attributes(attributes={}, rollout_id="other", attempt_id="other")], "failed"),
+    ],
+)
+async def test_what_a_rollout_may_return(memory, result, status):
+    class Agent(LitAgent):
+        def rollout(self, task, resources, rollout):
+            return result
+
+    queued = await memory.enqueue_rollout(1)
+    await run_all(memory, Agent(), 1)
+    assert (await memory.get_rollout_by_id(queued.rollout_id)).status == status
+
+
+async def test_the_mode_chooses_the_method(memory):
+    class Agent(LitAgent):
+        async def training_rollout_async(self, task, resources, rollout):
+            return 1
+
+        async def validation_rollout_async(self, task, resources, rollout):
+            return 2
+
+    for mode in ("train", "val", "test", None):
+        await memory.enqueue_rollout(mode, mode=mode)
+    await run_all(memory, Agent(), 4)
+    rewards = {}
+    for rollout in await memory.query_rollouts():
+        rewards[rollout.input] = find_final_reward(await memory.query_spans(rollout.rollout_id))
+    assert rewards == {"train": 1, "val": 2, "test": 2, None: 2}
+
+
+async def test_runners_in_one_process_never_mix_their_spans(store):
+    @rollout_agent
+    def agent(task, llm):
+        emit_annotation({"task": task})
+        time.sleep(0.002 * (task % 3))
+        emit_annotation({"task": task})
+        return float(task)
+
+    await store.add_resources(LLM_RESOURCES)
+    ids = [(await store.enqueue_rollout(task)).rollout_id for task in range(24)]
+    first = runner(max_rollouts=8)
+    async with first.run_context(agent=agent, store=store):
+        workers = [first, first.for_worker(), first.for_worker()]
+        for number, worker in enumerate(workers):
+            worker.init_worker(number, store)
+        await asyncio.wait_for(asyncio.gather(*[worker.iter() for worker in workers]), 30)
+    for task, rollout_id in enumerate(ids):
+        spans = list(await store.query_spans(rollout_id))
+        assert [span.attributes.get("task") for span in spans] == [task, task, None]
+        assert find_final_reward(spans) == task
+
+
+async def test_threads_that_an_agent_starts_are_part_of_its_trace(memory):
+    @rollout_agent
+    def agent(task, llm):
+        thread = threading.Thread(target=lambda: emit_reward(0.5))
+        thread.start()
+        thread.join()
+
+    await memory.add_resources(LLM_RESOURCES)
+    queued = await memory.enqueue_rollout(1)
+    worker = LitAgentRunner(OtelTracer(instrument=["threading"]), max_rollouts=1, heartbeat_interval=0)
+    async with worker.run_context(agent=agent, store=memory):
+        await worker.iter()
+    assert find_final_reward(await memory.query_spans(queued.rollout_id)) == 0.5
+
+
+@pytest.mark.parametrize("kind", ["sleeps", "blocks", "swallows"])
+async def test_an_agent_that_hangs_is_timed_out_and_tried_again(memory, kind, monkeypatch):
+    monkeypatch.setattr("rollout_core.agents.running.GRACE_SECONDS", 0.2)
+    tries, release = [], threading.Event()
+
+    class Sync(LitAgent):
+        def rollout(self, task, resources, rollout):
+            tries.append(1)
+            if len(tries) == 1:
+                release.wait(20)
+            return 1.0
+
+    class Async(LitAgent):
+        async def rollout_async(self, task, resources, rollout):
+            tries.append(1)
+            until = time.monotonic() + 20
+            while len(tries) == 1 and time.monotonic() < until and not release.is_set():
+                try:
+                    await asyncio.sleep(0.1)
+                except asyncio.CancelledError:
+                    if kind != "swallows":
+                        raise
+            return 1.0
+
+    config = RolloutConfig(timeout_seconds=0.3, max_attempts=2, retry_condition=["timeout"])
+    queued = await memory.enqueue_rollout(1, config=config)
+    await run_all(memory, Sync() if kind == "blocks" else Async(), 2)
+    release.set()
+    statuses = [attempt.status for attempt in await memory.query_attempts(queued.rollout_id)]
+    assert statuses == ["timeout", "succeeded"]
+
+
+async def test_a_cancelled_runner_never_leaves_a_success(memory):
+    started = asyncio.Event()
+
+    class Agent(LitAgent):
+        async def rollout_async(self, task, resources, rollout):
+            started.set()
+            await asyncio.sleep(60)
+
+    queued = await memory.enqueue_rollout(1)
+    async with runner().run_context(agent=Agent(), store=memory) as worker:
+        work = asyncio.create_task(worker.iter())
+        await started.wait()
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+    assert (await memory.get_rollout_by_id(queued.rollout_id)).status == "failed"
+
+
+async def test_an_agent_whose_rollout_is_cancelled_is_stopped(memory):
+    started, stopped = asyncio.Event(), asyncio.Event()
+
+    class Agent(LitAgent):
+        async def rollout_async(self, task, resources, rollout):
+            started.set()
+            try:
+                await asyncio.sleep(60)
+            finally:
+                stopped.set()
+
+    queued = await memory.enqueue_rollout(1)
+    worker = runner(max_rollouts=1, heartbeat_interval=0.05)
+    async with worker.run_context(agent=Agent(), store=memory):
+        work = asyncio.create_task(worker.iter())
+        await started.wait()
+        await memory.update_rollout(queued.rollout_id, status="cancelled")
+        await asyncio.wait_for(work, 10)
+    assert stopped.is_set()
+    assert (await memory.get_rollout_by_id(queued.rollout_id)).status == "cancelled"
+
+
+async def test_an_agent_that_exits_or_forks_harms_nobody(memory):
+    class Agent(LitAgent):
+        def rollout(self, task, resources, rollout):
+            if task == "exit":
+                sys.exit(3)
+            child = os.fork()
+            if child:
+                os.waitpid(child, 0)
+            return 1.0  # the child comes here too
+
+    class AsyncAgent(LitAgent):
+        async def rollout_async(self, task, resources, rollout):
+            sys.exit(3)
+
+    for task in ("exit", "fork"):
+        await memory.enqueue_rollout(task)
+    await run_all(memory, Agent(), 2)
+    assert [rollout.status for rollout in await memory.query_rollouts()] == ["failed", "succeeded"]
+    queued = await memory.enqueue_rollout("exit")
+    await run_all(memory, AsyncAgent(), 1)
+    assert (await memory.get_rollout_by_id(queued.rollout_id)).status == "failed"
+
+
+async def test_hooks_see_their_moments_in_order_and_cannot_harm(memory):
+    seen = []
+
+    class Notes(Hook):
+        async def on_rollout_start(self, *, agent, runner, rollout):
+            seen.append("rollout start")
+
+        async def on_trace_start(self, *, agent, runner, tracer, rollout):
+            emit_annotation({"by": "hook"})
+            seen.append("trace start")
+
+        async def on_trace_end(self, *, agent, runner, tracer, rollout):
+            seen.append(("trace end", len(tracer.get_last_trace())))
+
+        async def on_rollout_end(self, *, agent, runner, rollout, spans):
+            stored = await runner.get_store().get_rollout_by_id(rollout.rollout_id)
+            seen.append(("rollout end", [get_reward_value(span) for span in spans], stored.status))
+
+    class Bad(Hook):
+        async def on_trace_start(self, **given):
+            raise RuntimeError("bad hook")
+
+    @rollout_agent
+    def agent(task, llm):
+        return 1.5
+
+    await memory.add_resources(LLM_RESOURCES)
+    await memory.enqueue_rollout(1)
+    worker = runner(max_rollouts=1)
+    async with worker.run_context(agent=agent, store=memory, hooks=[Bad(), Notes()]):
+        await worker.iter()
+    assert seen == ["rollout start", "trace start", ("trace end", 1), ("rollout end", [None, 1.5], "running")]
+    assert [rollout.status for rollout in await memory.query_rollouts()] == ["succeeded"]
+
+
+async def test_step_runs_one_input_and_raises_what_the_agent_raises(store):
+    @llm_rollout
+    def agent(task, llm):
+        if task == "bad":
+            raise KeyError("gone")
+        return 0.5 if "/rollout/ro-" in llm.endpoint else 0.0
+
+    async with runner().run_context(agent=agent, store=store) as worker:
+        proxied = {"main": ProxyLLM(endpoint="http://localhost:9/v1", model="m")}
+        done = await worker.step("good", resources=proxied, mode="val")
+        assert (done.status, done.mode) == ("succeeded", "val")
+        assert find_final_reward(await store.query_spans(done.rollout_id)) == 0.5
+        with pytest.raises(KeyError, match="gone"):
+            await worker.step("bad")
+    assert [rollout.status for rollout in await store.query_rollouts()] == ["succeeded", "failed"]
+
+
+async def test_missing_resources_fail_the_rollout_and_say_so(memory, caplog):
+    @llm_rollout
+    def agent(task, llm):
+        return 1
+
+    without, unknown = await memory.enqueue_rollout(1), await memory.enqueue_rollout(2, resources_id="rs-nope")
+    await run_all(memory, agent, 2)
+    for queued in (without, unknown):
+        assert (await memory.get_rollout_by_id(queued.rollout_id)).status == "failed"
+    assert "asks for a LLM, but the resources are none" in caplog.text
+    assert "rs-nope" in caplog.text
+
+
+async def test_heartbeats_say_what_the_machine_is_at(store):
+    class Agent(LitAgent):
+        async def rollout_async(self, task, resources, rollout):
+            await asyncio.sleep(0.3)
+
+    await store.enqueue_rollout(1)
+    await run_all(store, Agent(), 1, heartbeat_interval=0.1)
+    worker = await store.get_worker_by_id("Worker-0")
+    assert worker.last_heartbeat_time is not None
+    assert set(worker.heartbeat_stats) == {"host", "process", "cpu", "memory", "disk", "network"}
+
+
+async def test_ten_thousand_spans_of_one_rollout_arrive(store):
+    @rollout_agent
+    def agent(task, llm):
+        for number in range(task):
+            emit_annotation({"number": number})
+
+    count = 10_000 if isinstance(store, InMemoryLightningStore) else 2_000
+    await store.add_resources(LLM_RESOURCES)
+    queued = await store.enqueue_rollout(count)
+    await run_all(store, agent, 1)
+    spans = await store.query_spans(queued.rollout_id)
+    assert [span.attributes["number"] for span in spans] == list(range(count))
