@@ -28,7 +28,8 @@ class EncodedSpan(NamedTuple):
     rollout_id: str
     attempt_id: str
     span_id: str
-    sequence_id: int
+    sequence_id: int | None
+    """None: the store gives it the next number of its rollout."""
     trace_id: str
     parent_id: str | None
     name: str
@@ -44,14 +45,17 @@ class EncodedSpan(NamedTuple):
 _COLUMNS = EncodedSpan._fields[:-1]
 _columns_of_fields = itemgetter(*_COLUMNS)
 _columns_of_struct = attrgetter(*_COLUMNS)
+_new = tuple.__new__  # the class itself takes three times as long to call
 
 
 def encode_fields(span: Mapping[str, Any]) -> EncodedSpan:
     """A span given as its ``SpanFields``. Raises ConfigError as ``check_span``, and if JSON cannot hold it."""
     check_span(span)
-    body = {name: value for name, value in span.items() if name not in _COLUMNS}
+    body = dict(span)
+    for name in _COLUMNS:
+        del body[name]
     text = encode(body, f"span {span['name']}", model_fields, num_nulls(body))
-    return EncodedSpan._make((*_columns_of_fields(span), text))
+    return _new(EncodedSpan, (*_columns_of_fields(span), text))
 
 
 # The parts of a span, by the same names and rules as the models of ``spans``.
@@ -122,7 +126,7 @@ class BodyStruct(_Part):
 
     def text(self) -> str:
         """The body as JSON."""
-        return _encode(self).decode()
+        return _encoder.encode(self).decode()
 
 
 class SpanStruct(BodyStruct, kw_only=True):
@@ -144,8 +148,7 @@ class _Request(_Part):
 
 
 _body_of = attrgetter(*BodyStruct.__struct_fields__)
-_encode = msgspec.json.Encoder().encode
-_new = tuple.__new__  # the class itself takes three times as long to call
+_encoder = msgspec.json.Encoder()
 _decode = msgspec.json.Decoder(_Request).decode
 
 
@@ -155,8 +158,10 @@ def read_encoded(data: bytes) -> list[EncodedSpan] | None:
         return None  # no store keeps it in a column; which it is in is looked up there
     try:
         spans = _decode(data).spans
-        bodies = map(_encode, starmap(BodyStruct, map(_body_of, spans)))
+        lines = _encoder.encode_lines(list(starmap(BodyStruct, map(_body_of, spans))))
+        bodies = lines.decode().split("\n")
+        bodies.pop()  # what follows the last line's end
         columns = map(_columns_of_struct, spans)
-        return [_new(EncodedSpan, (*row, body.decode())) for row, body in zip(columns, bodies, strict=True)]
+        return [_new(EncodedSpan, (*row, body)) for row, body in zip(columns, bodies, strict=True)]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from google.protobuf import json_format
 from google.protobuf.descriptor import Descriptor
@@ -100,7 +100,7 @@ async def _read_and_store(store: LightningStore, data: bytes, media_type: str) -
     return await store_spans(store, read_spans(data, media_type))
 
 
-def read_spans(data: bytes, media_type: str) -> list[OtlpSpan]:
+def read_spans(data: bytes, media_type: str) -> list[EncodedSpan]:
     """The spans of an export request. Raises ConfigError if it is none, and TooLarge."""
     request = parse_request(data, media_type)
     num_spans = num_bytes = 0
@@ -172,49 +172,36 @@ class Rejected:
             self.reasons.append(f"{count} spans: {reason}")
 
 
-class OtlpSpan(NamedTuple):
-    """A span of a request."""
-
-    span: EncodedSpan
-    is_numbered: bool
-    """Whether it brought a sequence id."""
-
-    @property
-    def ids(self) -> tuple[str, str]:
-        """Of its rollout and attempt."""
-        return self.span.rollout_id, self.span.attempt_id
-
-
-async def store_spans(store: LightningStore, given: Sequence[OtlpSpan]) -> Rejected:
+async def store_spans(store: LightningStore, given: Sequence[EncodedSpan]) -> Rejected:
     """Number and store all spans of a request that name a rollout and an attempt."""
     rejected = Rejected()
-    spans = [span for span in given if all(span.ids)]
+    spans = [span for span in given if span.rollout_id and span.attempt_id]
     num_nameless = len(given) - len(spans)
     if num_nameless:
         rejected.add(num_nameless, f"neither resource nor span names {_ROLLOUT_ID} and an attempt")
         logger.warning("dropped %d spans of an OTLP request that name no rollout and attempt", num_nameless)
     try:
-        await _number_and_add(store, spans)
+        await _add(store, spans)
     except (NotFound, ConfigError):
         # One that cannot be filed must not take the others with it.
         await _add_apart(store, await _known(store, spans, rejected), rejected)
     return rejected
 
 
-async def _known(store: LightningStore, spans: Sequence[OtlpSpan], rejected: Rejected) -> list[OtlpSpan]:
+async def _known(store: LightningStore, spans: Sequence[EncodedSpan], rejected: Rejected) -> list[EncodedSpan]:
     """The spans that have ids, of rollouts and attempts that exist; the others are rejected."""
     unknown: Counter[str] = Counter()
-    sound: list[OtlpSpan] = []
+    sound: list[EncodedSpan] = []
     for span in spans:
         try:
-            check_ids(*span.ids, span.span.span_id)
+            check_ids(*span[:3])
             sound.append(span)
         except ConfigError as error:
             unknown[str(error)] += 1
-    attempts = await _attempts(store, {span.ids for span in sound})
-    known: list[OtlpSpan] = []
+    attempts = await _attempts(store, {span[:2] for span in sound})
+    known: list[EncodedSpan] = []
     for span in sound:
-        rollout_id, attempt_id = span.ids
+        rollout_id, attempt_id = span[:2]
         if rollout_id not in attempts:
             unknown[f"rollout {rollout_id} does not exist in this store"] += 1
         elif attempt_id not in attempts[rollout_id]:
@@ -238,31 +225,25 @@ async def _attempts(store: LightningStore, wanted: Collection[tuple[str, str]]) 
     return attempts
 
 
-async def _add_apart(store: LightningStore, spans: Sequence[OtlpSpan], rejected: Rejected) -> None:
+async def _add_apart(store: LightningStore, spans: Sequence[EncodedSpan], rejected: Rejected) -> None:
     """Store the spans of each attempt by themselves."""
-    groups: dict[tuple[str, str], list[OtlpSpan]] = {}
+    groups: dict[tuple[str, str], list[EncodedSpan]] = {}
     for span in spans:
-        groups.setdefault(span.ids, []).append(span)
+        groups.setdefault(span[:2], []).append(span)
     for group in groups.values():
         try:
-            await _number_and_add(store, group)
+            await _add(store, group)
         except (NotFound, ConfigError) as error:
             rejected.add(len(group), str(error))
 
 
-async def _number_and_add(store: LightningStore, given: Sequence[OtlpSpan]) -> None:
-    check_ids(*[text for span, _ in given for text in (span.rollout_id, span.attempt_id, span.span_id)])
-    spans = [span for span, _ in given]
-    unnumbered = [place for place, (_, is_numbered) in enumerate(given) if not is_numbered]
-    if unnumbered:
-        numbers = await store.get_many_span_sequence_ids([given[place].ids for place in unnumbered])
-        for place, number in zip(unnumbered, numbers, strict=True):
-            spans[place] = spans[place]._replace(sequence_id=number)
+async def _add(store: LightningStore, spans: Sequence[EncodedSpan]) -> None:
+    check_ids(*[text for span in spans for text in span[:3]])
     if spans:
         await store.add_encoded_spans(spans)
 
 
-def _spans_of(request: ExportTraceServiceRequest) -> Iterator[OtlpSpan]:
+def _spans_of(request: ExportTraceServiceRequest) -> Iterator[EncodedSpan]:
     """The spans of a request, in order."""
     for of_resource in request.resource_spans:
         resource = ResourceStruct(_attributes(of_resource.resource.attributes), of_resource.schema_url)
@@ -272,10 +253,9 @@ def _spans_of(request: ExportTraceServiceRequest) -> Iterator[OtlpSpan]:
                 yield _convert(source, resource, scope)
 
 
-def _convert(source: ProtoSpan, resource: ResourceStruct, scope: dict[str, Any]) -> OtlpSpan:
+def _convert(source: ProtoSpan, resource: ResourceStruct, scope: dict[str, Any]) -> EncodedSpan:
     attributes = _attributes(source.attributes)
     named = {**resource.attributes, **attributes}
-    number = _sequence_id(named.get(_SEQUENCE_ID))
     context = _context(source.trace_id, source.span_id, source.trace_state)
     parent_id = source.parent_span_id.hex() or None
     code = source.status.code
@@ -296,11 +276,11 @@ def _convert(source: ProtoSpan, resource: ResourceStruct, scope: dict[str, Any])
         _KINDS[source.kind] if 0 <= source.kind < len(_KINDS) else "UNSPECIFIED",
         scope,
     )
-    span = EncodedSpan(
+    return EncodedSpan(
         rollout_id=_text(named.get(_ROLLOUT_ID)),
         attempt_id=_text(named.get(_ATTEMPT_ID)),
         span_id=context.span_id,
-        sequence_id=number or 0,
+        sequence_id=_sequence_id(named.get(_SEQUENCE_ID)),
         trace_id=context.trace_id,
         parent_id=parent_id,
         name=otel_name(source.name),
@@ -308,7 +288,6 @@ def _convert(source: ProtoSpan, resource: ResourceStruct, scope: dict[str, Any])
         end_time=_seconds(source.end_time_unix_nano),
         body=body.text(),
     )
-    return OtlpSpan(span, number is not None)
 
 
 def _text(value: Any) -> str:

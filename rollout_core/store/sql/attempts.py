@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import compress
-from typing import Any, NamedTuple
+from itertools import compress, groupby
+from operator import itemgetter
+from typing import Any
 
 from rollout_core.base.errors import Conflict
 from rollout_core.store.checks import sequence_id_after
+from rollout_core.store.encoded_spans import EncodedSpan
 from rollout_core.store.operations import Loaded, apply_updates, expire, note_spans
 from rollout_core.store.sql.dialect import Transaction
 from rollout_core.store.sql.rows import (
@@ -22,12 +24,9 @@ from rollout_core.store.sql.rows import (
 from rollout_core.store.sql.unit import UnitOfWork
 from rollout_core.store.types import Attempt, AttemptUpdate, Rollout
 
-
-class StoredSpan(NamedTuple):
-    """A row of ``spans``, in the order of ``columns.SPAN``, with the id of its rollout."""
-
-    rollout_id: str
-    columns: tuple[Any, ...]
+_owner_of = itemgetter(0, 1)
+"""The ids of a span's rollout and attempt."""
+_number_of = itemgetter(3)
 
 
 # Updates
@@ -44,7 +43,7 @@ def update_attempts(tx: Transaction, updates: Sequence[tuple[AttemptUpdate, bool
     return results
 
 
-def end_attempts(tx: Transaction, ends: Sequence[tuple[StoredSpan, AttemptUpdate]]) -> list[Attempt | Conflict]:
+def end_attempts(tx: Transaction, ends: Sequence[tuple[EncodedSpan, AttemptUpdate]]) -> list[Attempt | Conflict]:
     """Store the last span of each attempt, and apply its update, fenced."""
     unit = UnitOfWork(tx)
     unit.load([update.rollout_id for _, update in ends], [(update.rollout_id, update.attempt_id) for _, update in ends])
@@ -123,43 +122,63 @@ def number_spans(tx: Transaction, rollout_ids: Sequence[str]) -> list[int]:
     return numbers
 
 
-def add_spans(tx: Transaction, spans: Sequence[StoredSpan]) -> list[bool]:
-    """Store spans; for each, whether it was new.
+def add_spans(tx: Transaction, spans: Sequence[EncodedSpan]) -> list[bool]:
+    """Store spans, those without a number under the next ones of their rollouts; for each, whether it was new.
 
     Raises NotFound, and stores none, if a rollout or attempt is unknown.
     """
     unit = UnitOfWork(tx)
-    asked = dict.fromkeys((rollout_id, columns[0]) for rollout_id, columns in spans)
+    asked = dict.fromkeys(map(_owner_of, spans))
     unit.load([rollout_id for rollout_id, _ in asked], asked, may_finish=False)
     is_new = _store_spans(unit, spans)
     unit.save()
     return is_new
 
 
-def _store_spans(unit: UnitOfWork, spans: Sequence[StoredSpan]) -> list[bool]:
+def _store_spans(unit: UnitOfWork, spans: Sequence[EncodedSpan]) -> list[bool]:
     """Store spans, and change in ``unit`` what follows from them; for each, whether it was new."""
-    owners: list[tuple[Loaded[RolloutState], Attempt]] = []
-    for rollout_id, columns in spans:
-        loaded = unit.rollouts[rollout_id]
-        owners.append((loaded, loaded.attempt(columns[0])))
-        state = loaded.record
-        if columns[2] > state.last_sequence_id:
-            state.last_sequence_id = columns[2]
+    owners: dict[tuple[str, str], tuple[Loaded[RolloutState], Attempt]] = {}
+    for owner in map(_owner_of, spans):
+        if owner not in owners:
+            loaded = unit.rollouts[owner[0]]
+            owners[owner] = loaded, loaded.attempt(owner[1])
+    spans = _numbered(unit, spans)
+    # Spans come attempt by attempt, hundreds of each.
+    for (rollout_id, _), of_attempt in groupby(spans, _owner_of):
+        state = unit.rollouts[rollout_id].record
+        number = max(map(_number_of, of_attempt))
+        if number > state.last_sequence_id:
+            state.last_sequence_id = number
             unit.counters[state.key] = state
     keys = {rollout_id: loaded.record.key for rollout_id, loaded in unit.rollouts.items()}
     is_new = _insert(unit.tx, keys, spans)
     unit.tx.counted["spans"] += sum(is_new)
-    note_spans(unit, compress(owners, is_new))
+    note_spans(unit, [owners[owner] for owner in dict.fromkeys(map(_owner_of, compress(spans, is_new)))])
     return is_new
 
 
-def _insert(tx: Transaction, keys: Mapping[str, int], spans: Sequence[StoredSpan]) -> list[bool]:
+def _numbered(unit: UnitOfWork, spans: Sequence[EncodedSpan]) -> Sequence[EncodedSpan]:
+    """The spans, with the next numbers of their rollouts where they bring none."""
+    if None not in map(_number_of, spans):
+        return spans
+    numbered: list[EncodedSpan] = []
+    for span in spans:
+        if span.sequence_id is None:
+            state = unit.rollouts[span.rollout_id].record
+            state.last_sequence_id = sequence_id_after(state.last_sequence_id, span.rollout_id)
+            unit.counters[state.key] = state
+            span = span._replace(sequence_id=state.last_sequence_id)
+        numbered.append(span)
+    return numbered
+
+
+def _insert(tx: Transaction, keys: Mapping[str, int], spans: Sequence[EncodedSpan]) -> list[bool]:
     # The database says which are new: to look for all of them first would cost every batch what few need.
     last_key = tx.number("{last_span}")
     inserted = tx.insert(
         "spans",
         "rollout_key, attempt_id, span_id, sequence_id, trace_id, parent_id, name, start_time, end_time, body",
-        [(keys[rollout_id], *columns) for rollout_id, columns in spans],
+        [(keys[span[0]], *span[1:]) for span in spans],
         "ON CONFLICT DO NOTHING",
     )
     if inserted == len(spans):
@@ -168,8 +187,8 @@ def _insert(tx: Transaction, keys: Mapping[str, int], spans: Sequence[StoredSpan
     # The rollouts are locked, so all their spans beyond that key are from here.
     stored = set(tx.rows("SELECT rollout_key, attempt_id, span_id FROM spans WHERE key > ?", last_key))
     is_new: list[bool] = []
-    for rollout_id, columns in spans:
-        identity = (keys[rollout_id], columns[0], columns[1])
+    for span in spans:
+        identity = (keys[span.rollout_id], span.attempt_id, span.span_id)
         is_new.append(identity in stored)
         stored.discard(identity)
     return is_new
