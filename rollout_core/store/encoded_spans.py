@@ -8,7 +8,7 @@ says what is wrong with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import starmap
 from operator import attrgetter, itemgetter
 from typing import Annotated, Any, NamedTuple
@@ -124,10 +124,6 @@ class BodyStruct(_Part):
     kind: str | UnsetType = UNSET
     instrumentation_scope: _Values | UnsetType = UNSET
 
-    def text(self) -> str:
-        """The body as JSON."""
-        return _encoder.encode(self).decode()
-
 
 class SpanStruct(BodyStruct, kw_only=True):
     """See ``Span``."""
@@ -154,14 +150,17 @@ _decode = msgspec.json.Decoder(_Request).decode
 
 def read_encoded(data: bytes) -> list[EncodedSpan] | None:
     """The spans of a request's body, ``{"spans": [...]}``; None if it has to be read by pydantic."""
-    if b"\\u0000" in data:
+    if b"\\" in data and b"\\u0000" in data:  # the first, a single byte, is found in a tenth of the time
         return None  # no store keeps it in a column; which it is in is looked up there
     try:
         spans = _decode(data).spans
-        lines = _encoder.encode_lines(list(starmap(BodyStruct, map(_body_of, spans))))
-        bodies = lines.decode().split("\n")
-        bodies.pop()  # what follows the last line's end
-        columns = map(_columns_of_struct, spans)
-        return [_new(EncodedSpan, (*row, body)) for row, body in zip(columns, bodies, strict=True)]
+        return with_bodies(map(_columns_of_struct, spans), list(starmap(BodyStruct, map(_body_of, spans))))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
+
+
+def with_bodies(columns: Iterable[tuple[Any, ...]], bodies: Sequence[BodyStruct]) -> list[EncodedSpan]:
+    """Spans of their columns, in order, and their bodies."""
+    texts = _encoder.encode_lines(bodies).decode().split("\n")
+    texts.pop()  # what follows the last line's end
+    return [_new(EncodedSpan, (*row, text)) for row, text in zip(columns, texts, strict=True)]

@@ -13,7 +13,7 @@ import gzip
 import json
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -43,13 +43,14 @@ from rollout_core.store.encoded_spans import (
     LinkStruct,
     ResourceStruct,
     StatusStruct,
+    with_bodies,
 )
 from rollout_core.store.http import wire
 from rollout_core.store.http.errors import TooLarge, WrongMediaType, status_of
 from rollout_core.store.http.large_bodies import Lane, check_weight
 from rollout_core.store.http.requests import BodyLimits, read_body
 from rollout_core.store.semconv import LightningResourceAttributes as Keys
-from rollout_core.store.spans import StatusCode, TraceState, otel_attributes, otel_name
+from rollout_core.store.spans import StatusCode, TraceState, otel_name, otel_value
 from rollout_core.store.types import AttemptedRollout
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ def read_spans(data: bytes, media_type: str) -> list[EncodedSpan]:
             f"resources and scopes are stored with each of their spans, here {num_bytes} bytes in all; send fewer "
             f"spans in a request, or smaller resources, for at most {MAX_REPEATED_BYTES} bytes"
         )
-    return list(_spans_of(request))
+    return _spans_of(request)
 
 
 def parse_request(data: bytes, media_type: str) -> ExportTraceServiceRequest:
@@ -243,25 +244,27 @@ async def _add(store: LightningStore, spans: Sequence[EncodedSpan]) -> None:
         await store.add_encoded_spans(spans)
 
 
-def _spans_of(request: ExportTraceServiceRequest) -> Iterator[EncodedSpan]:
-    """The spans of a request, in order."""
+def _spans_of(request: ExportTraceServiceRequest) -> list[EncodedSpan]:
+    """The spans of a request, in order; those without a sequence id have None."""
+    columns: list[tuple[Any, ...]] = []
+    bodies: list[BodyStruct] = []
     for of_resource in request.resource_spans:
         resource = ResourceStruct(_attributes(of_resource.resource.attributes), of_resource.schema_url)
         for of_scope in of_resource.scope_spans:
             scope = {"name": of_scope.scope.name, "version": of_scope.scope.version or None}
             for source in of_scope.spans:
-                yield _convert(source, resource, scope)
+                body = _body(source, resource, scope)
+                columns.append(_columns(source, body))
+                bodies.append(body)
+    return with_bodies(columns, bodies)
 
 
-def _convert(source: ProtoSpan, resource: ResourceStruct, scope: dict[str, Any]) -> EncodedSpan:
-    attributes = _attributes(source.attributes)
-    named = {**resource.attributes, **attributes}
-    context = _context(source.trace_id, source.span_id, source.trace_state)
-    parent_id = source.parent_span_id.hex() or None
-    code = source.status.code
-    body = BodyStruct(
-        StatusStruct(_STATUS_CODES[code] if 0 <= code < 3 else "UNSET", source.status.message or None),
-        attributes,
+def _body(source: ProtoSpan, resource: ResourceStruct, scope: dict[str, Any]) -> BodyStruct:
+    status, kind = source.status, source.kind
+    code = status.code
+    return BodyStruct(
+        StatusStruct(_STATUS_CODES[code] if 0 <= code < 3 else "UNSET", status.message or None),
+        _attributes(source.attributes),
         [
             EventStruct(event.name, _attributes(event.attributes), _seconds(event.time_unix_nano))
             for event in source.events
@@ -270,23 +273,28 @@ def _convert(source: ProtoSpan, resource: ResourceStruct, scope: dict[str, Any])
             LinkStruct(_context(link.trace_id, link.span_id, link.trace_state), _attributes(link.attributes) or None)
             for link in source.links
         ],
-        context,
-        _context(source.trace_id, source.parent_span_id, "") if parent_id else None,
+        _context(source.trace_id, source.span_id, source.trace_state),
+        _context(source.trace_id, source.parent_span_id, "") if source.parent_span_id else None,
         resource,
-        _KINDS[source.kind] if 0 <= source.kind < len(_KINDS) else "UNSPECIFIED",
+        _KINDS[kind] if 0 <= kind < len(_KINDS) else "UNSPECIFIED",
         scope,
     )
-    return EncodedSpan(
-        rollout_id=_text(named.get(_ROLLOUT_ID)),
-        attempt_id=_text(named.get(_ATTEMPT_ID)),
-        span_id=context.span_id,
-        sequence_id=_sequence_id(named.get(_SEQUENCE_ID)),
-        trace_id=context.trace_id,
-        parent_id=parent_id,
-        name=otel_name(source.name),
-        start_time=_seconds(source.start_time_unix_nano),
-        end_time=_seconds(source.end_time_unix_nano),
-        body=body.text(),
+
+
+def _columns(source: ProtoSpan, body: BodyStruct) -> tuple[Any, ...]:
+    """All of an ``EncodedSpan`` but its body."""
+    assert body.context is not None
+    own, shared = body.attributes, body.resource.attributes
+    return (
+        _text(own.get(_ROLLOUT_ID, shared.get(_ROLLOUT_ID))),
+        _text(own.get(_ATTEMPT_ID, shared.get(_ATTEMPT_ID))),
+        body.context.span_id,
+        _sequence_id(own.get(_SEQUENCE_ID, shared.get(_SEQUENCE_ID))),
+        body.context.trace_id,
+        None if body.parent is None else body.parent.span_id,
+        otel_name(source.name),
+        _seconds(source.start_time_unix_nano),
+        _seconds(source.end_time_unix_nano),
     )
 
 
@@ -324,17 +332,17 @@ def _attributes(pairs: Iterable[KeyValue]) -> dict[str, Any]:
 
 
 def _value(value: AnyValue) -> Any:
-    """A value as JSON, by the rules of ``otel_attributes``."""
+    """A value as JSON, by the rules of ``otel_value``."""
     kind = value.WhichOneof("value")
     if kind is None:
         return None
-    if kind == "array_value":
-        return [_value(entry) for entry in value.array_value.values]
-    if kind == "kvlist_value":
-        return _attributes(value.kvlist_value.values)
     held = getattr(value, kind)
+    if kind == "array_value":
+        return [_value(entry) for entry in held.values]
+    if kind == "kvlist_value":
+        return _attributes(held.values)
     # Texts of protobuf are valid Unicode. Of the others some are no JSON.
-    return otel_attributes({kind: held})[kind] if kind in ("double_value", "bytes_value") else held
+    return otel_value(held) if kind in ("double_value", "bytes_value") else held
 
 
 def _refusal(error: Exception, media_type: str) -> Response:

@@ -167,7 +167,7 @@ def _numbered(unit: UnitOfWork, spans: Sequence[EncodedSpan]) -> Sequence[Encode
             state = unit.rollouts[span.rollout_id].record
             state.last_sequence_id = sequence_id_after(state.last_sequence_id, span.rollout_id)
             unit.counters[state.key] = state
-            span = span._replace(sequence_id=state.last_sequence_id)
+            span = EncodedSpan(*span[:3], state.last_sequence_id, *span[4:])
         numbered.append(span)
     return numbered
 
