@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import compress, groupby
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
 from rollout_core.base.errors import Conflict
 from rollout_core.store.checks import sequence_id_after
 from rollout_core.store.encoded_spans import EncodedSpan
-from rollout_core.store.operations import Loaded, apply_updates, expire, note_spans
+from rollout_core.store.operations import apply_updates, expire, note_spans
 from rollout_core.store.sql.dialect import Transaction
 from rollout_core.store.sql.rows import (
     ROLLOUTS_WITH_ATTEMPT,
@@ -24,8 +24,9 @@ from rollout_core.store.sql.rows import (
 from rollout_core.store.sql.unit import UnitOfWork
 from rollout_core.store.types import Attempt, AttemptUpdate, Rollout
 
-_owner_of = itemgetter(0, 1)
-"""The ids of a span's rollout and attempt."""
+Run = tuple[tuple[str, str], list[EncodedSpan]]
+"""Spans of one rollout and attempt, with their ids."""
+
 _number_of = itemgetter(3)
 
 
@@ -47,7 +48,7 @@ def end_attempts(tx: Transaction, ends: Sequence[tuple[EncodedSpan, AttemptUpdat
     """Store the last span of each attempt, and apply its update, fenced."""
     unit = UnitOfWork(tx)
     unit.load([update.rollout_id for _, update in ends], [(update.rollout_id, update.attempt_id) for _, update in ends])
-    _store_spans(unit, [span for span, _ in ends])
+    _store_spans(unit, _runs([span for span, _ in ends]))
     results = apply_updates(unit, [(update, True) for _, update in ends])
     unit.save()
     return results
@@ -127,68 +128,70 @@ def add_spans(tx: Transaction, spans: Sequence[EncodedSpan]) -> list[bool]:
 
     Raises NotFound, and stores none, if a rollout or attempt is unknown.
     """
+    runs = _runs(spans)
+    asked = dict.fromkeys(owner for owner, _ in runs)
     unit = UnitOfWork(tx)
-    asked = dict.fromkeys(map(_owner_of, spans))
     unit.load([rollout_id for rollout_id, _ in asked], asked, may_finish=False)
-    is_new = _store_spans(unit, spans)
+    is_new = _store_spans(unit, runs)
     unit.save()
     return is_new
 
 
-def _store_spans(unit: UnitOfWork, spans: Sequence[EncodedSpan]) -> list[bool]:
+def _runs(spans: Sequence[EncodedSpan]) -> list[Run]:
+    """Spans in order, those of one attempt together: they come in hundreds."""
+    return [(owner, list(run)) for owner, run in groupby(spans, itemgetter(0, 1))]
+
+
+def _store_spans(unit: UnitOfWork, runs: Sequence[Run]) -> list[bool]:
     """Store spans, and change in ``unit`` what follows from them; for each, whether it was new."""
-    owners: dict[tuple[str, str], tuple[Loaded[RolloutState], Attempt]] = {}
-    for owner in map(_owner_of, spans):
-        if owner not in owners:
-            loaded = unit.rollouts[owner[0]]
-            owners[owner] = loaded, loaded.attempt(owner[1])
-    spans = _numbered(unit, spans)
-    # Spans come attempt by attempt, hundreds of each.
-    for (rollout_id, _), of_attempt in groupby(spans, _owner_of):
-        state = unit.rollouts[rollout_id].record
-        number = max(map(_number_of, of_attempt))
+    owners = [(loaded := unit.rollouts[rollout_id], loaded.attempt(attempt_id)) for (rollout_id, attempt_id), _ in runs]
+    for (loaded, _), (_, run) in zip(owners, runs, strict=True):
+        if None in map(_number_of, run):
+            run[:] = _numbered(loaded.record, run)
+            unit.counters[loaded.record.key] = loaded.record
+    # Later, so that those that bring numbers of their own do not put off the others.
+    for (loaded, _), (_, run) in zip(owners, runs, strict=True):
+        state, number = loaded.record, max(map(_number_of, run))
         if number > state.last_sequence_id:
             state.last_sequence_id = number
             unit.counters[state.key] = state
-    keys = {rollout_id: loaded.record.key for rollout_id, loaded in unit.rollouts.items()}
-    is_new = _insert(unit.tx, keys, spans)
-    unit.tx.counted["spans"] += sum(is_new)
-    note_spans(unit, [owners[owner] for owner in dict.fromkeys(map(_owner_of, compress(spans, is_new)))])
+    is_new = _insert(unit.tx, [(loaded.record.key, run) for (loaded, _), (_, run) in zip(owners, runs, strict=True)])
+    num_new = sum(is_new)
+    unit.tx.counted["spans"] += num_new
+    if num_new < len(is_new):
+        left = iter(is_new)
+        owners = [owner for owner, (_, run) in zip(owners, runs, strict=True) if any([next(left) for _ in run])]
+    note_spans(unit, owners)
     return is_new
 
 
-def _numbered(unit: UnitOfWork, spans: Sequence[EncodedSpan]) -> Sequence[EncodedSpan]:
-    """The spans, with the next numbers of their rollouts where they bring none."""
-    if None not in map(_number_of, spans):
-        return spans
-    numbered: list[EncodedSpan] = []
+def _numbered(state: RolloutState, spans: Sequence[EncodedSpan]) -> Iterator[EncodedSpan]:
+    """Spans of one rollout, with its next numbers where they bring none."""
     for span in spans:
         if span.sequence_id is None:
-            state = unit.rollouts[span.rollout_id].record
             state.last_sequence_id = sequence_id_after(state.last_sequence_id, span.rollout_id)
-            unit.counters[state.key] = state
             span = EncodedSpan(*span[:3], state.last_sequence_id, *span[4:])
-        numbered.append(span)
-    return numbered
+        yield span
 
 
-def _insert(tx: Transaction, keys: Mapping[str, int], spans: Sequence[EncodedSpan]) -> list[bool]:
+def _insert(tx: Transaction, runs: Sequence[tuple[int, Sequence[EncodedSpan]]]) -> list[bool]:
+    """Store spans, given with the keys of their rollouts; for each, whether it was new."""
     # The database says which are new: to look for all of them first would cost every batch what few need.
     last_key = tx.number("{last_span}")
+    rows = [(key, *span[1:]) for key, run in runs for span in run]
     inserted = tx.insert(
         "spans",
         "rollout_key, attempt_id, span_id, sequence_id, trace_id, parent_id, name, start_time, end_time, body",
-        [(keys[span[0]], *span[1:]) for span in spans],
+        rows,
         "ON CONFLICT DO NOTHING",
     )
-    if inserted == len(spans):
-        return [True] * len(spans)
+    if inserted == len(rows):
+        return [True] * len(rows)
     # Some were there before, or come twice in this batch: the first one of each new key is the one that was stored.
     # The rollouts are locked, so all their spans beyond that key are from here.
     stored = set(tx.rows("SELECT rollout_key, attempt_id, span_id FROM spans WHERE key > ?", last_key))
     is_new: list[bool] = []
-    for span in spans:
-        identity = (keys[span.rollout_id], span.attempt_id, span.span_id)
-        is_new.append(identity in stored)
-        stored.discard(identity)
+    for row in rows:
+        is_new.append(row[:3] in stored)
+        stored.discard(row[:3])
     return is_new
