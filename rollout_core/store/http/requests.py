@@ -94,8 +94,8 @@ async def read_call(route: Route, request: Request, limits: BodyLimits, lane: La
         raise ConfigError(f"the path is not UTF-8 behind its percent signs: {error}") from error
     repeated = headers.get(_REPEATED)
     digest = b"" if key is None else _digest(request, data)
-    is_large = len(data) > LOOP_BYTES or route.num_records(body) > LOOP_RECORDS
-    return Call(path, body, key, digest, repeated is not None, repeated == b"final", {}, is_large)
+    takes_long = len(data) > LOOP_BYTES or route.num_records(body) > LOOP_RECORDS
+    return Call(path, body, key, digest, repeated is not None, repeated == b"final", {}, takes_long)
 
 
 def _key(headers: Mapping[bytes, bytes]) -> str | None:
@@ -140,13 +140,13 @@ async def answer(store: LightningStore, route: Route, call: Call, lane: Lane) ->
     if call.is_large and store.capabilities.get("thread_safe"):
         return await lane.run(_answer(store, route, call))
     result = await route.handler(store, call)
-    if _is_large(result):
-        return _reply(route, call, await lane.run(_encoded(result)))
-    return _reply(route, call, await _encoded(result))
+    if is_large(result):
+        return _reply(route, call, await lane.run(encode_large(result)))
+    return _reply(route, call, await encode_large(result))
 
 
 async def _answer(store: LightningStore, route: Route, call: Call) -> Response:
-    return _reply(route, call, await _encoded(await route.handler(store, call)))
+    return _reply(route, call, await encode_large(await route.handler(store, call)))
 
 
 def _reply(route: Route, call: Call, data: bytes) -> Response:
@@ -156,14 +156,14 @@ def _reply(route: Route, call: Call, data: bytes) -> Response:
 _NO_ITEMS = b'{"items":[]'
 
 
-def _is_large(result: Any) -> bool:
+def is_large(result: Any) -> bool:
     """Whether a result has many records that are still to be encoded."""
     return isinstance(result, (list, tuple, PaginatedResult)) and len(result) > LOOP_RECORDS
 
 
-async def _encoded(result: Any) -> bytes:
+async def encode_large(result: Any) -> bytes:
     """``encode_stored``, in parts: the interpreter's lock is held for one at a time."""
-    if not _is_large(result):
+    if not is_large(result):
         return result if isinstance(result, bytes) else encode_stored(result)
     if isinstance(result, PaginatedResult):
         frame = encode_stored(result.model_copy(update={"items": []}))
