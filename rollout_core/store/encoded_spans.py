@@ -161,6 +161,6 @@ def read_encoded(data: bytes) -> list[EncodedSpan] | None:
 
 def with_bodies(columns: Iterable[tuple[Any, ...]], bodies: Sequence[BodyStruct]) -> list[EncodedSpan]:
     """Spans of their columns, in order, and their bodies."""
-    texts = _encoder.encode_lines(bodies).decode().split("\n")
-    texts.pop()  # what follows the last line's end
+    texts = _encoder.encode_lines(bodies).decode().split("\n")  # within JSON there is none
+    texts.pop()  # what follows the last one
     return [_new(EncodedSpan, (*row, text)) for row, text in zip(columns, texts, strict=True)]

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollout_core.base.errors import Conflict
 from rollout_core.store.checks import sequence_id_after
 from rollout_core.store.encoded_spans import EncodedSpan
-from rollout_core.store.operations import apply_updates, expire, note_spans
+from rollout_core.store.operations import Loaded, apply_updates, expire, note_spans
 from rollout_core.store.sql.dialect import Transaction
 from rollout_core.store.sql.rows import (
     ROLLOUTS_WITH_ATTEMPT,
@@ -24,10 +24,15 @@ from rollout_core.store.sql.rows import (
 from rollout_core.store.sql.unit import UnitOfWork
 from rollout_core.store.types import Attempt, AttemptUpdate, Rollout
 
-Run = tuple[tuple[str, str], list[EncodedSpan]]
-"""Spans of one rollout and attempt, with their ids."""
-
 _number_of = itemgetter(3)
+
+
+class _Run(NamedTuple):
+    """Spans of one attempt that come one after the other."""
+
+    loaded: Loaded[RolloutState]
+    attempt: Attempt
+    spans: list[EncodedSpan]
 
 
 # Updates
@@ -48,7 +53,7 @@ def end_attempts(tx: Transaction, ends: Sequence[tuple[EncodedSpan, AttemptUpdat
     """Store the last span of each attempt, and apply its update, fenced."""
     unit = UnitOfWork(tx)
     unit.load([update.rollout_id for _, update in ends], [(update.rollout_id, update.attempt_id) for _, update in ends])
-    _store_spans(unit, _runs([span for span, _ in ends]))
+    _store_spans(unit, _by_attempt([span for span, _ in ends]))
     results = apply_updates(unit, [(update, True) for _, update in ends])
     unit.save()
     return results
@@ -128,40 +133,40 @@ def add_spans(tx: Transaction, spans: Sequence[EncodedSpan]) -> list[bool]:
 
     Raises NotFound, and stores none, if a rollout or attempt is unknown.
     """
-    runs = _runs(spans)
-    asked = dict.fromkeys(owner for owner, _ in runs)
+    grouped = _by_attempt(spans)
+    asked = dict.fromkeys(owner for owner, _ in grouped)
     unit = UnitOfWork(tx)
     unit.load([rollout_id for rollout_id, _ in asked], asked, may_finish=False)
-    is_new = _store_spans(unit, runs)
+    is_new = _store_spans(unit, grouped)
     unit.save()
     return is_new
 
 
-def _runs(spans: Sequence[EncodedSpan]) -> list[Run]:
-    """Spans in order, those of one attempt together: they come in hundreds."""
+def _by_attempt(spans: Sequence[EncodedSpan]) -> list[tuple[tuple[str, str], list[EncodedSpan]]]:
+    """Spans in order, in lists for as long as they are of one attempt, each with the ids of its rollout and attempt."""
     return [(owner, list(run)) for owner, run in groupby(spans, itemgetter(0, 1))]
 
 
-def _store_spans(unit: UnitOfWork, runs: Sequence[Run]) -> list[bool]:
+def _store_spans(unit: UnitOfWork, grouped: Sequence[tuple[tuple[str, str], list[EncodedSpan]]]) -> list[bool]:
     """Store spans, and change in ``unit`` what follows from them; for each, whether it was new."""
-    owners = [(loaded := unit.rollouts[rollout_id], loaded.attempt(attempt_id)) for (rollout_id, attempt_id), _ in runs]
-    for (loaded, _), (_, run) in zip(owners, runs, strict=True):
-        if None in map(_number_of, run):
-            run[:] = _numbered(loaded.record, run)
+    runs: list[_Run] = []
+    for (rollout_id, attempt_id), spans in grouped:
+        loaded = unit.rollouts[rollout_id]
+        attempt = loaded.attempt(attempt_id)
+        if None in map(_number_of, spans):
+            spans = list(_numbered(loaded.record, spans))
             unit.counters[loaded.record.key] = loaded.record
-    # Later, so that those that bring numbers of their own do not put off the others.
-    for (loaded, _), (_, run) in zip(owners, runs, strict=True):
-        state, number = loaded.record, max(map(_number_of, run))
+        runs.append(_Run(loaded, attempt, spans))
+    # Only now, so that those that bring numbers of their own do not put off the others.
+    for run in runs:
+        state, number = run.loaded.record, max(map(_number_of, run.spans))
         if number > state.last_sequence_id:
             state.last_sequence_id = number
             unit.counters[state.key] = state
-    is_new = _insert(unit.tx, [(loaded.record.key, run) for (loaded, _), (_, run) in zip(owners, runs, strict=True)])
-    num_new = sum(is_new)
-    unit.tx.counted["spans"] += num_new
-    if num_new < len(is_new):
-        left = iter(is_new)
-        owners = [owner for owner, (_, run) in zip(owners, runs, strict=True) if any([next(left) for _ in run])]
-    note_spans(unit, owners)
+    is_new = _insert(unit.tx, runs)
+    unit.tx.counted["spans"] += sum(is_new)
+    left = iter(is_new)
+    note_spans(unit, [(run.loaded, run.attempt) for run in runs if any([next(left) for _ in run.spans])])
     return is_new
 
 
@@ -174,11 +179,10 @@ def _numbered(state: RolloutState, spans: Sequence[EncodedSpan]) -> Iterator[Enc
         yield span
 
 
-def _insert(tx: Transaction, runs: Sequence[tuple[int, Sequence[EncodedSpan]]]) -> list[bool]:
-    """Store spans, given with the keys of their rollouts; for each, whether it was new."""
+def _insert(tx: Transaction, runs: Sequence[_Run]) -> list[bool]:
     # The database says which are new: to look for all of them first would cost every batch what few need.
     last_key = tx.number("{last_span}")
-    rows = [(key, *span[1:]) for key, run in runs for span in run]
+    rows = [(run.loaded.record.key, *span[1:]) for run in runs for span in run.spans]
     inserted = tx.insert(
         "spans",
         "rollout_key, attempt_id, span_id, sequence_id, trace_id, parent_id, name, start_time, end_time, body",
