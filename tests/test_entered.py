@@ -17,7 +17,7 @@ from rollout_core.store import LightningStoreClient, LightningStoreServer, SqlLi
 from tests.algorithms import updates
 from tests.entered import EnteredFiles
 
-ENQUEUE, SFT_STEPS = 23, 11
+ENQUEUE, SFT_STEPS = 19, 11
 
 
 @pytest.mark.asyncio

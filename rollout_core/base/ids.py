@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import orjson
 from blake3 import blake3
 from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
@@ -71,15 +70,6 @@ def canonical_json(value: Any) -> bytes:
         return _CANONICAL.encode(value).encode("utf-8")
     except (TypeError, ValueError) as error:
         raise ConfigError(f"value has no canonical JSON form: {error}") from error
-
-
-def ordered_json(value: Any, default: Callable[[Any], Any] | None = None) -> bytes:
-    """JSON of what was JSON, with its keys in their order, and integers of any size; ``default`` turns other objects
-    into such values."""
-    try:
-        return orjson.dumps(value, default)
-    except orjson.JSONEncodeError:  # an integer beyond 64 bits
-        return json.dumps(value, default=default, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _jsonable(value: Any) -> Any:

@@ -341,8 +341,18 @@ class LightningStore(Queries):
         return is_new
 
     async def add_encoded_spans(self, spans: Sequence[EncodedSpan]) -> Sequence[bool]:
-        """``add_span_fields`` of spans whose bodies are JSON already, for a server that only passes them on."""
-        return await self.add_span_fields([span.fields() for span in spans])
+        """``add_span_fields`` of spans whose bodies are JSON already, for a server that only passes them on.
+
+        A span whose ``sequence_id`` is None gets the next one of its rollout.
+        """
+        fields = [span.fields() for span in spans]
+        unnumbered = [span for span in fields if span["sequence_id"] is None]
+        if unnumbered:
+            pairs = [(span["rollout_id"], span["attempt_id"]) for span in unnumbered]
+            numbers = await self.get_many_span_sequence_ids(pairs)
+            for span, number in zip(unnumbered, numbers, strict=True):
+                span["sequence_id"] = number
+        return await self.add_span_fields(fields)
 
     async def end_attempts(self, ends: Sequence[tuple[SpanFields, AttemptUpdate]]) -> Sequence[Attempt | Conflict]:
         """Store a last span of each attempt, see ``add_span_fields``, and apply its update, fenced, see

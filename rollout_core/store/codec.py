@@ -17,7 +17,6 @@ from pydantic import BaseModel
 from pydantic_core import from_json, to_json
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.ids import ordered_json
 
 # orjson would write these on its own; a reader would get a string or a dict back.
 _OPTIONS = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS
@@ -48,6 +47,15 @@ def encode_bytes(value: Any, what: str, default: Callable[[Any], Any] | None = N
 def encode_stored(value: Any) -> bytes:
     """JSON of what a store returned: models, lists and dicts of values that were checked when they were stored."""
     return ordered_json(value, model_fields)
+
+
+def ordered_json(value: Any, default: Callable[[Any], Any] | None = None) -> bytes:
+    """JSON of what was JSON, with its keys in their order, and integers of any size; ``default`` turns other objects
+    into such values."""
+    try:
+        return orjson.dumps(value, default)
+    except orjson.JSONEncodeError:  # an integer beyond 64 bits
+        return json.dumps(value, default=default, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def decode(text: str | bytes) -> Any:

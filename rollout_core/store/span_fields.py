@@ -47,7 +47,8 @@ def span_fields(span: Span) -> dict[str, Any]:
     """A span as ``SpanFields``. All but the outermost dict is the span's own: to be read, not changed."""
     fields = {**_fields(span)}
     for name in ("status", "context", "parent", "resource"):
-        fields[name] = _fields(fields[name])
+        if fields[name] is not None:  # pydantic takes long to say that None is no model
+            fields[name] = _fields(fields[name])
     for name in ("events", "links"):
         if fields[name]:
             fields[name] = list(map(_all_fields, fields[name]))

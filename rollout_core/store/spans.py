@@ -250,15 +250,15 @@ def otel_name(name: str) -> str:
 
 
 def _unicode(text: str) -> str:
-    return text.encode(errors="replace").decode()
+    return text if text.isascii() else text.encode(errors="replace").decode()
 
 
 def otel_attributes(attributes: Mapping[str, Any] | None) -> Attributes:
     """OpenTelemetry's attributes as JSON, whatever they hold."""
-    return {str(key): _telemetry_value(value) for key, value in (attributes or {}).items()}
+    return {str(key): otel_value(value) for key, value in (attributes or {}).items()}
 
 
-def _telemetry_value(value: Any) -> AttributeValue:
+def otel_value(value: Any) -> AttributeValue:
     """``value`` as JSON. A traced program must not lose a span over one odd value, so none is refused here.
 
     NaN and infinities become their names, and bytes base64, as in OTLP's JSON form; other objects become their ``str``.
@@ -276,7 +276,7 @@ def _telemetry_value(value: Any) -> AttributeValue:
     if isinstance(value, Mapping):
         return otel_attributes(value)
     if isinstance(value, Sequence):
-        return [_telemetry_value(entry) for entry in value]
+        return [otel_value(entry) for entry in value]
     return str(value)
 
 

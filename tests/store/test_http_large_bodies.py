@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.store.codec import encode_stored
-from rollout_core.store.http import large_bodies, wire
+from rollout_core.store.http import large_bodies, requests as http_requests, wire
 from rollout_core.store.http.errors import unprocessable
 from rollout_core.store.http.large_bodies import list_fields, read_large
 from rollout_core.store.resources import NamedResources
@@ -35,7 +35,8 @@ LISTS = list_fields(wire.StartManyRequest)
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch):
     monkeypatch.setattr(large_bodies, "LOOP_BYTES", 64)
-    monkeypatch.setattr(large_bodies, "LOOP_RECORDS", 3)
+    for module in (large_bodies, http_requests):
+        monkeypatch.setattr(module, "LOOP_RECORDS", 3)
 
 
 def at_once(data: bytes) -> Any:
@@ -103,5 +104,5 @@ def test_a_large_reply_is_the_same_as_a_small_one():
     rollouts = [Rollout(rollout_id=f"r{n}", input={"n": n}, start_time=0.0) for n in range(10)]
     page = PaginatedResult[Rollout](items=rollouts, limit=-1, offset=0, total=10)
     for result in (rollouts, tuple(rollouts), page):
-        assert large_bodies.is_large(result)
-        assert asyncio.run(large_bodies.encode_large(result)) == encode_stored(result)
+        assert http_requests.is_large(result)
+        assert asyncio.run(http_requests.encode_large(result)) == encode_stored(result)

@@ -12,8 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.store import Event, LightningStore, LightningStoreServer, Link, Span, SqlLightningStore
+from rollout_core.store.encoded_spans import encode_fields
 from rollout_core.store.span_fields import SpanFields, num_nulls, span_fields
-from rollout_core.store.sql.rows import span_columns
 
 CHECKED = TypeAdapter(SpanFields)
 
@@ -85,12 +85,12 @@ def test_what_the_model_refuses_is_refused_in_the_same_place(span, data):
 @given(spans, st.sampled_from([math.nan, math.inf, -math.inf]), st.data())
 def test_a_number_that_is_none_is_found_among_nulls(span, number, data):
     fields = CHECKED.validate_python(span)
-    span_columns(fields)
+    encode_fields(fields)
     parts = [*fields["events"], *fields["links"], *filter(None, [fields["context"], fields["parent"]])]
     holder = data.draw(st.sampled_from([fields, fields["status"], fields["resource"], *parts]))
     holder["further"] = data.draw(st.sampled_from([number, [None, number], {"x": number}]))
     with pytest.raises(ConfigError, match="JSON has no NaN"):
-        span_columns(fields)
+        encode_fields(fields)
 
 
 def test_nulls_of_missing_fields_are_known():

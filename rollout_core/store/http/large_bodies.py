@@ -1,4 +1,4 @@
-"""Large JSON bodies: read and written part by part, within limits, in a lane of their own.
+"""Large JSON bodies: read part by part, within limits, in a lane of their own.
 
 pydantic reads a body in one call, which holds the interpreter's lock: for a second if it is 64 MiB, or a million tiny
 values. So a long list in a body is cut between its records, and read in parts that take some milliseconds each. What
@@ -12,18 +12,16 @@ import json
 import re
 import threading
 import weakref
-from collections.abc import Callable, Container, Coroutine, Sequence
+from collections.abc import Callable, Container, Coroutine
 from types import UnionType
 from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.store.codec import encode_stored
 from rollout_core.store.http.errors import TooLarge, unprocessable
 from rollout_core.store.http.wire import MAX_RECORDS
 from rollout_core.store.loops import LoopThread
-from rollout_core.store.types import PaginatedResult
 
 Result = TypeVar("Result")
 
@@ -293,30 +291,3 @@ def _skip_space(data: bytes, place: int) -> int:
 
 def _broken(place: int) -> ConfigError:
     return ConfigError(f"not a valid request: the body is not JSON, at byte {place} or later")
-
-
-_NO_ITEMS = b'{"items":[]'
-
-
-def is_large(result: Any) -> bool:
-    """Whether a result has many records that are still to be encoded."""
-    return isinstance(result, (list, tuple, PaginatedResult)) and len(result) > LOOP_RECORDS
-
-
-async def encode_large(result: Any) -> bytes:
-    """``encode_stored``, in parts: the interpreter's lock is held for one at a time."""
-    if not is_large(result):
-        return result if isinstance(result, bytes) else encode_stored(result)
-    if isinstance(result, PaginatedResult):
-        frame = encode_stored(result.model_copy(update={"items": []}))
-        assert frame.startswith(_NO_ITEMS)
-        return b'{"items":%b%b' % (await _encode_list(result.items), frame[len(_NO_ITEMS) :])
-    return await _encode_list(result)
-
-
-async def _encode_list(records: Sequence[Any]) -> bytes:
-    parts: list[bytes] = []
-    for start in range(0, len(records), LOOP_RECORDS):
-        parts.append(encode_stored(records[start : start + LOOP_RECORDS])[1:-1])
-        await asyncio.sleep(0)
-    return b"[%b]" % b",".join(parts)

@@ -13,10 +13,10 @@ import gzip
 import json
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from google.protobuf import json_format
 from google.protobuf.descriptor import Descriptor
@@ -43,13 +43,14 @@ from rollout_core.store.encoded_spans import (
     LinkStruct,
     ResourceStruct,
     StatusStruct,
+    with_bodies,
 )
 from rollout_core.store.http import wire
 from rollout_core.store.http.errors import TooLarge, WrongMediaType, status_of
 from rollout_core.store.http.large_bodies import Lane, check_weight
 from rollout_core.store.http.requests import BodyLimits, read_body
 from rollout_core.store.semconv import LightningResourceAttributes as Keys
-from rollout_core.store.spans import StatusCode, TraceState, otel_attributes, otel_name
+from rollout_core.store.spans import StatusCode, TraceState, otel_name, otel_value
 from rollout_core.store.types import AttemptedRollout
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ async def _read_and_store(store: LightningStore, data: bytes, media_type: str) -
     return await store_spans(store, read_spans(data, media_type))
 
 
-def read_spans(data: bytes, media_type: str) -> list[OtlpSpan]:
+def read_spans(data: bytes, media_type: str) -> list[EncodedSpan]:
     """The spans of an export request. Raises ConfigError if it is none, and TooLarge."""
     request = parse_request(data, media_type)
     num_spans = num_bytes = 0
@@ -116,7 +117,7 @@ def read_spans(data: bytes, media_type: str) -> list[OtlpSpan]:
             f"resources and scopes are stored with each of their spans, here {num_bytes} bytes in all; send fewer "
             f"spans in a request, or smaller resources, for at most {MAX_REPEATED_BYTES} bytes"
         )
-    return list(_spans_of(request))
+    return _spans_of(request)
 
 
 def parse_request(data: bytes, media_type: str) -> ExportTraceServiceRequest:
@@ -172,49 +173,36 @@ class Rejected:
             self.reasons.append(f"{count} spans: {reason}")
 
 
-class OtlpSpan(NamedTuple):
-    """A span of a request."""
-
-    span: EncodedSpan
-    is_numbered: bool
-    """Whether it brought a sequence id."""
-
-    @property
-    def ids(self) -> tuple[str, str]:
-        """Of its rollout and attempt."""
-        return self.span.rollout_id, self.span.attempt_id
-
-
-async def store_spans(store: LightningStore, given: Sequence[OtlpSpan]) -> Rejected:
+async def store_spans(store: LightningStore, given: Sequence[EncodedSpan]) -> Rejected:
     """Number and store all spans of a request that name a rollout and an attempt."""
     rejected = Rejected()
-    spans = [span for span in given if all(span.ids)]
+    spans = [span for span in given if span.rollout_id and span.attempt_id]
     num_nameless = len(given) - len(spans)
     if num_nameless:
         rejected.add(num_nameless, f"neither resource nor span names {_ROLLOUT_ID} and an attempt")
         logger.warning("dropped %d spans of an OTLP request that name no rollout and attempt", num_nameless)
     try:
-        await _number_and_add(store, spans)
+        await _add(store, spans)
     except (NotFound, ConfigError):
         # One that cannot be filed must not take the others with it.
         await _add_apart(store, await _known(store, spans, rejected), rejected)
     return rejected
 
 
-async def _known(store: LightningStore, spans: Sequence[OtlpSpan], rejected: Rejected) -> list[OtlpSpan]:
+async def _known(store: LightningStore, spans: Sequence[EncodedSpan], rejected: Rejected) -> list[EncodedSpan]:
     """The spans that have ids, of rollouts and attempts that exist; the others are rejected."""
     unknown: Counter[str] = Counter()
-    sound: list[OtlpSpan] = []
+    sound: list[EncodedSpan] = []
     for span in spans:
         try:
-            check_ids(*span.ids, span.span.span_id)
+            check_ids(*span[:3])
             sound.append(span)
         except ConfigError as error:
             unknown[str(error)] += 1
-    attempts = await _attempts(store, {span.ids for span in sound})
-    known: list[OtlpSpan] = []
+    attempts = await _attempts(store, {span[:2] for span in sound})
+    known: list[EncodedSpan] = []
     for span in sound:
-        rollout_id, attempt_id = span.ids
+        rollout_id, attempt_id = span[:2]
         if rollout_id not in attempts:
             unknown[f"rollout {rollout_id} does not exist in this store"] += 1
         elif attempt_id not in attempts[rollout_id]:
@@ -238,50 +226,45 @@ async def _attempts(store: LightningStore, wanted: Collection[tuple[str, str]]) 
     return attempts
 
 
-async def _add_apart(store: LightningStore, spans: Sequence[OtlpSpan], rejected: Rejected) -> None:
+async def _add_apart(store: LightningStore, spans: Sequence[EncodedSpan], rejected: Rejected) -> None:
     """Store the spans of each attempt by themselves."""
-    groups: dict[tuple[str, str], list[OtlpSpan]] = {}
+    groups: dict[tuple[str, str], list[EncodedSpan]] = {}
     for span in spans:
-        groups.setdefault(span.ids, []).append(span)
+        groups.setdefault(span[:2], []).append(span)
     for group in groups.values():
         try:
-            await _number_and_add(store, group)
+            await _add(store, group)
         except (NotFound, ConfigError) as error:
             rejected.add(len(group), str(error))
 
 
-async def _number_and_add(store: LightningStore, given: Sequence[OtlpSpan]) -> None:
-    check_ids(*[text for span, _ in given for text in (span.rollout_id, span.attempt_id, span.span_id)])
-    spans = [span for span, _ in given]
-    unnumbered = [place for place, (_, is_numbered) in enumerate(given) if not is_numbered]
-    if unnumbered:
-        numbers = await store.get_many_span_sequence_ids([given[place].ids for place in unnumbered])
-        for place, number in zip(unnumbered, numbers, strict=True):
-            spans[place] = spans[place]._replace(sequence_id=number)
+async def _add(store: LightningStore, spans: Sequence[EncodedSpan]) -> None:
+    check_ids(*[text for span in spans for text in span[:3]])
     if spans:
         await store.add_encoded_spans(spans)
 
 
-def _spans_of(request: ExportTraceServiceRequest) -> Iterator[OtlpSpan]:
-    """The spans of a request, in order."""
+def _spans_of(request: ExportTraceServiceRequest) -> list[EncodedSpan]:
+    """The spans of a request, in order; those without a sequence id have None."""
+    columns: list[tuple[Any, ...]] = []
+    bodies: list[BodyStruct] = []
     for of_resource in request.resource_spans:
         resource = ResourceStruct(_attributes(of_resource.resource.attributes), of_resource.schema_url)
         for of_scope in of_resource.scope_spans:
             scope = {"name": of_scope.scope.name, "version": of_scope.scope.version or None}
             for source in of_scope.spans:
-                yield _convert(source, resource, scope)
+                body = _body(source, resource, scope)
+                columns.append(_columns(source, body))
+                bodies.append(body)
+    return with_bodies(columns, bodies)
 
 
-def _convert(source: ProtoSpan, resource: ResourceStruct, scope: dict[str, Any]) -> OtlpSpan:
-    attributes = _attributes(source.attributes)
-    named = {**resource.attributes, **attributes}
-    number = _sequence_id(named.get(_SEQUENCE_ID))
-    context = _context(source.trace_id, source.span_id, source.trace_state)
-    parent_id = source.parent_span_id.hex() or None
-    code = source.status.code
-    body = BodyStruct(
-        StatusStruct(_STATUS_CODES[code] if 0 <= code < 3 else "UNSET", source.status.message or None),
-        attributes,
+def _body(source: ProtoSpan, resource: ResourceStruct, scope: dict[str, Any]) -> BodyStruct:
+    status, kind = source.status, source.kind
+    code = status.code
+    return BodyStruct(
+        StatusStruct(_STATUS_CODES[code] if 0 <= code < 3 else "UNSET", status.message or None),
+        _attributes(source.attributes),
         [
             EventStruct(event.name, _attributes(event.attributes), _seconds(event.time_unix_nano))
             for event in source.events
@@ -290,25 +273,29 @@ def _convert(source: ProtoSpan, resource: ResourceStruct, scope: dict[str, Any])
             LinkStruct(_context(link.trace_id, link.span_id, link.trace_state), _attributes(link.attributes) or None)
             for link in source.links
         ],
-        context,
-        _context(source.trace_id, source.parent_span_id, "") if parent_id else None,
+        _context(source.trace_id, source.span_id, source.trace_state),
+        _context(source.trace_id, source.parent_span_id, "") if source.parent_span_id else None,
         resource,
-        _KINDS[source.kind] if 0 <= source.kind < len(_KINDS) else "UNSPECIFIED",
+        _KINDS[kind] if 0 <= kind < len(_KINDS) else "UNSPECIFIED",
         scope,
     )
-    span = EncodedSpan(
-        rollout_id=_text(named.get(_ROLLOUT_ID)),
-        attempt_id=_text(named.get(_ATTEMPT_ID)),
-        span_id=context.span_id,
-        sequence_id=number or 0,
-        trace_id=context.trace_id,
-        parent_id=parent_id,
-        name=otel_name(source.name),
-        start_time=_seconds(source.start_time_unix_nano),
-        end_time=_seconds(source.end_time_unix_nano),
-        body=body.text(),
+
+
+def _columns(source: ProtoSpan, body: BodyStruct) -> tuple[Any, ...]:
+    """All of an ``EncodedSpan`` but its body."""
+    assert body.context is not None
+    own, shared = body.attributes, body.resource.attributes
+    return (
+        _text(own.get(_ROLLOUT_ID, shared.get(_ROLLOUT_ID))),
+        _text(own.get(_ATTEMPT_ID, shared.get(_ATTEMPT_ID))),
+        body.context.span_id,
+        _sequence_id(own.get(_SEQUENCE_ID, shared.get(_SEQUENCE_ID))),
+        body.context.trace_id,
+        None if body.parent is None else body.parent.span_id,
+        otel_name(source.name),
+        _seconds(source.start_time_unix_nano),
+        _seconds(source.end_time_unix_nano),
     )
-    return OtlpSpan(span, number is not None)
 
 
 def _text(value: Any) -> str:
@@ -345,17 +332,17 @@ def _attributes(pairs: Iterable[KeyValue]) -> dict[str, Any]:
 
 
 def _value(value: AnyValue) -> Any:
-    """A value as JSON, by the rules of ``otel_attributes``."""
+    """A value as JSON, by the rules of ``otel_value``."""
     kind = value.WhichOneof("value")
     if kind is None:
         return None
-    if kind == "array_value":
-        return [_value(entry) for entry in value.array_value.values]
-    if kind == "kvlist_value":
-        return _attributes(value.kvlist_value.values)
     held = getattr(value, kind)
+    if kind == "array_value":
+        return [_value(entry) for entry in held.values]
+    if kind == "kvlist_value":
+        return _attributes(held.values)
     # Texts of protobuf are valid Unicode. Of the others some are no JSON.
-    return otel_attributes({kind: held})[kind] if kind in ("double_value", "bytes_value") else held
+    return otel_value(held) if kind in ("double_value", "bytes_value") else held
 
 
 def _refusal(error: Exception, media_type: str) -> Response:

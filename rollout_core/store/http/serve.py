@@ -20,8 +20,16 @@ from uvicorn.supervisors.multiprocess import Process
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.locks import scratch_folder
 from rollout_core.base.processes import signal_name
-from rollout_core.store.http.app import MULTIPROCESS_FOLDER, AppSettings, create_app
-from rollout_core.store.http.listening import MainServer, listen, require_key, serving, url_of, uvicorn_config
+from rollout_core.store.http.app import AppSettings, create_app
+from rollout_core.store.http.listening import (
+    MULTIPROCESS_FOLDER,
+    MainServer,
+    listen,
+    require_key,
+    serving,
+    url_of,
+    uvicorn_config,
+)
 from rollout_core.store.sql.store import SqlLightningStore
 
 START_SECONDS = 300

@@ -7,10 +7,14 @@ typed errors are ours. Bodies are JSON, written by ``codec`` and read by pydanti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from functools import reduce
+from operator import or_
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field, create_model
 
+from rollout_core.store import queries
 from rollout_core.store.codec import encode_bytes, model_fields
 from rollout_core.store.encoded_spans import EncodedSpan, encode_fields, read_encoded
 from rollout_core.store.span_fields import SpanFields, num_nulls, span_fields
@@ -20,15 +24,12 @@ from rollout_core.store.types import (
     AttemptedRollout,
     AttemptStatus,
     EnqueueRolloutRequest,
-    FilterLogic,
     PaginatedResult,
     Rollout,
     RolloutConfig,
     RolloutMode,
     RolloutStatus,
-    SortOrder,
     TaskInput,
-    WorkerStatus,
 )
 
 PREFIX = "/v1/agl"
@@ -212,69 +213,34 @@ class WaitRequest(BaseModel):
     timeout: float | None = None
 
 
-class ResourcesQuery(BaseModel):
-    """Filter, order and page of a query of resources."""
-
-    resources_id: str | None = None
-    resources_id_contains: str | None = None
-    sort_by: str | None = None
-    sort_order: SortOrder = "asc"
-    limit: int = -1
-    offset: int = 0
-
-
-class AttemptsQuery(BaseModel):
-    """Order and page of a query of attempts."""
-
-    sort_by: str | None = "sequence_id"
-    sort_order: SortOrder = "asc"
-    limit: int = -1
-    offset: int = 0
+def _body_of(query: Any, description: str, *, in_path: Sequence[str] = (), **kinds: Any) -> type[BaseModel]:
+    """The body that asks a query of the contract; ``kinds`` are types of fields that differ from the query's."""
+    fields: dict[str, Any] = {
+        name: (kinds.get(name, _as_sent(kind)), query._field_defaults.get(name, ...))
+        for name, kind in get_type_hints(query).items()
+        if name not in in_path
+    }
+    return create_model(query.__name__, __doc__=description, __module__=__name__, **fields)
 
 
-class RolloutsQuery(BaseModel):
-    """Filter, order and page of a query of rollouts."""
-
-    status_in: FailFastList[RolloutStatus] | None = None
-    rollout_id_in: FailFastList[str | None] | None = None
-    rollout_id_contains: str | None = None
-    filter_logic: FilterLogic = "and"
-    sort_by: str | None = None
-    sort_order: SortOrder = "asc"
-    limit: int = -1
-    offset: int = 0
+def _as_sent(kind: Any) -> Any:
+    """The type of a field of a body from that of an argument."""
+    if get_origin(kind) is Sequence:
+        return FailFastList[get_args(kind)[0]]
+    return reduce(or_, map(_as_sent, get_args(kind))) if get_origin(kind) in (UnionType, Union) else kind
 
 
-class WorkersQuery(BaseModel):
-    """Filter, order and page of a query of workers."""
-
-    status_in: FailFastList[WorkerStatus] | None = None
-    worker_id_contains: str | None = None
-    filter_logic: FilterLogic = "and"
-    sort_by: str | None = None
-    sort_order: SortOrder = "asc"
-    limit: int = -1
-    offset: int = 0
-
-
-class SpansQuery(BaseModel):
-    """Filter, order and page of a query of a rollout's spans."""
-
-    rollout_id: str
-    attempt_id: str | None = None
-    trace_id: str | None = None
-    trace_id_contains: str | None = None
-    span_id: str | None = None
-    span_id_contains: str | None = None
-    parent_id: str | None = None
-    parent_id_contains: str | None = None
-    name: str | None = None
-    name_contains: str | None = None
-    filter_logic: FilterLogic = "and"
-    limit: int = -1
-    offset: int = 0
-    sort_by: str | None = "sequence_id"
-    sort_order: SortOrder = "asc"
+ResourcesQuery = _body_of(queries.ResourcesQuery, "Filter, order and page of a query of resources.")
+AttemptsQuery = _body_of(queries.AttemptsQuery, "Order and page of a query of attempts.", in_path=["rollout_id"])
+RolloutsQuery = _body_of(
+    queries.RolloutsQuery,
+    "Filter, order and page of a query of rollouts.",
+    rollout_id_in=FailFastList[str | None] | None,  # None, which the contract lets pass, is the id of no rollout
+)
+WorkersQuery = _body_of(queries.WorkersQuery, "Filter, order and page of a query of workers.")
+SpansQuery = _body_of(
+    queries.SpansQuery, "Filter, order and page of a query of a rollout's spans.", attempt_id=str | None
+)
 
 
 class LatestSpansQuery(BaseModel):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import compress
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from rollout_core.base.errors import Conflict
 from rollout_core.store.checks import sequence_id_after
+from rollout_core.store.encoded_spans import EncodedSpan
 from rollout_core.store.operations import Loaded, apply_updates, expire, note_spans
 from rollout_core.store.sql.dialect import Transaction
 from rollout_core.store.sql.rows import (
@@ -22,12 +24,15 @@ from rollout_core.store.sql.rows import (
 from rollout_core.store.sql.unit import UnitOfWork
 from rollout_core.store.types import Attempt, AttemptUpdate, Rollout
 
+_number_of = itemgetter(3)
 
-class StoredSpan(NamedTuple):
-    """A row of ``spans``, in the order of ``columns.SPAN``, with the id of its rollout."""
 
-    rollout_id: str
-    columns: tuple[Any, ...]
+class _Run(NamedTuple):
+    """Spans of one attempt that come one after the other."""
+
+    loaded: Loaded[RolloutState]
+    attempt: Attempt
+    spans: list[EncodedSpan]
 
 
 # Updates
@@ -44,11 +49,11 @@ def update_attempts(tx: Transaction, updates: Sequence[tuple[AttemptUpdate, bool
     return results
 
 
-def end_attempts(tx: Transaction, ends: Sequence[tuple[StoredSpan, AttemptUpdate]]) -> list[Attempt | Conflict]:
+def end_attempts(tx: Transaction, ends: Sequence[tuple[EncodedSpan, AttemptUpdate]]) -> list[Attempt | Conflict]:
     """Store the last span of each attempt, and apply its update, fenced."""
     unit = UnitOfWork(tx)
     unit.load([update.rollout_id for _, update in ends], [(update.rollout_id, update.attempt_id) for _, update in ends])
-    _store_spans(unit, [span for span, _ in ends])
+    _store_spans(unit, _by_attempt([span for span, _ in ends]))
     results = apply_updates(unit, [(update, True) for _, update in ends])
     unit.save()
     return results
@@ -123,53 +128,74 @@ def number_spans(tx: Transaction, rollout_ids: Sequence[str]) -> list[int]:
     return numbers
 
 
-def add_spans(tx: Transaction, spans: Sequence[StoredSpan]) -> list[bool]:
-    """Store spans; for each, whether it was new.
+def add_spans(tx: Transaction, spans: Sequence[EncodedSpan]) -> list[bool]:
+    """Store spans, those without a number under the next ones of their rollouts; for each, whether it was new.
 
     Raises NotFound, and stores none, if a rollout or attempt is unknown.
     """
+    grouped = _by_attempt(spans)
+    asked = dict.fromkeys(owner for owner, _ in grouped)
     unit = UnitOfWork(tx)
-    asked = dict.fromkeys((rollout_id, columns[0]) for rollout_id, columns in spans)
     unit.load([rollout_id for rollout_id, _ in asked], asked, may_finish=False)
-    is_new = _store_spans(unit, spans)
+    is_new = _store_spans(unit, grouped)
     unit.save()
     return is_new
 
 
-def _store_spans(unit: UnitOfWork, spans: Sequence[StoredSpan]) -> list[bool]:
+def _by_attempt(spans: Sequence[EncodedSpan]) -> list[tuple[tuple[str, str], list[EncodedSpan]]]:
+    """Spans in order, in lists for as long as they are of one attempt, each with the ids of its rollout and attempt."""
+    return [(owner, list(run)) for owner, run in groupby(spans, itemgetter(0, 1))]
+
+
+def _store_spans(unit: UnitOfWork, grouped: Sequence[tuple[tuple[str, str], list[EncodedSpan]]]) -> list[bool]:
     """Store spans, and change in ``unit`` what follows from them; for each, whether it was new."""
-    owners: list[tuple[Loaded[RolloutState], Attempt]] = []
-    for rollout_id, columns in spans:
+    runs: list[_Run] = []
+    for (rollout_id, attempt_id), spans in grouped:
         loaded = unit.rollouts[rollout_id]
-        owners.append((loaded, loaded.attempt(columns[0])))
-        state = loaded.record
-        if columns[2] > state.last_sequence_id:
-            state.last_sequence_id = columns[2]
+        attempt = loaded.attempt(attempt_id)
+        if None in map(_number_of, spans):
+            spans = list(_numbered(loaded.record, spans))
+            unit.counters[loaded.record.key] = loaded.record
+        runs.append(_Run(loaded, attempt, spans))
+    # Only now, so that those that bring numbers of their own do not put off the others.
+    for run in runs:
+        state, number = run.loaded.record, max(map(_number_of, run.spans))
+        if number > state.last_sequence_id:
+            state.last_sequence_id = number
             unit.counters[state.key] = state
-    keys = {rollout_id: loaded.record.key for rollout_id, loaded in unit.rollouts.items()}
-    is_new = _insert(unit.tx, keys, spans)
+    is_new = _insert(unit.tx, runs)
     unit.tx.counted["spans"] += sum(is_new)
-    note_spans(unit, compress(owners, is_new))
+    left = iter(is_new)
+    note_spans(unit, [(run.loaded, run.attempt) for run in runs if any([next(left) for _ in run.spans])])
     return is_new
 
 
-def _insert(tx: Transaction, keys: Mapping[str, int], spans: Sequence[StoredSpan]) -> list[bool]:
+def _numbered(state: RolloutState, spans: Sequence[EncodedSpan]) -> Iterator[EncodedSpan]:
+    """Spans of one rollout, with its next numbers where they bring none."""
+    for span in spans:
+        if span.sequence_id is None:
+            state.last_sequence_id = sequence_id_after(state.last_sequence_id, span.rollout_id)
+            span = EncodedSpan(*span[:3], state.last_sequence_id, *span[4:])
+        yield span
+
+
+def _insert(tx: Transaction, runs: Sequence[_Run]) -> list[bool]:
     # The database says which are new: to look for all of them first would cost every batch what few need.
     last_key = tx.number("{last_span}")
+    rows = [(run.loaded.record.key, *span[1:]) for run in runs for span in run.spans]
     inserted = tx.insert(
         "spans",
         "rollout_key, attempt_id, span_id, sequence_id, trace_id, parent_id, name, start_time, end_time, body",
-        [(keys[rollout_id], *columns) for rollout_id, columns in spans],
+        rows,
         "ON CONFLICT DO NOTHING",
     )
-    if inserted == len(spans):
-        return [True] * len(spans)
+    if inserted == len(rows):
+        return [True] * len(rows)
     # Some were there before, or come twice in this batch: the first one of each new key is the one that was stored.
     # The rollouts are locked, so all their spans beyond that key are from here.
     stored = set(tx.rows("SELECT rollout_key, attempt_id, span_id FROM spans WHERE key > ?", last_key))
     is_new: list[bool] = []
-    for rollout_id, columns in spans:
-        identity = (keys[rollout_id], columns[0], columns[1])
-        is_new.append(identity in stored)
-        stored.discard(identity)
+    for row in rows:
+        is_new.append(row[:3] in stored)
+        stored.discard(row[:3])
     return is_new

@@ -46,8 +46,8 @@ COLUMNS = {
 }
 """The columns that statements read, by the mark that stands for them, such as ``{rollout}``."""
 NUM_ROLLOUT = len(ROLLOUT.split(","))
-SEQUENCE_ID, BODY = 2, len(SPAN.split(",")) - 1
-"""Places of a span's number and body in its row."""
+BODY = len(SPAN.split(",")) - 1
+"""Place of a span's body in its row."""
 
 
 class Connection(Protocol):

@@ -12,12 +12,11 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from rollout_core.base.errors import RolloutError
-from rollout_core.store.sql.counts import add_counts
 from rollout_core.store.sql.dialect import Transaction
 from rollout_core.store.sql.sessions import Session, SessionThreads
 
@@ -146,7 +145,7 @@ class GroupCommit:
         else:
             for batch, sharers in parts.items():
                 self._run_part(whole, session, batch, sharers)
-        add_counts(whole, whole.counted)
+        _add_counts(whole, whole.counted)
         return whole
 
     def _run_part(
@@ -188,6 +187,16 @@ class GroupCommit:
         for loop, jobs in by_loop.items():
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(_resolve, jobs)
+
+
+def _add_counts(tx: Transaction, changes: Mapping[str, int]) -> None:
+    """Add to counts; the names are statuses of rollouts, ``attempts`` and ``spans``."""
+    tx.insert(
+        "counts",
+        "name, writer, count",
+        sorted((name, tx.writer, change) for name, change in changes.items() if change),
+        "ON CONFLICT (name, writer) DO UPDATE SET count = counts.count + excluded.count",
+    )
 
 
 def _fail(session: Session, jobs: Iterable[Job[Any, Any]], error: Exception) -> None:

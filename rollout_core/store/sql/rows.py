@@ -6,9 +6,8 @@ writes back once, together with all others of its batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any, TypeVar
 
 import orjson
@@ -16,10 +15,9 @@ from pydantic import BaseModel
 
 from rollout_core.base.trusted import trusted
 from rollout_core.store import lifecycle
-from rollout_core.store.checks import check_span, refuse_missing
-from rollout_core.store.codec import decode, encode, model_fields
+from rollout_core.store.checks import refuse_missing
+from rollout_core.store.codec import decode, encode
 from rollout_core.store.resources import ResourcesUpdate
-from rollout_core.store.span_fields import num_nulls
 from rollout_core.store.spans import Event, Link, OtelResource, Span, SpanContext, TraceStatus
 from rollout_core.store.sql.dialect import BODY, NUM_ROLLOUT, SPAN, Transaction
 from rollout_core.store.types import Attempt, AttemptedRollout, Rollout, RolloutConfig, RolloutStatus, Worker
@@ -34,7 +32,6 @@ ROLLOUTS_WITH_ATTEMPT = (
 """All there is to know of rollouts, as ``rollout_model`` reads it; a WHERE follows."""
 _SPAN_COLUMNS = [column.removeprefix("s.") for column in SPAN.split(", ")[:BODY]]
 """The fields of a span that have columns of their own, the rollout's id left out."""
-_columns_of = itemgetter(*_SPAN_COLUMNS)
 _NUM_FIELDS: dict[type[BaseModel], int] = {
     model: len(model.model_fields) for model in (Event, OtelResource, SpanContext, TraceStatus)
 }
@@ -247,18 +244,6 @@ def attempt_model(rollout_id: str, columns: Sequence[Any]) -> Attempt:
             "metadata": None if metadata is None else decode(metadata),
         },
     )
-
-
-def span_columns(span: Mapping[str, Any]) -> tuple[Any, ...]:
-    """A span, given as its ``SpanFields``, in the order of ``dialect.SPAN``.
-
-    Raises ConfigError as ``check_span``, and if JSON cannot hold it.
-    """
-    check_span(span)
-    body = dict(span)
-    for name in ("rollout_id", *_SPAN_COLUMNS):
-        del body[name]
-    return (*_columns_of(span), encode(body, f"span {span['name']}", model_fields, num_nulls(body)))
 
 
 def span_model(rollout_id: str, columns: Sequence[Any]) -> Span:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +256,7 @@ class SqliteSession(Session):
         for size in (*CHUNKS, len(rows) % CHUNKS[-1]):
             while 0 < size <= len(rows) - start:
                 part = rows[start : start + size]
-                changed += execute(statement(size), [value for row in part for value in row]).rowcount
+                changed += execute(statement(size), list(chain.from_iterable(part))).rowcount
                 start += size
         return changed
 

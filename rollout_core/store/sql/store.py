@@ -25,7 +25,7 @@ from rollout_core.store.checks import (
     stats_json,
 )
 from rollout_core.store.codec import encode
-from rollout_core.store.encoded_spans import EncodedSpan
+from rollout_core.store.encoded_spans import EncodedSpan, encode_fields
 from rollout_core.store.loops import Waiters
 from rollout_core.store.operations import new_rollout
 from rollout_core.store.queries import AttemptsQuery, ResourcesQuery, RolloutsQuery, SpansQuery, WorkersQuery
@@ -33,11 +33,10 @@ from rollout_core.store.resources import NamedResources, ResourcesUpdate
 from rollout_core.store.span_fields import SpanFields, span_fields
 from rollout_core.store.spans import Span
 from rollout_core.store.sql import attempts, queries, queue, registry
-from rollout_core.store.sql.attempts import StoredSpan
 from rollout_core.store.sql.by_url import open_database
-from rollout_core.store.sql.dialect import SEQUENCE_ID, Transaction
+from rollout_core.store.sql.dialect import Transaction
 from rollout_core.store.sql.group_commit import Hooks
-from rollout_core.store.sql.rows import span_columns, span_json, span_model
+from rollout_core.store.sql.rows import span_json, span_model
 from rollout_core.store.types import (
     UNSET,
     Attempt,
@@ -223,7 +222,7 @@ class SqlLightningStore(LightningStore):
 
     async def end_attempts(self, ends: Sequence[tuple[SpanFields, AttemptUpdate]]) -> Sequence[Attempt | Conflict]:
         check_ends(ends)
-        spans = [StoredSpan(span["rollout_id"], span_columns(span)) for span, _ in ends]
+        spans = [encode_fields(span) for span, _ in ends]
         updates = kept_updates(update for _, update in ends)
         return await self._database.write_batch(attempts.end_attempts, list(zip(spans, updates, strict=True)))
 
@@ -235,24 +234,21 @@ class SqlLightningStore(LightningStore):
         return [span for span, new in zip(models, is_new, strict=True) if new]
 
     async def add_span_fields(self, spans: Sequence[SpanFields]) -> Sequence[bool]:
-        rows = [StoredSpan(span["rollout_id"], span_columns(span)) for span in spans]
-        return await self._database.write_batch(attempts.add_spans, rows, watched=False)
+        return await self.add_encoded_spans([encode_fields(span) for span in spans])
 
     async def add_encoded_spans(self, spans: Sequence[EncodedSpan]) -> Sequence[bool]:
-        rows = [StoredSpan(span.rollout_id, span[1:]) for span in spans]
-        return await self._database.write_batch(attempts.add_spans, rows, watched=False)
+        return await self._database.write_batch(attempts.add_spans, spans, watched=False)
 
     async def add_otel_span(
         self, rollout_id: str, attempt_id: str, readable_span: ReadableSpan, sequence_id: int | None = None
     ) -> Span | None:
         span = Span.from_opentelemetry(readable_span, rollout_id, attempt_id, sequence_id or 0)
-        stored = span_columns(span_fields(span))
+        encoded = encode_fields(span_fields(span))
 
         def add(tx: Transaction) -> bool:
             if sequence_id is None:
                 span.sequence_id = attempts.number_spans(tx, [rollout_id])[0]
-            columns = (*stored[:SEQUENCE_ID], span.sequence_id, *stored[SEQUENCE_ID + 1 :])
-            return attempts.add_spans(tx, [StoredSpan(rollout_id, columns)])[0]
+            return attempts.add_spans(tx, [encoded._replace(sequence_id=span.sequence_id)])[0]
 
         return span if await self._database.write(add, watched=False) else None
 
