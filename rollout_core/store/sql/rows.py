@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, TypeVar
-
-import orjson
-from pydantic import BaseModel
+from typing import Any
 
 from rollout_core.base.trusted import trusted
 from rollout_core.store import lifecycle
@@ -20,11 +17,8 @@ from rollout_core.store.checks import check_span, refuse_missing
 from rollout_core.store.codec import decode, encode, model_fields
 from rollout_core.store.resources import ResourcesUpdate
 from rollout_core.store.span_fields import num_nulls
-from rollout_core.store.spans import Event, Link, OtelResource, Span, SpanContext, TraceStatus
 from rollout_core.store.sql.dialect import BODY, NUM_ROLLOUT, SPAN, Transaction
 from rollout_core.store.types import Attempt, AttemptedRollout, Rollout, RolloutConfig, RolloutStatus, Worker
-
-PartT = TypeVar("PartT", bound=BaseModel)
 
 ROLLOUTS_WITH_ATTEMPT = (
     "SELECT {rollout}, {payload}, {attempt} FROM rollouts r"
@@ -35,10 +29,6 @@ ROLLOUTS_WITH_ATTEMPT = (
 _SPAN_COLUMNS = [column.removeprefix("s.") for column in SPAN.split(", ")[:BODY]]
 """The fields of a span that have columns of their own, the rollout's id left out."""
 _columns_of = itemgetter(*_SPAN_COLUMNS)
-_NUM_FIELDS: dict[type[BaseModel], int] = {
-    model: len(model.model_fields) for model in (Event, OtelResource, SpanContext, TraceStatus)
-}
-"""The parts of a span are stored with all of their fields, so that their number tells whether there are others."""
 
 
 @dataclass(slots=True)
@@ -259,47 +249,6 @@ def span_columns(span: Mapping[str, Any]) -> tuple[Any, ...]:
     for name in ("rollout_id", *_SPAN_COLUMNS):
         del body[name]
     return (*_columns_of(span), encode(body, f"span {span['name']}", model_fields, num_nulls(body)))
-
-
-def span_model(rollout_id: str, columns: Sequence[Any]) -> Span:
-    """The model of a row in the order of ``dialect.SPAN``, its body included. What was stored is not checked again."""
-    attempt_id, span_id, sequence_id, trace_id, parent_id, name, start_time, end_time, body = columns
-    parts = decode(body)
-    fields = {
-        "rollout_id": rollout_id,
-        "attempt_id": attempt_id,
-        "sequence_id": sequence_id,
-        "trace_id": trace_id,
-        "span_id": span_id,
-        "parent_id": parent_id,
-        "name": name,
-        "status": _part(TraceStatus, parts.pop("status")),
-        "attributes": parts.pop("attributes"),
-        "events": [_part(Event, event) for event in parts.pop("events")],
-        "links": [Link.model_validate(link) for link in parts.pop("links")],
-        "start_time": start_time,
-        "end_time": end_time,
-        "context": _part(SpanContext, parts.pop("context")),
-        "parent": _part(SpanContext, parts.pop("parent")),
-        "resource": _part(OtelResource, parts.pop("resource")),
-    }
-    return trusted(Span, fields, None, parts)
-
-
-def _part(model: type[PartT], fields: dict[str, Any] | None) -> Any:
-    """A model of these fields, which were stored by way of that model; None if there are none."""
-    if fields is None:
-        return None
-    if len(fields) == _NUM_FIELDS[model]:
-        return trusted(model, fields, None, {})
-    return model.model_validate(fields)  # it has unknown fields as well
-
-
-def span_json(rollout_id: str, columns: Sequence[Any]) -> bytes:
-    """What ``encode_stored`` makes of ``span_model`` (in another order), without the model."""
-    *fields, body = columns
-    head = orjson.dumps({"rollout_id": rollout_id, **dict(zip(_SPAN_COLUMNS, fields, strict=True))})
-    return b"%b,%b" % (head[:-1], body.encode()[1:])
 
 
 def resources_model(columns: Sequence[Any]) -> ResourcesUpdate:

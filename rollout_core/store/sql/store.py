@@ -37,7 +37,8 @@ from rollout_core.store.sql.attempts import StoredSpan
 from rollout_core.store.sql.by_url import open_database
 from rollout_core.store.sql.dialect import SEQUENCE_ID, Transaction
 from rollout_core.store.sql.group_commit import Hooks
-from rollout_core.store.sql.rows import span_columns, span_json, span_model
+from rollout_core.store.sql.rows import span_columns
+from rollout_core.store.sql.stored_spans import span_json, span_model
 from rollout_core.store.types import (
     UNSET,
     Attempt,
