@@ -9,6 +9,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from rollout_core.base.trusted import trusted
 from rollout_core.store import lifecycle
 from rollout_core.store.checks import refuse_missing, sequence_id_after
 from rollout_core.store.codec import decode, encode
@@ -39,12 +40,11 @@ class CollectionWork(Work[Rollout]):
         by rollout and id. Raises NotFound if a rollout is unknown.
         """
         wanted = list(dict.fromkeys(rollout_ids))
-        rollouts = (await self.collections.rollouts.query({"rollout_id": {"within": wanted}})).items
-        found = {rollout.rollout_id: rollout for rollout in rollouts}
+        found = {rollout.rollout_id: rollout for rollout in await self.collections.rollouts.items_of(wanted)}
         refuse_missing(wanted, found)
         if not wanted:
             return []
-        attempts = (await self.collections.attempts.query({"rollout_id": {"within": wanted}})).items
+        attempts = await self.collections.attempts.items_of(wanted)
         latest = latest_of(attempts)
         for rollout_id in wanted:
             attempt = latest.get(rollout_id)
@@ -70,24 +70,24 @@ class CollectionWork(Work[Rollout]):
         """
         given = [request.rollout_id for request in requests if request.given_id]
         if given:
-            known = await self.collections.rollouts.query({"rollout_id": {"within": given}})
-            await self.load([rollout.rollout_id for rollout in known.items])
+            await self.load([rollout.rollout_id for rollout in await self.collections.rollouts.items_of(given)])
         inputs = {rollout_id: encode(loaded.record.input, "input") for rollout_id, loaded in self.rollouts.items()}
         latest = None
         if any(request.resources_id is None for request in requests):
             latest = await self.latest_resources()
         for request in unknown_rollouts(requests, inputs):
-            rollout = Rollout(
-                rollout_id=request.rollout_id,
-                input=decode(request.input_json),
-                start_time=self.now,
-                mode=request.mode,
-                resources_id=request.resources_id or (latest.resources_id if latest else None),
-                status=status,
-                config=kept_config(request.config),
-                metadata=decode(request.metadata_json),
-            )
-            self.rollouts[request.rollout_id] = Loaded(rollout)
+            fields: dict[str, Any] = {
+                "rollout_id": request.rollout_id,
+                "input": decode(request.input_json),
+                "start_time": self.now,
+                "end_time": None,
+                "mode": request.mode,
+                "resources_id": request.resources_id or (latest.resources_id if latest else None),
+                "status": status,
+                "config": kept_config(request.config),
+                "metadata": decode(request.metadata_json),
+            }
+            self.rollouts[request.rollout_id] = Loaded(trusted(Rollout, fields))
             self.note(self.rollouts[request.rollout_id])
         return [self.rollouts[request.rollout_id] for request in requests]
 
@@ -103,6 +103,8 @@ class CollectionWork(Work[Rollout]):
 
     async def latest_resources(self) -> ResourcesUpdate | None:
         """The snapshot that was added or updated last."""
+        if not await self.collections.resources.size():
+            return None
         return await self.collections.resources.get(sort={"name": "update_time", "order": "desc"})
 
     # Spans
@@ -163,8 +165,8 @@ class CollectionWork(Work[Rollout]):
 
     async def _worker(self, worker_id: str) -> Worker:
         """A worker, to be changed; a new one if it is unknown."""
-        found = await self.collections.workers.get({"worker_id": {"exact": worker_id}})
-        return Worker(worker_id=worker_id) if found is None else changed(found)
+        found = await self.collections.workers.items_of([worker_id])
+        return changed(found[0]) if found else Worker(worker_id=worker_id)
 
     # Saving
 
@@ -224,8 +226,8 @@ async def number_spans(collections: LightningCollections, rollout_ids: Sequence[
     last = {rollout_id: await counters.get(rollout_id) or 0 for rollout_id in rollout_ids}
     unnumbered = [rollout_id for rollout_id, number in last.items() if not number]
     if unnumbered:
-        found = await collections.rollouts.query({"rollout_id": {"within": unnumbered}})
-        refuse_missing(unnumbered, {rollout.rollout_id for rollout in found.items})
+        found = await collections.rollouts.items_of(unnumbered)
+        refuse_missing(unnumbered, {rollout.rollout_id for rollout in found})
     numbers: list[int] = []
     for rollout_id in rollout_ids:
         last[rollout_id] = sequence_id_after(last[rollout_id], rollout_id)
@@ -237,7 +239,7 @@ async def number_spans(collections: LightningCollections, rollout_ids: Sequence[
 
 async def latest_attempts(collections: LightningCollections, rollout_ids: Sequence[str]) -> dict[str, Attempt]:
     """The latest attempts of those of these rollouts that have one."""
-    return latest_of((await collections.attempts.query({"rollout_id": {"within": rollout_ids}})).items)
+    return latest_of(await collections.attempts.items_of(rollout_ids))
 
 
 def latest_of(attempts: Iterable[Attempt]) -> dict[str, Attempt]:
