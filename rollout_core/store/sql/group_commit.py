@@ -142,7 +142,7 @@ class GroupCommit:
         whole = Transaction(session, session.dialect, self._hooks.clock())
         has_scanned = any(job.watched for job in jobs) and self._hooks.watchdog(whole)
         if len(jobs) == 1 and not has_scanned:
-            self._run_batch(whole, session, jobs[0].batch, jobs)  # to undo it is to undo the transaction
+            _run_batch(whole, jobs[0].batch, jobs)  # to undo it is to undo the transaction
         else:
             for batch, sharers in parts.items():
                 self._run_part(whole, session, batch, sharers)
@@ -153,9 +153,10 @@ class GroupCommit:
         self, whole: Transaction, session: Session, batch: Batch[Any, Any], jobs: Sequence[Job[Any, Any]]
     ) -> None:
         """Run jobs of one kind together, or each by itself if that fails."""
+        part = Transaction(session, session.dialect, self._hooks.clock())
         session.savepoint()
         try:
-            self._run_batch(whole, session, batch, jobs)
+            _run_batch(part, batch, jobs)
         except Exception as error:
             if session.breaks_transaction(error) or (len(jobs) == 1 and session.worth_repeating(error)):
                 raise
@@ -167,18 +168,7 @@ class GroupCommit:
                     self._run_part(whole, session, batch, [job])
         else:
             session.keep_part()
-
-    def _run_batch(
-        self, whole: Transaction, session: Session, batch: Batch[Any, Any], jobs: Sequence[Job[Any, Any]]
-    ) -> None:
-        tx = Transaction(session, session.dialect, self._hooks.clock())
-        results = batch(tx, jobs[0].items if len(jobs) == 1 else [item for job in jobs for item in job.items])
-        start = 0
-        for job in jobs:
-            job.results = results[start : start + len(job.items)]
-            start += len(job.items)
-        whole.finished += tx.finished
-        whole.counted.update(tx.counted)
+            whole.take_over(part)
 
     def _deliver(self, group: Sequence[Job[Any, Any]]) -> None:
         """Hand results to their event loops, with one wake-up for each loop."""
@@ -188,6 +178,14 @@ class GroupCommit:
         for loop, jobs in by_loop.items():
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(_resolve, jobs)
+
+
+def _run_batch(tx: Transaction, batch: Batch[Any, Any], jobs: Sequence[Job[Any, Any]]) -> None:
+    results = batch(tx, jobs[0].items if len(jobs) == 1 else [item for job in jobs for item in job.items])
+    start = 0
+    for job in jobs:
+        job.results = results[start : start + len(job.items)]
+        start += len(job.items)
 
 
 def _fail(session: Session, jobs: Iterable[Job[Any, Any]], error: Exception) -> None:

@@ -175,10 +175,10 @@ class _Stored(NamedTuple):
 
 def _lock(tx: Transaction, rollout_ids: Sequence[str]) -> dict[str, _Stored]:
     """Those of these rollouts that are known, as nobody else changes them until the transaction ends."""
-    found = tx.rows(
-        "SELECT {rollout}, {payload} FROM rollouts r JOIN rollout_payloads p ON p.key = r.key"
-        " WHERE r.rollout_id {in_texts} {lock}",
-        tx.texts(rollout_ids),
+    found = tx.rows_of(
+        "SELECT {rollout}, {payload} FROM rollouts r JOIN rollout_payloads p ON p.key = r.key WHERE r.rollout_id",
+        rollout_ids,
+        "{lock}",
     )
     return {row[1]: _Stored(RolloutState(*row[:-2]), row[-2], row[-1]) for row in found}
 
@@ -193,7 +193,7 @@ def _sort_out(tx: Transaction, requests: Sequence[NewRollout]) -> tuple[dict[str
     given = [request.rollout_id for request in requests if request.given_id]
     known: dict[str, _Known] = {}
     if given:
-        found = tx.rows(ROLLOUTS_WITH_ATTEMPT + " WHERE r.rollout_id {in_texts}", tx.texts(given))
+        found = tx.rows_of(ROLLOUTS_WITH_ATTEMPT + " WHERE r.rollout_id", given)
         known = {row[1]: _Known(rollout_model(row), row[NUM_ROLLOUT]) for row in found}
     inputs = {rollout_id: stored.input_json for rollout_id, stored in known.items()}
     return known, unknown_rollouts(requests, inputs)

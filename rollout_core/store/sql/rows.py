@@ -85,10 +85,7 @@ def _default_config() -> RolloutConfig:
 def load_rollouts(tx: Transaction, rollout_ids: Iterable[str]) -> dict[str, RolloutState]:
     """The rows of these rollouts, to be changed. Raises NotFound if one is unknown."""
     wanted = list(dict.fromkeys(rollout_ids))
-    if len(wanted) == 1:
-        found = tx.rows("SELECT {rollout} FROM rollouts r WHERE r.rollout_id = ? {lock}", wanted[0])
-    else:
-        found = tx.rows("SELECT {rollout} FROM rollouts r WHERE r.rollout_id {in_texts} {lock}", tx.texts(wanted))
+    found = tx.rows_of("SELECT {rollout} FROM rollouts r WHERE r.rollout_id", wanted, "{lock}")
     states = {row[1]: RolloutState(*row) for row in found}
     refuse_missing(wanted, states)
     return states
@@ -123,12 +120,13 @@ def load_with_latest(tx: Transaction, rollout_ids: Iterable[str]) -> tuple[dict[
         found = load_attempts(tx, states.values())
         return states, {attempt.rollout_id: attempt for attempt in found.values()}
     states, latest = {}, {}
-    for row in tx.rows(
+    found = tx.rows_of(
         "SELECT {rollout}, {attempt} FROM rollouts r"
         " LEFT JOIN attempts a ON a.rollout_key = r.key AND a.sequence_id = r.attempt_count"
-        " WHERE r.rollout_id {in_texts}",
-        tx.texts(wanted),
-    ):
+        " WHERE r.rollout_id",
+        wanted,
+    )
+    for row in found:
         state = RolloutState(*row[:NUM_ROLLOUT])
         states[state.rollout_id] = state
         if row[NUM_ROLLOUT] is not None:
