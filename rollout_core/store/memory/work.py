@@ -166,7 +166,11 @@ class CollectionWork(Work[Rollout]):
     async def _worker(self, worker_id: str) -> Worker:
         """A worker, to be changed; a new one if it is unknown."""
         found = await self.collections.workers.items_of([worker_id])
-        return changed(found[0]) if found else Worker(worker_id=worker_id)
+        return (
+            changed(found[0])
+            if found
+            else Worker(**{**dict.fromkeys(Worker.model_fields), "worker_id": worker_id, "status": "unknown"})
+        )
 
     # Saving
 

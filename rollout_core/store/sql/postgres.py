@@ -195,21 +195,20 @@ def _update(table: str, columns: str, keys: str) -> _Statements:
 
 def _json_parts(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]:
     """JSON arrays of these rows as objects, each of at most ``MAX_STATEMENT_BYTES`` unless one row is larger."""
-    part: list[bytes] = []
-    num_bytes = 0
-    for row in rows:
-        try:
-            text = orjson.dumps(dict(zip(names, row, strict=True)), option=orjson.OPT_PASSTHROUGH_DATETIME)
-        except TypeError as error:
-            raise ConfigError(f"a value cannot be stored: {error}") from error
-        if b"null" in text:  # which orjson writes for NaN and infinities as well
+    try:
+        objects = [dict(zip(names, row, strict=True)) for row in rows]
+        text = orjson.dumps(objects, option=orjson.OPT_PASSTHROUGH_DATETIME)
+    except TypeError as error:
+        raise ConfigError(f"a value cannot be stored: {error}") from error
+    if text.count(b"null") != sum(row.count(None) for row in rows):  # orjson writes it for NaN and infinities as well
+        for row in rows:
             _check_finite(names, row)
-        if part and num_bytes + len(text) > MAX_STATEMENT_BYTES:
-            yield (b"[%b]" % b",".join(part)).decode()
-            part, num_bytes = [], 0
-        part.append(text)
-        num_bytes += len(text)
-    yield (b"[%b]" % b",".join(part)).decode()
+    if len(text) > MAX_STATEMENT_BYTES and len(rows) > 1:
+        half = len(rows) // 2
+        yield from _json_parts(names, rows[:half])
+        yield from _json_parts(names, rows[half:])
+    else:
+        yield text.decode()
 
 
 def _check_finite(names: Sequence[str], row: Sequence[Any]) -> None:

@@ -213,7 +213,7 @@ def rollout_of(
         "resources_id": state.resources_id,
         "status": state.status,
         "config": _default_config() if state.config_json is None else state.config,
-        "metadata": None if metadata_json is None else decode(metadata_json),
+        "metadata": None if metadata_json is None else {} if metadata_json == "{}" else decode(metadata_json),
     }
     return trusted(Rollout, fields) if attempt is None else trusted(AttemptedRollout, {**fields, "attempt": attempt})
 

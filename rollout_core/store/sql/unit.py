@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from rollout_core.store import lifecycle
 from rollout_core.store.operations import Loaded, Work
@@ -17,6 +17,7 @@ from rollout_core.store.sql.rows import (
     save_counters,
     save_rollouts,
 )
+from rollout_core.store.types import Attempt
 
 
 class UnitOfWork(Work[RolloutState]):
@@ -101,14 +102,16 @@ class UnitOfWork(Work[RolloutState]):
         )
         if self.counters:
             save_counters(self.tx, [row for row in self.counters.values() if row.rollout_id not in self.changed])
-        keys = {rollout_id: loaded.record.key for rollout_id, loaded in self.rollouts.items()}
         if self.new_attempts or self.withdrawn:
-            self._add_and_delete_attempts(keys)
-        save_attempts(self.tx, [(keys[attempt.rollout_id], attempt) for attempt in self.changed_attempts.values()])
+            self._add_and_delete_attempts()
+        save_attempts(self.tx, [(self._key_of(attempt), attempt) for attempt in self.changed_attempts.values()])
         if self.workers:
             save_workers(self.tx, self.workers)
 
-    def _add_and_delete_attempts(self, keys: Mapping[str, int]) -> None:
+    def _key_of(self, attempt: Attempt) -> int:
+        return self.rollouts[attempt.rollout_id].record.key
+
+    def _add_and_delete_attempts(self) -> None:
         """Write new attempts, and delete those that are withdrawn."""
         self.tx.counted["attempts"] += len(self.new_attempts) - len(self.withdrawn)
         self.tx.insert(
@@ -116,7 +119,7 @@ class UnitOfWork(Work[RolloutState]):
             "rollout_key, sequence_id, attempt_id, status, start_time, worker_id",
             [
                 (
-                    keys[attempt.rollout_id],
+                    self._key_of(attempt),
                     attempt.sequence_id,
                     attempt.attempt_id,
                     attempt.status,
@@ -127,5 +130,8 @@ class UnitOfWork(Work[RolloutState]):
             ],
         )
         for attempt in self.withdrawn:
-            key = keys[attempt.rollout_id]
-            self.tx.run("DELETE FROM attempts WHERE rollout_key = ? AND sequence_id = ?", key, attempt.sequence_id)
+            self.tx.run(
+                "DELETE FROM attempts WHERE rollout_key = ? AND sequence_id = ?",
+                self._key_of(attempt),
+                attempt.sequence_id,
+            )
