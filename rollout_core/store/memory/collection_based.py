@@ -21,18 +21,20 @@ from rollout_core.store.codec import decode
 from rollout_core.store.lifecycle import FINISHED, RUNNING, is_watched, lost_status
 from rollout_core.store.loops import Waiters
 from rollout_core.store.memory.collection import LightningCollections, filter_of, sort_of, span_sort
-from rollout_core.store.memory.copies import (
+from rollout_core.store.memory.work import (
+    CollectionWork,
     changed,
     kept_config,
     kept_json,
     kept_span,
+    latest_attempts,
+    number_spans,
     shown_attempted,
     shown_page,
     shown_rollout,
     shown_spans,
     shown_worker,
 )
-from rollout_core.store.memory.work import CollectionWork, latest_attempts, number_spans
 from rollout_core.store.operations import (
     Loaded,
     Taker,

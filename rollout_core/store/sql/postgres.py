@@ -24,7 +24,7 @@ from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.secrets import without_password
 from rollout_core.store.sql.database import Database
 from rollout_core.store.sql.dialect import POSTGRES
-from rollout_core.store.sql.group_commit import Hooks
+from rollout_core.store.sql.group_commit import Hooks, Session
 from rollout_core.store.sql.postgres_server import (
     OTHERS_IN_THE_WAY,
     connect,
@@ -33,7 +33,6 @@ from rollout_core.store.sql.postgres_server import (
     prepare,
     unknown_outcome,
 )
-from rollout_core.store.sql.sessions import Session
 
 log = logging.getLogger(__name__)
 
