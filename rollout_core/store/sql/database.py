@@ -247,6 +247,8 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
+# Versions of the schema: Alembic's, in ``migrations``
+
 REVISIONS = ("0001", "0002")
 """Every version there has been, the present one last."""
 

@@ -24,9 +24,18 @@ from rollout_core.store.sql.counts import add_counts
 from rollout_core.store.sql.dialect import Connection, Dialect, Transaction
 
 Work = TypeVar("Work")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Batch = Callable[[Transaction, Sequence[Item]], Sequence[Result]]
+"""An operation on many items, with one result for each, in order."""
+Undo = Callable[[Transaction, Sequence[Result]], object]
 
 CLOSE_SECONDS = 5.0
 """How long work that can be interrupted may hold up the closing of its connections."""
+MAX_TRIES = 3
+"""How often one operation is run before an error that may pass at once, such as a deadlock, is the caller's."""
+MAX_GROUP_ITEMS = 2_048
+"""A transaction that has as many items takes no more operations. Bounds how long others wait for their turn."""
 
 
 class Session(Connection, ABC):
@@ -181,16 +190,7 @@ class SessionThreads(Generic[Work]):
                 self._num_busy -= 1
 
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-Batch = Callable[[Transaction, Sequence[Item]], Sequence[Result]]
-"""An operation on many items, with one result for each, in order."""
-Undo = Callable[[Transaction, Sequence[Result]], object]
-
-MAX_TRIES = 3
-"""How often one operation is run before an error that may pass at once, such as a deadlock, is the caller's."""
-MAX_GROUP_ITEMS = 2_048
-"""A transaction that has as many items takes no more operations. Bounds how long others wait for their turn."""
+# Group commit
 
 
 class Hooks(NamedTuple):
