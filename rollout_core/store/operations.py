@@ -131,8 +131,7 @@ class Work(Generic[RecordT]):
 
     def set_attempt_status(self, loaded: Loaded[RecordT], attempt: Attempt, status: AttemptStatus) -> None:
         """Change an attempt's status, and the rollout's with it if this is the latest attempt."""
-        attempt.end_time = lifecycle.attempt_end_time(status, attempt.end_time, self.now)
-        attempt.status = status
+        _set(attempt, status=status, end_time=lifecycle.attempt_end_time(status, attempt.end_time, self.now))
         self.note_attempt(attempt)
         if attempt is loaded.latest:
             record = loaded.record
@@ -183,8 +182,12 @@ def change_worker(worker: Worker, change: WorkerChange, now: float) -> None:
         worker.last_idle_time = now
     if change.dequeued:
         worker.last_dequeue_time = now
-    worker.status = change.status
-    worker.current_rollout_id, worker.current_attempt_id = change.rollout_id, change.attempt_id
+    _set(worker, status=change.status, current_rollout_id=change.rollout_id, current_attempt_id=change.attempt_id)
+
+
+def _set(record: Attempt | Worker, **fields: Any) -> None:
+    """Set fields of a record to values of ours, in a third of the time that pydantic takes to look at each."""
+    vars(record).update(fields)
 
 
 # The queue

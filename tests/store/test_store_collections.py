@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -11,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 from rollout_core.base.errors import ConfigError, Conflict, NotFound
 from rollout_core.store import (
     Attempt,
+    Collection,
     DequeBasedQueue,
     DictBasedKeyValue,
     InMemoryLightningCollections,
@@ -74,6 +76,16 @@ async def test_get_is_the_first_of_query(attempts):
     last = await attempts.get({"rollout_id": {"exact": "r1"}}, {"name": "sequence_id", "order": "desc"})
     assert last is not None and last.attempt_id == "a2"
     assert await attempts.get({"rollout_id": {"exact": "nope"}}) is None
+
+
+async def test_items_are_found_by_the_first_key(attempts):
+    for items_of in (
+        attempts.items_of,
+        partial(Collection.items_of, attempts),
+    ):  # its own way, and the one of any other
+        items = await items_of(["r2", "r3", "r2"])
+        assert sorted(f"{item.rollout_id}{item.attempt_id}" for item in items) == ["r2a1", "r2a2"]
+        assert not await items_of([])
 
 
 async def test_changes_are_all_or_nothing(attempts):

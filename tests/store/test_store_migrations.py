@@ -18,8 +18,8 @@ from sqlalchemy import NullPool, create_engine
 from rollout_core.base.errors import ConfigError
 from rollout_core.store import SqlLightningStore
 from rollout_core.store.sql import by_url
+from rollout_core.store.sql.database import REVISIONS
 from rollout_core.store.sql.postgres_server import connect
-from rollout_core.store.sql.schema import REVISIONS
 from rollout_core.store.sql.tables import metadata
 
 pytestmark = pytest.mark.asyncio

@@ -24,7 +24,7 @@ from rollout_core.store import (
     Span,
     SqlLightningStore,
 )
-from rollout_core.store.sql import postgres as postgres_sessions, sessions
+from rollout_core.store.sql import group_commit, postgres as postgres_sessions
 from rollout_core.store.sql.dialect import Transaction
 from rollout_core.store.sql.postgres_server import is_lost
 from tests.store.forking import leave
@@ -374,7 +374,7 @@ async def test_reads_whose_callers_gave_up_hold_up_no_others(url):
 
 
 async def test_a_long_read_does_not_hold_up_the_end_of_the_store(url, monkeypatch):
-    monkeypatch.setattr(sessions, "CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr(group_commit, "CLOSE_SECONDS", 0.5)
     store = SqlLightningStore.from_url(url)
     reads = [asyncio.create_task(store._database.read(sleep_at_server(seconds))) for seconds in (0.1, *[20] * 6)]
     await asyncio.sleep(0.2)

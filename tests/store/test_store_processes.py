@@ -18,7 +18,7 @@ import pytest
 
 from rollout_core.base.errors import ConfigError, Conflict, Fatal, Recoverable
 from rollout_core.store import AttemptedRollout, EnqueueRolloutRequest, SqlLightningStore
-from rollout_core.store.sql.schema import REVISIONS
+from rollout_core.store.sql.database import REVISIONS
 from tests.store.forking import leave
 
 pytestmark = pytest.mark.asyncio

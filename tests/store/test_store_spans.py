@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
+import pickle
+import threading
 
 import pytest
 import pytest_asyncio
+from pydantic import TypeAdapter
 
 from rollout_core.base.errors import ConfigError, NotFound
-from rollout_core.store import Event, Link, OtelResource, Span, SpanContext, TraceStatus
+from rollout_core.store import Event, Link, OtelResource, PaginatedResult, Span, SpanContext, TraceStatus
 
 pytestmark = pytest.mark.asyncio
 
@@ -40,6 +44,65 @@ async def test_a_span_comes_back_as_it_went_in(store, make):
     [read] = await store.query_spans(rollout.rollout_id)
     assert read == span
     assert read.extra_field == {"kept": [1]}
+
+
+USES = {
+    "model_dump": lambda span: span.model_dump(),
+    "model_dump_json": lambda span: span.model_dump_json(),
+    "within another model": lambda span: PaginatedResult(items=[span], limit=-1, offset=0, total=1).model_dump(),
+    "by an adapter": lambda span: TypeAdapter(list[Span]).dump_json([span]),
+    "validated": lambda span: TypeAdapter(Span).validate_python(span),
+    "repr": repr,
+    "str": str,
+    "dict": dict,
+    "vars": lambda span: dict(vars(span)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "model_copy": lambda span: span.model_copy(update={"name": "other"}),
+    "pickle": lambda span: pickle.loads(pickle.dumps(span)),  # noqa: S301 - our own
+    "fields that were set": lambda span: span.model_fields_set >= set(Span.model_fields),
+    "further fields": lambda span: (span.model_extra, span.kind),
+    "field of the body": lambda span: span.attributes,
+    "hasattr": lambda span: (hasattr(span, "resource"), hasattr(span, "nope")),
+    "set a column": lambda span: (setattr(span, "name", "other"), span)[1],
+    "set a part": lambda span: (setattr(span, "status", None), span)[1],
+    "set a further field": lambda span: (setattr(span, "new", 1), span)[1],
+    "delete": lambda span: (delattr(span, "kind"), span)[1],
+}
+
+
+@pytest.mark.parametrize("use", USES)
+async def test_a_span_that_was_read_is_a_model_like_any_other(store, make, use):
+    rollout = await make.claimed(store)
+    await store.add_span(Span.model_validate({**make.span(rollout).model_dump(), "kind": "SERVER", "body": "text"}))
+    [read] = await store.query_spans(rollout.rollout_id)
+    [other] = await store.query_spans(rollout.rollout_id)
+    fields = {**vars(other), **other.model_extra}
+    plain = Span.model_construct(set(Span.model_fields), **fields)
+    used, expected = USES[use](read), USES[use](plain)
+    assert used == expected
+    assert type(used) is type(expected)
+    [one], [two] = [await store.query_spans(rollout.rollout_id) for _ in range(2)]
+    assert one == two
+
+
+async def test_what_one_thread_sets_on_a_span_that_was_read_stays_while_others_look_at_it(store, make):
+    rollout = await make.claimed(store)
+    await store.add_span(make.span(rollout))
+    for _ in range(50):
+        [read] = await store.query_spans(rollout.rollout_id)
+        start = threading.Barrier(4)
+
+        def look(read: Span = read, start: threading.Barrier = start) -> None:
+            start.wait()
+            assert read.status.status_code == "OK"
+
+        def change(read: Span = read, start: threading.Barrier = start) -> None:
+            start.wait()
+            read.attributes = {"changed": True}
+
+        await asyncio.gather(*(asyncio.to_thread(work) for work in (look, change, look, look)))
+        assert read.attributes == {"changed": True}
 
 
 async def test_the_first_span_makes_attempt_and_rollout_run(store, make, clock):

@@ -10,7 +10,7 @@ A filter maps field names to conditions, such as ``{"status": {"within": ["queui
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, NotRequired, Self, TypeVar
 
@@ -79,6 +79,10 @@ class Collection(ABC, Generic[Record]):
     @abstractmethod
     async def get(self, filter: FilterOptions | None = None, sort: SortOptions | None = None) -> Record | None:
         """The first item of ``query``, or None."""
+
+    async def items_of(self, keys: Iterable[Any]) -> Sequence[Record]:
+        """The items whose first primary key is one of these, in any order."""
+        return (await self.query({self.primary_keys()[0]: {"within": list(keys)}})).items
 
     @abstractmethod
     async def insert(self, items: Sequence[Record]) -> None:

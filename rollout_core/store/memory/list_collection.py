@@ -251,6 +251,11 @@ class ListBasedCollection(Collection[Record]):
         page, _ = self._page(filter, sort, 1, 0)
         return page[0] if page else None
 
+    async def items_of(self, keys: Iterable[Any]) -> Sequence[Record]:
+        # Nearly every call of a store looks something up by its id: a query would take ten times as long.
+        nodes = [node for key in dict.fromkeys(keys) if (node := self._root.get(key)) is not None]
+        return [entry.item for entry in _leaves(nodes, len(self._primary_keys) - 1)]
+
     async def query(
         self, filter: FilterOptions | None = None, sort: SortOptions | None = None, limit: int = -1, offset: int = 0
     ) -> PaginatedResult[Record]:

@@ -21,11 +21,11 @@ from rollout_core.store.lifecycle import due_time, is_watched
 from rollout_core.store.memory.collection import Collection, KeyValue, LightningCollections, Queue
 from rollout_core.store.memory.collection_based import CollectionBasedLightningStore
 from rollout_core.store.memory.list_collection import ListBasedCollection
+from rollout_core.store.operations import Loaded
 from rollout_core.store.resources import ResourcesUpdate
 from rollout_core.store.spans import Span
 from rollout_core.store.types import (
     Attempt,
-    AttemptedRollout,
     LightningStoreCapabilities,
     LightningStoreStatistics,
     Rollout,
@@ -309,11 +309,13 @@ class InMemoryLightningStore(CollectionBasedLightningStore[InMemoryLightningColl
 
     # The watchdog looks only at rollouts whose alarm has gone off.
 
-    async def on_rollout_update(self, rollout: Rollout) -> None:
+    async def _tell(self, loaded: Loaded[Rollout]) -> None:
+        rollout, attempt = loaded.record, loaded.latest
         due = None
-        if isinstance(rollout, AttemptedRollout) and is_watched(rollout.status, rollout.attempt):
-            due = due_time(rollout.config, rollout.attempt.start_time, rollout.attempt.last_heartbeat_time)
+        if attempt is not None and is_watched(rollout.status, attempt):
+            due = due_time(rollout.config, attempt.start_time, attempt.last_heartbeat_time)
         self._alarms.set(rollout.rollout_id, due)
+        await super()._tell(loaded)
 
     async def get_lost_rollouts(self, collections: InMemoryLightningCollections, now: float, limit: int) -> list[str]:
         return self._alarms.passed(now, limit)

@@ -1,23 +1,184 @@
 """One operation on collections: it loads what it needs, is decided in memory, and saves all that has changed at once.
 
-Until it saves, nothing has happened; so an operation that raises before has changed nothing.
+Until it saves, nothing has happened; so an operation that raises before has changed nothing. Records are copied where
+they enter and leave the store, so that nothing a caller does to its objects reaches it: what comes in is taken through
+JSON, which checks and copies it at once and leaves exactly what a database would keep; what goes out is copied field
+by field. That is done for each record of each call, so it skips the copying of pydantic.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 
+from pydantic import BaseModel
+
+from rollout_core.base.trusted import SET_EXTRA, SET_FIELDS_SET, trusted
 from rollout_core.store import lifecycle
-from rollout_core.store.checks import refuse_missing, sequence_id_after
-from rollout_core.store.codec import decode, encode
+from rollout_core.store.checks import check_span, refuse_missing, sequence_id_after
+from rollout_core.store.codec import decode, encode, json_copy
 from rollout_core.store.memory.collection import LightningCollections
-from rollout_core.store.memory.copies import changed, kept_config
-from rollout_core.store.operations import Loaded, NewRollout, Work, change_worker, unknown_rollouts
+from rollout_core.store.operations import Loaded, NewRollout, Work, change_worker, copy_attempt, unknown_rollouts
 from rollout_core.store.resources import ResourcesUpdate
-from rollout_core.store.spans import Span
-from rollout_core.store.types import Attempt, Rollout, RolloutStatus, Worker
+from rollout_core.store.span_fields import SpanFields
+from rollout_core.store.spans import Event, Link, OtelResource, Span, SpanContext, StatusCode, TraceStatus
+from rollout_core.store.types import (
+    Attempt,
+    AttemptedRollout,
+    PaginatedResult,
+    Rollout,
+    RolloutConfig,
+    RolloutStatus,
+    Worker,
+)
+
+Model = TypeVar("Model", bound=BaseModel)
+Item = TypeVar("Item")
+
+
+def with_fields(model: type[Model], source: BaseModel, fields: dict[str, Any]) -> Model:
+    """A ``model`` with these fields, which are not checked, and the further fields of ``source``.
+
+    Both share the set of fields that were set, which only grows.
+    """
+    extra = source.__pydantic_extra__
+    further = json_copy(extra) if extra else extra if extra is None else {}
+    return trusted(model, fields, source.__pydantic_fields_set__, further)
+
+
+def changed(record: Model, **changes: Any) -> Model:
+    """A copy of a record with other values of some fields."""
+    return with_fields(type(record), record, {**record.__dict__, **changes})
+
+
+def shown_rollout(rollout: Rollout, attempt: Attempt | None) -> Rollout:
+    """A rollout as callers get it: an AttemptedRollout exactly if ``attempt`` is given."""
+    fields = rollout.__dict__.copy()
+    fields["input"] = json_copy(rollout.input)
+    fields["metadata"] = json_copy(rollout.metadata)
+    fields["config"] = changed(rollout.config, retry_condition=list(rollout.config.retry_condition))
+    if attempt is None:
+        return with_fields(Rollout, rollout, fields)
+    fields["attempt"] = copy_attempt(attempt)
+    shown = with_fields(AttemptedRollout, rollout, fields)
+    SET_FIELDS_SET(shown, {*rollout.__pydantic_fields_set__, "attempt"})
+    return shown
+
+
+def shown_attempted(loaded: Loaded[Rollout]) -> AttemptedRollout:
+    """A rollout that has an attempt, as callers get it."""
+    shown = shown_rollout(loaded.record, loaded.latest)
+    assert isinstance(shown, AttemptedRollout)
+    return shown
+
+
+def shown_page(page: PaginatedResult[Item], shown: Callable[[Item], Item]) -> PaginatedResult[Item]:
+    """A page as callers get it, its items by ``shown``."""
+    page.items = [shown(item) for item in page.items]
+    return page
+
+
+def shown_worker(worker: Worker) -> Worker:
+    """A worker as callers get it."""
+    return changed(worker, heartbeat_stats=json_copy(worker.heartbeat_stats))
+
+
+def shown_spans(spans: Sequence[Span]) -> list[Span]:
+    """Spans as callers get them. What is within their attributes and their parts is shared with the store."""
+    shown: list[Span] = []
+    for span in spans:  # pages of hundreds of spans are the largest answers there are
+        fields = span.__dict__.copy()
+        fields["attributes"] = fields["attributes"].copy()
+        fields["events"] = fields["events"].copy()
+        fields["links"] = fields["links"].copy()
+        extra = span.__pydantic_extra__
+        shown.append(trusted(Span, fields, span.__pydantic_fields_set__, json_copy(extra) if extra else {}))
+    return shown
+
+
+def kept_config(config: RolloutConfig | None) -> RolloutConfig:
+    """A config as the store keeps it."""
+    if config is None:
+        return _DEFAULT_CONFIG
+    return changed(config, retry_condition=list(config.retry_condition))
+
+
+_DEFAULT_CONFIG = RolloutConfig()
+
+
+def kept_json(value: Any, what: str) -> Any:
+    """A JSON value as the store keeps it. Raises ConfigError, which names it by ``what``, if it is no JSON."""
+    return decode(encode(value, what))
+
+
+def kept_span(span: SpanFields) -> Span:
+    """A span as the store keeps it. Raises ConfigError as ``check_span``, and if JSON cannot hold it."""
+    check_span(span)
+    # Only what may hold anything goes through JSON; and no missing values, for the encoder is quicker without nulls.
+    fields = dict(span)
+    loose = {"name": span["name"], "attributes": span["attributes"]}
+    if len(span) > _NUM_FIELDS:
+        loose["extra"] = {name: fields.pop(name) for name in span if name not in Span.model_fields}
+    status, resource = span["status"], span["resource"]
+    if len(status) > _NUM_STATUS_FIELDS:
+        loose["status"] = status
+    else:
+        fields["status"] = _status(status["status_code"], status["description"])
+    if resource["attributes"] or len(resource) > _NUM_RESOURCE_FIELDS:
+        loose["resource"] = resource
+    else:
+        fields["resource"] = _empty_resource(resource["schema_url"])
+    for name in ("context", "parent"):
+        context = span[name]
+        if context is not None and len(context) > _NUM_CONTEXT_FIELDS:
+            loose[name] = context
+        elif context is not None:
+            fields[name] = with_fields(SpanContext, _CONTEXT, {**context, "trace_state": {**context["trace_state"]}})
+    for name in ("events", "links"):
+        if span[name]:
+            loose[name] = span[name]
+        else:
+            fields[name] = _EMPTY
+    kept = decode(encode(loose, f"span {span['name']}"))
+    fields["attributes"] = kept["attributes"]
+    for name in loose.keys() & _PARTS.keys():
+        fields[name] = _PARTS[name](kept[name])
+    made = with_fields(Span, _SPAN, fields)
+    SET_EXTRA(made, kept.get("extra", {}))
+    return made
+
+
+_NUM_FIELDS, _NUM_STATUS_FIELDS, _NUM_CONTEXT_FIELDS, _NUM_RESOURCE_FIELDS = [
+    len(model.model_fields) for model in (Span, TraceStatus, SpanContext, OtelResource)
+]
+# Models with all of their fields and no others, for ``with_fields``.
+_SPAN = Span.from_attributes(attributes={})
+_CONTEXT = SpanContext(trace_id="", span_id="", is_remote=False, trace_state={})
+
+# Parts that nearly all spans have in common are kept once: each object less is less for Python's collector to visit.
+_EMPTY: list[Any] = []
+
+
+@lru_cache(maxsize=1024)
+def _status(status_code: StatusCode, description: str | None) -> TraceStatus:
+    return TraceStatus(status_code=status_code, description=description)
+
+
+@lru_cache(maxsize=1024)
+def _empty_resource(schema_url: str) -> OtelResource:
+    return OtelResource(attributes={}, schema_url=schema_url)
+
+
+_PARTS: Mapping[str, Callable[[Any], Any]] = {
+    "status": TraceStatus.model_validate,
+    "context": SpanContext.model_validate,
+    "parent": SpanContext.model_validate,
+    "resource": OtelResource.model_validate,
+    "events": lambda parts: [Event.model_validate(part) for part in parts],
+    "links": lambda parts: [Link.model_validate(part) for part in parts],
+}
 
 
 class CollectionWork(Work[Rollout]):
@@ -39,12 +200,11 @@ class CollectionWork(Work[Rollout]):
         by rollout and id. Raises NotFound if a rollout is unknown.
         """
         wanted = list(dict.fromkeys(rollout_ids))
-        rollouts = (await self.collections.rollouts.query({"rollout_id": {"within": wanted}})).items
-        found = {rollout.rollout_id: rollout for rollout in rollouts}
+        found = {rollout.rollout_id: rollout for rollout in await self.collections.rollouts.items_of(wanted)}
         refuse_missing(wanted, found)
         if not wanted:
             return []
-        attempts = (await self.collections.attempts.query({"rollout_id": {"within": wanted}})).items
+        attempts = await self.collections.attempts.items_of(wanted)
         latest = latest_of(attempts)
         for rollout_id in wanted:
             attempt = latest.get(rollout_id)
@@ -70,24 +230,24 @@ class CollectionWork(Work[Rollout]):
         """
         given = [request.rollout_id for request in requests if request.given_id]
         if given:
-            known = await self.collections.rollouts.query({"rollout_id": {"within": given}})
-            await self.load([rollout.rollout_id for rollout in known.items])
+            await self.load([rollout.rollout_id for rollout in await self.collections.rollouts.items_of(given)])
         inputs = {rollout_id: encode(loaded.record.input, "input") for rollout_id, loaded in self.rollouts.items()}
         latest = None
         if any(request.resources_id is None for request in requests):
             latest = await self.latest_resources()
         for request in unknown_rollouts(requests, inputs):
-            rollout = Rollout(
-                rollout_id=request.rollout_id,
-                input=decode(request.input_json),
-                start_time=self.now,
-                mode=request.mode,
-                resources_id=request.resources_id or (latest.resources_id if latest else None),
-                status=status,
-                config=kept_config(request.config),
-                metadata=decode(request.metadata_json),
-            )
-            self.rollouts[request.rollout_id] = Loaded(rollout)
+            fields: dict[str, Any] = {
+                "rollout_id": request.rollout_id,
+                "input": decode(request.input_json),
+                "start_time": self.now,
+                "end_time": None,
+                "mode": request.mode,
+                "resources_id": request.resources_id or (latest.resources_id if latest else None),
+                "status": status,
+                "config": kept_config(request.config),
+                "metadata": decode(request.metadata_json),
+            }
+            self.rollouts[request.rollout_id] = Loaded(trusted(Rollout, fields))
             self.note(self.rollouts[request.rollout_id])
         return [self.rollouts[request.rollout_id] for request in requests]
 
@@ -103,6 +263,8 @@ class CollectionWork(Work[Rollout]):
 
     async def latest_resources(self) -> ResourcesUpdate | None:
         """The snapshot that was added or updated last."""
+        if not await self.collections.resources.size():
+            return None
         return await self.collections.resources.get(sort={"name": "update_time", "order": "desc"})
 
     # Spans
@@ -163,8 +325,12 @@ class CollectionWork(Work[Rollout]):
 
     async def _worker(self, worker_id: str) -> Worker:
         """A worker, to be changed; a new one if it is unknown."""
-        found = await self.collections.workers.get({"worker_id": {"exact": worker_id}})
-        return Worker(worker_id=worker_id) if found is None else changed(found)
+        found = await self.collections.workers.items_of([worker_id])
+        return (
+            changed(found[0])
+            if found
+            else Worker(**{**dict.fromkeys(Worker.model_fields), "worker_id": worker_id, "status": "unknown"})
+        )
 
     # Saving
 
@@ -224,8 +390,8 @@ async def number_spans(collections: LightningCollections, rollout_ids: Sequence[
     last = {rollout_id: await counters.get(rollout_id) or 0 for rollout_id in rollout_ids}
     unnumbered = [rollout_id for rollout_id, number in last.items() if not number]
     if unnumbered:
-        found = await collections.rollouts.query({"rollout_id": {"within": unnumbered}})
-        refuse_missing(unnumbered, {rollout.rollout_id for rollout in found.items})
+        found = await collections.rollouts.items_of(unnumbered)
+        refuse_missing(unnumbered, {rollout.rollout_id for rollout in found})
     numbers: list[int] = []
     for rollout_id in rollout_ids:
         last[rollout_id] = sequence_id_after(last[rollout_id], rollout_id)
@@ -237,7 +403,7 @@ async def number_spans(collections: LightningCollections, rollout_ids: Sequence[
 
 async def latest_attempts(collections: LightningCollections, rollout_ids: Sequence[str]) -> dict[str, Attempt]:
     """The latest attempts of those of these rollouts that have one."""
-    return latest_of((await collections.attempts.query({"rollout_id": {"within": rollout_ids}})).items)
+    return latest_of(await collections.attempts.items_of(rollout_ids))
 
 
 def latest_of(attempts: Iterable[Attempt]) -> dict[str, Attempt]:

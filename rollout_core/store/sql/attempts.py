@@ -16,12 +16,12 @@ from rollout_core.store.sql.dialect import Transaction
 from rollout_core.store.sql.rows import (
     ROLLOUTS_WITH_ATTEMPT,
     RolloutState,
+    UnitOfWork,
     config_json,
     load_rollouts,
     rollout_model,
     save_counters,
 )
-from rollout_core.store.sql.unit import UnitOfWork
 from rollout_core.store.types import Attempt, AttemptUpdate, Rollout
 
 _number_of = itemgetter(3)

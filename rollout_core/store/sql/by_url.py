@@ -12,9 +12,8 @@ from rollout_core import DISTRIBUTION
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.settings import without_password
 from rollout_core.store.sql import sqlite
-from rollout_core.store.sql.database import Database
+from rollout_core.store.sql.database import REVISIONS, Database
 from rollout_core.store.sql.group_commit import Hooks
-from rollout_core.store.sql.schema import REVISIONS
 
 BUSY_TIMEOUT_SECONDS = 30.0
 """How long an upgrade waits for others to finish writing."""

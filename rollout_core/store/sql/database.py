@@ -14,12 +14,16 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from rollout_core.base.errors import Fatal
+from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.store.sql.dialect import Transaction
-from rollout_core.store.sql.group_commit import Batch, GroupCommit, Hooks, Undo
-from rollout_core.store.sql.sessions import Session, SessionThreads
+from rollout_core.store.sql.group_commit import Batch, GroupCommit, Hooks, Session, SessionThreads, Undo
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -241,3 +245,33 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+
+
+# Versions of the schema: Alembic's, in ``migrations``
+
+REVISIONS = ("0001", "0002")
+"""Every version there has been, the present one last."""
+
+_alembic_lock = threading.Lock()  # Alembic keeps the upgrade under way in a global
+
+
+def known_revision(found: Sequence[str], where: str) -> str:
+    """The version that a database of ours records. Raises ConfigError if this program does not know it."""
+    if len(found) == 1 and found[0] in REVISIONS:
+        return found[0]
+    raise ConfigError(
+        f"{where} has schema revision {', '.join(found) or 'none'}, this version of rollout knows {REVISIONS[-1]}; "
+        "it was written by a newer version, use that one"
+    )
+
+
+def upgrade(connection: Connection) -> None:
+    """Bring the database to the present version, in the transaction under way. The caller locks and commits."""
+    # Imported here because only a database that is not at the present version needs it.
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config(attributes={"connection": connection})
+    config.set_main_option("script_location", str(Path(__file__).with_name("migrations")).replace("%", "%%"))
+    with _alembic_lock:
+        command.upgrade(config, "head")

@@ -14,7 +14,7 @@ connection from the names of the table and its columns. No text of a caller ever
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import count
@@ -163,7 +163,7 @@ class Transaction:
         """The time of this transaction, in seconds since the epoch."""
         self.finished: list[str] = []
         """Rollouts that reach a terminal status if this transaction commits; their waiters are woken then."""
-        self.counted: Counter[str] = Counter()
+        self.counted: defaultdict[str, int] = defaultdict(int)
         """Changes of the counts in ``counts``, which are written once for the whole transaction."""
 
     @property
@@ -171,9 +171,21 @@ class Transaction:
         """A number of this connection, from a small range."""
         return self._connection.writer
 
+    def take_over(self, part: Transaction) -> None:
+        """What a part of this transaction has finished and counted is this transaction's now."""
+        self.finished += part.finished
+        for name, change in part.counted.items():
+            self.counted[name] += change
+
     def rows(self, sql: str, *parameters: Any) -> list[tuple[Any, ...]]:
         """Run one statement; all of its rows."""
         return self._connection.fetch(_statement(self.dialect.name, sql), parameters)
+
+    def rows_of(self, sql: str, texts: Sequence[str], end: str = "") -> list[tuple[Any, ...]]:
+        """The rows of a statement that ends with a column which is to be one of these texts, and then with ``end``."""
+        if len(texts) == 1:  # as nearly always: a third of the time of a list
+            return self.rows(f"{sql} = ? {end}", texts[0])
+        return self.rows(f"{sql} {{in_texts}} {end}", self.texts(texts))
 
     def row(self, sql: str, *parameters: Any) -> tuple[Any, ...] | None:
         """Run one statement; its first row."""

@@ -24,7 +24,7 @@ from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.settings import without_password
 from rollout_core.store.sql.database import Database
 from rollout_core.store.sql.dialect import POSTGRES
-from rollout_core.store.sql.group_commit import Hooks
+from rollout_core.store.sql.group_commit import Hooks, Session
 from rollout_core.store.sql.postgres_server import (
     OTHERS_IN_THE_WAY,
     connect,
@@ -33,7 +33,6 @@ from rollout_core.store.sql.postgres_server import (
     prepare,
     unknown_outcome,
 )
-from rollout_core.store.sql.sessions import Session
 
 log = logging.getLogger(__name__)
 
@@ -195,21 +194,20 @@ def _update(table: str, columns: str, keys: str) -> _Statements:
 
 def _json_parts(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]:
     """JSON arrays of these rows as objects, each of at most ``MAX_STATEMENT_BYTES`` unless one row is larger."""
-    part: list[bytes] = []
-    num_bytes = 0
-    for row in rows:
-        try:
-            text = orjson.dumps(dict(zip(names, row, strict=True)), option=orjson.OPT_PASSTHROUGH_DATETIME)
-        except TypeError as error:
-            raise ConfigError(f"a value cannot be stored: {error}") from error
-        if b"null" in text:  # which orjson writes for NaN and infinities as well
+    try:
+        objects = [dict(zip(names, row, strict=True)) for row in rows]
+        text = orjson.dumps(objects, option=orjson.OPT_PASSTHROUGH_DATETIME)
+    except TypeError as error:
+        raise ConfigError(f"a value cannot be stored: {error}") from error
+    if text.count(b"null") != sum(row.count(None) for row in rows):  # orjson writes it for NaN and infinities as well
+        for row in rows:
             _check_finite(names, row)
-        if part and num_bytes + len(text) > MAX_STATEMENT_BYTES:
-            yield (b"[%b]" % b",".join(part)).decode()
-            part, num_bytes = [], 0
-        part.append(text)
-        num_bytes += len(text)
-    yield (b"[%b]" % b",".join(part)).decode()
+    if len(text) > MAX_STATEMENT_BYTES and len(rows) > 1:
+        half = len(rows) // 2
+        yield from _json_parts(names, rows[:half])
+        yield from _json_parts(names, rows[half:])
+    else:
+        yield text.decode()
 
 
 def _check_finite(names: Sequence[str], row: Sequence[Any]) -> None:

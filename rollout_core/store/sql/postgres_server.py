@@ -16,7 +16,7 @@ from psycopg.types.numeric import Int8Dumper
 
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable, RolloutError, UnknownOutcome
 from rollout_core.base.settings import HIDDEN, without_password
-from rollout_core.store.sql.schema import REVISIONS, known_revision, upgrade
+from rollout_core.store.sql.database import REVISIONS, known_revision, upgrade
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection as AlembicConnection

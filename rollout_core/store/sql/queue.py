@@ -1,7 +1,10 @@
-"""Operations of the SQL store on its queue: enqueue, claim, start, and give back what nobody received."""
+"""Operations of the SQL store on its queue (enqueue, claim, start, give back what nobody received), and on workers and
+snapshots of resources.
+"""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -18,16 +21,19 @@ from rollout_core.store.operations import (
     unknown_rollouts,
     withdraw,
 )
+from rollout_core.store.resources import ResourcesUpdate
 from rollout_core.store.sql.dialect import NUM_ROLLOUT, Transaction
 from rollout_core.store.sql.rows import (
     ROLLOUTS_WITH_ATTEMPT,
     RolloutState,
+    UnitOfWork,
     config_json,
+    resources_model,
     rollout_model,
     rollout_of,
+    worker_model,
 )
-from rollout_core.store.sql.unit import UnitOfWork
-from rollout_core.store.types import Attempt, AttemptedRollout, Rollout, RolloutStatus
+from rollout_core.store.types import Attempt, AttemptedRollout, Rollout, RolloutStatus, Worker
 
 MAX_REPEATED_CLAIM = 100_000
 """Most rollouts of one claim that are looked for when it is repeated."""
@@ -175,10 +181,10 @@ class _Stored(NamedTuple):
 
 def _lock(tx: Transaction, rollout_ids: Sequence[str]) -> dict[str, _Stored]:
     """Those of these rollouts that are known, as nobody else changes them until the transaction ends."""
-    found = tx.rows(
-        "SELECT {rollout}, {payload} FROM rollouts r JOIN rollout_payloads p ON p.key = r.key"
-        " WHERE r.rollout_id {in_texts} {lock}",
-        tx.texts(rollout_ids),
+    found = tx.rows_of(
+        "SELECT {rollout}, {payload} FROM rollouts r JOIN rollout_payloads p ON p.key = r.key WHERE r.rollout_id",
+        rollout_ids,
+        "{lock}",
     )
     return {row[1]: _Stored(RolloutState(*row[:-2]), row[-2], row[-1]) for row in found}
 
@@ -193,7 +199,7 @@ def _sort_out(tx: Transaction, requests: Sequence[NewRollout]) -> tuple[dict[str
     given = [request.rollout_id for request in requests if request.given_id]
     known: dict[str, _Known] = {}
     if given:
-        found = tx.rows(ROLLOUTS_WITH_ATTEMPT + " WHERE r.rollout_id {in_texts}", tx.texts(given))
+        found = tx.rows_of(ROLLOUTS_WITH_ATTEMPT + " WHERE r.rollout_id", given)
         known = {row[1]: _Known(rollout_model(row), row[NUM_ROLLOUT]) for row in found}
     inputs = {rollout_id: stored.input_json for rollout_id, stored in known.items()}
     return known, unknown_rollouts(requests, inputs)
@@ -266,3 +272,59 @@ def _attempted(state: RolloutState, input_json: str, metadata_json: str | None, 
     rollout = rollout_of(state, input_json, metadata_json, attempt)
     assert isinstance(rollout, AttemptedRollout)
     return rollout
+
+
+# Workers and resources
+
+
+def record_heartbeat(tx: Transaction, worker_id: str, stats_json: str | None) -> Worker:
+    """Stamp a worker's heartbeat, with new statistics if given; the worker is created if it is new."""
+    tx.run(
+        "INSERT INTO workers (worker_id, status, last_heartbeat_time, heartbeat_stats) VALUES (?, 'unknown', ?, ?)"
+        " ON CONFLICT (worker_id) DO UPDATE SET last_heartbeat_time = excluded.last_heartbeat_time,"
+        " heartbeat_stats = COALESCE(excluded.heartbeat_stats, workers.heartbeat_stats)",
+        worker_id,
+        tx.now,
+        stats_json,
+    )
+    [row] = tx.rows("SELECT {worker} FROM workers WHERE worker_id = ?", worker_id)
+    return worker_model(row)
+
+
+def add_resources(tx: Transaction, resources: str) -> ResourcesUpdate:
+    """Store a new snapshot under a fresh id; it is the latest now."""
+    return _insert_resources(tx, f"rs-{secrets.token_hex(6)}", resources)
+
+
+def update_resources(tx: Transaction, resources_id: str, resources: str) -> ResourcesUpdate:
+    """Replace the snapshot of this id, or create it; it is the latest now."""
+    row = tx.row("SELECT version FROM resources r WHERE resources_id = ? {lock}", resources_id)
+    if row is None:
+        return _insert_resources(tx, resources_id, resources)
+    tx.run(
+        "UPDATE resources SET resources = ?, update_time = ?, version = version + 1, change_number = ?"
+        " WHERE resources_id = ?",
+        resources,
+        tx.now,
+        tx.next_numbers("resources", 1)[0],
+        resources_id,
+    )
+    return _read_resources(tx, resources_id)
+
+
+def _insert_resources(tx: Transaction, resources_id: str, resources: str) -> ResourcesUpdate:
+    tx.run(
+        "INSERT INTO resources (resources_id, create_time, update_time, version, change_number, resources)"
+        " VALUES (?, ?, ?, 1, ?, ?)",
+        resources_id,
+        tx.now,
+        tx.now,
+        tx.next_numbers("resources", 1)[0],
+        resources,
+    )
+    return _read_resources(tx, resources_id)
+
+
+def _read_resources(tx: Transaction, resources_id: str) -> ResourcesUpdate:
+    [row] = tx.rows("SELECT {resources} FROM resources WHERE resources_id = ?", resources_id)
+    return resources_model(row)

@@ -1,28 +1,24 @@
 """Between rows of the database and the models of the contract.
 
 ``RolloutState`` is a row of ``rollouts`` that an operation reads, changes in memory by the rules of ``lifecycle`` and
-writes back once, together with all others of its batch.
+writes back once. ``UnitOfWork`` holds all that an operation works on: read at once, written back once, set by set.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
-
-import orjson
-from pydantic import BaseModel
+from typing import Any
 
 from rollout_core.base.trusted import trusted
 from rollout_core.store import lifecycle
 from rollout_core.store.checks import refuse_missing
 from rollout_core.store.codec import decode, encode
+from rollout_core.store.operations import Loaded, Work, WorkerChange
 from rollout_core.store.resources import ResourcesUpdate
-from rollout_core.store.spans import Event, Link, OtelResource, Span, SpanContext, TraceStatus
-from rollout_core.store.sql.dialect import BODY, NUM_ROLLOUT, SPAN, Transaction
+from rollout_core.store.sql.dialect import NUM_ROLLOUT, Transaction
 from rollout_core.store.types import Attempt, AttemptedRollout, Rollout, RolloutConfig, RolloutStatus, Worker
-
-PartT = TypeVar("PartT", bound=BaseModel)
 
 ROLLOUTS_WITH_ATTEMPT = (
     "SELECT {rollout}, {payload}, {attempt} FROM rollouts r"
@@ -30,12 +26,6 @@ ROLLOUTS_WITH_ATTEMPT = (
     " LEFT JOIN attempts a ON a.rollout_key = r.key AND a.sequence_id = r.attempt_count"
 )
 """All there is to know of rollouts, as ``rollout_model`` reads it; a WHERE follows."""
-_SPAN_COLUMNS = [column.removeprefix("s.") for column in SPAN.split(", ")[:BODY]]
-"""The fields of a span that have columns of their own, the rollout's id left out."""
-_NUM_FIELDS: dict[type[BaseModel], int] = {
-    model: len(model.model_fields) for model in (Event, OtelResource, SpanContext, TraceStatus)
-}
-"""The parts of a span are stored with all of their fields, so that their number tells whether there are others."""
 
 
 @dataclass(slots=True)
@@ -92,10 +82,7 @@ def _default_config() -> RolloutConfig:
 def load_rollouts(tx: Transaction, rollout_ids: Iterable[str]) -> dict[str, RolloutState]:
     """The rows of these rollouts, to be changed. Raises NotFound if one is unknown."""
     wanted = list(dict.fromkeys(rollout_ids))
-    if len(wanted) == 1:
-        found = tx.rows("SELECT {rollout} FROM rollouts r WHERE r.rollout_id = ? {lock}", wanted[0])
-    else:
-        found = tx.rows("SELECT {rollout} FROM rollouts r WHERE r.rollout_id {in_texts} {lock}", tx.texts(wanted))
+    found = tx.rows_of("SELECT {rollout} FROM rollouts r WHERE r.rollout_id", wanted, "{lock}")
     states = {row[1]: RolloutState(*row) for row in found}
     refuse_missing(wanted, states)
     return states
@@ -130,12 +117,13 @@ def load_with_latest(tx: Transaction, rollout_ids: Iterable[str]) -> tuple[dict[
         found = load_attempts(tx, states.values())
         return states, {attempt.rollout_id: attempt for attempt in found.values()}
     states, latest = {}, {}
-    for row in tx.rows(
+    found = tx.rows_of(
         "SELECT {rollout}, {attempt} FROM rollouts r"
         " LEFT JOIN attempts a ON a.rollout_key = r.key AND a.sequence_id = r.attempt_count"
-        " WHERE r.rollout_id {in_texts}",
-        tx.texts(wanted),
-    ):
+        " WHERE r.rollout_id",
+        wanted,
+    )
+    for row in found:
         state = RolloutState(*row[:NUM_ROLLOUT])
         states[state.rollout_id] = state
         if row[NUM_ROLLOUT] is not None:
@@ -222,7 +210,7 @@ def rollout_of(
         "resources_id": state.resources_id,
         "status": state.status,
         "config": _default_config() if state.config_json is None else state.config,
-        "metadata": None if metadata_json is None else decode(metadata_json),
+        "metadata": None if metadata_json is None else {} if metadata_json == "{}" else decode(metadata_json),
     }
     return trusted(Rollout, fields) if attempt is None else trusted(AttemptedRollout, {**fields, "attempt": attempt})
 
@@ -246,47 +234,6 @@ def attempt_model(rollout_id: str, columns: Sequence[Any]) -> Attempt:
     )
 
 
-def span_model(rollout_id: str, columns: Sequence[Any]) -> Span:
-    """The model of a row in the order of ``dialect.SPAN``, its body included. What was stored is not checked again."""
-    attempt_id, span_id, sequence_id, trace_id, parent_id, name, start_time, end_time, body = columns
-    parts = decode(body)
-    fields = {
-        "rollout_id": rollout_id,
-        "attempt_id": attempt_id,
-        "sequence_id": sequence_id,
-        "trace_id": trace_id,
-        "span_id": span_id,
-        "parent_id": parent_id,
-        "name": name,
-        "status": _part(TraceStatus, parts.pop("status")),
-        "attributes": parts.pop("attributes"),
-        "events": [_part(Event, event) for event in parts.pop("events")],
-        "links": [Link.model_validate(link) for link in parts.pop("links")],
-        "start_time": start_time,
-        "end_time": end_time,
-        "context": _part(SpanContext, parts.pop("context")),
-        "parent": _part(SpanContext, parts.pop("parent")),
-        "resource": _part(OtelResource, parts.pop("resource")),
-    }
-    return trusted(Span, fields, None, parts)
-
-
-def _part(model: type[PartT], fields: dict[str, Any] | None) -> Any:
-    """A model of these fields, which were stored by way of that model; None if there are none."""
-    if fields is None:
-        return None
-    if len(fields) == _NUM_FIELDS[model]:
-        return trusted(model, fields, None, {})
-    return model.model_validate(fields)  # it has unknown fields as well
-
-
-def span_json(rollout_id: str, columns: Sequence[Any]) -> bytes:
-    """What ``encode_stored`` makes of ``span_model`` (in another order), without the model."""
-    *fields, body = columns
-    head = orjson.dumps({"rollout_id": rollout_id, **dict(zip(_SPAN_COLUMNS, fields, strict=True))})
-    return b"%b,%b" % (head[:-1], body.encode()[1:])
-
-
 def resources_model(columns: Sequence[Any]) -> ResourcesUpdate:
     """The model of a row in the order of ``dialect.RESOURCES``."""
     resources_id, create_time, update_time, version, resources = columns
@@ -305,3 +252,154 @@ def worker_model(columns: Sequence[Any]) -> Worker:
     if fields["heartbeat_stats"] is not None:
         fields["heartbeat_stats"] = decode(fields["heartbeat_stats"])
     return Worker(**fields)
+
+
+# What an operation works on
+
+
+class UnitOfWork(Work[RolloutState]):
+    """A ``Work`` on rows of the database."""
+
+    def __init__(self, tx: Transaction) -> None:
+        super().__init__(tx.now)
+        self.tx = tx
+        self.counters: dict[int, RolloutState] = {}
+        """Rollouts, by key, whose last span number was changed."""
+        self.earliest_alarm = -math.inf
+        """The watchdog does not look at what is changed here before this time."""
+
+    def load(
+        self, rollout_ids: Iterable[str], asked: Iterable[tuple[str, str]] = (), *, may_finish: bool = True
+    ) -> None:
+        """Read these rollouts with their latest attempts, and the older ones that are asked for by rollout and id.
+
+        Where the operation ``may_finish`` rollouts, their older attempts under way are read too. Raises NotFound if a
+        rollout is unknown.
+        """
+        states, latest = load_with_latest(self.tx, rollout_ids)
+        self.rollouts = {
+            rollout_id: Loaded(state, state.attempt_count, latest.get(rollout_id))
+            for rollout_id, state in states.items()
+        }
+        self._load_older(asked, may_finish=may_finish)
+
+    def add(self, states: Sequence[RolloutState]) -> list[Loaded[RolloutState]]:
+        """Take over rollouts that were read under their locks, and read their attempts under way."""
+        self.rollouts = {state.rollout_id: Loaded(state, state.attempt_count) for state in states}
+        # Read only now: what another process wrote of an attempt just before the lock was free must be seen.
+        self._load_attempts([state.rollout_id for state in states if state.attempt_count])
+        return list(self.rollouts.values())
+
+    def _load_older(self, asked: Iterable[tuple[str, str]] = (), *, may_finish: bool = True) -> None:
+        # First attempts, nearly all, cost nothing.
+        retried = [rollout_id for rollout_id, loaded in self.rollouts.items() if loaded.attempt_count > 1]
+        if not retried:
+            return
+        named = [attempt_id for rollout_id, attempt_id in asked if not self._is_latest(rollout_id, attempt_id)]
+        if named or may_finish:
+            self._load_attempts(retried, named, under_way=may_finish)
+
+    def _load_attempts(self, rollout_ids: Sequence[str], named: Sequence[str] = (), *, under_way: bool = True) -> None:
+        """Read attempts that are not loaded yet: those under way, by the database, and those of these ids."""
+        if not rollout_ids:
+            return
+        found = self.tx.rows(
+            "SELECT r.rollout_id, {attempt} FROM rollouts r"
+            " JOIN attempts a ON a.rollout_key = r.key"
+            " WHERE r.rollout_id {in_texts} AND (a.status {in_texts} OR a.attempt_id {in_texts})",
+            self.tx.texts(rollout_ids),
+            self.tx.texts(sorted(lifecycle.WATCHED) if under_way else []),
+            self.tx.texts(named),
+        )
+        for rollout_id, *columns in found:
+            loaded = self.rollouts[rollout_id]
+            attempt = attempt_model(rollout_id, columns)
+            if attempt.sequence_id != loaded.attempt_count:
+                loaded.older[attempt.attempt_id] = attempt
+            elif loaded.latest is None:
+                loaded.latest = attempt
+
+    def _is_latest(self, rollout_id: str, attempt_id: str) -> bool:
+        latest = self.rollouts[rollout_id].latest
+        return attempt_id == "latest" or (latest is not None and latest.attempt_id == attempt_id)
+
+    def save(self, unwritten: Container[str] = ()) -> None:
+        """Write back what was changed, but for the rows of rollouts that are ``unwritten`` so far."""
+        self.tx.finished += self.finished
+        for loaded in self.changed.values():
+            row = loaded.record
+            row.attempt_count = loaded.attempt_count
+            if loaded.left_queue:
+                row.queue_position = None
+            row.watch(loaded.latest)
+            if row.due_time is not None:
+                row.due_time = max(row.due_time, self.earliest_alarm)
+        save_rollouts(
+            self.tx, [loaded.record for rollout_id, loaded in self.changed.items() if rollout_id not in unwritten]
+        )
+        if self.counters:
+            save_counters(self.tx, [row for row in self.counters.values() if row.rollout_id not in self.changed])
+        if self.new_attempts or self.withdrawn:
+            self._add_and_delete_attempts()
+        save_attempts(self.tx, [(self._key_of(attempt), attempt) for attempt in self.changed_attempts.values()])
+        if self.workers:
+            save_workers(self.tx, self.workers)
+
+    def _key_of(self, attempt: Attempt) -> int:
+        return self.rollouts[attempt.rollout_id].record.key
+
+    def _add_and_delete_attempts(self) -> None:
+        """Write new attempts, and delete those that are withdrawn."""
+        self.tx.counted["attempts"] += len(self.new_attempts) - len(self.withdrawn)
+        self.tx.insert(
+            "attempts",
+            "rollout_key, sequence_id, attempt_id, status, start_time, worker_id",
+            [
+                (
+                    self._key_of(attempt),
+                    attempt.sequence_id,
+                    attempt.attempt_id,
+                    attempt.status,
+                    attempt.start_time,
+                    attempt.worker_id,
+                )
+                for attempt in self.new_attempts
+            ],
+        )
+        for attempt in self.withdrawn:
+            self.tx.run(
+                "DELETE FROM attempts WHERE rollout_key = ? AND sequence_id = ?",
+                self._key_of(attempt),
+                attempt.sequence_id,
+            )
+
+
+def save_workers(tx: Transaction, changes: Mapping[str, WorkerChange]) -> None:
+    """Apply changes to workers, as ``change_worker`` does.
+
+    In SQL, because a worker's row is not read before: two processes may meet a worker for the first time at once.
+    """
+    tx.insert(
+        "workers",
+        "worker_id, status, last_busy_time, last_idle_time, last_dequeue_time, current_rollout_id, current_attempt_id",
+        [
+            (
+                worker_id,
+                change.status,
+                tx.now if change.was_busy else None,
+                tx.now if change.was_freed else None,
+                tx.now if change.dequeued else None,
+                change.rollout_id,
+                change.attempt_id,
+            )
+            for worker_id, change in sorted(changes.items())  # sorted, so that writers cannot deadlock
+        ],
+        "ON CONFLICT (worker_id) DO UPDATE SET status = excluded.status,"
+        " last_busy_time = COALESCE(excluded.last_busy_time, workers.last_busy_time),"
+        # Of a change, these are the marks of ``found_nothing``.
+        " last_idle_time = CASE WHEN workers.status = 'idle' AND excluded.last_busy_time IS NULL"
+        " AND excluded.last_dequeue_time IS NOT NULL THEN workers.last_idle_time"
+        " ELSE COALESCE(excluded.last_idle_time, workers.last_idle_time) END,"
+        " last_dequeue_time = COALESCE(excluded.last_dequeue_time, workers.last_dequeue_time),"
+        " current_rollout_id = excluded.current_rollout_id, current_attempt_id = excluded.current_attempt_id",
+    )

@@ -18,11 +18,9 @@ from typing import Any
 
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable, RolloutError
 from rollout_core.base.settings import without_password
-from rollout_core.store.sql.database import Database
+from rollout_core.store.sql.database import REVISIONS, Database, known_revision, upgrade
 from rollout_core.store.sql.dialect import SQLITE
-from rollout_core.store.sql.group_commit import Hooks
-from rollout_core.store.sql.schema import REVISIONS, known_revision, upgrade
-from rollout_core.store.sql.sessions import Session
+from rollout_core.store.sql.group_commit import Hooks, Session
 
 APPLICATION_ID = 0x524F4C4C
 """``ROLL`` in ASCII, in the file's header."""

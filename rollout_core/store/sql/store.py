@@ -1,7 +1,7 @@
 """The LightningStore in a SQL database: durable, shared by processes, and as quick with millions of rows as with none.
 
-What is acknowledged is on disk. Values are checked and encoded here; ``queue``, ``attempts``, ``registry`` and
-``queries`` hold what runs in the database, a SQLite file or a PostgreSQL server.
+What is acknowledged is on disk. Values are checked and encoded here; ``queue``, ``attempts`` and ``queries`` hold what
+runs in the database, a SQLite file or a PostgreSQL server.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from rollout_core.store.queries import AttemptsQuery, ResourcesQuery, RolloutsQu
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
 from rollout_core.store.span_fields import SpanFields, span_fields
 from rollout_core.store.spans import Span
-from rollout_core.store.sql import attempts, queries, queue, registry
+from rollout_core.store.sql import attempts, queries, queue
 from rollout_core.store.sql.by_url import open_database
 from rollout_core.store.sql.dialect import Transaction
 from rollout_core.store.sql.group_commit import Hooks
-from rollout_core.store.sql.rows import span_json, span_model
+from rollout_core.store.sql.stored_spans import span_json, span_model
 from rollout_core.store.types import (
     UNSET,
     Attempt,
@@ -339,12 +339,12 @@ class SqlLightningStore(LightningStore):
 
     async def add_resources(self, resources: NamedResources) -> ResourcesUpdate:
         text = resources_json(resources)
-        return await self._write(lambda tx: registry.add_resources(tx, text))
+        return await self._write(lambda tx: queue.add_resources(tx, text))
 
     async def update_resources(self, resources_id: str, resources: NamedResources) -> ResourcesUpdate:
         check_ids(resources_id)
         text = resources_json(resources)
-        return await self._write(lambda tx: registry.update_resources(tx, resources_id, text))
+        return await self._write(lambda tx: queue.update_resources(tx, resources_id, text))
 
     async def find_resources(self, query: ResourcesQuery) -> PaginatedResult[ResourcesUpdate]:
         return await self._read(lambda tx: queries.find_resources(tx, **query._asdict()))
@@ -357,7 +357,7 @@ class SqlLightningStore(LightningStore):
     async def update_worker(self, worker_id: str, heartbeat_stats: dict[str, Any] | Unset = UNSET) -> Worker:
         check_ids(worker_id)
         stats = stats_json(heartbeat_stats)
-        return await self._write(lambda tx: registry.record_heartbeat(tx, worker_id, stats))
+        return await self._write(lambda tx: queue.record_heartbeat(tx, worker_id, stats))
 
     async def find_workers(self, query: WorkersQuery) -> PaginatedResult[Worker]:
         return await self._watched_read(lambda tx: queries.find_workers(tx, **query._asdict()))

@@ -1,1 +1,1 @@
-"""Versions of the store's schema, see ``rollout_core.store.sql.schema``."""
+"""Versions of the store's schema, see ``rollout_core.store.sql.database``."""

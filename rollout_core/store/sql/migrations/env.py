@@ -1,4 +1,4 @@
-"""Run by Alembic for each upgrade, on the connection that ``rollout_core.store.sql.schema`` hands over."""
+"""Run by Alembic for each upgrade, on the connection that ``rollout_core.store.sql.database`` hands over."""
 
 from alembic import context
 

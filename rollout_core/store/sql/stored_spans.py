@@ -1,0 +1,144 @@
+"""Spans as the database gives them out: models whose body is read from JSON when somebody first looks into it.
+
+To read the bodies of a page and to make models of their parts takes twice as long as the rest of the query, and many
+readers look only for some of the spans, by name, time or number, which have columns of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any, SupportsIndex, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict
+
+from rollout_core.base.trusted import SET_EXTRA, SET_FIELDS, SET_FIELDS_SET, SET_PRIVATE, trusted
+from rollout_core.store.codec import decode
+from rollout_core.store.spans import Event, Link, OtelResource, Span, SpanContext, TraceStatus
+from rollout_core.store.sql.dialect import BODY, SPAN
+
+PartT = TypeVar("PartT", bound=BaseModel)
+
+_COLUMNS = [column.removeprefix("s.") for column in SPAN.split(", ")[:BODY]]
+_NUM_FIELDS: dict[type[BaseModel], int] = {
+    model: len(model.model_fields) for model in (Event, OtelResource, SpanContext, TraceStatus)
+}
+"""The parts of a span are stored with all of their fields, so that their number tells whether there are others."""
+
+
+def span_model(rollout_id: str, columns: Sequence[Any]) -> Span:
+    """The model of a row in the order of ``dialect.SPAN``, its body included. What was stored is not checked again."""
+    attempt_id, span_id, sequence_id, trace_id, parent_id, name, start_time, end_time, body = columns
+    made = _new(_UnreadSpan)
+    SET_FIELDS(
+        made,
+        {
+            "rollout_id": rollout_id,
+            "attempt_id": attempt_id,
+            "sequence_id": sequence_id,
+            "trace_id": trace_id,
+            "span_id": span_id,
+            "parent_id": parent_id,
+            "name": name,
+            "start_time": start_time,
+            "end_time": end_time,
+        },
+    )
+    SET_PRIVATE(made, body)
+    return made
+
+
+def span_json(rollout_id: str, columns: Sequence[Any]) -> bytes:
+    """What ``encode_stored`` makes of ``span_model`` (in another order), without the model."""
+    *fields, body = columns
+    head = orjson.dumps({"rollout_id": rollout_id, **dict(zip(_COLUMNS, fields, strict=True))})
+    return b"%b,%b" % (head[:-1], body.encode()[1:])
+
+
+class _UnreadSpan(Span):
+    """A span that holds its columns as fields, and its body as text in the slot for private attributes.
+
+    When anything else of it is asked for, it reads the body and is a plain ``Span`` from then on. All that Python and
+    pydantic ask of a model comes by one of these ways.
+    """
+
+    model_config = ConfigDict(defer_build=True)  # nothing is ever validated to be one
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_read(self), name)
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # pyright: ignore[reportGeneralTypeIssues] - not the one of ``type``
+        return vars(_read(self))
+
+    # What looks at the class before it looks at the fields.
+
+    def __eq__(self, other: object) -> bool:
+        return _read(self) == other
+
+    def __repr_name__(self) -> str:
+        return _read(self).__repr_name__()
+
+    def __copy__(self) -> Span:
+        return _read(self).__copy__()
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Span:
+        return _read(self).__deepcopy__(memo)
+
+    def __getstate__(self) -> dict[Any, Any]:
+        return _read(self).__getstate__()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        return _read(self).__reduce_ex__(protocol)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(_read(self), name)
+
+
+def _read(span: Span) -> Span:
+    """This span, which is a plain one from now on."""
+    with _reading:
+        if type(span) is _UnreadSpan:
+            fields = _fields_of(span)
+            parts = decode(_body_of(span))
+            fields |= {
+                "status": _part(TraceStatus, parts.pop("status")),
+                "attributes": parts.pop("attributes"),
+                "events": [_part(Event, event) for event in parts.pop("events")],
+                "links": [Link.model_validate(link) for link in parts.pop("links")],
+                "context": _part(SpanContext, parts.pop("context")),
+                "parent": _part(SpanContext, parts.pop("parent")),
+                "resource": _part(OtelResource, parts.pop("resource")),
+            }
+            SET_FIELDS(span, {name: fields[name] for name in Span.model_fields})
+            SET_FIELDS_SET(span, _ALL_FIELDS)
+            SET_EXTRA(span, parts)
+            SET_PRIVATE(span, None)
+            object.__setattr__(span, "__class__", Span)
+    return span
+
+
+def _part(model: type[PartT], fields: dict[str, Any] | None) -> Any:
+    """A model of these fields, which were stored by way of that model; None if there are none."""
+    if fields is None:
+        return None
+    if len(fields) == _NUM_FIELDS[model]:
+        return trusted(model, fields, None, {})
+    return model.model_validate(fields)  # it has unknown fields as well
+
+
+_new = object.__new__
+_fields_of, _body_of = [vars(BaseModel)[slot].__get__ for slot in ("__dict__", "__pydantic_private__")]
+_ALL_FIELDS = set(Span.model_fields)
+_reading = threading.Lock()
+"""Two threads that look into one span read it once: what one of them then sets stays."""
+
+
+def _forget_reading() -> None:
+    global _reading
+    _reading = threading.Lock()  # the thread that held it is not in the child
+
+
+os.register_at_fork(after_in_child=_forget_reading)
