@@ -133,18 +133,23 @@ def load_with_latest(tx: Transaction, rollout_ids: Iterable[str]) -> tuple[dict[
         found = load_attempts(tx, states.values())
         return states, {attempt.rollout_id: attempt for attempt in found.values()}
     states, latest = {}, {}
-    for row in tx.rows(
-        "SELECT {rollout}, {attempt} FROM rollouts r"
-        " LEFT JOIN attempts a ON a.rollout_key = r.key AND a.sequence_id = r.attempt_count"
-        " WHERE r.rollout_id {in_texts}",
-        tx.texts(wanted),
-    ):
+    for row in rows_with_latest(tx, wanted):
         state = RolloutState(*row[:NUM_ROLLOUT])
         states[state.rollout_id] = state
         if row[NUM_ROLLOUT] is not None:
             latest[state.rollout_id] = attempt_model(state.rollout_id, row[NUM_ROLLOUT:])
     refuse_missing(wanted, states)
     return states, latest
+
+
+def rows_with_latest(tx: Transaction, rollout_ids: Sequence[str]) -> list[tuple[Any, ...]]:
+    """Rows of those of these rollouts that are known, each with its latest attempt, all NULL if there is none."""
+    return tx.rows(
+        "SELECT {rollout}, {attempt} FROM rollouts r"
+        " LEFT JOIN attempts a ON a.rollout_key = r.key AND a.sequence_id = r.attempt_count"
+        " WHERE r.rollout_id {in_texts}",
+        tx.texts(rollout_ids),
+    )
 
 
 def save_rollouts(tx: Transaction, states: Sequence[RolloutState]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rollout_core.store import lifecycle
 from rollout_core.store.operations import Loaded, Work
@@ -85,8 +85,9 @@ class UnitOfWork(Work[RolloutState]):
         latest = self.rollouts[rollout_id].latest
         return attempt_id == "latest" or (latest is not None and latest.attempt_id == attempt_id)
 
-    def save(self, unwritten: Container[str] = ()) -> None:
-        """Write back what was changed, but for the rows of rollouts that are ``unwritten`` so far."""
+    def save(self, new: Mapping[str, int] | None = None) -> None:
+        """Write back what was changed; ``new`` are the keys, by rollout, of those that are not loaded because their
+        rows are not written so far, but have an attempt."""
         self.tx.finished += self.finished
         for loaded in self.changed.values():
             row = loaded.record
@@ -96,12 +97,11 @@ class UnitOfWork(Work[RolloutState]):
             row.watch(loaded.latest)
             if row.due_time is not None:
                 row.due_time = max(row.due_time, self.earliest_alarm)
-        save_rollouts(
-            self.tx, [loaded.record for rollout_id, loaded in self.changed.items() if rollout_id not in unwritten]
-        )
+        save_rollouts(self.tx, [loaded.record for loaded in self.changed.values()])
         if self.counters:
             save_counters(self.tx, [row for row in self.counters.values() if row.rollout_id not in self.changed])
         keys = {rollout_id: loaded.record.key for rollout_id, loaded in self.rollouts.items()}
+        keys.update(new or {})
         if self.new_attempts or self.withdrawn:
             self._add_and_delete_attempts(keys)
         save_attempts(self.tx, [(keys[attempt.rollout_id], attempt) for attempt in self.changed_attempts.values()])
