@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -27,7 +27,7 @@ TopLogprobs = Sequence[tuple[int, float]]
 _DUMP = orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # a frozen one takes six times as long to make, and a million are
 class Completion:
     """One finished generation."""
 
@@ -60,7 +60,7 @@ class Failure:
 Outcome = Completion | Failure
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # as above
 class Sample:
     """One generation to make: a prompt, tokenised, under its identity."""
 
@@ -168,7 +168,8 @@ def length_problem(prompt_tokens: int, max_tokens: int, max_model_len: int | Non
 
 def encode_samples(samples: Iterable[Sample]) -> bytes:
     """One line a sample."""
-    return b"".join(orjson.dumps(vars(sample), option=_DUMP) for sample in samples)
+    names = [field.name for field in fields(Sample)]
+    return b"".join(orjson.dumps({name: getattr(sample, name) for name in names}, option=_DUMP) for sample in samples)
 
 
 def decode_samples(data: bytes) -> list[Sample]:

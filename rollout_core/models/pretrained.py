@@ -37,10 +37,11 @@ def read_config(folder: Path) -> Any:
 
 def read_tokenizer(folder: Path, *, generic: bool) -> Any:
     """The tokenizer of a model folder; ``generic``: as its tokenizer.json says, whatever its model has of its own."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     refuse_own_code(folder)
-    kind = PreTrainedTokenizerFast if generic else AutoTokenizer
+    if generic:
+        from transformers import PreTrainedTokenizerFast as kind
+    else:
+        from transformers import AutoTokenizer as kind
     return kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 

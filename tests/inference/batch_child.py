@@ -47,7 +47,7 @@ class SayingLedger(SampleLedger):
     async def commit(self, group):
         kept = await super().commit(group)
         for answer, won in zip(group, kept, strict=True):
-            say("kept" if won else "lost", answer.rollout.rollout_id)
+            say("kept" if won else "lost", answer.attempt.rollout_id)
         return kept
 
 
