@@ -15,10 +15,10 @@ from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.base.ids import canonical_json
 from rollout_core.store import Event, LightningStore, Link, Span, TraceStatus
 from rollout_core.store.codec import decode
-from rollout_core.store.encoded_spans import EncodedSpan, encode_fields, read_encoded
+from rollout_core.store.encoded_spans import EncodedSpan, encode_fields, encode_plain, read_encoded
 from rollout_core.store.http.large_bodies import list_fields, read_large
 from rollout_core.store.http.wire import SpansRequest, dump_spans
-from rollout_core.store.span_fields import span_fields
+from rollout_core.store.span_fields import plain_span_fields, span_fields, span_ids
 from rollout_core.store.sql.rows import span_columns
 from tests.store.test_span_fields import spans
 
@@ -174,3 +174,13 @@ async def test_encoded_spans_are_stored_as_models_are(store: LightningStore, mak
     assert list(await store.query_spans(rollout.rollout_id)) == [first, second]
     with pytest.raises(NotFound):
         await store.add_encoded_spans([given[0], given[1]._replace(attempt_id="nope")])
+
+
+def test_a_plain_span_is_encoded_as_its_fields_are():
+    attributes = {"rollout.completion.blob": "b" * 64, "n": 7, "reason": 'TRACE SPAN %s "é"\n'}
+    [ids] = span_ids(1)
+    given = {"rollout_id": "r", "attempt_id": "at-1", "name": "rollout.completion"}
+    text = json.dumps(attributes, ensure_ascii=False, separators=(",", ":"))
+    assert encode_plain(ids, **given, attributes=text) == encode_fields(
+        plain_span_fields(ids, **given, attributes=attributes)
+    )
