@@ -18,7 +18,7 @@ from rollout_core.store import LightningStoreClient, LightningStoreServer, SqlLi
 from tests.algorithms import updates
 from tests.entered import EnteredFiles
 
-ENQUEUE, SFT_STEPS, BATCH_RUN = 23, 16, 110
+ENQUEUE, SFT_STEPS, BATCH_RUN = 23, 16, 89
 
 
 @pytest.mark.asyncio
