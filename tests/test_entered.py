@@ -5,19 +5,20 @@ The figures are those of today; a change that needs more files should be a reaso
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from rollout_core.algorithms import sft_update, training
 from rollout_core.base.ids import hash_bytes
-from rollout_core.config import SnapshotPolicy
+from rollout_core.config import InferBatchConfig, SnapshotPolicy, parse_config
 from rollout_core.data import to_jsonl
 from rollout_core.store import LightningStoreClient, LightningStoreServer, SqlLightningStore
 from tests.algorithms import updates
 from tests.entered import EnteredFiles
 
-ENQUEUE, SFT_STEPS = 19, 11
+ENQUEUE, SFT_STEPS, BATCH_RUN = 19, 11, 89
 
 
 @pytest.mark.asyncio
@@ -58,3 +59,29 @@ def test_steps_of_sft(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.Monk
     files = entered.files()
     assert "rollout_core/algorithms/loop.py" in files
     assert len(files) <= SFT_STEPS, files
+
+
+@pytest.mark.server
+def test_a_batch_run(tmp_path: Path, tiny_model: Path, prefect_server: str):
+    """Of the scripted backend into SQLite: from the flow's call to the output file. Prefect's process is not seen."""
+    from flows.batch import batch_inference
+
+    def run(name: str) -> None:
+        rows = (json.dumps({"prompt": f"{name} {number} =", "id": f"row-{number}"}) + "\n" for number in range(40))
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+        document = {
+            "model": {"uri": str(tiny_model)},
+            "sampling": {"max_tokens": 8},
+            "input": {"glob": str(tmp_path / f"{name}.jsonl")},
+            "output": {"dir": str(tmp_path / name)},
+            "backend": {"kind": "scripted"},
+        }
+        batch_inference(parse_config(document, InferBatchConfig))
+
+    with EnteredFiles() as entered:
+        run("first")
+        with entered.noting():
+            run("second")
+    files = entered.files()
+    assert "rollout_core/store/sql/store.py" in files and "rollout_core/inference/ledger.py" in files
+    assert len(files) <= BATCH_RUN, files

@@ -115,7 +115,7 @@ async def test_samples_of_batch_inference_come_back_as_the_engine_gave_them(
     made = [Completion(name, [1, 2], [-0.1, -0.2], "x", "length") for name in ids]
     await ledger.commit([Answer(claimed[ContentId(item.key)], encode_completion(item)) for item in made])
     for number, name in enumerate(ids[:2]):
-        attempt = claimed[name].attempt.attempt_id
+        attempt = claimed[name].attempt_id
         attributes = reward(float(number))
         await store.add_span(
             Span.from_attributes(

@@ -41,6 +41,11 @@ class ContentId(str):
             raise ConfigError(f"not a content id: {value!r}; expected 64 lower-case hex digits")
         return super().__new__(cls, value)
 
+    @classmethod
+    def of_digest(cls, digest: blake3) -> ContentId:
+        """The id of what was hashed."""
+        return str.__new__(cls, digest.hexdigest())
+
     @property
     def short(self) -> str:
         """The first 12 digits, for people to read."""
@@ -87,12 +92,12 @@ _CANONICAL = json.JSONEncoder(
 
 def hash_bytes(data: bytes) -> ContentId:
     """Content id of raw bytes, which is what the object store files them under."""
-    return ContentId(blake3(data).hexdigest())
+    return ContentId.of_digest(blake3(data))
 
 
 def content_id(tag: str, value: Any) -> ContentId:
     """Content id of a structure: ``blake3(tag || 0x00 || canonical_json(value))``. ``tag`` is like ``"sample/1"``."""
-    return ContentId(blake3(tag.encode() + b"\x00" + canonical_json(value)).hexdigest())
+    return ContentId.of_digest(blake3(tag.encode() + b"\x00" + canonical_json(value)))
 
 
 def sample_id(model: ContentId, prompt: Any, params: BaseModel | Mapping[str, Any], index: int) -> ContentId:
@@ -116,7 +121,7 @@ class SampleIds:
 
     def of(self, prompt: Any, index: int) -> ContentId:
         """The id of one sample: the hash of ``[model, prompt, params, index]`` as canonical JSON, after its tag."""
-        return ContentId(blake3(b"%b%b%b%d]" % (self._head, canonical_json(prompt), self._tail, index)).hexdigest())
+        return ContentId.of_digest(blake3(b"%b%b%b%d]" % (self._head, canonical_json(prompt), self._tail, index)))
 
 
 def seed_of(content: ContentId) -> int:

@@ -7,10 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import Any, TypeVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import LossOn
@@ -19,6 +16,9 @@ from rollout_core.data.text import Ask, Encoding, in_step, token_ids_of
 from rollout_core.data.tokenized import DataReport, ItemForm, Tally
 from rollout_core.models.bounded.tokenizing import Chat, marked_tokens
 from rollout_core.models.pretrained import ChatMessage
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROWS_AT_ONCE = 500
 """Rows that are tokenised, and in memory, together."""
@@ -234,6 +234,8 @@ def epoch_order(num_items: int, *, seed: int, epoch: int) -> list[int]:
 
 @lru_cache(maxsize=2)  # a step may end one pass and begin the next
 def _epoch_order(num_items: int, seed: int, epoch: int) -> Tensor:
+    import torch  # here, because inference has use for the functions below and none for torch
+
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
     return torch.randperm(num_items, generator=generator)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -27,7 +27,7 @@ TopLogprobs = Sequence[tuple[int, float]]
 _DUMP = orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # a frozen one takes six times as long to make, and a million are
 class Completion:
     """One finished generation."""
 
@@ -63,7 +63,7 @@ class Failure:
 Outcome = Completion | Failure
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # as above
 class Sample:
     """One generation to make: a prompt, tokenised, under its identity."""
 
@@ -173,7 +173,8 @@ def length_problem(prompt_tokens: int, max_tokens: int, max_model_len: int | Non
 
 def encode_samples(samples: Iterable[Sample]) -> bytes:
     """One line a sample."""
-    return b"".join(orjson.dumps(vars(sample), option=_DUMP) for sample in samples)
+    names = [field.name for field in fields(Sample)]
+    return b"".join(orjson.dumps({name: getattr(sample, name) for name in names}, option=_DUMP) for sample in samples)
 
 
 def decode_samples(data: bytes) -> list[Sample]:
@@ -184,11 +185,6 @@ def decode_samples(data: bytes) -> list[Sample]:
 def encode_completion(completion: Completion) -> bytes:
     """One line; the key becomes ``id``. Raises Fatal for a log-probability that is not finite: JSON has none such."""
     logprobs = np.asarray(completion.logprobs, dtype=np.float32)
-    if not np.isfinite(logprobs).all():
-        raise Fatal(
-            f"sample {completion.key[:12]} has log-probabilities that are not finite; the model's weights are broken, "
-            "or dtype overflows: look at the training that made them, or choose another backend.dtype"
-        )
     row: dict[str, Any] = {
         "id": completion.key,
         "token_ids": completion.token_ids,
@@ -200,7 +196,14 @@ def encode_completion(completion: Completion) -> bytes:
         row["top_logprobs"] = [[(token, np.float32(p)) for token, p in top] for top in completion.top_logprobs]
     if completion.written is not None:
         row["written"] = completion.written
-    return orjson.dumps(row, option=_DUMP)
+    line = orjson.dumps(row, option=_DUMP)
+    # NaN and infinities are written as null, which is quicker to look for than they are.
+    if b"null" in line and not np.isfinite(logprobs).all():
+        raise Fatal(
+            f"sample {completion.key[:12]} has log-probabilities that are not finite; the model's weights are broken, "
+            "or dtype overflows: look at the training that made them, or choose another backend.dtype"
+        )
+    return line
 
 
 def encode_failure(failure: Failure) -> bytes:

@@ -29,10 +29,10 @@ from rollout_core.data.samples import (
     length_problem,
 )
 from rollout_core.inference.base import Request
-from rollout_core.inference.lanes import Lane, Lanes
+from rollout_core.inference.engines import Lane, Lanes
 from rollout_core.inference.ledger import Answer, SampleLedger, Standing
 from rollout_core.objects import ObjectStore
-from rollout_core.store import AttemptedRollout, LightningStore
+from rollout_core.store import Attempt, LightningStore
 from rollout_core.store.types import RolloutMode
 
 STALE_AFTER_SECONDS = 300.0
@@ -77,7 +77,7 @@ class Work:
 class Drawn(NamedTuple):
     """An outcome that is not committed yet."""
 
-    rollout: AttemptedRollout
+    attempt: Attempt
     outcome: Outcome
     latency: float | None = None
     """None where no engine was needed."""
@@ -328,7 +328,7 @@ class _BatchRun:
                 task.cancel()
 
     async def claim(
-        self, block: Sequence[ContentId], standing: Standing, claimed: dict[ContentId, AttemptedRollout]
+        self, block: Sequence[ContentId], standing: Standing, claimed: dict[ContentId, Attempt]
     ) -> list[ContentId]:
         """Those of a block that are this worker's now, whose attempts are added to ``claimed``, all that there are even
         where this fails; those that another finished are noted."""
@@ -368,12 +368,12 @@ class _BatchRun:
 
     async def commit(self, group: Sequence[Drawn]) -> None:
         """Make outcomes durable; those of attempts that were superseded are dropped."""
-        answers = [Answer.of(drawn.rollout, drawn.outcome, self._params) for drawn in group]
+        answers = [Answer.of(drawn.attempt, drawn.outcome, self._params) for drawn in group]
         for drawn, answer, ended in zip(group, answers, await self.ledger.commit(answers), strict=True):
             if ended is None:
                 continue
             self.work.add(drawn)
-            sample = cast(ContentId, answer.rollout.rollout_id)
+            sample = cast(ContentId, answer.attempt.rollout_id)
             self._lines[sample] = answer.line
             self._ended[sample] = ended
             if answer.failure is not None:
@@ -399,7 +399,7 @@ class _Round:
         self._lane = lane
         self._blocks = blocks
         self._standing = standing
-        self._claimed: dict[ContentId, AttemptedRollout] = {}
+        self._claimed: dict[ContentId, Attempt] = {}
         self._under_way = 0
         self._group: list[Drawn] = []
         self._group_began = time.monotonic()
@@ -454,7 +454,7 @@ class _Round:
         """Wait for what is under way to the store, and release what is claimed and unfinished."""
         under_way = [*self._commits, *filter(None, [self._claiming])]
         await asyncio.gather(*under_way, return_exceptions=True)
-        unfinished = [rollout for sample, rollout in self._claimed.items() if not self._run.is_done(sample)]
+        unfinished = [attempt for sample, attempt in self._claimed.items() if not self._run.is_done(sample)]
         if unfinished:
             # Those that nobody took over; and why they are unfinished is more telling than a failure to say so.
             with suppress(RolloutError):

@@ -14,11 +14,14 @@ import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
+
+import orjson
 
 from rollout_core.base.errors import Conflict, CorruptObject, Fatal, MissingObject
 from rollout_core.base.ids import ContentId
 from rollout_core.base.processes import ProcessName
+from rollout_core.base.trusted import trusted
 from rollout_core.config import SamplingParams
 from rollout_core.data.samples import Failure, Outcome, Sample, encode_completion, encode_failure
 from rollout_core.inference.base import problem_with
@@ -32,8 +35,9 @@ from rollout_core.store import (
     Rollout,
     Span,
 )
-from rollout_core.store.span_fields import plain_span_fields, span_ids
-from rollout_core.store.types import RolloutMode
+from rollout_core.store.encoded_spans import EncodedSpan, encode_plain
+from rollout_core.store.span_fields import span_ids
+from rollout_core.store.types import UNSET, RolloutMode
 
 SAMPLE_KIND = "sample"
 """In the metadata of rollouts that are samples."""
@@ -67,11 +71,10 @@ class Standing:
     """Attempts so far of every sample that is known."""
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """The outcome of an attempt."""
 
-    rollout: AttemptedRollout
+    attempt: Attempt
     line: bytes
     """One row of a completions blob."""
     failure: str | None = None
@@ -80,17 +83,17 @@ class Answer:
     """The failure is not for good."""
 
     @classmethod
-    def of(cls, rollout: AttemptedRollout, outcome: Outcome, params: SamplingParams) -> Answer:
+    def of(cls, attempt: Attempt, outcome: Outcome, params: SamplingParams) -> Answer:
         """What is kept of an outcome. A completion that cannot be kept fails its own sample, and not the run."""
         if not isinstance(outcome, Failure):
             problem = problem_with(outcome.token_ids, outcome.logprobs, params)
             try:
                 if problem is not None:
                     raise Fatal(f"the backend's completion cannot be kept: {problem}")
-                return cls(rollout, encode_completion(outcome))
+                return cls(attempt, encode_completion(outcome))
             except Fatal as error:
                 outcome = Failure(outcome.key, str(error))
-        return cls(rollout, encode_failure(outcome), outcome.reason, outcome.passing)
+        return cls(attempt, encode_failure(outcome), outcome.reason, outcome.passing)
 
 
 class SampleLedger:
@@ -132,7 +135,7 @@ class SampleLedger:
     async def begin(
         self,
         samples: Sequence[Sample],
-        claimed: dict[ContentId, AttemptedRollout],
+        claimed: dict[ContentId, Attempt],
         *,
         mode: RolloutMode,
         source: ContentId,
@@ -145,13 +148,13 @@ class SampleLedger:
         """
         for start in range(0, len(samples), CHUNK):
             requests = _requests(samples[start : start + CHUNK], mode, source)
-            started = await self._store.start_many_rollouts(requests, worker_id=self._worker_id)
+            started = await self._store.start_first_attempts(requests, worker_id=self._worker_id)
             self._hold(claimed, filter(None, started))
 
-    def _hold(self, claimed: dict[ContentId, AttemptedRollout], rollouts: Iterable[AttemptedRollout]) -> None:
-        for rollout in rollouts:
-            claimed[cast(ContentId, rollout.rollout_id)] = rollout
-            _held.add(rollout.attempt.attempt_id)
+    def _hold(self, claimed: dict[ContentId, Attempt], attempts: Iterable[Attempt]) -> None:
+        for attempt in attempts:
+            claimed[cast(ContentId, attempt.rollout_id)] = attempt
+            _held.add(attempt.attempt_id)
 
     async def standing(
         self, sample_ids: Sequence[ContentId], *, exclusive: bool, unknown_are_free: bool = False
@@ -247,7 +250,7 @@ class SampleLedger:
             return []
 
     async def claim(
-        self, sample_ids: Sequence[ContentId], standing: Standing, claimed: dict[ContentId, AttemptedRollout]
+        self, sample_ids: Sequence[ContentId], standing: Standing, claimed: dict[ContentId, Attempt]
     ) -> None:
         """Add to ``claimed`` a new attempt of each sample for this worker, superseding older ones.
 
@@ -258,25 +261,26 @@ class SampleLedger:
         for start in range(0, len(sample_ids), CHUNK):
             chunk = sample_ids[start : start + CHUNK]
             started = await self._store.start_many_attempts(chunk, worker_id=self._worker_id)
-            self._hold(claimed, started)
-            for rollout in started:
-                sample = cast(ContentId, rollout.rollout_id)
+            attempts = [rollout.attempt for rollout in started]
+            self._hold(claimed, attempts)
+            for attempt in attempts:
+                sample = cast(ContentId, attempt.rollout_id)
                 seen = standing.attempts[sample]
-                if rollout.attempt.sequence_id > seen + 1 and await self._restore(rollout, seen):
+                if attempt.sequence_id > seen + 1 and await self._restore(attempt, seen):
                     self.let_go([claimed.pop(sample)])
 
-    async def _restore(self, rollout: AttemptedRollout, seen: int) -> bool:
-        """Finish ``rollout`` with the completion of an attempt after number ``seen``, if one succeeded."""
-        attempts = await self._store.query_attempts(rollout.rollout_id)
+    async def _restore(self, attempt: Attempt, seen: int) -> bool:
+        """Finish ``attempt`` with the completion of an attempt after number ``seen``, if one succeeded."""
+        attempts = await self._store.query_attempts(attempt.rollout_id)
         finished = {item.attempt_id for item in attempts if item.sequence_id > seen and item.status == "succeeded"}
-        spans = await self._store.query_spans(rollout.rollout_id, name=COMPLETION_SPAN)
+        spans = await self._store.query_spans(attempt.rollout_id, name=COMPLETION_SPAN)
         places = [
             (str(span.attributes[BLOB_ATTRIBUTE]), span.attributes[ROW_ATTRIBUTE])
             for span in spans
             if span.attempt_id in finished and self._is_ours(span)
         ]
         if places:
-            await self._record([Answer(rollout, b"")], [places[-1]])
+            await self._record([Answer(attempt, b"")], [places[-1]])
         return bool(places)
 
     async def commit(self, answers: Sequence[Answer]) -> list[float | None]:
@@ -288,52 +292,65 @@ class SampleLedger:
     async def _record(self, answers: Sequence[Answer], places: Sequence[tuple[str, Any]]) -> list[float | None]:
         """Name the blob and row of each outcome in a span, and end its attempt."""
         ends = [
-            (
-                plain_span_fields(
-                    ids,
-                    rollout_id=answer.rollout.rollout_id,
-                    attempt_id=answer.rollout.attempt.attempt_id,
-                    name=FAILURE_SPAN if answer.passing else COMPLETION_SPAN,
-                    attributes=self._attributes(answer, blob, row),
-                ),
-                AttemptUpdate(
-                    rollout_id=answer.rollout.rollout_id,
-                    attempt_id=answer.rollout.attempt.attempt_id,
-                    status="succeeded" if answer.failure is None else "failed",
-                ),
-            )
+            (self._span(ids, answer, blob, row), _status_update(answer.attempt, answer.failure))
             for answer, (blob, row), ids in zip(answers, places, span_ids(len(answers)), strict=True)
         ]
         outcomes = await self._store.end_attempts(ends)
         return [None if isinstance(outcome, Conflict) else outcome.end_time or time.time() for outcome in outcomes]
 
-    def _attributes(self, answer: Answer, blob: str, row: Any) -> dict[str, Any]:
-        found = {BLOB_ATTRIBUTE: blob, ROW_ATTRIBUTE: row}
+    def _span(self, ids: tuple[str, str], answer: Answer, blob: str, row: Any) -> EncodedSpan:
+        attributes = {BLOB_ATTRIBUTE: blob, ROW_ATTRIBUTE: row}
         if answer.failure is None:
-            return found | {GENERATOR_ATTRIBUTE: self._generator}
-        return found | {GENERATOR_ATTRIBUTE: self._failing_generator, REASON_ATTRIBUTE: answer.failure}
+            attributes[GENERATOR_ATTRIBUTE] = self._generator
+        else:
+            attributes |= {GENERATOR_ATTRIBUTE: self._failing_generator, REASON_ATTRIBUTE: answer.failure}
+        return encode_plain(
+            ids,
+            rollout_id=answer.attempt.rollout_id,
+            attempt_id=answer.attempt.attempt_id,
+            name=FAILURE_SPAN if answer.passing else COMPLETION_SPAN,
+            attributes=orjson.dumps(attributes).decode(),
+        )
 
-    def let_go(self, rollouts: Iterable[AttemptedRollout]) -> None:
+    def let_go(self, attempts: Iterable[Attempt]) -> None:
         """Nothing of this process works on these attempts any more, whether or not the store knows."""
-        _held.difference_update(rollout.attempt.attempt_id for rollout in rollouts)
+        _held.difference_update([attempt.attempt_id for attempt in attempts])
 
-    async def release(self, rollouts: Iterable[AttemptedRollout]) -> None:
+    async def release(self, attempts: Iterable[Attempt]) -> None:
         """Give claimed, unfinished samples back after a failure, so that others need not wait for them to go stale."""
-        updates = [
-            AttemptUpdate(rollout_id=rollout.rollout_id, attempt_id=rollout.attempt.attempt_id, status="failed")
-            for rollout in rollouts
-        ]
+        updates = [_status_update(attempt, "unfinished") for attempt in attempts]
         for start in range(0, len(updates), CHUNK):
             await self._store.update_many_attempts(updates[start : start + CHUNK], fenced=True)
 
 
+_NAMED = {"rollout_id", "attempt_id", "status"}
+
+
+def _status_update(attempt: Attempt, failure: str | None) -> AttemptUpdate:
+    fields = {
+        "rollout_id": attempt.rollout_id,
+        "attempt_id": attempt.attempt_id,
+        "status": "succeeded" if failure is None else "failed",
+        "worker_id": UNSET,
+        "last_heartbeat_time": UNSET,
+        "metadata": UNSET,
+    }
+    return trusted(AttemptUpdate, fields, _NAMED)
+
+
 def _requests(samples: Sequence[Sample], mode: RolloutMode, source: ContentId) -> list[EnqueueRolloutRequest]:
+    metadata = {"samples": source, "kind": SAMPLE_KIND}
     return [
-        EnqueueRolloutRequest(
-            rollout_id=sample.id,
-            input={"prompt": sample.prompt, "index": sample.index},
-            mode=mode,
-            metadata={"samples": source, "kind": SAMPLE_KIND},
+        trusted(
+            EnqueueRolloutRequest,
+            {
+                "input": {"prompt": sample.prompt, "index": sample.index},
+                "mode": mode,
+                "resources_id": None,
+                "config": None,
+                "metadata": metadata,
+                "rollout_id": sample.id,
+            },
         )
         for sample in samples
     ]

@@ -30,6 +30,7 @@ from rollout_core.inference.folders import OutputFolder
 from rollout_core.inference.ledger import BLOB_ATTRIBUTE, ROW_ATTRIBUTE
 from rollout_core.objects import ObjectStore
 from rollout_core.store import Attempt, AttemptUpdate, LightningStore
+from rollout_core.store.encoded_spans import EncodedSpan
 from rollout_core.store.forwarding import ForwardingLightningStore
 
 RUN_ID_FILE = "run-id"
@@ -356,11 +357,11 @@ class WatchedStore(ForwardingLightningStore):
         return result
 
     async def _report(
-        self, ends: Sequence[tuple[Mapping[str, Any], AttemptUpdate]], outcomes: Sequence[Attempt | Conflict]
+        self, ends: Sequence[tuple[EncodedSpan, AttemptUpdate]], outcomes: Sequence[Attempt | Conflict]
     ) -> None:
         ended: dict[ContentId, list[int]] = {}
         for (span, _), outcome in zip(ends, outcomes, strict=True):
-            attributes = span["attributes"]
+            attributes = span.fields()["attributes"]
             if BLOB_ATTRIBUTE in attributes and not isinstance(outcome, Conflict):
                 ended.setdefault(ContentId(attributes[BLOB_ATTRIBUTE]), []).append(attributes[ROW_ATTRIBUTE])
         for blob, rows in ended.items():

@@ -138,6 +138,9 @@ def _check_sizes(config: Mapping[str, Any], file: Path) -> None:
 
 def max_positions(folder: Path) -> int | None:
     """The longest sequence that a model's configuration allows, in tokens, if it says so."""
+    said = read_object(folder / "config.json")
+    if type(said.get("max_position_embeddings")) is int and "text_config" not in said:
+        return said["max_position_embeddings"]  # as transformers reads it, without its import
     return getattr(_text_config(folder), "max_position_embeddings", None)
 
 

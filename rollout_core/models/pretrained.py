@@ -45,10 +45,11 @@ def read_config(folder: Path) -> Any:
 
 def read_tokenizer(folder: Path, *, generic: bool) -> Any:
     """The tokenizer of a model folder; ``generic``: as its tokenizer.json says, whatever its model has of its own."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     refuse_own_code(folder)
-    kind = PreTrainedTokenizerFast if generic else AutoTokenizer
+    if generic:
+        from transformers import PreTrainedTokenizerFast as kind
+    else:
+        from transformers import AutoTokenizer as kind
     return kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
@@ -272,23 +273,28 @@ TOKENIZER_FILES = (
 _importing = threading.Lock()
 
 
-def prepare_transformers() -> None:
+def prepare_transformers(*, generic: bool = False) -> None:
     """Make the names that are used here: transformers does so when they are first asked for, and not for two threads
-    at once."""
+    at once. A ``generic`` tokenizer, which is all in its tokenizer.json, needs neither the other names nor torch, which
+    come with them and take 5 s and 300 MB."""
     with _importing:
-        from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+        from transformers import PreTrainedTokenizerFast  # noqa: F401
+
+        if not generic:
+            from transformers import AutoConfig, AutoTokenizer  # noqa: F401
 
 
 def load_tokenizer(folder: Path) -> Any:
     """The fast tokenizer of a model folder. Raises ConfigError when there is none."""
-    prepare_transformers()
+    generic = is_generic_tokenizer(folder)
+    prepare_transformers(generic=generic)
     # Without one, transformers would make up a tokenizer that knows no words.
     if not any(fnmatch(file.name, pattern) for file in tokenizer_files(folder) for pattern in _VOCABULARY_FILES):
         raise ConfigError(f"no tokenizer in {folder}; expected one of {', '.join(_VOCABULARY_FILES)}")
     try:
         # For some types of models transformers has a tokenizer of its own, which it takes even where the folder says
         # that tokenizer.json is all there is; its words would be split in other places.
-        return read_tokenizer(folder, generic=_is_generic_tokenizer(folder))
+        return read_tokenizer(folder, generic=generic)
     except ConfigError:
         raise
     except Exception as error:  # the tokenizers library raises plain Exception
@@ -304,7 +310,8 @@ def load_identified_tokenizer(folder: Path) -> tuple[Any, ContentId]:
     return tokenizer, before
 
 
-def _is_generic_tokenizer(folder: Path) -> bool:
+def is_generic_tokenizer(folder: Path) -> bool:
+    """Whether the tokenizer of a model folder says that tokenizer.json is all there is to it."""
     settings = folder / "tokenizer_config.json"
     if not (folder / "tokenizer.json").is_file() or not settings.is_file():
         return False

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rollout_core.base.errors import ConfigError, Conflict
 from rollout_core.store.checks import check_ends, check_id_list, kept_updates, refuse_missing
-from rollout_core.store.encoded_spans import EncodedSpan
+from rollout_core.store.encoded_spans import EncodedSpan, fields_of
 from rollout_core.store.operations import answer_of_fence
 from rollout_core.store.queries import Queries
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
@@ -56,6 +56,10 @@ if TYPE_CHECKING:
     from typing import Self
 
     from opentelemetry.sdk.trace import ReadableSpan
+
+
+AttemptEnd = tuple[SpanFields | EncodedSpan, AttemptUpdate]
+"""The last span of an attempt, and how the attempt ends."""
 
 
 class LightningStore(Queries):
@@ -209,6 +213,13 @@ class LightningStore(Queries):
                 started.append(None if had_attempt else await self.start_attempt(rollout.rollout_id, worker_id))
         return started
 
+    async def start_first_attempts(
+        self, rollouts: Sequence[EnqueueRolloutRequest], *, worker_id: str | None = None
+    ) -> Sequence[Attempt | None]:
+        """``start_many_rollouts`` for callers that know the rollouts themselves: their attempts alone."""
+        started = await self.start_many_rollouts(rollouts, worker_id=worker_id)
+        return [None if rollout is None else rollout.attempt for rollout in started]
+
     async def start_many_attempts(
         self, rollout_ids: Sequence[str], *, worker_id: str | None = None
     ) -> Sequence[AttemptedRollout]:
@@ -354,9 +365,9 @@ class LightningStore(Queries):
                 span["sequence_id"] = number
         return await self.add_span_fields(fields)
 
-    async def end_attempts(self, ends: Sequence[tuple[SpanFields, AttemptUpdate]]) -> Sequence[Attempt | Conflict]:
-        """Store a last span of each attempt, see ``add_span_fields``, and apply its update, fenced, see
-        ``update_many_attempts``, whose results these are.
+    async def end_attempts(self, ends: Sequence[AttemptEnd]) -> Sequence[Attempt | Conflict]:
+        """Store a last span of each attempt, see ``add_span_fields`` and ``add_encoded_spans``, and apply its update,
+        fenced, see ``update_many_attempts``, whose results these are.
 
         The span of an attempt whose update is refused is stored all the same. Spans and updates are two operations
         where a store has no better: then an update may raise when the spans are stored.
@@ -365,7 +376,7 @@ class LightningStore(Queries):
         """
         check_ends(ends)
         updates = kept_updates(update for _, update in ends)  # before a span is stored
-        await self.add_span_fields([span for span, _ in ends])
+        await self.add_span_fields([fields_of(span) for span, _ in ends])
         return await self.update_many_attempts(updates, fenced=True)
 
     async def add_span(self, span: Span) -> Span | None:

@@ -172,11 +172,12 @@ def kept_updates(updates: Iterable[AttemptUpdate | Mapping[str, Any]]) -> list[A
     return kept
 
 
-def check_ends(ends: Sequence[tuple[Mapping[str, Any], AttemptUpdate]]) -> None:
-    """Raise ConfigError for a span that is of another attempt than its update."""
+def check_ends(ends: Iterable[tuple[Mapping[str, Any] | tuple[Any, ...], AttemptUpdate]]) -> None:
+    """Raise ConfigError for a span (``SpanFields`` or ``EncodedSpan``) of another attempt than its update."""
     for span, update in ends:
-        if (span["rollout_id"], span["attempt_id"]) != (update.rollout_id, update.attempt_id):
+        rollout_id, attempt_id = span[:2] if isinstance(span, tuple) else (span["rollout_id"], span["attempt_id"])
+        if rollout_id != update.rollout_id or attempt_id != update.attempt_id:
             raise ConfigError(
-                f"a span of attempt {span['attempt_id']} of {span['rollout_id']} came with the end of attempt "
+                f"a span of attempt {attempt_id} of {rollout_id} came with the end of attempt "
                 f"{update.attempt_id} of {update.rollout_id}; give each end a span of its own attempt"
             )

@@ -18,7 +18,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from rollout_core.store.checks import LARGEST_NUMBER, check_span
 from rollout_core.store.codec import decode, encode, model_fields
-from rollout_core.store.span_fields import num_nulls
+from rollout_core.store.span_fields import num_nulls, plain_span_fields
 from rollout_core.store.spans import StatusCode
 
 
@@ -56,6 +56,31 @@ def encode_fields(span: Mapping[str, Any]) -> EncodedSpan:
         del body[name]
     text = encode(body, f"span {span['name']}", model_fields, num_nulls(body))
     return _new(EncodedSpan, (*_columns_of_fields(span), text))
+
+
+def fields_of(span: dict[str, Any] | EncodedSpan) -> dict[str, Any]:
+    """A span in either form as ``SpanFields``."""
+    return span.fields() if isinstance(span, EncodedSpan) else span
+
+
+def encoded(span: Mapping[str, Any] | EncodedSpan) -> EncodedSpan:
+    """A span in either form, encoded; raises as ``encode_fields``."""
+    return span if isinstance(span, EncodedSpan) else encode_fields(span)
+
+
+_PLAIN = (
+    encode_fields(plain_span_fields(("TRACE", "SPAN"), rollout_id="r", attempt_id="a", name="n", attributes={}))
+    .body.replace('"attributes":{},"events"', '"attributes":%s,"events"')
+    .replace("TRACE", "%s")
+    .replace("SPAN", "%s")
+)
+
+
+def encode_plain(ids: tuple[str, str], *, rollout_id: str, attempt_id: str, name: str, attributes: str) -> EncodedSpan:
+    """`plain_span_fields` as they are stored, in a tenth of the time; ``attributes`` are the text of a JSON object."""
+    trace_id, span_id = ids
+    body = _PLAIN % (attributes, trace_id, span_id)
+    return _new(EncodedSpan, (rollout_id, attempt_id, span_id, 1, trace_id, None, name, None, None, body))
 
 
 # The parts of a span, by the same names and rules as the models of ``spans``.

@@ -213,23 +213,30 @@ class Taker(NamedTuple):
     """None: a fresh id."""
 
 
-def new_rollout(request: EnqueueRolloutRequest) -> NewRollout:
-    """Check and encode a request, before anything is done.
+def new_rollouts(requests: Iterable[EnqueueRolloutRequest]) -> list[NewRollout]:
+    """Check and encode requests, before anything is done.
 
     A dict of the fields will do for a request. Raises ConfigError for a bad id, and for an input or metadata that are
     no JSON.
     """
-    request = as_model(EnqueueRolloutRequest, request)
-    check_ids(request.rollout_id, request.resources_id)
-    return NewRollout(
-        rollout_id=request.rollout_id or f"ro-{secrets.token_hex(10)}",
-        given_id=request.rollout_id is not None,
-        input_json=encode(request.input, "input"),
-        metadata_json=encode(request.metadata or {}, "metadata"),
-        mode=request.mode,
-        resources_id=request.resources_id,
-        config=request.config,
-    )
+    encoded: list[NewRollout] = []
+    metadata, metadata_json = None, "{}"
+    for given in requests:
+        request = as_model(EnqueueRolloutRequest, given)
+        check_ids(request.rollout_id, request.resources_id)
+        if request.metadata is not metadata:  # neighbours may share one dict
+            metadata, metadata_json = request.metadata, encode(request.metadata or {}, "metadata")
+        new = NewRollout(
+            request.rollout_id or f"ro-{secrets.token_hex(10)}",
+            request.rollout_id is not None,
+            encode(request.input, "input"),
+            metadata_json,
+            request.mode,
+            request.resources_id,
+            request.config,
+        )
+        encoded.append(new)
+    return encoded
 
 
 def unknown_rollouts(requests: Iterable[NewRollout], known_inputs: Mapping[str, str]) -> list[NewRollout]:
@@ -242,7 +249,7 @@ def unknown_rollouts(requests: Iterable[NewRollout], known_inputs: Mapping[str, 
         stored = known_inputs.get(request.rollout_id)
         if stored is None:
             stored = fresh.setdefault(request.rollout_id, request).input_json
-        if not same_json(request.input_json, stored):
+        if stored is not request.input_json and not same_json(request.input_json, stored):
             raise Conflict(
                 f"rollout {request.rollout_id} exists with another input; one id stands for one input, use a new id"
             )
@@ -256,28 +263,41 @@ def begin_attempts(
 
     The worker becomes busy with the last one that it gets.
     """
-    attempts: list[Attempt] = []
-    drawn = secrets.token_hex(6 * len(rollouts))  # at once: a draw is a call of the system
-    for place, (loaded, taker) in enumerate(zip(rollouts, takers, strict=True)):
+    numbers = [(loaded.record.rollout_id, loaded.attempt_count + 1) for loaded in rollouts]
+    attempts = new_attempts(work, numbers, takers, dequeued=dequeued)
+    for loaded, attempt in zip(rollouts, attempts, strict=True):
         before = loaded.latest
         if before is not None:
             loaded.older[before.attempt_id] = before
         work.end_superseded(loaded)
-        fields: dict[str, Any] = {
-            "rollout_id": loaded.record.rollout_id,
-            "attempt_id": taker.attempt_id or f"at-{drawn[12 * place : 12 * place + 12]}",
-            "sequence_id": loaded.attempt_count + 1,
-            "start_time": work.now,
-            "end_time": None,
-            "status": "preparing",
-            "worker_id": taker.worker_id,
-            "last_heartbeat_time": None,
-            "metadata": None,
-        }
-        attempt = loaded.latest = trusted(Attempt, fields)
+        loaded.latest = attempt
         loaded.attempt_count += 1
         work.set_status(loaded, "preparing")
-        attempts.append(attempt)
+    return attempts
+
+
+def new_attempts(
+    work: Work[Any], numbers: Sequence[tuple[str, int]], takers: Sequence[Taker], *, dequeued: bool = False
+) -> list[Attempt]:
+    """Attempts in preparing of these rollouts and numbers; of rollouts that are new, all there is to begin them."""
+    drawn = secrets.token_hex(6 * len(numbers))  # at once: a draw is a call of the system
+    attempts = [
+        trusted(
+            Attempt,
+            {
+                "rollout_id": rollout_id,
+                "attempt_id": taker.attempt_id or f"at-{drawn[12 * place : 12 * place + 12]}",
+                "sequence_id": number,
+                "start_time": work.now,
+                "end_time": None,
+                "status": "preparing",
+                "worker_id": taker.worker_id,
+                "last_heartbeat_time": None,
+                "metadata": None,
+            },
+        )
+        for place, ((rollout_id, number), taker) in enumerate(zip(numbers, takers, strict=True))
+    ]
     work.new_attempts += attempts
     for worker_id, attempt in {attempt.worker_id: attempt for attempt in attempts if attempt.worker_id}.items():
         work.follow(attempt)

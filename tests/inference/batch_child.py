@@ -18,10 +18,9 @@ from batches import Ready
 from rollout_core.base.ids import ContentId
 from rollout_core.config import SamplingParams, ScriptedBackend
 from rollout_core.data.samples import Completion
-from rollout_core.inference.base import ModelRef, Request
+from rollout_core.inference.base import ModelRef, Request, ScriptedEngine
 from rollout_core.inference.batch import BatchOptions
 from rollout_core.inference.ledger import SampleLedger
-from rollout_core.inference.scripted import ScriptedEngine
 from rollout_core.inference.training_samples import complete_batch
 from rollout_core.objects import ObjectStore
 from rollout_core.store import SqlLightningStore
@@ -47,7 +46,7 @@ class SayingLedger(SampleLedger):
     async def commit(self, group):
         kept = await super().commit(group)
         for answer, won in zip(group, kept, strict=True):
-            say("kept" if won else "lost", answer.rollout.rollout_id)
+            say("kept" if won else "lost", answer.attempt.rollout_id)
         return kept
 
 

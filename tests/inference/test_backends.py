@@ -17,10 +17,9 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.config import SamplingParams, ScriptedBackend, TransformersBackend, VLLMBackend
 from rollout_core.data.samples import Completion
 from rollout_core.inference import engines
-from rollout_core.inference.base import ModelRef, Request
+from rollout_core.inference.base import ModelRef, Request, ScriptedEngine
 from rollout_core.inference.engines import EngineOf, close_engine, engine
 from rollout_core.inference.hf import TransformersEngine, _distribution, _draw
-from rollout_core.inference.scripted import ScriptedEngine
 
 PROMPTS = ["sort 3 1 2 =", "sort 9 9 0 4 4 1 =", "0", "hello world", "sort 5 5 5 ="]
 

@@ -25,10 +25,10 @@ from rollout_core.base.errors import Fatal, Recoverable
 from rollout_core.base.ids import ContentId
 from rollout_core.config import ScriptedBackend, TransformersBackend
 from rollout_core.data.samples import Completion, decode_completions_blob, encode_completion
+from rollout_core.inference.base import ScriptedEngine
 from rollout_core.inference.batch import Progress
 from rollout_core.inference.hf import TransformersEngine
 from rollout_core.inference.ledger import COMPLETION_SPAN, Answer, SampleLedger
-from rollout_core.inference.scripted import ScriptedEngine
 from rollout_core.inference.training_samples import complete_batch
 from rollout_core.store import SqlLightningStore
 

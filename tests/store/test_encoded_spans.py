@@ -15,10 +15,10 @@ from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.base.ids import canonical_json
 from rollout_core.store import Event, LightningStore, Link, Span, TraceStatus
 from rollout_core.store.codec import decode
-from rollout_core.store.encoded_spans import EncodedSpan, encode_fields, read_encoded
+from rollout_core.store.encoded_spans import EncodedSpan, encode_fields, encode_plain, read_encoded
 from rollout_core.store.http.large_bodies import list_fields, read_large
 from rollout_core.store.http.wire import SpansRequest, dump_spans
-from rollout_core.store.span_fields import span_fields
+from rollout_core.store.span_fields import plain_span_fields, span_fields, span_ids
 from tests.store.test_span_fields import spans
 
 
@@ -185,3 +185,13 @@ async def test_spans_without_a_number_get_the_next_ones_whatever_numbers_others_
     assert [found.get(span.span_id) for span in spans] == [1, 5, None, 2, 3]
     assert [span.sequence_id for span in await store.query_spans(other.rollout_id)] == [1]
     assert await store.get_next_span_sequence_id(rollout.rollout_id, rollout.attempt.attempt_id) == 6
+
+
+def test_a_plain_span_is_encoded_as_its_fields_are():
+    attributes = {"rollout.completion.blob": "b" * 64, "n": 7, "reason": 'TRACE SPAN %s "é"\n'}
+    [ids] = span_ids(1)
+    given = {"rollout_id": "r", "attempt_id": "at-1", "name": "rollout.completion"}
+    text = json.dumps(attributes, ensure_ascii=False, separators=(",", ":"))
+    assert encode_plain(ids, **given, attributes=text) == encode_fields(
+        plain_span_fields(ids, **given, attributes=attributes)
+    )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from rollout_core.base.errors import ConfigError, Conflict, NotFound
 from rollout_core.store import AttemptUpdate, EnqueueRolloutRequest, RolloutConfig
+from rollout_core.store.encoded_spans import encode_fields
 from rollout_core.store.span_fields import plain_span_fields, span_ids
 
 pytestmark = pytest.mark.asyncio
@@ -259,6 +262,47 @@ async def test_attempts_end_with_their_last_spans(store, make, clock):
     assert {span.attempt_id for span in spans} == {rollouts[1].attempt.attempt_id, newer.attempt.attempt_id}
     assert await store.get_next_span_sequence_id(newer.rollout_id, newer.attempt.attempt_id) == 2
     assert (await store.get_worker_by_id("w")).status == "idle"
+
+
+@pytest.mark.parametrize("status", ["succeeded", "failed"])
+@pytest.mark.parametrize("form", [encode_fields, lambda span: span])
+async def test_ends_that_are_all_alike_are_as_those_of_which_one_differs(store, make, clock, status, form):
+    requests = [EnqueueRolloutRequest(rollout_id=f"s{n}", input=n) for n in range(12)]
+    started = await store.start_many_rollouts(requests, worker_id="w")
+    alike, mixed = started[:6], [*started[6:11], await store.start_attempt("s11", worker_id="w")]
+    clock.advance(3)
+    seen = []
+    for group in (alike, mixed):
+        ends = [(form(span), update) for span, update in (ending(rollout, status) for rollout in group)]
+        seen.append(list(await store.end_attempts(ends)))
+    for group, attempts in zip((alike, mixed), seen, strict=True):
+        assert [attempt.attempt_id for attempt in attempts] == [rollout.attempt.attempt_id for rollout in group]
+        rollouts = [await store.get_rollout_by_id(rollout.rollout_id) for rollout in group]
+        assert [rollout.attempt for rollout in rollouts] == attempts
+        assert {(rollout.status, rollout.end_time) for rollout in rollouts} == {(status, clock.now)}
+    common = {"status": status, "end_time": clock.now, "last_heartbeat_time": clock.now, "worker_id": "w"}
+    fields = [attempt.model_dump() for attempts in seen for attempt in attempts]
+    assert all(field.items() >= common.items() for field in fields)
+    spans = [await store.query_spans(rollout.rollout_id) for rollout in started]
+    assert [[span.attributes for span in found] for found in spans] == [[{"row": 7}]] * 12
+    assert await store.get_next_span_sequence_id("s0", seen[0][0].attempt_id) == 2
+    statistics = await store.statistics()
+    assert (statistics["total_attempts"], statistics["total_spans"]) == (13, 12)
+    assert (await store.query_rollouts(status_in=[status])).total == 12
+    assert (await store.query_rollouts(status_in=["preparing", "running"])).total == 0
+    worker = await store.get_worker_by_id("w")
+    assert (worker.status, worker.current_rollout_id) == ("idle", None)
+    finished = await store.wait_for_rollouts(rollout_ids=["s0", "s11"])
+    assert {rollout.rollout_id for rollout in finished} == {"s0", "s11"}
+
+
+async def test_who_waits_hears_of_ends_that_are_all_alike(store):
+    requests = [EnqueueRolloutRequest(rollout_id=f"s{n}", input=n) for n in range(3)]
+    started = await store.start_many_rollouts(requests, worker_id="w")
+    waiting = asyncio.create_task(store.wait_for_rollouts(rollout_ids=["s0", "s1", "s2"]))
+    await asyncio.sleep(0.05)
+    await store.end_attempts([ending(rollout) for rollout in started])
+    assert {rollout.status for rollout in await waiting} == {"succeeded"}
 
 
 async def test_to_end_attempts_again_changes_nothing(store, make, clock):

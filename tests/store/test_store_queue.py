@@ -347,6 +347,20 @@ async def test_many_rollouts_start_at_once_and_are_never_in_the_queue(store, mak
     assert (statistics["total_rollouts"], statistics["total_attempts"]) == (300, 300)
 
 
+async def test_first_attempts_are_those_of_rollouts_that_are_started(store, make):
+    queued = await store.enqueue_rollout(2)
+    requests = [
+        EnqueueRolloutRequest(rollout_id=rollout_id, input=n)
+        for rollout_id, n in (("new", 1), (queued.rollout_id, 2), ("new", 1))
+    ]
+    first, second, again = await store.start_first_attempts(requests, worker_id="w")
+    assert again is None
+    for attempt in (first, second):
+        read = await store.get_rollout_by_id(attempt.rollout_id)
+        assert (read.status, read.attempt) == ("preparing", attempt) and attempt.worker_id == "w"
+    assert await store.dequeue_rollout() is None
+
+
 async def test_rollouts_that_were_attempted_are_not_started_again(store, make):
     done = await store.start_rollout(1)
     queued = await store.enqueue_rollout(2)

@@ -16,12 +16,14 @@ from rollout_core.base.errors import ConfigError, RolloutError, in_words
 from rollout_core.base.isolation.child import Ended, KeptChild
 from rollout_core.base.processes import Limits, gibibytes
 from rollout_core.models.facts import ModelFacts, blank_model, describe_model, inspect_model
-from rollout_core.models.pretrained import load_identified_tokenizer, prepare_transformers
+from rollout_core.models.pretrained import is_generic_tokenizer, load_identified_tokenizer, prepare_transformers
 
 log = logging.getLogger(__name__)
 
 LIMITS = Limits(seconds=300.0, memory_bytes=4 * 2**30)
 """The largest models known are built in a tenth of it."""
+SMALL_BYTES = 2**24
+"""A tokenizer's settings that are larger are read under limits first."""
 _child = KeptChild("rollout_core.models.bounded.inspecting:handle", LIMITS)
 
 
@@ -59,7 +61,9 @@ def inspect_bounded(folder: Path, *, has_weights: bool) -> ModelFacts:
     """`inspect_model`, or `describe_model` of a folder without weights, under limits of time and memory; the tokenizer
     is loaded here, once it was found sound."""
     prepare()
-    prepare_transformers()
+    settings = folder / "tokenizer_config.json"
+    is_small = settings.is_file() and settings.stat().st_size <= SMALL_BYTES  # nothing of the folder is checked so far
+    prepare_transformers(generic=is_small and is_generic_tokenizer(folder))
     document = _ask(folder, "inspect", has_weights=has_weights)
     tokenizer, its_id = load_identified_tokenizer(folder)
     return ModelFacts.from_document(document | {"tokenizer_id": str(its_id)}, tokenizer)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from rollout_core.store.base import LightningStore
+from rollout_core.store.base import AttemptEnd, LightningStore
 from rollout_core.store.checks import (
     check_ends,
     check_id_list,
@@ -18,6 +18,7 @@ from rollout_core.store.checks import (
     stats_json,
 )
 from rollout_core.store.codec import decode
+from rollout_core.store.encoded_spans import fields_of
 from rollout_core.store.lifecycle import FINISHED, RUNNING, is_watched, lost_status
 from rollout_core.store.loops import Waiters
 from rollout_core.store.memory.collection import LightningCollections, filter_of, sort_of, span_sort
@@ -42,7 +43,7 @@ from rollout_core.store.operations import (
     begin_attempts,
     copy_attempt,
     expire,
-    new_rollout,
+    new_rollouts,
     note_empty_dequeue,
     note_spans,
     withdraw,
@@ -194,7 +195,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
     # The queue
 
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> Sequence[Rollout]:
-        requests = [new_rollout(request) for request in rollouts]
+        requests = new_rollouts(rollouts)
         found = await self._do(lambda work: work.enqueue(requests, "queuing"))
         return [shown_rollout(loaded.record, loaded.latest) for loaded in found]
 
@@ -229,7 +230,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         self, rollouts: Sequence[EnqueueRolloutRequest], *, worker_id: str | None = None
     ) -> Sequence[AttemptedRollout | None]:
         check_ids(worker_id)
-        requests = [new_rollout(request) for request in rollouts]
+        requests = new_rollouts(rollouts)
 
         async def start(work: CollectionWork) -> list[AttemptedRollout | None]:
             found = await work.enqueue(requests, "preparing")
@@ -304,9 +305,9 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
 
         return await self._do(update)
 
-    async def end_attempts(self, ends: Sequence[tuple[SpanFields, AttemptUpdate]]) -> Sequence[Attempt | Conflict]:
+    async def end_attempts(self, ends: Sequence[AttemptEnd]) -> Sequence[Attempt | Conflict]:
         check_ends(ends)
-        spans = [kept_span(span) for span, _ in ends]
+        spans = [kept_span(fields_of(span)) for span, _ in ends]
         updates = kept_updates(update for _, update in ends)
 
         async def end(work: CollectionWork) -> list[Attempt | Conflict]:
@@ -480,7 +481,6 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         check_ids(worker_id)
         text = stats_json(heartbeat_stats)
         stats = None if text is None else decode(text)
-
         return shown_worker(await self._do(lambda work: work.put_heartbeat(worker_id, stats)))
 
     async def find_workers(self, query: WorkersQuery) -> PaginatedResult[Worker]:

@@ -9,20 +9,27 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from rollout_core.base.errors import Conflict
+from rollout_core.base.trusted import trusted
+from rollout_core.store import lifecycle
 from rollout_core.store.checks import sequence_id_after
 from rollout_core.store.encoded_spans import EncodedSpan
 from rollout_core.store.operations import Loaded, apply_updates, expire, note_spans
-from rollout_core.store.sql.dialect import Transaction
+from rollout_core.store.sql.dialect import NUM_ROLLOUT, Transaction
 from rollout_core.store.sql.rows import (
     ROLLOUTS_WITH_ATTEMPT,
     RolloutState,
     UnitOfWork,
+    attempt_model,
     config_json,
     load_rollouts,
     rollout_model,
+    rows_with_latest,
     save_counters,
+    save_workers,
 )
-from rollout_core.store.types import Attempt, AttemptUpdate, Rollout
+from rollout_core.store.types import UNSET, Attempt, AttemptStatus, AttemptUpdate, Rollout, Unset
+
+_SPAN = "rollout_key, attempt_id, span_id, sequence_id, trace_id, parent_id, name, start_time, end_time, body"
 
 _number_of = itemgetter(3)
 
@@ -51,12 +58,90 @@ def update_attempts(tx: Transaction, updates: Sequence[tuple[AttemptUpdate, bool
 
 def end_attempts(tx: Transaction, ends: Sequence[tuple[EncodedSpan, AttemptUpdate]]) -> list[Attempt | Conflict]:
     """Store the last span of each attempt, and apply its update, fenced."""
+    alike = _end_alike(tx, ends)
+    if alike is not None:
+        return alike
     unit = UnitOfWork(tx)
     unit.load([update.rollout_id for _, update in ends], [(update.rollout_id, update.attempt_id) for _, update in ends])
     _store_spans(unit, _by_attempt([span for span, _ in ends]))
     results = apply_updates(unit, [(update, True) for _, update in ends])
     unit.save()
     return results
+
+
+_state_of = itemgetter(2, 6, 7, 8, 9, 10, 11, *(NUM_ROLLOUT + place for place in (1, 3, 4, 5, 6, 7)))
+"""Of a row of `rows_with_latest`, all but ids, times of start and what no rule of the lifecycle looks at."""
+
+
+def _end_alike(tx: Transaction, ends: Sequence[tuple[EncodedSpan, AttemptUpdate]]) -> list[Attempt | Conflict] | None:
+    """`end_attempts` of first attempts that are all in one state and end the same way, as those of a batch run do: what
+    the rules make of one of them is written for all. None, and nothing is done, where they are not alike."""
+    update = ends[0][1] if ends else None
+    if not tx.dialect.writes_alone or update is None or update.status not in lifecycle.ENDED:
+        return None
+    rows = {row[1]: row for row in rows_with_latest(tx, [update.rollout_id for _, update in ends])}
+    alike = len(rows) == len(ends) and len(set(map(_state_of, rows.values()))) == 1
+    number = ends[0][0].sequence_id
+    alike = alike and all(span.sequence_id == number for span, _ in ends)
+    if (
+        not alike
+        or number is None
+        or not all(_is_plain_end(one, update.status, rows[one.rollout_id]) for _, one in ends)
+    ):
+        return None
+    row = rows[update.rollout_id]
+    loaded = Loaded(RolloutState(*row[:NUM_ROLLOUT]), 1, attempt_model(row[1], row[NUM_ROLLOUT:]))
+    state, attempt, before = loaded.record, loaded.latest, loaded.record.status
+    # No span of it came before: that would have been a sign of life.
+    if attempt is None or attempt.last_heartbeat_time is not None or attempt.metadata is not None:
+        return None
+    if state.config_json is not None or before not in lifecycle.RUNNING or attempt.status not in lifecycle.WATCHED:
+        return None
+    unit = UnitOfWork(tx)
+    unit.rollouts = {state.rollout_id: loaded}
+    note_spans(unit, [(loaded, attempt)])
+    apply_updates(unit, [(update, True)])
+    tx.insert("spans", _SPAN, [(rows[span.rollout_id][0], *span[1:]) for span, _ in ends])
+    ids = tx.texts(list(rows))
+    tx.run(
+        "UPDATE rollouts SET status = ?, end_time = ?, last_sequence_id = ?, due_time = NULL"
+        " WHERE rollout_id {in_texts}",
+        state.status,
+        state.end_time,
+        max(state.last_sequence_id, number),
+        ids,
+    )
+    tx.run(
+        "UPDATE attempts SET status = ?, end_time = ?, last_heartbeat_time = ? WHERE sequence_id = 1"
+        " AND rollout_key IN (SELECT key FROM rollouts WHERE rollout_id {in_texts})",
+        attempt.status,
+        attempt.end_time,
+        attempt.last_heartbeat_time,
+        ids,
+    )
+    save_workers(tx, unit.workers)
+    tx.finished += rows if unit.finished else ()
+    for name, change in (("spans", len(ends)), (state.status, len(ends)), (before, -len(ends))):
+        tx.counted[name] += change
+    return [_like(attempt, rows[one.rollout_id]) for _, one in ends]
+
+
+def _is_plain_end(update: AttemptUpdate, status: AttemptStatus | Unset, row: Sequence[Any]) -> bool:
+    """Whether an update sets this status of the first attempt, which is the one of the row, and nothing else."""
+    return (
+        update.attempt_id == row[NUM_ROLLOUT]
+        and row[NUM_ROLLOUT + 1] == 1
+        and update.status == status
+        and update.worker_id is UNSET
+        and update.last_heartbeat_time is UNSET
+        and update.metadata is UNSET
+    )
+
+
+def _like(attempt: Attempt, row: Sequence[Any]) -> Attempt:
+    """The attempt of a row in the state of another one."""
+    own = {"rollout_id": row[1], "attempt_id": row[NUM_ROLLOUT], "start_time": row[NUM_ROLLOUT + 2]}
+    return trusted(Attempt, {**attempt.__dict__, **own})
 
 
 def update_rollout(tx: Transaction, rollout_id: str, changes: Mapping[str, Any]) -> Rollout:
@@ -185,7 +270,7 @@ def _insert(tx: Transaction, runs: Sequence[_Run]) -> list[bool]:
     rows = [(run.loaded.record.key, *span[1:]) for run in runs for span in run.spans]
     inserted = tx.insert(
         "spans",
-        "rollout_key, attempt_id, span_id, sequence_id, trace_id, parent_id, name, start_time, end_time, body",
+        _SPAN,
         rows,
         "ON CONFLICT DO NOTHING",
     )

@@ -17,6 +17,7 @@ from rollout_core.store.operations import (
     NewRollout,
     Taker,
     begin_attempts,
+    new_attempts,
     note_empty_dequeue,
     unknown_rollouts,
     withdraw,
@@ -54,6 +55,25 @@ class Claim(NamedTuple):
     rollout: AttemptedRollout
     status_before: RolloutStatus
     queue_position_before: int | None
+
+
+class _Stored(NamedTuple):
+    """A rollout to be changed, and its payload."""
+
+    state: RolloutState
+    input_json: str
+    metadata_json: str | None
+
+
+class Started(NamedTuple):
+    """A rollout with an attempt that was just started."""
+
+    stored: _Stored
+    attempt: Attempt
+
+    def rollout(self) -> AttemptedRollout:
+        """The model, which takes longer to make than the rollout to start."""
+        return _attempted(*self.stored, self.attempt)
 
 
 def enqueue(tx: Transaction, requests: Sequence[NewRollout]) -> list[Rollout]:
@@ -146,37 +166,34 @@ def start(tx: Transaction, rollout_ids: Sequence[str], worker_id: str | None) ->
     return [started[rollout_id] for rollout_id in rollout_ids]
 
 
-def start_new(tx: Transaction, starts: Sequence[tuple[NewRollout, str | None]]) -> list[AttemptedRollout | None]:
+def start_new(tx: Transaction, starts: Sequence[tuple[NewRollout, str | None]]) -> list[Started | None]:
     """Start the first attempt of each rollout for its worker; None for one that has had an attempt, be it of this call.
 
     Those that are unknown are stored, and never were in the queue. Raises as ``enqueue``.
     """
-    takers = {request.rollout_id: Taker(worker_id) for request, worker_id in reversed(starts)}
+    takers = {request.rollout_id: worker_id for request, worker_id in reversed(starts)}
     known, fresh = _sort_out(tx, [request for request, _ in starts])
-    states = _new_states(tx, fresh, "preparing")
+    unit = UnitOfWork(tx)
+    states = _new_states(tx, fresh, "preparing", attempt_count=1)
     rows = [
         _Stored(state, request.input_json, request.metadata_json) for state, request in zip(states, fresh, strict=True)
     ]
+    new = {state.rollout_id: state.key for state in states}
+    attempts = new_attempts(unit, [(rollout_id, 1) for rollout_id in new], [Taker(takers[name]) for name in new])
+    for state, attempt in zip(states, attempts, strict=True):
+        state.watch(attempt)
     waiting = [rollout_id for rollout_id, it in known.items() if not isinstance(it.rollout, AttemptedRollout)]
     if waiting:
         # Read once more under their locks: another process may have started some since they were looked at.
-        rows += [row for row in _lock(tx, waiting).values() if not row.state.attempt_count]
-    unit = UnitOfWork(tx)
-    unit.rollouts = {row.state.rollout_id: Loaded(row.state) for row in rows}
-    attempts = begin_attempts(unit, list(unit.rollouts.values()), [takers[rollout_id] for rollout_id in unit.rollouts])
-    unit.save(unwritten={state.rollout_id for state in states})
+        locked = [row for row in _lock(tx, waiting).values() if not row.state.attempt_count]
+        unit.rollouts = {row.state.rollout_id: Loaded(row.state) for row in locked}
+        attempts += begin_attempts(unit, list(unit.rollouts.values()), [Taker(takers[name]) for name in unit.rollouts])
+        rows += locked
+    unit.save(new)
     _write_new(tx, states, fresh)
     # Each is given away once: callers that share this transaction may ask for the same one.
-    started = {row.state.rollout_id: _attempted(*row, attempt) for row, attempt in zip(rows, attempts, strict=True)}
+    started = {attempt.rollout_id: Started(row, attempt) for row, attempt in zip(rows, attempts, strict=True)}
     return [started.pop(request.rollout_id, None) for request, _ in starts]
-
-
-class _Stored(NamedTuple):
-    """A rollout to be changed, and its payload."""
-
-    state: RolloutState
-    input_json: str
-    metadata_json: str | None
 
 
 def _lock(tx: Transaction, rollout_ids: Sequence[str]) -> dict[str, _Stored]:
@@ -205,7 +222,9 @@ def _sort_out(tx: Transaction, requests: Sequence[NewRollout]) -> tuple[dict[str
     return known, unknown_rollouts(requests, inputs)
 
 
-def _new_states(tx: Transaction, requests: Sequence[NewRollout], status: RolloutStatus) -> list[RolloutState]:
+def _new_states(
+    tx: Transaction, requests: Sequence[NewRollout], status: RolloutStatus, *, attempt_count: int = 0
+) -> list[RolloutState]:
     """New rollouts, not yet written; queued ones at the tail."""
     if not requests:
         return []
@@ -223,7 +242,7 @@ def _new_states(tx: Transaction, requests: Sequence[NewRollout], status: Rollout
             start_time=tx.now,
             end_time=None,
             config_json=config_json(request.config),
-            attempt_count=0,
+            attempt_count=attempt_count,
             last_sequence_id=0,
             queue_position=position,
             due_time=None,

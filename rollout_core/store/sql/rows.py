@@ -7,7 +7,7 @@ writes back once. ``UnitOfWork`` holds all that an operation works on: read at o
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,19 +117,23 @@ def load_with_latest(tx: Transaction, rollout_ids: Iterable[str]) -> tuple[dict[
         found = load_attempts(tx, states.values())
         return states, {attempt.rollout_id: attempt for attempt in found.values()}
     states, latest = {}, {}
-    found = tx.rows_of(
-        "SELECT {rollout}, {attempt} FROM rollouts r"
-        " LEFT JOIN attempts a ON a.rollout_key = r.key AND a.sequence_id = r.attempt_count"
-        " WHERE r.rollout_id",
-        wanted,
-    )
-    for row in found:
+    for row in rows_with_latest(tx, wanted):
         state = RolloutState(*row[:NUM_ROLLOUT])
         states[state.rollout_id] = state
         if row[NUM_ROLLOUT] is not None:
             latest[state.rollout_id] = attempt_model(state.rollout_id, row[NUM_ROLLOUT:])
     refuse_missing(wanted, states)
     return states, latest
+
+
+def rows_with_latest(tx: Transaction, rollout_ids: Sequence[str]) -> list[tuple[Any, ...]]:
+    """Rows of those of these rollouts that are known, each with its latest attempt, all NULL if there is none."""
+    return tx.rows_of(
+        "SELECT {rollout}, {attempt} FROM rollouts r"
+        " LEFT JOIN attempts a ON a.rollout_key = r.key AND a.sequence_id = r.attempt_count"
+        " WHERE r.rollout_id",
+        rollout_ids,
+    )
 
 
 def save_rollouts(tx: Transaction, states: Sequence[RolloutState]) -> None:
@@ -323,8 +327,9 @@ class UnitOfWork(Work[RolloutState]):
         latest = self.rollouts[rollout_id].latest
         return attempt_id == "latest" or (latest is not None and latest.attempt_id == attempt_id)
 
-    def save(self, unwritten: Container[str] = ()) -> None:
-        """Write back what was changed, but for the rows of rollouts that are ``unwritten`` so far."""
+    def save(self, new: Mapping[str, int] | None = None) -> None:
+        """Write back what was changed; ``new`` are the keys, by rollout, of those that are not loaded because their
+        rows are not written so far, but have an attempt."""
         self.tx.finished += self.finished
         for loaded in self.changed.values():
             row = loaded.record
@@ -334,13 +339,11 @@ class UnitOfWork(Work[RolloutState]):
             row.watch(loaded.latest)
             if row.due_time is not None:
                 row.due_time = max(row.due_time, self.earliest_alarm)
-        save_rollouts(
-            self.tx, [loaded.record for rollout_id, loaded in self.changed.items() if rollout_id not in unwritten]
-        )
+        save_rollouts(self.tx, [loaded.record for loaded in self.changed.values()])
         if self.counters:
             save_counters(self.tx, [row for row in self.counters.values() if row.rollout_id not in self.changed])
         if self.new_attempts or self.withdrawn:
-            self._add_and_delete_attempts()
+            self._add_and_delete_attempts(new or {})
         save_attempts(self.tx, [(self._key_of(attempt), attempt) for attempt in self.changed_attempts.values()])
         if self.workers:
             save_workers(self.tx, self.workers)
@@ -348,15 +351,15 @@ class UnitOfWork(Work[RolloutState]):
     def _key_of(self, attempt: Attempt) -> int:
         return self.rollouts[attempt.rollout_id].record.key
 
-    def _add_and_delete_attempts(self) -> None:
-        """Write new attempts, and delete those that are withdrawn."""
+    def _add_and_delete_attempts(self, new: Mapping[str, int]) -> None:
+        """Write new attempts, and delete those that are withdrawn; ``new`` as for `save`."""
         self.tx.counted["attempts"] += len(self.new_attempts) - len(self.withdrawn)
         self.tx.insert(
             "attempts",
             "rollout_key, sequence_id, attempt_id, status, start_time, worker_id",
             [
                 (
-                    self._key_of(attempt),
+                    new.get(attempt.rollout_id) or self._key_of(attempt),
                     attempt.sequence_id,
                     attempt.attempt_id,
                     attempt.status,

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout_core.base.errors import Conflict
-from rollout_core.store.base import LightningStore
+from rollout_core.store.base import AttemptEnd, LightningStore
 from rollout_core.store.checks import (
     check_ends,
     check_id_list,
@@ -25,9 +25,9 @@ from rollout_core.store.checks import (
     stats_json,
 )
 from rollout_core.store.codec import encode
-from rollout_core.store.encoded_spans import EncodedSpan, encode_fields
+from rollout_core.store.encoded_spans import EncodedSpan, encode_fields, encoded
 from rollout_core.store.loops import Waiters
-from rollout_core.store.operations import new_rollout
+from rollout_core.store.operations import new_rollouts
 from rollout_core.store.queries import AttemptsQuery, ResourcesQuery, RolloutsQuery, SpansQuery, WorkersQuery
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
 from rollout_core.store.span_fields import SpanFields, span_fields
@@ -144,8 +144,7 @@ class SqlLightningStore(LightningStore):
     # The queue
 
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> Sequence[Rollout]:
-        requests = [new_rollout(request) for request in rollouts]
-        return await self._database.write_batch(queue.enqueue, requests)
+        return await self._database.write_batch(queue.enqueue, new_rollouts(rollouts))
 
     async def dequeue_many_rollouts(
         self, *, limit: int = 1, worker_id: str | None = None
@@ -177,8 +176,18 @@ class SqlLightningStore(LightningStore):
     async def start_many_rollouts(
         self, rollouts: Sequence[EnqueueRolloutRequest], *, worker_id: str | None = None
     ) -> Sequence[AttemptedRollout | None]:
+        return [started and started.rollout() for started in await self._start_new(rollouts, worker_id)]
+
+    async def start_first_attempts(
+        self, rollouts: Sequence[EnqueueRolloutRequest], *, worker_id: str | None = None
+    ) -> Sequence[Attempt | None]:
+        return [started and started.attempt for started in await self._start_new(rollouts, worker_id)]
+
+    async def _start_new(
+        self, rollouts: Sequence[EnqueueRolloutRequest], worker_id: str | None
+    ) -> Sequence[queue.Started | None]:
         check_ids(worker_id)
-        requests = [(new_rollout(request), worker_id) for request in rollouts]
+        requests = [(request, worker_id) for request in new_rollouts(rollouts)]
         return await self._database.write_batch(queue.start_new, requests)
 
     async def start_many_attempts(
@@ -220,9 +229,9 @@ class SqlLightningStore(LightningStore):
         kept = [(update, fenced) for update in kept_updates(updates)]
         return await self._database.write_batch(attempts.update_attempts, kept)
 
-    async def end_attempts(self, ends: Sequence[tuple[SpanFields, AttemptUpdate]]) -> Sequence[Attempt | Conflict]:
+    async def end_attempts(self, ends: Sequence[AttemptEnd]) -> Sequence[Attempt | Conflict]:
         check_ends(ends)
-        spans = [encode_fields(span) for span, _ in ends]
+        spans = [encoded(span) for span, _ in ends]
         updates = kept_updates(update for _, update in ends)
         return await self._database.write_batch(attempts.end_attempts, list(zip(spans, updates, strict=True)))
 
