@@ -68,6 +68,9 @@ USES = {
     "set a part": lambda span: (setattr(span, "status", None), span)[1],
     "set a further field": lambda span: (setattr(span, "new", 1), span)[1],
     "delete": lambda span: (delattr(span, "kind"), span)[1],
+    "its class called": lambda span: type(span)(**vars(span)),
+    "its class validating": lambda span: type(span).model_validate(span.model_dump()),
+    "its class constructing": lambda span: type(span).model_construct(None, **vars(span)),
 }
 
 

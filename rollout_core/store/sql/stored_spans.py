@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any, SupportsIndex, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
 
 from rollout_core.base.trusted import SET_EXTRA, SET_FIELDS, SET_FIELDS_SET, SET_PRIVATE, trusted
 from rollout_core.store.codec import decode
@@ -64,7 +65,20 @@ class _UnreadSpan(Span):
     pydantic ask of a model comes by one of these ways.
     """
 
-    model_config = ConfigDict(defer_build=True)  # nothing is ever validated to be one
+    model_config = ConfigDict(defer_build=True)
+
+    # ``type(span)`` makes plain spans, in each of the ways in which a class makes models.
+
+    def __new__(cls, *args: Any, **fields: Any) -> Span:  # type: ignore[misc] - no instance of this class, on purpose
+        return Span(*args, **fields)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return handler.generate_schema(Span)
+
+    @classmethod
+    def model_construct(cls, _fields_set: set[str] | None = None, **values: Any) -> Any:
+        return Span.model_construct(_fields_set, **values)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_read(self), name)
