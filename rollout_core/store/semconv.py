@@ -64,3 +64,38 @@ class LinkAttributes(Enum):
 
     KEY_MATCH = "key_match"
     VALUE_MATCH = "value_match"
+
+
+LLM_CALL = "rollout.llm_call"
+"""Span name: one request to a language model, as the proxy saw it."""
+
+
+class LlmCallAttributes(Enum):
+    """Keys, or prefixes of keys, of an LLM call's attributes; ``gen_ai.*`` are OpenTelemetry's."""
+
+    REQUEST = "gen_ai.request"
+    """Prefix: the model asked for and the sampling settings."""
+    REQUEST_MODEL = "gen_ai.request.model"
+    RESPONSE_ID = "gen_ai.response.id"
+    INPUT_MESSAGES = "gen_ai.input.messages"
+    """JSON text: the messages as they were sent."""
+    OUTPUT_MESSAGES = "gen_ai.output.messages"
+    """JSON text: the message of each choice."""
+    TOOLS = "rollout.tools"
+    """JSON text: the tools as they were sent."""
+    PROMPT_TOKEN_IDS = "rollout.prompt_token_ids"
+    CHOICES = "rollout.choices"
+    """Prefix: the first choice has ``rollout.choices.0.token_ids`` and so on, see ``ChoiceAttributes``."""
+    MODEL_ID = "rollout.model_id"
+    """Content id of the weights that answered."""
+    SERVED_MODEL = "rollout.served_model"
+    """What the upstream calls them."""
+
+
+class ChoiceAttributes(Enum):
+    """Last parts of a choice's keys, after ``rollout.choices.<index>.``."""
+
+    TOKEN_IDS = "token_ids"
+    LOGPROBS = "logprobs"
+    """Of each token id as it was drawn, in nats."""
+    FINISH_REASON = "finish_reason"
