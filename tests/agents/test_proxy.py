@@ -6,19 +6,19 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import aiohttp
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from proxied import asked, attempt, calls, client, ids_of, proxy_of, until
 from scripted_upstream import ScriptedUpstream, cut_stream, hang, no_answer, status
+from yarl import URL
 
 from rollout_core.agents.proxy.server import LLMProxy
 from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream
 from rollout_core.base.errors import ConfigError
-from rollout_core.store import InMemoryLightningStore, ProxyLLM, Span
-from rollout_core.store.semconv import LLM_CALL
+from rollout_core.store import InMemoryLightningStore, ProxyLLM
 
 KEY = "sk-of-the-upstream-0123456789"
 
@@ -37,46 +37,11 @@ async def upstream() -> AsyncIterator[ScriptedUpstream]:
     await running.stop()
 
 
-@asynccontextmanager
-async def proxy_of(store, *upstreams: Upstream, **options) -> AsyncIterator[LLMProxy]:
-    proxy = LLMProxy(0, [ModelEntry("m", upstreams)], store, **options)
-    await proxy.start()
-    try:
-        yield proxy
-    finally:
-        await proxy.stop()
-
-
 @pytest.fixture
 async def proxy(store, upstream) -> AsyncIterator[LLMProxy]:
     settings = Upstream(url=upstream.url, model="served", api_key=KEY, model_id="weights-1", timeout=20)
     async with proxy_of(store, settings) as proxy:
         yield proxy
-
-
-async def attempt(store) -> tuple[str, str]:
-    rollout = await store.start_rollout({"task": 1})
-    return rollout.rollout_id, rollout.attempt.attempt_id
-
-
-def client(proxy: LLMProxy, ids: tuple[str, str] | None = None, **options) -> AsyncOpenAI:
-    llm = proxy.as_resource(*(ids or ()))
-    return AsyncOpenAI(base_url=llm.get_base_url(), api_key=llm.api_key, **{"max_retries": 0, **options})
-
-
-def asked(text: str) -> list:
-    return [{"role": "user", "content": text}]
-
-
-async def calls(store, proxy: LLMProxy, rollout_id: str) -> list[Span]:
-    await proxy.flush(rollout_id)
-    spans = list(await store.query_spans(rollout_id))
-    assert {span.name for span in spans} <= {LLM_CALL}
-    return spans
-
-
-def ids_of(letters: str) -> list[int]:
-    return [ord(letter) for letter in letters]
 
 
 async def test_a_chat_is_answered_and_recorded_token_by_token(store, upstream, proxy):
@@ -165,9 +130,7 @@ async def test_tool_calls_come_through_whole_and_streamed(store, upstream, proxy
         for piece in chunk.choices[0].delta.tool_calls or []:
             arguments += (piece.function and piece.function.arguments) or ""
     assert arguments == upstream.tool_call[1]
-    recorded = [
-        json.loads(span.attributes["gen_ai.output.messages"])[0] for span in await calls(store, proxy, ids[0])
-    ]
+    recorded = [json.loads(span.attributes["gen_ai.output.messages"])[0] for span in await calls(store, proxy, ids[0])]
     function = {"name": "look_up", "arguments": upstream.tool_call[1]}
     for message in recorded:
         assert message["tool_calls"] == [{"id": "call-1", "type": "function", "function": function}]
@@ -225,8 +188,6 @@ async def test_without_ids_and_at_other_paths_requests_pass(store, upstream, pro
     }
     async with aiohttp.ClientSession() as session:
         for path, code in [("/health", 200), ("/v1/../metrics", 404), ("/v1/%2e%2E/metrics", 404)]:
-            from yarl import URL
-
             async with session.get(URL(proxy.url + path, encoded=True)) as response:
                 assert response.status == code, path
 
@@ -376,12 +337,6 @@ async def test_an_agent_that_goes_away_ends_the_upstreams_work(store, upstream, 
     first, second = await calls(store, proxy, ids[0])
     assert first.status.status_code == second.status.status_code == "ERROR"
     assert second.attributes["rollout.choices.0.token_ids"] == ids_of("dc")
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_large_prompts_pass_and_larger_ones_are_refused(store, upstream, proxy):

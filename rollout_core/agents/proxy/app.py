@@ -19,7 +19,7 @@ from urllib.parse import unquote
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from rollout_core.agents.proxy.delivery import CallDelivery, Ticket
+from rollout_core.agents.proxy.delivery import FLUSH, FLUSH_SECONDS, CallDelivery, Ticket
 from rollout_core.agents.proxy.forwarding import Exchange, Failed, Forwarder, Headers, Outgoing, error_body
 from rollout_core.agents.proxy.pools import Pool, Pools
 from rollout_core.agents.proxy.recording import CHAT, COMPLETIONS, Call
@@ -32,9 +32,6 @@ logger = logging.getLogger(__name__)
 
 BODY_SECONDS = 120.0
 """Longest time that a request's body may take to arrive."""
-FLUSH_SECONDS = 30.0
-"""Longest time that a request waits for spans to be stored."""
-FLUSH = "/flush"
 _PATH = re.compile(r"(?:/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+))?(?:/v1)*(?P<rest>/.*)")
 _CLIMBS = re.compile(r"(?i)(^|/)(\.|%2e){1,2}(/|$)")
 _JSON: Headers = [(b"content-type", b"application/json")]
@@ -118,6 +115,9 @@ class ProxyApp:
             await _while_listening(receive, reply, self._answer(request, reply))
         except Failed as error:
             await reply.failed(error)
+        except asyncio.CancelledError:
+            # By the server, which stops; the task ends with this answer.
+            await reply.failed(Failed(503, "the proxy is being stopped", headers=[(b"retry-after", b"1")]))
         except Exception as error:  # noqa: BLE001 - a bug of ours; one request must not end the server
             # Without the error's message, which may hold a prompt.
             place = "".join(traceback.format_tb(error.__traceback__))

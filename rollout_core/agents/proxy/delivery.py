@@ -14,8 +14,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import aiohttp
+
 from rollout_core.base.errors import Recoverable, in_words
-from rollout_core.store import LightningStore
+from rollout_core.store import AttemptedRollout, LightningStore, NamedResources, ProxyLLM
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,10 @@ BATCH_BYTES = 16 << 20
 """Spans of one request to the store stay below this together, unless one alone is larger."""
 MAX_BACKLOG_BYTES = 512 << 20
 """Of calls that wait for the store; no more are let in then."""
+FLUSH = "/flush"
+"""Behind an attempt's path, where to wait until its calls are stored."""
+FLUSH_SECONDS = 30.0
+"""Longest time that a request waits for that."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 
 
@@ -231,3 +237,28 @@ async def _until_back(call: Callable[[], Awaitable[T]]) -> T:
             logger.warning("The store is away (%s); asking again in %.1f s", type(error).__name__, pause)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+async def flush_proxies(resources: NamedResources, rollout: AttemptedRollout) -> None:
+    """Wait until what an attempt asked of the models among its resources is stored, by the proxies that they are at.
+
+    Raises Recoverable if one does not say so: what it recorded may be missing.
+    """
+    for resource in resources.values():
+        if not isinstance(resource, ProxyLLM):
+            continue
+        llm = resource.with_attempted_rollout(rollout)
+        headers = {"authorization": f"Bearer {llm.api_key}"} if llm.api_key else {}
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=FLUSH_SECONDS + 5)) as session,
+                session.post(llm.endpoint + FLUSH, headers=headers) as response,
+            ):
+                status = response.status
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise Recoverable(
+                f"the LLM proxy at {llm.endpoint} does not answer ({type(error).__name__}), so calls of the attempt "
+                "may not be stored"
+            ) from error
+        if status != 200:
+            raise Recoverable(f"the LLM proxy could not store all calls of the attempt (HTTP {status})")

@@ -149,7 +149,8 @@ class Pool:
             self._timer.cancel()
             self._timer = None
         if self._queue and not self._holds:
-            resting = [at for seat in self._seats if seat.has_room and (at := seat.ready_at()) > time.monotonic()]
+            # Not those that are not ready now: one may have become so since it was looked at.
+            resting = [seat.ready_at() for seat in self._seats if seat.has_room]
             if resting:
                 loop = asyncio.get_running_loop()
                 self._timer = loop.call_later(max(0.0, min(resting) - time.monotonic()), self._grant)
