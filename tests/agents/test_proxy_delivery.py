@@ -25,7 +25,6 @@ from rollout_core.store import (
     InMemoryLightningStore,
     LightningStoreClient,
     LightningStoreServer,
-    ProxyLLM,
     SqlLightningStore,
 )
 from rollout_core.store.forwarding import ForwardingLightningStore
@@ -115,7 +114,8 @@ async def test_when_an_attempt_has_ended_its_calls_are_in_the_store_in_order(sto
 
         async def look() -> None:
             for rollout in queued:
-                while (await store.get_rollout_by_id(rollout.rollout_id)).status != "succeeded":
+                while (found := await store.get_rollout_by_id(rollout.rollout_id)).status != "succeeded":
+                    assert found.status != "failed"
                     await asyncio.sleep(0.002)
                 spans = list(await store.query_spans(rollout.rollout_id))
                 assert [span.name for span in spans].count(LLM_CALL) == 3
@@ -128,17 +128,22 @@ async def test_when_an_attempt_has_ended_its_calls_are_in_the_store_in_order(sto
         await looking
 
 
-async def test_an_attempt_whose_proxy_is_gone_is_no_success(memory):
-    """Calls that it answered may not be stored."""
-
+async def test_an_attempt_whose_calls_cannot_be_stored_is_no_success(memory, upstream, monkeypatch):
     @llm_rollout
     async def agent(task, llm):
+        agent_client = AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key, max_retries=0)
+        await agent_client.chat.completions.create(model=llm.model, messages=asked("ab"))
         return 1.0
 
-    await memory.add_resources({"llm": ProxyLLM(endpoint="http://127.0.0.1:9/v1", model="m")})
-    queued = await memory.enqueue_rollout(1)
-    async with runner(max_rollouts=1).run_context(agent=agent, store=memory) as worker:
-        await asyncio.wait_for(worker.iter(), 30)
+    monkeypatch.setattr("rollout_core.agents.proxy.app.FLUSH_SECONDS", 0.2)
+    wayward = Wayward(memory)
+    async with proxy_of(wayward, settings(upstream)) as proxy:
+        wayward.is_away = True
+        await memory.add_resources({"llm": proxy.as_resource()})
+        queued = await memory.enqueue_rollout(1)
+        async with runner(max_rollouts=1).run_context(agent=agent, store=memory) as worker:
+            await asyncio.wait_for(worker.iter(), 30)
+        wayward.is_away = False
     assert (await memory.get_rollout_by_id(queued.rollout_id)).status == "failed"
 
 

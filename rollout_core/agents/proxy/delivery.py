@@ -242,7 +242,8 @@ async def _until_back(call: Callable[[], Awaitable[T]]) -> T:
 async def flush_proxies(resources: NamedResources, rollout: AttemptedRollout) -> None:
     """Wait until what an attempt asked of the models among its resources is stored, by the proxies that they are at.
 
-    Raises Recoverable if one does not say so: what it recorded may be missing.
+    Raises Recoverable if a proxy cannot store it now. One that is not there is only logged: it may never have been
+    asked, and an agent that did ask mostly failed by it.
     """
     for resource in resources.values():
         if not isinstance(resource, ProxyLLM):
@@ -256,9 +257,11 @@ async def flush_proxies(resources: NamedResources, rollout: AttemptedRollout) ->
             ):
                 status = response.status
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise Recoverable(
-                f"the LLM proxy at {llm.endpoint} does not answer ({type(error).__name__}), so calls of the attempt "
-                "may not be stored"
-            ) from error
-        if status != 200:
-            raise Recoverable(f"the LLM proxy could not store all calls of the attempt (HTTP {status})")
+            logger.warning(
+                "The LLM proxy at %s does not answer (%s); calls of the attempt may not be stored",
+                llm.endpoint,
+                type(error).__name__,
+            )
+            continue
+        if status == 503:
+            raise Recoverable("the LLM proxy cannot store the attempt's calls now, as the store is away")
