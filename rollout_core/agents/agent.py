@@ -14,6 +14,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from rollout_core.base.errors import ConfigError
@@ -32,6 +33,9 @@ Kind = TypeVar("Kind", bound=Resource)
 RolloutRawResult = Any
 """See the module: None, a number, or a list of spans. Checked when a rollout has returned it."""
 RolloutFunction = Callable[..., RolloutRawResult] | Callable[..., Awaitable[RolloutRawResult]]
+
+CURRENT_RUNNER: ContextVar[Runner | None] = ContextVar("rollout-runner", default=None)
+"""The runner whose rollout this code is part of: runners in threads of one process share the agent."""
 
 _INJECTED = ("task", "rollout", "llm", "prompt_template", "resources")
 """Parameters that a function may have, by name."""
@@ -70,8 +74,8 @@ class LitAgent(Generic[Task]):
 
     @property
     def runner(self) -> Runner:
-        """Raises ConfigError outside a runner."""
-        return _referred(getattr(self, "_runner", None), "runner")
+        """The one that runs this code. Raises ConfigError outside a runner."""
+        return CURRENT_RUNNER.get() or _referred(getattr(self, "_runner", None), "runner")
 
     @property
     def tracer(self) -> Tracer:

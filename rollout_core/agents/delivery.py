@@ -82,7 +82,6 @@ class SpanDelivery:
             self._work.add_done_callback(self._note_end)
 
     def _note_end(self, work: asyncio.Task[None]) -> None:
-        self._work = None
         error = None if work.cancelled() else work.exception()  # raised by flush, where somebody waits
         if error is not None:
             logger.error(
@@ -93,17 +92,21 @@ class SpanDelivery:
             )
 
     async def _store_all(self) -> None:
-        while True:
-            with self._lock:
-                batch, self._waiting = self._waiting[:BATCH_SPANS], self._waiting[BATCH_SPANS:]
-            if not batch:
-                return
-            try:
-                await self._store_batch(batch)
-            except BaseException:
-                with self._lock:
-                    self._waiting = batch + self._waiting  # a repeated span is no second one, so nothing is lost
-                raise
+        try:
+            while batch := self._take():
+                try:
+                    await self._store_batch(batch)
+                except BaseException:
+                    with self._lock:
+                        self._waiting = batch + self._waiting  # a repeated span is no second one, so nothing is lost
+                    raise
+        finally:
+            self._work = None
+
+    def _take(self) -> list[MakeSpan]:
+        with self._lock:
+            batch, self._waiting = self._waiting[:BATCH_SPANS], self._waiting[BATCH_SPANS:]
+        return batch
 
     async def _store_batch(self, batch: Sequence[MakeSpan]) -> None:
         pair = (self._rollout_id, self._attempt_id)
@@ -129,16 +132,18 @@ class SpanDelivery:
         return retried(call, self._patience_seconds)
 
 
-async def retried(call: Callable[[], Awaitable[T]], patience_seconds: float) -> T:
+async def retried(
+    call: Callable[[], Awaitable[T]], patience_seconds: float, is_over: Callable[[], bool] = lambda: False
+) -> T:
     """What ``call`` returns, which is repeated while the store is away, with growing pauses. Raises the last error when
-    that takes longer than ``patience_seconds``. Only for calls of which a second one does no harm."""
+    that takes longer than ``patience_seconds``, or ``is_over`` says so. Only for calls that may be made twice."""
     until = time.monotonic() + patience_seconds
     pause = _FIRST_PAUSE
     while True:
         try:
             return await call()
         except (Recoverable, ConnectionError) as error:
-            if time.monotonic() + pause > until:
+            if is_over() or time.monotonic() + pause > until:
                 raise
             logger.warning("The store is away (%s); asking again in %.1f s", in_words(error), pause)
             await asyncio.sleep(pause)

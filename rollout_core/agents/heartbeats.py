@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 import psutil
 
+from rollout_core.agents.threads import on_thread
 from rollout_core.base.errors import in_words
 from rollout_core.store import LightningStore
 from rollout_core.store.loops import LoopThread
@@ -64,14 +64,13 @@ class Heartbeats:
 
     async def __aenter__(self) -> None:
         if self._interval_seconds > 0:
-            beats = self._beat() if self._thread is None else self._thread.run(self._beat())
+            beats = self._beat() if self._thread is None else on_thread(self._thread, self._beat())
             self._beats = asyncio.ensure_future(beats)
 
     async def __aexit__(self, *error: object) -> None:
         if self._beats is not None:
             self._beats.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._beats
+            await asyncio.wait({self._beats})
         if self._thread is not None:
             await asyncio.to_thread(self._thread.stop)
 

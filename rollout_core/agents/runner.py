@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import functools
 import logging
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-from rollout_core.agents.agent import LitAgent
+from rollout_core.agents.agent import CURRENT_RUNNER, LitAgent
 from rollout_core.agents.delivery import retried
 from rollout_core.agents.emitters import emit_exception
 from rollout_core.agents.heartbeats import Heartbeats, LaunchMode
@@ -19,6 +20,7 @@ from rollout_core.agents.hooks import Hook, call_hooks
 from rollout_core.agents.proxy.delivery import flush_proxies
 from rollout_core.agents.results import spans_of_result
 from rollout_core.agents.running import LeaseLost, TimedOut, call_agent, check_abandoned
+from rollout_core.agents.supervision import ExecutionEvent
 from rollout_core.agents.tracing import Trace, Tracer
 from rollout_core.base.errors import ConfigError, Conflict, NotFound, Recoverable, in_words
 from rollout_core.store import (
@@ -42,14 +44,6 @@ _FIRST_POLL_SECONDS = 0.01
 """After work was found; from there the pause doubles up to ``poll_interval``."""
 _LOOK_SECONDS = 0.1
 """Between looks at an event that cannot be awaited."""
-
-
-class ExecutionEvent(Protocol):
-    """What tells a runner to stop: a ``threading.Event``, or one of ``multiprocessing``."""
-
-    def is_set(self) -> bool:
-        """Whether it is to stop."""
-        ...
 
 
 class Runner(Generic[Task]):
@@ -210,6 +204,7 @@ class LitAgentRunner(Runner[Task]):
         """
         store = self.get_store()
         self.get_agent()
+        take = functools.partial(store.dequeue_rollout, worker_id=self.worker_name)
         pause, done = _FIRST_POLL_SECONDS, 0
         beats = Heartbeats(
             store, self.worker_name, self._heartbeat_interval, self._launch_mode, include_gpu=self._include_gpu
@@ -217,7 +212,12 @@ class LitAgentRunner(Runner[Task]):
         async with beats:
             while not _is_set(event) and (self._max_rollouts is None or done < self._max_rollouts):
                 check_abandoned()
-                rollout = await self._ask(lambda: store.dequeue_rollout(worker_id=self.worker_name))
+                try:
+                    rollout = await retried(take, self._patience_seconds, is_over=lambda: _is_set(event))
+                except (Recoverable, ConnectionError):
+                    if _is_set(event):
+                        return
+                    raise
                 if rollout is None:
                     await self._pause(pause, event)
                     pause = min(2 * pause, self._poll_interval)
@@ -262,6 +262,7 @@ class LitAgentRunner(Runner[Task]):
 
     async def _run(self, rollout: AttemptedRollout) -> Exception | None:
         """Run one attempt to its end in the store; what made it fail, None if it succeeded or was taken over."""
+        CURRENT_RUNNER.set(self)
         hooks, who = self._hooks, {"agent": self.get_agent(), "runner": self, "rollout": rollout}
         outcome = _Outcome()
         try:

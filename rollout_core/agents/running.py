@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 from collections.abc import Awaitable, Callable
@@ -116,8 +115,7 @@ async def _give_up(work: asyncio.Future[Any], rollout: AttemptedRollout) -> None
         _abandon(work, rollout)  # its thread goes on
         return
     work.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await asyncio.wait({work}, timeout=GRACE_SECONDS)
+    await asyncio.wait({work}, timeout=GRACE_SECONDS)
     if not work.done():
         _abandon(work, rollout)
 

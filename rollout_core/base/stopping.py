@@ -44,6 +44,7 @@ _callbacks: dict[object, Callable[[], None]] = {}
 _lock = threading.Lock()
 _idle: list[queue.SimpleQueue[Callable[[], None]]] = []
 """Of the threads of `in_thread` that have nothing to do."""
+os.register_at_fork(after_in_child=_idle.clear)  # a child has none of the threads
 _watched = False
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import string
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import quote
 
@@ -85,10 +86,42 @@ class PromptTemplate(Resource):
     """Syntax of the template."""
 
     def format(self, **values: Any) -> str:
-        """The template with ``values`` filled in. Only the ``f-string`` engine is rendered here."""
-        if self.engine != "f-string":
-            raise NotImplementedError(f"engine is {self.engine}; format() renders f-string only, use the engine itself")
-        return self.template.format(**values)
+        """The template with ``values`` filled in, by the engine ``f-string`` or ``jinja``.
+
+        Templates may be written by a model, so neither reaches into what it is given: jinja runs in its sandbox, and
+        an f-string's fields are names alone. Raises ConfigError for a template that is wrong or asks for a value that
+        is not given, NotImplementedError for ``poml``.
+        """
+        if self.engine == "poml":
+            raise NotImplementedError("engine is poml; format() renders f-string and jinja, use the poml package")
+        try:
+            if self.engine == "jinja":
+                return _rendered_jinja(self.template, values)
+            return _Names().vformat(self.template, (), values)
+        except (KeyError, IndexError) as error:
+            raise ConfigError(f"the template asks for {error}; the values are {', '.join(values) or 'none'}") from error
+        except ValueError as error:
+            raise ConfigError(f"the template cannot be rendered: {error}") from error
+
+
+class _Names(string.Formatter):
+    """``str.format`` without attributes and items of values: ``{x.__class__}`` would read the program's secrets."""
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        if "." in field_name or "[" in field_name:
+            raise ConfigError(f"the template's field {{{field_name}}} reaches into a value; give the part by a name")
+        return super().get_field(field_name, args, kwargs)
+
+
+def _rendered_jinja(template: str, values: dict[str, Any]) -> str:
+    import jinja2.sandbox  # heavy, and few templates need it
+
+    strict: Any = {"undefined": jinja2.StrictUndefined, "keep_trailing_newline": True}
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(**strict)
+    try:
+        return environment.from_string(template).render(values)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"the template cannot be rendered: {error}") from error
 
 
 ResourceUnion = Annotated[LLM | ProxyLLM | PromptTemplate, Field(discriminator="resource_type")]

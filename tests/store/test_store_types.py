@@ -116,10 +116,11 @@ def test_reading_the_endpoint_of_a_proxy_warns(caplog):
     assert "get_base_url" in caplog.text
 
 
-def test_prompt_templates_fill_in_f_strings_only():
+def test_prompt_templates_are_filled_in():
     assert PromptTemplate(template="Hi {name}", engine="f-string").format(name="you") == "Hi you"
-    with pytest.raises(NotImplementedError, match="engine is jinja"):
-        PromptTemplate(template="Hi {{ name }}", engine="jinja").format(name="you")
+    assert PromptTemplate(template="Hi {{ name }}", engine="jinja").format(name="you") == "Hi you"
+    with pytest.raises(NotImplementedError, match="engine is poml"):
+        PromptTemplate(template="Hi", engine="poml").format(name="you")
 
 
 def test_resources_are_told_apart_by_their_type():

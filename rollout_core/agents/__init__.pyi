@@ -1,0 +1,73 @@
+from .agent import (
+    FunctionalLitAgent as FunctionalLitAgent,
+    LitAgent as LitAgent,
+    RolloutRawResult as RolloutRawResult,
+    llm_rollout as llm_rollout,
+    prompt_rollout as prompt_rollout,
+    rollout as rollout,
+)
+from .algorithm import (
+    Algorithm as Algorithm,
+    Dataset as Dataset,
+    FunctionalAlgorithm as FunctionalAlgorithm,
+    algo as algo,
+)
+from .attributes import (
+    flat as flat,
+    nested as nested,
+)
+from .baseline import (
+    Baseline as Baseline,
+    FastAlgorithm as FastAlgorithm,
+)
+from .components import (
+    ComponentSpec as ComponentSpec,
+    build_component as build_component,
+)
+from .emitters import (
+    emit_annotation as emit_annotation,
+    emit_exception as emit_exception,
+    emit_message as emit_message,
+    emit_object as emit_object,
+    emit_reward as emit_reward,
+    find_final_reward as find_final_reward,
+    find_reward_spans as find_reward_spans,
+    get_message_value as get_message_value,
+    get_object_value as get_object_value,
+    get_reward_value as get_reward_value,
+    get_rewards_from_span as get_rewards_from_span,
+    is_reward_span as is_reward_span,
+)
+from .execution import (
+    ClientServerExecutionStrategy as ClientServerExecutionStrategy,
+    ExecutionStrategy as ExecutionStrategy,
+    SharedMemoryExecutionStrategy as SharedMemoryExecutionStrategy,
+)
+from .hooks import (
+    Hook as Hook,
+)
+from .operations import (
+    operation as operation,
+)
+from .otel import (
+    LightningSpanProcessor as LightningSpanProcessor,
+    OtelTracer as OtelTracer,
+)
+from .runner import (
+    LitAgentRunner as LitAgentRunner,
+    Runner as Runner,
+)
+from .supervision import (
+    ExecutionEvent as ExecutionEvent,
+)
+from .tracing import (
+    DummyTracer as DummyTracer,
+    SpanRecordingContext as SpanRecordingContext,
+    Trace as Trace,
+    Tracer as Tracer,
+    active_trace as active_trace,
+    active_tracer as active_tracer,
+)
+from .trainer import (
+    Trainer as Trainer,
+)

@@ -1,0 +1,159 @@
+"""The trainer: puts an agent, an algorithm and what they need together, and runs them to the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollout_core.agents.agent import LitAgent
+from rollout_core.agents.algorithm import Algorithm, Dataset
+from rollout_core.agents.baseline import Baseline, FastAlgorithm
+from rollout_core.agents.components import ComponentSpec, build_component
+from rollout_core.agents.execution import (
+    ClientServerExecutionStrategy,
+    ExecutionEvent,
+    ExecutionStrategy,
+    SharedMemoryExecutionStrategy,
+)
+from rollout_core.agents.hooks import Hook
+from rollout_core.agents.otel import OtelTracer
+from rollout_core.agents.runner import LitAgentRunner, Runner
+from rollout_core.agents.tracing import Tracer
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.stopping import in_thread
+from rollout_core.store import InMemoryLightningStore, LightningStore, NamedResources
+
+logger = logging.getLogger(__name__)
+
+STRATEGIES = {"shm": SharedMemoryExecutionStrategy, "cs": ClientServerExecutionStrategy}
+_LOOK_SECONDS = 0.1
+
+
+class Trainer:
+    """Components are given as instances or as how to make them, see ``ComponentSpec``.
+
+    Args:
+        algorithm: None: only the runners work, until the process is stopped.
+        n_runners: how many; a strategy that was given its own number keeps it.
+        max_rollouts: of each runner; None: no limit.
+        initial_resources: for the algorithm to publish first.
+        strategy: ``shm``, ``cs`` (the default) or an ExecutionStrategy.
+        port: of the strategy's server.
+        dev: the default algorithm is Baseline.
+    """
+
+    def __init__(
+        self,
+        *,
+        algorithm: ComponentSpec = None,
+        n_runners: int = 1,
+        max_rollouts: int | None = None,
+        initial_resources: NamedResources | None = None,
+        tracer: ComponentSpec = None,
+        adapter: ComponentSpec = None,
+        store: ComponentSpec = None,
+        runner: ComponentSpec = None,
+        strategy: ComponentSpec = None,
+        llm_proxy: ComponentSpec = None,
+        hooks: Hook | Sequence[Hook] | None = None,
+        port: int | None = None,
+        dev: bool = False,
+    ) -> None:
+        if n_runners < 1:
+            raise ConfigError(f"n_runners is {n_runners}; expected 1 or more")
+        self.initial_resources = initial_resources
+        self.max_rollouts = max_rollouts
+        self.hooks = (hooks,) if isinstance(hooks, Hook) else tuple(hooks or ())
+        self.tracer = _made(build_component("tracer", tracer, Tracer, default=OtelTracer))
+        self.store = _made(build_component("store", store, LightningStore, default=InMemoryLightningStore))
+        known: Mapping[str, Any] = {
+            "tracer": self.tracer,
+            "max_rollouts": max_rollouts,
+            "n_runners": n_runners,
+            "store": self.store,
+            **({"server_port": port} if port is not None else {}),
+        }
+        self.runner = _made(build_component("runner", runner, Runner, default=LitAgentRunner, known=known))
+        default_algorithm = Baseline if dev else None
+        self.algorithm = build_component("algorithm", algorithm, Algorithm, default=default_algorithm, known=known)
+        self.adapter = build_component("adapter", adapter, object, known=known)
+        self.llm_proxy = build_component("llm_proxy", llm_proxy, object, known=known)
+        self.strategy = _made(
+            build_component(
+                "strategy",
+                strategy,
+                ExecutionStrategy,
+                default=ClientServerExecutionStrategy,
+                known=known,
+                names=STRATEGIES,
+            )
+        )
+        self.n_runners = self.strategy.n_runners
+
+    def fit(
+        self, agent: LitAgent[Any], train_dataset: Dataset | None = None, *, val_dataset: Dataset | None = None
+    ) -> None:
+        """Run the algorithm and the runners until the algorithm returns. Raises what made the run fail;
+        KeyboardInterrupt after Ctrl-C and SystemExit(143) after SIGTERM."""
+        self._run(agent, self.algorithm, train_dataset, val_dataset)
+
+    def dev(
+        self, agent: LitAgent[Any], train_dataset: Dataset | None = None, *, val_dataset: Dataset | None = None
+    ) -> None:
+        """``fit`` to try an agent out: by Baseline, unless the algorithm is a FastAlgorithm itself. Raises TypeError if
+        it is another one."""
+        algorithm = self.algorithm or Baseline()
+        if not isinstance(algorithm, FastAlgorithm):
+            raise TypeError(
+                f"dev runs a FastAlgorithm, such as Baseline, but the algorithm is a {type(algorithm).__name__}"
+            )
+        self._run(agent, algorithm, train_dataset, val_dataset)
+
+    def _run(
+        self, agent: LitAgent[Any], algorithm: Algorithm | None, train: Dataset | None, val: Dataset | None
+    ) -> None:
+        if not isinstance(agent, LitAgent):
+            raise TypeError(
+                f"the agent is a {type(agent).__name__}; expected a LitAgent, or a function decorated with @rollout"
+            )
+        agent.set_trainer(self)
+
+        async def run_algorithm(store: LightningStore, event: ExecutionEvent) -> None:
+            if algorithm is None:
+                while not event.is_set():
+                    await asyncio.sleep(_LOOK_SECONDS)
+                return
+            run: Any = algorithm.run
+            algorithm.set_trainer(self)
+            algorithm.set_store(store)
+            algorithm.set_initial_resources(self.initial_resources)
+            if self.adapter is not None:
+                algorithm.set_adapter(self.adapter)
+            if self.llm_proxy is not None:
+                self.llm_proxy.set_store(store)
+                algorithm.set_llm_proxy(self.llm_proxy)
+            if algorithm.is_async():
+                await run(train_dataset=train, val_dataset=val)
+            else:
+                await asyncio.wrap_future(in_thread(lambda: run(train_dataset=train, val_dataset=val)))
+
+        async def run_runner(store: LightningStore, number: int, event: ExecutionEvent) -> None:
+            runner = self.runner.for_worker()
+            runner.init(agent, hooks=self.hooks)
+            try:
+                runner.init_worker(number, store)
+                try:
+                    await runner.iter(event=event)
+                finally:
+                    runner.teardown_worker(number)
+            finally:
+                runner.teardown()
+
+        self.strategy.execute(run_algorithm, run_runner, self.store)
+
+
+def _made(component: Any) -> Any:
+    assert component is not None, "it has a default"
+    return component

@@ -1,0 +1,225 @@
+"""What emitters write, and how it is read back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from rollout_core.agents import (
+    DummyTracer,
+    OtelTracer,
+    active_trace,
+    emit_annotation,
+    emit_exception,
+    emit_message,
+    emit_object,
+    emit_reward,
+    find_final_reward,
+    flat,
+    get_message_value,
+    get_object_value,
+    get_reward_value,
+    get_rewards_from_span,
+    nested,
+    operation,
+)
+from rollout_core.base.errors import ConfigError
+from rollout_core.store import Span
+
+Json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@pytest.fixture
+def traced():
+    """Run a function in a trace, and return the spans."""
+    tracer = OtelTracer(instrument=[])
+
+    def run(function):
+        async def body():
+            async with tracer.trace_context():
+                function()
+                return tracer.get_last_trace()
+
+        with tracer.lifespan():
+            return asyncio.run(body())
+
+    return run
+
+
+def test_a_reward_is_one_number_or_several_by_name(traced):
+    def agent():
+        emit_reward(1)
+        emit_reward({"speed": 0.25, "truth": np.float32(0.5)}, primary_key="truth", attributes={"why": {"so": 1}})
+
+    one, several = traced(agent)
+    assert one.name == "agentlightning.annotation" and one.status.status_code == "OK"
+    assert one.attributes == {"agentlightning.reward.0.name": "primary", "agentlightning.reward.0.value": 1.0}
+    assert get_rewards_from_span(several) == [("truth", 0.5), ("speed", 0.25)]
+    assert several.attributes["why.so"] == 1
+    assert find_final_reward([one, several]) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("reward", "error"),
+    [("1", TypeError), (None, TypeError), ({"a": 1}, ConfigError), (float("inf"), ConfigError), ([1], TypeError)],
+)
+def test_what_is_no_reward(reward, error):
+    with pytest.raises(error):
+        emit_reward(reward, propagate=False)
+
+
+def test_rewards_of_other_tools_are_read():
+    def span(name, **attributes):
+        return Span.from_attributes(attributes=attributes, name=name)
+
+    agentops = span("task", **{"agentops.task.output": json.dumps({"type": "reward", "value": 0.75})})
+    older = span("agentlightning.annotation", reward=0.5)
+    assert [get_reward_value(found) for found in (agentops, older, span("other", reward=0.5))] == [0.75, 0.5, None]
+    assert get_reward_value(span("task", **{"agentops.task.output": "not json"})) is None
+
+
+@given(Json)
+def test_objects_are_read_back_as_they_were(value):
+    span = Span.from_core_fields(emit_object(value, propagate=False), rollout_id="r", attempt_id="a", sequence_id=1)
+    assert get_object_value(span) == value
+
+
+def test_other_emitters(traced):
+    def agent():
+        emit_message("hello", {"to": "you"})
+        emit_exception(ValueError("bad"))
+        emit_annotation({"a": {"b": [1, 2], "c": [1, "x"]}, "d": b"raw"})
+        emit_object(b"\x00\xff")
+
+    message, error, annotation, data = traced(agent)
+    assert (get_message_value(message), message.status.status_code) == ("hello", "UNSET")
+    assert error.attributes["exception.type"] == "ValueError"
+    assert annotation.attributes == {"a.b": [1, 2], "a.c": '[1, "x"]', "d": '"cmF3"'}
+    assert get_object_value(data) == b"\x00\xff"
+    with pytest.raises(ConfigError, match="contradict"):
+        emit_annotation({"a": 1, "a.b": 2}, propagate=False)
+    with pytest.raises(RuntimeError, match="no JSON"):
+        emit_object(object(), propagate=False)
+    for wrong in (lambda: emit_message(3), lambda: emit_exception("bad")):
+        with pytest.raises(TypeError):
+            wrong()
+
+
+def test_outside_a_trace_emitters_say_so():
+    with pytest.raises(RuntimeError, match="no trace is active"):
+        emit_reward(1.0)
+    assert emit_reward(1.0, propagate=False).end_time is not None
+
+
+def test_operations_nest_and_record_errors(traced):
+    seen = []
+
+    @operation(kind="tool")
+    def search(query, *more, limit=3):
+        with operation(name="inner") as inner:
+            inner.set_output([1])
+        seen.append(inner.span())
+        return query + more[0]
+
+    @operation
+    async def fail():
+        raise LookupError("nothing")
+
+    def agent():
+        search("a", "b")
+        with pytest.raises(LookupError):
+            fail().send(None)  # the loop runs already, so the coroutine is driven by hand
+
+    inner, outer, failed = traced(agent)
+    assert inner.parent_id == outer.span_id and seen[0].attributes["agentlightning.operation.output"] == [1]
+    assert outer.attributes == {
+        "agentlightning.operation.name": "search",
+        "kind": "tool",
+        "agentlightning.operation.input.query": "a",
+        "agentlightning.operation.input.more.0": "b",
+        "agentlightning.operation.input.limit": 3,
+        "agentlightning.operation.output": "ab",
+    }
+    assert failed.status.status_code == "ERROR"
+    assert failed.events[0].attributes["exception.message"] == "nothing"
+    assert search("c", "d") == "cd", "outside a trace it is the function"
+    with pytest.raises(RuntimeError, match="no trace is active"), operation(propagate=True):
+        pass
+
+
+def test_traces_follow_their_context_and_nothing_else():
+    tracer = OtelTracer(instrument=[])
+    found = {}
+
+    async def one(name):
+        async with tracer.trace_context() as trace:
+            emit_annotation({"of": name})
+            await asyncio.sleep(0.01)
+            await asyncio.to_thread(emit_annotation, {"of": name})
+            bare = threading.Thread(target=lambda: found.setdefault(f"thread of {name}", active_trace()))
+            bare.start()
+            bare.join()
+            found[name] = [span.attributes["of"] for span in trace.spans]
+
+    async def many():
+        await asyncio.gather(*[one(name) for name in "abc"])
+        assert active_trace() is None
+
+    with tracer.lifespan():
+        asyncio.run(many())
+    assert found == {**{name: [name, name] for name in "abc"}, **{f"thread of {name}": None for name in "abc"}}
+
+
+def test_a_span_that_ends_after_its_trace_is_left_out(caplog):
+    tracer = OtelTracer(instrument=[])
+    late = []
+
+    async def body():
+        async with tracer.trace_context() as trace:
+            late.append(tracer.operation_context("late"))
+            late[0].__enter__()
+        return trace
+
+    with tracer.lifespan():
+        trace = asyncio.run(body())
+        late[0].__exit__(None, None, None)
+    assert trace.spans == []
+
+
+def test_a_dummy_tracers_operation_is_only_built():
+    with DummyTracer().operation_context("name", {"a": {"b": 1}}) as recording:
+        recording.record_status("ERROR", "so")
+        with pytest.raises(RuntimeError, match="has not ended"):
+            recording.get_recorded_span()
+    span = recording.get_recorded_span()
+    assert (span.attributes, span.status.description) == ({"a.b": 1}, "so")
+
+
+Keys = st.text("abc", min_size=1, max_size=2)
+Leaves = st.integers() | st.text(max_size=3) | st.booleans()
+
+
+@given(
+    st.recursive(Leaves, lambda inner: st.dictionaries(Keys, inner, min_size=1, max_size=3)).filter(
+        lambda value: isinstance(value, dict)
+    )
+)
+def test_flat_and_nested_are_each_others_reverse(value):
+    assert nested(flat(value)) == value
+
+
+def test_nested_lists_and_prefixes():
+    attributes = {"x.0.a": 1, "x.1.a": 2, "y": 3}
+    assert nested(attributes, "x") == [{"a": 1}, {"a": 2}]
+    assert nested(attributes, "y") == 3
+    assert nested(attributes, "z") is None
+    assert flat({"empty": {}, "none": None, "nan": float("nan")}) == {"empty": "{}", "nan": "NaN"}

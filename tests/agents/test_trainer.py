@@ -1,0 +1,316 @@
+"""Trainers with real threads and processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from rollout_core.agents.agent import LitAgent, rollout as rollout_agent
+from rollout_core.agents.algorithm import Algorithm, algo
+from rollout_core.agents.baseline import Baseline
+from rollout_core.agents.components import build_component
+from rollout_core.agents.emitters import emit_annotation, find_final_reward
+from rollout_core.agents.execution import ClientServerExecutionStrategy, SharedMemoryExecutionStrategy
+from rollout_core.agents.otel import OtelTracer
+from rollout_core.agents.runner import LitAgentRunner
+from rollout_core.agents.trainer import Trainer
+from rollout_core.base.errors import ConfigError, Fatal
+from rollout_core.store import LLM, InMemoryLightningStore, PromptTemplate, SqlLightningStore
+
+RESOURCES = {"main": LLM(endpoint="http://localhost:9/v1", model="m")}
+ROOT = Path(__file__).parents[2]
+
+
+@rollout_agent
+def add_one(task, llm):
+    emit_annotation({"task": task})
+    return float(task + 1)
+
+
+def shm(n_runners=1, **options):
+    return SharedMemoryExecutionStrategy(n_runners, **options)
+
+
+def cs(n_runners=1, **options):
+    return ClientServerExecutionStrategy(n_runners=n_runners, server_port=0, **options)
+
+
+def trainer(strategy, **options) -> Trainer:
+    quick = {"type": LitAgentRunner, "poll_interval": 0.02, "heartbeat_interval": 0}
+    return Trainer(
+        **{
+            "strategy": strategy,
+            "store": InMemoryLightningStore(),
+            "tracer": OtelTracer(instrument=[]),
+            "runner": quick,
+            "initial_resources": RESOURCES,
+            **options,
+        }
+    )
+
+
+async def rewards_of(store) -> dict:
+    found = {}
+    for rollout in await store.query_rollouts():
+        spans = await store.query_spans(rollout.rollout_id)
+        assert {span.attempt_id for span in spans} <= {rollout.attempt.attempt_id}
+        assert [span.attributes["task"] for span in spans if "task" in span.attributes] == [rollout.input]
+        found[rollout.input, rollout.mode] = (rollout.status, find_final_reward(spans))
+    return found
+
+
+@pytest.mark.parametrize("strategy", [shm(), shm(4), shm(main_thread="runner"), cs(), cs(3), cs(main_process="runner")])
+def test_every_task_runs_once_wherever_the_runners_are(strategy):
+    made = trainer(strategy, algorithm=Baseline(span_verbosity="none"))
+    made.fit(add_one, list(range(20)), val_dataset=[100, 101])
+    found = asyncio.run(rewards_of(made.store))
+    assert found == {
+        **{(task, "train"): ("succeeded", task + 1) for task in range(20)},
+        **{(task, "val"): ("succeeded", task + 1) for task in (100, 101)},
+    }
+    asyncio.run(made.store.close())
+
+
+def test_an_algorithm_may_be_a_function_and_may_block(tmp_path):
+    seen = []
+
+    @algo
+    def learn(store, train_dataset, initial_resources):
+        async def run():
+            await store.add_resources(initial_resources)
+            for task in train_dataset:
+                rollout = await store.enqueue_rollout(task)
+                while (await store.get_rollout_by_id(rollout.rollout_id)).status != "succeeded":
+                    await asyncio.sleep(0.01)
+                seen.append(find_final_reward(await store.query_spans(rollout.rollout_id)))
+
+        time.sleep(0.05)
+        asyncio.run(run())
+
+    store = SqlLightningStore.from_url(f"sqlite:///{tmp_path / 'store.db'}")
+    trainer(cs(), algorithm=learn, store=store).fit(add_one, [1, 2, 3])
+    assert seen == [2, 3, 4]
+    asyncio.run(store.close())
+
+
+@pytest.mark.parametrize("strategy", [shm(2), cs(2)])
+def test_an_algorithm_that_fails_ends_the_run_with_its_reason(strategy):
+    @algo
+    async def learn(store):
+        raise LookupError("no data")
+
+    start = time.monotonic()
+    with pytest.raises(LookupError, match="no data"):
+        trainer(strategy, algorithm=learn).fit(add_one)
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("strategy", [shm(2), cs(2)])
+def test_too_few_rollouts_of_runners_end_the_run_instead_of_waiting_for_ever(strategy):
+    made = trainer(strategy, algorithm=Baseline(), max_rollouts=2)
+    with pytest.raises(Fatal, match="rollouts are left that nobody will run"):
+        made.fit(add_one, list(range(10)))
+
+
+class Deadly(LitAgent):
+    """Kills its process on its first try at each odd task."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def rollout(self, task, resources, rollout):
+        emit_annotation({"task": task})
+        if task % 2 and rollout.attempt.sequence_id == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return float(task)
+
+
+def test_a_runner_that_is_killed_is_replaced_and_its_rollout_tried_again(tmp_path, caplog):
+    from rollout_core.store import RolloutConfig
+
+    @algo
+    async def learn(store, train_dataset):
+        config = RolloutConfig(max_attempts=3, retry_condition=["unresponsive"])
+        ids = [(await store.enqueue_rollout(task, config=config)).rollout_id for task in train_dataset]
+        while len(await store.wait_for_rollouts(rollout_ids=ids, timeout=0.1)) < len(ids):
+            pass
+
+    made = trainer(cs(2, max_restarts=4), algorithm=learn)
+    made.fit(Deadly(tmp_path), list(range(6)))
+    rollouts = asyncio.run(_all(made.store))
+    assert {rollout.input: (rollout.status, rollout.attempt.sequence_id) for rollout in rollouts} == {
+        task: ("succeeded", 1 + task % 2) for task in range(6)
+    }
+    assert "was killed by SIGKILL" in caplog.text
+
+
+async def _all(store):
+    return await store.query_rollouts()
+
+
+def test_runners_that_keep_dying_fail_the_run_with_the_reason():
+    class Bad(LitAgentRunner):
+        def init_worker(self, worker_id, store, **kwargs):
+            raise OSError("no such device")
+
+    made = trainer(cs(1, max_restarts=1), algorithm=Baseline(), runner=lambda: Bad(OtelTracer(instrument=[])))
+    with pytest.raises(Fatal, match=r"OSError: no such device.*1 times in a row"):
+        made.fit(add_one, [1])
+
+
+PROGRAM = """
+import os, sys, time, signal
+from rollout_core.agents.agent import LitAgent
+from rollout_core.agents.baseline import Baseline
+from rollout_core.agents.runner import LitAgentRunner
+from rollout_core.agents.otel import OtelTracer
+from rollout_core.agents.trainer import Trainer
+from rollout_core.agents.execution import *
+from rollout_core.store import *
+
+class Slow(LitAgent):
+    def rollout(self, task, resources, rollout):
+        print("started", flush=True)
+        time.sleep(60)
+
+if __name__ == "__main__":
+    strategy = {strategy}
+    store = SqlLightningStore.from_url("sqlite:///" + sys.argv[1])
+    tracer = OtelTracer(instrument=[])
+    Trainer(strategy=strategy, store=store, algorithm=Baseline(), tracer=tracer).fit(Slow(), [1, 2, 3])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "strategy", ["SharedMemoryExecutionStrategy(2)", "ClientServerExecutionStrategy(n_runners=2, server_port=0)"]
+)
+def test_a_stop_signal_ends_all_processes_and_leaves_true_states(tmp_path, number, strategy):
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(PROGRAM.replace("{strategy}", strategy)))
+    database = tmp_path / "store.db"
+    process = subprocess.Popen(
+        [sys.executable, str(program), str(database)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    for _ in range(2):
+        assert process.stdout.readline() == "started\n", process.communicate()
+    os.killpg(process.pid, number)  # as a terminal does
+    _, errors = process.communicate(timeout=40)
+    assert process.returncode == (-2 if number == signal.SIGINT else 143), errors
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+    async def statuses():
+        async with SqlLightningStore.from_url(f"sqlite:///{database}") as store:
+            return sorted(rollout.status for rollout in await store.query_rollouts())
+
+    found = asyncio.run(statuses())
+    assert set(found) <= {"failed", "queuing"} and found.count("failed") == 2, (found, errors)
+
+
+def test_split_roles_of_one_program_meet(tmp_path, monkeypatch):
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent(
+            """
+            import logging, sys
+            logging.basicConfig(level=logging.INFO)
+            from rollout_core.agents.agent import rollout
+            from rollout_core.agents.baseline import Baseline
+            from rollout_core.agents.otel import OtelTracer
+            from rollout_core.agents.runner import LitAgentRunner
+            from rollout_core.agents.trainer import Trainer
+            from rollout_core.store import LLM
+
+            @rollout
+            def agent(task, llm):
+                return float(task)
+
+            if __name__ == "__main__":
+                tracer = OtelTracer(instrument=[])
+                Trainer(
+                    tracer=tracer, runner=LitAgentRunner(tracer, poll_interval=0.05), n_runners=2, algorithm=Baseline(),
+                    initial_resources={"m": LLM(endpoint="http://localhost:9/v1", model="m")},
+                ).fit(agent, [1, 2, 3, 4])
+            """
+        )
+    )
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "AGL_SERVER_PORT": str(port)}
+    command = [sys.executable, str(program)]
+    algorithm = subprocess.Popen(
+        command, cwd=ROOT, env={**environment, "AGL_CURRENT_ROLE": "algorithm"}, stderr=subprocess.PIPE, text=True
+    )
+    runners = subprocess.Popen(
+        command, cwd=ROOT, env={**environment, "AGL_CURRENT_ROLE": "runner"}, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        _, said = algorithm.communicate(timeout=60)
+        assert algorithm.returncode == 0, said
+        assert "4 rollouts, 4 with a reward, mean 2.5000" in said
+    finally:
+        runners.terminate()
+        _, said = runners.communicate(timeout=30)
+    assert runners.returncode == 143, said
+
+
+def test_component_specs():
+    build = build_component
+    assert isinstance(build("algorithm", "rollout_core.agents.baseline.Baseline", Algorithm), Baseline)
+    made = build("algorithm", {"type": Baseline, "n_epochs": 3}, Algorithm, known={"n_epochs": 5, "unknown": 1})
+    assert made._n_epochs == 3
+    assert isinstance(build("algorithm", lambda: Baseline(), Algorithm), Baseline)
+    assert build("algorithm", None, Algorithm) is None
+    with pytest.raises(TypeError, match="makes a dict; expected a Algorithm"):
+        build("algorithm", dict, Algorithm)
+    for bad in ("nothing", "no.such.module", {"n_epochs": 1}, 5, {"type": Baseline, "epochs": 1}):
+        with pytest.raises(ConfigError, match="algorithm"):
+            build("algorithm", bad, Algorithm)
+
+
+def test_dev_runs_fast_algorithms_only():
+    with pytest.raises(TypeError, match="dev runs a FastAlgorithm"):
+        trainer(shm(), algorithm=algo(lambda store: None)).dev(add_one, [1])
+    made = trainer(shm())
+    made.dev(add_one, [1])
+    assert asyncio.run(rewards_of(made.store)) == {(1, "train"): ("succeeded", 2.0)}
+
+
+def test_settings_from_the_environment(monkeypatch):
+    monkeypatch.setenv("AGL_CURRENT_ROLE", "runner")
+    monkeypatch.setenv("AGL_SERVER_PORT", "4000")
+    assert (cs().role, ClientServerExecutionStrategy().server_port) == ("runner", 4000)
+    assert ClientServerExecutionStrategy(role="both").role == "both"
+    monkeypatch.setenv("AGL_MANAGED_STORE", "maybe")
+    with pytest.raises(ConfigError, match="AGL_MANAGED_STORE: got 'maybe'"):
+        shm()
+    monkeypatch.setenv("AGL_CURRENT_ROLE", "boss")
+    with pytest.raises(ConfigError, match="AGL_CURRENT_ROLE"):
+        cs()
+
+
+def test_no_prompt_template_among_the_resources_fails_the_task_not_the_run():
+    made = trainer(
+        shm(), algorithm=Baseline(), initial_resources={"p": PromptTemplate(template="x", engine="f-string")}
+    )
+    made.fit(add_one, [1])
+    [rollout] = asyncio.run(_all(made.store))
+    assert rollout.status == "failed"
