@@ -68,7 +68,6 @@ class SpanDelivery:
             self._begin()
             assert self._work is not None
             await asyncio.shield(self._work)
-            await asyncio.sleep(0)  # a task that is done is awaited without a pause, and then its end is never noted
 
     async def close(self) -> None:
         """``flush``, and refuse what comes from now on."""

@@ -168,8 +168,8 @@ async def test_a_store_that_is_away_delays_nothing_and_gets_all_when_it_is_back(
 async def test_stop_delivers_what_is_recorded_or_says_what_is_missing(memory, upstream):
     wayward = Wayward(memory)
     ids = await attempt(memory)
-    proxy = LLMProxy(0, [{"model_name": "m", "litellm_params": {"model": "m", "api_base": upstream.url}}], wayward)
-    proxy._patience_seconds = 0.3
+    models = [{"model_name": "m", "litellm_params": {"model": "m", "api_base": upstream.url}}]
+    proxy = LLMProxy(0, models, wayward, patience_seconds=0.3)
     await proxy.start()
     wayward.delay = 0.1
     await client(proxy, ids).chat.completions.create(model="m", messages=asked("one"))
@@ -179,7 +179,11 @@ async def test_stop_delivers_what_is_recorded_or_says_what_is_missing(memory, up
     wayward.is_away = True
     await client(proxy, ids).chat.completions.create(model="m", messages=asked("two"))
     with pytest.raises(Recoverable, match="1 calls are recorded but not stored"):
+        await proxy.flush()
+    with pytest.raises(Recoverable, match="1 calls are recorded but not stored"):
         await proxy.stop()
+    with pytest.raises(Recoverable, match="the proxy does not run"):
+        await proxy.flush()
     wayward.is_away = False
     await proxy.start()
     assert len(await calls(memory, proxy, ids[0])) == 2

@@ -47,7 +47,7 @@ class LLMProxy:
         api_key: what agents must send. The resource has it.
         public_url: the proxy's address as agents see it, where that is not the machine's own, as behind a gateway.
         max_body_bytes: of a request; more is refused with HTTP 413.
-        patience_seconds: how long ``stop`` waits for a store that is away.
+        patience_seconds: how long ``flush`` and ``stop`` wait for a store that is away.
     """
 
     def __init__(
@@ -176,9 +176,19 @@ class LLMProxy:
     async def flush(self, rollout_id: str | None = None) -> None:
         """Wait until the calls of a rollout are stored, those under way included; without one, all that have ended.
 
-        To be called before the spans of finished rollouts are read.
+        To be called before the spans of finished rollouts are read. Raises Recoverable if the store does not take them
+        within ``patience_seconds``.
         """
-        await self._on_loop(self._delivery.flush(rollout_id))
+        if not self.is_running() and not self._delivery.num_waiting:
+            return
+        try:
+            async with asyncio.timeout(self._patience_seconds if self.is_running() else 0):
+                await self._on_loop(self._delivery.flush(rollout_id))
+        except TimeoutError:
+            raise Recoverable(
+                f"{self._delivery.num_waiting} calls are recorded but not stored: the store is away, or the proxy does "
+                "not run"
+            ) from None
 
     # Its life
 
