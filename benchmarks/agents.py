@@ -234,7 +234,8 @@ def bench_proxy(figures: Figures, *, quick: bool, store: str) -> None:
                 num_recorded += rounds * count + CONCURRENCY
                 what = "first streamed piece" if is_stream else "whole answer"
                 part = 0 if is_stream else 1
-                compare(figures, what, *([timed[part] for timed in sides[side]] for side in ("ours", "direct")), rounds)
+                ours, base = ([timed[part] for timed in sides[side]] for side in ("ours", "direct"))
+                compare(figures, what, ours, base, rounds)
             rates, per_core = [], []
             for _ in range(rounds):
                 before, started = sum(proxy.cpu_times()[:2]), time.perf_counter()
