@@ -33,6 +33,7 @@ import uvloop
 from harness import Figures, percentile
 
 CONCURRENCY = 64
+NUM_PROMPT_TOKENS = 200
 NUM_TOKENS = 64
 NUM_PIECES = 16
 """Of a streamed answer."""
@@ -60,11 +61,15 @@ def _answer(first: int, count: int, *, is_stream: bool) -> dict[str, Any]:
         "finish_reason": "stop",
         "token_ids": ids,
     }
-    return {"id": "chatcmpl-1", "created": 1, "model": "m", "choices": [choice], "prompt_token_ids": list(range(200))}
+    prompt = {} if first else {"prompt_token_ids": list(range(NUM_PROMPT_TOKENS))}
+    return {"id": "chatcmpl-1", "created": 1, "model": "m", "choices": [choice], **prompt}
 
 
 WHOLE = orjson.dumps(_answer(0, NUM_TOKENS, is_stream=False))
-PIECE = b"data: " + orjson.dumps(_answer(0, NUM_TOKENS // NUM_PIECES, is_stream=True)) + b"\n\n"
+PIECES = [
+    b"data: " + orjson.dumps(_answer(first, NUM_TOKENS // NUM_PIECES, is_stream=True)) + b"\n\n"
+    for first in range(0, NUM_TOKENS, NUM_TOKENS // NUM_PIECES)
+]
 
 
 class Upstream(asyncio.Protocol):
@@ -106,7 +111,7 @@ class Upstream(asyncio.Protocol):
         if not left:
             self._transport.write(_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
             return
-        self._transport.write(_chunk(PIECE))
+        self._transport.write(_chunk(PIECES[-left]))
         asyncio.get_running_loop().call_later(PIECE_SECONDS, self._stream, left - 1)
 
 
@@ -201,11 +206,13 @@ async def load(urls: Sequence[str], count: int, *, is_stream: bool = False, has_
     """``count`` requests, one after the other of each url."""
     seeds = iter(range(1, count + 1))
 
-    async def agent(session: aiohttp.ClientSession, url: str) -> list[Timed]:
+    async def agent(session: aiohttp.ClientSession, place: int, url: str) -> list[Timed]:
+        if has_delay:
+            await asyncio.sleep(0.3 * place / len(urls))  # as agents come, not all in the same moment
         return [await ask(session, url, seed if has_delay else 0, is_stream) for seed in seeds]
 
     async with connections() as session:
-        found = await asyncio.gather(*(agent(session, url) for url in urls))
+        found = await asyncio.gather(*(agent(session, place, url) for place, url in enumerate(urls)))
     return [timed for part in found for timed in part]
 
 
@@ -218,7 +225,7 @@ def compare(figures: Figures, what: str, ours: Sequence[float], direct: Sequence
 
 def bench_proxy(figures: Figures, *, quick: bool, store: str) -> None:
     """All rows of the proxy."""
-    rounds, count = (1, 256) if quick else (5, 1024)
+    rounds, count = (1, 256) if quick else (3, 1024)
     with tempfile.TemporaryDirectory() as folder, process(run_upstream) as (port, _, _):
         database = f"sqlite:///{folder}/store.db" if store == "sqlite" else None
         with process(run_proxy, port, database) as (proxied, pipe, proxy):
