@@ -8,7 +8,7 @@ comes on top of the script's own delay. The proxy has a process to itself, its s
 Requests a second on one core are what the proxy's processor time allows, so that a busy machine does not hide it; the
 rate that was reached with upstream, client and proxy on the machine's cores stands beside it.
 
-Run: python benchmarks/agents.py --proxy [--quick] [--store memory|sqlite]
+Run: python benchmarks/agents.py --proxy [--quick] [--store memory|sqlite] [--spare-collector]
 """
 
 from __future__ import annotations
@@ -137,11 +137,12 @@ def _until_closed(pipe: Connection) -> None:
         return
 
 
-def run_proxy(pipe: Connection, upstream_port: int, database: str | None) -> None:
+def run_proxy(pipe: Connection, upstream_port: int, database: str | None, spares_collector: bool) -> None:
     """A process's work: a proxy, whose recorded calls are counted at the end."""
     from rollout_core.agents.proxy.server import LLMProxy
     from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream as ProxyUpstream
     from rollout_core.store import InMemoryLightningStore, SqlLightningStore
+    from rollout_core.store.http.listening import spare_collector
 
     async def serve() -> None:
         store = InMemoryLightningStore() if database is None else SqlLightningStore.from_url(database)
@@ -156,6 +157,8 @@ def run_proxy(pipe: Connection, upstream_port: int, database: str | None) -> Non
         pipe.send(sum(page.total for page in spans))
         await store.close()
 
+    if spares_collector:
+        spare_collector()
     asyncio.run(serve())
 
 
@@ -223,12 +226,12 @@ def compare(figures: Figures, what: str, ours: Sequence[float], direct: Sequence
         figures.add(f"{what}, {name}: +{mine - base:.2f} ms", f"{mine:.2f} ms", f"{base:.2f} ms", rounds=rounds)
 
 
-def bench_proxy(figures: Figures, *, quick: bool, store: str) -> None:
+def bench_proxy(figures: Figures, *, quick: bool, store: str, spares_collector: bool) -> None:
     """All rows of the proxy."""
     rounds, count = (1, 256) if quick else (3, 1024)
     with tempfile.TemporaryDirectory() as folder, process(run_upstream) as (port, _, _):
         database = f"sqlite:///{folder}/store.db" if store == "sqlite" else None
-        with process(run_proxy, port, database) as (proxied, pipe, proxy):
+        with process(run_proxy, port, database, spares_collector) as (proxied, pipe, proxy):
             direct = [f"http://127.0.0.1:{port}/v1"] * CONCURRENCY
             num_recorded = 0
             for is_stream in (False, True):
@@ -271,9 +274,10 @@ def main() -> None:
     parser.add_argument("--proxy", action="store_true", required=True, help="the LLM proxy")
     parser.add_argument("--quick", action="store_true", help="a small form, to see that it runs")
     parser.add_argument("--store", choices=("memory", "sqlite"), default="memory", help="where the proxy records")
+    parser.add_argument("--spare-collector", action="store_true", help="collect garbage as the store's server does")
     given = parser.parse_args()
     figures = Figures(f"LLM proxy, {CONCURRENCY} requests at a time, recorded in {given.store}")
-    bench_proxy(figures, quick=given.quick, store=given.store)
+    bench_proxy(figures, quick=given.quick, store=given.store, spares_collector=given.spare_collector)
     figures.show("baseline: straight to the upstream")
 
 
