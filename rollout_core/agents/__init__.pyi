@@ -53,6 +53,13 @@ from .otel import (
     LightningSpanProcessor as LightningSpanProcessor,
     OtelTracer as OtelTracer,
 )
+from .proxy.server import (
+    LLMProxy as LLMProxy,
+)
+from .proxy.upstreams import (
+    ModelEntry as ModelEntry,
+    Upstream as Upstream,
+)
 from .runner import (
     LitAgentRunner as LitAgentRunner,
     Runner as Runner,

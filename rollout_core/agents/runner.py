@@ -17,6 +17,7 @@ from rollout_core.agents.delivery import retried
 from rollout_core.agents.emitters import emit_exception
 from rollout_core.agents.heartbeats import Heartbeats, LaunchMode
 from rollout_core.agents.hooks import Hook, call_hooks
+from rollout_core.agents.proxy.delivery import flush_proxies
 from rollout_core.agents.results import spans_of_result
 from rollout_core.agents.running import LeaseLost, TimedOut, call_agent, check_abandoned
 from rollout_core.agents.supervision import ExecutionEvent
@@ -296,6 +297,8 @@ class LitAgentRunner(Runner[Task]):
                     with contextlib.suppress(RuntimeError, NotImplementedError):  # a tracer that makes no spans
                         emit_exception(error)
             await call_hooks(self._hooks, "on_trace_end", **moment)
+        if not isinstance(outcome.error, LeaseLost | TimedOut):
+            await flush_proxies(resources, rollout)
 
     async def _resources(self, rollout: AttemptedRollout) -> NamedResources:
         store, resources_id = self.get_store(), rollout.resources_id
