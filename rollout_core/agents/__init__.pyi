@@ -1,3 +1,33 @@
+from .adapters.base import (
+    Adapter as Adapter,
+    TraceAdapter as TraceAdapter,
+    Triplet as Triplet,
+)
+from .adapters.credit import (
+    RewardMatchPolicy as RewardMatchPolicy,
+)
+from .adapters.messages import (
+    OpenAIMessages as OpenAIMessages,
+    TraceToMessages as TraceToMessages,
+)
+from .adapters.samples import (
+    adapt_rollouts as adapt_rollouts,
+    agent_samples as agent_samples,
+)
+from .adapters.tokens import (
+    TokenTrajectory as TokenTrajectory,
+    TokenTurn as TokenTurn,
+    token_turns as token_turns,
+    trajectories as trajectories,
+    transitions as transitions,
+)
+from .adapters.tree import (
+    TraceTree as TraceTree,
+)
+from .adapters.triplets import (
+    LlmProxyTraceToTriplet as LlmProxyTraceToTriplet,
+    TracerTraceToTriplet as TracerTraceToTriplet,
+)
 from .agent import (
     FunctionalLitAgent as FunctionalLitAgent,
     LitAgent as LitAgent,
@@ -52,6 +82,13 @@ from .operations import (
 from .otel import (
     LightningSpanProcessor as LightningSpanProcessor,
     OtelTracer as OtelTracer,
+)
+from .proxy.server import (
+    LLMProxy as LLMProxy,
+)
+from .proxy.upstreams import (
+    ModelEntry as ModelEntry,
+    Upstream as Upstream,
 )
 from .runner import (
     LitAgentRunner as LitAgentRunner,

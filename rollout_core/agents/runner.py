@@ -17,6 +17,7 @@ from rollout_core.agents.delivery import retried
 from rollout_core.agents.emitters import emit_exception
 from rollout_core.agents.heartbeats import Heartbeats, LaunchMode
 from rollout_core.agents.hooks import Hook, call_hooks
+from rollout_core.agents.proxy.delivery import flush_proxies
 from rollout_core.agents.results import spans_of_result
 from rollout_core.agents.running import LeaseLost, TimedOut, call_agent, check_abandoned
 from rollout_core.agents.supervision import ExecutionEvent
@@ -296,6 +297,8 @@ class LitAgentRunner(Runner[Task]):
                     with contextlib.suppress(RuntimeError, NotImplementedError):  # a tracer that makes no spans
                         emit_exception(error)
             await call_hooks(self._hooks, "on_trace_end", **moment)
+        if not isinstance(outcome.error, LeaseLost | TimedOut):
+            await flush_proxies(resources, rollout)
 
     async def _resources(self, rollout: AttemptedRollout) -> NamedResources:
         store, resources_id = self.get_store(), rollout.resources_id
@@ -317,11 +320,7 @@ class LitAgentRunner(Runner[Task]):
         update = AttemptUpdate(rollout_id=ids[0], attempt_id=ids[1], status=outcome.status)
         last = outcome.spans
         try:
-            if last:
-                pairs = [ids] * len(last)
-                numbers = await self._ask(lambda: store.get_many_span_sequence_ids(pairs))
-                for span, number in zip(last, numbers, strict=True):
-                    span.sequence_id = span.sequence_id or number
+            await self._number(ids, last)
             if self._hooks:
                 if last:
                     await self._ask(lambda: store.add_many_spans(last))
@@ -344,6 +343,15 @@ class LitAgentRunner(Runner[Task]):
             return
         if isinstance(written, Conflict):
             logger.warning("Rollout %s was ended by others: %s", rollout.rollout_id, written)
+
+    async def _number(self, ids: tuple[str, str], spans: Sequence[Span]) -> None:
+        """Give those that bring no number the attempt's next ones."""
+        unnumbered = [span for span in spans if not span.sequence_id]
+        if unnumbered:
+            pairs = [ids] * len(unnumbered)
+            numbers = await self._ask(lambda: self.get_store().get_many_span_sequence_ids(pairs))
+            for span, number in zip(unnumbered, numbers, strict=True):
+                span.sequence_id = number
 
     async def _ask(self, call: Any) -> Any:
         return await retried(call, self._patience_seconds)

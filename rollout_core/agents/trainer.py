@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
+from rollout_core.agents.adapters.base import Adapter
+from rollout_core.agents.adapters.triplets import TracerTraceToTriplet
 from rollout_core.agents.agent import LitAgent
 from rollout_core.agents.algorithm import Algorithm, Dataset
 from rollout_core.agents.baseline import Baseline, FastAlgorithm
@@ -19,6 +22,7 @@ from rollout_core.agents.execution import (
 )
 from rollout_core.agents.hooks import Hook
 from rollout_core.agents.otel import OtelTracer
+from rollout_core.agents.proxy.server import LLMProxy
 from rollout_core.agents.runner import LitAgentRunner, Runner
 from rollout_core.agents.tracing import Tracer
 from rollout_core.base.errors import ConfigError
@@ -38,7 +42,9 @@ class Trainer:
         algorithm: None: only the runners work, until the process is stopped.
         n_runners: how many; a strategy that was given its own number keeps it.
         max_rollouts: of each runner; None: no limit.
-        initial_resources: for the algorithm to publish first.
+        initial_resources: for the algorithm to publish first; the proxy's resource, as ``llm``, if only that is given.
+        adapter: what algorithms read spans by; default TracerTraceToTriplet.
+        llm_proxy: started for the run unless it serves already.
         strategy: ``shm``, ``cs`` (the default) or an ExecutionStrategy.
         port: of the strategy's server.
         dev: the default algorithm is Baseline.
@@ -78,8 +84,8 @@ class Trainer:
         self.runner = _made(build_component("runner", runner, Runner, default=LitAgentRunner, known=known))
         default_algorithm = Baseline if dev else None
         self.algorithm = build_component("algorithm", algorithm, Algorithm, default=default_algorithm, known=known)
-        self.adapter = build_component("adapter", adapter, object, known=known)
-        self.llm_proxy = build_component("llm_proxy", llm_proxy, object, known=known)
+        self.adapter = build_component("adapter", adapter, Adapter, default=TracerTraceToTriplet, known=known)
+        self.llm_proxy = build_component("llm_proxy", llm_proxy, LLMProxy, known=known)
         self.strategy = _made(
             build_component(
                 "strategy",
@@ -128,16 +134,17 @@ class Trainer:
             run: Any = algorithm.run
             algorithm.set_trainer(self)
             algorithm.set_store(store)
-            algorithm.set_initial_resources(self.initial_resources)
-            if self.adapter is not None:
-                algorithm.set_adapter(self.adapter)
-            if self.llm_proxy is not None:
-                self.llm_proxy.set_store(store)
-                algorithm.set_llm_proxy(self.llm_proxy)
-            if algorithm.is_async():
-                await run(train_dataset=train, val_dataset=val)
-            else:
-                await asyncio.wrap_future(in_thread(lambda: run(train_dataset=train, val_dataset=val)))
+            algorithm.set_adapter(self.adapter)
+            async with _running(self.llm_proxy, store) as proxy:
+                resources: NamedResources | None = self.initial_resources
+                if resources is None and proxy is not None:
+                    resources = {"llm": proxy.as_resource()}
+                algorithm.set_initial_resources(resources)
+                algorithm.set_llm_proxy(proxy)
+                if algorithm.is_async():
+                    await run(train_dataset=train, val_dataset=val)
+                else:
+                    await asyncio.wrap_future(in_thread(lambda: run(train_dataset=train, val_dataset=val)))
 
         async def run_runner(store: LightningStore, number: int, event: ExecutionEvent) -> None:
             runner = self.runner.for_worker()
@@ -152,6 +159,23 @@ class Trainer:
                 runner.teardown()
 
         self.strategy.execute(run_algorithm, run_runner, self.store)
+
+
+@asynccontextmanager
+async def _running(proxy: LLMProxy | None, store: LightningStore) -> AsyncIterator[LLMProxy | None]:
+    """The proxy, which serves while the block runs; one that served before goes on doing so."""
+    if proxy is None:
+        yield None
+        return
+    proxy.set_store(store)
+    is_ours = not proxy.is_running()
+    if is_ours:
+        await proxy.start()
+    try:
+        yield proxy
+    finally:
+        if is_ours:
+            await proxy.stop()
 
 
 def _made(component: Any) -> Any:

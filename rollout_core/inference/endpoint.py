@@ -52,7 +52,7 @@ class Malformed(Exception):
     """An answer that cannot be used; the text says what is wrong with it."""
 
 
-def _environment_proxy(address: str) -> str | None:
+def environment_proxy(address: str) -> str | None:
     """The proxy that HTTP_PROXY, HTTPS_PROXY or ALL_PROXY names for this address, unless NO_PROXY excepts it.
 
     Raises ConfigError for one that cannot be used.
@@ -114,7 +114,7 @@ class Endpoint:
                 max_field_size=MAX_HEADER_BYTES,
                 auto_decompress=False,
                 # Not trust_env, which also sends the login of a .netrc, and looks for it before each request.
-                proxy=_environment_proxy(self._config.url),
+                proxy=environment_proxy(self._config.url),
             )
         return self._session
 
@@ -159,7 +159,7 @@ class Endpoint:
                     problem = "the answer is no JSON object"
                 else:
                     self._refuse(response, read)
-                    asked_to_wait = _retry_after(response)
+                    asked_to_wait = retry_after(response)
                     problem = f"HTTP {response.status}: {self._message(read)}"
             except orjson.JSONDecodeError:
                 problem = "the answer is no JSON"
@@ -242,7 +242,7 @@ def _is_success(response: aiohttp.ClientResponse) -> bool:
     return 200 <= response.status < 300
 
 
-def _retry_after(response: aiohttp.ClientResponse) -> float:
+def retry_after(response: aiohttp.ClientResponse) -> float:
     """Seconds that the answer asks to wait: a number, or the time until a date."""
     told = response.headers.get("retry-after", "").strip()
     seconds = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import string
 from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.parse import quote
 
 from pydantic import BaseModel, Field
 
@@ -64,7 +65,7 @@ class ProxyLLM(LLM):
         prefix = endpoint.removesuffix("/")
         root = prefix.removesuffix("/v1")
         version = "/v1" if root != prefix else ""
-        return f"{root}/rollout/{rollout_id}/attempt/{attempt_id}{version}"
+        return f"{root}/rollout/{quote(rollout_id, safe='')}/attempt/{quote(attempt_id, safe='')}{version}"
 
     def with_attempted_rollout(self, rollout: AttemptedRollout) -> LLM:
         """The same model as a plain LLM whose endpoint names this rollout and attempt."""

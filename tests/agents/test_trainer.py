@@ -13,17 +13,21 @@ from pathlib import Path
 
 import pytest
 
+from rollout_core.agents.adapters.triplets import LlmProxyTraceToTriplet
 from rollout_core.agents.agent import LitAgent, rollout as rollout_agent
 from rollout_core.agents.algorithm import Algorithm, algo
 from rollout_core.agents.baseline import Baseline
 from rollout_core.agents.components import build_component
-from rollout_core.agents.emitters import emit_annotation, find_final_reward
+from rollout_core.agents.emitters import emit_annotation, emit_reward, find_final_reward
 from rollout_core.agents.execution import ClientServerExecutionStrategy, SharedMemoryExecutionStrategy
 from rollout_core.agents.otel import OtelTracer
+from rollout_core.agents.proxy.server import LLMProxy
+from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream
 from rollout_core.agents.runner import LitAgentRunner
 from rollout_core.agents.trainer import Trainer
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.store import LLM, InMemoryLightningStore, PromptTemplate, SqlLightningStore
+from tests.agents.scripted_upstream import ScriptedUpstream
 
 RESOURCES = {"main": LLM(endpoint="http://localhost:9/v1", model="m")}
 ROOT = Path(__file__).parents[2]
@@ -173,6 +177,8 @@ from rollout_core.agents.agent import LitAgent
 from rollout_core.agents.baseline import Baseline
 from rollout_core.agents.runner import LitAgentRunner
 from rollout_core.agents.otel import OtelTracer
+from rollout_core.agents.proxy.server import LLMProxy
+from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream
 from rollout_core.agents.trainer import Trainer
 from rollout_core.agents.execution import *
 from rollout_core.store import *
@@ -232,6 +238,8 @@ def test_split_roles_of_one_program_meet(tmp_path, monkeypatch):
             from rollout_core.agents.agent import rollout
             from rollout_core.agents.baseline import Baseline
             from rollout_core.agents.otel import OtelTracer
+from rollout_core.agents.proxy.server import LLMProxy
+from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream
             from rollout_core.agents.runner import LitAgentRunner
             from rollout_core.agents.trainer import Trainer
             from rollout_core.store import LLM
@@ -314,3 +322,42 @@ def test_no_prompt_template_among_the_resources_fails_the_task_not_the_run():
     made.fit(add_one, [1])
     [rollout] = asyncio.run(_all(made.store))
     assert rollout.status == "failed"
+
+
+@rollout_agent
+def asks(task, llm):
+    import openai
+
+    client = openai.OpenAI(base_url=llm.endpoint, api_key=llm.api_key or "none", max_retries=0)
+    for turn in range(2):
+        client.chat.completions.create(model=llm.model, messages=[{"role": "user", "content": f"{task} {turn}"}])
+        emit_reward(float(turn))
+
+
+@pytest.mark.parametrize("strategy", [shm(2), cs(2)])
+async def test_every_call_of_an_agent_goes_through_the_proxy_and_meets_its_reward(strategy):
+    upstream = ScriptedUpstream()
+    await upstream.start()
+    proxy = LLMProxy(model_list=[ModelEntry("tuned", [Upstream(url=upstream.url, model="m")])])
+    seen = {}
+
+    class Learn(Algorithm):
+        async def run(self, train_dataset=None, val_dataset=None):
+            store = self.get_store()
+            await store.add_resources(self.get_initial_resources())
+            ids = [(await store.enqueue_rollout(task, mode="train")).rollout_id for task in train_dataset]
+            while len(await store.wait_for_rollouts(rollout_ids=ids, timeout=0.1)) < len(ids):
+                pass
+            for task, rollout_id in zip(train_dataset, ids, strict=True):
+                spans = await store.query_spans(rollout_id)
+                seen[task] = (LlmProxyTraceToTriplet().adapt(spans), self.get_adapter().adapt(spans))
+
+    made = trainer(strategy, algorithm=Learn(), llm_proxy=proxy, initial_resources=None, tracer=OtelTracer())
+    await asyncio.to_thread(made.fit, asks, ["a", "b", "c"])
+    assert not proxy.is_running()
+    await upstream.stop()
+    for task in "abc":
+        by_proxy, by_tracer = seen[task]
+        assert [triplet.reward for triplet in by_proxy] == [0.0, 1.0]
+        assert [triplet.reward for triplet in by_tracer] == [0.0, 1.0]
+        assert all(triplet.response["token_ids"] for triplet in by_proxy)

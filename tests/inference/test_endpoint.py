@@ -37,7 +37,7 @@ from rollout_core.config import (
 )
 from rollout_core.data.samples import Completion, Failure, decode_completions_blob, encode_completion
 from rollout_core.inference.base import Request
-from rollout_core.inference.endpoint import _environment_proxy
+from rollout_core.inference.endpoint import environment_proxy
 from rollout_core.inference.openai_http import OpenAIEngine
 
 # What is asked and what comes back
@@ -370,14 +370,14 @@ def test_logins_of_a_netrc_file_are_not_sent(server, engine_of, tokenizer, monke
 )
 def test_the_environments_proxy_is_used(monkeypatch, variables, expected):
     _set_proxies(monkeypatch, variables)
-    assert _environment_proxy("http://server.example:8000/v1") == expected
+    assert environment_proxy("http://server.example:8000/v1") == expected
 
 
 @pytest.mark.parametrize("proxy", ["socks5://user:hunter2@proxy.example:1", "http://:3128", "http://proxy.example:x"])
 def test_a_proxy_that_cannot_be_used_is_named_without_its_password(monkeypatch, proxy):
     _set_proxies(monkeypatch, {"HTTP_PROXY": proxy})
     with pytest.raises(ConfigError, match=r"names the proxy .* expected http://host:port in HTTP_PROXY") as caught:
-        _environment_proxy("http://server.example:8000/v1")
+        environment_proxy("http://server.example:8000/v1")
     assert "hunter2" not in str(caught.value)
 
 

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 from alike import GREEDY, PROMPTS, assert_alike, requests
 from batches import make_batch
+from openai import AsyncOpenAI
 from served import VLLMServer
 
+from rollout_core.agents.proxy.server import LLMProxy
+from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream
 from rollout_core.base.errors import Recoverable
 from rollout_core.config import (
     ChoiceOutput,
@@ -23,6 +26,7 @@ from rollout_core.config import (
 from rollout_core.data.samples import Completion, decode_completions_blob
 from rollout_core.inference.base import Request
 from rollout_core.inference.openai_http import OpenAIEngine
+from rollout_core.store import InMemoryLightningStore
 
 pytestmark = pytest.mark.engine
 
@@ -116,6 +120,32 @@ def test_a_prompt_too_long_for_the_server_fails_alone(engine_of, tokenizer):
     assert "HTTP 400" in found["long97"].reason and not found["long97"].passing
     assert "the endpoint cut it after 6 tokens" in found["long90"].reason and not found["long90"].passing
     assert sum(isinstance(outcome, Completion) for outcome in found.values()) == 5
+
+
+async def test_the_proxy_records_the_tokens_of_a_chat_streamed_or_not(server, tokenizer):
+    async with InMemoryLightningStore() as store:
+        rollout = await store.start_rollout(1)
+        proxy = LLMProxy(0, [ModelEntry("m", [Upstream(url=server.url, model="small", model_id="weights")])], store)
+        await proxy.start()
+        llm = proxy.as_resource(rollout.rollout_id, rollout.attempt.attempt_id)
+        create = AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key).chat.completions.create
+        messages: list = [{"role": "user", "content": "sort 3 1 2 ="}]
+        whole = await create(model="m", messages=messages, temperature=0.0, max_tokens=12)
+        stream = await create(model="m", messages=messages, temperature=0.0, max_tokens=12, stream=True)
+        chunks = [chunk.choices[0] async for chunk in stream]
+        await proxy.stop()
+        first, second = [span.attributes for span in await store.query_spans(rollout.rollout_id)]
+    assert whole.choices[0].logprobs is None and {chunk.logprobs for chunk in chunks} == {None}
+    text = whole.choices[0].message.content
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == text
+    assert {json.loads(call["gen_ai.output.messages"])[0]["content"] for call in (first, second)} == {text}
+    assert tokenizer.decode(first["rollout.prompt_token_ids"]).endswith("<user>sort 3 1 2 =")
+    for key in ("rollout.prompt_token_ids", "rollout.choices.0.token_ids", "rollout.choices.0.finish_reason"):
+        assert first[key] == second[key]
+    logprobs = first["rollout.choices.0.logprobs"]
+    assert len(logprobs) == len(first["rollout.choices.0.token_ids"]) == 12 and max(logprobs) <= 0
+    assert second["rollout.choices.0.logprobs"] == pytest.approx(logprobs, abs=1e-4)
+    assert first["rollout.model_id"] == "weights" and first["rollout.served_model"] == "small"
 
 
 async def test_a_server_killed_in_the_middle_ends_for_now_and_the_next_run_does_the_rest(

@@ -314,7 +314,7 @@ class Gate:
             return await self._app(scope, receive, send)
         # Ids may hold slashes. So routes are matched before %2F is decoded, and endpoints decode their parts.
         scope["path"] = scope["raw_path"].decode("latin-1")
-        refusal = self._refusal(scope)
+        refusal = self.refusal(scope)
         if refusal is not None:
             return await error_reply(refusal)(scope, receive, send)
         app = self._direct.get((scope["method"], scope["path"]), self._app)
@@ -322,7 +322,8 @@ class Gate:
             return await app(scope, receive, send)
         await self._metrics.watch(app, scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> Exception | None:
+    def refusal(self, scope: Scope) -> Exception | None:
+        """Why this request is not let in, whose path is as it was sent; None where it is."""
         if scope["path"] == wire.HEALTH_PATH:
             return None
         if self._authorization is None:

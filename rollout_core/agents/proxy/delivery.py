@@ -1,0 +1,267 @@
+"""The way of recorded calls to the store: numbered when they begin, stored when they end, in batches of all rollouts.
+
+A call's number is asked for while the upstream works on the answer, and its span handed over before the answer's last
+byte is. So when an agent has returned, everything it asked of a model is here or in the store, in its order, and one
+``flush`` is all that is needed to be sure of the latter. A store that is away is asked again for as long as it takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import aiohttp
+
+from rollout_core.base.errors import Recoverable, in_words
+from rollout_core.store import AttemptedRollout, LightningStore, NamedResources, ProxyLLM
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+BATCH = 256
+"""Most calls of one request to the store."""
+BATCH_BYTES = 16 << 20
+"""Spans of one request to the store stay below this together, unless one alone is larger."""
+MAX_BACKLOG_BYTES = 512 << 20
+"""Of calls that wait for the store; no more are let in then."""
+FLUSH = "/flush"
+"""Behind an attempt's path, where to wait until its calls are stored."""
+FLUSH_SECONDS = 30.0
+"""Longest time that a request waits for that."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
+
+
+@dataclass(eq=False)
+class Ticket:
+    """The place of one call among its rollout's spans."""
+
+    store: LightningStore
+    rollout_id: str
+    attempt_id: str
+    number: int | None = None
+    """Its sequence id, once the store has given it."""
+    span: dict[str, Any] | None = None
+    """What is to be stored, once the call has ended, but for its number."""
+    num_bytes: int = 0
+    has_ended: bool = False
+    is_settled: bool = False
+    """Stored, or refused for good."""
+
+
+class CallDelivery:
+    """Calls of any number of attempts, on their way to their stores. To be used on one event loop."""
+
+    def __init__(self) -> None:
+        self.backlog_bytes = 0
+        self._new: list[Ticket] = []
+        """Without numbers."""
+        self._ready: list[Ticket] = []
+        """With number and span."""
+        self._open: dict[Ticket, None] = {}
+        """All that are not settled."""
+        self._num_ended = 0
+        self._tasks: list[asyncio.Task[None]] = []
+        self._to_number = asyncio.Event()
+        self._to_store = asyncio.Event()
+        self._settled: list[asyncio.Future[None]] = []
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much waits for the store that nothing more should be recorded."""
+        return self.backlog_bytes > MAX_BACKLOG_BYTES
+
+    @property
+    def num_waiting(self) -> int:
+        """Calls that have ended and are not stored."""
+        return self._num_ended
+
+    def start(self) -> None:
+        """Begin to deliver, on the running loop. What an earlier run has left is delivered as well."""
+        self._to_number, self._to_store = asyncio.Event(), asyncio.Event()
+        self._to_number.set()
+        self._to_store.set()
+        self._tasks = [asyncio.create_task(self._number_all()), asyncio.create_task(self._store_all())]
+
+    def begin(self, store: LightningStore, rollout_id: str, attempt_id: str) -> Ticket:
+        """A call begins: its number is asked for now."""
+        ticket = Ticket(store, rollout_id, attempt_id)
+        self._open[ticket] = None
+        self._new.append(ticket)
+        self._to_number.set()
+        return ticket
+
+    def end(self, ticket: Ticket, span: dict[str, Any], num_bytes: int) -> None:
+        """A call has ended, and this is its span, of about so many bytes. Only the first time counts."""
+        if ticket.has_ended:
+            return
+        ticket.has_ended = True
+        if ticket.is_settled:  # its rollout is unknown
+            return
+        ticket.span, ticket.num_bytes = span, num_bytes
+        self.backlog_bytes += num_bytes
+        self._num_ended += 1
+        if ticket.number is not None:
+            self._ready.append(ticket)
+            self._to_store.set()
+
+    async def flush(self, rollout_id: str | None = None, attempt_id: str | None = None) -> None:
+        """Wait until calls are stored, or refused by the store: those that have begun in a rollout, or an attempt of
+        it; without either, all that have ended."""
+        waited = {
+            ticket
+            for ticket in self._open
+            if (rollout_id == ticket.rollout_id and attempt_id in (None, ticket.attempt_id))
+            or (rollout_id is None and ticket.has_ended)
+        }
+        while waited := {ticket for ticket in waited if not ticket.is_settled}:
+            change = asyncio.get_running_loop().create_future()
+            self._settled.append(change)
+            await change
+
+    async def stop(self, patience_seconds: float) -> None:
+        """Deliver what has ended, and end. Raises Recoverable if the store does not take it in time; it is kept, and
+        delivered after the next ``start``."""
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.flush(), patience_seconds)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._tasks = []
+        if self._num_ended:
+            raise Recoverable(
+                f"{self._num_ended} calls are recorded but not stored, as the store is away for more than "
+                f"{patience_seconds:g} s; start the proxy again once it is back, or their spans are lost"
+            )
+
+    async def _number_all(self) -> None:
+        while True:
+            await self._to_number.wait()
+            self._to_number.clear()
+            while self._new:
+                batch = _first(self._new)
+                await self._number(batch)
+                del self._new[: len(batch)]
+
+    async def _number(self, batch: Sequence[Ticket]) -> None:
+        pairs = [(ticket.rollout_id, ticket.attempt_id) for ticket in batch]
+        try:
+            numbers = await _until_back(lambda: batch[0].store.get_many_span_sequence_ids(pairs))
+        except Exception as error:  # noqa: BLE001 - any store's; its refusal must not end the delivery of others
+            if len(batch) > 1:
+                for ticket in batch:
+                    await self._number([ticket])
+            else:
+                self._refuse(batch[0], error)
+            return
+        for ticket, number in zip(batch, numbers, strict=True):
+            ticket.number = number
+            if ticket.span is not None:
+                self._ready.append(ticket)
+        self._to_store.set()
+
+    async def _store_all(self) -> None:
+        while True:
+            await self._to_store.wait()
+            self._to_store.clear()
+            while self._ready:
+                batch = _first(self._ready)
+                await self._store(batch)
+                del self._ready[: len(batch)]
+
+    async def _store(self, batch: Sequence[Ticket]) -> None:
+        spans = [{**(ticket.span or {}), "sequence_id": ticket.number} for ticket in batch]
+        try:
+            await _until_back(lambda: batch[0].store.add_span_fields(spans))
+        except Exception as error:  # noqa: BLE001 - as above
+            if len(batch) > 1:
+                for ticket in batch:
+                    await self._store([ticket])
+            else:
+                self._refuse(batch[0], error)
+            return
+        for ticket in batch:
+            self._settle(ticket)
+
+    def _refuse(self, ticket: Ticket, error: Exception) -> None:
+        # The kind alone where the error may show what the span holds, such as a prompt.
+        reason = in_words(error) if ticket.span is None else type(error).__name__
+        logger.error(
+            "A call of rollout %s, attempt %s, is not recorded: the store refuses it (%s)",
+            ticket.rollout_id,
+            ticket.attempt_id,
+            reason,
+        )
+        self._settle(ticket)
+
+    def _settle(self, ticket: Ticket) -> None:
+        if ticket.is_settled:
+            return
+        ticket.is_settled = True
+        del self._open[ticket]
+        if ticket.span is not None:
+            self._num_ended -= 1
+            self.backlog_bytes -= ticket.num_bytes
+            ticket.span = None
+        changes, self._settled = self._settled, []
+        for change in changes:
+            if not change.done():
+                change.set_result(None)
+
+
+def _first(tickets: Sequence[Ticket]) -> list[Ticket]:
+    """As many of the first ones as go to one store in one request."""
+    batch: list[Ticket] = []
+    num_bytes = 0
+    for ticket in tickets[:BATCH]:
+        num_bytes += ticket.num_bytes
+        if batch and (ticket.store is not tickets[0].store or num_bytes > BATCH_BYTES):
+            break
+        batch.append(ticket)
+    return batch
+
+
+async def _until_back(call: Callable[[], Awaitable[T]]) -> T:
+    """What ``call`` returns, repeated with growing pauses while the store is away. A second one does no harm."""
+    pause = _FIRST_PAUSE
+    while True:
+        try:
+            return await call()
+        except (Recoverable, ConnectionError, TimeoutError) as error:
+            logger.warning("The store is away (%s); asking again in %.1f s", type(error).__name__, pause)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+async def flush_proxies(resources: NamedResources, rollout: AttemptedRollout) -> None:
+    """Wait until what an attempt asked of the models among its resources is stored, by the proxies that they are at.
+
+    Raises Recoverable if a proxy cannot store it now. One that is not there is only logged: it may never have been
+    asked, and an agent that did ask mostly failed by it.
+    """
+    for resource in resources.values():
+        if not isinstance(resource, ProxyLLM):
+            continue
+        llm = resource.with_attempted_rollout(rollout)
+        headers = {"authorization": f"Bearer {llm.api_key}"} if llm.api_key else {}
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=FLUSH_SECONDS + 5)) as session,
+                session.post(llm.endpoint + FLUSH, headers=headers) as response,
+            ):
+                status = response.status
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            logger.warning(
+                "The LLM proxy at %s does not answer (%s); calls of the attempt may not be stored",
+                llm.endpoint,
+                type(error).__name__,
+            )
+            continue
+        if status == 503:
+            raise Recoverable("the LLM proxy cannot store the attempt's calls now, as the store is away")

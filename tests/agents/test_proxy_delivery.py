@@ -1,0 +1,283 @@
+"""The way of recorded calls to the store: numbered, complete, and there when an attempt has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import aiohttp
+import openai
+import pytest
+from openai import AsyncOpenAI
+from proxied import asked, attempt, calls, client, proxy_of, until
+from scripted_upstream import ScriptedUpstream
+
+from rollout_core.agents.agent import llm_rollout
+from rollout_core.agents.emitters import emit_reward
+from rollout_core.agents.otel import OtelTracer
+from rollout_core.agents.proxy import delivery
+from rollout_core.agents.proxy.server import LLMProxy
+from rollout_core.agents.proxy.upstreams import Upstream
+from rollout_core.agents.runner import LitAgentRunner
+from rollout_core.base.errors import ConfigError, Recoverable
+from rollout_core.store import (
+    CollectionBasedLightningStore,
+    InMemoryLightningStore,
+    LightningStoreClient,
+    LightningStoreServer,
+    SqlLightningStore,
+)
+from rollout_core.store.forwarding import ForwardingLightningStore
+from rollout_core.store.semconv import LLM_CALL
+
+
+@pytest.fixture(params=["memory", "sqlite", "http"])
+async def store(request, tmp_path):
+    if request.param == "memory":
+        async with InMemoryLightningStore() as store:
+            yield store
+        return
+    async with SqlLightningStore.from_url(f"sqlite:///{tmp_path / 'store.db'}") as store:
+        if request.param == "sqlite":
+            yield store
+            return
+        server = LightningStoreServer(store)
+        await server.start()
+        async with LightningStoreClient(server.endpoint) as client:
+            yield client
+        await server.close()
+
+
+@pytest.fixture
+async def memory():
+    async with InMemoryLightningStore() as store:
+        yield store
+
+
+@pytest.fixture
+async def upstream():
+    running = ScriptedUpstream()
+    await running.start()
+    yield running
+    await running.stop()
+
+
+class Wayward(ForwardingLightningStore):
+    """A store over another, which is away for spans while told to be."""
+
+    def __init__(self, store) -> None:
+        self._store = store
+        self.is_away = False
+        self.delay = 0.0
+        self.batches: list[int] = []
+
+    capabilities = InMemoryLightningStore.capabilities
+
+    def backend(self):
+        return self._store
+
+    async def forward(self, name, /, *args, **kwargs):
+        if name in ("add_span_fields", "get_many_span_sequence_ids"):
+            if self.is_away:
+                raise Recoverable("away, by script")
+            await asyncio.sleep(self.delay)
+            if name == "add_span_fields":
+                self.batches.append(len(args[0]))
+        return await super().forward(name, *args, **kwargs)
+
+
+def settings(upstream: ScriptedUpstream) -> Upstream:
+    return Upstream(url=upstream.url, timeout=20)
+
+
+def runner(**options) -> LitAgentRunner:
+    return LitAgentRunner(OtelTracer(instrument=[]), poll_interval=0.01, heartbeat_interval=0, **options)
+
+
+async def test_when_an_attempt_has_ended_its_calls_are_in_the_store_in_order(store, upstream):
+    """Whoever sees the status sees the spans."""
+
+    @llm_rollout
+    async def agent(task, llm):
+        for turn in range(2):
+            agent_client = AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key, max_retries=0)
+            await agent_client.chat.completions.create(model=llm.model, messages=asked(f"{task}-{turn}"))
+        stream = await agent_client.chat.completions.create(model=llm.model, messages=asked("abcdef"), stream=True)
+        async for _ in stream:
+            break  # it has seen enough
+        emit_reward(0.5)
+        return 1.0
+
+    async with proxy_of(store, settings(upstream)) as proxy:
+        await store.add_resources({"llm": proxy.as_resource()})
+        queued = [await store.enqueue_rollout(number) for number in range(4)]
+
+        async def look() -> None:
+            for rollout in queued:
+                while (found := await store.get_rollout_by_id(rollout.rollout_id)).status != "succeeded":
+                    assert found.status != "failed"
+                    await asyncio.sleep(0.002)
+                spans = list(await store.query_spans(rollout.rollout_id))
+                assert [span.name for span in spans].count(LLM_CALL) == 3
+                assert [span.name for span in spans][:2] == [LLM_CALL] * 2, "the reward came later"
+                assert [span.sequence_id for span in spans] == sorted({span.sequence_id for span in spans})
+
+        looking = asyncio.create_task(look())
+        async with runner(max_rollouts=4).run_context(agent=agent, store=store) as worker:
+            await asyncio.wait_for(worker.iter(), 30)
+        await looking
+
+
+async def test_an_attempt_whose_calls_cannot_be_stored_is_no_success(memory, upstream, monkeypatch):
+    @llm_rollout
+    async def agent(task, llm):
+        agent_client = AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key, max_retries=0)
+        await agent_client.chat.completions.create(model=llm.model, messages=asked("ab"))
+        return 1.0
+
+    monkeypatch.setattr("rollout_core.agents.proxy.app.FLUSH_SECONDS", 0.2)
+    wayward = Wayward(memory)
+    async with proxy_of(wayward, settings(upstream)) as proxy:
+        wayward.is_away = True
+        await memory.add_resources({"llm": proxy.as_resource()})
+        queued = await memory.enqueue_rollout(1)
+        async with runner(max_rollouts=1).run_context(agent=agent, store=memory) as worker:
+            await asyncio.wait_for(worker.iter(), 30)
+        wayward.is_away = False
+    assert (await memory.get_rollout_by_id(queued.rollout_id)).status == "failed"
+
+
+async def test_a_store_that_is_away_delays_nothing_and_gets_all_when_it_is_back(memory, upstream):
+    wayward = Wayward(memory)
+    ids = await attempt(memory)
+    async with proxy_of(wayward, settings(upstream)) as proxy:
+        wayward.is_away = True
+        create = client(proxy, ids, timeout=5).chat.completions.create
+        for turn in range(3):
+            await create(model="m", messages=asked(f"turn {turn}"))
+        async with aiohttp.ClientSession() as session:
+            flush = asyncio.create_task(session.post(f"{proxy.url}/rollout/{ids[0]}/attempt/{ids[1]}/flush"))
+            await asyncio.sleep(0.3)
+            assert not flush.done() and not await memory.query_spans(ids[0])
+            wayward.is_away = False
+            assert (await flush).status == 200
+        spans = await calls(memory, proxy, ids[0])
+        assert [span.sequence_id for span in spans] == [1, 2, 3]
+
+
+async def test_stop_delivers_what_is_recorded_or_says_what_is_missing(memory, upstream):
+    wayward = Wayward(memory)
+    ids = await attempt(memory)
+    models = [{"model_name": "m", "litellm_params": {"model": "m", "api_base": upstream.url}}]
+    proxy = LLMProxy(0, models, wayward, patience_seconds=0.3)
+    await proxy.start()
+    wayward.delay = 0.1
+    await client(proxy, ids).chat.completions.create(model="m", messages=asked("one"))
+    await proxy.stop()
+    assert len(await memory.query_spans(ids[0])) == 1
+    await proxy.start()
+    wayward.is_away = True
+    await client(proxy, ids).chat.completions.create(model="m", messages=asked("two"))
+    with pytest.raises(Recoverable, match="1 calls are recorded but not stored"):
+        await proxy.flush()
+    with pytest.raises(Recoverable, match="1 calls are recorded but not stored"):
+        await proxy.stop()
+    with pytest.raises(Recoverable, match="the proxy does not run"):
+        await proxy.flush()
+    wayward.is_away = False
+    await proxy.start()
+    assert len(await calls(memory, proxy, ids[0])) == 2
+    await proxy.stop()
+
+
+async def test_calls_of_unknown_rollouts_are_answered_and_harm_no_others(memory, upstream, caplog):
+    ids = await attempt(memory)
+    async with proxy_of(memory, settings(upstream)) as proxy:
+        create = [client(proxy, pair).chat.completions.create for pair in (("ro-x", "at-x"), ids, (ids[0], "at-x"))]
+        answers = await asyncio.gather(*(one(model="m", messages=asked("private")) for one in create * 4))
+        assert {answer.choices[0].message.content for answer in answers} == {"etavirp"}
+        assert len(await calls(memory, proxy, ids[0])) == 4
+        await proxy.flush()
+    assert "ro-x" in caplog.text and "at-x" in caplog.text and "private" not in caplog.text
+
+
+async def test_calls_go_to_the_store_in_batches(memory, upstream):
+    wayward = Wayward(memory)
+    wayward.delay = 0.02
+    attempts = [await attempt(memory) for _ in range(4)]
+    async with proxy_of(wayward, settings(upstream)) as proxy:
+        agents = [client(proxy, ids) for ids in attempts]
+        await asyncio.gather(
+            *(agent.chat.completions.create(model="m", messages=asked("ab")) for agent in agents for _ in range(16))
+        )
+        await proxy.flush()
+    assert sum(wayward.batches) == 64 and len(wayward.batches) < 40
+
+
+async def test_a_backlog_that_grows_too_large_lets_nothing_more_in(memory, upstream, monkeypatch):
+    wayward = Wayward(memory)
+    ids = await attempt(memory)
+    monkeypatch.setattr(delivery, "MAX_BACKLOG_BYTES", 1000)
+    async with proxy_of(wayward, settings(upstream)) as proxy:
+        wayward.is_away = True
+        create = client(proxy, ids).chat.completions.create
+        await create(model="m", messages=asked("x" * 1000))
+        with pytest.raises(openai.InternalServerError, match="the store is away") as raised:
+            await create(model="m", messages=asked("x"))
+        assert raised.value.status_code == 503 and len(upstream.seen) == 1
+        wayward.is_away = False
+        await proxy.flush()
+        await create(model="m", messages=asked("x"))
+
+
+async def test_calls_go_to_the_store_that_was_set_when_they_began(memory, upstream):
+    ids = await attempt(memory)
+    async with InMemoryLightningStore() as other, proxy_of(memory, settings(upstream)) as proxy:
+        other_ids = await attempt(other)
+        await client(proxy, ids).chat.completions.create(model="m", messages=asked("one"))
+        proxy.set_store(other)
+        await client(proxy, other_ids).chat.completions.create(model="m", messages=asked("two"))
+        await proxy.flush()
+        assert len(await memory.query_spans(ids[0])) == len(await other.query_spans(other_ids[0])) == 1
+
+
+async def test_a_store_of_one_thread_is_refused():
+    class OfOneThread(CollectionBasedLightningStore):
+        def __init__(self) -> None:
+            pass
+
+    with pytest.raises(ConfigError, match="LightningStoreThreaded"):
+        LLMProxy(0, [], OfOneThread())
+
+
+async def test_a_blocked_algorithm_does_not_stop_the_proxy(memory, upstream):
+    async with proxy_of(memory, settings(upstream)) as proxy:
+
+        def ask() -> float:
+            started = time.monotonic()
+            with __import__("urllib.request").request.urlopen(f"{proxy.url}/health", timeout=5) as response:
+                assert response.status == 200
+            return time.monotonic() - started
+
+        asking = asyncio.get_running_loop().run_in_executor(None, ask)
+        time.sleep(0.5)  # this loop does nothing else
+        assert await asking < 0.4
+
+
+async def test_flush_waits_for_calls_under_way_of_its_rollout_alone(memory, upstream):
+    ids, others = await attempt(memory), await attempt(memory)
+    upstream.hold_after = (1, asyncio.Event())
+    async with proxy_of(memory, settings(upstream)) as proxy:
+        create = client(proxy, ids).chat.completions.create
+        stream = await create(model="m", messages=asked("abc"), stream=True)
+        await client(proxy, others).chat.completions.create(model="m", messages=asked("ab"))
+        await asyncio.wait_for(proxy.flush(), 5)
+        await asyncio.wait_for(proxy.flush(others[0]), 5)
+        flush = asyncio.create_task(proxy.flush(ids[0]))
+        await asyncio.sleep(0.1)
+        assert not flush.done()
+        upstream.hold_after[1].set()
+        async for _ in stream:
+            pass
+        await flush
+        await until(lambda: not upstream.in_flight)
