@@ -177,8 +177,6 @@ from rollout_core.agents.agent import LitAgent
 from rollout_core.agents.baseline import Baseline
 from rollout_core.agents.runner import LitAgentRunner
 from rollout_core.agents.otel import OtelTracer
-from rollout_core.agents.proxy.server import LLMProxy
-from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream
 from rollout_core.agents.trainer import Trainer
 from rollout_core.agents.execution import *
 from rollout_core.store import *
@@ -238,8 +236,6 @@ def test_split_roles_of_one_program_meet(tmp_path, monkeypatch):
             from rollout_core.agents.agent import rollout
             from rollout_core.agents.baseline import Baseline
             from rollout_core.agents.otel import OtelTracer
-from rollout_core.agents.proxy.server import LLMProxy
-from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream
             from rollout_core.agents.runner import LitAgentRunner
             from rollout_core.agents.trainer import Trainer
             from rollout_core.store import LLM
