@@ -118,8 +118,10 @@ async def test_when_an_attempt_has_ended_its_calls_are_in_the_store_in_order(sto
                     assert found.status != "failed"
                     await asyncio.sleep(0.002)
                 spans = list(await store.query_spans(rollout.rollout_id))
-                assert [span.name for span in spans].count(LLM_CALL) == 3
-                assert [span.name for span in spans][:2] == [LLM_CALL] * 2, "the reward came later"
+                # A tracer of an earlier test may have instrumented the client, which lasts.
+                names = [span.name for span in spans if span.name != "openai.chat"]
+                assert names.count(LLM_CALL) == 3
+                assert names[:2] == [LLM_CALL] * 2, "the reward came later"
                 assert [span.sequence_id for span in spans] == sorted({span.sequence_id for span in spans})
 
         looking = asyncio.create_task(look())
