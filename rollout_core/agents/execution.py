@@ -11,6 +11,7 @@ import asyncio
 import functools
 import logging
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -176,7 +177,7 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
             main = functools.partial(_runner_main, runner, self._api_key, None if self._managed_store else store)
             processes = RunnerProcesses(
                 main,
-                range(self.n_runners),
+                self._runner_numbers(),
                 max_restarts=self._max_restarts,
                 allowed_exit_codes=self._allowed_exit_codes,
             )
@@ -189,13 +190,19 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
             if processes is not None:
                 processes.end()
 
+    def _runner_numbers(self) -> range:
+        """Of this process's runners. Others may work on the same store, and a worker is known by its number."""
+        first = secrets.randbelow(2**32) if self.role == "runner" else 0
+        return range(first, first + self.n_runners)
+
     async def _only_runners(self, runner: RunnerBundle, processes: RunnerProcesses | None, stop: asyncio.Event) -> None:
         url = f"http://{self.server_host}:{self.server_port}"
         event = threading.Event()
         if processes is not None:
             running = asyncio.ensure_future(processes.run(url, _let_be))
         else:
-            running = asyncio.ensure_future(runner(LightningStoreClient(url, api_key=self._api_key), 0, event))
+            [number] = self._runner_numbers()
+            running = asyncio.ensure_future(runner(LightningStoreClient(url, api_key=self._api_key), number, event))
         ended = asyncio.get_running_loop().create_future()  # no algorithm here, so none ends
         running.add_done_callback(lambda _: ended.done() or ended.set_result(None))
         await supervise(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import functools
+import itertools
 import logging
 import random
+import secrets
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from rollout_core.agents.agent import CURRENT_RUNNER, LitAgent
@@ -42,6 +45,8 @@ Task = TypeVar("Task")
 
 _FIRST_POLL_SECONDS = 0.01
 """After work was found; from there the pause doubles up to ``poll_interval``."""
+_PROBE_SECONDS = 10.0
+"""Between looks whether a store is there at all whose queue is empty: over HTTP a lost answer says "empty" too."""
 _LOOK_SECONDS = 0.1
 """Between looks at an event that cannot be awaited."""
 
@@ -204,8 +209,7 @@ class LitAgentRunner(Runner[Task]):
         """
         store = self.get_store()
         self.get_agent()
-        take = functools.partial(store.dequeue_rollout, worker_id=self.worker_name)
-        pause, done = _FIRST_POLL_SECONDS, 0
+        pause, done, looked = _FIRST_POLL_SECONDS, 0, time.monotonic()
         beats = Heartbeats(
             store, self.worker_name, self._heartbeat_interval, self._launch_mode, include_gpu=self._include_gpu
         )
@@ -213,7 +217,10 @@ class LitAgentRunner(Runner[Task]):
             while not _is_set(event) and (self._max_rollouts is None or done < self._max_rollouts):
                 check_abandoned()
                 try:
-                    rollout = await retried(take, self._patience_seconds, is_over=lambda: _is_set(event))
+                    rollout = await self._take(store, event)
+                    if rollout is None and time.monotonic() - looked > _PROBE_SECONDS:
+                        await self._ask(lambda: store.query_rollouts(limit=0), event)
+                        looked = time.monotonic()
                 except (Recoverable, ConnectionError):
                     if _is_set(event):
                         return
@@ -253,6 +260,16 @@ class LitAgentRunner(Runner[Task]):
         if found is None:
             raise NotFound(f"the rollout {rollout.rollout_id} was run, and is no longer in the store")
         return found
+
+    async def _take(self, store: LightningStore, event: ExecutionEvent | None) -> AttemptedRollout | None:
+        """The next rollout of the queue. One whose claim got no answer is not claimed twice."""
+        claim_id, tries = f"{self.worker_name}-{secrets.token_hex(8)}", itertools.count()
+
+        async def claim() -> AttemptedRollout | None:
+            claimed = await store.claim_rollouts(claim_id, worker_id=self.worker_name, repeated=next(tries) > 0)
+            return claimed[0] if claimed else None
+
+        return await self._ask(claim, event)
 
     async def _pause(self, seconds: float, event: ExecutionEvent | None) -> None:
         left = seconds * (1 + self._interval_jitter * (2 * random.random() - 1))
@@ -353,8 +370,8 @@ class LitAgentRunner(Runner[Task]):
             for span, number in zip(unnumbered, numbers, strict=True):
                 span.sequence_id = number
 
-    async def _ask(self, call: Any) -> Any:
-        return await retried(call, self._patience_seconds)
+    async def _ask(self, call: Any, event: ExecutionEvent | None = None) -> Any:
+        return await retried(call, self._patience_seconds, partial(_is_set, event))
 
 
 class _Outcome:

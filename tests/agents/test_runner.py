@@ -17,6 +17,7 @@ from rollout_core.agents.hooks import Hook
 from rollout_core.agents.operations import operation
 from rollout_core.agents.otel import OtelTracer
 from rollout_core.agents.runner import LitAgentRunner
+from rollout_core.base.errors import Recoverable, UnknownOutcome
 from rollout_core.store import (
     LLM,
     InMemoryLightningStore,
@@ -373,3 +374,47 @@ async def test_ten_thousand_spans_of_one_rollout_arrive(store):
     await run_all(store, agent, 1)
     spans = await store.query_spans(queued.rollout_id)
     assert [span.attributes["number"] for span in spans] == list(range(count))
+
+
+async def test_a_runner_whose_store_is_gone_for_good_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("rollout_core.agents.runner._PROBE_SECONDS", 0.1)
+    server = LightningStoreServer(InMemoryLightningStore())
+    await server.start()
+    client = LightningStoreClient(server.endpoint)
+
+    class Agent(LitAgent):
+        async def rollout_async(self, task, resources, rollout):
+            return 1.0
+
+    async with runner(store_patience_seconds=0.5).run_context(agent=Agent(), store=client) as worker:
+        work = asyncio.create_task(worker.iter())
+        await asyncio.sleep(0.3)
+        await server.stop()
+        with pytest.raises(Recoverable):
+            await asyncio.wait_for(work, 60)
+    await client.close()
+
+
+async def test_a_claim_whose_answer_is_lost_is_asked_for_again(tmp_path):
+    """And not made a second time."""
+
+    class Forgetful(SqlLightningStore):
+        lost = 0
+
+        async def claim_rollouts(self, *args, **options):
+            claimed = await super().claim_rollouts(*args, **options)
+            if claimed and not self.lost:
+                self.lost += 1
+                raise UnknownOutcome("the connection broke")
+            return claimed
+
+    class Agent(LitAgent):
+        async def rollout_async(self, task, resources, rollout):
+            return 1.0
+
+    async with Forgetful.from_url(f"sqlite:///{tmp_path / 'store.db'}") as store:
+        ids = [(await store.enqueue_rollout(number)).rollout_id for number in range(2)]
+        await run_all(store, Agent(), 2)
+        assert store.lost == 1
+        for rollout_id in ids:
+            assert [attempt.status for attempt in await store.query_attempts(rollout_id)] == ["succeeded"]

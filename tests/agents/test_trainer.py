@@ -303,6 +303,8 @@ def test_settings_from_the_environment(monkeypatch):
     monkeypatch.setenv("AGL_SERVER_PORT", "4000")
     assert (cs().role, ClientServerExecutionStrategy().server_port) == ("runner", 4000)
     assert ClientServerExecutionStrategy(role="both").role == "both"
+    assert cs()._runner_numbers() != cs()._runner_numbers(), "programs on several machines share the store"
+    assert ClientServerExecutionStrategy(role="both", n_runners=2)._runner_numbers() == range(2)
     monkeypatch.setenv("AGL_MANAGED_STORE", "maybe")
     with pytest.raises(ConfigError, match="AGL_MANAGED_STORE: got 'maybe'"):
         shm()
