@@ -6,10 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, shown
 from rollout_core.store.spans import otel_attributes
 
 _PRIMITIVES = (str, bool, int, float)
+_DEEPEST = 32
+"""Levels of nesting; what lies deeper is one text."""
 
 
 def flat(attributes: Mapping[str, Any]) -> dict[str, Any]:
@@ -20,10 +22,10 @@ def flat(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _flatten(prefix: str, value: Any, found: dict[str, Any]) -> None:
-    if isinstance(value, Mapping) and (value or not prefix):
+def _flatten(prefix: str, value: Any, found: dict[str, Any], depth: int = 0) -> None:
+    if isinstance(value, Mapping) and (value or not prefix) and depth < _DEEPEST:
         for key, entry in value.items():
-            _flatten(f"{prefix}.{key}" if prefix else str(key), entry, found)
+            _flatten(f"{prefix}.{key}" if prefix else str(key), entry, found, depth + 1)
     elif value is not None:
         found[prefix] = _attribute(value)
 
@@ -35,7 +37,10 @@ def _attribute(value: Any) -> Any:
         for kind in _PRIMITIVES:
             if all(type(entry) is kind for entry in value):
                 return otel_attributes({"value": value})["value"]
-    return json.dumps(otel_attributes({"value": value})["value"], ensure_ascii=False)
+    try:
+        return json.dumps(otel_attributes({"value": value})["value"], ensure_ascii=False)
+    except RecursionError:  # it contains itself
+        return shown(value)
 
 
 def refuse_contradictions(attributes: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -88,6 +89,9 @@ class Baseline(FastAlgorithm):
     async def _wait(self, store: LightningStore, rollout_ids: Sequence[str]) -> Sequence[Rollout]:
         """Those that have finished when the oldest one has, or after a short time, as others may overtake it."""
         timeout = min(self._polling_interval, _CLIENT_POLL_SECONDS)
+        if not rollout_ids:  # others fill the queue
+            await asyncio.sleep(timeout)
+            return []
         await store.wait_for_rollouts(rollout_ids=rollout_ids[:1], timeout=timeout)
         found = await store.query_rollouts(rollout_id_in=rollout_ids)
         return [rollout for rollout in found if rollout.status in FINISHED]

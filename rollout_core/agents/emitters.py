@@ -61,7 +61,7 @@ def emit_reward(
     for numbers that are not finite.
     """
     return tracer_for(propagate, "emit_reward").create_span(
-        AGL_ANNOTATION, {**reward_attributes(reward, primary_key), **flat(attributes or {})}
+        AGL_ANNOTATION, {**flat(attributes or {}), **reward_attributes(reward, primary_key)}
     )
 
 

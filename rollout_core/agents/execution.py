@@ -18,18 +18,18 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Literal
 
-from rollout_core.agents.processes import Death, RunnerProcesses
+from rollout_core.agents import running as running_agents
+from rollout_core.agents.processes import Death, GivenUp, RunnerProcesses
 from rollout_core.agents.supervision import (
     ExecutionEvent,
+    WatchedStore,
     mark_dead_workers,
     mark_unresponsive,
-    no_work_left,
-    num_unfinished,
     run_main,
     supervise,
 )
 from rollout_core.agents.threads import leave, on_thread
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, Recoverable, in_words
 from rollout_core.store import LightningStore, LightningStoreClient, LightningStoreServer, LightningStoreThreaded
 from rollout_core.store.loops import LoopThread
 
@@ -39,6 +39,7 @@ Role = Literal["algorithm", "runner", "both"]
 
 
 AlgorithmBundle = Callable[[LightningStore, ExecutionEvent], Coroutine[Any, Any, None]]
+"""One with a true attribute ``ends_with_runners`` has no end of its own."""
 RunnerBundle = Callable[[LightningStore, int, ExecutionEvent], Coroutine[Any, Any, None]]
 
 
@@ -95,8 +96,9 @@ class SharedMemoryExecutionStrategy(ExecutionStrategy):
         threads = [LoopThread(f"rollout-runner-{number}") for number in range(self.n_runners)]
         aside = LoopThread("rollout-algorithm")
         is_main = self._main_thread == "algorithm"
+        watched = WatchedStore(store)
         learning = asyncio.ensure_future(
-            algorithm(store, event) if is_main else on_thread(aside, algorithm(store, event))
+            algorithm(watched, event) if is_main else on_thread(aside, algorithm(watched, event))
         )
         running = [
             asyncio.ensure_future(
@@ -111,7 +113,8 @@ class SharedMemoryExecutionStrategy(ExecutionStrategy):
                 event,
                 stop,
                 end_seconds=(self._join_timeout, self._graceful_delay),
-                work_left=functools.partial(num_unfinished, store),
+                watched=watched,
+                ends_with_runners=getattr(algorithm, "ends_with_runners", False),
             )
         finally:
             leave([*threads, aside], all(work.done() for work in (learning, *running)))
@@ -167,7 +170,7 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
         self._main_process = main_process
         self._allowed_exit_codes = tuple(allowed_exit_codes)
         self._max_restarts = max_restarts
-        self._worker_timeout = worker_timeout
+        self.worker_timeout = worker_timeout
         self._api_key = api_key
 
     def execute(self, algorithm: AlgorithmBundle, runner: RunnerBundle, store: LightningStore) -> None:
@@ -197,17 +200,16 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
 
     async def _only_runners(self, runner: RunnerBundle, processes: RunnerProcesses | None, stop: asyncio.Event) -> None:
         url = f"http://{self.server_host}:{self.server_port}"
-        event = threading.Event()
+        event, client = threading.Event(), LightningStoreClient(url, api_key=self._api_key)
         if processes is not None:
-            running = asyncio.ensure_future(processes.run(url, _let_be))
+            running = asyncio.ensure_future(processes.run(url, functools.partial(_end_work_of, client)))
         else:
             [number] = self._runner_numbers()
-            running = asyncio.ensure_future(runner(LightningStoreClient(url, api_key=self._api_key), number, event))
-        ended = asyncio.get_running_loop().create_future()  # no algorithm here, so none ends
-        running.add_done_callback(lambda _: ended.done() or ended.set_result(None))
-        await supervise(
-            ended, [running], event, stop, end_seconds=self._end_seconds, processes=processes, work_left=no_work_left
-        )
+            running = asyncio.ensure_future(runner(client, number, event))
+        try:
+            await supervise(None, [running], event, stop, end_seconds=self._end_seconds, processes=processes)
+        finally:
+            await client.close()
 
     async def _serve(
         self,
@@ -222,7 +224,7 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
             shared = server = LightningStoreServer(store, self.server_host, self.server_port, api_key=self._api_key)
             await server.start()
         event, aside = threading.Event(), LoopThread("rollout-algorithm")
-        watch = asyncio.ensure_future(mark_dead_workers(shared, self._worker_timeout))
+        watch = asyncio.ensure_future(mark_dead_workers(shared, self.worker_timeout))
         running: list[asyncio.Future[None]] = []
         if processes is not None:
             url = server.endpoint if server is not None else ""
@@ -230,8 +232,9 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
         elif self.role == "both":
             running.append(asyncio.ensure_future(runner(shared, 0, event)))
         is_main = self._main_process == "algorithm"
+        watched = WatchedStore(shared)
         learning = asyncio.ensure_future(
-            algorithm(shared, event) if is_main else on_thread(aside, algorithm(shared, event))
+            algorithm(watched, event) if is_main else on_thread(aside, algorithm(watched, event))
         )
         try:
             await supervise(
@@ -241,11 +244,16 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
                 stop,
                 end_seconds=self._end_seconds,
                 processes=processes,
-                work_left=functools.partial(num_unfinished, shared),
+                watched=watched,
+                ends_with_runners=getattr(algorithm, "ends_with_runners", False),
             )
         finally:
             watch.cancel()
             leave([aside], learning.done())
+            if processes is not None:
+                await asyncio.to_thread(processes.end)
+                for number in self._runner_numbers():  # what a runner had that did not end by itself
+                    await _end_work_of(shared, Death(number, 0, ""))
             if server is not None:
                 await server.stop()
 
@@ -262,10 +270,15 @@ def _runner_main(
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, event.set)
         loop.add_signal_handler(signal.SIGINT, work.cancel)
+        running_agents.owns_process = True
         try:
             await work
         except asyncio.CancelledError:
             sys.exit(128 + signal.SIGINT)
+        except running_agents.WornOut:
+            raise
+        except (Recoverable, ConnectionError) as error:
+            raise GivenUp(f"the store is away: {in_words(error)}") from error
         finally:
             if store is None:
                 await own.close()
@@ -274,12 +287,11 @@ def _runner_main(
     asyncio.run(run())
 
 
-async def _let_be(death: Death) -> None:
-    """Whoever serves the store sees to what this runner had."""
-
-
 async def _end_work_of(store: LightningStore, death: Death) -> None:
-    await mark_unresponsive(store, f"Worker-{death.number}")
+    try:
+        await mark_unresponsive(store, f"Worker-{death.number}")
+    except Exception as error:  # noqa: BLE001 - any store's; the runner is replaced all the same
+        logger.error("Cannot end what runner %d had under way: %s", death.number, in_words(error))
 
 
 # Settings

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, overload
 
 from rollout_core.agents.emitters import tracer_for
 from rollout_core.agents.tracing import SpanRecordingContext, active_tracer
+from rollout_core.base.errors import ConfigError
 from rollout_core.store import SpanCoreFields
 from rollout_core.store.semconv import AGL_OPERATION, LightningSpanAttributes
 
@@ -61,6 +62,11 @@ class Operation:
 
     def __call__(self, function: Function) -> Function:
         """The function, with a span around each call that has its arguments and its result."""
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise ConfigError(
+                f"@operation: {function.__name__} is a generator, whose call ends before its work begins; use a block "
+                "inside it: with operation(name=...)"
+            )
         signature = inspect.signature(function)
         attributes = {_OPERATION_NAME: getattr(function, "__name__", type(function).__name__), **self._attributes}
 

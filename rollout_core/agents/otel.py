@@ -17,7 +17,7 @@ from typing import Any
 from opentelemetry import trace as otel
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, Span as SdkSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, Span as SdkSpan, SpanLimits, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from rollout_core.agents.attributes import flat
@@ -56,6 +56,13 @@ class LightningSpanProcessor(SpanProcessor):
         trace = self._open.pop(context.span_id, None) if context is not None else None
         if trace is None:
             return
+        if span.dropped_attributes:
+            logger.error(
+                "Span %r of rollout %s lost %d attributes to the limits of the program's TracerProvider; raise them",
+                span.name,
+                trace.rollout_id,
+                span.dropped_attributes,
+            )
         try:
             taken = trace.add(Span.from_opentelemetry(span, trace.rollout_id, trace.attempt_id, 0))
         except Exception as error:  # noqa: BLE001 - the agent must not fail by its trace
@@ -76,6 +83,10 @@ class LightningSpanProcessor(SpanProcessor):
 
 
 _processor = LightningSpanProcessor()
+_LIMITS = SpanLimits(
+    max_span_attributes=1_000_000, max_events=1_000_000, max_links=1_000_000, max_event_attributes=1_000_000
+)
+"""The defaults, 128 each, drop the oldest attributes without a word: of a reward of many dimensions the primary one."""
 _provider: TracerProvider | None = None
 
 
@@ -88,7 +99,7 @@ def tracer_provider() -> TracerProvider:
             if isinstance(found, TracerProvider):
                 _provider = found
             else:
-                _provider = TracerProvider(sampler=ALWAYS_ON, resource=Resource.create({}))
+                _provider = TracerProvider(sampler=ALWAYS_ON, resource=Resource.create({}), span_limits=_LIMITS)
                 otel.set_tracer_provider(_provider)
             _provider.add_span_processor(_processor)
         return _provider

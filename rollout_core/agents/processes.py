@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
@@ -31,6 +32,14 @@ _fork = multiprocessing.get_context("fork")
 _POLL_SECONDS = 0.05
 _LASTING_SECONDS = 60.0
 """A runner that lived so long did not die of what it was started with; its restarts are counted anew."""
+
+
+class GivenUp(Exception):
+    """Raised by a runner's main to say that to start it again would not help."""
+
+
+_GIVEN_UP = 75
+"""Exit code of such a runner."""
 
 
 class Death(NamedTuple):
@@ -95,6 +104,8 @@ class RunnerProcesses:
                 continue
             logger.error("%s", death)
             await on_death(death)
+            if death.exit_code == _GIVEN_UP:
+                raise Fatal(str(death))
             if not self._stopping:
                 self._count(death)
                 self._start(death.number, url)
@@ -196,6 +207,9 @@ def _runner(said: Connection, main: RunnerMain, number: int, url: str, parent: i
         return
     try:
         main(number, url)
+    except GivenUp as error:
+        said.send(str(error))
+        sys.exit(_GIVEN_UP)
     except BaseException as error:
         said.send(in_words(error))
         raise

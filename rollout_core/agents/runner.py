@@ -27,6 +27,7 @@ from rollout_core.agents.supervision import ExecutionEvent
 from rollout_core.agents.tracing import Trace, Tracer
 from rollout_core.base.errors import ConfigError, Conflict, NotFound, Recoverable, in_words
 from rollout_core.store import (
+    Attempt,
     AttemptedRollout,
     AttemptStatus,
     AttemptUpdate,
@@ -149,7 +150,7 @@ class LitAgentRunner(Runner[Task]):
         self.tracer = tracer
         self._max_rollouts = max_rollouts
         self._poll_interval = poll_interval
-        self._heartbeat_interval = heartbeat_interval
+        self.heartbeat_interval = heartbeat_interval
         self._interval_jitter = interval_jitter
         self._launch_mode: LaunchMode = heartbeat_launch_mode
         self._include_gpu = heartbeat_include_gpu
@@ -211,7 +212,7 @@ class LitAgentRunner(Runner[Task]):
         self.get_agent()
         pause, done, looked = _FIRST_POLL_SECONDS, 0, time.monotonic()
         beats = Heartbeats(
-            store, self.worker_name, self._heartbeat_interval, self._launch_mode, include_gpu=self._include_gpu
+            store, self.worker_name, self.heartbeat_interval, self._launch_mode, include_gpu=self._include_gpu
         )
         async with beats:
             while not _is_set(event) and (self._max_rollouts is None or done < self._max_rollouts):
@@ -288,12 +289,21 @@ class LitAgentRunner(Runner[Task]):
         except asyncio.CancelledError:
             # The runner is to end now; what it leaves must be true, and this work is in nobody's hands any more.
             outcome.fail(Recoverable("the runner was cancelled"))
-            await asyncio.shield(self._end(rollout, outcome))
+            await self._end_surely(rollout, outcome)
             raise
         except Exception as error:  # noqa: BLE001 - an agent's, or a span's that could not be stored
             outcome.fail(error)
-        await self._end(rollout, outcome)
+        await self._end_surely(rollout, outcome)
         return outcome.error
+
+    async def _end_surely(self, rollout: AttemptedRollout, outcome: _Outcome) -> None:
+        """`_end`, which a cancellation waits for: an attempt that is left half ended is nobody's."""
+        ending = asyncio.ensure_future(self._end(rollout, outcome))
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            await asyncio.wait({ending})
+            raise
 
     async def _trace(self, rollout: AttemptedRollout, outcome: _Outcome) -> None:
         store, agent = self.get_store(), self.get_agent()
@@ -306,7 +316,7 @@ class LitAgentRunner(Runner[Task]):
             outcome.trace = trace if isinstance(trace, Trace) else None
             await call_hooks(self._hooks, "on_trace_start", **moment)
             try:
-                result = await call_agent(agent, rollout, resources, store, self._heartbeat_interval)
+                result = await call_agent(agent, rollout, resources, store, self.heartbeat_interval)
                 outcome.spans = spans_of_result(result, rollout)
             except Exception as error:  # noqa: BLE001 - the agent's
                 outcome.fail(error)
@@ -333,26 +343,13 @@ class LitAgentRunner(Runner[Task]):
             logger.warning("Rollout %s is no longer this worker's: %s", rollout.rollout_id, outcome.error)
             outcome.error = None
             return
-        store, ids = self.get_store(), (rollout.rollout_id, rollout.attempt.attempt_id)
-        update = AttemptUpdate(rollout_id=ids[0], attempt_id=ids[1], status=outcome.status)
-        last = outcome.spans
         try:
-            await self._number(ids, last)
-            if self._hooks:
-                if last:
-                    await self._ask(lambda: store.add_many_spans(last))
-                spans = [*(outcome.trace.spans if outcome.trace else ()), *last]
-                await call_hooks(
-                    self._hooks, "on_rollout_end", agent=self.get_agent(), runner=self, rollout=rollout, spans=spans
-                )
-                last = []
-            if len(last) == 1:
-                ends = [(span_fields(last[0]), update)]
-                [written] = await self._ask(lambda: store.end_attempts(ends))
-            else:
-                if last:
-                    await self._ask(lambda: store.add_many_spans(last))
-                [written] = await self._ask(lambda: store.update_many_attempts([update], fenced=True))
+            try:
+                written = await self._store_end(rollout, outcome)
+            except ConfigError as error:  # a span that no store can keep
+                outcome.fail(error)
+                outcome.spans = []
+                written = await self._store_end(rollout, outcome)
         except (NotFound, ConfigError, Recoverable, ConnectionError) as error:
             # Nothing more can be said of the attempt: the watchdog will end it, if its config has a time limit.
             logger.error("The end of rollout %s cannot be stored: %s", rollout.rollout_id, in_words(error))
@@ -360,6 +357,26 @@ class LitAgentRunner(Runner[Task]):
             return
         if isinstance(written, Conflict):
             logger.warning("Rollout %s was ended by others: %s", rollout.rollout_id, written)
+
+    async def _store_end(self, rollout: AttemptedRollout, outcome: _Outcome) -> Attempt | Conflict:
+        store, ids = self.get_store(), (rollout.rollout_id, rollout.attempt.attempt_id)
+        last = outcome.spans
+        await self._number(ids, last)
+        if self._hooks and not outcome.is_told:
+            if last:
+                await self._ask(lambda: store.add_many_spans(last))
+            spans = [*(outcome.trace.spans if outcome.trace else ()), *last]
+            outcome.is_told, outcome.spans, last = True, [], []
+            await call_hooks(
+                self._hooks, "on_rollout_end", agent=self.get_agent(), runner=self, rollout=rollout, spans=spans
+            )
+        update = AttemptUpdate(rollout_id=ids[0], attempt_id=ids[1], status=outcome.status)
+        if len(last) == 1:
+            ends = [(span_fields(last[0]), update)]
+            return (await self._ask(lambda: store.end_attempts(ends)))[0]
+        if last:
+            await self._ask(lambda: store.add_many_spans(last))
+        return (await self._ask(lambda: store.update_many_attempts([update], fenced=True)))[0]
 
     async def _number(self, ids: tuple[str, str], spans: Sequence[Span]) -> None:
         """Give those that bring no number the attempt's next ones."""
@@ -382,6 +399,8 @@ class _Outcome:
         self.spans: list[Span] = []
         """Those that the agent returned."""
         self.trace: Trace | None = None
+        self.is_told = False
+        """The hooks know of the end."""
 
     def fail(self, error: Exception) -> None:
         """Note the first error."""

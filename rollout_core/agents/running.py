@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -21,6 +22,9 @@ GRACE_SECONDS = 5.0
 MOST_ABANDONED = 16
 """Calls that may go on in this process after they were given up. A thread cannot be ended; a process can."""
 
+owns_process = False
+"""Whether this process is a runner's own, so that it may end itself where an agent blocks its event loop for ever."""
+
 _abandoned: set[asyncio.Future[Any]] = set()
 
 
@@ -32,14 +36,18 @@ class LeaseLost(Exception):
     """Somebody else has the rollout now, or finished it; the message says how."""
 
 
+class WornOut(Recoverable):
+    """Too many agents that ran out of time still run in this process; a fresh one should take its place."""
+
+
 class AgentExit(Exception):
     """The agent's code asked the interpreter to exit, or was cancelled by itself."""
 
 
 def check_abandoned() -> None:
-    """Raise Recoverable if so many given-up calls still run that this process should be replaced by a fresh one."""
+    """Raise WornOut if so many given-up calls still run that this process should be replaced by a fresh one."""
     if len(_abandoned) >= MOST_ABANDONED:
-        raise Recoverable(
+        raise WornOut(
             f"{len(_abandoned)} agents that ran out of time still run in threads of this process, which cannot end "
             "them; a fresh process is needed. Give the agents' own calls time-outs"
         )
@@ -58,6 +66,7 @@ async def call_agent(
     process = os.getpid()
     work = _begin(agent, rollout, resources, process)
     lease = asyncio.ensure_future(_lease_lost(store, rollout, lease_seconds))
+    watchdog = _start_watchdog(agent, rollout)
     try:
         done, _ = await asyncio.wait(
             {work, lease}, timeout=rollout.config.timeout_seconds, return_when=asyncio.FIRST_COMPLETED
@@ -72,6 +81,8 @@ async def call_agent(
         raise
     finally:
         lease.cancel()
+        if watchdog is not None:
+            watchdog.cancel()
         if os.getpid() != process:
             os._exit(0)  # a child that the agent forked has come back into the runner, whose work is not its own
     try:
@@ -88,6 +99,24 @@ def _begin(
         call = getattr(agent, f"{kind}_rollout_async")
         return asyncio.ensure_future(_without_exit(call(rollout.input, resources, rollout)))
     return asyncio.wrap_future(in_thread(_guarded(getattr(agent, f"{kind}_rollout"), rollout, resources, process)))
+
+
+def _start_watchdog(agent: LitAgent[Any], rollout: AttemptedRollout) -> threading.Timer | None:
+    """For an asynchronous agent, which may block the event loop that its time limit is kept by."""
+    if not agent.is_async() or rollout.config.timeout_seconds is None:
+        return None
+    watchdog = threading.Timer(
+        rollout.config.timeout_seconds + 2 * GRACE_SECONDS, _end_blocked_process, [rollout.rollout_id]
+    )
+    watchdog.daemon = True
+    watchdog.start()
+    return watchdog
+
+
+def _end_blocked_process(rollout_id: str) -> None:
+    logger.critical("The agent of rollout %s blocks the runner's event loop beyond its time limit", rollout_id)
+    if owns_process:
+        os._exit(1)  # the runner is replaced
 
 
 async def _without_exit(call: Awaitable[Any]) -> Any:

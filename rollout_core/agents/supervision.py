@@ -12,17 +12,21 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import time
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from rollout_core.agents.processes import RunnerProcesses
 from rollout_core.base.errors import Conflict, Fatal, in_words
-from rollout_core.store import LightningStore
+from rollout_core.store import LightningStore, LightningStoreCapabilities
+from rollout_core.store.forwarding import ForwardingLightningStore
 
 logger = logging.getLogger(__name__)
 
-_IDLE_LOOK_SECONDS = 2.0
-_UNFINISHED = ("queuing", "requeuing", "preparing", "running")
+GIVE_UP_SECONDS = 20.0
+"""How long nobody may take what is queued once all runners of this process have ended; those of other machines look for
+work every few seconds."""
+_LOOK_SECONDS = 1.0
 
 
 class ExecutionEvent(Protocol):
@@ -41,21 +45,22 @@ class ExecutionEvent(Protocol):
 
 
 async def supervise(
-    learning: asyncio.Future[Any],
+    learning: asyncio.Future[Any] | None,
     running: Sequence[asyncio.Future[Any]],
     event: ExecutionEvent,
     stop: asyncio.Event,
     *,
     end_seconds: tuple[float, float],
-    work_left: Callable[[], Awaitable[int]],
+    watched: WatchedStore | None = None,
     processes: RunnerProcesses | None = None,
+    ends_with_runners: bool = False,
 ) -> None:
     """Wait for the algorithm, then end the runners; raise what failed first. ``end_seconds``: for runners to end, when
     all is well and when not (with processes: to end, and to end once cancelled)."""
     stopped = asyncio.ensure_future(stop.wait())
     failure: BaseException | None = None
     try:
-        await _until_decided(learning, running, stopped, work_left)
+        await _until_decided(learning, running, stopped, watched, ends_with_runners or learning is None)
     except BaseException as error:  # noqa: BLE001 - raised below, when all has ended
         failure = error
     stopped.cancel()
@@ -67,10 +72,11 @@ async def supervise(
     if processes is not None and not all(work.done() for work in running):
         processes.stop(signal.SIGINT)
         await _wait(running, end_seconds[1])
-    for work in (learning, *running):
+    everything = _all_of(learning, running)
+    for work in everything:
         work.cancel()
-    await _wait([learning, *running], end_seconds[1])
-    for work in (learning, *running):
+    await _wait(everything, end_seconds[1])
+    for work in everything:
         if work.done() and not work.cancelled() and work.exception() is not None and failure is not work.exception():
             if failure is None and is_well:
                 failure = work.exception()
@@ -80,46 +86,91 @@ async def supervise(
         raise failure
 
 
+def _all_of(learning: asyncio.Future[Any] | None, running: Sequence[asyncio.Future[Any]]) -> list[asyncio.Future[Any]]:
+    return [*running] if learning is None else [learning, *running]
+
+
 async def _until_decided(
-    learning: asyncio.Future[Any],
+    learning: asyncio.Future[Any] | None,
     running: Sequence[asyncio.Future[Any]],
     stopped: asyncio.Future[Any],
-    work_left: Callable[[], Awaitable[int]],
+    watched: WatchedStore | None,
+    ends_with_runners: bool,
 ) -> None:
-    """Return when the algorithm has, or the process is to stop. Raises what a runner or the algorithm raised."""
-    unchanged: int | None = None
+    """Return when the algorithm has, or all runners have and that is the end, or the process is to stop. Raises what a
+    runner or the algorithm raised, and Fatal when the algorithm waits for what nobody will do."""
+    since: float | None = None
     while True:
         alive = [work for work in running if not work.done()]
-        wait_seconds = None if alive or not running else _IDLE_LOOK_SECONDS
-        await asyncio.wait({learning, stopped, *alive}, return_when=asyncio.FIRST_COMPLETED, timeout=wait_seconds)
-        for work in (learning, *running):
+        wait_seconds = None if alive or not running else _LOOK_SECONDS
+        others = {stopped} if learning is None else {learning, stopped}
+        await asyncio.wait({*others, *alive}, return_when=asyncio.FIRST_COMPLETED, timeout=wait_seconds)
+        for work in _all_of(learning, running):
             if work.done() and not work.cancelled() and (error := work.exception()) is not None:
                 raise error
-        if learning.done() or stopped.done():
+        nobody_works = bool(running) and all(work.done() for work in running)
+        if stopped.done() or (learning is not None and learning.done()) or (ends_with_runners and nobody_works):
             return
-        if running and all(work.done() for work in running):
-            left = await work_left()
-            if left and unchanged == left:
-                raise Fatal(
-                    f"all runners have ended, {left} rollouts are left that nobody will run, and the algorithm waits; "
-                    "raise max_rollouts, or leave it out"
-                )
-            unchanged = left
+        if not nobody_works or watched is None or not watched.is_asked or not await _is_stuck(watched.store):
+            since = None
+            continue
+        since = time.monotonic() if since is None else since
+        if time.monotonic() - since >= GIVE_UP_SECONDS:
+            raise Fatal(
+                "all runners have ended, rollouts are queued that nobody takes, and the algorithm waits; raise "
+                "max_rollouts, or leave it out"
+            )
+
+
+async def _is_stuck(store: LightningStore) -> bool:
+    """Whether rollouts are queued and nobody, here or elsewhere, works on any."""
+    queued = await store.query_rollouts(status_in=["queuing", "requeuing"], limit=1)
+    return len(queued) > 0 and not len(await store.query_rollouts(status_in=["preparing", "running"], limit=1))
+
+
+class WatchedStore(ForwardingLightningStore):
+    """The algorithm's store, which knows whether it is being asked: an algorithm that trains is in nobody's way."""
+
+    def __init__(self, store: LightningStore) -> None:
+        self.store = store
+        self._num_calls = 0
+        self._last_call = 0.0
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a call is under way, or was within the last seconds."""
+        return self._num_calls > 0 or time.monotonic() - self._last_call < 2 * _LOOK_SECONDS
+
+    def backend(self) -> LightningStore:
+        """The store itself."""
+        return self.store
+
+    async def forward(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the store's method of this name."""
+        self._num_calls += 1
+        try:
+            return await super().forward(name, *args, **kwargs)
+        finally:
+            self._num_calls -= 1
+            self._last_call = time.monotonic()
+
+    @property
+    def capabilities(self) -> LightningStoreCapabilities:
+        """Those of the store."""
+        return self.store.capabilities
+
+    def otlp_traces_endpoint(self) -> str:
+        return self.store.otlp_traces_endpoint()
+
+    def __getattr__(self, name: str) -> Any:
+        # What a particular store has besides the contract, such as a server's endpoint.
+        return getattr(self.__dict__["store"], name)
 
 
 async def _wait(work: Sequence[asyncio.Future[Any]], seconds: float) -> None:
     pending = [future for future in work if not future.done()]
     if pending:
         await asyncio.wait(pending, timeout=seconds)
-
-
-async def num_unfinished(store: LightningStore) -> int:
-    found = await store.query_rollouts(status_in=list(_UNFINISHED), limit=0)
-    return found.total if hasattr(found, "total") else len(found)
-
-
-async def no_work_left() -> int:
-    return 0
 
 
 async def mark_unresponsive(store: LightningStore, worker_id: str) -> None:
@@ -162,9 +213,11 @@ def run_main(work: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None
     work gets a thread of its own.
     """
     received: list[int] = []
+    stops: list[Callable[[], object]] = []
 
     async def run() -> None:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        stops.append(lambda: loop.call_soon_threadsafe(stop.set))
 
         def note(number: int) -> None:
             if received:
@@ -189,14 +242,14 @@ def run_main(work: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None
     except RuntimeError:
         asyncio.run(run())
     else:
-        _in_thread(run)
+        _in_thread(run, lambda: [stop() for stop in stops])
     if received:
         if received[0] == signal.SIGINT:
             raise KeyboardInterrupt
         sys.exit(128 + received[0])
 
 
-def _in_thread(run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def _in_thread(run: Callable[[], Coroutine[Any, Any, None]], stop: Callable[[], object]) -> None:
     failure: list[BaseException] = []
 
     def body() -> None:
@@ -207,6 +260,11 @@ def _in_thread(run: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
     thread = threading.Thread(target=body, name="rollout-run")
     thread.start()
-    thread.join()
+    try:
+        thread.join()
+    except BaseException:  # a notebook's interruption finds the calling thread here
+        stop()
+        thread.join()
+        raise
     if failure:
         raise failure[0]

@@ -39,7 +39,7 @@ class Trainer:
     """Components are given as instances or as how to make them, see ``ComponentSpec``.
 
     Args:
-        algorithm: None: only the runners work, until the process is stopped.
+        algorithm: None: only the runners work, until they have ended (``max_rollouts``) or the process is stopped.
         n_runners: how many; a strategy that was given its own number keeps it.
         max_rollouts: of each runner; None: no limit.
         initial_resources: for the algorithm to publish first; the proxy's resource, as ``llm``, if only that is given.
@@ -97,6 +97,18 @@ class Trainer:
             )
         )
         self.n_runners = self.strategy.n_runners
+        self._check_heartbeats()
+
+    def _check_heartbeats(self) -> None:
+        """A worker that beats less often than it may be silent would be taken for dead at work."""
+        if not isinstance(self.strategy, ClientServerExecutionStrategy) or not isinstance(self.runner, LitAgentRunner):
+            return
+        interval, limit = self.runner.heartbeat_interval, self.strategy.worker_timeout
+        if 0 < limit < 3 * interval:
+            raise ConfigError(
+                f"heartbeat_interval is {interval} s, and worker_timeout {limit} s; expected at least three times the "
+                "interval, or 0 for no limit"
+            )
 
     def fit(
         self, agent: LitAgent[Any], train_dataset: Dataset | None = None, *, val_dataset: Dataset | None = None
@@ -127,18 +139,17 @@ class Trainer:
         agent.set_trainer(self)
 
         async def run_algorithm(store: LightningStore, event: ExecutionEvent) -> None:
-            if algorithm is None:
-                while not event.is_set():
-                    await asyncio.sleep(_LOOK_SECONDS)
-                return
-            run: Any = algorithm.run
-            algorithm.set_trainer(self)
-            algorithm.set_store(store)
-            algorithm.set_adapter(self.adapter)
             async with _running(self.llm_proxy, store) as proxy:
                 resources: NamedResources | None = self.initial_resources
                 if resources is None and proxy is not None:
                     resources = {"llm": proxy.as_resource()}
+                if algorithm is None:
+                    await _only_publish(resources, store, event)
+                    return
+                run: Any = algorithm.run
+                algorithm.set_trainer(self)
+                algorithm.set_store(store)
+                algorithm.set_adapter(self.adapter)
                 algorithm.set_initial_resources(resources)
                 algorithm.set_llm_proxy(proxy)
                 if algorithm.is_async():
@@ -158,7 +169,16 @@ class Trainer:
             finally:
                 runner.teardown()
 
+        run_algorithm.ends_with_runners = algorithm is None  # pyright: ignore[reportFunctionMemberAccess]
         self.strategy.execute(run_algorithm, run_runner, self.store)
+
+
+async def _only_publish(resources: NamedResources | None, store: LightningStore, event: ExecutionEvent) -> None:
+    """What is done without an algorithm: agents get what they need, until the runners have ended."""
+    if resources is not None:
+        await store.add_resources(resources)
+    while not event.is_set():
+        await asyncio.sleep(_LOOK_SECONDS)
 
 
 @asynccontextmanager

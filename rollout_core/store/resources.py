@@ -31,7 +31,7 @@ class LLM(Resource):
     """URL of the API."""
     model: str
     """Name of the model, as the endpoint knows it."""
-    api_key: str | None = None
+    api_key: str | None = Field(default=None, repr=False)
     sampling_parameters: dict[str, Any] = Field(default_factory=dict)
     """Sampling settings such as temperature and top_p."""
 

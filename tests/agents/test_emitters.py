@@ -29,7 +29,7 @@ from rollout_core.agents import (
     operation,
 )
 from rollout_core.base.errors import ConfigError
-from rollout_core.store import Span
+from rollout_core.store import LLM, Span
 
 Json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -223,3 +223,32 @@ def test_nested_lists_and_prefixes():
     assert nested(attributes, "y") == 3
     assert nested(attributes, "z") is None
     assert flat({"empty": {}, "none": None, "nan": float("nan")}) == {"empty": "{}", "nan": "NaN"}
+
+
+def test_no_attribute_is_dropped_however_many_there_are(traced):
+    def agent():
+        emit_reward({f"d{place}": place for place in range(200)}, primary_key="d7")
+
+    [span] = traced(agent)
+    assert len(get_rewards_from_span(span)) == 200
+    assert get_reward_value(span) == 7
+
+
+def test_operations_never_break_what_they_record_and_keep_no_secret(traced):
+    knot: dict = {}
+    knot["self"] = knot
+
+    @operation
+    def solve(task, llm):
+        return task
+
+    def agent():
+        solve(knot, LLM(endpoint="http://h/v1", model="m", api_key="sk-secret"))
+
+    [span] = traced(agent)
+    assert "sk-secret" not in span.model_dump_json()
+    with pytest.raises(ConfigError, match="is a generator"):
+
+        @operation
+        def items():
+            yield 1

@@ -26,7 +26,9 @@ from rollout_core.store import (
     ProxyLLM,
     RolloutConfig,
     Span,
+    SpanCoreFields,
     SqlLightningStore,
+    TraceStatus,
 )
 
 LLM_RESOURCES = {"main": LLM(endpoint="http://localhost:9/v1", model="m")}
@@ -418,3 +420,44 @@ async def test_a_claim_whose_answer_is_lost_is_asked_for_again(tmp_path):
         assert store.lost == 1
         for rollout_id in ids:
             assert [attempt.status for attempt in await store.query_attempts(rollout_id)] == ["succeeded"]
+
+
+@pytest.mark.parametrize("attributes", [{"a": {1, 2}}, {"a": float("nan")}, {"a": b"raw"}, {"a": "\udc80"}])
+async def test_a_returned_span_that_no_store_can_keep_fails_the_attempt(store, attributes):
+    class Agent(LitAgent):
+        def rollout(self, task, resources, rollout):
+            return [
+                SpanCoreFields(
+                    name="own",
+                    status=TraceStatus(status_code="OK"),
+                    attributes=attributes,
+                    start_time=None,
+                    end_time=None,
+                )
+            ]
+
+    queued = await store.enqueue_rollout(1)
+    await run_all(store, Agent(), 1)
+    assert (await store.get_rollout_by_id(queued.rollout_id)).status == "failed"
+
+
+async def test_a_cancellation_waits_for_the_end_of_an_attempt(memory):
+    ending = asyncio.Event()
+
+    class Slow(Hook):
+        async def on_rollout_end(self, *, agent, runner, rollout, spans):
+            ending.set()
+            await asyncio.sleep(0.3)
+
+    class Agent(LitAgent):
+        async def rollout_async(self, task, resources, rollout):
+            return 1.0
+
+    queued = await memory.enqueue_rollout(1)
+    async with runner().run_context(agent=Agent(), store=memory, hooks=[Slow()]) as worker:
+        work = asyncio.create_task(worker.iter())
+        await ending.wait()
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+    assert (await memory.get_rollout_by_id(queued.rollout_id)).status == "succeeded"

@@ -26,7 +26,7 @@ from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream
 from rollout_core.agents.runner import LitAgentRunner
 from rollout_core.agents.trainer import Trainer
 from rollout_core.base.errors import ConfigError, Fatal
-from rollout_core.store import LLM, InMemoryLightningStore, PromptTemplate, SqlLightningStore
+from rollout_core.store import LLM, InMemoryLightningStore, PromptTemplate, RolloutConfig, SqlLightningStore
 from tests.agents.scripted_upstream import ScriptedUpstream
 
 RESOURCES = {"main": LLM(endpoint="http://localhost:9/v1", model="m")}
@@ -118,9 +118,10 @@ def test_an_algorithm_that_fails_ends_the_run_with_its_reason(strategy):
 
 
 @pytest.mark.parametrize("strategy", [shm(2), cs(2)])
-def test_too_few_rollouts_of_runners_end_the_run_instead_of_waiting_for_ever(strategy):
+def test_too_few_rollouts_of_runners_end_the_run_instead_of_waiting_for_ever(strategy, monkeypatch):
+    monkeypatch.setattr("rollout_core.agents.supervision.GIVE_UP_SECONDS", 2.0)
     made = trainer(strategy, algorithm=Baseline(), max_rollouts=2)
-    with pytest.raises(Fatal, match="rollouts are left that nobody will run"):
+    with pytest.raises(Fatal, match="rollouts are queued that nobody takes"):
         made.fit(add_one, list(range(10)))
 
 
@@ -139,8 +140,6 @@ class Deadly(LitAgent):
 
 
 def test_a_runner_that_is_killed_is_replaced_and_its_rollout_tried_again(tmp_path, caplog):
-    from rollout_core.store import RolloutConfig
-
     @algo
     async def learn(store, train_dataset):
         config = RolloutConfig(max_attempts=3, retry_condition=["unresponsive"])
@@ -359,3 +358,63 @@ async def test_every_call_of_an_agent_goes_through_the_proxy_and_meets_its_rewar
         assert [triplet.reward for triplet in by_proxy] == [0.0, 1.0]
         assert [triplet.reward for triplet in by_tracer] == [0.0, 1.0]
         assert all(triplet.response["token_ids"] for triplet in by_proxy)
+
+
+def test_what_an_interrupted_run_left_in_the_queue_is_run_too():
+    made = trainer(shm(), algorithm=Baseline())
+    for task in range(6):
+        asyncio.run(made.store.enqueue_rollout(100 + task))
+    asyncio.run(made.store.add_resources(RESOURCES))
+    made.fit(add_one, [1, 2])
+    assert {rollout.status for rollout in asyncio.run(_all(made.store))} == {"succeeded"}
+
+
+@pytest.mark.parametrize("strategy", [shm(), cs()])
+def test_without_an_algorithm_the_run_ends_with_its_runners(strategy):
+    made = trainer(strategy, max_rollouts=2)
+    for task in range(2):
+        asyncio.run(made.store.enqueue_rollout(task))
+    made.fit(add_one)
+    assert [rollout.status for rollout in asyncio.run(_all(made.store))] == ["succeeded"] * 2
+
+
+def test_an_algorithm_that_trains_is_not_disturbed_by_what_nobody_takes(monkeypatch):
+    monkeypatch.setattr("rollout_core.agents.supervision.GIVE_UP_SECONDS", 3.0)
+    trained = []
+
+    @algo
+    async def learn(store, train_dataset, initial_resources):
+        await store.add_resources(initial_resources)
+        for task in train_dataset:
+            await store.enqueue_rollout(task)
+        await asyncio.sleep(7)
+        trained.append(True)
+
+    trainer(shm(), algorithm=learn, max_rollouts=1).fit(add_one, [1, 2])
+    assert trained == [True]
+
+
+def test_heartbeats_must_be_more_frequent_than_the_limit():
+    with pytest.raises(ConfigError, match="heartbeat_interval is 30 s, and worker_timeout 60"):
+        trainer(cs(), runner={"type": LitAgentRunner, "heartbeat_interval": 30})
+
+
+def test_an_agent_that_blocks_its_event_loop_is_timed_out_and_its_process_replaced(monkeypatch):
+    monkeypatch.setattr("rollout_core.agents.running.GRACE_SECONDS", 0.2)
+
+    class Blocks(LitAgent):
+        async def rollout_async(self, task, resources, rollout):
+            if task == "blocks" and rollout.attempt.sequence_id == 1:
+                time.sleep(60)
+            return 1.0
+
+    @algo
+    async def learn(store, train_dataset):
+        config = RolloutConfig(timeout_seconds=0.5, max_attempts=2, retry_condition=["timeout", "unresponsive"])
+        ids = [(await store.enqueue_rollout(task, config=config)).rollout_id for task in train_dataset]
+        while len(await store.wait_for_rollouts(rollout_ids=ids, timeout=0.1)) < len(ids):
+            await asyncio.sleep(0.05)
+
+    made = trainer(cs(), algorithm=learn)
+    made.fit(Blocks(), ["blocks", "works"])
+    assert {rollout.status for rollout in asyncio.run(_all(made.store))} == {"succeeded"}

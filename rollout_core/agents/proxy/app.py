@@ -19,7 +19,7 @@ from urllib.parse import unquote
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from rollout_core.agents.proxy.delivery import FLUSH, FLUSH_SECONDS, CallDelivery, Ticket
+from rollout_core.agents.proxy.delivery import FLUSH, FLUSH_SECONDS, UNDER_WAY_SECONDS, CallDelivery, Ticket
 from rollout_core.agents.proxy.forwarding import Exchange, Failed, Forwarder, Headers, Outgoing, error_body
 from rollout_core.agents.proxy.pools import Pool, Pools
 from rollout_core.agents.proxy.recording import CHAT, COMPLETIONS, Call
@@ -165,8 +165,8 @@ class ProxyApp:
         if path == "/health" and is_get:
             await reply.whole(200, _JSON, b'{"status":"ok"}')
         elif path == FLUSH and request.ids is not None:
-            await self._flush(*request.ids)
-            await reply.whole(200, _JSON, b'{"stored":true}')
+            left = await self._flush(*request.ids)
+            await reply.whole(202 if left else 200, _JSON, orjson.dumps({"stored": True, "under_way": left}))
         elif path == "/models" and is_get:
             data = {"object": "list", "data": [self._described(name) for name in self._pools.names]}
             await reply.whole(200, _JSON, orjson.dumps(data))
@@ -177,10 +177,21 @@ class ProxyApp:
         else:
             await self._forward(request, reply)
 
-    async def _flush(self, rollout_id: str, attempt_id: str) -> None:
+    async def _flush(self, rollout_id: str, attempt_id: str) -> int:
+        """Wait until an attempt's calls are stored; how many are left that do not end, such as requests that its agent
+        has forgotten."""
+        ids = rollout_id, attempt_id
         try:
-            async with asyncio.timeout(FLUSH_SECONDS):
-                await self._delivery.flush(rollout_id, attempt_id)
+            async with asyncio.timeout(UNDER_WAY_SECONDS):
+                await self._delivery.flush(*ids)
+            return 0
+        except TimeoutError:
+            pass
+        try:
+            async with asyncio.timeout(FLUSH_SECONDS - UNDER_WAY_SECONDS):
+                while self._delivery.num_unstored(*ids):
+                    await asyncio.sleep(0.1)
+            return self._delivery.num_under_way(*ids)
         except TimeoutError:
             raise Failed(503, f"not all calls could be stored within {FLUSH_SECONDS:g} s; ask again") from None
 

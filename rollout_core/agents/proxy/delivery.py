@@ -33,6 +33,8 @@ FLUSH = "/flush"
 """Behind an attempt's path, where to wait until its calls are stored."""
 FLUSH_SECONDS = 30.0
 """Longest time that a request waits for that."""
+UNDER_WAY_SECONDS = 5.0
+"""Of it, for calls that are still under way when the attempt ends."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 
 
@@ -122,6 +124,18 @@ class CallDelivery:
             change = asyncio.get_running_loop().create_future()
             self._settled.append(change)
             await change
+
+    def num_under_way(self, rollout_id: str, attempt_id: str) -> int:
+        """Calls of an attempt that have begun and not ended."""
+        asked = (rollout_id, attempt_id)
+        return sum((one.rollout_id, one.attempt_id) == asked and not one.has_ended for one in self._open)
+
+    def num_unstored(self, rollout_id: str, attempt_id: str) -> int:
+        """Calls of an attempt that have ended, and are neither stored nor refused by the store."""
+        asked = (rollout_id, attempt_id)
+        return sum(
+            (one.rollout_id, one.attempt_id) == asked and one.has_ended and not one.is_settled for one in self._open
+        )
 
     async def stop(self, patience_seconds: float) -> None:
         """Deliver what has ended, and end. Raises Recoverable if the store does not take it in time; it is kept, and
@@ -265,3 +279,11 @@ async def flush_proxies(resources: NamedResources, rollout: AttemptedRollout) ->
             continue
         if status == 503:
             raise Recoverable("the LLM proxy cannot store the attempt's calls now, as the store is away")
+        if status == 202:
+            logger.warning("Rollout %s left calls of its model under way; they are not waited for", rollout.rollout_id)
+        elif status != 200:
+            logger.warning(
+                "The LLM proxy at %s answers a flush by status %d; calls of the attempt may not be stored",
+                llm.endpoint,
+                status,
+            )
