@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -205,11 +206,20 @@ def _runner(said: Connection, main: RunnerMain, number: int, url: str, parent: i
     process_tree.signal_at_parents_end(signal.SIGKILL)
     if os.getppid() != parent:
         return
+    code = 1
     try:
         main(number, url)
+        code = 0
     except GivenUp as error:
         said.send(str(error))
-        sys.exit(_GIVEN_UP)
-    except BaseException as error:
+        code = _GIVEN_UP
+    except BaseException as error:  # noqa: BLE001 - said, shown, and the end
         said.send(in_words(error))
-        raise
+        if isinstance(error, SystemExit) and isinstance(error.code, int):
+            code = error.code
+        else:
+            traceback.print_exception(error)
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)  # Python's own way out of a process that a thread forked fails, and would hide the code

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -26,7 +27,14 @@ from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream
 from rollout_core.agents.runner import LitAgentRunner
 from rollout_core.agents.trainer import Trainer
 from rollout_core.base.errors import ConfigError, Fatal
-from rollout_core.store import LLM, InMemoryLightningStore, PromptTemplate, RolloutConfig, SqlLightningStore
+from rollout_core.store import (
+    LLM,
+    InMemoryLightningStore,
+    LightningStoreServer,
+    PromptTemplate,
+    RolloutConfig,
+    SqlLightningStore,
+)
 from tests.agents.scripted_upstream import ScriptedUpstream
 
 RESOURCES = {"main": LLM(endpoint="http://localhost:9/v1", model="m")}
@@ -252,8 +260,6 @@ def test_split_roles_of_one_program_meet(tmp_path, monkeypatch):
             """
         )
     )
-    import socket
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -418,3 +424,29 @@ def test_an_agent_that_blocks_its_event_loop_is_timed_out_and_its_process_replac
     made = trainer(cs(), algorithm=learn)
     made.fit(Blocks(), ["blocks", "works"])
     assert {rollout.status for rollout in asyncio.run(_all(made.store))} == {"succeeded"}
+
+
+async def test_a_runner_of_another_machine_that_is_killed_leaves_a_true_state(tmp_path):
+    store = InMemoryLightningStore()
+    server = LightningStoreServer(store)
+    await server.start()
+    config = RolloutConfig(max_attempts=3, retry_condition=["unresponsive"])
+    for task in range(3):
+        await store.enqueue_rollout(task, config=config)
+    strategy = ClientServerExecutionStrategy(role="runner", server_port=server.port)
+    made = trainer(strategy, max_rollouts=2)
+    await asyncio.to_thread(made.fit, Deadly(tmp_path))
+    found = {rollout.input: (rollout.status, rollout.attempt.sequence_id) for rollout in await store.query_rollouts()}
+    assert found == {0: ("succeeded", 1), 1: ("succeeded", 2), 2: ("succeeded", 1)}
+    await server.stop()
+
+
+def test_runners_whose_store_is_not_there_give_up(monkeypatch):
+    monkeypatch.setattr("rollout_core.agents.runner._PROBE_SECONDS", 0.1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    strategy = ClientServerExecutionStrategy(role="runner", server_port=port)
+    runner = {"type": LitAgentRunner, "heartbeat_interval": 0, "store_patience_seconds": 0.3, "poll_interval": 0.05}
+    with pytest.raises(Fatal, match="the store is away"):
+        trainer(strategy, runner=runner).fit(add_one)
