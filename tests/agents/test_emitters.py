@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import json
 import threading
@@ -165,9 +166,10 @@ def test_traces_follow_their_context_and_nothing_else():
             emit_annotation({"of": name})
             await asyncio.sleep(0.01)
             await asyncio.to_thread(emit_annotation, {"of": name})
-            bare = threading.Thread(target=lambda: found.setdefault(f"thread of {name}", active_trace()))
-            bare.start()
-            bare.join()
+            # Not threading.Thread, which a tracer of an earlier test may have made to carry its context.
+            looked = threading.Event()
+            _thread.start_new_thread(lambda: (found.setdefault(f"thread of {name}", active_trace()), looked.set()), ())
+            looked.wait()
             found[name] = [span.attributes["of"] for span in trace.spans]
 
     async def many():
