@@ -1,4 +1,5 @@
 # make run    set everything up and run the nightly example to a report
+# make agents set everything up and train an agent that looks things up, to a report
 # make test   set everything up and run all tests
 # make check  ruff, pyright, import-linter
 
@@ -9,7 +10,7 @@ STAMP := $(VENV)/.installed
 CONFIG ?= examples/nightly-tiny.toml
 PORT ?= 4200
 
-.PHONY: setup run test test-fast check format serve bench clean
+.PHONY: setup run agents test test-fast check format serve bench clean
 
 setup: $(STAMP)
 
@@ -27,6 +28,10 @@ $(STAMP): requirements.txt pyproject.toml
 run: setup
 	$(BIN)/python examples/make_tiny.py
 	$(BIN)/rollout nightly --config $(CONFIG)
+
+agents: setup
+	$(BIN)/python examples/agents/make_lookup.py
+	$(BIN)/rollout agent train --config examples/agents/train-lookup.toml
 
 # Two files at a time: much of the suite waits for processes that it started.
 test: setup

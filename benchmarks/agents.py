@@ -8,29 +8,45 @@ comes on top of the script's own delay. The proxy has a process to itself, its s
 Requests a second on one core are what the proxy's processor time allows, so that a busy machine does not hide it; the
 rate that was reached with upstream, client and proxy on the machine's cores stands beside it.
 
+With ``--engine``: tokens a second of one vLLM engine with a tiny model, fed the same prompts by batch inference, as
+chat completions through the engine's server, and as chat completions through LLM proxy and server, recorded in a SQLite
+store; in turns. The client has a process of its own; engine's server and proxy are threads beside the engine, as in a
+run that trains an agent.
+
+With ``--noop``: an agent that does nothing, on a store in memory, ours and the peer's (agentlightning) in turns, with
+runners in threads of one process (``shm``) and in processes (``cs``). Each run is a process of its own; the peer has a
+virtual environment of its own, made on demand in ~/.cache/rollout-bench.
+
 Run: python benchmarks/agents.py --proxy [--quick] [--store memory|sqlite] [--spare-collector]
+     python benchmarks/agents.py --engine [--quick] [--concurrency N]
+     python benchmarks/agents.py --noop [--quick] [--without-peer]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import json
 import multiprocessing
+import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
 import psutil
 import uvloop
-from harness import Figures, percentile
+from harness import PROJECT, Figures, own_place, percentile
 
 CONCURRENCY = 64
 NUM_PROMPT_TOKENS = 200
@@ -268,14 +284,216 @@ def bench_proxy(figures: Figures, *, quick: bool, store: str, spares_collector: 
             assert pipe.recv() == num_recorded, "every request is recorded"
 
 
+# The engine behind the proxy
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def run_client(pipe: Connection) -> None:
+    """A process's work: ask what it is sent (urls, number of requests, concurrency), and answer with the completion
+    tokens that came back and the seconds that it took."""
+    pipe.send("ready")
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.send(uvloop.run(_chats(*pipe.recv())))
+
+
+async def _chats(urls: Sequence[str], count: int, concurrency: int) -> tuple[int, float]:
+    numbers = iter(range(count))
+    num_tokens = 0
+
+    async def agent(session: aiohttp.ClientSession, url: str) -> None:
+        nonlocal num_tokens
+        for number in numbers:
+            body = {"model": "policy", "messages": talk(number), "max_tokens": NUM_TOKENS}
+            async with session.post(url + "/chat/completions", data=orjson.dumps(body), headers=JSON) as response:
+                answer = await response.json()
+                assert response.status == 200, answer
+                num_tokens += answer["usage"]["completion_tokens"]
+
+    started = time.perf_counter()
+    async with connections() as session:
+        await asyncio.gather(*(agent(session, urls[place % len(urls)]) for place in range(concurrency)))
+    return num_tokens, time.perf_counter() - started
+
+
+def talk(number: int) -> list[dict[str, str]]:
+    """The messages of a request."""
+    return [{"role": "user", "content": f"sort {' '.join(str(number % base) for base in (3, 5, 7, 8, 9, 10))} ="}]
+
+
+def make_model(folder: Path, size: int) -> Any:
+    """A tiny model with a chat template."""
+    from examples.make_tiny import make_model as make
+    from rollout_core.inference import ModelRef
+    from rollout_core.objects import ObjectStore
+
+    make(folder, **({} if size == 0 else {"hidden_size": size, "num_layers": 8}))
+    settings = folder / "tokenizer_config.json"
+    settings.write_bytes(orjson.dumps(orjson.loads(settings.read_bytes()) | {"chat_template": TEMPLATE}))
+    return ModelRef(ObjectStore.from_url("memory://models").put_tree(folder), folder)
+
+
+async def batch(folder: Path, backend: Any, model: Any, count: int, round_number: int) -> tuple[int, float]:
+    """The same prompts by batch inference: tokens and seconds."""
+    from rollout_core.config import SamplingParams
+    from rollout_core.data.datasets import PromptRow
+    from rollout_core.data.samples import encode_samples, make_samples
+    from rollout_core.inference.engines import EngineOf
+    from rollout_core.inference.training_samples import complete_batch
+    from rollout_core.models.pretrained import load_tokenizer
+    from rollout_core.objects import ObjectStore
+    from rollout_core.store import SqlLightningStore
+
+    params = SamplingParams(max_tokens=NUM_TOKENS, seed=round_number)
+    started = time.perf_counter()
+    rows = [PromptRow.model_validate({"messages": talk(number)}) for number in range(count)]
+    samples = make_samples(load_tokenizer(model.folder), rows, model=model.content_id, params=params)
+    objects = ObjectStore.from_url(f"file://{folder}/objects")
+    samples_id = objects.put_bytes(encode_samples(samples))
+    async with SqlLightningStore.from_url(f"sqlite:///{folder}/batch.db") as store:
+        engine = EngineOf(backend, model)
+        record, _ = await complete_batch(store, objects, engine, samples_id, params, worker_id="bench")
+    return record.num_tokens, time.perf_counter() - started
+
+
+async def bench_engine(figures: Figures, folder: Path, *, quick: bool, concurrency: int, size: int) -> None:
+    """All rows of the engine's server."""
+    from rollout_core.agents import LLMProxy, ModelEntry, Upstream as ProxyUpstream
+    from rollout_core.config import VLLMBackend
+    from rollout_core.inference.engines import close_engine
+    from rollout_core.inference.serving import EngineServer
+    from rollout_core.store import SqlLightningStore
+
+    rounds, count = (1, 256) if quick else (3, 2048)
+    model, backend = make_model(folder / "model", size), VLLMBackend(max_model_len=256)
+    server = EngineServer(backend)
+    await server.start(model)
+    store = SqlLightningStore.from_url(f"sqlite:///{folder}/proxy.db")
+    entry = ModelEntry("policy", [ProxyUpstream(url=server.url, model_id=model.content_id)])
+    proxy = LLMProxy(0, [entry], store)
+    await proxy.start()
+    rollouts = [await store.start_rollout(number) for number in range(concurrency)]
+    proxied = [proxy.as_resource(found.rollout_id, found.attempt.attempt_id).endpoint for found in rollouts]
+    with process(run_client) as (_, pipe, _):
+
+        async def chats(urls: Sequence[str], number: int) -> tuple[int, float]:
+            pipe.send((urls, number, concurrency))
+            return await asyncio.to_thread(pipe.recv)
+
+        rates: dict[str, list[float]] = {"batch inference": [], "server": [], "proxy and server": []}
+        for round_number in range(rounds + 1):
+            number = count if round_number else 2 * concurrency  # the first is to warm up
+            found = {
+                "batch inference": await batch(folder, backend, model, number, round_number),
+                "server": await chats([server.url], number),
+                "proxy and server": await chats(proxied, number),
+            }
+            for side, (num_tokens, seconds) in found.items() if round_number else ():
+                rates[side].append(num_tokens / seconds)
+    await proxy.stop()
+    await server.stop()
+    spans = [(await store.query_spans(found.rollout_id, limit=0)).total for found in rollouts]
+    assert sum(spans) == rounds * count + 2 * concurrency, "every request is recorded"
+    await store.close()
+    close_engine()
+    base = rates["batch inference"]
+    for side, reached in rates.items():
+        ratio = statistics.median(mine / other for mine, other in zip(reached, base, strict=True))
+        what = f"tokens/s by {side}: {ratio:.2f}"
+        figures.add(what, f"{statistics.median(reached):,.0f}", f"{statistics.median(base):,.0f}", rounds=rounds)
+
+
+# A no-op agent
+
+PEER = "agentlightning==0.3.0"
+PEER_NEEDS = ["opentelemetry-sdk<1.40"]
+"""From 1.40 on the peer's exporter no longer reaches its store."""
+NOOP_CASES = {("shm", 1): 200, ("shm", 4): 200, ("cs", 1): 60, ("cs", 2): 60, ("cs", 4): 60}
+"""Rollouts of the peer by strategy and number of runners; ours runs NOOP_FACTOR times as many, for as long a time."""
+NOOP_FACTOR = 5
+NOOP_ROUNDS = 3
+RUN_SECONDS = 180.0
+
+
+def peer_python() -> Path:
+    """The interpreter of the peer's virtual environment, which is made if there is none."""
+    folder = Path.home() / ".cache" / "rollout-bench" / PEER.replace("==", "-")
+    python = folder / "bin" / "python"
+    if not (folder / "complete").exists():
+        print(f"installing {PEER} in {folder}", file=sys.stderr, flush=True)
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        subprocess.run([str(python), "-m", "pip", "install", "-q", PEER, *PEER_NEEDS], check=True)
+        (folder / "complete").touch()
+    return python
+
+
+def run_noop(python: Path, side: str, kind: str, num_runners: int, count: int) -> tuple[float, int]:
+    """Rollouts a second of one run, and how many did not succeed: all, where the run did not end."""
+    command = [str(python), str(PROJECT / "benchmarks" / "noop_agents.py"), side, kind, str(num_runners), str(count)]
+    # The peer's LiteLLM would ask the network for prices.
+    environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": str(PROJECT)}
+    try:
+        done = subprocess.run(
+            command, check=False, env=environment, capture_output=True, text=True, timeout=RUN_SECONDS
+        )
+        found = json.loads(done.stdout.strip().splitlines()[-1])
+    except (subprocess.TimeoutExpired, IndexError, ValueError):
+        return 0.0, count
+    return (count - found["failed"]) / found["seconds"], int(found["failed"])
+
+
+def bench_noop(figures: Figures, *, quick: bool, with_peer: bool) -> None:
+    """A row for each strategy and number of runners."""
+    sides = {"ours": Path(sys.executable), **({"peer": peer_python()} if with_peer else {})}
+    for (kind, num_runners), count in NOOP_CASES.items():
+        rates: dict[str, list[float]] = {side: [] for side in sides}
+        failed, asked = dict.fromkeys(sides, 0), dict.fromkeys(sides, 0)
+        for _ in range(1 if quick else NOOP_ROUNDS):
+            for side, python in sides.items():
+                num = (count // 4 if quick else count) * (NOOP_FACTOR if side == "ours" else 1)
+                rate, num_failed = run_noop(python, side, kind, num_runners, num)
+                rates[side].append(rate)
+                failed[side] += num_failed
+                asked[side] += num
+        lost = ", ".join(f"{side} {failed[side]} of {asked[side]}" for side in sides)
+        what = f"rollouts/s, {kind} {num_runners} (failed: {lost})"
+        if with_peer and all(rates["peer"]):
+            figures.compare(what, rates["ours"], rates["peer"])
+        else:
+            figures.add(what, f"{statistics.median(rates['ours']):,.0f}", rounds=len(rates["ours"]))
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--proxy", action="store_true", required=True, help="the LLM proxy")
+    part = parser.add_mutually_exclusive_group(required=True)
+    part.add_argument("--proxy", action="store_true", help="the LLM proxy")
+    part.add_argument("--engine", action="store_true", help="the engine's server")
+    parser.add_argument("--concurrency", type=int, default=128, help="requests at a time, with --engine")
+    parser.add_argument("--hidden-size", type=int, default=0, help="of the model, instead of 3.3 million parameters")
+    part.add_argument("--noop", action="store_true", help="an agent that does nothing, beside the peer's")
+    parser.add_argument("--without-peer", action="store_true", help="with --noop: our side alone")
     parser.add_argument("--quick", action="store_true", help="a small form, to see that it runs")
     parser.add_argument("--store", choices=("memory", "sqlite"), default="memory", help="where the proxy records")
     parser.add_argument("--spare-collector", action="store_true", help="collect garbage as the store's server does")
     given = parser.parse_args()
+    if given.engine:
+        figures = Figures(f"One vLLM engine, {given.concurrency} requests at a time")
+        with own_place() as folder:
+            work = bench_engine(
+                figures, folder, quick=given.quick, concurrency=given.concurrency, size=given.hidden_size
+            )
+            asyncio.run(work)
+        return figures.show("baseline: batch inference")
+    if given.noop:
+        figures = Figures("No-op agent, store in memory")
+        bench_noop(figures, quick=given.quick, with_peer=not given.without_peer)
+        figures.show(f"baseline: {PEER}")
+        return
     figures = Figures(f"LLM proxy, {CONCURRENCY} requests at a time, recorded in {given.store}")
     bench_proxy(figures, quick=given.quick, store=given.store, spares_collector=given.spare_collector)
     figures.show("baseline: straight to the upstream")

@@ -1,8 +1,17 @@
+from .agent import (
+    train_agent as train_agent,
+)
 from .batch import (
     batch_inference as batch_inference,
 )
 from .connections import (
     prefect_server as prefect_server,
+)
+from .online import (
+    learn_online as learn_online,
+)
+from .prompts import (
+    tune_prompt as tune_prompt,
 )
 from .train import (
     train_dpo as train_dpo,

@@ -14,11 +14,11 @@ from flows.nightly_steps import (
     algorithm_of,
     compare_samples,
     evaluate_held_out,
-    figure_of_steps,
     learn,
     show_report,
     write_report,
 )
+from flows.report import figure_of_steps
 from flows.train import learn_from_rows
 from rollout_core.base.ids import ContentId
 from rollout_core.config import NightlyConfig, apply_overrides, parse_config

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import html
 import json
-import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flows.report import PAGE, Curve, capitalized, curves_of_iterations, figure_of_steps, page, stages_section
 from flows.train import learn_from_rows, policy_iterations
 from rollout_core.base.ids import ContentId
 from rollout_core.config import NightlyConfig
@@ -30,15 +29,7 @@ from tasks.logs import StageEntry
 from tasks.score import evaluate
 
 PROGRESS_PNG = "progress.png"
-PAGE = "index.html"
 SHOWN_SAMPLES = 8
-_OF_ITERATIONS = {
-    "objective/kl": "KL to the reference, nats a completion",
-    "kl": "KL to the reference, nats a token",
-    "entropy": "entropy, nats a token",
-    "completions/mean_length": "mean completion length, tokens",
-    "value_loss": "value loss",
-}
 
 
 @dataclass(frozen=True)
@@ -115,7 +106,7 @@ def write_report(report: Report, folder: Path) -> Path:
     draw_curve(
         folder / PROGRESS_PNG,
         {curve.what: curve.values},
-        title=f"{_capitalized(curve.what)} per {curve.x_label}{drawn}",
+        title=f"{capitalized(curve.what)} per {curve.x_label}{drawn}",
         x_label=curve.x_label,
         y_label=curve.what,
         marks={
@@ -124,15 +115,11 @@ def write_report(report: Report, folder: Path) -> Path:
         },
     )
     for other in _others(report):
-        title = f"{_capitalized(other.what)} per {other.x_label}"
+        title = f"{capitalized(other.what)} per {other.x_label}"
         series = {other.what: other.values}
         draw_curve(folder / other.file_name, series, title=title, x_label=other.x_label, y_label=other.what)
     LocalFolder(folder).replace(PAGE, [_page(report).encode()])
     return folder
-
-
-def _capitalized(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _others(report: Report) -> list[Curve]:
@@ -152,34 +139,14 @@ def _page(report: Report) -> str:
         ]
     )
     verdict = "promoted" if report.promoted else "not promoted"
-    counts = Counter(entry.row()["state"] for entry in report.stages)
-    summary = ", ".join(f"{count} {state}" for state, count in counts.most_common())
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{html.escape(report.name)}</title><style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2rem auto; padding: 0 1rem; color: #1c2430; }}
-h1 {{ margin-bottom: 0; }} h2 {{ margin-top: 2.2rem; }} code {{ font-size: 13px; }}
-.figures {{ display: flex; gap: 1rem; flex-wrap: wrap; margin: 1rem 0; }}
-.figure {{ border: 1px solid #d5dbe3; border-radius: 8px; padding: .7rem 1.2rem; }}
-.figure b {{ display: block; font-size: 1.7rem; }} .figure span {{ color: #5a6675; }}
-.curves {{ display: grid; grid-template-columns: 1fr 1fr; gap: 1rem; }} img {{ width: 100%; }}
-table {{ border-collapse: collapse; width: 100%; font-size: 14px; }}
-th, td {{ text-align: left; padding: .3rem .6rem; border-bottom: 1px solid #e4e8ee; vertical-align: top; }}
-td.number {{ text-align: right; font-variant-numeric: tabular-nums; }}
-.right {{ color: #11713b; }} .wrong {{ color: #a3262c; }} .Cached {{ color: #5a6675; }} .Completed {{ color: #11713b; }}
-</style></head><body>
-<h1>{html.escape(report.name)}</h1>
-<p>Checkpoint <code>{report.model}</code>: <b>{verdict}</b> ({html.escape(report.promotion)}).</p>
+    body = f"""<p>Checkpoint <code>{report.model}</code>: <b>{verdict}</b> ({html.escape(report.promotion)}).</p>
 <div class="figures">{moments}</div>
 {_temperatures(report)}
 <div class="curves">{curves}</div>
 <h2>Held-out prompts, before and after</h2>
 {_samples_table(report)}
-<h2>Stages</h2>
-<details><summary>{len(report.stages)} stages: {summary}</summary>
-{_stages_table(report.stages)}
-</details>
-</body></html>
-"""
+{stages_section(report.stages)}"""
+    return page(report.name, body)
 
 
 def _temperatures(report: Report) -> str:
@@ -205,50 +172,6 @@ def _samples_table(report: Report) -> str:
         )
         rows += f"<tr><td><code>{html.escape(sample.prompt)}</code></td>{cells}</tr>\n"
     return f"<table><tr><th>prompt</th>{head}</tr>\n{rows}</table>"
-
-
-def _stages_table(stages: Sequence[StageEntry]) -> str:
-    rows = ""
-    for entry in stages:
-        row = entry.row()
-        rows += (
-            f"<tr><td>{entry.stage}</td><td>{html.escape(entry.label)}</td>"
-            f'<td class="{entry.state}">{row["state"]}</td><td class="number">{entry.seconds:.2f}</td>'
-            f"<td><code>{row['in']}</code></td><td><code>{row['out']}</code></td></tr>\n"
-        )
-    head = "<tr><th>stage</th><th></th><th>state</th><th>seconds</th><th>in</th><th>out</th></tr>"
-    return f"<table>{head}\n{rows}</table>"
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Values over 1, 2, 3, ... of ``x_label``."""
-
-    what: str
-    """Name and unit, for the y axis."""
-    values: Sequence[float]
-    x_label: str
-
-    @property
-    def file_name(self) -> str:
-        """Of the picture."""
-        return "-".join(self.what.partition(",")[0].lower().split()) + ".png"
-
-
-def figure_of_steps(objects: ObjectStore, checkpoint: Checkpoint, name: str) -> list[float]:
-    """A figure of each optimizer step of an update; of steps that have none, nothing."""
-    rows = map(json.loads, objects.get_bytes(checkpoint.metrics).splitlines())
-    return [row[name] for row in rows if name in row]
-
-
-def curves_of_iterations(objects: ObjectStore, checkpoints: Sequence[Checkpoint], x_label: str) -> list[Curve]:
-    """KL, entropy, length and value loss of PPO or GRPO iterations, each the mean over an iteration's steps."""
-    curves = []
-    for name, what in _OF_ITERATIONS.items():
-        steps = [figure_of_steps(objects, checkpoint, name) for checkpoint in checkpoints]
-        if all(steps):
-            curves.append(Curve(what, [statistics.fmean(values) for values in steps], x_label))
-    return curves
 
 
 @dataclass(frozen=True)

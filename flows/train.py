@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from prefect import flow
 
 from flows.flow_run import recompute_missing
-from rollout_core.algorithms.state import MODEL_FOLDER
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.config import (
@@ -32,7 +31,7 @@ from rollout_core.config.runs import ReferencedAlgorithm, TrainingRun
 from rollout_core.inference.engines import close_engine
 from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.objects.records import Checkpoint, Dataset, Scores
-from rollout_core.objects.snapshots import SnapshotStore
+from rollout_core.objects.snapshots import MODEL_FOLDER, SnapshotStore
 from rollout_core.plans.learner_plan import plan_training
 from rollout_core.plans.plan import context_limit
 from rollout_core.rewards.source_ids import source_id

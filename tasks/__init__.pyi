@@ -1,3 +1,10 @@
+from .agents import (
+    collect_samples as collect_samples,
+    enqueue_tasks as enqueue_tasks,
+    import_agent as import_agent,
+    look_up_rollouts as look_up_rollouts,
+    run_agents as run_agents,
+)
 from .generate import (
     batch_inference as batch_inference,
     enqueue_prompts as enqueue_prompts,
@@ -18,13 +25,16 @@ from .learn import (
     rm_update as rm_update,
     sft_update as sft_update,
 )
+from .online import (
+    serve_policy as serve_policy,
+    take_live_batch as take_live_batch,
+)
 from .promotion import (
     latest_model as latest_model,
     promote as promote,
     snapshot as snapshot,
 )
 from .score import (
-    collect_samples as collect_samples,
     evaluate as evaluate,
     score_rewards as score_rewards,
 )

@@ -8,7 +8,7 @@ from rollout_core.base.ids import ContentId
 from rollout_core.config import DatasetSource, HeldOutRows, ModelSource, RunInfo
 from rollout_core.config.rewards import RewardSpec, with_models
 from rollout_core.data.dataset_sources import import_dataset, read_dataset
-from rollout_core.data.datasets import PairRow, PromptRow, Row, SftRow, UnpairedRow
+from rollout_core.data.datasets import PairRow, PromptRow, Row, SftRow, TaskRow, UnpairedRow
 from rollout_core.models.locating import import_model as file_model
 from rollout_core.objects.records import Dataset, Model
 from rollout_core.objects.snapshots import find_start
@@ -44,6 +44,12 @@ def import_pairs(source: DatasetSource) -> Dataset:
 def import_unpaired(source: DatasetSource) -> Dataset:
     """File labelled answers in the object store in canonical form."""
     return _import(source, UnpairedRow)
+
+
+@stage(version=1, cached=False)
+def import_tasks(source: DatasetSource) -> Dataset:
+    """File an agent's tasks in the object store in canonical form."""
+    return _import(source, TaskRow)
 
 
 def import_held_out(

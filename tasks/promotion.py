@@ -6,7 +6,7 @@ from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.base.locks import scratch_folder
 from rollout_core.base.stopping import run_async
 from rollout_core.config import PromotionConfig
-from rollout_core.objects.records import Checkpoint, EvalReport, Record, SnapshotRecord
+from rollout_core.objects.records import AgentRollouts, Checkpoint, EvalReport, Record, SnapshotRecord
 from rollout_core.objects.snapshots import SnapshotStore
 from rollout_core.store import LLM
 from tasks import artifacts, connections
@@ -57,7 +57,12 @@ def latest_model(resource: str) -> Latest:
 
 
 @stage(version=1, cached=False)
-def promote(before: EvalReport, latest: EvalReport | None, after: EvalReport, config: PromotionConfig) -> Promotion:
+def promote(
+    before: EvalReport | AgentRollouts,
+    latest: EvalReport | AgentRollouts | None,
+    after: EvalReport | AgentRollouts,
+    config: PromotionConfig,
+) -> Promotion:
     """Make the new checkpoint the store's latest resources, unless ``before`` or ``latest`` has a higher reward."""
     rivals = {"it fell": before} | ({} if latest is None else {"the latest model is better": latest})
     better = [

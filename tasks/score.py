@@ -1,22 +1,18 @@
-"""The stages that judge: rewards of completions, held-out evaluation of a model, rewards of stored rollouts."""
+"""The stages that judge: rewards of completions, held-out evaluation of a model."""
 
 from __future__ import annotations
 
 import json
 import statistics
 import threading
-from collections.abc import Sequence
 
-from rollout_core.agents.adapters.samples import adapt_rollouts
-from rollout_core.agents.adapters.tokens import SampleForm
 from rollout_core.base.ids import ContentId, canonical_json, content_id
 from rollout_core.base.stopping import run_async
 from rollout_core.config import BackendConfig, SamplingParams
 from rollout_core.config.rewards import RewardSpec
 from rollout_core.data.samples import decode_completions_blob, decode_samples
-from rollout_core.inference.training_samples import Adapted, Failed, file_experience
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import Completions, EvalReport, Experience, PromptSet, Scores
+from rollout_core.objects.records import Completions, EvalReport, PromptSet, Scores
 from rollout_core.rewards.loading import load_reward
 from rollout_core.rewards.scoring import RewardFunction, RewardInput, score
 from rollout_core.rewards.source_ids import source_of
@@ -175,34 +171,3 @@ async def _record_rewards(
                     if isinstance(rollout, AttemptedRollout)
                 ]
             )
-
-
-@stage(version=1, cached=False)
-def collect_samples(
-    rollout_ids: Sequence[str],
-    *,
-    failed: Failed = "stop",
-    group_size: int = 1,
-    form: SampleForm = "transition",
-    model: str | None = None,
-    label: str = "",
-) -> Experience:
-    """Token-level samples and rewards of rollouts, from the spans of their latest attempts, for `ppo_update` and
-    `grpo_update`: one for each turn of an agent, or with ``form = "trajectory"`` one for turns that continue each
-    other. With ``model`` only calls count that asked for the model of this name. What cannot be learnt from is counted
-    in the result, or with ``failed = "stop"`` an error."""
-    objects = current_stage().objects
-
-    async def adapt() -> Adapted:
-        async with connections.open_store() as store:
-            return await adapt_rollouts(store, objects, rollout_ids, form=form, model=model)
-
-    experience = file_experience(objects, run_async(adapt()), failed=failed, group_size=group_size)
-    rows = [
-        {"figure": "samples", "value": experience.num_samples},
-        {"figure": "truncated", "value": experience.num_truncated},
-        {"figure": "mean reward", "value": experience.mean},
-        *({"figure": f"left out: {reason}", "value": count} for reason, count in experience.left_out.items()),
-    ]
-    artifacts.table("experience", rows, f"Samples of stored rollouts {label}".strip())
-    return experience

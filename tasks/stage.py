@@ -90,6 +90,11 @@ def refreshing(name: str | None) -> Iterator[None]:
         _refresh.reset(token)
 
 
+def is_refreshing() -> bool:
+    """Whether stages called here are computed again, see `refreshing`."""
+    return _refresh.get() is not None
+
+
 def stage(
     *,
     version: int,

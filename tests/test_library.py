@@ -138,6 +138,25 @@ def test_a_flow_of_an_own_package_is_cached_and_goes_on_where_it_was_killed(
     assert told[0] == told[1] and len(told[0]) == 3
 
 
+def test_an_agent_is_trained_killed_and_ends_with_every_rollout_run_once(start_process, tiny_model, tmp_path):
+    folder = tmp_path / "trained"
+
+    def run():
+        return start_process(str(LIBRARY / "train_agent.py"), str(tiny_model), str(folder))
+
+    def has_learnt() -> bool:
+        storage = folder / "objects"
+        return storage.is_dir() and bool(SnapshotStore(ObjectStore.from_url(f"file://{storage}")).list())
+
+    kill_once(run(), has_learnt)
+    first, second = output_of(run()), output_of(run())
+    rewards = [float(figure) for figure in re.findall(r"reward ([\d.]+)", first)]
+    assert len(rewards) == 6 and sum(rewards[-2:]) > 1.5 * sum(rewards[:2]), "the agent learns"
+    assert re.search(r"^model [0-9a-f]{64}$", first, re.MULTILINE)
+    told = [[line for line in text.splitlines() if line.startswith(("iteration", "model"))] for text in (first, second)]
+    assert told[0] == told[1]
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(LIBRARY)))
 def test_the_page_shows_every_script_as_it_is(script: Path):
     text = script.read_text(encoding="utf-8")

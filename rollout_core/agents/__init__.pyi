@@ -42,6 +42,9 @@ from .algorithm import (
     FunctionalAlgorithm as FunctionalAlgorithm,
     algo as algo,
 )
+from .apo import (
+    APO as APO,
+)
 from .attributes import (
     flat as flat,
     nested as nested,
@@ -76,12 +79,24 @@ from .execution import (
 from .hooks import (
     Hook as Hook,
 )
+from .online import (
+    OnlineLearning as OnlineLearning,
+)
 from .operations import (
     operation as operation,
 )
 from .otel import (
+    AgentOpsTracer as AgentOpsTracer,
     LightningSpanProcessor as LightningSpanProcessor,
     OtelTracer as OtelTracer,
+)
+from .policy_algorithms import (
+    GRPO as GRPO,
+    PPO as PPO,
+)
+from .policy_session import (
+    PolicyLearner as PolicyLearner,
+    PolicyOptions as PolicyOptions,
 )
 from .proxy.server import (
     LLMProxy as LLMProxy,
@@ -94,7 +109,7 @@ from .runner import (
     LitAgentRunner as LitAgentRunner,
     Runner as Runner,
 )
-from .supervision import (
+from .running import (
     ExecutionEvent as ExecutionEvent,
 )
 from .tracing import (

@@ -177,7 +177,12 @@ def _name(function: Any) -> str:
 
 
 def _first(kind: type[Kind], resources: Mapping[str, Resource]) -> Kind:
-    found = {name: resource for name, resource in resources.items() if isinstance(resource, kind)}
+    found = {
+        name: resource
+        for name, resource in resources.items()
+        # A model that a flow has promoted is an LLM without an endpoint: it names weights, and nobody answers there.
+        if isinstance(resource, kind) and not (type(resource) is LLM and not resource.endpoint)
+    }
     if not found:
         kinds = {name: type(resource).__name__ for name, resource in resources.items()}
         raise ConfigError(f"the agent asks for a {kind.__name__}, but the resources are {kinds or 'none'}; publish one")

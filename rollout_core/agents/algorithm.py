@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import logging
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, get_args
 
+from rollout_core.agents.delivery import retried
 from rollout_core.base.errors import ConfigError
-from rollout_core.store import LightningStore, NamedResources
+from rollout_core.store import (
+    EnqueueRolloutRequest,
+    LightningStore,
+    NamedResources,
+    Rollout,
+    RolloutConfig,
+    RolloutStatus,
+)
+from rollout_core.store.forwarding import ForwardingLightningStore
+from rollout_core.store.lifecycle import FINISHED
+from rollout_core.store.types import LightningStoreCapabilities
 
 if TYPE_CHECKING:
     from rollout_core.agents.trainer import Trainer
@@ -19,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 Dataset = Sequence[Any]
 """Tasks: JSON values, by place."""
+AGENT_KIND = "agent"
+"""In the metadata of rollouts that a flow or an algorithm of ours has enqueued for an agent."""
+PATIENCE_SECONDS = 120.0
+"""How long a store may be away before an algorithm of ours fails."""
 INJECTED = ("store", "adapter", "llm_proxy", "initial_resources", "train_dataset", "val_dataset")
 
 
@@ -140,3 +157,81 @@ class FunctionalAlgorithm(Algorithm):
 def algo(function: Callable[..., Any]) -> FunctionalAlgorithm:
     """Make a function an algorithm, see ``FunctionalAlgorithm``."""
     return FunctionalAlgorithm(function)
+
+
+class PatientStore(ForwardingLightningStore):
+    """A store for callers all of whose calls may be made twice: while it is away, it is asked again for a while."""
+
+    def __init__(self, store: LightningStore) -> None:
+        self._store = store
+
+    def backend(self) -> LightningStore:
+        """The store itself."""
+        return self._store
+
+    @property
+    def capabilities(self) -> LightningStoreCapabilities:
+        """Those of the store."""
+        return self._store.capabilities
+
+    def otlp_traces_endpoint(self) -> str:
+        return self._store.otlp_traces_endpoint()
+
+    async def close(self) -> None:
+        """Nothing: it is its owner's."""
+
+    async def forward(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the store's method of this name."""
+        return await retried(partial(super().forward, name, *args, **kwargs), PATIENCE_SECONDS)
+
+
+async def wait_until_finished(
+    store: LightningStore, rollout_ids: Sequence[str], timeout: float | None = None
+) -> Sequence[Rollout]:
+    """``wait_for_rollouts`` for any number of seconds, which HTTP clients do not take: they wait for a moment, or until
+    all have finished."""
+    waiting = asyncio.ensure_future(store.wait_for_rollouts(rollout_ids=rollout_ids))
+    try:
+        await asyncio.wait({waiting}, timeout=timeout)
+        if waiting.done():
+            return waiting.result()
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+    found = await store.query_rollouts(rollout_id_in=rollout_ids)
+    return [rollout for rollout in found if rollout.status in FINISHED]
+
+
+def retrying(timeout_seconds: float | None, max_attempts: int) -> RolloutConfig:
+    """The config of rollouts whose attempts end at a time limit, and are tried again whatever they failed by.
+
+    Raises ConfigError for numbers that cannot be meant.
+    """
+    if max_attempts < 1 or (timeout_seconds is not None and timeout_seconds <= 0):
+        raise ConfigError(
+            f"timeout_seconds is {timeout_seconds}, max_attempts {max_attempts}; expected seconds above 0 or None, and "
+            "1 or more"
+        )
+    return RolloutConfig(
+        timeout_seconds=timeout_seconds,
+        max_attempts=max_attempts,
+        retry_condition=["failed", "timeout", "unresponsive"],
+    )
+
+
+async def set_aside(store: LightningStore, run: str) -> None:
+    """Cancel the unfinished rollouts of an earlier process of this run, which was killed: runners would take them up
+    before what they need is served again. `enqueue_once` queues them again."""
+    unfinished = [status for status in get_args(RolloutStatus) if status not in FINISHED]
+    found = await store.query_rollouts(status_in=unfinished)
+    # One that a runner elsewhere finishes meanwhile keeps its status; the attempts of the others can end no more.
+    await store.cancel_rollouts([item.rollout_id for item in found if (item.metadata or {}).get("run") == run])
+
+
+async def enqueue_once(store: LightningStore, requests: Sequence[EnqueueRolloutRequest]) -> list[str]:
+    """Enqueue rollouts under the ids they are given with, but for those that have succeeded or failed before."""
+    rollouts: Sequence[Rollout] = await store.enqueue_many_rollouts(requests)
+    for rollout in rollouts:
+        if rollout.status == "cancelled":
+            await store.update_rollout(rollout.rollout_id, status="queuing")
+    return [rollout.rollout_id for rollout in rollouts]

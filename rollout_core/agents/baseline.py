@@ -28,6 +28,7 @@ class Baseline(FastAlgorithm):
 
     Args:
         n_epochs: how often.
+        train_split: not used, for the datasets come apart; accepted for programs written for agentlightning.
         polling_interval: longest time between looks, in seconds.
         max_queue_length: tasks that may wait at a time; what is under way is not counted.
         span_verbosity: whether spans are logged by their names and attributes' keys, whole, or not at all.

@@ -16,9 +16,9 @@ from rollout_core.store import LightningStore, Span
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-MakeSpan = Callable[[int], Span]
-"""A span, once its sequence id is known."""
 
+AWAY = (Recoverable, ConnectionError, TimeoutError)
+"""What a store that is away raises."""
 BATCH_SPANS = 256
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 
@@ -36,23 +36,21 @@ class SpanDelivery:
     def __init__(
         self, store: LightningStore, rollout_id: str, attempt_id: str, *, patience_seconds: float = 120.0
     ) -> None:
-        self.stored: list[Span] = []
-        """In the order of their sequence ids."""
         self._store = store
         self._rollout_id, self._attempt_id = rollout_id, attempt_id
         self._patience_seconds = patience_seconds
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
-        self._waiting: list[MakeSpan] = []
+        self._waiting: list[Span] = []
         self._closed = False
         self._work: asyncio.Task[None] | None = None
 
-    def add(self, make_span: MakeSpan) -> bool:
-        """Take a span to be stored, from any thread; False if the attempt is over, so that it is not."""
+    def add(self, span: Span) -> bool:
+        """Take a span to be numbered and stored, from any thread; False if the attempt is over, so that it is not."""
         with self._lock:
             if self._closed:
                 return False
-            self._waiting.append(make_span)
+            self._waiting.append(span)
             is_first = len(self._waiting) == 1
         if is_first:
             with contextlib.suppress(RuntimeError):  # the loop is closed; nothing will be stored any more
@@ -102,37 +100,34 @@ class SpanDelivery:
         finally:
             self._work = None
 
-    def _take(self) -> list[MakeSpan]:
+    def _take(self) -> list[Span]:
         with self._lock:
             batch, self._waiting = self._waiting[:BATCH_SPANS], self._waiting[BATCH_SPANS:]
         return batch
 
-    async def _store_batch(self, batch: Sequence[MakeSpan]) -> None:
+    async def _store_batch(self, batch: Sequence[Span]) -> None:
         pair = (self._rollout_id, self._attempt_id)
         numbers = await self._ask(lambda: self._store.get_many_span_sequence_ids([pair] * len(batch)))
-        spans: list[Span] = []
-        for make_span, number in zip(batch, numbers, strict=True):
-            try:
-                spans.append(make_span(number))
-            except (ValueError, TypeError) as error:
-                logger.error("A span of rollout %s cannot be converted: %s", self._rollout_id, in_words(error))
+        for span, number in zip(batch, numbers, strict=True):
+            span.sequence_id = number
         try:
-            await self._ask(lambda: self._store.add_many_spans(spans))
+            await self._ask(lambda: self._store.add_many_spans(batch))
         except ConfigError as error:
-            if len(spans) > 1:
-                for make_one in batch:
-                    await self._store_batch([make_one])
+            if len(batch) > 1:
+                for span in batch:
+                    await self._store_batch([span])
             else:
                 logger.error("A span of rollout %s is refused: %s", self._rollout_id, in_words(error))
-            return
-        self.stored += spans
 
     def _ask(self, call: Callable[[], Awaitable[T]]) -> Awaitable[T]:
         return retried(call, self._patience_seconds)
 
 
 async def retried(
-    call: Callable[[], Awaitable[T]], patience_seconds: float, is_over: Callable[[], bool] = lambda: False
+    call: Callable[[], Awaitable[T]],
+    patience_seconds: float,
+    is_over: Callable[[], bool] = lambda: False,
+    whom: str = "The store",
 ) -> T:
     """What ``call`` returns, which is repeated while the store is away, with growing pauses. Raises the last error when
     that takes longer than ``patience_seconds``, or ``is_over`` says so. Only for calls that may be made twice."""
@@ -141,9 +136,10 @@ async def retried(
     while True:
         try:
             return await call()
-        except (Recoverable, ConnectionError) as error:
+        except AWAY as error:
             if is_over() or time.monotonic() + pause > until:
                 raise
-            logger.warning("The store is away (%s); asking again in %.1f s", in_words(error), pause)
+            # The kind alone: a message may show what was to be stored, such as a prompt.
+            logger.warning("%s is away (%s); asking again in %.1f s", whom, type(error).__name__, pause)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)

@@ -19,17 +19,17 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Literal
 
 from rollout_core.agents import running as running_agents
-from rollout_core.agents.processes import Death, GivenUp, RunnerProcesses
+from rollout_core.agents.delivery import AWAY
+from rollout_core.agents.processes import GivenUp, RunnerProcesses
+from rollout_core.agents.running import ExecutionEvent
 from rollout_core.agents.supervision import (
-    ExecutionEvent,
     WatchedStore,
     mark_dead_workers,
     mark_unresponsive,
     run_main,
     supervise,
 )
-from rollout_core.agents.threads import leave, on_thread
-from rollout_core.base.errors import ConfigError, Recoverable, in_words
+from rollout_core.base.errors import ConfigError, in_words
 from rollout_core.store import LightningStore, LightningStoreClient, LightningStoreServer, LightningStoreThreaded
 from rollout_core.store.loops import LoopThread
 
@@ -62,6 +62,7 @@ class SharedMemoryExecutionStrategy(ExecutionStrategy):
         main_thread: whether the algorithm or the (only) runner is in the calling thread, as a debugger wants it.
         join_timeout: seconds that runners have to end their rollouts when the algorithm has returned.
         graceful_delay: the same when the run has failed or is interrupted.
+        poll_interval: not used, for nothing is polled here; accepted for programs written for agentlightning.
         managed_store: wrap the store so that threads can share it; False: it can do so itself.
     """
 
@@ -94,30 +95,18 @@ class SharedMemoryExecutionStrategy(ExecutionStrategy):
     ) -> None:
         event = threading.Event()
         threads = [LoopThread(f"rollout-runner-{number}") for number in range(self.n_runners)]
-        aside = LoopThread("rollout-algorithm")
-        is_main = self._main_thread == "algorithm"
-        watched = WatchedStore(store)
-        learning = asyncio.ensure_future(
-            algorithm(watched, event) if is_main else on_thread(aside, algorithm(watched, event))
-        )
+        is_aside = self._main_thread == "runner"
         running = [
             asyncio.ensure_future(
-                on_thread(thread, runner(store, number, event)) if is_main else runner(store, number, event)
+                runner(store, number, event) if is_aside else thread.run(runner(store, number, event))
             )
             for number, thread in enumerate(threads)
         ]
+        end_seconds = (self._join_timeout, self._graceful_delay)
         try:
-            await supervise(
-                learning,
-                running,
-                event,
-                stop,
-                end_seconds=(self._join_timeout, self._graceful_delay),
-                watched=watched,
-                ends_with_runners=getattr(algorithm, "ends_with_runners", False),
-            )
+            await _learn(algorithm, running, store, event, stop, is_aside=is_aside, end_seconds=end_seconds)
         finally:
-            leave([*threads, aside], all(work.done() for work in (learning, *running)))
+            _leave(threads, all(work.done() for work in running))
 
 
 class ClientServerExecutionStrategy(ExecutionStrategy):
@@ -223,7 +212,7 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
         if self._managed_store:
             shared = server = LightningStoreServer(store, self.server_host, self.server_port, api_key=self._api_key)
             await server.start()
-        event, aside = threading.Event(), LoopThread("rollout-algorithm")
+        event = threading.Event()
         watch = asyncio.ensure_future(mark_dead_workers(shared, self.worker_timeout))
         running: list[asyncio.Future[None]] = []
         if processes is not None:
@@ -231,31 +220,63 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
             running.append(asyncio.ensure_future(processes.run(url, functools.partial(_end_work_of, shared))))
         elif self.role == "both":
             running.append(asyncio.ensure_future(runner(shared, 0, event)))
-        is_main = self._main_process == "algorithm"
-        watched = WatchedStore(shared)
-        learning = asyncio.ensure_future(
-            algorithm(watched, event) if is_main else on_thread(aside, algorithm(watched, event))
-        )
         try:
-            await supervise(
-                learning,
+            await _learn(
+                algorithm,
                 running,
+                shared,
                 event,
                 stop,
+                is_aside=self._main_process == "runner",
                 end_seconds=self._end_seconds,
                 processes=processes,
-                watched=watched,
-                ends_with_runners=getattr(algorithm, "ends_with_runners", False),
             )
         finally:
             watch.cancel()
-            leave([aside], learning.done())
             if processes is not None:
                 await asyncio.to_thread(processes.end)
                 for number in self._runner_numbers():  # what a runner had that did not end by itself
-                    await _end_work_of(shared, Death(number, 0, ""))
+                    await _end_work_of(shared, number)
             if server is not None:
                 await server.stop()
+
+
+async def _learn(
+    algorithm: AlgorithmBundle,
+    running: Sequence[asyncio.Future[None]],
+    store: LightningStore,
+    event: ExecutionEvent,
+    stop: asyncio.Event,
+    *,
+    is_aside: bool,
+    end_seconds: tuple[float, float],
+    processes: RunnerProcesses | None = None,
+) -> None:
+    """Run the algorithm beside the runners, in a thread of its own if ``is_aside``, until `supervise` has ended all."""
+    watched, aside = WatchedStore(store), LoopThread("rollout-algorithm")
+    work = algorithm(watched, event)
+    learning = asyncio.ensure_future(aside.run(work) if is_aside else work)
+    try:
+        await supervise(
+            learning,
+            running,
+            event,
+            stop,
+            end_seconds=end_seconds,
+            watched=watched,
+            processes=processes,
+            ends_with_runners=getattr(algorithm, "ends_with_runners", False),
+        )
+    finally:
+        _leave([aside], learning.done())
+
+
+def _leave(threads: Sequence[LoopThread], have_ended: bool) -> None:
+    for thread in threads:
+        if have_ended:
+            thread.stop()
+        elif thread.loop.is_running():
+            thread.loop.call_soon_threadsafe(thread.loop.stop)  # what is left there cannot be ended
 
 
 def _runner_main(
@@ -277,7 +298,7 @@ def _runner_main(
             sys.exit(128 + signal.SIGINT)
         except running_agents.WornOut:
             raise
-        except (Recoverable, ConnectionError) as error:
+        except AWAY as error:
             raise GivenUp(f"the store is away: {in_words(error)}") from error
         finally:
             if store is None:
@@ -287,11 +308,11 @@ def _runner_main(
     asyncio.run(run())
 
 
-async def _end_work_of(store: LightningStore, death: Death) -> None:
+async def _end_work_of(store: LightningStore, number: int) -> None:
     try:
-        await mark_unresponsive(store, f"Worker-{death.number}")
+        await mark_unresponsive(store, f"Worker-{number}")
     except Exception as error:  # noqa: BLE001 - any store's; the runner is replaced all the same
-        logger.error("Cannot end what runner %d had under way: %s", death.number, in_words(error))
+        logger.error("Cannot end what runner %d had under way: %s", number, in_words(error))
 
 
 # Settings
@@ -299,7 +320,7 @@ async def _end_work_of(store: LightningStore, death: Death) -> None:
 
 def _from_environment(name: str, given: Any, read: Callable[[str], Any], default: Any) -> Any:
     if given is not None:
-        return read(str(given)) if read in (_as_role, _as_port) else given
+        return read(str(given))
     text = os.environ.get(name)
     try:
         return default if text is None else read(text)

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import psutil
 
-from rollout_core.agents.threads import on_thread
 from rollout_core.base.errors import in_words
 from rollout_core.store import LightningStore
 from rollout_core.store.loops import LoopThread
@@ -64,7 +63,7 @@ class Heartbeats:
 
     async def __aenter__(self) -> None:
         if self._interval_seconds > 0:
-            beats = self._beat() if self._thread is None else on_thread(self._thread, self._beat())
+            beats = self._beat() if self._thread is None else self._thread.run(self._beat())
             self._beats = asyncio.ensure_future(beats)
 
     async def __aexit__(self, *error: object) -> None:

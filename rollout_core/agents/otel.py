@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import importlib
 import logging
+import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from opentelemetry import trace as otel
@@ -33,6 +34,7 @@ INSTRUMENTORS = {
 }
 """By name, what makes a library trace itself. ``threading`` carries an agent's context into threads that it starts."""
 
+_HOST = socket.gethostname()
 _lock = threading.Lock()
 _instrumented: set[str] = set()
 """Instrumentors that have begun. They stay: that of ``openai`` (0.62) cannot take its wrappers off again, and another
@@ -43,19 +45,20 @@ class LightningSpanProcessor(SpanProcessor):
     """Hands spans to the trace whose context they were started in. Spans outside of any are let be."""
 
     def __init__(self) -> None:
-        self._open: dict[int, Trace] = {}
-        """By span id, the traces of spans that have not ended. Threads change it by single operations on a dict."""
+        self._open: dict[int, tuple[Trace, str]] = {}
+        """By span id, the traces and names of spans that have not ended. Threads change it by single operations."""
 
     def on_start(self, span: SdkSpan, parent_context: Context | None = None) -> None:
         trace = active_trace(parent_context)
         if trace is not None and isinstance(trace.tracer, OtelTracer):
-            self._open[span.get_span_context().span_id] = trace
+            self._open[span.get_span_context().span_id] = (trace, span.name)
 
     def on_end(self, span: ReadableSpan) -> None:
         context = span.get_span_context()
-        trace = self._open.pop(context.span_id, None) if context is not None else None
-        if trace is None:
+        found = self._open.pop(context.span_id, None) if context is not None else None
+        if found is None:
             return
+        trace, _ = found
         if span.dropped_attributes:
             logger.error(
                 "Span %r of rollout %s lost %d attributes to the limits of the program's TracerProvider; raise them",
@@ -64,22 +67,29 @@ class LightningSpanProcessor(SpanProcessor):
                 span.dropped_attributes,
             )
         try:
-            taken = trace.add(Span.from_opentelemetry(span, trace.rollout_id, trace.attempt_id, 0))
+            made = Span.from_opentelemetry(span, trace.rollout_id, trace.attempt_id, 0)
+            made.resource.attributes.setdefault("host.name", _HOST)
+            taken = trace.add(made)
         except Exception as error:  # noqa: BLE001 - the agent must not fail by its trace
             logger.error("Span %r of rollout %s is lost: %s", span.name, trace.rollout_id, in_words(error))
             return
         if not taken:
-            logger.warning(
-                "Span %r ended after the attempt %s of rollout %s and is left out; let the agent wait for its threads",
-                span.name,
-                trace.attempt_id,
-                trace.rollout_id,
-            )
+            _warn_left_out(span.name, trace)
 
     def forget(self, trace: Trace) -> None:
-        """The trace ends; its spans that have not ended never will."""
-        for span_id in [span_id for span_id, owner in list(self._open.items()) if owner is trace]:
-            self._open.pop(span_id, None)
+        """The trace has ended: spans of it that have not are left out, with a warning."""
+        for span_id, (owner, name) in list(self._open.items()):
+            if owner is trace and self._open.pop(span_id, None) is not None:
+                _warn_left_out(name, trace)
+
+
+def _warn_left_out(name: str, trace: Trace) -> None:
+    logger.warning(
+        "Span %r had not ended when attempt %s of rollout %s did, and is left out; let the agent wait for its threads",
+        name,
+        trace.attempt_id,
+        trace.rollout_id,
+    )
 
 
 _processor = LightningSpanProcessor()
@@ -149,6 +159,10 @@ class OtelTracer(Tracer):
         super().__init__()
         self._asked = instrument
 
+    def preload(self) -> None:
+        if type(self).init is OtelTracer.init:  # another one may open connections, which must not be shared
+            self.init()
+
     def init(self, *args: Any, **kwargs: Any) -> None:
         tracer_provider()
         for name in INSTRUMENTORS if self._asked is None else self._asked:
@@ -204,6 +218,62 @@ class OtelTracer(Tracer):
         return span
 
 
+class AgentOpsTracer(OtelTracer):
+    """An OtelTracer whose instrumentation is that of the package ``agentops``, of all libraries that it knows.
+
+    Every trace has a session span around it. Spans go to the store alone: agentops gets our provider and starts no
+    exporter, so it needs no key and sends nothing, also after ``agentops.init()`` in the agent. Use it in a process
+    without other OtelTracers, whose instrumentation of ``openai`` would record every call twice.
+
+    The arguments are accepted for programs written for agentlightning; ``instrument_managed=False`` leaves libraries as
+    they are. Raises ConfigError in ``init`` where agentops is missing.
+    """
+
+    def __init__(self, *, agentops_managed: bool = True, instrument_managed: bool = True, daemon: bool = True) -> None:
+        super().__init__(instrument=["threading"])
+        self._instruments = instrument_managed
+
+    def init(self, *args: Any, **kwargs: Any) -> None:
+        core = _agentops("sdk.core").tracer
+        super().init()
+        with _lock:
+            if core.initialized and core.provider is not _provider:
+                raise ConfigError(
+                    "agentops.init() was called before the tracer began; leave it out, or call it in the agent"
+                )
+            # What its own `initialize` does, but for the provider with an exporter to agentops.ai.
+            core.provider, core._initialized = _provider, True
+            if self._instruments:
+                _agentops("instrumentation").instrument_all()
+
+    @asynccontextmanager
+    async def trace_context(
+        self, name: str | None = None, *, rollout_id: str | None = None, attempt_id: str | None = None
+    ) -> AsyncIterator[Trace]:
+        attributes = _agentops("sdk.attributes")
+        kind = _agentops("semconv").SpanKind.SESSION
+        async with super().trace_context(name, rollout_id=rollout_id, attempt_id=attempt_id) as trace:
+            fields = attributes.get_span_attributes(name or "session", kind, **attributes.get_trace_attributes())
+            with self.operation_context(f"{name or 'session'}.{kind}", fields):
+                yield trace
+
+    def get_langchain_handler(self, tags: Sequence[str] | None = None) -> Any:
+        """agentops' handler. Raises ConfigError without langchain-core."""
+        handlers = _agentops("integration.callbacks.langchain", "langchain-core")
+        return handlers.LangchainCallbackHandler(tags=list(tags or ()), auto_session=False)
+
+
+def _agentops(module: str, package: str = "agentops") -> Any:
+    try:
+        return importlib.import_module(f"agentops.{module}")
+    except ImportError as error:
+        raise ConfigError(
+            f"AgentOpsTracer needs the package {package}: {error}. Install rollout-post-training[agentops], in an "
+            "environment of its own where its older packaging, psutil and wrapt are in the way; OtelTracer traces the "
+            "openai client without it"
+        ) from error
+
+
 def _begin_instrumentation(place: str, *, is_required: bool) -> None:
     with _lock:
         if place in _instrumented:
@@ -214,7 +284,14 @@ def _begin_instrumentation(place: str, *, is_required: bool) -> None:
         assert _provider is not None, "made before"
         if not instrumentor.is_instrumented_by_opentelemetry:
             instrumentor.instrument(tracer_provider=_provider)
+            logging.getLogger("opentelemetry.attributes").addFilter(_is_no_omission)
         _instrumented.add(place)
+
+
+def _is_no_omission(record: logging.LogRecord) -> bool:
+    """Frameworks say by a value of its own what they leave out of a call of openai; OpenTelemetry would warn of each
+    one in each call."""
+    return "'openai.Omit'" not in record.getMessage()
 
 
 def _instrumentor(place: str, *, is_required: bool) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import multiprocessing
 import os
@@ -41,6 +42,8 @@ class GivenUp(Exception):
 
 _GIVEN_UP = 75
 """Exit code of such a runner."""
+_MOST_WORDS = 4000
+"""Characters that a runner may say at its end. They are read once it has ended, so the pipe must hold them."""
 
 
 class Death(NamedTuple):
@@ -60,7 +63,7 @@ class RunnerProcesses:
     """``numbers`` of runners, each a process, kept alive until they return.
 
     ``allowed_exit_codes`` count as a return. A runner that dies is started again at most ``max_restarts`` times in a
-    row; ``on_death`` is called, on the event loop, before that.
+    row; ``on_death`` is awaited with its number before that.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class RunnerProcesses:
         self._nursery.start()
         theirs.close()
 
-    async def run(self, url: str, on_death: Callable[[Death], Any]) -> None:
+    async def run(self, url: str, on_death: Callable[[int], Any]) -> None:
         """Start all runners on the store at ``url`` and return when they have returned. Raises Fatal when one has died
         too often, or the nursery itself."""
         for number in () if self._stopping else self._numbers:
@@ -97,14 +100,14 @@ class RunnerProcesses:
                 await asyncio.sleep(_POLL_SECONDS)
                 continue
             try:
-                death: Death = Death(*self._connection.recv())
+                death: Death = Death(*_receive(self._connection))
             except EOFError:
                 raise Fatal("the process that starts the runners has died") from None
             self._alive.discard(death.number)
             if death.exit_code in self._allowed or self._stopping:
                 continue
             logger.error("%s", death)
-            await on_death(death)
+            await on_death(death.number)
             if death.exit_code == _GIVEN_UP:
                 raise Fatal(str(death))
             if not self._stopping:
@@ -143,7 +146,7 @@ class RunnerProcesses:
         self._connection.close()
 
     def _send(self, *command: Any) -> None:
-        self._connection.send(command)
+        _send(self._connection, command)
 
 
 def _nursery(connection: Connection, main: RunnerMain, parent: int) -> None:
@@ -160,12 +163,12 @@ def _nursery(connection: Connection, main: RunnerMain, parent: int) -> None:
         for number, (process, said) in list(runners.items()):
             if not process.is_alive():
                 process.join()
-                connection.send((number, process.exitcode, _last_words(said)))
+                _send(connection, (number, process.exitcode, _last_words(said)))
                 said.close()
                 del runners[number]
         while connection.poll():
             try:
-                command, *arguments = connection.recv()
+                command, *arguments = _receive(connection)
             except EOFError:
                 command, arguments = "end", []
             if command == "start":
@@ -181,9 +184,17 @@ def _nursery(connection: Connection, main: RunnerMain, parent: int) -> None:
                 return
 
 
+def _send(connection: Connection, what: Any) -> None:
+    connection.send_bytes(json.dumps(what).encode())
+
+
+def _receive(connection: Connection) -> Any:
+    return json.loads(connection.recv_bytes())
+
+
 def _last_words(said: Connection) -> str:
     try:
-        return said.recv() if said.poll() else ""
+        return _receive(said) if said.poll() else ""
     except EOFError:
         return ""
 
@@ -211,10 +222,10 @@ def _runner(said: Connection, main: RunnerMain, number: int, url: str, parent: i
         main(number, url)
         code = 0
     except GivenUp as error:
-        said.send(str(error))
+        _send(said, str(error)[:_MOST_WORDS])
         code = _GIVEN_UP
     except BaseException as error:  # noqa: BLE001 - said, shown, and the end
-        said.send(in_words(error))
+        _send(said, in_words(error)[:_MOST_WORDS])
         if isinstance(error, SystemExit) and isinstance(error.code, int):
             code = error.code
         else:

@@ -16,14 +16,19 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from rollout_core.agents.agent import CURRENT_RUNNER, LitAgent
-from rollout_core.agents.delivery import retried
+from rollout_core.agents.delivery import AWAY, retried
 from rollout_core.agents.emitters import emit_exception
 from rollout_core.agents.heartbeats import Heartbeats, LaunchMode
 from rollout_core.agents.hooks import Hook, call_hooks
-from rollout_core.agents.proxy.delivery import flush_proxies
-from rollout_core.agents.results import spans_of_result
-from rollout_core.agents.running import LeaseLost, TimedOut, call_agent, check_abandoned
-from rollout_core.agents.supervision import ExecutionEvent
+from rollout_core.agents.proxy.delivery import flush_proxies, look_for_proxies
+from rollout_core.agents.running import (
+    ExecutionEvent,
+    LeaseLost,
+    TimedOut,
+    call_agent,
+    check_abandoned,
+    spans_of_result,
+)
 from rollout_core.agents.tracing import Trace, Tracer
 from rollout_core.base.errors import ConfigError, Conflict, NotFound, Recoverable, in_words
 from rollout_core.store import (
@@ -33,11 +38,13 @@ from rollout_core.store import (
     AttemptUpdate,
     LightningStore,
     NamedResources,
+    ResourcesUpdate,
     Rollout,
     RolloutMode,
     Span,
     TaskInput,
 )
+from rollout_core.store.resources import ClaimedTask
 from rollout_core.store.span_fields import span_fields
 
 logger = logging.getLogger(__name__)
@@ -56,6 +63,9 @@ class Runner(Generic[Task]):
     """What the trainer and the strategies need of a runner."""
 
     tracer: Tracer
+
+    def preload(self) -> None:
+        """Called before processes are forked for runners, see ``Tracer.preload``."""
 
     def init(self, agent: LitAgent[Task], *, hooks: Sequence[Hook] = (), **kwargs: Any) -> None:
         """Prepare this process."""
@@ -121,7 +131,7 @@ class LitAgentRunner(Runner[Task]):
     Args:
         tracer: sees what the agent does.
         max_rollouts: ``iter`` ends after so many, failed ones included; None: when its event is set.
-        poll_interval: longest pause between looks at an empty queue, in seconds.
+        poll_interval: longest pause between looks at an empty queue, in seconds; a store that can notify ends it.
         heartbeat_interval: seconds between signs of life of the worker, and between looks whether the attempt is still
             its own; 0 or less: none.
         interval_jitter: share by which pauses differ at random, so that runners do not ask all at once.
@@ -129,6 +139,9 @@ class LitAgentRunner(Runner[Task]):
         heartbeat_include_gpu: whether heartbeats say what the GPUs are at.
         store_patience_seconds: how long a store may be away before the runner fails.
     """
+
+    cancelled_status: AttemptStatus = "failed"
+    """Of an attempt whose runner is cancelled."""
 
     def __init__(
         self,
@@ -159,6 +172,9 @@ class LitAgentRunner(Runner[Task]):
         self._store: LightningStore | None = None
         self._hooks: Sequence[Hook] = ()
         self.worker_id: int | None = None
+
+    def preload(self) -> None:
+        self.tracer.preload()
 
     def init(self, agent: LitAgent[Task], *, hooks: Sequence[Hook] = (), **kwargs: Any) -> None:
         self._agent = agent
@@ -218,22 +234,22 @@ class LitAgentRunner(Runner[Task]):
             while not _is_set(event) and (self._max_rollouts is None or done < self._max_rollouts):
                 check_abandoned()
                 try:
-                    rollout = await self._take(store, event)
-                    if rollout is None and time.monotonic() - looked > _PROBE_SECONDS:
+                    claimed = await self._take(store, event)
+                    if claimed is None and time.monotonic() - looked > _PROBE_SECONDS:
                         await self._ask(lambda: store.query_rollouts(limit=0), event)
                         looked = time.monotonic()
-                except (Recoverable, ConnectionError):
+                except AWAY:
                     if _is_set(event):
                         return
                     raise
-                if rollout is None:
-                    await self._pause(pause, event)
+                if claimed is None:
+                    await self._wait_for_work(store, pause, event)
                     pause = min(2 * pause, self._poll_interval)
                     continue
                 pause = _FIRST_POLL_SECONDS
-                error = await self._run(rollout)
+                error = await self._run(claimed.rollout, claimed.resources)
                 if error is not None:
-                    logger.error("Rollout %s failed: %s", rollout.rollout_id, in_words(error), exc_info=error)
+                    logger.error("Rollout %s failed: %s", claimed.rollout.rollout_id, in_words(error), exc_info=error)
                 done += 1
 
     async def step(
@@ -262,33 +278,43 @@ class LitAgentRunner(Runner[Task]):
             raise NotFound(f"the rollout {rollout.rollout_id} was run, and is no longer in the store")
         return found
 
-    async def _take(self, store: LightningStore, event: ExecutionEvent | None) -> AttemptedRollout | None:
+    async def _take(self, store: LightningStore, event: ExecutionEvent | None) -> ClaimedTask | None:
         """The next rollout of the queue. One whose claim got no answer is not claimed twice."""
         claim_id, tries = f"{self.worker_name}-{secrets.token_hex(8)}", itertools.count()
 
-        async def claim() -> AttemptedRollout | None:
-            claimed = await store.claim_rollouts(claim_id, worker_id=self.worker_name, repeated=next(tries) > 0)
-            return claimed[0] if claimed else None
+        async def claim() -> ClaimedTask | None:
+            return await store.claim_task(claim_id, worker_id=self.worker_name, repeated=next(tries) > 0)
 
         return await self._ask(claim, event)
 
-    async def _pause(self, seconds: float, event: ExecutionEvent | None) -> None:
-        left = seconds * (1 + self._interval_jitter * (2 * random.random() - 1))
-        while left > 0 and not _is_set(event):
-            await asyncio.sleep(min(left, _LOOK_SECONDS))
-            left -= _LOOK_SECONDS
+    async def _wait_for_work(self, store: LightningStore, seconds: float, event: ExecutionEvent | None) -> None:
+        """Wait until the store says that something is queued, at most about so long."""
+        seconds *= 1 + self._interval_jitter * (2 * random.random() - 1)
+        waiting = asyncio.ensure_future(store.wait_for_work(seconds))
+        try:
+            while not waiting.done() and not _is_set(event):
+                await asyncio.wait({waiting}, timeout=_LOOK_SECONDS)
+            if waiting.done():
+                waiting.result()
+        except AWAY:  # the next claim waits for it
+            await asyncio.sleep(_FIRST_POLL_SECONDS)
+        finally:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
 
-    async def _run(self, rollout: AttemptedRollout) -> Exception | None:
-        """Run one attempt to its end in the store; what made it fail, None if it succeeded or was taken over."""
+    async def _run(self, rollout: AttemptedRollout, found: ResourcesUpdate | None = None) -> Exception | None:
+        """Run one attempt to its end in the store; what made it fail, None if it succeeded or was taken over.
+        ``found``: its resources, where they are at hand."""
         CURRENT_RUNNER.set(self)
         hooks, who = self._hooks, {"agent": self.get_agent(), "runner": self, "rollout": rollout}
         outcome = _Outcome()
         try:
             await call_hooks(hooks, "on_rollout_start", **who)
-            await self._trace(rollout, outcome)
+            await self._trace(rollout, found, outcome)
         except asyncio.CancelledError:
             # The runner is to end now; what it leaves must be true, and this work is in nobody's hands any more.
             outcome.fail(Recoverable("the runner was cancelled"))
+            outcome.is_cancelled = True
             await self._end_surely(rollout, outcome)
             raise
         except Exception as error:  # noqa: BLE001 - an agent's, or a span's that could not be stored
@@ -305,10 +331,12 @@ class LitAgentRunner(Runner[Task]):
             await asyncio.wait({ending})
             raise
 
-    async def _trace(self, rollout: AttemptedRollout, outcome: _Outcome) -> None:
+    async def _trace(self, rollout: AttemptedRollout, found: ResourcesUpdate | None, outcome: _Outcome) -> None:
         store, agent = self.get_store(), self.get_agent()
-        resources = await self._resources(rollout)
+        resources = await self._resources(rollout) if found is None else found.resources
+        await look_for_proxies(resources)
         moment = {"agent": agent, "runner": self, "tracer": self.tracer, "rollout": rollout}
+        began = time.monotonic()
         traced = self.tracer.trace_context(
             rollout.rollout_id, rollout_id=rollout.rollout_id, attempt_id=rollout.attempt.attempt_id
         )
@@ -325,7 +353,8 @@ class LitAgentRunner(Runner[Task]):
                         emit_exception(error)
             await call_hooks(self._hooks, "on_trace_end", **moment)
         if not isinstance(outcome.error, LeaseLost | TimedOut):
-            await flush_proxies(resources, rollout)
+            seconds = time.monotonic() - began
+            await flush_proxies(resources, rollout, seconds, has_failed=outcome.error is not None)
 
     async def _resources(self, rollout: AttemptedRollout) -> NamedResources:
         store, resources_id = self.get_store(), rollout.resources_id
@@ -350,7 +379,7 @@ class LitAgentRunner(Runner[Task]):
                 outcome.fail(error)
                 outcome.spans = []
                 written = await self._store_end(rollout, outcome)
-        except (NotFound, ConfigError, Recoverable, ConnectionError) as error:
+        except (NotFound, ConfigError, *AWAY) as error:
             # Nothing more can be said of the attempt: the watchdog will end it, if its config has a time limit.
             logger.error("The end of rollout %s cannot be stored: %s", rollout.rollout_id, in_words(error))
             outcome.fail(error)
@@ -361,7 +390,8 @@ class LitAgentRunner(Runner[Task]):
     async def _store_end(self, rollout: AttemptedRollout, outcome: _Outcome) -> Attempt | Conflict:
         store, ids = self.get_store(), (rollout.rollout_id, rollout.attempt.attempt_id)
         last = outcome.spans
-        await self._number(ids, last)
+        if self._hooks or len(last) > 1:
+            await self._number(ids, last)
         if self._hooks and not outcome.is_told:
             if last:
                 await self._ask(lambda: store.add_many_spans(last))
@@ -370,8 +400,9 @@ class LitAgentRunner(Runner[Task]):
             await call_hooks(
                 self._hooks, "on_rollout_end", agent=self.get_agent(), runner=self, rollout=rollout, spans=spans
             )
-        update = AttemptUpdate(rollout_id=ids[0], attempt_id=ids[1], status=outcome.status)
-        if len(last) == 1:
+        status = self.cancelled_status if outcome.is_cancelled else outcome.status
+        update = AttemptUpdate(rollout_id=ids[0], attempt_id=ids[1], status=status)
+        if len(last) == 1:  # in one request, which also numbers it
             ends = [(span_fields(last[0]), update)]
             return (await self._ask(lambda: store.end_attempts(ends)))[0]
         if last:
@@ -399,6 +430,8 @@ class _Outcome:
         self.spans: list[Span] = []
         """Those that the agent returned."""
         self.trace: Trace | None = None
+        self.is_cancelled = False
+        """The runner was, and not the agent's work at fault."""
         self.is_told = False
         """The hooks know of the end."""
 

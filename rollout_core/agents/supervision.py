@@ -14,10 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from concurrent.futures import wait as wait_for
+from typing import Any
 
 from rollout_core.agents.processes import RunnerProcesses
+from rollout_core.agents.running import ExecutionEvent
 from rollout_core.base.errors import Conflict, Fatal, in_words
+from rollout_core.base.stopping import in_thread
 from rollout_core.store import LightningStore, LightningStoreCapabilities
 from rollout_core.store.forwarding import ForwardingLightningStore
 
@@ -27,18 +30,6 @@ GIVE_UP_SECONDS = 20.0
 """How long nobody may take what is queued once all runners of this process have ended; those of other machines look for
 work every few seconds."""
 _LOOK_SECONDS = 1.0
-
-
-class ExecutionEvent(Protocol):
-    """Set when the run is to end."""
-
-    def set(self) -> None:
-        """End the run."""
-        ...
-
-    def is_set(self) -> bool:
-        """Whether it is to end."""
-        ...
 
 
 # The end of a run
@@ -250,21 +241,17 @@ def run_main(work: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None
 
 
 def _in_thread(run: Callable[[], Coroutine[Any, Any, None]], stop: Callable[[], object]) -> None:
-    failure: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            asyncio.run(run())
-        except BaseException as error:  # noqa: BLE001 - raised in the calling thread
-            failure.append(error)
-
-    thread = threading.Thread(target=body, name="rollout-run")
-    thread.start()
+    is_main = threading.current_thread() is threading.main_thread()
+    # asyncio.run's own handler would only cancel the calling task, which waits here and would not notice.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler) if is_main else None
+    work = in_thread(lambda: asyncio.run(run()))
     try:
-        thread.join()
+        wait_for([work])
     except BaseException:  # a notebook's interruption finds the calling thread here
         stop()
-        thread.join()
+        wait_for([work])
         raise
-    if failure:
-        raise failure[0]
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
+    work.result()

@@ -46,15 +46,10 @@ class Trace:
             span.sequence_id = len(self.spans) + 1
             self.spans.append(span)
             return True
-        if not self._delivery.add(lambda number: _numbered(span, number)):
+        if not self._delivery.add(span):
             return False
         self.spans.append(span)
         return True
-
-
-def _numbered(span: Span, number: int) -> Span:
-    span.sequence_id = number
-    return span
 
 
 def active_trace(context: Context | None = None) -> Trace | None:
@@ -103,6 +98,10 @@ class Tracer:
         self._worker_id: int | None = None
         self._last: list[Span] = []
 
+    def preload(self) -> None:
+        """Do once what ``init`` would do in each process that is forked from this one, such as imports that take
+        seconds. It must leave no threads or connections behind."""
+
     def init(self, *args: Any, **kwargs: Any) -> None:
         """Prepare this process."""
 
@@ -125,7 +124,6 @@ class Tracer:
         *,
         rollout_id: str | None = None,
         attempt_id: str | None = None,
-        store: LightningStore | None = None,
     ) -> AsyncIterator[Trace]:
         """Trace what runs inside. With ids, every span is in the store when the block ends, and is counted as the
         attempt's; without, spans are only collected. The block's own errors are raised, and so is what keeps the store
@@ -133,7 +131,7 @@ class Tracer:
 
         Raises ConfigError if one id comes without the other, or ids without a store.
         """
-        trace = self._new_trace(rollout_id, attempt_id, store or self._store)
+        trace = self._new_trace(rollout_id, attempt_id)
         token = otel_context.attach(otel_context.set_value(_KEY, trace))
         try:
             yield trace
@@ -142,25 +140,23 @@ class Tracer:
                 otel_context.detach(token)
             await self._end(trace)
 
-    def _new_trace(self, rollout_id: str | None, attempt_id: str | None, store: LightningStore | None) -> Trace:
+    def _new_trace(self, rollout_id: str | None, attempt_id: str | None) -> Trace:
         if (rollout_id is None) != (attempt_id is None):
             raise ConfigError(f"got rollout_id={rollout_id!r} and attempt_id={attempt_id!r}; give both or neither")
         if rollout_id is None or attempt_id is None:
             return Trace(self, None, None)
         check_ids(rollout_id, attempt_id)
-        if store is None:
+        if self._store is None:
             raise ConfigError("a trace with ids needs a store; call init_worker(worker_id, store) first")
-        delivery = SpanDelivery(store, rollout_id, attempt_id, patience_seconds=self.delivery_patience_seconds)
+        delivery = SpanDelivery(self._store, rollout_id, attempt_id, patience_seconds=self.delivery_patience_seconds)
         return Trace(self, delivery, (rollout_id, attempt_id))
 
     async def _end(self, trace: Trace) -> None:
+        trace.is_open = False  # first, so that a span which ends meanwhile is refused, not forgotten
         self._close_open_spans(trace)
-        try:
-            if trace._delivery is not None:
-                await trace._delivery.close()
-        finally:
-            trace.is_open = False
-            self._last = trace.spans
+        self._last = trace.spans
+        if trace._delivery is not None:
+            await trace._delivery.close()
 
     def _close_open_spans(self, trace: Trace) -> None:
         """The trace ends; nothing is to be kept of spans that have not."""
@@ -205,15 +201,6 @@ class Tracer:
                 self.teardown_worker(0)
         finally:
             self.teardown()
-
-    async def trace_run_async(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Await ``function`` in a trace without ids; ``get_last_trace`` has its spans."""
-        async with self.trace_context():
-            return await function(*args, **kwargs)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # To another process goes what it was made with; a store is that process's own affair.
-        return {**self.__dict__, "_store": None, "_worker_id": None, "_last": []}
 
 
 class _PlainRecording(SpanRecordingContext):

@@ -16,7 +16,6 @@ from rollout_core.agents.baseline import Baseline, FastAlgorithm
 from rollout_core.agents.components import ComponentSpec, build_component
 from rollout_core.agents.execution import (
     ClientServerExecutionStrategy,
-    ExecutionEvent,
     ExecutionStrategy,
     SharedMemoryExecutionStrategy,
 )
@@ -24,6 +23,7 @@ from rollout_core.agents.hooks import Hook
 from rollout_core.agents.otel import OtelTracer
 from rollout_core.agents.proxy.server import LLMProxy
 from rollout_core.agents.runner import LitAgentRunner, Runner
+from rollout_core.agents.running import ExecutionEvent
 from rollout_core.agents.tracing import Tracer
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.stopping import in_thread
@@ -141,7 +141,7 @@ class Trainer:
         async def run_algorithm(store: LightningStore, event: ExecutionEvent) -> None:
             async with _running(self.llm_proxy, store) as proxy:
                 resources: NamedResources | None = self.initial_resources
-                if resources is None and proxy is not None:
+                if resources is None and proxy is not None and proxy.model_list:
                     resources = {"llm": proxy.as_resource()}
                 if algorithm is None:
                     await _only_publish(resources, store, event)
@@ -170,6 +170,8 @@ class Trainer:
                 runner.teardown()
 
         run_algorithm.ends_with_runners = algorithm is None  # pyright: ignore[reportFunctionMemberAccess]
+        if isinstance(self.strategy, ClientServerExecutionStrategy) and self.strategy.role != "algorithm":
+            self.runner.preload()
         self.strategy.execute(run_algorithm, run_runner, self.store)
 
 

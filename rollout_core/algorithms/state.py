@@ -44,12 +44,11 @@ from rollout_core.config import LearnerSettings
 from rollout_core.models.architecture import adapter_weights, has_lora, merged_weights
 from rollout_core.models.pretrained import copy_tokenizer, load_whole
 from rollout_core.objects.records import Checkpoint
-from rollout_core.objects.snapshots import PROGRESS_REFS, RUN_NAME, Snapshot, SnapshotStore
+from rollout_core.objects.snapshots import MODEL_FOLDER, PROGRESS_REFS, RUN_NAME, Snapshot, SnapshotStore
 
 log = logging.getLogger(__name__)
 
 STATE_VERSION = 2
-MODEL_FOLDER = "model"
 METRICS_FILE = "metrics.jsonl"
 ADAPTER_FILE = "adapter.safetensors"
 _REMEDY = "Go on with what made it, or train from the start: run.refresh = true"

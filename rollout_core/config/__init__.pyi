@@ -1,3 +1,20 @@
+from .agents import (
+    AgentConfig as AgentConfig,
+    AgentEvaluation as AgentEvaluation,
+    AgentGRPO as AgentGRPO,
+    AgentPPO as AgentPPO,
+    CriticConfig as CriticConfig,
+    LearnOnlineConfig as LearnOnlineConfig,
+    LiveTraffic as LiveTraffic,
+    OnlineEvaluation as OnlineEvaluation,
+    OnlineGRPO as OnlineGRPO,
+    OnlinePPO as OnlinePPO,
+    PromptSearch as PromptSearch,
+    RunnersConfig as RunnersConfig,
+    TemplateSource as TemplateSource,
+    TrainAgentConfig as TrainAgentConfig,
+    TunePromptConfig as TunePromptConfig,
+)
 from .base import (
     SCHEMA_VERSION as SCHEMA_VERSION,
     DatasetSource as DatasetSource,
@@ -30,6 +47,10 @@ from .inference import (
     VLLMBackend as VLLMBackend,
     WorkersConfig as WorkersConfig,
 )
+from .kinds import (
+    CONFIG_KINDS as CONFIG_KINDS,
+    json_schema as json_schema,
+)
 from .learning import (
     BudgetConfig as BudgetConfig,
     DatasetSettings as DatasetSettings,
@@ -57,7 +78,6 @@ from .on_policy import (
     PPOSettings as PPOSettings,
 )
 from .runs import (
-    CONFIG_KINDS as CONFIG_KINDS,
     BatchSampling as BatchSampling,
     DPOAlgorithm as DPOAlgorithm,
     EvaluationConfig as EvaluationConfig,
@@ -82,5 +102,4 @@ from .runs import (
     TrainPPOConfig as TrainPPOConfig,
     TrainRMConfig as TrainRMConfig,
     TrainSFTConfig as TrainSFTConfig,
-    json_schema as json_schema,
 )

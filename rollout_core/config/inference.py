@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from rollout_core.base.determinism import default_threads, numerics_identity, probe_device
 from rollout_core.config.base import Address, Settings
@@ -248,6 +248,20 @@ class ScriptedBackend(Settings):
         return {"kind": self.kind, "text": self.text}
 
 
+def _endpoint_address(url: str) -> str:
+    parts = urlsplit(url)
+    _ = parts.port  # raises ValueError where it is no port
+    if parts.scheme not in ("http", "https") or not parts.hostname or " " in url:
+        raise ValueError("expected an address such as http://127.0.0.1:8000/v1")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ValueError("an address is kept and shown, so it holds no key; name a secret as api_key")
+    return url.rstrip("/")
+
+
+EndpointAddress = Annotated[str, AfterValidator(_endpoint_address)]
+"""URL of an API up to and with its version, such as ``http://127.0.0.1:8000/v1``."""
+
+
 class OpenAIBackend(Settings):
     """An endpoint with OpenAI's API, such as one of ``vllm serve``. Its answers are taken for those of the configured
     model, whose tokenizer is used; that it serves this model is for its operator to see to."""
@@ -256,7 +270,7 @@ class OpenAIBackend(Settings):
     owns_batches: ClassVar[bool] = False
 
     kind: Literal["openai"] = "openai"
-    url: str
+    url: EndpointAddress
     """Up to and with the version, such as ``http://127.0.0.1:8000/v1``."""
     served_model: str | None = Field(default=None, min_length=1)
     """Name of the model at the endpoint; default: the only one that it lists. Give it where it may serve another one
@@ -282,17 +296,6 @@ class OpenAIBackend(Settings):
     Where the endpoint asks for a longer wait (Retry-After), that counts."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt plus completion, in tokens; default: the model's own limit."""
-
-    @field_validator("url")
-    @classmethod
-    def _is_an_address(cls, url: str) -> str:
-        parts = urlsplit(url)
-        _ = parts.port  # raises ValueError where it is no port
-        if parts.scheme not in ("http", "https") or not parts.hostname or " " in url:
-            raise ValueError("expected an address such as http://127.0.0.1:8000/v1")
-        if parts.username or parts.password or parts.query or parts.fragment:
-            raise ValueError("an address is kept and shown, so it holds no key; name a secret as api_key")
-        return url.rstrip("/")
 
     def cache_identity(self) -> Any:
         return {
@@ -322,10 +325,13 @@ class AdaptConfig(Settings):
         return self
 
 
+SCHEDULER_ADDRESS = r"^(tcp|tls|ws|wss|ucx|ucxx)://\S+$"
+
+
 class DaskConfig(Settings):
     """Shards run on the workers of a Dask cluster, one engine a worker process. Give ``address`` or ``cluster``."""
 
-    address: Address | None = Field(default=None, pattern=r"^(tcp|tls|ws|wss|ucx|ucxx)://\S+$")
+    address: Address | None = Field(default=None, pattern=SCHEDULER_ADDRESS)
     """Of a running scheduler, such as ``tcp://scheduler:8786``, or ``tls://...``."""
     cluster: str | None = Field(default=None, pattern=r"^\w+(\.\w+)+$")
     """Import path of a cluster class, such as ``distributed.LocalCluster``: a cluster for the length of this run."""

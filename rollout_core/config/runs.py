@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -273,21 +273,3 @@ class NightlyConfig(TrainingRun):
         settings = self.ppo or self.grpo or self.dpo
         assert settings is not None, "validated"
         return settings
-
-
-CONFIG_KINDS: dict[str, type[Run]] = {
-    "nightly": NightlyConfig,
-    "train-sft": TrainSFTConfig,
-    "train-ppo": TrainPPOConfig,
-    "train-grpo": TrainGRPOConfig,
-    "train-rm": TrainRMConfig,
-    "train-dpo": TrainDPOConfig,
-    "train-ipo": TrainIPOConfig,
-    "train-kto": TrainKTOConfig,
-    "infer-batch": InferBatchConfig,
-}
-
-
-def json_schema() -> dict[str, Any]:
-    """JSON Schema of every run configuration, by kind."""
-    return {name: model.model_json_schema() for name, model in CONFIG_KINDS.items()}

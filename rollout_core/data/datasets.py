@@ -123,6 +123,21 @@ class PromptRow(Row):
         return self
 
 
+class TaskRow(Row):
+    """What an agent is given: an object of any keys."""
+
+    @property
+    def task(self) -> dict[str, Any]:
+        """The row as the agent gets it."""
+        return self.extras
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> TaskRow:
+        if not self.extras:
+            raise ValueError("a task needs at least one key")
+        return self
+
+
 UNTRAINED_LABEL = -100
 """In ``labels``: this token is no target."""
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]

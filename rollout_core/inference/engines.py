@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -46,10 +46,17 @@ class Lanes:
         self._was_left = False
         """The last lane was closed, so the stream ends."""
 
-    def open(self, *, few: int = 0) -> Lane:
+    @property
+    def max_model_len(self) -> int | None:
+        """See `InferenceBackend`."""
+        return self._backend.max_model_len
+
+    def open(self, *, few: int = 0, keeps_turn: bool = True) -> Lane:
         """A new lane, for the event loop that calls; close it when done. Its ``outcomes`` returns, without any if need
-        be, when the engine has taken enough requests that fewer than ``few`` wait."""
+        be, when the engine has taken enough requests that fewer than ``few`` wait. Later lanes need not wait until it
+        ends unless it ``keeps_turn``."""
         lane = Lane(self, asyncio.get_running_loop(), few)
+        lane.ended = not keeps_turn
         with self._changed:
             self._lanes.append(lane)
             self._give_turn()
@@ -63,6 +70,12 @@ class Lanes:
         with self._changed:
             lane.queue.extend(requests)
             self._changed.notify()
+
+    def withdraw(self, lane: Lane, keys: Collection[str]) -> None:
+        """Take back those requests of a lane that the engine has not taken."""
+        with self._changed:
+            lane.queue = deque(request for request in lane.queue if request.key not in keys)
+            self._give_turn()
 
     def end(self, lane: Lane) -> None:
         """No more requests are submitted to a lane."""
@@ -161,7 +174,7 @@ class Lane:
         self.queue: deque[Request] = deque()
         """Not yet taken by the engine; changed under the lanes' lock."""
         self.ended = False
-        """Nothing more is submitted."""
+        """Nothing more is submitted, or later lanes do not wait for it."""
         self.started: dict[str, float] = {}
         """Monotonic seconds at which the engine took each request whose outcome was not yet looked at."""
 
@@ -188,6 +201,10 @@ class Lane:
     def submit(self, requests: Sequence[Request]) -> None:
         """Append requests; their keys are unique in this lane."""
         self._lanes.submit(self, requests)
+
+    def withdraw(self, keys: Collection[str]) -> None:
+        """Take back requests; the outcomes of those that the engine already has are still delivered."""
+        self._lanes.withdraw(self, keys)
 
     def end(self) -> None:
         """Say that nothing more is submitted."""

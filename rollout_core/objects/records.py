@@ -149,6 +149,57 @@ class Scores(Record):
     """Where ``rollouts`` are given, so many whose numbers follow each other are compared with each other."""
 
 
+class AgentSource(Record):
+    """An agent's code as it was read."""
+
+    id: ContentId
+    """What attempts depend on: the agent's name and code, wherever the files lay."""
+    function: str
+    code: BlobId
+    """The files, as `UserCode.document`."""
+
+    def cache_identity(self) -> Any:
+        """The code, not the folder that it was read in."""
+        return self.id
+
+
+class AgentPrompt(Record):
+    """A prompt template that an agent gets as a resource."""
+
+    name: str
+    """Of the resource."""
+    engine: Literal["f-string", "jinja"]
+    """Syntax of the template."""
+    text: BlobId
+
+
+class AgentTasks(Record):
+    """Tasks as rollouts of the store, for an agent to work on."""
+
+    rollouts: BlobId
+    """A line of JSON each: its id and the task; those of one task side by side."""
+    model: ContentId
+    """Whose answers the agent gets."""
+    num_tasks: int
+    num_rollouts: int
+
+
+class AgentRollouts(Record):
+    """What became of rollouts, frozen: their ended attempts with the content of their spans."""
+
+    rollouts: BlobId
+    """A line of JSON each, see `rollout_core.agents.adapters.ended.EndedRollout`."""
+    model: ContentId
+    num_rollouts: int
+    num_spans: int
+    statuses: dict[str, int]
+    """Rollouts by status."""
+    num_rewards: int
+    """Rollouts that succeeded with a finite reward."""
+    mean_reward: float
+    """Of all; one without a reward counts as 0."""
+
+
 class Experience(Record):
     """Token-level samples of stored rollouts with their rewards, as the updates of PPO and GRPO take them."""
 

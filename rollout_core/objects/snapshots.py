@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 _REPAIR = "`rollout storage verify --repair` says what is lost, and restores what can be"
 PROGRESS_REFS = "progress"
 """Each names the last snapshot of an unfinished stage, by an id that is no blob's."""
+MODEL_FOLDER = "model"
+"""Of a training state: its weights, a whole model by themselves."""
 _RUN_ID = re.compile("[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
 SnapshotKind = Literal["train_state", "buffer", "process", "episodic_memory"]
 

@@ -246,6 +246,7 @@ CACHES = (
     "runs",
     "work",
     "fan-out",
+    "agent-updates",
 )
 """Folders of refs to what a run makes again when it finds nothing there."""
 

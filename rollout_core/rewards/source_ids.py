@@ -98,9 +98,9 @@ def _source_id(spec: RewardSpec, codes: Mapping[str, UserCode]) -> ContentId:
     return content_id("reward/1", {**identity, **codes[spec.callable].identity()})
 
 
-def read_code(name: str, base: Path | None) -> UserCode:
+def read_code(name: str, base: Path | None, *, what: str = "reward") -> UserCode:
     """Read the code of the function ``name``; relative files and modules start at ``base`` (default: the working
-    directory). Raises ConfigError where there is none.
+    directory). Raises ConfigError where there is none; ``what`` it is, for messages.
 
     Only the user's own code counts as imported: what lies in a folder of Python's search path outside its installation,
     beside the file, or under ``base``. The standard library's names are its own. Imports that are computed at run time
@@ -108,9 +108,9 @@ def read_code(name: str, base: Path | None) -> UserCode:
     """
     folder = (base or Path()).resolve()
     source = name.rpartition(":")[0]
-    main = _file(source, base) if source.endswith(".py") else _module(source, folder)
+    main = _file(source, base, what) if source.endswith(".py") else _module(source, folder, what)
     if main is None:
-        return UserCode(name, None, {}, (str(folder),))
+        return UserCode(name, None, {}, (str(folder),), what)
     file = SourceFile(main.resolve(), _read(main), main.name == "__init__.py")
     folders = _users_folders(file.path, folder)
     package, root = _package_of(file.path)
@@ -118,28 +118,28 @@ def read_code(name: str, base: Path | None) -> UserCode:
     _add_imported(imported, (file, package), list(dict.fromkeys([*folders, root])))
     imported.pop(source, None)
     beside = [str(file.path.parent)] if source.endswith(".py") else []
-    return UserCode(name, file, imported, tuple(dict.fromkeys([*beside, str(folder)])))
+    return UserCode(name, file, imported, tuple(dict.fromkeys([*beside, str(folder)])), what)
 
 
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"reward file {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"file {path} cannot be read: {error.strerror}") from error
 
 
-def _file(source: str, base: Path | None) -> Path:
+def _file(source: str, base: Path | None, what: str) -> Path:
     path = (base or Path()) / source
     if not path.is_file():
         found = {file.name for file in path.parent.glob("*.py")}
-        raise ConfigError(f"reward file {path} does not exist; {near(path.name, found)}")
+        raise ConfigError(f"{what} file {path} does not exist; {near(path.name, found)}")
     return path
 
 
 _REMEDY = "install it, run from the folder that holds it, or name its file: path/to/file.py:function"
 
 
-def _module(name: str, base: Path) -> Path | None:
+def _module(name: str, base: Path, what: str) -> Path | None:
     """The module's source file; None for one without. Nothing is imported, not even packages that the name leads
     through: what they do to their search path when they are does not count."""
     importlib.invalidate_caches()
@@ -150,7 +150,7 @@ def _module(name: str, base: Path) -> Path | None:
         inside = spec and spec.submodule_search_locations
         spec = _find_spec(".".join([first, *parts[:count]]), list(inside)) if inside else None
     if spec is None:
-        raise ConfigError(f"reward module {name} cannot be found; {_REMEDY}")
+        raise ConfigError(f"{what} module {name} cannot be found; {_REMEDY}")
     return Path(spec.origin) if spec.has_location and spec.origin else None
 
 

@@ -49,6 +49,8 @@ class UserCode:
     """By module name; only what is the user's own."""
     folders: tuple[str, ...]
     """Where else modules are found, before Python's search path."""
+    what: str = "reward"
+    """For messages."""
 
     @property
     def module(self) -> str | None:
@@ -82,6 +84,7 @@ class UserCode:
             "main": self.main and _file_document(self.main),
             "imported": {name: _file_document(file) for name, file in self.imported.items()},
             "folders": list(self.folders),
+            "what": self.what,
         }
 
     @classmethod
@@ -92,6 +95,7 @@ class UserCode:
             main=document["main"] and _file_from(document["main"]),
             imported={name: _file_from(file) for name, file in document["imported"].items()},
             folders=tuple(document["folders"]),
+            what=document["what"],
         )
 
 
@@ -156,7 +160,7 @@ def load_module(code: UserCode) -> ModuleType:
     """The module named, run unless the same code was before; inside `importable`. Raises ConfigError if it fails."""
     _forget_other_versions(code)
     name = code.module or f"_rollout_reward_{_mark(code)}"
-    named = f"reward file {_main(code).path}" if code.module is None else f"reward module {name}"
+    named = f"{code.what} file {_main(code).path}" if code.module is None else f"{code.what} module {name}"
     try:
         return importlib.import_module(name) if code.module else _run_file(name, _main(code))
     except (Exception, SystemExit, GeneratorExit) as error:
@@ -262,8 +266,8 @@ class _Unread(importlib.abc.InspectLoader, importlib.abc.ResourceLoader):
 
     def _refuse(self, name: str) -> NoReturn:
         raise ConfigError(
-            f"reward {self._code.callable} imports {name} from {self._place}, which no import statement of its files "
-            "names, so that scores would not follow that file's changes; import it by a plain statement"
+            f"{self._code.what} {self._code.callable} imports {name} from {self._place}, which no import statement of "
+            "its files names, so that scores would not follow that file's changes; import it by a plain statement"
         )
 
 
@@ -288,8 +292,8 @@ def _refuse_a_strangers_name(code: UserCode, name: str, module: Any) -> None:
         return
     if Path(place).resolve() != code.imported[name].path.resolve():
         raise ConfigError(
-            f"reward {code.callable} imports {name} from {code.imported[name].path}, but {place} is loaded under that "
-            "name already; rename the file"
+            f"{code.what} {code.callable} imports {name} from {code.imported[name].path}, but {place} is loaded under "
+            "that name already; rename the file"
         )
 
 

@@ -17,17 +17,18 @@ debounce interval, and marks attempts that took too long or fell silent.
 
 from __future__ import annotations
 
-import inspect
+import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from rollout_core.base.errors import ConfigError, Conflict
+from rollout_core.base.errors import Conflict
 from rollout_core.store.checks import check_ends, check_id_list, kept_updates, refuse_missing
 from rollout_core.store.encoded_spans import EncodedSpan, fields_of
+from rollout_core.store.lifecycle import FINISHED
 from rollout_core.store.operations import answer_of_fence
 from rollout_core.store.queries import Queries
-from rollout_core.store.resources import NamedResources, ResourcesUpdate
+from rollout_core.store.resources import ClaimedTask, NamedResources, ResourcesUpdate
 from rollout_core.store.span_fields import SpanFields
 from rollout_core.store.spans import Span
 from rollout_core.store.types import (
@@ -46,6 +47,7 @@ from rollout_core.store.types import (
     TaskInput,
     Unset,
     Worker,
+    arguments_of,
     as_model,
     build,
     enqueue_request,
@@ -110,7 +112,7 @@ class LightningStore(Queries):
         """
         self._needs("enqueue_rollout", "enqueue_many_rollouts")
         requests = [as_model(EnqueueRolloutRequest, request) for request in rollouts]
-        return [await self.enqueue_rollout(**_given(self.enqueue_rollout, request)) for request in requests]
+        return [await self.enqueue_rollout(**arguments_of(self.enqueue_rollout, request)) for request in requests]
 
     async def enqueue_rollout(
         self,
@@ -152,6 +154,22 @@ class LightningStore(Queries):
         not remember claims: the server in front of it remembers for as long.
         """
         return await self.dequeue_many_rollouts(limit=limit, worker_id=worker_id)
+
+    async def claim_task(
+        self, claim_id: str, *, worker_id: str | None = None, repeated: bool = False
+    ) -> ClaimedTask | None:
+        """``claim_rollouts`` of one, with the resources it names, or the latest ones; None if nothing is queued."""
+        if not (claimed := await self.claim_rollouts(claim_id, worker_id=worker_id, repeated=repeated)):
+            return None
+        name = claimed[0].resources_id
+        try:
+            get = self.get_latest_resources() if name is None else self.get_resources_by_id(name)
+            return ClaimedTask(claimed[0], await get)
+        except Exception:  # noqa: BLE001 - the claim must not be lost with them; who asks again sees why
+            return ClaimedTask(claimed[0], None)
+        except BaseException:  # cancelled: nobody will have it
+            await asyncio.shield(self.release_rollouts(claimed))
+            raise
 
     async def release_rollouts(self, claimed: Sequence[AttemptedRollout]) -> None:
         """Give back claims that nobody took up, such as those of a cancelled dequeue.
@@ -206,9 +224,11 @@ class LightningStore(Queries):
         for given in rollouts:
             request = as_model(EnqueueRolloutRequest, given)
             if request.rollout_id is None:
-                started.append(await self.start_rollout(**_given(self.start_rollout, request), worker_id=worker_id))
+                started.append(
+                    await self.start_rollout(**arguments_of(self.start_rollout, request), worker_id=worker_id)
+                )
             else:
-                rollout = await self.enqueue_rollout(**_given(self.enqueue_rollout, request))
+                rollout = await self.enqueue_rollout(**arguments_of(self.enqueue_rollout, request))
                 had_attempt = isinstance(rollout, AttemptedRollout)
                 started.append(None if had_attempt else await self.start_attempt(rollout.rollout_id, worker_id))
         return started
@@ -260,6 +280,23 @@ class LightningStore(Queries):
         ``config=None`` among them).
         """
         raise self._lacks("update_rollout")
+
+    async def cancel_rollouts(self, rollout_ids: Sequence[str]) -> Sequence[Rollout]:
+        """Cancel those of these rollouts that have not finished, and return each as it is then, in the order of ids.
+
+        A finished rollout keeps its status. The attempt under way of a cancelled one ends as ``failed`` at the same
+        moment, so what its worker reports later in a fenced update is refused, also after the rollout was queued again.
+
+        Raises NotFound, and cancels none, if a rollout is unknown. By default a status is looked at just before it is
+        changed, not at the same moment, and attempts are left as they are.
+        """
+        self._needs("update_rollout", "cancel_rollouts")
+        found = {rollout.rollout_id: rollout for rollout in await self.query_rollouts(rollout_id_in=rollout_ids)}
+        refuse_missing(rollout_ids, found)
+        for rollout_id, rollout in found.items():
+            if rollout.status not in FINISHED:
+                found[rollout_id] = await self.update_rollout(rollout_id, status="cancelled")
+        return [found[rollout_id] for rollout_id in rollout_ids]
 
     async def update_many_attempts(
         self, updates: Sequence[AttemptUpdate], *, fenced: bool = False
@@ -357,26 +394,24 @@ class LightningStore(Queries):
         A span whose ``sequence_id`` is None gets the next one of its rollout.
         """
         fields = [span.fields() for span in spans]
-        unnumbered = [span for span in fields if span["sequence_id"] is None]
-        if unnumbered:
-            pairs = [(span["rollout_id"], span["attempt_id"]) for span in unnumbered]
-            numbers = await self.get_many_span_sequence_ids(pairs)
-            for span, number in zip(unnumbered, numbers, strict=True):
-                span["sequence_id"] = number
+        await _number(self, [span for span in fields if span["sequence_id"] is None])
         return await self.add_span_fields(fields)
 
     async def end_attempts(self, ends: Sequence[AttemptEnd]) -> Sequence[Attempt | Conflict]:
         """Store a last span of each attempt, see ``add_span_fields`` and ``add_encoded_spans``, and apply its update,
         fenced, see ``update_many_attempts``, whose results these are.
 
-        The span of an attempt whose update is refused is stored all the same. Spans and updates are two operations
-        where a store has no better: then an update may raise when the spans are stored.
+        A span with the ``sequence_id`` 0 or None gets the next one of its rollout. The span of an attempt whose update
+        is refused is stored all the same. Spans and updates are two operations where a store has no better: then an
+        update may raise when the spans are stored.
 
         Raises ConfigError where a span is of another attempt than its update.
         """
         check_ends(ends)
         updates = kept_updates(update for _, update in ends)  # before a span is stored
-        await self.add_span_fields([fields_of(span) for span, _ in ends])
+        fields = [dict(fields_of(span)) for span, _ in ends]
+        await _number(self, [span for span in fields if not span["sequence_id"]])
+        await self.add_span_fields(fields)
         return await self.update_many_attempts(updates, fenced=True)
 
     async def add_span(self, span: Span) -> Span | None:
@@ -416,6 +451,12 @@ class LightningStore(Queries):
         """
         raise self._lacks("wait_for_rollouts")
 
+    async def wait_for_work(self, timeout: float) -> bool:
+        """Wait until a rollout is queued, or for up to ``timeout`` seconds; whether one may be, though others may claim
+        it first. No more are woken than there is work for. A store that cannot notify waits all the time."""
+        await asyncio.sleep(timeout)
+        return False
+
     # Resources
 
     async def add_resources(self, resources: NamedResources) -> ResourcesUpdate:
@@ -451,19 +492,9 @@ class LightningStore(Queries):
             raise self._lacks(asked, other)
 
 
-def _given(method: Callable[..., Any], request: EnqueueRolloutRequest) -> dict[str, Any]:
-    """The arguments of a single form. No ``rollout_id`` where there is none, for stores that know no such thing; raises
-    ConfigError where there is one, as of HTTP clients, who would enqueue twice otherwise when an answer is lost."""
-    fields = {**request.__dict__}
-    if fields["rollout_id"] is None:
-        del fields["rollout_id"]
-        return fields
-    parameters = inspect.signature(method).parameters.values()
-    if not any(given.name == "rollout_id" or given.kind is given.VAR_KEYWORD for given in parameters):
-        owner = type(getattr(method, "__self__", None)).__name__
-        raise ConfigError(
-            f"{owner}.{method.__name__} takes no rollout_id, but the caller names the rollout {fields['rollout_id']}, "
-            "as clients over HTTP do so that nothing is enqueued twice; give it a parameter rollout_id=None, or define "
-            "enqueue_many_rollouts and start_many_rollouts"
-        )
-    return fields
+async def _number(store: LightningStore, spans: Sequence[dict[str, Any]]) -> None:
+    """Give these spans, as their ``SpanFields``, the next numbers of their rollouts."""
+    if spans:
+        numbers = await store.get_many_span_sequence_ids([(span["rollout_id"], span["attempt_id"]) for span in spans])
+        for span, number in zip(spans, numbers, strict=True):
+            span["sequence_id"] = number

@@ -63,9 +63,14 @@ def fields_of(span: dict[str, Any] | EncodedSpan) -> dict[str, Any]:
     return span.fields() if isinstance(span, EncodedSpan) else span
 
 
-def encoded(span: Mapping[str, Any] | EncodedSpan) -> EncodedSpan:
-    """A span in either form, encoded; raises as ``encode_fields``."""
-    return span if isinstance(span, EncodedSpan) else encode_fields(span)
+def encode_last(span: Mapping[str, Any] | EncodedSpan) -> EncodedSpan:
+    """An attempt's last span in either form, encoded; one without a number, or with 0, is to get the next. Raises as
+    ``encode_fields``."""
+    if isinstance(span, EncodedSpan):
+        return span if span.sequence_id else span._replace(sequence_id=None)
+    if span["sequence_id"]:
+        return encode_fields(span)
+    return encode_fields({**span, "sequence_id": 0})._replace(sequence_id=None)
 
 
 _PLAIN = (

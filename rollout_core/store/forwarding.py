@@ -40,16 +40,16 @@ for _name, _method in inspect.getmembers(LightningStore, inspect.iscoroutinefunc
         setattr(ForwardingLightningStore, _name, _forwarded(_name, _method))
 
 
-UNLOCKED = frozenset({"wait_for_rollouts", "statistics"})
+UNLOCKED = frozenset({"wait_for_rollouts", "wait_for_work", "statistics"})
 """Calls that do not wait for their turn."""
 
 
 class LightningStoreThreaded(ForwardingLightningStore):
     """Delegates to ``store``, one call at a time, from any thread. Make it before the threads that use it.
 
-    Queries wait for their turn too: they may run the watchdog. ``wait_for_rollouts`` and ``statistics`` do not, so a
-    waiting caller holds nobody up. A store that is safe for threads itself gets all calls as they come: it has its own,
-    finer way to keep them apart. A pickled copy wraps a pickled copy of the store, if that allows it.
+    Queries wait for their turn too: they may run the watchdog. Calls that wait for something and ``statistics`` do not,
+    so a waiting caller holds nobody up. A store that is safe for threads itself gets all calls as they come: it has its
+    own, finer way to keep them apart. A pickled copy wraps a pickled copy of the store, if that allows it.
     """
 
     def __init__(self, store: LightningStore) -> None:

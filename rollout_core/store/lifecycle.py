@@ -8,7 +8,7 @@ end when a newer one starts: what they still do counts for nothing.
        ^                   │                        │
        └──── requeuing <───┴── failed, timeout, unresponsive, if the config says to retry ──> otherwise failed
 
-``cancelled``, and any other status, can also be set by hand.
+``cancel_rollouts`` cancels what has not finished. Any status can also be set by hand.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ ENDED: frozenset[AttemptStatus] = frozenset({"succeeded", "failed"})
 WATCHED: frozenset[AttemptStatus] = frozenset({"preparing", "running"})
 """Attempts under way, as far as anybody knows. The watchdog may declare them lost."""
 SUPERSEDED: AttemptStatus = "failed"
-"""How an attempt under way ends when a newer one starts, and when the rollout finishes by a newer one."""
+"""How an attempt under way ends when a newer one starts, when the rollout finishes by a newer one, and when it is
+cancelled by `cancel_rollouts`."""
 
 ATTEMPT_AFTER_SPAN: Mapping[AttemptStatus, AttemptStatus] = {"preparing": "running", "unresponsive": "running"}
 """What a span makes of its attempt, see ``attempt_after_span``; a status that is not listed stays."""
@@ -39,7 +40,8 @@ ROLLOUT_AFTER_SPAN: Mapping[RolloutStatus, RolloutStatus] = {
     "requeuing": "running",
     "preparing": "running",
 }
-"""What a span of the latest attempt makes of the rollout; a status that is not listed stays."""
+"""What a span of the latest attempt makes of the rollout while that attempt is under way; a status that is not listed
+stays."""
 
 ROLLOUT_FOLLOWS: Mapping[AttemptStatus, frozenset[RolloutStatus]] = {
     "preparing": QUEUED,

@@ -1,4 +1,5 @@
-"""Event loops of several threads: callers that wait for rollouts, a lock between loops, and a loop on a thread."""
+"""Event loops of several threads: callers that wait for rollouts or for work, a lock between loops, and a loop on a
+thread."""
 
 from __future__ import annotations
 
@@ -6,10 +7,12 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -22,23 +25,35 @@ class Waiter:
         self.rollout_ids = frozenset(rollout_ids)
         self._loop = asyncio.get_running_loop()
         self._woken = asyncio.Event()
+        self._lock = threading.Lock()
         self._finished: set[str] = set()
+        self._open: set[str] = set()
 
     def wake(self, finished: Iterable[str]) -> None:
         """Tell the waiter, from any thread, that these of its rollouts have finished."""
+        with self._lock:
+            self._finished.update(finished)
+            if not self._open:
+                return  # it knows already
+            self._open.difference_update(finished)
+            if self._open:
+                return  # nothing to do for it yet; to wake its loop for each rollout would hold up those who work
         with contextlib.suppress(RuntimeError):  # its loop is closed
-            self._loop.call_soon_threadsafe(self._note, finished)
+            self._loop.call_soon_threadsafe(self._woken.set)
 
-    def _note(self, finished: Iterable[str]) -> None:
-        self._finished.update(finished)
-        self._woken.set()
-
-    async def next_finished(self, timeout: float) -> set[str]:
-        """Wait for news, at most ``timeout`` seconds; the rollouts that have finished since the last time."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._woken.wait(), timeout)
+    async def next_finished(self, open_ids: Iterable[str], timeout: float) -> set[str]:
+        """Wait until all of these rollouts have finished, at most ``timeout`` seconds; those that have, whichever they
+        are, since the last time."""
         self._woken.clear()
-        finished, self._finished = self._finished, set()
+        with self._lock:
+            self._open = set(open_ids) - self._finished
+            is_over = not self._open
+        if not is_over:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._woken.wait(), timeout)
+        with self._lock:
+            self._open = set()
+            finished, self._finished = self._finished, set()
         return finished
 
 
@@ -81,12 +96,94 @@ class Waiters:
             waiter.wake(rollout_ids)
 
 
+class Bell:
+    """Wakes those of a process who wait for work. A forked child has none of them, whatever held the lock."""
+
+    def __init__(self) -> None:
+        self._reset()
+        _all_waiters.add(self)
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._listeners: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
+
+    async def wait(
+        self, look: Callable[[], Awaitable[Any]], timeout: float, first_poll: float, longest_poll: float
+    ) -> bool:
+        """Wait until it rings or ``look`` finds work that nobody rang for, such as other processes', at most
+        ``timeout`` seconds; whether there is some. Between looks the pauses, in seconds, grow from first to longest."""
+        deadline, pause = time.monotonic() + timeout, first_poll
+        with self.listening() as rung:
+            while not await look():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                try:
+                    await asyncio.wait_for(rung.wait(), min(left, pause))
+                except TimeoutError:
+                    pass
+                except asyncio.CancelledError:
+                    if rung not in self._listeners:  # it was meant for one who goes to work
+                        self.ring(1)
+                    raise
+                if rung.is_set():
+                    break
+                pause = min(1.5 * pause, longest_poll)
+        return True
+
+    @contextmanager
+    def listening(self) -> Iterator[asyncio.Event]:
+        """An event of the running loop that is set when it rings, from now on."""
+        event = asyncio.Event()
+        with self._lock:
+            self._listeners[event] = asyncio.get_running_loop()
+        try:
+            yield event
+        finally:
+            with self._lock:
+                self._listeners.pop(event, None)
+
+    def ring(self, count: int) -> None:
+        """Wake up to ``count`` listeners, those who have waited longest; from any thread. Each is woken once."""
+        with self._lock:
+            woken = [(event, self._listeners.pop(event)) for event in list(islice(self._listeners, count))]
+        for event, loop in woken:
+            with contextlib.suppress(RuntimeError):  # its loop is closed
+                loop.call_soon_threadsafe(event.set)
+
+
+_waits: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, set[asyncio.Event]] = weakref.WeakKeyDictionary()
+"""Of the calls that ``end_waits`` ends, by their loop."""
+
+
+async def until_stop(wait: Coroutine[Any, Any, Result], otherwise: Result) -> Result:
+    """What ``wait`` comes to, or ``otherwise`` where ``end_waits`` is called on this loop meanwhile."""
+    stop = asyncio.Event()
+    stops = _waits.setdefault(asyncio.get_running_loop(), set())
+    stops.add(stop)
+    both = [asyncio.ensure_future(wait), asyncio.ensure_future(stop.wait())]
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        return both[0].result() if both[0].done() else otherwise  # type: ignore[return-value]
+    finally:
+        stops.discard(stop)
+        for future in both:
+            future.cancel()
+        await asyncio.gather(*both, return_exceptions=True)
+
+
+def end_waits() -> None:
+    """Have the calls of this loop return that only wait, as its server is to stop."""
+    for stop in _waits.get(asyncio.get_running_loop(), ()):
+        stop.set()
+
+
 def _forget_waiters() -> None:
     for waiters in _all_waiters:
         waiters._reset()
 
 
-_all_waiters: weakref.WeakSet[Waiters] = weakref.WeakSet()
+_all_waiters: weakref.WeakSet[Waiters | Bell] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_forget_waiters)
 
 
@@ -164,8 +261,27 @@ class LoopThread:
         return self.loop
 
     async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine there, from another loop."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.start()))
+        """Run a coroutine there, from another loop. Cancelled, it is cancelled there, and this waits until it has
+        ended; a second cancellation leaves it to itself."""
+        here, there = asyncio.get_running_loop(), self.start()
+        ended: asyncio.Future[None] = here.create_future()
+        tasks: list[asyncio.Task[Result]] = []
+
+        def report(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # nobody waits any more: that loop is closed
+                here.call_soon_threadsafe(lambda: ended.done() or ended.set_result(None))
+
+        def begin() -> None:
+            tasks.append(there.create_task(work))
+            tasks[0].add_done_callback(report)
+
+        there.call_soon_threadsafe(begin)
+        try:
+            await asyncio.shield(ended)
+        except asyncio.CancelledError:
+            there.call_soon_threadsafe(lambda: tasks[0].cancel())
+            await asyncio.shield(ended)
+        return tasks[0].result()
 
     def stop(self) -> None:
         """End the loop and the thread, if they run."""

@@ -343,6 +343,20 @@ def withdraw(
 # Updates
 
 
+def cancel(work: Work[RecordT]) -> None:
+    """Cancel the loaded rollouts that have not finished, and end their attempts: the leases end for good."""
+    for loaded in work.rollouts.values():
+        if loaded.record.status in lifecycle.FINISHED:
+            continue
+        work.set_status(loaded, "cancelled")
+        attempt = loaded.latest
+        if attempt is not None and attempt.status not in lifecycle.ENDED and attempt.status != "timeout":
+            end_time = lifecycle.attempt_end_time(lifecycle.SUPERSEDED, attempt.end_time, work.now)
+            _set(attempt, status=lifecycle.SUPERSEDED, end_time=end_time)
+            work.note_attempt(attempt)
+            work.follow(attempt)
+
+
 def apply_updates(work: Work[Any], updates: Iterable[tuple[AttemptUpdate, bool]]) -> list[Attempt | Conflict]:
     """Apply updates in order, each with whether it is fenced; copies of the attempts as they leave them.
 
@@ -434,5 +448,6 @@ def note_spans(work: Work[RecordT], owners: Iterable[tuple[Loaded[RecordT], Atte
             attempt.status = after
             if is_latest:
                 work.note(loaded)
-        if is_latest and status in lifecycle.ROLLOUT_AFTER_SPAN:
+        # After the end of its attempt a rollout keeps its place in the queue: nobody else would claim it.
+        if is_latest and after in lifecycle.WATCHED and status in lifecycle.ROLLOUT_AFTER_SPAN:
             work.set_status(loaded, lifecycle.ROLLOUT_AFTER_SPAN[status])

@@ -6,7 +6,8 @@ pydantic without custom validators on the hot path; what may be stored (JSON onl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Generic, Literal, TypeVar, overload
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, model_validator
@@ -259,3 +260,21 @@ def enqueue_request(
         metadata=metadata,
         rollout_id=rollout_id,
     )
+
+
+def arguments_of(method: Callable[..., Any], request: EnqueueRolloutRequest) -> dict[str, Any]:
+    """The arguments of a single form. No ``rollout_id`` where there is none, for stores that know no such thing; raises
+    ConfigError where there is one, as of HTTP clients, who would enqueue twice otherwise when an answer is lost."""
+    fields = {**request.__dict__}
+    if fields["rollout_id"] is None:
+        del fields["rollout_id"]
+        return fields
+    parameters = inspect.signature(method).parameters.values()
+    if not any(given.name == "rollout_id" or given.kind is given.VAR_KEYWORD for given in parameters):
+        owner = type(getattr(method, "__self__", None)).__name__
+        raise ConfigError(
+            f"{owner}.{method.__name__} takes no rollout_id, but the caller names the rollout {fields['rollout_id']}, "
+            "as clients over HTTP do so that nothing is enqueued twice; give it a parameter rollout_id=None, or define "
+            "enqueue_many_rollouts and start_many_rollouts"
+        )
+    return fields

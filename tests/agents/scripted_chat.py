@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,18 +23,21 @@ def completion(number: int, message: dict[str, Any], finish_reason: str = "stop"
 
 
 @contextmanager
-def scripted_chat(answers: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The base URL of a server that gives ``answers`` in turn, as events where a stream is asked for; then errors."""
-    left = list(answers)
+def scripted_chat(
+    answers: Sequence[dict[str, Any]] | Callable[[dict[str, Any]], dict[str, Any] | int],
+) -> Iterator[str]:
+    """The base URL of a server that gives ``answers`` in turn, as events where a stream is asked for; then errors. A
+    function answers each request, or gives the status of an error."""
+    left = [] if callable(answers) else list(answers)
     lock = threading.Lock()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             request = json.loads(self.rfile.read(int(self.headers["content-length"])))
             with lock:
-                answer = left.pop(0) if left else None
-            if answer is None:
-                return self._send(400, "application/json", json.dumps({"error": {"message": "no more answers"}}))
+                answer = answers(request) if callable(answers) else left.pop(0) if left else 400
+            if isinstance(answer, int):
+                return self._send(answer, "application/json", json.dumps({"error": {"message": "no more answers"}}))
             if not request.get("stream"):
                 return self._send(200, "application/json", json.dumps(answer))
             return self._send(200, "text/event-stream", "".join(_events(answer)))

@@ -45,6 +45,8 @@ class ScriptedUpstream:
     most_in_flight: int = 0
     hold_after: tuple[int, asyncio.Event] | None = None
     """Streams wait for the event when they have sent so many tokens."""
+    port: int = 0
+    """0: any free one."""
 
     async def start(self) -> None:
         app = web.Application(client_max_size=1 << 30)
@@ -52,7 +54,7 @@ class ScriptedUpstream:
         # Without this, a handler would not notice that its client has gone.
         self._runner = web.AppRunner(app, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=0.1)
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, shutdown_timeout=0.1)
         await site.start()
         self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
         self.url = f"http://127.0.0.1:{self.port}/v1"

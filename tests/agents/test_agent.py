@@ -28,6 +28,9 @@ def test_arguments_come_by_name(caplog):
 
     assert agent.rollout(7, RESOURCES, ROLLOUT) == (7, "one", "{x}", "r", ["main", "other", "template"], 5)
     assert "the agent gets the first one" in caplog.text
+    caplog.clear()
+    promoted = {"policy": LLM(endpoint="", model="weights")} | {name: RESOURCES[name] for name in ("main", "template")}
+    assert agent.rollout(7, promoted, ROLLOUT)[1] == "one" and not caplog.text, "nobody answers at no address"
     assert agent.__doc__ == "What it does." and not agent.is_async()
     assert agent(RESOURCES["main"], 1, RESOURCES["template"], ROLLOUT, {}, extra=2)[5] == 2, "it is still the function"
 

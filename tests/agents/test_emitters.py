@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import asyncio
 import json
+import socket
 import threading
 
 import numpy as np
@@ -193,8 +194,15 @@ def test_a_span_that_ends_after_its_trace_is_left_out(caplog):
 
     with tracer.lifespan():
         trace = asyncio.run(body())
+        assert "Span 'late' had not ended when attempt attempt-dummy of rollout rollout-dummy did" in caplog.text
         late[0].__exit__(None, None, None)
     assert trace.spans == []
+    assert caplog.text.count("is left out") == 1
+
+
+def test_spans_name_the_machine_that_they_come_from(traced):
+    [span] = traced(lambda: emit_annotation({"a": 1}))
+    assert span.resource.attributes["host.name"] == socket.gethostname()
 
 
 def test_a_dummy_tracers_operation_is_only_built():

@@ -12,29 +12,20 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from proxied import asked, attempt, calls, client, ids_of, proxy_of, until
-from scripted_upstream import ScriptedUpstream, cut_stream, hang, no_answer, status
+from scripted_upstream import cut_stream, hang, no_answer, status
 from yarl import URL
 
 from rollout_core.agents.proxy.server import LLMProxy
 from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream
 from rollout_core.base.errors import ConfigError
-from rollout_core.store import InMemoryLightningStore, ProxyLLM
+from rollout_core.store import ProxyLLM
 
 KEY = "sk-of-the-upstream-0123456789"
 
 
 @pytest.fixture
-async def store():
-    async with InMemoryLightningStore() as store:
-        yield store
-
-
-@pytest.fixture
-async def upstream() -> AsyncIterator[ScriptedUpstream]:
-    running = ScriptedUpstream()
-    await running.start()
-    yield running
-    await running.stop()
+async def store(memory):
+    return memory
 
 
 @pytest.fixture
@@ -82,6 +73,27 @@ async def test_a_chat_is_answered_and_recorded_token_by_token(store, upstream, p
     assert json.loads(span.attributes["gen_ai.input.messages"]) == asked("abc")
     assert json.loads(span.attributes["gen_ai.output.messages"]) == [{"role": "assistant", "content": "cba"}]
     assert json.loads(span.attributes["rollout.tools"]) == tools
+
+
+async def test_calls_get_seeds_that_follow_from_rollout_and_number_alone(store, upstream):
+    async def seeds(ids: tuple[str, str], **options) -> list[int | None]:
+        before = len(upstream.seen)
+        async with client(proxy, ids) as agent:
+            for _ in range(2):
+                await agent.chat.completions.create(model="m", messages=asked("abc"), **options)
+        return [seen.body.get("seed") for seen in upstream.seen[before:]]
+
+    first, second = await attempt(store), await attempt(store)
+    seeded = Upstream(url=upstream.url, seeds=True)
+    async with proxy_of(store, seeded) as proxy:
+        drawn = await seeds(first)
+        assert len({*drawn, *await seeds(second)}) == 4
+        assert await seeds(first, seed=7) == [7, 7]
+    async with proxy_of(store, seeded) as proxy:  # started again, and another attempt
+        again = await store.start_attempt(first[0])
+        assert await seeds((first[0], again.attempt.attempt_id)) == drawn
+    async with proxy_of(store, Upstream(url=upstream.url)) as proxy:
+        assert await seeds(first) == [None, None]
 
 
 async def test_logprobs_that_the_agent_asks_for_stay(store, upstream, proxy):
@@ -441,7 +453,9 @@ async def test_start_stop_and_restart(store, upstream, caplog):
     assert not proxy.is_running()
     with pytest.raises(openai.APIConnectionError):
         await client(proxy).models.list()
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    # Not asyncio's: clients of earlier tests may be collected just now, without a loop to close their connections on.
+    ours = [record for record in caplog.records if record.name.partition(".")[0] in ("rollout_core", "uvicorn")]
+    assert not [record for record in ours if record.levelno >= logging.ERROR]
 
 
 async def test_two_proxies_in_a_process(store, upstream):

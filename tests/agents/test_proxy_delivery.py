@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 
 import aiohttp
@@ -23,43 +24,12 @@ from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.store import (
     CollectionBasedLightningStore,
     InMemoryLightningStore,
-    LightningStoreClient,
     LightningStoreServer,
-    SqlLightningStore,
+    ProxyLLM,
+    RolloutConfig,
 )
 from rollout_core.store.forwarding import ForwardingLightningStore
 from rollout_core.store.semconv import LLM_CALL
-
-
-@pytest.fixture(params=["memory", "sqlite", "http"])
-async def store(request, tmp_path):
-    if request.param == "memory":
-        async with InMemoryLightningStore() as store:
-            yield store
-        return
-    async with SqlLightningStore.from_url(f"sqlite:///{tmp_path / 'store.db'}") as store:
-        if request.param == "sqlite":
-            yield store
-            return
-        server = LightningStoreServer(store)
-        await server.start()
-        async with LightningStoreClient(server.endpoint) as client:
-            yield client
-        await server.close()
-
-
-@pytest.fixture
-async def memory():
-    async with InMemoryLightningStore() as store:
-        yield store
-
-
-@pytest.fixture
-async def upstream():
-    running = ScriptedUpstream()
-    await running.start()
-    yield running
-    await running.stop()
 
 
 class Wayward(ForwardingLightningStore):
@@ -147,6 +117,28 @@ async def test_an_attempt_whose_calls_cannot_be_stored_is_no_success(memory, ups
             await asyncio.wait_for(worker.iter(), 30)
         wayward.is_away = False
     assert (await memory.get_rollout_by_id(queued.rollout_id)).status == "failed"
+
+
+async def test_a_call_that_an_agent_leaves_under_way_is_no_failure(memory, upstream, caplog, monkeypatch):
+    @llm_rollout
+    async def agent(task, llm):
+        agent_client = AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key, max_retries=0)
+        asking = agent_client.chat.completions.create(model=llm.model, messages=asked("ab"))
+        left.append(asyncio.create_task(asking))
+        await until(lambda: upstream.in_flight)
+        return 1.0
+
+    monkeypatch.setattr("rollout_core.agents.proxy.app.UNDER_WAY_SECONDS", 0.1)
+    left = []
+    upstream.delay = 1.0
+    async with proxy_of(memory, settings(upstream)) as proxy:
+        await memory.add_resources({"llm": proxy.as_resource()})
+        queued = await memory.enqueue_rollout(1)
+        async with runner(max_rollouts=1).run_context(agent=agent, store=memory) as worker:
+            await asyncio.wait_for(worker.iter(), 30)
+        assert (await memory.get_rollout_by_id(queued.rollout_id)).status == "succeeded"
+        assert f"Rollout {queued.rollout_id} left calls of its model under way" in caplog.text
+        assert (await left[0]).choices[0].message.content == "ba"
 
 
 async def test_a_store_that_is_away_delays_nothing_and_gets_all_when_it_is_back(memory, upstream):
@@ -283,3 +275,78 @@ async def test_flush_waits_for_calls_under_way_of_its_rollout_alone(memory, upst
             pass
         await flush
         await until(lambda: not upstream.in_flight)
+
+
+PROXY = """
+import asyncio, sys
+from rollout_core.agents.proxy.server import LLMProxy
+from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream
+from rollout_core.store import LightningStoreClient
+
+async def main(port, upstream, store):
+    models = [ModelEntry("m", (Upstream(url=upstream),))]
+    proxy = LLMProxy(int(port), models, store=LightningStoreClient(store))
+    await proxy.start()
+    print(proxy.port, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def test_an_attempt_whose_proxy_was_killed_is_tried_again(memory, upstream):
+    """What it had recorded and not stored is lost, so nothing shows that the attempt's calls are all there."""
+    server = LightningStoreServer(memory)
+    await server.start()
+    running: list[asyncio.subprocess.Process] = []
+
+    async def start(port: int = 0) -> int:
+        command = [sys.executable, "-c", PROXY, str(port), upstream.url, server.endpoint]
+        running.append(await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE))
+        return int(await running[-1].stdout.readline())
+
+    port = await start()
+
+    @llm_rollout
+    async def agent(task, llm):
+        for turn in range(2):
+            async with AsyncOpenAI(base_url=llm.endpoint, api_key="none", max_retries=0) as agent_client:
+                await agent_client.chat.completions.create(model="m", messages=asked(f"{task}-{turn}"))
+            if len(running) == 1:
+                running[0].kill()
+                await running[0].wait()
+                await start(port)
+        return 1.0
+
+    try:
+        await memory.add_resources({"llm": ProxyLLM(endpoint=f"http://127.0.0.1:{port}/v1", model="m")})
+        config = RolloutConfig(max_attempts=2, retry_condition=["failed"])
+        queued = await memory.enqueue_rollout(1, config=config)
+        async with runner(max_rollouts=2).run_context(agent=agent, store=memory) as worker:
+            await asyncio.wait_for(worker.iter(), 60)
+    finally:
+        for process in running:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+        await server.close()
+    first, second = await memory.query_attempts(queued.rollout_id)
+    assert (first.status, second.status) == ("failed", "succeeded")
+    spans = await memory.query_spans(queued.rollout_id, attempt_id=second.attempt_id)
+    assert [span.name for span in spans].count(LLM_CALL) == 2
+
+
+async def test_an_attempt_whose_proxy_goes_away_is_no_success(memory, upstream, monkeypatch):
+    monkeypatch.setattr(delivery, "ABSENT_SECONDS", 0.5)
+    async with proxy_of(memory, settings(upstream)) as proxy:
+
+        @llm_rollout
+        async def agent(task, llm):
+            await proxy.stop()
+            return 1.0
+
+        await memory.add_resources({"llm": proxy.as_resource()})
+        queued = await memory.enqueue_rollout(1)
+        async with runner(max_rollouts=1).run_context(agent=agent, store=memory) as worker:
+            await asyncio.wait_for(worker.iter(), 30)
+    assert (await memory.get_rollout_by_id(queued.rollout_id)).status == "failed"

@@ -16,13 +16,11 @@ from scripted_upstream import ScriptedUpstream, no_answer, status
 from rollout_core.agents.proxy.server import LLMProxy
 from rollout_core.agents.proxy.upstreams import ModelEntry, Upstream
 from rollout_core.base.errors import ConfigError, NotFound, Recoverable
-from rollout_core.store import InMemoryLightningStore
 
 
 @pytest.fixture
-async def store():
-    async with InMemoryLightningStore() as store:
-        yield store
+async def store(memory):
+    return memory
 
 
 @pytest.fixture

@@ -34,29 +34,6 @@ from rollout_core.store import (
 LLM_RESOURCES = {"main": LLM(endpoint="http://localhost:9/v1", model="m")}
 
 
-@pytest.fixture(params=["memory", "sqlite", "http"])
-async def store(request, tmp_path):
-    if request.param == "memory":
-        async with InMemoryLightningStore() as store:
-            yield store
-        return
-    async with SqlLightningStore.from_url(f"sqlite:///{tmp_path / 'store.db'}") as store:
-        if request.param == "sqlite":
-            yield store
-            return
-        server = LightningStoreServer(store)
-        await server.start()
-        async with LightningStoreClient(server.endpoint) as client:
-            yield client
-        await server.close()
-
-
-@pytest.fixture
-async def memory():
-    async with InMemoryLightningStore() as store:
-        yield store
-
-
 def runner(**options) -> LitAgentRunner:
     options = {"poll_interval": 0.01, "heartbeat_interval": 0, **options}
     return LitAgentRunner(OtelTracer(instrument=[]), **options)
@@ -461,3 +438,25 @@ async def test_a_cancellation_waits_for_the_end_of_an_attempt(memory):
         with pytest.raises(asyncio.CancelledError):
             await work
     assert (await memory.get_rollout_by_id(queued.rollout_id)).status == "succeeded"
+
+
+async def test_idle_runners_wake_when_work_is_queued(store):
+    """However long their pauses have become."""
+
+    @rollout_agent
+    async def agent(task, llm):
+        return 1.0
+
+    await store.add_resources(LLM_RESOURCES)
+    async with runner(poll_interval=60, interval_jitter=0).run_context(agent=agent, store=store) as worker:
+        event = threading.Event()
+        work = asyncio.create_task(worker.iter(event=event))
+        # 10 ms, 20 ms, ... 1.28 s, 2.56 s, and the next ends after the test has failed.
+        await asyncio.sleep(6)
+        queued = await store.enqueue_rollout(1)
+        started = time.monotonic()
+        while (await store.get_rollout_by_id(queued.rollout_id)).status != "succeeded":
+            assert time.monotonic() - started < 4
+            await asyncio.sleep(0.05)
+        event.set()
+        await asyncio.wait_for(work, 10)

@@ -13,9 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
+from openai import AsyncOpenAI
 
 from rollout_core.agents.adapters.triplets import LlmProxyTraceToTriplet
-from rollout_core.agents.agent import LitAgent, rollout as rollout_agent
+from rollout_core.agents.agent import LitAgent, llm_rollout, rollout as rollout_agent
 from rollout_core.agents.algorithm import Algorithm, algo
 from rollout_core.agents.baseline import Baseline
 from rollout_core.agents.components import build_component
@@ -31,10 +32,12 @@ from rollout_core.store import (
     LLM,
     InMemoryLightningStore,
     LightningStoreServer,
+    LightningStoreThreaded,
     PromptTemplate,
     RolloutConfig,
     SqlLightningStore,
 )
+from tests.agents.scripted_chat import completion, scripted_chat
 from tests.agents.scripted_upstream import ScriptedUpstream
 
 RESOURCES = {"main": LLM(endpoint="http://localhost:9/v1", model="m")}
@@ -201,14 +204,14 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize(
-    "strategy", ["SharedMemoryExecutionStrategy(2)", "ClientServerExecutionStrategy(n_runners=2, server_port=0)"]
-)
-def test_a_stop_signal_ends_all_processes_and_leaves_true_states(tmp_path, number, strategy):
-    program = tmp_path / "program.py"
-    program.write_text(textwrap.dedent(PROGRAM.replace("{strategy}", strategy)))
-    database = tmp_path / "store.db"
+SHM_2 = "SharedMemoryExecutionStrategy(2)"
+CS_2 = "ClientServerExecutionStrategy(n_runners=2, server_port=0)"
+
+
+def _started(folder: Path, text: str, strategy: str) -> tuple[subprocess.Popen[str], Path]:
+    """The program as a process of a session of its own, once two agents are at work, and its database."""
+    program, database = folder / "program.py", folder / "store.db"
+    program.write_text(text.replace("{strategy}", strategy))
     process = subprocess.Popen(
         [sys.executable, str(program), str(database)],
         cwd=ROOT,
@@ -219,18 +222,84 @@ def test_a_stop_signal_ends_all_processes_and_leaves_true_states(tmp_path, numbe
     )
     for _ in range(2):
         assert process.stdout.readline() == "started\n", process.communicate()
+    return process, database
+
+
+async def _statuses(database: Path) -> list[str]:
+    async with SqlLightningStore.from_url(f"sqlite:///{database}") as store:
+        return sorted(rollout.status for rollout in await store.query_rollouts())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("strategy", [SHM_2, CS_2])
+def test_a_stop_signal_ends_all_processes_and_leaves_true_states(tmp_path, number, strategy):
+    process, database = _started(tmp_path, PROGRAM, strategy)
     os.killpg(process.pid, number)  # as a terminal does
     _, errors = process.communicate(timeout=40)
     assert process.returncode == (-2 if number == signal.SIGINT else 143), errors
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
-
-    async def statuses():
-        async with SqlLightningStore.from_url(f"sqlite:///{database}") as store:
-            return sorted(rollout.status for rollout in await store.query_rollouts())
-
-    found = asyncio.run(statuses())
+    found = asyncio.run(_statuses(database))
     assert set(found) <= {"failed", "queuing"} and found.count("failed") == 2, (found, errors)
+
+
+NOTEBOOK = PROGRAM.replace("if __name__ ==", "async def cell():\n  if __name__ ==")
+LOOPS = ["asyncio.new_event_loop().run_until_complete(cell())", "asyncio.run(cell())"]
+"""As Jupyter runs a cell; and with asyncio's own handler of SIGINT, which only cancels the task that is blocked."""
+
+
+@pytest.mark.parametrize(("strategy", "loop"), [(SHM_2, LOOPS[0]), (CS_2, LOOPS[1])])
+def test_a_notebooks_interruption_ends_the_run_and_leaves_true_states(tmp_path, strategy, loop):
+    """A cell has a running event loop, and its interruption reaches the kernel's process alone."""
+    process, database = _started(tmp_path, f"{NOTEBOOK}\nimport asyncio\n{loop}\n", strategy)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=40)
+    assert "KeyboardInterrupt" in errors
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+    found = asyncio.run(_statuses(database))
+    assert set(found) <= {"failed", "queuing"} and found.count("failed") == 2, (found, errors)
+
+
+async def test_without_an_algorithm_the_proxy_runs_and_its_resource_is_published(upstream):
+    asked = []
+
+    @llm_rollout
+    async def agent(task, llm):
+        made = AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key, max_retries=0)
+        answer = await made.chat.completions.create(model=llm.model, messages=[{"role": "user", "content": task}])
+        asked.append(answer.choices[0].message.content)
+        return 1.0
+
+    store = LightningStoreThreaded(InMemoryLightningStore())
+    proxy = LLMProxy(0, [ModelEntry("m", [Upstream(url=upstream.url)])])
+    made = trainer(shm(), store=store, max_rollouts=1, llm_proxy=proxy, initial_resources=None)
+    running = asyncio.create_task(asyncio.to_thread(made.fit, agent))
+    while await store.get_latest_resources() is None:
+        await asyncio.sleep(0.01)
+    await store.enqueue_rollout("abc")
+    await asyncio.wait_for(running, 30)
+    [rollout] = await store.query_rollouts()
+    assert (rollout.status, asked) == ("succeeded", ["cba"]) and not proxy.is_running()
+    assert (await store.get_latest_resources()).resources["llm"].model == "m"
+
+
+def test_the_first_agent_of_the_docs_runs_as_it_stands(tmp_path):
+    """But for the model's address, and the port of the store's server."""
+    docs = (ROOT / "docs" / "agents.md").read_text()
+    code = docs.split("## A first agent")[1].split("```python\n")[1].split("```")[0]
+    with scripted_chat([completion(1, {"content": "17 + 25 is 42."})]) as url:
+        program = tmp_path / "program.py"
+        assert "http://localhost:8000/v1" in code
+        program.write_text(
+            "import logging\nlogging.basicConfig(level=logging.INFO)\n" + code.replace("http://localhost:8000/v1", url)
+        )
+        environment = {**os.environ, "AGL_SERVER_PORT": "0"}
+        done = subprocess.run(
+            [sys.executable, str(program)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        )
+    assert done.returncode == 0, done.stderr
+    assert "1 rollouts, 1 with a reward, mean 1.0000" in done.stderr
 
 
 def test_split_roles_of_one_program_meet(tmp_path, monkeypatch):

@@ -119,7 +119,7 @@ def test_a_write_that_failed_is_told(where: str, tiny_model: Path, tmp_path: Pat
 def test_tied_weights_stay_tied_in_the_files(tmp_path: Path):
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from rollout_core.algorithms.state import MODEL_FOLDER
+    from rollout_core.objects.snapshots import MODEL_FOLDER
 
     config = Qwen2Config(
         vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,

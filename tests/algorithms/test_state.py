@@ -11,10 +11,11 @@ from torch import nn
 from updates import save_state
 
 from rollout_core.algorithms.loop import build_optimizer
-from rollout_core.algorithms.state import MODEL_FOLDER, STATE_VERSION, TrainState, load_state
+from rollout_core.algorithms.state import STATE_VERSION, TrainState, load_state
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import OptimizerConfig
 from rollout_core.models.pretrained import load_causal_lm
+from rollout_core.objects.snapshots import MODEL_FOLDER
 
 DECAYING = ("sgd", "adam", "adamw", "Adafactor")
 """With two groups of parameters, whose order in the optimizer is another than in the model."""

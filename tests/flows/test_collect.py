@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from rollout_core.base.ids import hash_bytes
 from rollout_core.objects.records import Experience
 from rollout_core.store import Span
 from rollout_core.store.semconv import AGL_ANNOTATION, AGL_REWARD
 
+SOME = hash_bytes(b"some model")
 pytestmark = pytest.mark.server
 
 
@@ -19,7 +21,7 @@ def test_a_stage_collects_what_the_store_holds(prefect_server: str, tmp_path: Pa
     from prefect import flow
 
     from tasks import connections
-    from tasks.score import collect_samples
+    from tasks.agents import collect_samples, look_up_rollouts
 
     monkeypatch.chdir(tmp_path)
 
@@ -37,7 +39,7 @@ def test_a_stage_collects_what_the_store_holds(prefect_server: str, tmp_path: Pa
 
     @flow(name="test", persist_result=False)
     def collect(rollouts: list[str]) -> Experience:
-        return collect_samples(rollouts, failed="leave_out")
+        return collect_samples(look_up_rollouts(rollouts, SOME), failed="leave_out", served=None)
 
     good, bad = asyncio.run(run_agent("succeeded")), asyncio.run(run_agent("failed"))
     experience = collect([good, bad])

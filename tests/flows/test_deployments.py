@@ -46,7 +46,8 @@ def test_every_flow_is_deployed_on_both_pools():
         by_entrypoint.setdefault(item["entrypoint"], set()).add(item["work_pool"]["name"])
     training = {f"flows/train.py:train_{kind}" for kind in ("sft", "ppo", "grpo")}
     preferences = {f"flows/train.py:train_{kind}" for kind in ("rm", "dpo", "ipo", "kto")}
-    flows = {"flows/nightly.py:nightly", "flows/batch.py:batch_inference", *training, *preferences}
+    agents = {"flows/agent.py:train_agent", "flows/prompts.py:tune_prompt", "flows/online.py:learn_online"}
+    flows = {"flows/nightly.py:nightly", "flows/batch.py:batch_inference", *agents, *training, *preferences}
     assert by_entrypoint == {flow: {"cpu", "gpu"} for flow in flows}
 
 

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from flows.nightly_steps import Curve, Progress, Report, curves_of_iterations, figure_of_steps, write_report
+from flows.nightly_steps import Progress, Report, write_report
+from flows.report import Curve, curves_of_iterations, figure_of_steps
 from rollout_core.base.ids import canonical_json, hash_bytes
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint

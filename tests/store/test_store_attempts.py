@@ -305,6 +305,18 @@ async def test_who_waits_hears_of_ends_that_are_all_alike(store):
     assert {rollout.status for rollout in await waiting} == {"succeeded"}
 
 
+async def test_last_spans_without_a_number_get_the_next_one(store):
+    first, second = [await store.start_rollout(n) for n in range(2)]
+    await store.get_many_span_sequence_ids([(first.rollout_id, first.attempt.attempt_id)] * 4)
+    ends = [ending(rollout) for rollout in (first, second)]
+    ends[0][0]["sequence_id"] = ends[1][0]["sequence_id"] = 0
+    await store.end_attempts(ends)
+    for rollout, number in ((first, 5), (second, 1)):
+        [span] = await store.query_spans(rollout.rollout_id)
+        assert span.sequence_id == number
+        assert await store.get_next_span_sequence_id(rollout.rollout_id, rollout.attempt.attempt_id) == number + 1
+
+
 async def test_to_end_attempts_again_changes_nothing(store, make, clock):
     rollout = await make.claimed(store)
     end = ending(rollout)
@@ -356,6 +368,38 @@ async def test_none_is_refused_for_every_field_of_an_attempt(store, make, field)
     rollout = await make.claimed(store)
     with pytest.raises(ConfigError, match=f"{field} is None"):
         await store.update_attempt(rollout.rollout_id, "latest", **{field: None})
+
+
+async def test_cancelling_ends_what_is_under_way_and_leaves_what_has_finished(store, make, clock):
+    done = await make.claimed(store)
+    await store.update_attempt(done.rollout_id, "latest", status="succeeded")
+    working = await make.claimed(store, worker_id="w")
+    silent = await make.claimed(store, unresponsive_seconds=10, max_attempts=3, retry_condition=["unresponsive"])
+    clock.advance(11)
+    queued = await store.enqueue_rollout(1)
+    wanted = [queued, silent, working, done, working]
+    found = await store.cancel_rollouts([rollout.rollout_id for rollout in wanted])
+    assert [rollout.rollout_id for rollout in found] == [rollout.rollout_id for rollout in wanted]
+    assert [rollout.status for rollout in found] == ["cancelled"] * 3 + ["succeeded", "cancelled"]
+    assert [rollout.attempt.status for rollout in found[1:4]] == ["failed", "failed", "succeeded"]
+    assert all(rollout.end_time is not None for rollout in found)
+    assert (await store.get_worker_by_id("w")).status == "idle"
+    assert await store.dequeue_rollout() is None
+    with pytest.raises(NotFound, match="rollout nope"):
+        await store.cancel_rollouts([queued.rollout_id, "nope"])
+    assert list(await store.cancel_rollouts([])) == []
+
+
+async def test_an_attempt_that_was_cancelled_stays_so_when_its_rollout_is_queued_again(store, make):
+    rollout = await make.claimed(store, timeout_seconds=3)
+    await store.cancel_rollouts([rollout.rollout_id])
+    await store.update_rollout(rollout.rollout_id, status="queuing")
+    with pytest.raises(Conflict, match="already failed"):
+        await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded", fenced=True)
+    await store.add_span(make.span(rollout))
+    assert await make.status(store, rollout.rollout_id) == "queuing", "a late span does not take it off the queue"
+    again = await store.dequeue_rollout()
+    assert (again.rollout_id, again.attempt.sequence_id) == (rollout.rollout_id, 2)
 
 
 async def test_update_rollout_replaces_what_is_given_and_keeps_the_rest(store):

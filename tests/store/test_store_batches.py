@@ -239,6 +239,7 @@ batches = st.lists(
         st.tuples(st.just("enqueue"), st.lists(st.tuples(st.sampled_from([*NAMES, "d"]), st.just(0)), max_size=4)),
         st.tuples(st.just("restart"), st.lists(st.sampled_from([*NAMES, "nope"]), max_size=3)),
         st.tuples(st.just("status"), st.lists(st.tuples(st.sampled_from(NAMES), rollout_statuses), max_size=3)),
+        st.tuples(st.just("cancel"), st.lists(st.sampled_from([*NAMES, "nope"]), max_size=3)),
         st.tuples(st.just("dequeue"), st.integers(0, 3)),
         st.tuples(st.just("release"), st.lists(st.integers(-1, 3), max_size=3)),
         st.tuples(st.just("numbers"), st.lists(st.sampled_from([*NAMES, "nope"]), max_size=4)),
@@ -317,6 +318,8 @@ class Applied:
             return [list(await store.start_many_attempts([name], worker_id="w1")) for name in items]
         if kind == "status":
             return [await store.update_rollout(name, status=status) for name, status in items]
+        if kind == "cancel":
+            return list(await store.cancel_rollouts(items))
         if kind == "dequeue":
             claimed = list(await store.dequeue_many_rollouts(limit=items, worker_id="w3"))
             self.claimed += claimed

@@ -87,6 +87,15 @@ class Model:
             rollout.end = self.now
             self.end_superseded(rollout.attempts[:-1])
 
+    def cancel(self, rollout_id: str) -> None:
+        rollout = self.rollouts[rollout_id]
+        if rollout.status in ("succeeded", "failed", "cancelled"):
+            return
+        self.set_status(rollout_id, "cancelled")
+        for attempt in rollout.attempts[-1:]:
+            if attempt.status in ("preparing", "running", "unresponsive"):
+                attempt.status, attempt.end = "failed", self.now
+
     def end_superseded(self, attempts: list[ModelAttempt]) -> None:
         for attempt in attempts:
             if attempt.status in ("preparing", "running"):
@@ -134,7 +143,8 @@ class Model:
         revived = attempt is rollout.attempts[-1] or rollout.status not in ("succeeded", "failed", "cancelled")
         if attempt.status in ("preparing", "unresponsive") and revived:
             attempt.status = "running"
-        if attempt is rollout.attempts[-1] and rollout.status in ("queuing", "requeuing", "preparing"):
+        working = attempt is rollout.attempts[-1] and attempt.status in ("preparing", "running")
+        if working and rollout.status in ("queuing", "requeuing", "preparing"):
             self.set_status(rollout_id, "running")
 
 
@@ -252,6 +262,18 @@ class StoreAgainstModel(RuleBasedStateMachine):
         rollout_id = self.pick(n)[0]
         self.do(self.store.update_rollout(rollout_id, status=status))
         self.model.set_status(rollout_id, status)
+
+    @precondition(lambda self: self.model.rollouts)
+    @rule(places=st.lists(st.integers(0, 9), max_size=3))
+    def cancel(self, places):
+        self.model.watchdog()
+        wanted = [self.pick(n)[0] for n in places]
+        found = self.do(self.store.cancel_rollouts(wanted))
+        for rollout_id in wanted:
+            self.model.cancel(rollout_id)
+        assert [(rollout.rollout_id, rollout.status) for rollout in found] == [
+            (rollout_id, self.model.rollouts[rollout_id].status) for rollout_id in wanted
+        ]
 
     @rule(call=st.sampled_from(REFUSED), bad=st.sampled_from(["", "a\0b"]))
     def refuse(self, call, bad):

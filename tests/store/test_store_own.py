@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollout_core.base.errors import ConfigError, Conflict
+from rollout_core.base.errors import ConfigError, Conflict, NotFound
 from rollout_core.store import (
     AttemptedRollout,
     AttemptUpdate,
@@ -126,6 +126,16 @@ async def test_a_store_of_single_forms_fences_updates():
     assert applied.status == "succeeded" and repeated == applied
 
 
+async def test_a_store_of_single_forms_cancels_what_has_not_finished():
+    store = Singles()
+    one, other = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(2)])
+    await store.update_rollout(one.rollout_id, status="succeeded")
+    found = await store.cancel_rollouts([other.rollout_id, one.rollout_id])
+    assert [rollout.status for rollout in found] == ["cancelled", "succeeded"]
+    with pytest.raises(NotFound, match="nope"):
+        await store.cancel_rollouts(["nope"])
+
+
 async def test_a_store_of_single_forms_gives_claims_back(make):
     store = Singles()
     await store.enqueue_rollout(1)
@@ -158,6 +168,7 @@ CALLS = {
     "start_attempt": lambda store: store.start_attempt("a"),
     "start_many_attempts": lambda store: store.start_many_attempts(["a"]),
     "update_rollout": lambda store: store.update_rollout("a", status="cancelled"),
+    "cancel_rollouts": lambda store: store.cancel_rollouts(["a"]),
     "update_attempt": lambda store: store.update_attempt("a", "latest"),
     "update_many_attempts": lambda store: store.update_many_attempts([{"rollout_id": "a", "attempt_id": "latest"}]),
     "get_next_span_sequence_id": lambda store: store.get_next_span_sequence_id("a", "b"),

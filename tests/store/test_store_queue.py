@@ -457,3 +457,15 @@ async def test_claims_that_were_touched_are_not_released(store, make):
 def renamed(claimed: AttemptedRollout) -> AttemptedRollout:
     attempt = claimed.attempt.model_copy(update={"rollout_id": "nope"})
     return claimed.model_copy(update={"rollout_id": "nope", "attempt": attempt})
+
+
+async def test_a_task_is_claimed_with_the_resources_that_it_names(store):
+    assert await store.claim_task("claim-0", worker_id="w") is None
+    older = await store.add_resources({"llm": LLM(endpoint="http://localhost:1/v1", model="older")})
+    named = await store.enqueue_rollout(1, resources_id=older.resources_id)
+    unknown = await store.enqueue_rollout(2, resources_id="rs-nonesuch")
+    found = [await store.claim_task(f"claim-{number}", worker_id="w") for number in (1, 2)]
+    assert [claimed.rollout.rollout_id for claimed in found] == [named.rollout_id, unknown.rollout_id]
+    assert [claimed.rollout.attempt.worker_id for claimed in found] == ["w", "w"]
+    assert [claimed.resources for claimed in found] == [older, None]
+    assert await store.claim_task("claim-3", worker_id="w") is None

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from rollout_core.store import AttemptUpdate, EnqueueRolloutRequest
-from rollout_core.store.loops import Waiters
+from rollout_core.store.loops import Bell, Waiters
 from tests.store.conftest import SHARED
 from tests.store.forking import leave
 
@@ -117,3 +117,55 @@ async def test_a_forked_child_waits_for_nothing_that_was_under_way_in_its_parent
     child.join(5)
     child.kill()
     assert child.exitcode == 0
+
+
+async def test_waiting_for_work_ends_when_something_is_queued(store, make):
+    assert not await store.wait_for_work(0.05)
+    waiting = asyncio.create_task(store.wait_for_work(20))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    await store.enqueue_rollout(1)
+    started = time.monotonic()
+    assert await asyncio.wait_for(waiting, 5)
+    assert await asyncio.wait_for(store.wait_for_work(20), 5), "something is queued already"
+    assert time.monotonic() - started < 2
+    await store.dequeue_rollout()
+    assert not await store.wait_for_work(0.05)
+
+
+@pytest.mark.parametrize("how", ["failed attempt", "requeuing", "released"])
+async def test_waiting_for_work_ends_when_something_is_queued_again(store, make, how):
+    rollout = await make.claimed(store, max_attempts=2, retry_condition=["failed"])
+    waiting = asyncio.create_task(store.wait_for_work(20))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    if how == "failed attempt":
+        await store.update_attempt(rollout.rollout_id, "latest", status="failed")
+    elif how == "requeuing":
+        await store.update_rollout(rollout.rollout_id, status="requeuing")
+    else:
+        await store.release_rollouts([rollout])
+    assert await asyncio.wait_for(waiting, 5)
+    assert (await store.dequeue_rollout()).rollout_id == rollout.rollout_id
+
+
+async def test_an_attempt_that_is_lost_is_work_for_those_who_wait(make_store, make, clock):
+    store = await make_store(scan_debounce_seconds=0)
+    await make.claimed(store, timeout_seconds=10, max_attempts=2, retry_condition=["timeout"])
+    waiting = asyncio.create_task(store.wait_for_work(20))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    clock.advance(11)
+    assert await asyncio.wait_for(waiting, 5)
+
+
+async def test_no_more_are_woken_than_there_is_work_for():
+    bell = Bell()
+    with bell.listening() as first, bell.listening() as second, bell.listening() as third:
+        bell.ring(2)
+        await asyncio.sleep(0)
+        assert [event.is_set() for event in (first, second, third)] == [True, True, False]
+        bell.ring(5)
+        await asyncio.sleep(0)
+        assert third.is_set()
+    bell.ring(1)

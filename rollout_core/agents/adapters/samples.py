@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from rollout_core.agents.adapters.ended import EndedRollout, as_they_were, read_rollouts
 from rollout_core.agents.adapters.tokens import (
     NoLogprobs,
     SampleForm,
@@ -43,19 +44,36 @@ async def adapt_rollouts(
     continue each other are one sample; with ``transition`` each turn is one, with all before it as its prompt. With
     ``model`` only those of an agent's calls count that asked for this model."""
     adapted, blobs = Adapted(), _Blobs(objects)
-    for start in range(0, len(rollout_ids), _CHUNK):
-        chunk = rollout_ids[start : start + _CHUNK]
-        rollouts = {rollout.rollout_id: rollout for rollout in await store.query_rollouts(rollout_id_in=chunk)}
-        spans: dict[str, list[Span]] = {}
-        for span in await store.query_many_spans(chunk):
-            spans.setdefault(span.rollout_id, []).append(span)
-        for rollout_id in chunk:
-            found = _samples(blobs, rollouts.get(rollout_id), spans.get(rollout_id, []), form, model)
-            if isinstance(found, str):
-                adapted.leave_out(found, rollout_id)
-            else:
-                adapted.samples += found
+    async for rollout_id, rollout, spans in read_rollouts(store, rollout_ids, chunk=_CHUNK):
+        _adapt(adapted, rollout_id, _samples(blobs, rollout, spans, form, model))
     return adapted
+
+
+async def adapt_ended(
+    store: LightningStore,
+    objects: ObjectStore,
+    ended: Sequence[EndedRollout],
+    *,
+    form: SampleForm = "transition",
+    model: str | None = None,
+) -> Adapted:
+    """As `adapt_rollouts`, of rollouts as they were when they were looked up. Raises Fatal where their spans are not
+    the same any more."""
+    adapted, blobs = Adapted(), _Blobs(objects)
+    then = {row.rollout_id: row for row in ended}
+    async for rollout_id, rollout, spans in read_rollouts(store, list(then)):
+        row = then[rollout_id]
+        had = as_they_were(row, spans)
+        found = rollout if rollout is None else rollout.model_copy(update={"status": row.status})
+        _adapt(adapted, rollout_id, _samples(blobs, found, had, form, model))
+    return adapted
+
+
+def _adapt(adapted: Adapted, rollout_id: str, found: list[TokenSample] | str) -> None:
+    if isinstance(found, str):
+        adapted.leave_out(found, rollout_id)
+    else:
+        adapted.samples += found
 
 
 def _samples(

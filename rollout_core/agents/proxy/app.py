@@ -11,6 +11,7 @@ import logging
 import re
 import time
 import traceback
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,12 +25,15 @@ from rollout_core.agents.proxy.forwarding import Exchange, Failed, Forwarder, He
 from rollout_core.agents.proxy.pools import Pool, Pools
 from rollout_core.agents.proxy.recording import CHAT, COMPLETIONS, Call
 from rollout_core.base.errors import NotFound
+from rollout_core.base.ids import content_id
 from rollout_core.store import LightningStore
 from rollout_core.store.http.errors import Unauthorized
 from rollout_core.store.http.listening import Gate
 
 logger = logging.getLogger(__name__)
 
+_MOST_ATTEMPTS = 100_000
+"""Whose calls are counted at a time."""
 BODY_SECONDS = 120.0
 """Longest time that a request's body may take to arrive."""
 _PATH = re.compile(r"(?:/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+))?(?:/v1)*(?P<rest>/.*)")
@@ -105,6 +109,8 @@ class ProxyApp:
         self._gate = Gate(self, api_key, (), None, {})
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
+        self._num_calls: OrderedDict[tuple[str, str], int] = OrderedDict()
+        """Of the latest attempts."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -166,7 +172,8 @@ class ProxyApp:
             await reply.whole(200, _JSON, b'{"status":"ok"}')
         elif path == FLUSH and request.ids is not None:
             left = await self._flush(*request.ids)
-            await reply.whole(202 if left else 200, _JSON, orjson.dumps({"stored": True, "under_way": left}))
+            facts = {"stored": True, "under_way": left, "kept_seconds": self._delivery.seconds}
+            await reply.whole(202 if left else 200, _JSON, orjson.dumps(facts))
         elif path == "/models" and is_get:
             data = {"object": "list", "data": [self._described(name) for name in self._pools.names]}
             await reply.whole(200, _JSON, orjson.dumps(data))
@@ -189,8 +196,7 @@ class ProxyApp:
             pass
         try:
             async with asyncio.timeout(FLUSH_SECONDS - UNDER_WAY_SECONDS):
-                while self._delivery.num_unstored(*ids):
-                    await asyncio.sleep(0.1)
+                await self._delivery.flush(*ids, under_way=False)
             return self._delivery.num_under_way(*ids)
         except TimeoutError:
             raise Failed(503, f"not all calls could be stored within {FLUSH_SECONDS:g} s; ask again") from None
@@ -209,11 +215,19 @@ class ProxyApp:
 
     # Calls of models
 
+    def _next_seed(self, rollout_id: str, attempt_id: str) -> int:
+        number = self._num_calls.pop((rollout_id, attempt_id), 0)
+        self._num_calls[rollout_id, attempt_id] = number + 1
+        while len(self._num_calls) > _MOST_ATTEMPTS:
+            self._num_calls.popitem(last=False)
+        return int(content_id("agent-call-seed/1", [rollout_id, number])[:12], 16) % 2**31
+
     async def _forward(self, request: _Request, reply: _Reply) -> None:
         """Pass a request on, and its answer back; under an attempt, record both."""
         body = _json_object(request)
         ids = request.ids if request.method == "POST" else None
         call = Call(request.path, request.body, body, is_recorded=ids is not None)
+        call.seed = None if ids is None else self._next_seed(*ids)
         ticket = None if ids is None else self._begin(*ids)
         timeout = 0.0
         try:

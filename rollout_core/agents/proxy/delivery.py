@@ -10,18 +10,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+import math
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import aiohttp
+import orjson
 
+from rollout_core.agents.delivery import AWAY, retried
 from rollout_core.base.errors import Recoverable, in_words
-from rollout_core.store import AttemptedRollout, LightningStore, NamedResources, ProxyLLM
+from rollout_core.store import LLM, AttemptedRollout, LightningStore, NamedResources, ProxyLLM
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 BATCH = 256
 """Most calls of one request to the store."""
@@ -35,7 +38,9 @@ FLUSH_SECONDS = 30.0
 """Longest time that a request waits for that."""
 UNDER_WAY_SECONDS = 5.0
 """Of it, for calls that are still under way when the attempt ends."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
+ABSENT_SECONDS = 10.0
+"""A proxy that does not answer a flush may be on its way back for so long."""
+_LOOK_SECONDS = 2.0
 
 
 @dataclass(eq=False)
@@ -59,6 +64,7 @@ class CallDelivery:
     """Calls of any number of attempts, on their way to their stores. To be used on one event loop."""
 
     def __init__(self) -> None:
+        self._made_at = time.monotonic()
         self.backlog_bytes = 0
         self._new: list[Ticket] = []
         """Without numbers."""
@@ -76,6 +82,11 @@ class CallDelivery:
     def is_full(self) -> bool:
         """Whether so much waits for the store that nothing more should be recorded."""
         return self.backlog_bytes > MAX_BACKLOG_BYTES
+
+    @property
+    def seconds(self) -> float:
+        """How long calls have been kept here. What was recorded before, by a proxy that was killed, may be lost."""
+        return time.monotonic() - self._made_at
 
     @property
     def num_waiting(self) -> int:
@@ -111,14 +122,17 @@ class CallDelivery:
             self._ready.append(ticket)
             self._to_store.set()
 
-    async def flush(self, rollout_id: str | None = None, attempt_id: str | None = None) -> None:
-        """Wait until calls are stored, or refused by the store: those that have begun in a rollout, or an attempt of
-        it; without either, all that have ended."""
+    async def flush(
+        self, rollout_id: str | None = None, attempt_id: str | None = None, *, under_way: bool = True
+    ) -> None:
+        """Wait until calls are stored, or refused by the store: those of a rollout, or of an attempt of it, also the
+        ones ``under_way``; without either, all that have ended."""
         waited = {
             ticket
             for ticket in self._open
-            if (rollout_id == ticket.rollout_id and attempt_id in (None, ticket.attempt_id))
-            or (rollout_id is None and ticket.has_ended)
+            if rollout_id in (None, ticket.rollout_id)
+            and attempt_id in (None, ticket.attempt_id)
+            and (ticket.has_ended or (under_way and rollout_id is not None))
         }
         while waited := {ticket for ticket in waited if not ticket.is_settled}:
             change = asyncio.get_running_loop().create_future()
@@ -129,13 +143,6 @@ class CallDelivery:
         """Calls of an attempt that have begun and not ended."""
         asked = (rollout_id, attempt_id)
         return sum((one.rollout_id, one.attempt_id) == asked and not one.has_ended for one in self._open)
-
-    def num_unstored(self, rollout_id: str, attempt_id: str) -> int:
-        """Calls of an attempt that have ended, and are neither stored nor refused by the store."""
-        asked = (rollout_id, attempt_id)
-        return sum(
-            (one.rollout_id, one.attempt_id) == asked and one.has_ended and not one.is_settled for one in self._open
-        )
 
     async def stop(self, patience_seconds: float) -> None:
         """Deliver what has ended, and end. Raises Recoverable if the store does not take it in time; it is kept, and
@@ -166,7 +173,7 @@ class CallDelivery:
     async def _number(self, batch: Sequence[Ticket]) -> None:
         pairs = [(ticket.rollout_id, ticket.attempt_id) for ticket in batch]
         try:
-            numbers = await _until_back(lambda: batch[0].store.get_many_span_sequence_ids(pairs))
+            numbers = await retried(lambda: batch[0].store.get_many_span_sequence_ids(pairs), math.inf)
         except Exception as error:  # noqa: BLE001 - any store's; its refusal must not end the delivery of others
             if len(batch) > 1:
                 for ticket in batch:
@@ -192,7 +199,7 @@ class CallDelivery:
     async def _store(self, batch: Sequence[Ticket]) -> None:
         spans = [{**(ticket.span or {}), "sequence_id": ticket.number} for ticket in batch]
         try:
-            await _until_back(lambda: batch[0].store.add_span_fields(spans))
+            await retried(lambda: batch[0].store.add_span_fields(spans), math.inf)
         except Exception as error:  # noqa: BLE001 - as above
             if len(batch) > 1:
                 for ticket in batch:
@@ -241,49 +248,72 @@ def _first(tickets: Sequence[Ticket]) -> list[Ticket]:
     return batch
 
 
-async def _until_back(call: Callable[[], Awaitable[T]]) -> T:
-    """What ``call`` returns, repeated with growing pauses while the store is away. A second one does no harm."""
-    pause = _FIRST_PAUSE
-    while True:
-        try:
-            return await call()
-        except (Recoverable, ConnectionError, TimeoutError) as error:
-            logger.warning("The store is away (%s); asking again in %.1f s", type(error).__name__, pause)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+_seen: set[str] = set()
+"""Endpoints of proxies that have answered this process."""
 
 
-async def flush_proxies(resources: NamedResources, rollout: AttemptedRollout) -> None:
+async def look_for_proxies(resources: NamedResources) -> None:
+    """Note which proxies are there before an attempt begins. ``flush_proxies`` expects those to be there at its end."""
+    for resource in resources.values():
+        if isinstance(resource, ProxyLLM) and (url := resource.get_base_url()) not in _seen:
+            with contextlib.suppress(*AWAY):
+                await _request("GET", f"{url}/health", resource, _LOOK_SECONDS)
+                _seen.add(url)
+
+
+async def flush_proxies(
+    resources: NamedResources, rollout: AttemptedRollout, seconds: float, *, has_failed: bool = False
+) -> None:
     """Wait until what an attempt asked of the models among its resources is stored, by the proxies that they are at.
 
-    Raises Recoverable if a proxy cannot store it now. One that is not there is only logged: it may never have been
-    asked, and an agent that did ask mostly failed by it.
+    Raises Recoverable where calls may be lost: a proxy cannot store them now, is no longer there, or began to keep
+    calls after the attempt began, which was ``seconds`` ago. (Both sides measure how long that is, as clocks differ.)
+    A proxy that never was there is only logged: it cannot have been asked, and agents that did ask have failed by it.
+    For an attempt that ``has_failed`` no proxy is waited for that is away.
     """
+    began = time.monotonic() - seconds
+    patience = 0.0 if has_failed else ABSENT_SECONDS
     for resource in resources.values():
-        if not isinstance(resource, ProxyLLM):
-            continue
-        llm = resource.with_attempted_rollout(rollout)
-        headers = {"authorization": f"Bearer {llm.api_key}"} if llm.api_key else {}
-        try:
-            async with (
-                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=FLUSH_SECONDS + 5)) as session,
-                session.post(llm.endpoint + FLUSH, headers=headers) as response,
-            ):
-                status = response.status
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            logger.warning(
-                "The LLM proxy at %s does not answer (%s); calls of the attempt may not be stored",
-                llm.endpoint,
-                type(error).__name__,
-            )
-            continue
-        if status == 503:
-            raise Recoverable("the LLM proxy cannot store the attempt's calls now, as the store is away")
-        if status == 202:
-            logger.warning("Rollout %s left calls of its model under way; they are not waited for", rollout.rollout_id)
-        elif status != 200:
-            logger.warning(
-                "The LLM proxy at %s answers a flush by status %d; calls of the attempt may not be stored",
-                llm.endpoint,
-                status,
-            )
+        if isinstance(resource, ProxyLLM):
+            await _flush(resource, rollout, began, patience)
+
+
+async def _flush(resource: ProxyLLM, rollout: AttemptedRollout, began: float, patience: float) -> None:
+    url = resource.get_base_url()
+    was_seen = url in _seen
+    llm = resource.with_attempted_rollout(rollout)
+    try:
+        asking = partial(_request, "POST", llm.endpoint + FLUSH, llm, FLUSH_SECONDS + 5)
+        status, body = await retried(asking, patience if was_seen else 0.0, whom="The LLM proxy")
+    except AWAY as error:
+        if was_seen:
+            raise Recoverable("the LLM proxy is no longer there, so calls of the attempt may be lost") from None
+        logger.warning("The LLM proxy at %s does not answer (%s)", url, type(error).__name__)
+        return
+    if status == 503:
+        raise Recoverable("the LLM proxy cannot store the attempt's calls now, as the store is away")
+    if status == 202:
+        logger.warning("Rollout %s left calls of its model under way; they are not waited for", rollout.rollout_id)
+    elif status != 200:
+        logger.warning(
+            "The LLM proxy at %s answers a flush by status %d; calls of rollout %s may not be stored",
+            url,
+            status,
+            rollout.rollout_id,
+        )
+        return
+    if orjson.loads(body).get("kept_seconds", math.inf) < time.monotonic() - began:
+        raise Recoverable("the LLM proxy was started again during the attempt, so calls of it may be lost")
+    _seen.add(url)
+
+
+async def _request(method: str, url: str, llm: LLM, seconds: float) -> tuple[int, bytes]:
+    headers = {"authorization": f"Bearer {llm.api_key}"} if llm.api_key else {}
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=seconds)) as session,
+            session.request(method, url, headers=headers) as response,
+        ):
+            return response.status, await response.read()
+    except aiohttp.ClientError as error:
+        raise ConnectionError(type(error).__name__) from None

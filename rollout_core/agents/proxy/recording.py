@@ -139,6 +139,8 @@ class Call:
         """That answers, or was asked last."""
         self.num_bytes = len(raw)
         """Of request and answer so far."""
+        self.seed: int | None = None
+        """For upstreams that are sent one, where the request has none."""
         self.problem: str | None = None
         """Why it failed, if it did."""
         self._raw, self._body = raw, body
@@ -169,6 +171,8 @@ class Call:
         if upstream.model is not None and upstream.model != self._body.get("model"):
             fields["model"] = upstream.model
         self._hides_logprobs = False
+        if self._generates and upstream.seeds and self.seed is not None and self._body.get("seed") is None:
+            fields["seed"] = self.seed
         if self.is_recorded and self._generates and upstream.token_ids:
             fields["return_token_ids"] = True
             asked = self._body.get("logprobs")

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import logging
 import socket
-import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
-
-import uvloop
 
 from rollout_core.agents.proxy.app import ProxyApp
 from rollout_core.agents.proxy.delivery import CallDelivery
 from rollout_core.agents.proxy.forwarding import Forwarder
 from rollout_core.agents.proxy.pools import Pools, SwapPolicy
 from rollout_core.agents.proxy.upstreams import GivenModel, ModelEntry, Upstream, model_entries
-from rollout_core.base.errors import ConfigError, Fatal, Recoverable, in_words
+from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.store import LLM, LightningStore, ProxyLLM
-from rollout_core.store.http.listening import DEFAULT_HOST, Server, listen, require_key, url_of, uvicorn_config
-
-logger = logging.getLogger(__name__)
+from rollout_core.store.http.listening import DEFAULT_HOST, listen, require_key, url_of
+from rollout_core.store.http.threads import ServerThread
 
 T = TypeVar("T")
 
@@ -74,7 +68,7 @@ class LLMProxy:
         self._max_body_bytes = max_body_bytes
         self._patience_seconds = patience_seconds
         self._delivery = CallDelivery()
-        self._running: _Running | None = None
+        self._running: ServerThread | None = None
 
     def __repr__(self) -> str:
         return f"LLMProxy({url_of(self.host, self.port)}, models={self._pools.names})"
@@ -135,6 +129,11 @@ class LLMProxy:
                 "LightningStoreThreaded, and use that one everywhere"
             )
         self._store = store
+
+    @property
+    def model_list(self) -> list[ModelEntry]:
+        """The models served, with their upstreams."""
+        return self._pools.entries()
 
     async def update_model_list(self, model_list: Sequence[GivenModel]) -> None:
         """Serve these models from now on. Requests under way end where they are."""
@@ -204,7 +203,7 @@ class LLMProxy:
         self._pools = Pools(self._pools.entries())  # in a fork, the requests of the parent never end
         listener = listen(self.host, self.port)
         self.port = listener.getsockname()[1]
-        running = _Running(self._serve, listener)
+        running = ServerThread(self._serve, listener, "LLM proxy")
         try:
             await asyncio.wait_for(asyncio.wrap_future(running.started), START_SECONDS)
         except TimeoutError:
@@ -230,7 +229,7 @@ class LLMProxy:
             await self.update_model_list(model_list)
         await self.start()
 
-    async def _serve(self, running: _Running, listener: socket.socket) -> None:
+    async def _serve(self, running: ServerThread, listener: socket.socket) -> None:
         forwarder = Forwarder()
         app = ProxyApp(
             self._pools,
@@ -256,74 +255,4 @@ class LLMProxy:
         running = self._running
         if running is None or not running.is_alive():
             return await work
-        future = asyncio.run_coroutine_threadsafe(work, running.loop)
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            if not running.is_alive() or running.is_stopping:
-                raise Recoverable("the proxy was stopped meanwhile") from None
-            raise
-
-
-class _Server(Server):
-    """Says when it listens."""
-
-    def __init__(self, app: ProxyApp, on_listening: Callable[[], None]) -> None:
-        config = uvicorn_config(app)
-        config.lifespan = "off"
-        super().__init__(config)
-        self._on_listening = on_listening
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._on_listening()
-
-
-class _Running:
-    """A proxy's thread, and the event loop in it."""
-
-    def __init__(self, work: Callable[[_Running, socket.socket], Coroutine[Any, Any, None]], listener: socket.socket):
-        self.started: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-        self.is_stopping = False
-        self._server: _Server | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(work, listener), name="llm-proxy", daemon=True)
-        self._thread.start()
-
-    def _run(
-        self, work: Callable[[_Running, socket.socket], Coroutine[Any, Any, None]], listener: socket.socket
-    ) -> None:
-        try:
-            with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
-                runner.run(work(self, listener))
-        except BaseException as error:  # noqa: BLE001 - handed to whoever starts or stops it
-            self._error = error
-            if self.started.done():
-                logger.error("The proxy ended with an error: %s", in_words(error))
-            else:
-                self.started.set_exception(error)
-        finally:
-            listener.close()
-
-    async def serve(self, app: ProxyApp, listener: socket.socket) -> None:
-        """Answer requests until asked to stop."""
-        self._server = _Server(app, lambda: self.started.set_result(None))
-        self._server.should_exit = self.is_stopping
-        await self._server.serve(sockets=[listener])
-
-    def is_alive(self) -> bool:
-        """Whether it runs, in this process."""
-        return self._thread.is_alive()
-
-    def ask_to_stop(self) -> None:
-        """Let it end; from any thread."""
-        self.is_stopping = True
-        if self._server is not None:
-            self._server.should_exit = True
-
-    def join(self) -> None:
-        """Wait for its end. Raises what it ended with."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+        return await running.run(work)

@@ -43,6 +43,9 @@ class Upstream:
     """Most requests under way; the others wait, first come, first served. None: no limit."""
     requests_per_second: float | None = None
     """Requests are spaced so that there are never more. None: no limit."""
+    seeds: bool = False
+    """Whether a recorded request without a seed is sent one that follows from its rollout and its number in the
+    attempt, so that a run that is started again, or an attempt that is tried again, draws what it would have drawn."""
     model_id: str | None = None
     """Content id of the weights that it serves, noted in every span."""
 

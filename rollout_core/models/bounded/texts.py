@@ -12,7 +12,7 @@ import signal
 from array import array
 from base64 import b64encode
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,9 +44,10 @@ def _render(request: dict[str, Any], step: Step) -> list[Any]:
     """Each conversation as text, or why there is none; with whether that took too much."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    def render(messages: list[Any], generation_prompt: bool) -> str:
+    def render(messages: list[Any], generation_prompt: bool, tools: list[Any]) -> str:
         texts, _ = render_jinja_template(
             conversations=[messages],
+            tools=tools or None,
             chat_template=request["template"],
             add_generation_prompt=generation_prompt,
             **request["variables"],
@@ -54,15 +55,25 @@ def _render(request: dict[str, Any], step: Step) -> list[Any]:
         return texts[0]
 
     found = []
-    for place, (messages, generation_prompt) in enumerate(request["chats"]):
+    for place, (messages, generation_prompt, tools) in enumerate(request["chats"]):
         step(place)
         if request["is_random"]:
             random.seed(0)
-        found.append(_tried(lambda: render(messages, generation_prompt), messages, request["seconds"]))  # noqa: B023 - called at once
+        given = sum(map(characters, [*messages, *tools]))
+        found.append(_tried(lambda: render(messages, generation_prompt, tools), given, request["seconds"]))  # noqa: B023 - called at once
     return found
 
 
-def _tried(render: Callable[[], str], messages: Sequence[dict[str, str]], seconds: float) -> list[Any]:
+def characters(value: Any) -> int:
+    """Of all texts in a JSON value but the keys."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        value = value.values()
+    return sum(map(characters, value)) if isinstance(value, Iterable) else 0
+
+
+def _tried(render: Callable[[], str], given: int, seconds: float) -> list[Any]:
     try:
         with _time_limit(seconds):
             text = render()
@@ -74,7 +85,7 @@ def _tried(render: Callable[[], str], messages: Sequence[dict[str, str]], second
         return [None, "refuses these messages: it calls itself without end", False]
     except Exception as error:  # noqa: BLE001 - a template may raise anything
         return [None, f"refuses these messages: {_words(error)}", False]
-    if len(text) > _OWN_CHARACTERS + _GROWTH * sum(len(turn["content"]) for turn in messages):
+    if len(text) > _OWN_CHARACTERS + _GROWTH * given:
         return [None, f"makes {len(text)} characters of these messages", True]
     return [text, None, False]
 

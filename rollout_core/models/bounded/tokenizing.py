@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from base64 import b64decode
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -15,6 +15,7 @@ from blake3 import blake3
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.isolation.child import Ended, KeptChild
 from rollout_core.base.processes import Limits
+from rollout_core.models.bounded.texts import characters
 from rollout_core.models.pretrained import ChatMessage
 
 REQUEST_ITEMS = 512
@@ -37,12 +38,18 @@ OutT = TypeVar("OutT")
 class Chat:
     """A conversation to render."""
 
-    messages: Sequence[ChatMessage]
+    messages: Sequence[ChatMessage | Mapping[str, Any]]
+    """As mappings they reach the template with all that they hold, tool calls say; of JSON values."""
     generation_prompt: bool = False
     """Whether what begins the assistant's next turn is added."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """That the assistant may call, as OpenAI's API describes them."""
 
-    def plain(self) -> list[dict[str, str]]:
-        return [{"role": turn.role, "content": turn.content} for turn in self.messages]
+    def plain(self) -> list[dict[str, Any]]:
+        return [
+            {"role": turn.role, "content": turn.content} if isinstance(turn, ChatMessage) else dict(turn)
+            for turn in self.messages
+        ]
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,7 @@ def render(tokenizer: Any, chats: Sequence[Chat]) -> list[str | Problem]:
     shared = _template_of(tokenizer) | {"operation": "render"}
 
     def ask(some: Sequence[Chat]) -> list[str | Problem]:
-        request = shared | {"chats": [[chat.plain(), chat.generation_prompt] for chat in some]}
+        request = shared | {"chats": [[chat.plain(), chat.generation_prompt, list(chat.tools)] for chat in some]}
         found: list[str | Problem] = []
         for text, reason, is_beyond in _child.call(request):
             problem = Problem(f"the chat template {reason}")
@@ -97,7 +104,7 @@ def render(tokenizer: Any, chats: Sequence[Chat]) -> list[str | Problem]:
         return found
 
     def size(chat: Chat) -> int:
-        return sum(len(turn.content) for turn in chat.messages)
+        return sum(map(characters, chat.plain())) + sum(map(characters, chat.tools))
 
     return _in_requests(chats, size, ask, known, "the chat template")
 

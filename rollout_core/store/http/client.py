@@ -15,13 +15,15 @@ from typing import Any, TypeVar, cast, get_args
 from pydantic import TypeAdapter
 
 from rollout_core.base.errors import ConfigError, Conflict, Recoverable
-from rollout_core.store.base import LightningStore
-from rollout_core.store.checks import check_id_list, check_ids, resources_json
+from rollout_core.store.base import AttemptEnd, LightningStore
+from rollout_core.store.checks import check_ends, check_id_list, check_ids, resources_json
 from rollout_core.store.codec import encode_bytes, model_fields
+from rollout_core.store.encoded_spans import fields_of
 from rollout_core.store.http import wire
 from rollout_core.store.http.routes import ROUTES, Route
 from rollout_core.store.http.transport import Repeat, Transport, TransportSettings, path_part
-from rollout_core.store.resources import NamedResources, ResourcesUpdate
+from rollout_core.store.resources import ClaimedTask, NamedResources, ResourcesUpdate
+from rollout_core.store.span_fields import num_nulls
 from rollout_core.store.spans import Span
 from rollout_core.store.types import (
     Attempt,
@@ -47,6 +49,7 @@ LONGEST_TIMEOUT_SECONDS = 0.1
 
 _ROLLOUTS = TypeAdapter[list[Rollout]](wire.Rollouts)
 _CLAIMED = TypeAdapter(list[AttemptedRollout])
+_CLAIM = TypeAdapter[wire.Claim | None](wire.Claim | None)
 _STARTED = TypeAdapter(AttemptedRollout)
 _MANY_STARTED = TypeAdapter(list[AttemptedRollout | None])
 _OUTCOMES = TypeAdapter(list[wire.AttemptOutcome])
@@ -124,6 +127,15 @@ def _given(**values: Any) -> dict[str, Any]:
 def _repeat_of_update(given: dict[str, Any]) -> Repeat:
     # Queued twice, a rollout might be run twice.
     return Repeat.MATTERS if given["status"] in ("queuing", "requeuing") else Repeat.HARMLESS
+
+
+def _rollouts_of_claim(data: bytes) -> list[AttemptedRollout]:
+    found = _CLAIM.validate_json(data)
+    return [] if found is None else [found.rollout]
+
+
+def _read_outcomes(data: bytes) -> list[Attempt | Conflict]:
+    return [outcome.attempt or Conflict(outcome.conflict or "refused") for outcome in _OUTCOMES.validate_json(data)]
 
 
 class LightningStoreClient(LightningStore):
@@ -220,20 +232,36 @@ class LightningStoreClient(LightningStore):
             return []
         # No more than a request may ask for: "up to" the limit is what is promised.
         body = {"limit": min(limit, wire.MAX_RECORDS), "worker_id": worker_id}
-        claim = asyncio.ensure_future(self._post("/queues/rollouts/dequeue", body, "worker_id", Repeat.KNOWN))
+        data = await self._claim("/queues/rollouts/dequeue", body, _CLAIMED.validate_json)
+        return [] if data is None else _CLAIMED.validate_json(data)
+
+    async def claim_task(
+        self, claim_id: str, *, worker_id: str | None = None, repeated: bool = False
+    ) -> ClaimedTask | None:
+        check_ids(worker_id)
+        data = await self._claim("/queues/rollouts/claim", {"worker_id": worker_id}, _rollouts_of_claim)
+        found = None if data is None else _CLAIM.validate_json(data)
+        return None if found is None else ClaimedTask(found.rollout, found.resources)
+
+    async def _claim(
+        self, path: str, body: dict[str, Any], rollouts_of: Callable[[bytes], list[AttemptedRollout]]
+    ) -> bytes | None:
+        """The reply to a claim; None if there was none. A claim whose caller is cancelled is given back."""
+        claim = asyncio.ensure_future(self._post(path, body, "worker_id", Repeat.KNOWN))
         try:
-            return _CLAIMED.validate_json(await asyncio.shield(claim))
+            return await asyncio.shield(claim)
         except Recoverable as error:
             logger.error("nothing could be claimed: %s", error)
-            return []
+            return None
         except asyncio.CancelledError:
-            await asyncio.shield(self._give_back(claim))
+            await asyncio.shield(self._give_back(claim, rollouts_of))
             raise
 
-    async def _give_back(self, claim: asyncio.Future[bytes]) -> None:
-        """Release what a dequeue claimed that its caller no longer waits for."""
+    async def _give_back(
+        self, claim: asyncio.Future[bytes], rollouts_of: Callable[[bytes], list[AttemptedRollout]]
+    ) -> None:
         try:
-            claimed = _CLAIMED.validate_json(await claim)
+            claimed = rollouts_of(await claim)
             if claimed:
                 await self.release_rollouts(claimed)
         except Recoverable as error:
@@ -260,6 +288,7 @@ class LightningStoreClient(LightningStore):
     # Updates
 
     update_rollout = _sent(LightningStore.update_rollout, _repeat_of_update)
+    cancel_rollouts = _sent(LightningStore.cancel_rollouts)
 
     async def update_many_attempts(
         self, updates: Sequence[AttemptUpdate], *, fenced: bool = False
@@ -269,8 +298,18 @@ class LightningStoreClient(LightningStore):
         # The latest attempt may be another one by the time of a second try.
         matters = any(update.attempt_id == "latest" for update in updates)
         repeat = Repeat.MATTERS if matters else Repeat.HARMLESS
-        outcomes = _OUTCOMES.validate_json(await self._post("/rollouts/attempts/update", body, "attempt", repeat))
-        return [outcome.attempt or Conflict(outcome.conflict or "refused") for outcome in outcomes]
+        return _read_outcomes(await self._post("/rollouts/attempts/update", body, "attempt", repeat))
+
+    async def end_attempts(self, ends: Sequence[AttemptEnd]) -> Sequence[Attempt | Conflict]:
+        check_ends(ends)
+        spans = [fields_of(span) for span, _ in ends]
+        updates = [_given(**update.__dict__) for _, update in ends]
+        # The server numbers those without a number; JSON's null would not pass for one.
+        spans = [span if span["sequence_id"] else {**span, "sequence_id": 0} for span in spans]
+        nulls = sum(map(num_nulls, spans)) + sum(list(update.values()).count(None) for update in updates)
+        body = encode_bytes({"spans": spans, "updates": updates}, "span", model_fields, nulls)
+        reply = await self._transport.post(wire.PREFIX + "/rollouts/attempts/end", body, Repeat.HARMLESS)
+        return _read_outcomes(reply)
 
     # Spans
 
@@ -319,6 +358,12 @@ class LightningStoreClient(LightningStore):
             finished.update({rollout.rollout_id: rollout for rollout in _ROLLOUTS.validate_json(reply.data)})
             if timeout is not None or wire.UNFINISHED_HEADER not in reply.headers:
                 return [finished[rollout_id] for rollout_id in dict.fromkeys(rollout_ids) if rollout_id in finished]
+
+    async def wait_for_work(self, timeout: float) -> bool:
+        seconds = min(timeout, wire.LONGEST_WAIT_SECONDS, self._transport.settings.request_timeout / 2)
+        data = _json({"timeout": seconds}, "timeout")
+        reply = await self._transport.send("POST", wire.PREFIX + "/waits/work", data, Repeat.HARMLESS)
+        return wire.Work.model_validate_json(reply.data).queued
 
     # Resources
 

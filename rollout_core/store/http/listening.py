@@ -35,6 +35,7 @@ from rollout_core.store.base import LightningStore
 from rollout_core.store.http import wire
 from rollout_core.store.http.errors import Forbidden, Unauthorized
 from rollout_core.store.http.requests import error_reply
+from rollout_core.store.loops import end_waits
 
 HEADER_SECONDS = 20.0
 """Longest time from the first byte of a request, or from the connection, to the end of its header."""
@@ -223,7 +224,15 @@ def uvicorn_config(app: Any, *, factory: bool = False, workers: int = 1) -> uvic
     )
 
 
-class Server(uvicorn.Server):
+class _EndsWaits(uvicorn.Server):
+    """A server that does not spend its grace on requests that wait."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        end_waits()
+        await super().shutdown(sockets)
+
+
+class Server(_EndsWaits):
     """uvicorn's server, which leaves signals to the program that it is a part of."""
 
     @contextlib.contextmanager
@@ -231,7 +240,7 @@ class Server(uvicorn.Server):
         yield
 
 
-class MainServer(uvicorn.Server):
+class MainServer(_EndsWaits):
     """uvicorn's server as a program of its own: SIGTERM and SIGINT stop it, and then it ends like any other.
 
     ``on_serving`` is called when it answers requests.

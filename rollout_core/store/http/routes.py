@@ -7,8 +7,9 @@ by the store itself; both say what was wrong by the exceptions of ``http.errors`
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +19,7 @@ from rollout_core.base.errors import ConfigError, Conflict
 from rollout_core.store.base import LightningStore
 from rollout_core.store.http import wire
 from rollout_core.store.http.large_bodies import list_fields
+from rollout_core.store.loops import until_stop
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
 from rollout_core.store.spans import Span
 from rollout_core.store.types import (
@@ -190,6 +192,18 @@ async def _dequeue_rollouts(store: LightningStore, call: Call) -> Any:
     return await store.claim_rollouts(claim_id, limit=body.limit, worker_id=body.worker_id, repeated=call.repeated)
 
 
+@_handle(
+    "POST /queues/rollouts/claim",
+    "Claim the oldest queued rollout, with its resources; null if none is queued. Repeated as a dequeue.",
+    takes=wire.ClaimRequest,
+    gives=wire.Claim | None,
+)
+async def _claim_task(store: LightningStore, call: Call) -> Any:
+    claim_id = f"{call.key or secrets.token_hex(16)} {call.digest.hex()}"
+    claimed = await store.claim_task(claim_id, worker_id=call.body.worker_id, repeated=call.repeated)
+    return None if claimed is None else claimed._asdict()
+
+
 @_handle("POST /queues/rollouts/release", "Give back claims that nobody took up.", takes=wire.ReleaseRequest)
 async def _release_rollouts(store: LightningStore, call: Call) -> Any:
     await store.release_rollouts(call.body.rollouts)
@@ -209,6 +223,18 @@ async def _wait_for_rollouts(store: LightningStore, call: Call) -> Any:
     if timeout is not None and time.monotonic() - started >= timeout:
         call.reply_headers[wire.UNFINISHED_HEADER] = "true"
     return finished
+
+
+@_handle(
+    "POST /waits/work",
+    "Wait until a rollout is queued, or for so many seconds; whether one may be.",
+    takes=wire.WorkRequest,
+    gives=wire.Work,
+    remembered=False,
+)
+async def _wait_for_work(store: LightningStore, call: Call) -> Any:
+    seconds = min(call.body.timeout, wire.LONGEST_WAIT_SECONDS)
+    return {"queued": await until_stop(store.wait_for_work(seconds), False)}
 
 
 # Rollouts and attempts
@@ -238,6 +264,14 @@ _pass(
     gives=list[AttemptedRollout],
     status=201,
 )
+_pass(
+    "POST /rollouts/cancel",
+    "cancel_rollouts",
+    "Cancel those of these rollouts that have not finished; all as they are then.",
+    "cancel_rollouts",
+    takes=wire.CancelRequest,
+    gives=list[wire.AnyRollout],
+)
 
 
 @_handle(
@@ -247,8 +281,27 @@ _pass(
     gives=list[wire.AttemptOutcome],
 )
 async def _update_attempts(store: LightningStore, call: Call) -> Any:
-    updates = [build(AttemptUpdate, **_arguments(update)) for update in call.body.updates]
-    outcomes = await store.update_many_attempts(updates, fenced=call.body.fenced)
+    return _outcomes(await store.update_many_attempts(_updates(call.body), fenced=call.body.fenced))
+
+
+@_handle(
+    "POST /rollouts/attempts/end",
+    "Store the last span of each attempt, and apply its fenced update.",
+    takes=wire.EndsRequest,
+    gives=list[wire.AttemptOutcome],
+)
+async def _end_attempts(store: LightningStore, call: Call) -> Any:
+    updates = _updates(call.body)
+    if len(updates) != len(call.body.spans):
+        raise ConfigError(f"got {len(call.body.spans)} spans and {len(updates)} updates; expected one for each attempt")
+    return _outcomes(await store.end_attempts(list(zip(call.body.spans, updates, strict=True))))
+
+
+def _updates(body: Any) -> list[AttemptUpdate]:
+    return [build(AttemptUpdate, **_arguments(update)) for update in body.updates]
+
+
+def _outcomes(outcomes: Sequence[Attempt | Conflict]) -> list[dict[str, Any]]:
     return [
         {"conflict": str(outcome)} if isinstance(outcome, Conflict) else {"attempt": outcome} for outcome in outcomes
     ]

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, create_model
 from rollout_core.store import queries
 from rollout_core.store.codec import encode_bytes, model_fields
 from rollout_core.store.encoded_spans import EncodedSpan, encode_fields, read_encoded
+from rollout_core.store.resources import ResourcesUpdate
 from rollout_core.store.span_fields import SpanFields, num_nulls, span_fields
 from rollout_core.store.spans import Span
 from rollout_core.store.types import (
@@ -116,6 +117,12 @@ class StartAttemptsRequest(StartAttemptRequest):
     rollout_ids: FailFastList[str]
 
 
+class CancelRequest(BaseModel):
+    """Rollouts that are no longer wanted."""
+
+    rollout_ids: FailFastList[str]
+
+
 class RolloutChanges(Changes):
     """New values of a rollout's fields; those left out stay as they are."""
 
@@ -173,6 +180,26 @@ class SpansRequest(BaseModel):
         return [span if isinstance(span, EncodedSpan) else encode_fields(span) for span in self.spans]
 
 
+class EndsRequest(BaseModel):
+    """Attempts to be ended: the last span of each, numbered by the store if its number is 0, and its update."""
+
+    spans: FailFastList[SpanFields]
+    updates: FailFastList[NamedAttemptChanges]
+
+
+class ClaimRequest(BaseModel):
+    """For whom to claim."""
+
+    worker_id: str | None = None
+
+
+class Claim(BaseModel):
+    """A claimed rollout, and the resources for it; null where they have to be asked for."""
+
+    rollout: AttemptedRollout
+    resources: ResourcesUpdate | None
+
+
 class SpansReply(BaseModel):
     """Which of the spans were known already, by their places in the request."""
 
@@ -211,6 +238,20 @@ class WaitRequest(BaseModel):
 
     rollout_ids: FailFastList[str]
     timeout: float | None = None
+
+
+class WorkRequest(BaseModel):
+    """For how many seconds to wait for work."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    timeout: float
+
+
+class Work(BaseModel):
+    """Whether there may be some."""
+
+    queued: bool
 
 
 def _body_of(query: Any, description: str, *, in_path: Sequence[str] = (), **kinds: Any) -> type[BaseModel]:

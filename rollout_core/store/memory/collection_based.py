@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rollout_core.store.base import AttemptEnd, LightningStore
@@ -18,16 +19,16 @@ from rollout_core.store.checks import (
     stats_json,
 )
 from rollout_core.store.codec import decode
-from rollout_core.store.encoded_spans import fields_of
-from rollout_core.store.lifecycle import FINISHED, RUNNING, is_watched, lost_status
-from rollout_core.store.loops import Waiters
+from rollout_core.store.lifecycle import RUNNING, is_watched, lost_status
+from rollout_core.store.loops import Bell, Waiters
 from rollout_core.store.memory.collection import LightningCollections, filter_of, sort_of, span_sort
 from rollout_core.store.memory.work import (
     CollectionWork,
-    changed,
     kept_config,
     kept_json,
+    kept_last_span,
     kept_span,
+    known_and_finished,
     latest_attempts,
     number_spans,
     shown_attempted,
@@ -106,6 +107,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         self._last_scan: float | None = None
         self._opened = clock()
         self._waiters = Waiters()
+        self._bell = Bell()
 
     @property
     def capabilities(self) -> LightningStoreCapabilities:
@@ -164,9 +166,14 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
             await work.save(self._tell)
             if work.new_spans:
                 await self.on_spans_added(collections, work.new_spans)
+        self._wake(work)
+        return result
+
+    def _wake(self, work: CollectionWork) -> None:
         if work.finished:
             self._waiters.wake(work.finished)
-        return result
+        if work.num_queued:
+            self._bell.ring(work.num_queued)
 
     async def _tell(self, loaded: Loaded[Rollout]) -> None:
         # A copy for nobody would cost each call a tenth of its time.
@@ -190,7 +197,7 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
             await work.load([rollout.rollout_id for rollout in found.items])
             expire(work)
             await work.save(self._tell)
-        self._waiters.wake(work.finished)
+        self._wake(work)
 
     # The queue
 
@@ -267,15 +274,8 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         config: RolloutConfig | Unset = UNSET,
         metadata: dict[str, Any] | Unset | None = UNSET,
     ) -> Rollout:
-        changes = rollout_changes(
-            rollout_id,
-            input=input,
-            mode=mode,
-            resources_id=resources_id,
-            status=status,
-            config=config,
-            metadata=metadata,
-        )
+        fields = {"input": input, "mode": mode, "resources_id": resources_id, "status": status, "config": config}
+        changes = rollout_changes(rollout_id, **fields, metadata=metadata)
         for name in changes.keys() & {"input", "metadata"}:
             changes[name] = kept_json(changes[name], name)
 
@@ -294,6 +294,10 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
 
         return await self._do(update)
 
+    async def cancel_rollouts(self, rollout_ids: Sequence[str]) -> Sequence[Rollout]:
+        check_id_list(rollout_ids)
+        return await self._do(lambda work: work.cancel(rollout_ids))
+
     async def update_many_attempts(
         self, updates: Sequence[AttemptUpdate], *, fenced: bool = False
     ) -> Sequence[Attempt | Conflict]:
@@ -307,11 +311,11 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
 
     async def end_attempts(self, ends: Sequence[AttemptEnd]) -> Sequence[Attempt | Conflict]:
         check_ends(ends)
-        spans = [kept_span(fields_of(span)) for span, _ in ends]
+        spans = [kept_last_span(span) for span, _ in ends]
         updates = kept_updates(update for _, update in ends)
 
         async def end(work: CollectionWork) -> list[Attempt | Conflict]:
-            await self._add_spans(work, spans)
+            await self._add_spans(work, spans, True)
             return apply_updates(work, [(update, True) for update in updates])
 
         return await self._do(end)
@@ -332,20 +336,15 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
     ) -> Span | None:
         span = Span.from_opentelemetry(readable_span, rollout_id, attempt_id, sequence_id or 0)
         kept = kept_span(span_fields(span))
+        is_new = await self._do(lambda work: self._add_spans(work, [kept], sequence_id is None), watched=False)
+        span.sequence_id = kept.sequence_id
+        return span if is_new[0] else None
 
-        async def add(work: CollectionWork) -> list[bool]:
-            if sequence_id is None:
-                # Numbered before it is stored, and only if it can be.
-                [loaded] = await work.load([rollout_id], [(rollout_id, attempt_id)])
-                loaded.attempt(attempt_id)
-                [span.sequence_id] = await number_spans(work.collections, [rollout_id])
-            return await self._add_spans(work, [changed(kept, sequence_id=span.sequence_id)])
-
-        return span if (await self._do(add, watched=False))[0] else None
-
-    async def _add_spans(self, work: CollectionWork, spans: Sequence[Span]) -> list[bool]:
+    async def _add_spans(self, work: CollectionWork, spans: Sequence[Span], numbers_zero: bool = False) -> list[bool]:
         owners = dict.fromkeys((span.rollout_id, span.attempt_id) for span in spans)
         await work.load([rollout_id for rollout_id, _ in owners], owners)
+        if numbers_zero:
+            await work.number(spans)
         is_new = await work.store_spans(spans)
         new = [(work.rollouts[span.rollout_id], span.attempt_id) for span in work.new_spans]
         note_spans(work, [(loaded, loaded.attempt(attempt_id)) for loaded, attempt_id in new])
@@ -380,19 +379,16 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
             return shown_rollout(found[0], attempts.get(rollout_id)) if found else None
 
     async def find_attempts(self, query: AttemptsQuery) -> PaginatedResult[Attempt]:
-        await self._watch()
-        async with self.collections.atomic() as collections:
-            page = await collections.attempts.query(
-                {"rollout_id": {"exact": query.rollout_id}}, sort_of(query), query.limit, query.offset
-            )
+        filter = {"rollout_id": {"exact": query.rollout_id}}
+        page = await self._read(lambda found: found.attempts.query(filter, sort_of(query), query.limit, query.offset))
         return shown_page(page, copy_attempt)
 
     async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
         check_ids(rollout_id)
         await self._watch()
         async with self.collections.atomic() as collections:
-            attempt = (await latest_attempts(collections, [rollout_id])).get(rollout_id)
-        return None if attempt is None else copy_attempt(attempt)
+            found = await latest_attempts(collections, [rollout_id])
+        return copy_attempt(found[rollout_id]) if rollout_id in found else None
 
     async def find_spans(self, query: SpansQuery) -> PaginatedResult[Span]:
         await self._watch()
@@ -443,19 +439,26 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         check_id_list(rollout_ids)
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._waiters.waiting(rollout_ids) as waiter:
-            known = await self.query_rollouts(rollout_id_in=rollout_ids)
-            finished = {rollout.rollout_id: rollout for rollout in known if rollout.status in FINISHED}
-            waited = {rollout.rollout_id for rollout in known}
+            waited, finished = await self._read(partial(known_and_finished, rollout_ids=rollout_ids))
             while open_ids := waited - finished.keys():
                 left = POLL_SECONDS if deadline is None else deadline - time.monotonic()
                 if left <= 0:
                     break
-                news = await waiter.next_finished(min(left, POLL_SECONDS))
+                news = await waiter.next_finished(open_ids, min(left, POLL_SECONDS))
                 # Without news it looks at all: others may share the collections, and if every worker has died there
                 # is nobody else to run the watchdog.
-                found = await self.query_rollouts(rollout_id_in=list(news or open_ids))
-                finished.update({rollout.rollout_id: rollout for rollout in found if rollout.status in FINISHED})
+                finished |= (await self._read(partial(known_and_finished, rollout_ids=list(news or open_ids))))[1]
         return [finished[rollout_id] for rollout_id in dict.fromkeys(rollout_ids) if rollout_id in finished]
+
+    async def wait_for_work(self, timeout: float) -> bool:
+        look = partial(self._read, lambda collections: collections.rollout_queue.size())
+        return await self._bell.wait(look, timeout, POLL_SECONDS, POLL_SECONDS)
+
+    async def _read(self, operation: Callable[[T_collections], Awaitable[Result]]) -> Result:
+        """Run an operation that changes nothing, after the watchdog, if that is due."""
+        await self._watch()
+        async with self.collections.atomic() as collections:
+            return await operation(collections)
 
     # Resources
 
@@ -487,14 +490,11 @@ class CollectionBasedLightningStore(LightningStore, Generic[T_collections]):
         filter = filter_of(
             query.filter_logic, status={"within": query.status_in}, worker_id={"contains": query.worker_id_contains}
         )
-        await self._watch()
-        async with self.collections.atomic() as collections:
-            page = await collections.workers.query(filter, sort_of(query), query.limit, query.offset)
+        order = sort_of(query)
+        page = await self._read(lambda found: found.workers.query(filter, order, query.limit, query.offset))
         return shown_page(page, shown_worker)
 
     async def get_worker_by_id(self, worker_id: str) -> Worker | None:
         check_ids(worker_id)
-        await self._watch()
-        async with self.collections.atomic() as collections:
-            found = await collections.workers.items_of([worker_id])
-        return shown_worker(found[0]) if found else None
+        workers = await self._read(lambda found: found.workers.items_of([worker_id]))
+        return shown_worker(workers[0]) if workers else None

@@ -19,8 +19,17 @@ from rollout_core.base.trusted import SET_EXTRA, SET_FIELDS_SET, trusted
 from rollout_core.store import lifecycle
 from rollout_core.store.checks import check_span, refuse_missing, sequence_id_after
 from rollout_core.store.codec import decode, encode, json_copy
+from rollout_core.store.encoded_spans import EncodedSpan, fields_of
 from rollout_core.store.memory.collection import LightningCollections
-from rollout_core.store.operations import Loaded, NewRollout, Work, change_worker, copy_attempt, unknown_rollouts
+from rollout_core.store.operations import (
+    Loaded,
+    NewRollout,
+    Work,
+    cancel,
+    change_worker,
+    copy_attempt,
+    unknown_rollouts,
+)
 from rollout_core.store.resources import ResourcesUpdate
 from rollout_core.store.span_fields import SpanFields
 from rollout_core.store.spans import Event, Link, OtelResource, Span, SpanContext, StatusCode, TraceStatus
@@ -113,6 +122,12 @@ def kept_json(value: Any, what: str) -> Any:
     return decode(encode(value, what))
 
 
+def kept_last_span(span: SpanFields | EncodedSpan) -> Span:
+    """An attempt's last span as the store keeps it, with the number 0 if it brings none; raises as ``kept_span``."""
+    fields = fields_of(span)
+    return kept_span({**fields, "sequence_id": fields["sequence_id"] or 0})
+
+
 def kept_span(span: SpanFields) -> Span:
     """A span as the store keeps it. Raises ConfigError as ``check_span``, and if JSON cannot hold it."""
     check_span(span)
@@ -192,6 +207,8 @@ class CollectionWork(Work[Rollout]):
         self._last_numbers: dict[str, int] = {}
         self.requeued: list[str] = []
         """Rollouts that wait again, and go to the head of the queue, in this order."""
+        self.num_queued = 0
+        """Rollouts that wait now and did not before, once they are saved."""
 
     # Loading
 
@@ -222,6 +239,13 @@ class CollectionWork(Work[Rollout]):
                 ):
                     self.rollouts[attempt.rollout_id].older[attempt.attempt_id] = changed(attempt)
         return [self.rollouts[rollout_id] for rollout_id in wanted]
+
+    async def cancel(self, rollout_ids: Sequence[str]) -> list[Rollout]:
+        """Cancel those that have not finished; all of them as they are then."""
+        await self.load(rollout_ids)
+        cancel(self)
+        found = [self.rollouts[rollout_id] for rollout_id in rollout_ids]
+        return [shown_rollout(loaded.record, loaded.latest) for loaded in found]
 
     async def enqueue(self, requests: Sequence[NewRollout], status: RolloutStatus) -> list[Loaded[Rollout]]:
         """A rollout for each request, in order: the one that is known by its id, or a new one in ``status``.
@@ -268,6 +292,15 @@ class CollectionWork(Work[Rollout]):
         return await self.collections.resources.get(sort={"name": "update_time", "order": "desc"})
 
     # Spans
+
+    async def number(self, spans: Sequence[Span]) -> None:
+        """Give those with the number 0 the next ones of their rollouts, which are loaded."""
+        unnumbered = [span for span in spans if not span.sequence_id]
+        for span in unnumbered:  # before a number is taken; raises if there is no such attempt
+            self.rollouts[span.rollout_id].attempt(span.attempt_id)
+        numbers = await number_spans(self.collections, [span.rollout_id for span in unnumbered])
+        for span, number in zip(unnumbered, numbers, strict=True):
+            span.sequence_id = number
 
     async def store_spans(self, spans: Sequence[Span]) -> list[bool]:
         """Have spans saved, given as they are to be kept; for each, whether it is new."""
@@ -380,6 +413,7 @@ class CollectionWork(Work[Rollout]):
         if self.requeued:
             joining = [rollout_id for rollout_id in joining if rollout_id not in self.requeued]
             await queue.put_back(self.requeued)
+        self.num_queued = len(joining) + len(self.requeued)
         if joining:
             await queue.enqueue(joining)
 
@@ -399,6 +433,17 @@ async def number_spans(collections: LightningCollections, rollout_ids: Sequence[
     for rollout_id, number in last.items():
         await counters.set(rollout_id, number)
     return numbers
+
+
+async def known_and_finished(
+    collections: LightningCollections, rollout_ids: Sequence[str]
+) -> tuple[set[str], dict[str, Rollout]]:
+    """Which of these rollouts are known, and, by id, those that are finished; only these are copied."""
+    known = await collections.rollouts.items_of(rollout_ids)
+    ended = {rollout.rollout_id: rollout for rollout in known if rollout.status in lifecycle.FINISHED}
+    attempts = await latest_attempts(collections, list(ended))
+    shown = {name: shown_rollout(rollout, attempts.get(name)) for name, rollout in ended.items()}
+    return {rollout.rollout_id for rollout in known}, shown
 
 
 async def latest_attempts(collections: LightningCollections, rollout_ids: Sequence[str]) -> dict[str, Attempt]:

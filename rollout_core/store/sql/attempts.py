@@ -13,7 +13,7 @@ from rollout_core.base.trusted import trusted
 from rollout_core.store import lifecycle
 from rollout_core.store.checks import sequence_id_after
 from rollout_core.store.encoded_spans import EncodedSpan
-from rollout_core.store.operations import Loaded, apply_updates, expire, note_spans
+from rollout_core.store.operations import Loaded, apply_updates, cancel, expire, note_spans
 from rollout_core.store.sql.dialect import NUM_ROLLOUT, Transaction
 from rollout_core.store.sql.rows import (
     ROLLOUTS_WITH_ATTEMPT,
@@ -172,6 +172,17 @@ def update_rollout(tx: Transaction, rollout_id: str, changes: Mapping[str, Any])
     unit.save()
     [row] = tx.rows(ROLLOUTS_WITH_ATTEMPT + " WHERE r.key = ?", state.key)
     return rollout_model(row)
+
+
+def cancel_rollouts(tx: Transaction, rollout_ids: Sequence[str]) -> list[Rollout]:
+    """Cancel those that have not finished; all of them as they are then."""
+    unit = UnitOfWork(tx)
+    unit.load(rollout_ids)
+    cancel(unit)
+    unit.save()
+    rows = tx.rows_of(ROLLOUTS_WITH_ATTEMPT + " WHERE r.rollout_id", rollout_ids)
+    found = {rollout.rollout_id: rollout for rollout in map(rollout_model, rows)}
+    return [found[rollout_id] for rollout_id in rollout_ids]
 
 
 # The watchdog

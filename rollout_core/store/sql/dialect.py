@@ -154,13 +154,15 @@ def _statement(name: str, sql: str) -> str:
 class Transaction:
     """A transaction under way, as the operations of the store see it."""
 
-    __slots__ = ("_connection", "counted", "dialect", "finished", "now")
+    __slots__ = ("_connection", "counted", "dialect", "finished", "now", "num_queued")
 
     def __init__(self, connection: Connection, dialect: Dialect, now: float) -> None:
         self._connection = connection
         self.dialect = dialect
         self.now = now
         """The time of this transaction, in seconds since the epoch."""
+        self.num_queued = 0
+        """How many rollouts wait now that did not before."""
         self.finished: list[str] = []
         """Rollouts that reach a terminal status if this transaction commits; their waiters are woken then."""
         self.counted: defaultdict[str, int] = defaultdict(int)
@@ -174,6 +176,7 @@ class Transaction:
     def take_over(self, part: Transaction) -> None:
         """What a part of this transaction has finished and counted is this transaction's now."""
         self.finished += part.finished
+        self.num_queued += part.num_queued
         for name, change in part.counted.items():
             self.counted[name] += change
 

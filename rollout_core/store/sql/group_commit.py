@@ -200,6 +200,8 @@ class Hooks(NamedTuple):
     """Run before other writes; whether it looked at anything."""
     on_finished: Callable[[Sequence[str]], None]
     """Called, from any thread, with rollouts that have just finished."""
+    on_queued: Callable[[int], None]
+    """Called, from any thread, with the number of rollouts that have just joined the queue."""
 
 
 @dataclass(eq=False)
@@ -266,6 +268,7 @@ class GroupCommit:
         """Run the group, and hand each job its outcome."""
         pending = deque([(group, MAX_TRIES)])
         finished: list[str] = []
+        num_queued = 0
         while pending:
             jobs, tries = pending.popleft()
             try:
@@ -277,6 +280,7 @@ class GroupCommit:
                 whole = self._run_jobs(session, jobs)
                 session.commit(whole.finished)
                 finished += whole.finished
+                num_queued += whole.num_queued
             except Exception as error:  # noqa: BLE001 - as above
                 with contextlib.suppress(Exception):
                     session.rollback()
@@ -290,6 +294,8 @@ class GroupCommit:
                     _fail(session, jobs, error)
         if finished:
             self._hooks.on_finished(finished)
+        if num_queued:
+            self._hooks.on_queued(num_queued)
         self._deliver(group)
 
     def _run_jobs(self, session: Session, jobs: Sequence[Job[Any, Any]]) -> Transaction:

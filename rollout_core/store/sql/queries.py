@@ -239,6 +239,11 @@ def find_finished(tx: Transaction, rollout_ids: Sequence[str]) -> list[Rollout]:
     return [rollout_model(row) for row in found]
 
 
+def is_work_queued(tx: Transaction) -> bool:
+    """Whether a rollout waits to be claimed."""
+    return tx.row("SELECT 1 FROM rollouts WHERE queue_position IS NOT NULL LIMIT 1") is not None
+
+
 def known_ids(tx: Transaction, rollout_ids: Sequence[str]) -> set[str]:
     """Those of these ids that are rollouts of this store."""
     found = tx.rows("SELECT rollout_id FROM rollouts WHERE rollout_id {in_texts}", tx.texts(rollout_ids))

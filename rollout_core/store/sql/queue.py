@@ -141,6 +141,7 @@ def release(tx: Transaction, claimed: Sequence[AttemptedRollout]) -> None:
     released = withdraw(unit, [(rollout, None) for rollout in claimed])
     for place, loaded in enumerate(released, start=head - len(released)):
         loaded.record.queue_position = place
+    tx.num_queued += len(released)
     unit.save()
 
 
@@ -232,6 +233,7 @@ def _new_states(
     positions = tx.next_numbers("queue", len(requests)) if status == "queuing" else [None] * len(requests)
     latest_resources = tx.row("SELECT resources_id FROM resources ORDER BY change_number DESC LIMIT 1")
     tx.counted[status] += len(requests)
+    tx.num_queued += len(requests) if status == "queuing" else 0
     return [
         RolloutState(
             key=key,

@@ -148,6 +148,7 @@ def save_rollouts(tx: Transaction, states: Sequence[RolloutState]) -> None:
     joining = [state for state in states if state.status in lifecycle.QUEUED and state.queue_position is None]
     for state, position in zip(joining, tx.next_numbers("queue", len(joining)), strict=True):
         state.queue_position = position
+    tx.num_queued += len(joining)
     tx.update(
         "rollouts",
         "status, end_time, attempt_count, last_sequence_id, queue_position, due_time",

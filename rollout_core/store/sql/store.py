@@ -25,8 +25,8 @@ from rollout_core.store.checks import (
     stats_json,
 )
 from rollout_core.store.codec import encode
-from rollout_core.store.encoded_spans import EncodedSpan, encode_fields, encoded
-from rollout_core.store.loops import Waiters
+from rollout_core.store.encoded_spans import EncodedSpan, encode_fields, encode_last
+from rollout_core.store.loops import Bell, Waiters
 from rollout_core.store.operations import new_rollouts
 from rollout_core.store.queries import AttemptsQuery, ResourcesQuery, RolloutsQuery, SpansQuery, WorkersQuery
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
@@ -93,7 +93,8 @@ class SqlLightningStore(LightningStore):
         self._last_scan: float | None = None
         self._opened = clock()
         self._waiters = Waiters()
-        hooks = Hooks(clock, self._scan, self._waiters.wake)
+        self._bell = Bell()
+        hooks = Hooks(clock, self._scan, self._waiters.wake, self._bell.ring)
         self._database = open_database(url, hooks, busy_timeout_seconds=busy_timeout_seconds)
 
     @classmethod
@@ -223,6 +224,10 @@ class SqlLightningStore(LightningStore):
                 changes[name] = encode(changes[name], name)
         return await self._write(lambda tx: attempts.update_rollout(tx, rollout_id, changes))
 
+    async def cancel_rollouts(self, rollout_ids: Sequence[str]) -> Sequence[Rollout]:
+        check_id_list(rollout_ids)
+        return await self._write(lambda tx: attempts.cancel_rollouts(tx, rollout_ids))
+
     async def update_many_attempts(
         self, updates: Sequence[AttemptUpdate], *, fenced: bool = False
     ) -> Sequence[Attempt | Conflict]:
@@ -231,7 +236,7 @@ class SqlLightningStore(LightningStore):
 
     async def end_attempts(self, ends: Sequence[AttemptEnd]) -> Sequence[Attempt | Conflict]:
         check_ends(ends)
-        spans = [encoded(span) for span, _ in ends]
+        spans = [encode_last(span) for span, _ in ends]
         updates = kept_updates(update for _, update in ends)
         return await self._database.write_batch(attempts.end_attempts, list(zip(spans, updates, strict=True)))
 
@@ -323,14 +328,14 @@ class SqlLightningStore(LightningStore):
             finished = {rollout.rollout_id: rollout for rollout in await self._finished(rollout_ids)}
             waited = await self._read(lambda tx: queries.known_ids(tx, rollout_ids))
             poll_seconds = SHORTEST_POLL_SECONDS
-            while waited - finished.keys():
+            while open_ids := waited - finished.keys():
                 left = LONGEST_POLL_SECONDS if deadline is None else deadline - time.monotonic()
                 if left <= 0:
                     break
-                news = await waiter.next_finished(min(left, poll_seconds))
+                news = await waiter.next_finished(open_ids, min(left, poll_seconds))
                 seen, version = version, await self._database.foreign_version()
                 if version != seen:
-                    news = waited - finished.keys()
+                    news = open_ids
                     poll_seconds = SHORTEST_POLL_SECONDS
                 else:
                     poll_seconds = min(poll_seconds * 1.5, LONGEST_POLL_SECONDS)
@@ -340,6 +345,10 @@ class SqlLightningStore(LightningStore):
                     # If every worker has died there is nobody else to run it, and this call would wait for ever.
                     await self._watch()
         return [finished[rollout_id] for rollout_id in dict.fromkeys(rollout_ids) if rollout_id in finished]
+
+    async def wait_for_work(self, timeout: float) -> bool:
+        look = partial(self._watched_read, queries.is_work_queued)
+        return await self._bell.wait(look, timeout, SHORTEST_POLL_SECONDS, LONGEST_POLL_SECONDS)
 
     async def _finished(self, rollout_ids: Sequence[str]) -> list[Rollout]:
         return await self._watched_read(lambda tx: queries.find_finished(tx, rollout_ids))

@@ -1,0 +1,260 @@
+"""Runners on the workers of a Dask cluster: on each a process that works on the run's tasks, while the run lasts.
+
+A Dask worker starts the same process as a `Fleet` does on its own machine, from a task that stays under way. The task
+ends when the run says so, when the run's client is gone (the scheduler then takes the task back), and when the worker
+loses its scheduler. The process ends with the worker, whatever kills it.
+
+Imported only where a run asks for Dask, which is an extra.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import queue
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from distributed import Client, Future, Worker, get_worker
+from distributed.core import Status
+
+from rollout_core.agents.worker import BAD_AGENT, END_SECONDS, START_SECONDS, WorkOrder, exit_reason
+from rollout_core.base.errors import ConfigError, Fatal, Recoverable
+from rollout_core.base.processes import search_path
+from rollout_core.base.settings import require_secret
+
+log = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 10.0
+"""For the scheduler to answer; one that does not is gone."""
+LOST = "the Dask scheduler at {} is gone; tasks that have ended are kept: see that one runs, and run again"
+_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 0.25
+
+
+# On a Dask worker
+
+_ended_runs: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a process of runners ended on a Dask worker, without a word if it was asked to."""
+
+    refusal: str = ""
+    """Why none of the run's agents can work there."""
+    death: str = ""
+    """What it died of."""
+
+
+def run_on_worker(order: WorkOrder, secret: str, run_id: str) -> Outcome:
+    """The Dask task: a process of runners from its start to its end. ``order`` comes without a key, which is the secret
+    of this NAME in the worker's own environment."""
+    worker = get_worker()
+    try:
+        order = replace(order, api_key=require_secret(secret))
+    except ConfigError as error:
+        return Outcome(refusal=f"Dask worker {worker.address}: {error}")
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "rollout_core.agents.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": search_path()},
+        start_new_session=True,  # what agents start ends with it
+    )
+    try:
+        return _watch(process, order, worker, run_id)
+    finally:
+        _end(process)
+
+
+def _watch(process: subprocess.Popen[bytes], order: WorkOrder, worker: Worker, run_id: str) -> Outcome:
+    assert process.stdin is not None and process.stdout is not None, "pipes were asked for"
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(order.line())
+        process.stdin.close()
+    # A thread reads, because an agent that hangs at its import must not keep the task from ending.
+    answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=lambda out=process.stdout: answers.put(out.readline()), daemon=True).start()
+    key, started, is_ready = worker.get_current_task(), time.monotonic(), False
+    where = f"on Dask worker {worker.address}"
+    while process.poll() is None:
+        if run_id in _ended_runs or not _is_wanted(worker, key):
+            return Outcome()
+        is_ready = is_ready or not answers.empty()
+        if not is_ready and time.monotonic() - started > START_SECONDS:
+            return Outcome(refusal=f"the agent was not loaded within {START_SECONDS:g} s {where}")
+        time.sleep(_POLL_SECONDS)
+    with contextlib.suppress(queue.Empty, ValueError):
+        error = json.loads(answers.get(timeout=1.0)).get("error")
+        if error is not None:
+            return Outcome(refusal=f"{error} ({where})")
+    reason = f"{exit_reason(process.returncode)} {where}, whose log has what it wrote"
+    return Outcome(refusal=reason) if process.returncode == BAD_AGENT else Outcome(death=reason)
+
+
+def _is_wanted(worker: Worker, key: Any) -> bool:
+    """Whether worker and task are still the scheduler's. A task that is taken back while it runs is ``cancelled``."""
+    task = worker.state.tasks.get(key)
+    return worker.status in (Status.running, Status.paused) and task is not None and task.state == "executing"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """By SIGTERM, which lets it store what it has, and then for good."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS + 2)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def end_run(run_id: str) -> None:
+    """Let this Dask worker's tasks of a run end."""
+    _ended_runs.add(run_id)
+
+
+# Where the run is
+
+
+class DaskRunners:
+    """A process of runners on every worker of the cluster, whichever come and go; an asynchronous context.
+
+    Args:
+        address: of the scheduler.
+        order: what every process is told, but for the key.
+        secret: NAME of the secret that holds the key, in each worker's environment.
+        max_restarts: how often in a row processes may die while no task ends.
+        num_ended: how many tasks have ended so far.
+        fail: is given what makes the run fail: ConfigError for an agent that a worker cannot run, Fatal for processes
+            that keep dying, Recoverable for a scheduler that is gone.
+
+    Entering raises Recoverable where no scheduler answers.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        order: WorkOrder,
+        secret: str,
+        *,
+        max_restarts: int,
+        num_ended: Callable[[], int],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        self._address, self._order, self._secret = address, order, secret
+        self._max_restarts, self._num_ended, self._fail = max_restarts, num_ended, fail
+        self._run_id = secrets.token_hex(8)
+        self._client: Any = None
+        self._tasks: dict[str, Future[Outcome]] = {}
+        """By address of the worker."""
+        self._num_started = self._num_deaths = 0
+        self._ended_before = -1
+        self._watching: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> DaskRunners:
+        try:
+            self._client = await Client(self._address, asynchronous=True, set_as_default=False, timeout=ANSWER_SECONDS)
+        except (OSError, TimeoutError) as error:
+            raise Recoverable(f"no Dask scheduler answers at {self._address}: {error}") from error
+        self._watching = asyncio.create_task(self._keep())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait({self._watching})
+        # None of this is needed for the processes to end: they do when the client is gone.
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(END_SECONDS + 4):
+                if self._client.status == "running" and self._tasks:
+                    await self._client.run(end_run, self._run_id, workers=list(self._tasks), on_error="ignore")
+                    waits: Any = [task.result() for task in self._tasks.values()]  # its client is asynchronous
+                    await asyncio.gather(*waits, return_exceptions=True)
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await self._client.cancel(list(self._tasks.values()), force=True)
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await self._client.close(timeout=2)
+
+    async def _keep(self) -> None:
+        """A task on every worker, for as long as this runs; what is in the way of that is the run's failure."""
+        try:
+            while True:
+                workers = await self._workers()
+                await self._forget(self._tasks.keys() - workers)
+                for address in workers:
+                    await self._see(address)
+                await asyncio.sleep(_LOOK_SECONDS)
+        except Exception as error:  # noqa: BLE001 - anything of Dask's; runners must not be missing in silence
+            self._fail(error)
+
+    async def _workers(self) -> set[str]:
+        """Addresses of those that can work now."""
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                found = (await self._client.scheduler.identity(n_workers=-1))["workers"]
+        except (OSError, TimeoutError) as error:
+            raise Recoverable(LOST.format(self._address)) from error
+        return {address for address, worker in found.items() if worker["status"] in ("running", "paused")}
+
+    async def _forget(self, addresses: Iterable[str]) -> None:
+        """Workers that are gone. What they had under way is tried again when their heartbeats are missed."""
+        gone = [self._tasks.pop(address) for address in list(addresses)]
+        if gone:
+            log.warning("%d Dask workers are gone; their tasks are tried again", len(gone))
+            await self._client.cancel(gone, force=True)
+
+    async def _see(self, address: str) -> None:
+        """Start a process on this worker, or another one in place of one that died."""
+        task = self._tasks.get(address)
+        if task is not None:
+            if not task.done():
+                return
+            self._judge(await self._outcome(task))
+        order = replace(self._order, number=self._num_started)
+        self._num_started += 1
+        self._tasks[address] = self._client.submit(
+            run_on_worker,
+            order,
+            self._secret,
+            self._run_id,
+            key=f"rollout-runners-{self._run_id}-{self._num_started}",
+            workers=[address],
+            allow_other_workers=False,
+            pure=False,
+        )
+
+    async def _outcome(self, task: Future[Outcome]) -> Outcome:
+        if task.status == "finished":
+            return await task  # pyright: ignore[reportGeneralTypeIssues] - the client is asynchronous
+        error: Any = None if task.status in ("cancelled", "lost") else await task.exception()
+        if isinstance(error, ImportError | AttributeError | RuntimeError):
+            return Outcome(
+                refusal=f"a Dask worker cannot run rollout ({error}); install the run's version of it on every worker"
+            )
+        return Outcome(death=f"Dask gave it up ({error or task.status})")
+
+    def _judge(self, outcome: Outcome) -> None:
+        if outcome.refusal:
+            raise ConfigError(outcome.refusal)
+        reason = outcome.death or "it ended unasked"
+        # What ended since the last death shows that the agent can work.
+        ended = self._num_ended()
+        self._num_deaths = self._num_deaths + 1 if ended == self._ended_before else 1
+        self._ended_before = ended
+        if self._num_deaths > self._max_restarts:
+            raise Fatal(f"runners died {self._num_deaths} times in a row: {reason}")
+        log.warning("A process of runners died (%s); it is replaced", reason)

@@ -1,0 +1,263 @@
+"""Online learning: a policy in use learns from the rollouts of live traffic, and gets better under its users' hands."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollout_core.agents.algorithm import Dataset
+from rollout_core.agents.live import NOT_LEARNABLE, LiveRollouts, OnlineState, patiently
+from rollout_core.agents.policy_session import (
+    Evaluation,
+    PolicyAlgorithm,
+    PolicyLearner,
+    PolicyOptions,
+    PolicySession,
+    aside,
+    policy_settings,
+)
+from rollout_core.base.errors import ConfigError
+from rollout_core.config import ImportanceCorrection, LiveTraffic, ModelSource, SamplingParams
+from rollout_core.config.agents import AgentGRPO, AgentPPO
+from rollout_core.inference.base import ModelRef
+from rollout_core.inference.training_samples import file_experience
+from rollout_core.objects import Checkpoint, Experience, ObjectStore
+
+logger = logging.getLogger(__name__)
+
+Gate = Callable[[ModelRef, ModelRef], bool | Awaitable[bool]]
+"""Whether new weights, the first argument, may take the place of the present ones."""
+
+
+@dataclass(frozen=True)
+class OnlineReport:
+    """What an update has come to."""
+
+    number: int
+    """From 0, over all runs of this name."""
+    rollouts: Sequence[str]
+    """What was learnt from."""
+    mean_reward: float
+    """Of the samples."""
+    checkpoint: Checkpoint
+    is_promoted: bool
+
+
+class OnlineLearning(PolicyAlgorithm):
+    """Learns from rollouts that others enqueued, whenever enough have ended with a reward, and swaps the weights behind
+    the proxy; agents at work notice nothing.
+
+    Each rollout that ends after the first start is learnt from once, also across restarts under the same ``name``. A
+    reward may come after a rollout's end, up to ``reward_patience_seconds``. Rollouts of the modes ``val`` and
+    ``test``, and those of flows, are left alone. A batch from which nothing can be learnt is logged and done with.
+
+    Rollouts may be older than the weights: spans say which weights wrote them. Those of weights more than
+    ``max_staleness`` promotions back, or of weights that were never in use here, are left out; for the others the
+    learner's correction weighs tokens by how likely they were drawn. PPO is the default, as live tasks rarely repeat:
+    GRPO compares rollouts of equal input, and one whose group does not fill within the patience is left out.
+
+    New weights are promoted if ``gate`` says so and, where ``fit`` gets a val_dataset, if their mean reward on it is
+    not below that of the present ones by more than ``tolerance``. There is one engine, so while they are tried they
+    also answer live calls; rollouts answered by refused weights are not learnt from.
+
+    Args:
+        model: to start from; or give ``settings`` whole (AgentPPO or AgentGRPO).
+        min_rollouts: so many that can be learnt from make an update.
+        max_rollouts: the most of an update; of more the latest are taken. Default: four times min_rollouts.
+        max_updates: after so many the run ends; None: it runs until ``stop``.
+        max_staleness: see above.
+        poll_seconds: between looks for ended rollouts.
+        lr, temperature, max_tokens, learner: as for PPO.
+        options: see ``PolicyOptions``.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | ModelSource | None = None,
+        *,
+        settings: AgentGRPO | AgentPPO | None = None,
+        min_rollouts: int = 64,
+        max_rollouts: int | None = None,
+        max_updates: int | None = None,
+        max_staleness: int = 1,
+        reward_patience_seconds: float = 300.0,
+        gate: Gate | None = None,
+        tolerance: float = 0.0,
+        poll_seconds: float = 5.0,
+        lr: float = 1e-6,
+        temperature: float = 1.0,
+        max_tokens: int = 256,
+        learner: Mapping[str, Any] | None = None,
+        name: str = "online",
+        **options: Any,
+    ) -> None:
+        try:
+            self._live = LiveTraffic(
+                min_rollouts=min_rollouts,
+                max_rollouts=max_rollouts,
+                max_staleness=max_staleness,
+                reward_patience_seconds=reward_patience_seconds,
+                poll_seconds=poll_seconds,
+            )
+        except ValueError as error:
+            raise ConfigError(f"what is to be learnt from is not clear: {error}") from error
+        if max_updates is not None and max_updates < 1:
+            raise ConfigError(f"max_updates is {max_updates}; expected 1 or more, or None")
+        if settings is None:
+            settings = policy_settings(
+                AgentPPO,
+                model,
+                lr=lr,
+                sampling=SamplingParams(temperature=temperature, max_tokens=max_tokens),
+                learner={
+                    "minibatch_size": min(8, min_rollouts),
+                    "gradient_accumulation": -(-min_rollouts // 8),
+                    "correction": ImportanceCorrection(),
+                }
+                | dict(learner or {}),
+            )
+        elif model is not None:
+            raise ConfigError("got a model and settings; settings have a base_model, so leave the model out")
+        super().__init__(settings, PolicyOptions(name=name, **options))
+        self._max_updates = max_updates
+        self._gate = gate
+        self._tolerance = tolerance
+        self._stop = threading.Event()
+        self.history: list[OnlineReport] = []
+        """What each update of this process has come to."""
+
+    def stop(self) -> None:
+        """End the run after the update under way, if there is one; from any thread."""
+        self._stop.set()
+
+    async def run(self, train_dataset: Dataset | None = None, val_dataset: Dataset | None = None) -> None:
+        if train_dataset is not None:
+            raise ConfigError("OnlineLearning learns from live rollouts; leave out the train_dataset")
+        if val_dataset is not None and not len(val_dataset):
+            raise ConfigError("the val_dataset is empty; give tasks to judge by, or None")
+        found: list[OnlineState[Experience]] = []
+        async with self.session(lambda learner: found.append(self._resume(learner))) as session:
+            [state] = found
+            live = LiveRollouts(
+                session.store,
+                state,
+                self._live,
+                group_size=session.learner.group_size,
+                adapt=session.adapt,
+                flush=session.flush,
+            )
+            await session.publish()
+            while not self._stop.is_set() and (self._max_updates is None or state.num_updates < self._max_updates):
+                if state.batch is None and not await self._collect(session, live):
+                    await asyncio.sleep(live.pause)
+                    continue
+                await self._update(session, state, val_dataset)
+
+    @property
+    def _ref(self) -> str:
+        """What says how far the run is."""
+        return f"agent-online/{self._options.name}"
+
+    def _resume(self, learner: PolicyLearner) -> OnlineState[Experience]:
+        name = self._options.name
+        state = OnlineState[Experience].begin(learner.objects, self._ref, name, learner.reference)
+        learner.start_from(state.versions[-1], state.train_state)
+        if state.num_updates:
+            logger.info("%s: resumes after %d updates", name, state.num_updates)
+        return state
+
+    async def _save(self, objects: ObjectStore, state: OnlineState[Experience]) -> None:
+        await aside(lambda: state.save(objects, self._ref))
+
+    async def _collect(self, session: PolicySession, live: LiveRollouts) -> bool:
+        """Whether there is something to learn from, which is noted then."""
+        state, learner = live.state, session.learner
+        chosen = await live.next_batch()
+        if not chosen:
+            if live.is_due_to_save():
+                await self._save(learner.objects, state)
+            return False
+        adapted = await patiently(lambda: session.adapt(chosen))
+        live.take(chosen)
+        try:
+            state.batch = await aside(
+                lambda: file_experience(learner.objects, adapted, failed="leave_out", group_size=learner.group_size)
+            )
+        except NOT_LEARNABLE as error:
+            self._skip(state, error)
+        await self._save(learner.objects, state)
+        state.check_learnable()
+        if state.batch is not None:
+            left_out = state.left_out or "none"
+            logger.info("%s: learns from %d rollouts; left out: %s", self._options.name, len(chosen), left_out)
+        return state.batch is not None
+
+    def _skip(self, state: OnlineState[Experience], error: Exception) -> None:
+        """Learn nothing from a batch, which would else be tried for ever."""
+        logger.warning("%s: nothing is learnt from %d rollouts: %s", self._options.name, len(state.rollouts), error)
+        state.conclude("skipped", str(error))
+
+    async def _update(
+        self, session: PolicySession, state: OnlineState[Experience], val_dataset: Dataset | None
+    ) -> None:
+        learner, batch = session.learner, state.batch
+        assert batch is not None, "collected"
+        before = state.versions[-1], state.train_state
+        try:
+            checkpoint = await aside(lambda: learner.learn(batch, state.num_updates), on_cancel=learner.stop)
+        except NOT_LEARNABLE as error:
+            self._skip(state, error)
+            await self._save(learner.objects, state)
+            state.check_learnable()
+            return
+        is_promoted = await self._may_serve(session, checkpoint, val_dataset)
+        serving = checkpoint.model if is_promoted else before[0]
+        if session.serving != serving:
+            await session.load(serving, session.sampling)
+        if is_promoted:
+            state.promote(checkpoint, self._live.max_staleness)
+            self.checkpoint = checkpoint
+        else:
+            learner.start_from(*before)
+        report = OnlineReport(state.num_updates, state.rollouts, batch.mean, checkpoint, is_promoted)
+        outcome = "promoted" if is_promoted else "refused"
+        state.conclude(outcome, "", mean_reward=batch.mean, model=checkpoint.model)
+        await session.publish()
+        await self._save(learner.objects, state)
+        self.history.append(report)
+        logger.info(
+            "%s, update %d: mean reward %.4f of %d samples, model %s %s",
+            self._options.name,
+            state.num_updates,
+            batch.mean,
+            batch.num_samples,
+            checkpoint.model.short,
+            outcome,
+        )
+
+    async def _may_serve(self, session: PolicySession, checkpoint: Checkpoint, val_dataset: Dataset | None) -> bool:
+        """What the gate and the held-out tasks say. Those leave the weights that they were tried with last loaded."""
+        if checkpoint.model == session.serving:
+            logger.info("%s: the update left the weights as they are (were all rewards equal?)", self._options.name)
+            return False
+        if self._gate is not None:
+            new, present = await aside(lambda: [session.learner.ref_of(m) for m in (checkpoint.model, session.serving)])
+            answer = self._gate(new, present)
+            if not (await answer if inspect.isawaitable(answer) else answer):
+                return False
+        if val_dataset is None:
+            return True
+        present = await self._judged(session, val_dataset)
+        await session.load(checkpoint.model, session.sampling)
+        new = await self._judged(session, val_dataset)
+        logger.info("%s: held-out reward %.4f, was %.4f", self._options.name, new.mean_reward, present.mean_reward)
+        return new.mean_reward >= present.mean_reward - self._tolerance  # False where there is no reward at all
+
+    async def _judged(self, session: PolicySession, val_dataset: Dataset) -> Evaluation:
+        return await session.evaluate(val_dataset, await session.publish(), session.sampling)

@@ -1,0 +1,210 @@
+"""A process of runners: claims tasks of a run from its store over HTTP and has the agent work on them.
+
+Started by a `Fleet` on its own machine (``python -m rollout_core.agents.worker``, told what to do in a line of JSON on
+stdin), or by people on others (`rollout agent work`). What the agent prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rollout_core.agents import running
+from rollout_core.agents.agent import LitAgent
+from rollout_core.agents.code import AgentCode
+from rollout_core.agents.otel import OtelTracer
+from rollout_core.agents.runner import LitAgentRunner
+from rollout_core.agents.supervision import ExecutionEvent
+from rollout_core.base.errors import ConfigError, RolloutError, in_words
+from rollout_core.base.processes import ProcessName
+from rollout_core.store import LightningStore, LightningStoreClient
+from rollout_core.store.resources import ClaimedTask
+
+POLL_SECONDS = 1.0
+"""Longest pause after a claim that found nothing; work that is queued ends it."""
+PATIENCE_SECONDS = 120.0
+HEARTBEAT_SECONDS = 10.0
+END_SECONDS = 8.0
+"""For what is under way when the process is to end; then it is cancelled, and stored as failed."""
+START_SECONDS = 120.0
+"""Longest time that a worker process may take to load the agent."""
+BAD_AGENT = 97
+"""Exit code of a process whose agent cannot be loaded, or is another than the run's."""
+_LOOK_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class WorkOrder:
+    """What a worker process is told."""
+
+    url: str
+    api_key: str | None
+    code: dict[str, Any]
+    """`AgentCode.document`."""
+    concurrency: int
+    number: int = 0
+    """Of the process among those of its fleet."""
+    patience_seconds: float = PATIENCE_SECONDS
+    """How long the store may be away."""
+    heartbeat_seconds: float = HEARTBEAT_SECONDS
+    """Between signs of life."""
+
+    def line(self) -> bytes:
+        """As it goes to stdin."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
+def exit_reason(code: int) -> str:
+    """How a process of this exit code ended."""
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+
+
+class OtherAgent(ConfigError):
+    """The tasks are for another agent than this worker has."""
+
+
+class FleetRunner(LitAgentRunner[Any]):
+    """A runner of a fleet: known by its process, so that others see whether it still lives."""
+
+    cancelled_status = "unresponsive"
+
+    def __init__(self, number: int, agent_id: str, patience_seconds: float, heartbeat_seconds: float) -> None:
+        super().__init__(
+            OtelTracer(),
+            poll_interval=POLL_SECONDS,
+            heartbeat_interval=heartbeat_seconds,
+            store_patience_seconds=patience_seconds,
+        )
+        self._name = f"agent-{number}:{ProcessName.of_this_process()}"
+        self._agent_id = agent_id
+
+    @property
+    def worker_name(self) -> str:
+        return self._name
+
+    async def _take(self, store: LightningStore, event: ExecutionEvent | None) -> ClaimedTask | None:
+        claimed = await super()._take(store, event)
+        wanted = None if claimed is None else (claimed.rollout.metadata or {}).get("agent_id", self._agent_id)
+        if claimed is None or wanted == self._agent_id:
+            return claimed
+        await store.release_rollouts([claimed.rollout])
+        raise OtherAgent(
+            f"the run's agent has the id {str(wanted)[:12]}, and the one here {self._agent_id[:12]}: the code differs. "
+            "Bring the same files to this machine, and start again"
+        )
+
+
+async def run_runners(
+    agent: LitAgent[Any],
+    agent_id: str,
+    store: LightningStore,
+    first: int,
+    count: int,
+    event: threading.Event,
+    *,
+    patience_seconds: float = PATIENCE_SECONDS,
+    heartbeat_seconds: float = HEARTBEAT_SECONDS,
+) -> None:
+    """Have ``count`` runners, numbered from ``first``, work until ``event`` is set. Raises what ends one of them."""
+    runners = [FleetRunner(first + place, agent_id, patience_seconds, heartbeat_seconds) for place in range(count)]
+    for place, runner in enumerate(runners):
+        runner.init(agent)
+        runner.init_worker(first + place, store)
+    work = [asyncio.ensure_future(runner.iter(event=event)) for runner in runners]
+    try:
+        done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+    finally:
+        event.set()
+        for future in work:
+            future.cancel()
+        await asyncio.wait(work)
+        for place, runner in enumerate(runners):
+            runner.teardown_worker(first + place)
+            runner.teardown()
+
+
+async def serve(agent: LitAgent[Any], agent_id: str, order: WorkOrder) -> None:
+    """Work on the tasks of the store at ``order.url`` until SIGTERM or SIGINT. Raises Recoverable when the store is
+    gone for too long, OtherAgent for tasks of another agent."""
+    event, loop = threading.Event(), asyncio.get_running_loop()
+    client = LightningStoreClient(order.url, api_key=order.api_key)
+    first = order.number * order.concurrency
+    runners = run_runners(
+        agent,
+        agent_id,
+        client,
+        first,
+        order.concurrency,
+        event,
+        patience_seconds=order.patience_seconds,
+        heartbeat_seconds=order.heartbeat_seconds,
+    )
+    work = asyncio.ensure_future(runners)
+
+    def stop() -> None:
+        event.set()
+        loop.call_later(END_SECONDS, work.cancel)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not event.is_set():
+            raise
+    finally:
+        await client.close()
+
+
+def main() -> None:
+    """The process that a fleet starts."""
+    order = WorkOrder(**json.loads(sys.stdin.buffer.readline()))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the agent prints, by whatever way
+    os.set_inheritable(answers.fileno(), False)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    parent = os.getppid()
+    threading.Thread(target=_end_with_parent, args=[parent], name="rollout-parent", daemon=True).start()
+    running.owns_process = True
+    code = AgentCode.from_document(order.code)
+    try:
+        agent = code.load(alone=True)
+    except RolloutError as error:
+        _answer(answers, {"error": str(error)})
+        sys.exit(BAD_AGENT)
+    _answer(answers, {"ready": str(ProcessName.of_this_process())})
+    try:
+        asyncio.run(serve(agent, code.id, order))
+    except RolloutError as error:
+        logging.getLogger(__name__).error("The runners of this process end: %s", in_words(error))
+        sys.exit(BAD_AGENT if isinstance(error, OtherAgent) else 1)
+    # Threads of agents that were given up would keep the process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _answer(answers: Any, document: dict[str, Any]) -> None:
+    answers.write(json.dumps(document) + "\n")
+    answers.flush()
+
+
+def _end_with_parent(parent: int) -> None:
+    """A fleet that was killed takes nothing any more; its server went with it."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_SECONDS)
+    os.killpg(os.getpgrp(), signal.SIGKILL)  # with what agents started
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,499 @@
+"""OpenAI's API and what an engine understands: requests become prompts and sampling parameters, completions become
+answers.
+
+Of OpenAI's fields and vLLM's additional ones some are honoured; those that would change what is generated and are not
+honoured are refused by name, and all others are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from blake3 import blake3
+from pydantic import ValidationError
+
+from rollout_core.config import SamplingParams
+from rollout_core.data.samples import Completion
+from rollout_core.data.text import decode_completions, told_tokens
+from rollout_core.inference.base import Request
+from rollout_core.models.bounded.tokenizing import Chat
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+UNLIMITED_TOKENS = 4096
+"""Of a completion, where neither request nor backend knows a limit."""
+MOST_CHOICES = 256
+RULED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "ignore_eos",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+"""Fields that are the server's where it has sampling parameters."""
+_TAKEN = (*RULED, "min_tokens", "stop_token_ids")
+_REFUSED = {
+    "audio",
+    "allowed_token_ids",
+    "bad_words",
+    "best_of",
+    "chat_template",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "documents",
+    "echo",
+    "function_call",
+    "functions",
+    "include_stop_str_in_output",
+    "length_penalty",
+    "logit_bias",
+    "min_p",
+    "prediction",
+    "prompt_embeds",
+    "prompt_logprobs",
+    "suffix",
+    "truncate_prompt_tokens",
+    "use_beam_search",
+    "web_search_options",
+}
+"""They would change what is generated."""
+_HARMLESS = {"best_of": (1,), "length_penalty": (1,)}
+"""Values of refused fields that change nothing, beside empty ones."""
+_CONSTRAINTS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+_CONSTRAINT_FIELDS = {"json_schema": "definition", "regex": "pattern", "choice": "choices", "grammar": "grammar"}
+_TOOL_CALL, _TOOL_CALL_END = "<tool_call>", "</tool_call>"
+
+
+class ApiError(Exception):
+    """An answer that is an error, in OpenAI's form. ``param`` names the field that is to blame."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> bytes:
+        """The error as JSON."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return orjson.dumps({"error": error})
+
+
+Prompt = Chat | str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a request asks for."""
+
+    is_chat: bool
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    """But for ``max_tokens``, which depends on the prompt."""
+    max_tokens: int | None
+    count: int
+    """Completions of each prompt."""
+    seed: int | None
+    wants_logprobs: bool
+    wants_ids: bool
+    has_tools: bool
+    is_stream: bool
+    wants_usage: bool
+    """At the end of a stream."""
+    ruled: Sequence[str] = ()
+    """Fields that ask for another distribution than the server's."""
+
+    def params_of(self, num_prompt_tokens: int, limit: int | None, most: int | None) -> SamplingParams:
+        """Sampling parameters for a prompt of so many tokens, where prompt and completion have at most ``limit``, and
+        completions ``most`` tokens. Raises ApiError where it is too long."""
+        room = UNLIMITED_TOKENS if limit is None else limit - num_prompt_tokens
+        if limit is not None and room < 1:
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {limit} tokens. However, your prompt contains "
+                f"{num_prompt_tokens} input tokens, which leaves no room for output tokens. Please reduce the length "
+                "of the input prompt.",
+                "messages" if self.is_chat else "prompt",
+                "context_length_exceeded",
+            )
+        asked = self.max_tokens if most is None or self.max_tokens is None else min(self.max_tokens, most)
+        if asked is not None and limit is not None and asked > room:
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {limit} tokens. However, you requested {asked} output tokens "
+                f"and your prompt contains {num_prompt_tokens} input tokens, for a total of "
+                f"{asked + num_prompt_tokens} tokens. Please reduce the length of the input prompt or the number of "
+                "requested output tokens.",
+                "max_tokens",
+                "context_length_exceeded",
+            )
+        # A default is cut to what fits: the last turns of a long conversation have less room.
+        max_tokens = asked or min(room, most or room)
+        if self.params.min_tokens > max_tokens:
+            raise ApiError(400, f"min_tokens is {self.params.min_tokens}, and max_tokens {max_tokens}", "min_tokens")
+        return self.params.model_copy(update={"max_tokens": max_tokens})
+
+
+# What is asked
+
+
+def read_ask(body: Any, *, is_chat: bool, sampling: SamplingParams | None, vocab_size: int) -> Ask:
+    """What a request's JSON asks for; ``sampling`` rules what `RULED` names and adds its stops. Raises ApiError."""
+    if not isinstance(body, dict):
+        raise ApiError(400, "the request's body is no JSON object")
+    for name in sorted(_REFUSED & body.keys()):
+        if body[name] and body[name] not in _HARMLESS.get(name, ()):
+            raise ApiError(400, f"{name} is not supported by this server; leave it out", name, "unsupported_parameter")
+    tools = _tools(body)
+    max_tokens = body.get("max_completion_tokens") if is_chat else None
+    if max_tokens is None:
+        max_tokens = body.get("max_tokens")
+    wanted, logprobs = _logprobs(body, is_chat)
+    stream_options = body.get("stream_options") or {}
+    if max_tokens is not None:
+        max_tokens = _integer("max_tokens", max_tokens, least=1)
+    params, ruled = _params(body, sampling, logprobs, max_tokens)
+    return Ask(
+        is_chat=is_chat,
+        prompts=[_chat(body, tools)] if is_chat else _prompts(body.get("prompt"), vocab_size),
+        params=params,
+        max_tokens=max_tokens,
+        count=_integer("n", body.get("n") or 1, least=1, most=MOST_CHOICES),
+        seed=None if body.get("seed") is None else _integer("seed", body["seed"]),
+        wants_logprobs=wanted,
+        wants_ids=body.get("return_token_ids") is True,
+        has_tools=bool(tools),
+        is_stream=body.get("stream") is True,
+        wants_usage=isinstance(stream_options, dict) and stream_options.get("include_usage") is True,
+        ruled=ruled,
+    )
+
+
+def _integer(name: str, value: Any, *, least: int | None = None, most: int | None = None) -> int:
+    if type(value) is not int or (least is not None and value < least) or (most is not None and value > most):
+        bounds = "" if least is None else f" of at least {least}" if most is None else f" from {least} to {most}"
+        raise ApiError(400, f"{name} is {value!r:.100}; expected an integer{bounds}", name)
+    return value
+
+
+def _logprobs(body: Mapping[str, Any], is_chat: bool) -> tuple[bool, int]:
+    """Whether log-probabilities are wanted, and of how many of the likeliest tokens."""
+    asked = body.get("logprobs")
+    if is_chat:
+        count = _integer("top_logprobs", body.get("top_logprobs") or 0, least=0, most=20)
+        if count and not asked:
+            raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
+        return bool(asked), count
+    if asked is None or asked is False:
+        return False, 0
+    return True, _integer("logprobs", int(asked) if asked is True else asked, least=0, most=20)
+
+
+def _params(
+    body: Mapping[str, Any], sampling: SamplingParams | None, logprobs: int, max_tokens: int | None
+) -> tuple[SamplingParams, list[str]]:
+    given = {name: body[name] for name in _TAKEN if body.get(name) is not None}
+    if given.get("top_k") == 0:
+        given["top_k"] = -1  # both switch it off
+    stop = body.get("stop") or ()
+    given["stop"] = (stop,) if isinstance(stop, str) else stop
+    given |= {"logprobs": logprobs, "structured": _structured(body), "max_tokens": max_tokens or 2**31}
+    try:
+        params = SamplingParams.model_validate(given)
+    except ValidationError as error:
+        [first, *_] = error.errors()
+        name = str(first["loc"][0]) if first["loc"] else None
+        raise ApiError(400, f"{name or 'the request'}: {first['msg']}", name) from None
+    if sampling is None:
+        return params, []
+    own = {name: getattr(sampling, name) for name in RULED}
+    ruled = [name for name in given if name in own and getattr(params, name) != own[name]]
+    stops = {
+        "stop": tuple(dict.fromkeys((*params.stop, *sampling.stop))),
+        "stop_token_ids": tuple(sorted({*params.stop_token_ids, *sampling.stop_token_ids})),
+        "min_tokens": max(params.min_tokens, sampling.min_tokens),
+        "structured": params.structured or sampling.structured,
+    }
+    return params.model_copy(update=own | stops), ruled
+
+
+def _structured(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The form that the answer must have, as `SamplingParams` has it."""
+    wanted = body.get("response_format")
+    given = body.get("structured_outputs") or {}
+    constraints = {kind: given[kind] for kind in _CONSTRAINTS if isinstance(given, dict) and given.get(kind)}
+    constraints |= {kind: body[f"guided_{kind}"] for kind in _CONSTRAINTS if body.get(f"guided_{kind}")}
+    if isinstance(wanted, dict) and wanted.get("type") != "text":
+        schema = wanted.get("json_schema")
+        if wanted.get("type") == "json_object":
+            constraints["json"] = {"type": "object"}
+        elif wanted.get("type") == "json_schema" and isinstance(schema, dict) and schema.get("schema"):
+            constraints["json"] = schema["schema"]
+        else:
+            raise ApiError(400, "response_format: expected type text, json_object or json_schema", "response_format")
+    if len(constraints) > 1:
+        raise ApiError(400, f"the answer can have one form, not {' and '.join(constraints)}", "response_format")
+    for kind, value in constraints.items():
+        name = _CONSTRAINTS[kind]
+        return {"kind": name, _CONSTRAINT_FIELDS[name]: value}
+    return None
+
+
+def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Tools that the model is shown."""
+    choice, tools = body.get("tool_choice"), body.get("tools") or []
+    if choice not in (None, "none", "auto"):
+        raise ApiError(400, "tool_choice: only 'none' and 'auto' are supported", "tool_choice", "unsupported_parameter")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ApiError(400, "tools: expected a list of objects", "tools")
+    return [] if choice == "none" else tools
+
+
+def _chat(body: Mapping[str, Any], tools: Sequence[dict[str, Any]]) -> Chat:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ApiError(400, "messages: expected a list of at least one message", "messages")
+    return Chat([_message(message, place) for place, message in enumerate(messages)], True, tools)
+
+
+def _message(message: Any, place: int) -> dict[str, Any]:
+    """A message as chat templates expect it: content as text, arguments of tool calls as objects."""
+    where = f"messages[{place}]"
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ApiError(400, f"{where}: expected an object with a role", "messages")
+    message = dict(message)
+    content = message.get("content")
+    if isinstance(content, list):
+        found = [part.get("text") if isinstance(part, dict) else part for part in content]
+        texts = [text for text in found if isinstance(text, str)]
+        if len(texts) < len(found):
+            raise ApiError(400, f"{where}: only parts of type text are supported", "messages")
+        content = "".join(texts)
+    if content is not None and not isinstance(content, str):
+        raise ApiError(400, f"{where}: content is neither text nor a list of parts", "messages")
+    message["content"] = content or ""
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [_called(call, where) for call in (calls if isinstance(calls, list) else [calls])]
+    else:
+        message.pop("tool_calls", None)
+    return message
+
+
+def _called(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise ApiError(400, f"{where}: a tool call has no function", "messages")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        # Templates write arguments as JSON themselves; a text would be quoted once more.
+        with suppress(orjson.JSONDecodeError):
+            arguments = orjson.loads(arguments or "{}")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _prompts(prompt: Any, vocab_size: int) -> Sequence[Prompt]:
+    prompts: Sequence[Any] = (
+        prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else [prompt]
+    )
+    for one in prompts:
+        if isinstance(one, list) and one:
+            if all(type(token) is int and 0 <= token < vocab_size for token in one):
+                continue
+            raise ApiError(400, f"prompt: token ids are integers from 0 to {vocab_size - 1}", "prompt")
+        if not isinstance(one, str) or not one:
+            raise ApiError(400, "prompt: expected text, a list of token ids, or a list of one kind of these", "prompt")
+    return prompts
+
+
+# What is answered
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One completion with the request that it answers."""
+
+    request: Request
+    completion: Completion
+
+
+@dataclass
+class Writer:
+    """Writes answers with one tokenizer's tokens.
+
+    Args:
+        parses_tools: whether tool calls in Hermes' form are read from texts.
+    """
+
+    tokenizer: Any
+    name: str
+    parses_tools: bool
+    _names: dict[int, tuple[str, list[int]]] = field(default_factory=dict)
+
+    def answer(self, ask: Ask, answered: Sequence[Answered], response_id: str, created: int) -> dict[str, Any]:
+        """The whole answer; completions of one prompt stand together."""
+        num_prompt = sum(len(one.request.prompt_token_ids) for one in answered[:: ask.count])
+        num_tokens = sum(len(one.completion.token_ids) for one in answered)
+        answer: dict[str, Any] = {
+            "id": response_id,
+            "object": "chat.completion" if ask.is_chat else "text_completion",
+            "created": created,
+            "model": self.name,
+            "choices": [self._choice(ask, one, index) for index, one in enumerate(answered)],
+            "usage": {
+                "prompt_tokens": num_prompt,
+                "completion_tokens": num_tokens,
+                "total_tokens": num_prompt + num_tokens,
+            },
+        }
+        if ask.wants_ids and ask.is_chat:
+            answer["prompt_token_ids"] = list(answered[0].request.prompt_token_ids)
+        return answer
+
+    def _choice(self, ask: Ask, answered: Answered, index: int) -> dict[str, Any]:
+        completion = answered.completion
+        choice: dict[str, Any] = {"index": index, "finish_reason": completion.finish_reason, "stop_reason": None}
+        if ask.is_chat:
+            message, has_calls = self._message(ask, answered)
+            choice["message"] = message
+            choice["logprobs"] = {"content": self._entries(completion)} if ask.wants_logprobs else None
+            if has_calls and completion.finish_reason == "stop":
+                choice["finish_reason"] = "tool_calls"
+        else:
+            choice["text"] = completion.text
+            choice["logprobs"] = self._columns(completion) if ask.wants_logprobs else None
+            if ask.wants_ids:
+                choice["prompt_token_ids"] = list(answered.request.prompt_token_ids)
+        if ask.wants_ids:
+            choice["token_ids"] = list(completion.token_ids)
+        return choice
+
+    def _message(self, ask: Ask, answered: Answered) -> tuple[dict[str, Any], bool]:
+        text = answered.completion.text
+        if not (self.parses_tools and ask.has_tools):
+            return {"role": "assistant", "content": text}, False
+        content, calls = hermes_calls(self._text_with_markers(answered))
+        if not calls:
+            return {"role": "assistant", "content": text}, False
+        request = answered.request
+        origin = blake3(orjson.dumps([list(request.prompt_token_ids), request.seed]))
+        listed = []
+        for place, (name, arguments) in enumerate(calls):
+            digest = blake3(origin.digest() + place.to_bytes(4, "big")).hexdigest()
+            function = {"name": name, "arguments": arguments}
+            listed.append({"id": f"call_{digest[:24]}", "type": "function", "function": function})
+        return {"role": "assistant", "content": content or None, "tool_calls": listed}, True
+
+    def _text_with_markers(self, answered: Answered) -> str:
+        """The completion's text, with the markers of tool calls where they are special tokens, which texts leave
+        out."""
+        completion, request = answered.completion, answered.request
+        markers = {
+            token: marker
+            for marker in (_TOOL_CALL, _TOOL_CALL_END)
+            if (token := self.tokenizer.convert_tokens_to_ids(marker)) in self.tokenizer.all_special_ids
+            and self.tokenizer.convert_ids_to_tokens(token) == marker
+        }
+        if not markers.keys() & set(completion.token_ids):
+            return completion.text
+        ids, texts, begin = list(told_tokens(completion.token_ids, request.params)), [], 0
+        for place in [*(place for place, token in enumerate(ids) if token in markers), len(ids)]:
+            before = [*request.prompt_token_ids, *ids[:begin]]
+            texts += decode_completions(self.tokenizer, [before], [ids[begin:place]])
+            texts += [markers[token] for token in ids[place : place + 1]]
+            begin = place + 1
+        text = "".join(texts)
+        ends = [place for stop in request.params.stop if (place := text.find(stop)) >= 0]
+        return text[: min(ends, default=len(text))]
+
+    def _entries(self, completion: Completion) -> list[dict[str, Any]]:
+        top = completion.top_logprobs or [()] * len(completion.token_ids)
+        return [
+            self._entry(token, logprob) | {"top_logprobs": [self._entry(*likely) for likely in likeliest]}
+            for token, logprob, likeliest in zip(completion.token_ids, completion.logprobs, top, strict=True)
+        ]
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text, data = self._name(token)
+        return {"token": text, "logprob": logprob, "bytes": data}
+
+    def _columns(self, completion: Completion) -> dict[str, Any]:
+        tokens = [self._name(token)[0] for token in completion.token_ids]
+        offsets, length = [], 0
+        for token in tokens:
+            offsets.append(length)
+            length += len(token)
+        top = completion.top_logprobs or [()] * len(tokens)
+        likeliest = [
+            {self._name(other)[0]: logprob for other, logprob in [*likely, (drawn, own)]}
+            for likely, drawn, own in zip(top, completion.token_ids, completion.logprobs, strict=True)
+        ]
+        logprobs = list(completion.logprobs)
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": likeliest, "text_offset": offsets}
+
+    def _name(self, token: int) -> tuple[str, list[int]]:
+        """A token's text and its bytes."""
+        found = self._names.get(token)
+        if found is None:
+            text = self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
+            found = self._names[token] = (text, list(text.encode("utf-8", "replace")))
+        return found
+
+
+def hermes_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
+    """What stands before the tool calls in a text, and name and arguments (as JSON) of each. What is no whole call
+    stays text."""
+    parts, calls, rest = [], [], text
+    while True:
+        before, marker, behind = rest.partition(_TOOL_CALL)
+        parts.append(before)
+        if not marker:
+            return "".join(parts).strip() if calls else text, calls
+        inner, end, rest = behind.partition(_TOOL_CALL_END)
+        call = _hermes_call(inner)
+        if call is None:
+            parts.append(marker + inner + end)
+        else:
+            calls.append(call)
+
+
+def _hermes_call(text: str) -> tuple[str, str] | None:
+    try:
+        found = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        return None
+    arguments = found.get("arguments", {})
+    return (found["name"], orjson.dumps(arguments).decode()) if isinstance(arguments, dict) else None
+
+
+def stream_of(answer: dict[str, Any], *, with_usage: bool) -> Iterator[bytes]:
+    """The events of an answer as a stream."""
+    head = {name: answer[name] for name in ("id", "created", "model")}
+    head["object"] = "chat.completion.chunk" if answer["object"] == "chat.completion" else answer["object"]
+    prompt = {"prompt_token_ids": answer["prompt_token_ids"]} if "prompt_token_ids" in answer else {}
+
+    def event(choices: list[dict[str, Any]], **more: Any) -> bytes:
+        usage = {"usage": None} if with_usage else {}
+        return b"data: " + orjson.dumps(head | {"choices": choices} | usage | more) + b"\n\n"
+
+    for choice in answer["choices"]:
+        index, message, end = choice["index"], choice.pop("message", None), choice.pop("finish_reason")
+        if message is None:
+            yield event([choice | {"finish_reason": end}])
+            continue
+        delta = {"role": "assistant", "content": ""}
+        yield event([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], **prompt)
+        prompt = {}
+        delta = {"content": message["content"]} if message["content"] else {}
+        if "tool_calls" in message:
+            delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(message["tool_calls"])]
+        yield event([choice | {"delta": delta, "finish_reason": None}])
+        yield event([{"index": index, "delta": {}, "logprobs": None, "finish_reason": end}])
+    if with_usage:
+        yield event([], usage=answer["usage"])
+    yield b"data: [DONE]\n\n"

@@ -1,0 +1,172 @@
+"""What can be known of training an agent before it starts."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from rollout_core.agents.apo import placeholders, read_source
+from rollout_core.agents.code import AgentCode, check_agent
+from rollout_core.base.errors import ConfigError, Recoverable
+from rollout_core.base.settings import require_secret
+from rollout_core.config import (
+    AgentConfig,
+    AgentGRPO,
+    AgentPPO,
+    CriticConfig,
+    DaskConfig,
+    DatasetSource,
+    EngineConfig,
+    LearnOnlineConfig,
+    OpenAIBackend,
+    RunnersConfig,
+    TemplateSource,
+    TrainAgentConfig,
+    TunePromptConfig,
+)
+from rollout_core.data.datasets import TaskRow
+from rollout_core.inference.openai_http import try_endpoint
+from rollout_core.plans.batch_plan import check_cluster
+from rollout_core.plans.learner_plan import LearnerPlan
+from rollout_core.plans.plan import context_limit
+from rollout_core.store.connections import Connections
+from rollout_core.store.http.listening import listen
+
+log = logging.getLogger(__name__)
+
+
+class AgentPlan(LearnerPlan):
+    """A plan of a run that has agents work."""
+
+    def agent(self, what: str, config: AgentConfig) -> None:
+        """The agent's code can be read, and loaded by a runner."""
+        code = self.check(f"{what}.function", lambda: AgentCode.read(config.function, self.base))
+        if code is not None:
+            self.check(f"{what}.function", lambda: check_agent(code, log.info))
+            self.facts["agent"] = f"{config.function} ({code.id.short})"
+        if self.has_chat_template is False:
+            self.violations.append(
+                f"{what}: the model's tokenizer has no chat template, and agents talk in chats; add one to its folder"
+            )
+
+    def policy(self, what: str, settings: AgentGRPO | AgentPPO, backend: EngineConfig) -> None:
+        """The learner of what an agent does: its settings, and what it needs for sequences as long as the engine's."""
+        self.learner(what, settings)
+        is_ppo = not isinstance(settings, AgentGRPO)
+        self.resources(
+            what,
+            settings.kind,
+            settings,
+            context_limit(backend) or self.max_positions or 0,
+            trained_models=2 if is_ppo and settings.values == "model" else 1,
+            frozen_models=1 if settings.lora is None and (is_ppo or settings.kl_coef) else 0,
+        )
+
+    def runners(self, what: str, config: RunnersConfig) -> None:
+        """The key that runners elsewhere show is there, and the Dask cluster answers that they are to run on."""
+        key = config.api_key
+        if key is not None:
+            self.check(f"{what}.api_key", lambda: require_secret(key))
+        dask = config.dask
+        if dask is not None:
+            found = self.check(f"{what}.dask", lambda: check_cluster(DaskConfig(address=dask.address)))
+            self.facts["Dask cluster"] = found
+
+    def model_address(self, what: str, config: RunnersConfig) -> None:
+        """Where live agents are to find the model nobody else listens."""
+        host, port = config.host, config.model_port
+        self.check(f"{what}.model_port", lambda: listen(host, port).close())
+        self.facts["live agents call"] = f"http://{config.public_host or host}:{port}/v1"
+
+    def tasks(self, what: str, dataset: DatasetSource) -> int:
+        """Rows of tasks; their number."""
+        rows = self.check(f"{what}.{dataset.address_key}", lambda: sum(1 for _ in self.stream(dataset, TaskRow)))
+        if rows == 0:
+            self.violations.append(f"{what}.{dataset.address_key}: {dataset.address} has no rows; expected tasks")
+        return rows or 0
+
+    def template(self, what: str, source: TemplateSource) -> None:
+        """The template can be read, and asks for something."""
+        template = self.check(what, lambda: read_source(source, self.base))
+        if template is None:
+            return
+        names = sorted(placeholders(template))
+        if not names:
+            shape = "{task}" if source.engine == "f-string" else "{{ task }}"
+            self.violations.append(
+                f"{what}: no placeholder is in it, so every task gets the same prompt; write {shape}"
+            )
+        self.facts["placeholders"] = ", ".join(names)
+
+    def critic(self, what: str, config: CriticConfig) -> None:
+        """The critic's key is there; an endpoint that does not list its models is not checked further."""
+        key = config.api_key
+        if key is not None and self.check(f"{what}.api_key", lambda: require_secret(key)) is None:
+            return
+        self.facts["critic"] = f"{config.model} at {config.url}"
+        asked = OpenAIBackend(url=config.url, served_model=config.model, api_key=key)
+        try:
+            try_endpoint(asked)
+        except (ConfigError, Recoverable) as error:
+            self.unchecked.append(f"{what} ({str(error).partition(';')[0]})")
+
+
+def plan_agent(config: TrainAgentConfig, base: Path, connections: Connections | None = None) -> dict[str, Any]:
+    """Check a run that trains an agent. Raises ConfigError naming all that is wrong."""
+    plan, settings = AgentPlan(base, connections), config.algorithm
+    plan.places()
+    if config.run.resume is not None:
+        plan.violations.append("run.resume: a run of an agent resumes by itself when it is started again; leave it out")
+    plan.model("algorithm.base_model", settings.base_model)
+    plan.backend("backend", config.backend)
+    plan.agent("agent", config.agent)
+    plan.runners("runners", config.runners)
+    plan.facts["training tasks"] = plan.tasks("algorithm.prompts", settings.prompts)
+    plan.sampling("algorithm.sampling", settings.sampling, config.backend)
+    plan.policy("algorithm", settings, config.backend)
+    if config.evaluation is not None:
+        plan.facts["held-out tasks"] = plan.tasks("evaluation.tasks", config.evaluation.tasks)
+        plan.sampling("evaluation.sampling", config.evaluation.sampling, config.backend)
+    plan.output_folder("report_dir", config.report_dir)
+    return plan.done()
+
+
+def plan_prompt(config: TunePromptConfig, base: Path, connections: Connections | None = None) -> dict[str, Any]:
+    """Check a run that tunes an agent's prompt. Raises ConfigError naming all that is wrong."""
+    plan = AgentPlan(base, connections)
+    plan.places()
+    if config.run.resume is not None:
+        plan.violations.append("run.resume: a search resumes by itself when it is started again; leave it out")
+    plan.model("model", config.model)
+    plan.backend("backend", config.backend)
+    plan.agent("agent", config.agent)
+    plan.runners("runners", config.runners)
+    plan.template("template", config.template)
+    plan.critic("critic", config.critic)
+    plan.facts["tasks"] = plan.tasks("tasks", config.tasks)
+    plan.sampling("sampling", config.sampling, config.backend)
+    plan.facts["held-out tasks"] = plan.tasks("evaluation.tasks", config.evaluation.tasks)
+    plan.sampling("evaluation.sampling", config.evaluation.sampling, config.backend)
+    plan.output_folder("report_dir", config.report_dir)
+    return plan.done()
+
+
+def plan_online(config: LearnOnlineConfig, base: Path, connections: Connections | None = None) -> dict[str, Any]:
+    """Check a run that learns from live traffic. Raises ConfigError naming all that is wrong."""
+    plan, settings = AgentPlan(base, connections), config.algorithm
+    plan.places()
+    if config.run.resume is not None:
+        plan.violations.append("run.resume: online learning resumes by itself when it is started again; leave it out")
+    plan.model("algorithm.base_model", settings.base_model)
+    plan.backend("backend", config.backend)
+    if config.agent is not None:
+        plan.agent("agent", config.agent)
+    plan.runners("runners", config.runners)
+    plan.model_address("runners", config.runners)
+    plan.sampling("algorithm.sampling", settings.sampling, config.backend)
+    plan.policy("algorithm", settings, config.backend)
+    if config.evaluation is not None:
+        plan.facts["held-out tasks"] = plan.tasks("evaluation.tasks", config.evaluation.tasks)
+    plan.output_folder("report_dir", config.report_dir)
+    return plan.done()

@@ -1,0 +1,417 @@
+"""The engine's server, asked by OpenAI's own client: what is answered, refused, counted and swapped."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from batches import ref
+from make_tiny import make_model
+
+from rollout_core.agents import LLMProxy, ModelEntry, Upstream
+from rollout_core.base.errors import ConfigError
+from rollout_core.config import SamplingParams, ScriptedBackend, TransformersBackend
+from rollout_core.data.text import token_ids_of
+from rollout_core.inference.base import ModelRef, Request
+from rollout_core.inference.chat_api import Answered, Writer, hermes_calls, read_ask
+from rollout_core.inference.engines import EngineOf, build_backend, close_engine, engine
+from rollout_core.inference.hf import TransformersEngine
+from rollout_core.inference.serving import EngineServer
+from rollout_core.models.pretrained import load_tokenizer
+from rollout_core.store import InMemoryLightningStore
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}{{ '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+HELLO = [{"role": "user", "content": "sort 3 1 2"}]
+RENDERED = "user: sort 3 1 2\nassistant: "
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
+CALL = '<tool_call>\n{"name": "look_up", "arguments": {"key": "a"}}\n</tool_call>'
+
+
+@pytest.fixture(autouse=True)
+def no_engine_left():
+    yield
+    close_engine()
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> list[ModelRef]:
+    """Two models of one architecture with a chat template."""
+    return [_chatty(tmp_path_factory.mktemp("chatty") / "model", seed) for seed in (1, 2)]
+
+
+def _chatty(folder: Path, seed: int) -> ModelRef:
+    make_model(folder, hidden_size=64, num_layers=2, seed=seed)
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TEMPLATE}))
+    return ref(folder)
+
+
+@asynccontextmanager
+async def serving(backend: Any, model: ModelRef, sampling: SamplingParams | None = None, **options: Any):
+    """A server and a client of it."""
+    server = EngineServer(backend, **options)
+    await server.start(model, sampling)
+    try:
+        async with openai.AsyncOpenAI(base_url=server.url, api_key="EMPTY", max_retries=0) as client:
+            yield server, client
+    finally:
+        await server.stop()
+
+
+def chat(client: openai.AsyncOpenAI, **fields: Any) -> Any:
+    extra = {name: fields.pop(name) for name in ("return_token_ids", "top_k", "min_tokens") if name in fields}
+    return client.chat.completions.create(**{"model": "policy", "messages": HELLO, "extra_body": extra, **fields})
+
+
+# What is answered
+
+
+async def test_chat_is_rendered_and_answered(chatty):
+    async with serving(ScriptedBackend(text="<{prompt}>"), chatty[0]) as (server, client):
+        answer = await chat(client, return_token_ids=True)
+        assert answer.choices[0].message.content == f"<{RENDERED}>"
+        assert (answer.model, answer.choices[0].finish_reason) == ("policy", "stop")
+        tokenizer = load_tokenizer(chatty[0].folder)
+        [ids] = token_ids_of(tokenizer, [RENDERED], special_tokens=False)
+        assert answer.prompt_token_ids == ids and answer.usage.prompt_tokens == len(ids)
+        assert answer.usage.completion_tokens == len(answer.choices[0].token_ids)
+        parts = [{"role": "user", "content": [{"type": "text", "text": "sort 3 "}, {"type": "text", "text": "1 2"}]}]
+        assert (await chat(client, messages=parts)).choices[0].message.content == f"<{RENDERED}>"
+        assert [model.id async for model in client.models.list()] == ["policy"]
+        assert server.model_id == chatty[0].content_id
+        assert httpx.get(server.url.removesuffix("/v1") + "/health").json() == {"status": "ok"}
+
+
+async def test_tokens_are_those_of_the_backend(chatty):
+    backend = TransformersBackend()
+    direct = TransformersEngine(backend, chatty[0])
+    tokenizer = load_tokenizer(chatty[0].folder)
+    [ids] = token_ids_of(tokenizer, [RENDERED], special_tokens=False)
+    async with serving(backend, chatty[0]) as (_, client):
+        fields = {"max_tokens": 12, "temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 7}
+        answer = await chat(
+            client, logprobs=True, top_logprobs=2, n=2, frequency_penalty=0.5, return_token_ids=True, **fields
+        )
+        fields.pop("seed")
+        params = SamplingParams(**fields, frequency_penalty=0.5, logprobs=2)
+        wanted = direct.generate([Request(str(seed), ids, params, seed) for seed in (7, 8)])
+        for choice, completion in zip(answer.choices, wanted, strict=True):
+            assert choice.token_ids == completion.token_ids and choice.message.content == completion.text
+            assert [entry.logprob for entry in choice.logprobs.content] == completion.logprobs
+            top = [[likely.logprob for likely in entry.top_logprobs] for entry in choice.logprobs.content]
+            assert top == [[logprob for _, logprob in place] for place in completion.top_logprobs]
+        again = await client.completions.create(
+            model="policy", prompt=ids, max_tokens=12, seed=7, logprobs=1, extra_body={"return_token_ids": True}
+        )
+        [plain] = direct.generate([Request("plain", ids, SamplingParams(max_tokens=12, logprobs=1), 7)])
+        assert again.choices[0].token_ids == plain.token_ids and again.choices[0].text == plain.text
+        assert again.choices[0].logprobs.token_logprobs == plain.logprobs
+        assert again.choices[0].prompt_token_ids == ids
+
+
+async def test_many_prompts_and_stop(chatty):
+    async with serving(TransformersBackend(), chatty[0]) as (_, client):
+        answer = await client.completions.create(model="policy", prompt=["sort 1", "sort 2"], n=2, max_tokens=4)
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3] and answer.usage.completion_tokens <= 16
+        whole = (await chat(client, max_tokens=24, seed=3)).choices[0].message.content
+        stop = whole[4:6]
+        cut = (await chat(client, max_tokens=24, seed=3, stop=stop)).choices[0]
+        assert cut.message.content == whole[: whole.index(stop)] and cut.finish_reason == "stop"
+
+
+async def test_seeds_do_not_depend_on_the_order(chatty):
+    async def answers(server_seed: int, delays: list[float]) -> list[str]:
+        async with serving(TransformersBackend(), chatty[0], seed=server_seed) as (_, client):
+
+            async def one(delay: float, text: str) -> str:
+                await asyncio.sleep(delay)
+                messages = [{"role": "user", "content": text}]
+                return (await chat(client, messages=messages, max_tokens=8)).choices[0].message.content
+
+            texts = ["sort 1", "sort 1", "sort 1", "sort 2"]
+            return sorted(await asyncio.gather(*map(one, delays, texts)))
+
+    first = await answers(0, [0.0, 0.0, 0.0, 0.0])
+    assert len(set(first)) == 4
+    assert await answers(0, [0.3, 0.2, 0.1, 0.0]) == first
+    assert await answers(1, [0.0, 0.0, 0.0, 0.0]) != first
+
+
+async def test_the_servers_sampling_rules(chatty, caplog):
+    sampling = SamplingParams(temperature=0.0, max_tokens=6, stop=("\n",))
+    async with serving(TransformersBackend(), chatty[0], sampling) as (server, client):
+        answers = [await chat(client, temperature=2.0, return_token_ids=True, max_tokens=99) for _ in range(3)]
+        assert len({answer.choices[0].message.content for answer in answers}) == 1
+        assert all(len(answer.choices[0].token_ids) <= 6 for answer in answers)
+        assert sum("temperature" in record.message for record in caplog.records) == 1
+        await server.load(chatty[0])
+        answers = [await chat(client, max_tokens=9) for _ in range(3)]
+        assert len({answer.choices[0].message.content for answer in answers}) == 3
+
+
+# Tools
+
+
+async def test_tool_calls(chatty):
+    text = f"let me see {CALL}{CALL}<tool_call>{{broken</tool_call>"
+    async with serving(ScriptedBackend(text=text), chatty[0]) as (_, client):
+        [choice] = (await chat(client, tools=[TOOL])).choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "let me see <tool_call>{broken</tool_call>"
+        calls = choice.message.tool_calls
+        assert [(call.function.name, call.function.arguments) for call in calls] == [("look_up", '{"key":"a"}')] * 2
+        assert len({call.id for call in calls}) == 2
+        same = [(await chat(client, tools=[TOOL], seed=5)).choices[0].message.tool_calls[0].id for _ in range(2)]
+        assert same[0] == same[1]
+        [choice] = (await chat(client, tools=[TOOL], tool_choice="none")).choices
+        assert choice.message.content == text and choice.message.tool_calls is None
+
+
+async def test_tools_and_calls_reach_the_template(chatty):
+    called = {"id": "c", "type": "function", "function": {"name": "look_up", "arguments": '{"key": "a"}'}}
+    talk = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "c", "content": "found"},
+    ]
+    async with serving(ScriptedBackend(text="{prompt}"), chatty[0]) as (_, client):
+        [choice] = (await chat(client, messages=talk, tools=[TOOL])).choices
+    expected = '[look_up]user: sort 3 1 2\nassistant: {"key": "a"}\ntool: found\nassistant: '
+    assert choice.message.content == expected
+
+
+def test_hermes_calls_of_odd_texts():
+    assert hermes_calls("no call") == ("no call", [])
+    assert hermes_calls('<tool_call>{"name": 3}</tool_call> x') == ('<tool_call>{"name": 3}</tool_call> x', [])
+    assert hermes_calls('<tool_call>{"name": "f", "arguments": {}}') == ("", [("f", "{}")])
+
+
+def test_markers_that_are_special_tokens_are_seen(tmp_path):
+    folder = tmp_path / "special"
+    make_model(folder, hidden_size=64, num_layers=2, seed=1)
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+    backend = build_backend(ScriptedBackend(text=f"see {CALL}"), ref(folder))
+    ask = read_ask({"messages": HELLO, "tools": [TOOL]}, is_chat=True, sampling=None, vocab_size=len(tokenizer))
+    request = Request("k", [1, 2], SamplingParams(max_tokens=200), 0)
+    [completion] = backend.generate([request])
+    # As engines with a model decode.
+    completion = replace(completion, text=tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+    assert "<tool_call>" not in completion.text
+    writer = Writer(load_tokenizer(folder), "policy", True)
+    answer = writer.answer(ask, [Answered(request, completion)], "id", 0)
+    [call] = answer["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "look_up", "arguments": '{"key":"a"}'}
+    assert answer["choices"][0]["message"]["content"] == "see"
+
+
+# Streams
+
+
+async def test_streams(chatty):
+    async with serving(ScriptedBackend(text=f"see {CALL}"), chatty[0]) as (_, client):
+        whole = await chat(client, tools=[TOOL], logprobs=True, return_token_ids=True, seed=1)
+        chunks = [
+            chunk
+            async for chunk in await chat(
+                client,
+                tools=[TOOL],
+                logprobs=True,
+                return_token_ids=True,
+                seed=1,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        ]
+    assert chunks[0].prompt_token_ids == whole.prompt_token_ids and chunks[-1].usage == whole.usage
+    deltas = [choice for chunk in chunks for choice in chunk.choices]
+    assert deltas[0].delta.role == "assistant" and deltas[-1].finish_reason == "tool_calls"
+    assert "".join(choice.delta.content or "" for choice in deltas) == whole.choices[0].message.content
+    [call] = [call for choice in deltas for call in choice.delta.tool_calls or ()]
+    assert call.id == whole.choices[0].message.tool_calls[0].id
+    ids = [token for choice in deltas for token in getattr(choice, "token_ids", None) or ()]
+    assert ids == whole.choices[0].token_ids
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"logit_bias": {"1": 2}}, 400, "logit_bias"),
+        ({"tool_choice": "required", "tools": [TOOL]}, 400, "tool_choice"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"n": 0.5}, 400, "n"),
+        ({"messages": []}, 400, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
+        ({"messages": [{"role": "user", "content": "sort 1 " * 2000}]}, 400, "messages"),
+        ({"max_tokens": 100_000}, 400, "max_tokens"),
+        ({"response_format": {"type": "json_object"}}, 400, "structured"),
+        ({"model": "other"}, 404, "model"),
+    ],
+)
+async def test_what_is_refused(chatty, fields, status, param):
+    async with serving(TransformersBackend(max_model_len=128), chatty[0]) as (_, client):
+        with pytest.raises(openai.APIStatusError) as caught:
+            await chat(client, **fields)
+        assert (caught.value.status_code, caught.value.body["param"]) == (status, param)
+        if param in ("messages", "max_tokens") and "128" in str(caught.value):
+            assert "maximum context length is 128 tokens" in str(caught.value)
+        assert (await chat(client, max_tokens=1, user="me", metadata={"a": "b"})).choices
+
+
+async def test_a_model_without_template_and_bad_bodies(tiny):
+    async with serving(ScriptedBackend(), tiny) as (server, client):
+        with pytest.raises(openai.BadRequestError, match="no chat template"):
+            await chat(client)
+        assert (await client.completions.create(model="policy", prompt="x")).choices[0].text == "SCRIPTED:x"
+        assert httpx.post(server.url + "/chat/completions", content=b"{").status_code == 400
+        assert httpx.post(server.url + "/chat/completions", content=b"[]").status_code == 400
+        assert httpx.get(server.url + "/elsewhere").status_code == 404
+        connection = http.client.HTTPConnection("127.0.0.1", server.url.rsplit(":", 1)[1].removesuffix("/v1"))
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("content-length", str(65 << 20))
+        connection.endheaders()
+        assert connection.getresponse().status == 413
+        connection.close()
+
+
+async def test_the_key_is_asked_for(tiny):
+    async with serving(ScriptedBackend(), tiny, api_key="right") as (_, client):
+        with pytest.raises(openai.AuthenticationError):
+            await client.completions.create(model="policy", prompt="x")
+        await client.with_options(api_key="right").completions.create(model="policy", prompt="x")
+
+
+# Many requests, swaps, and who has the engine
+
+
+async def test_64_requests_at_once(chatty):
+    async with serving(ScriptedBackend(text="<{prompt}>", delay_seconds=0.002), chatty[0]) as (_, client):
+        talks = [[{"role": "user", "content": f"task {number}"}] for number in range(64)]
+        answers = await asyncio.gather(*(chat(client, messages=talk) for talk in talks))
+        expected = [f"<user: task {number}\nassistant: >" for number in range(64)]
+        assert [answer.choices[0].message.content for answer in answers] == expected
+
+
+async def test_swaps_under_load_through_the_proxy(chatty):
+    """Every answer is whole, and of the weights that its span names."""
+    backend = TransformersBackend()
+    direct = {model.content_id: TransformersEngine(backend, model) for model in chatty}
+    store = InMemoryLightningStore()
+    async with serving(backend, chatty[0]) as (server, _):
+        entry = ModelEntry("policy", [Upstream(url=server.url, model_id=chatty[0].content_id)])
+        proxy = LLMProxy(0, [entry], store)
+        await proxy.start()
+        found = await store.start_rollout({"task": 1})
+        endpoint = proxy.as_resource(found.rollout_id, found.attempt.attempt_id).endpoint
+        async with openai.AsyncOpenAI(base_url=endpoint, api_key="EMPTY", max_retries=0) as client:
+            is_over = False
+
+            async def ask(number: int) -> int:
+                done = 0
+                while not is_over:
+                    await chat(client, seed=number, max_tokens=6)
+                    done += 1
+                return done
+
+            asking = [asyncio.create_task(ask(number)) for number in range(6)]
+            for number in (1, 0, 1):
+                await asyncio.sleep(0.3)
+                async with proxy.paused("policy", model_id=chatty[number].content_id):
+                    await server.load(chatty[number])
+            await asyncio.sleep(0.3)
+            is_over = True
+            total = sum(await asyncio.gather(*asking))
+        await proxy.flush()
+        await proxy.stop()
+    spans = await store.query_spans(found.rollout_id)
+    assert len(spans) == total
+    assert {span.attributes["rollout.model_id"] for span in spans} == {model.content_id for model in chatty}
+    known: dict[Any, Any] = {}
+    for span in spans:
+        fields = span.attributes
+        model_id, seed = fields["rollout.model_id"], fields["gen_ai.request.seed"]
+        if (model_id, seed) not in known:
+            ids = list(fields["rollout.prompt_token_ids"])
+            request = Request("k", ids, SamplingParams(max_tokens=6), seed)
+            [known[model_id, seed]] = direct[model_id].generate([request])
+        assert list(fields["rollout.choices.0.token_ids"]) == known[model_id, seed].token_ids
+
+
+async def test_the_engine_is_lent(chatty):
+    backend = ScriptedBackend(text="ok")
+    async with serving(backend, chatty[0]) as (server, client):
+
+        def use(model: ModelRef) -> str:
+            with engine(backend, model) as running:
+                return running.model_id
+
+        # The same model is shared.
+        assert await asyncio.to_thread(use, chatty[0]) == chatty[0].content_id
+        async with server.lent():
+            waiting = asyncio.create_task(chat(client))
+            assert await asyncio.wait_for(asyncio.to_thread(use, chatty[1]), 10) == chatty[1].content_id
+            await server.load(chatty[1])
+            assert not waiting.done()
+        assert (await asyncio.wait_for(waiting, 10)).choices[0].message.content == "ok"
+        assert server.model_id == chatty[1].content_id
+
+
+async def test_a_lane_of_batch_inference_beside_the_server(chatty):
+    """It does not wait for the server's lane, which never ends."""
+    backend = ScriptedBackend(text="ok")
+    async with serving(backend, chatty[0]) as (_, client):
+        with EngineOf(backend, chatty[0]).open() as lanes:
+            lane = lanes.open()
+            await asyncio.wait_for(lane.turn(), 5)
+            lane.submit([Request("mine", [1, 2], SamplingParams(), 0)])
+            [outcome] = await asyncio.wait_for(lane.outcomes(), 5)
+            assert outcome.key == "mine"
+            assert (await chat(client)).choices
+            await asyncio.to_thread(lane.close)
+
+
+async def test_a_client_that_goes_away(chatty):
+    backend = ScriptedBackend(text="ok", delay_seconds=0.05)
+    async with serving(backend, chatty[0]) as (server, client):
+        tasks = [asyncio.create_task(chat(client)) for _ in range(200)]
+        await asyncio.sleep(0.5)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # What the engine has not taken is not generated: 200 would take 10 s.
+        await asyncio.wait_for(server.load(chatty[1]), 5)
+        assert (await chat(client)).choices
+
+
+async def test_a_model_that_cannot_be_loaded(chatty, tmp_path):
+    async with serving(ScriptedBackend(text="ok"), chatty[0]) as (server, client):
+        broken = ModelRef(chatty[1].content_id, tmp_path)
+        with pytest.raises((ConfigError, OSError)):
+            await server.load(broken)
+        with pytest.raises(openai.InternalServerError, match="was not loaded") as caught:
+            await chat(client)
+        assert caught.value.status_code == 503 and caught.value.response.headers["retry-after"] == "1"
+        await server.load(chatty[0])
+        assert (await chat(client)).choices
+    with pytest.raises(ConfigError, match="does not run"):
+        await server.load(chatty[0])

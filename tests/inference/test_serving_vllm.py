@@ -1,0 +1,77 @@
+"""The engine's server over a real vLLM engine: its tokens, its swaps, and its death."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import psutil
+import pytest
+
+from rollout_core.config import SamplingParams, VLLMBackend
+from rollout_core.data.samples import Completion
+from rollout_core.inference.base import ModelRef, Request
+from rollout_core.inference.engines import close_engine, engine
+from rollout_core.inference.serving import EngineServer
+from rollout_core.models.pretrained import load_tokenizer
+
+pytestmark = pytest.mark.engine
+
+BACKEND = VLLMBackend(max_model_len=96, max_num_seqs=16)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_engine_left():
+    yield
+    close_engine()
+
+
+async def test_tokens_swaps_and_64_requests(small, other_small):
+    server = EngineServer(BACKEND)
+    await server.start(small)
+    prompts = [load_tokenizer(small.folder)(f"sort {number} =")["input_ids"] for number in range(64)]
+    params = SamplingParams(max_tokens=12, logprobs=1)
+
+    def direct(model: ModelRef) -> list[Completion]:
+        with engine(BACKEND, model) as running:
+            return running.generate(
+                [Request(str(number), prompt, params, number) for number, prompt in enumerate(prompts)]
+            )
+
+    async with openai.AsyncOpenAI(base_url=server.url, api_key="EMPTY", max_retries=0) as client:
+
+        async def ask(number: int):
+            extra = {"return_token_ids": True}
+            fields = {"prompt": prompts[number], "seed": number, "max_tokens": 12, "logprobs": 1}
+            return (await client.completions.create(model="policy", extra_body=extra, **fields)).choices[0]
+
+        for model in (small, other_small):
+            if model is other_small:
+                await server.load(model)
+            answers = await asyncio.gather(*map(ask, range(64)))
+
+            async with server.lent():
+                wanted = await asyncio.to_thread(direct, model)
+            for answer, completion in zip(answers, wanted, strict=True):
+                assert answer.token_ids == completion.token_ids and answer.text == completion.text
+                assert answer.logprobs.token_logprobs == completion.logprobs
+                assert answer.finish_reason == completion.finish_reason
+    await server.stop()
+
+
+async def test_a_killed_engine_is_started_again(small):
+    server = EngineServer(BACKEND)
+    await server.start(small)
+    before = {child.pid for child in psutil.Process().children(recursive=True) if child.name().startswith("VLLM")}
+    async with openai.AsyncOpenAI(base_url=server.url, api_key="EMPTY", max_retries=0) as client:
+        fields = {"model": "policy", "prompt": "sort 1 =", "max_tokens": 80, "extra_body": {"ignore_eos": True}}
+        asking = [asyncio.create_task(client.completions.create(**fields)) for _ in range(200)]
+        await asyncio.sleep(1.0)
+        for pid in before:
+            psutil.Process(pid).kill()
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+        failed = [answer for answer in answers if isinstance(answer, Exception)]
+        assert failed and all(isinstance(error, openai.InternalServerError) for error in failed)
+        assert {error.status_code for error in failed} == {503}
+        assert (await client.completions.create(**fields)).usage.completion_tokens == 80
+    await server.stop()
