@@ -80,6 +80,8 @@ class _Learning:
         self.start = import_model(config.algorithm.base_model).model
         self.held_out = None if config.evaluation is None else import_tasks(config.evaluation.tasks).data
         self.state = begin_online(objects(), config, self.start)
+        self.is_noted = True
+        """Whether the state is saved."""
         self.served: ContentId | None = None
         """What `_serve` has made answer; None: nothing yet, or that failed."""
 
@@ -94,6 +96,7 @@ class _Learning:
         pause = 1.0
         while True:
             try:
+                self._note()
                 if self._is_over(ends_at):
                     break
                 self._learn(ends_at)
@@ -139,7 +142,7 @@ class _Learning:
             take_live_batch(self.serving, config, self.source, seconds=seconds, label=label)
         if state.batch is None:
             return
-        in_use = set(state.versions)
+        in_use, self.is_noted = set(state.versions), False
         try:
             options = {"group_size": group_size(config), "form": config.form, "label": label}
             experience = collect_samples(state.batch, failed="leave_out", **options)
@@ -156,11 +159,17 @@ class _Learning:
             outcome = "promoted" if is_promoted else "refused"
             state.conclude(outcome, reason, mean_reward=experience.mean, model=checkpoint.model)
             forget_models({*in_use, checkpoint.model}.difference(state.versions))
-        save_online(objects(), config, state)
+        self._note()
         state.check_learnable()
         del self.journal.entries[:-MOST_STAGES]
         _forget_task_runs()
         self._report()
+
+    def _note(self) -> None:
+        """Save the state, unless it is saved: what the next batch is compared with, and this run's end, rest on it."""
+        if not self.is_noted:
+            save_online(objects(), self.config, self.state)
+            self.is_noted = True
 
     def _serve(self, model: ContentId, label: str, *, promoted: bool = False) -> None:
         """Have a model answer live agents."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-import shutil
 import time
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
@@ -24,6 +23,7 @@ from rollout_core.config import AgentGRPO, LearnOnlineConfig, RunnersConfig
 from rollout_core.inference.base import ModelRef
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import AgentRollouts, AgentSource, Record
+from rollout_core.objects.trees import forget_local_tree
 from rollout_core.store import LLM, LightningStore, NamedResources, ProxyLLM, SqlLightningStore
 from tasks import connections
 from tasks.agents import sessions
@@ -249,7 +249,7 @@ def forget_models(models: Iterable[ContentId]) -> None:
     """Take models that answer no more out of this machine's cache, which would else grow with every update. Who needs
     one fetches it again."""
     for model in models:
-        shutil.rmtree(connections.cache_folder() / model, ignore_errors=True)
+        forget_local_tree(model, connections.cache_folder())
 
 
 def group_size(config: LearnOnlineConfig) -> int:

@@ -140,6 +140,7 @@ async def retried(
             if is_over() or time.monotonic() + pause > until:
                 raise
             # The kind alone: a message may show what was to be stored, such as a prompt.
-            logger.warning("%s is away (%s); asking again in %.1f s", whom, type(error).__name__, pause)
+            level = logging.WARNING if pause < _LONGEST_PAUSE else logging.DEBUG  # a few times, not for hours
+            logger.log(level, "%s is away (%s); asking again in %.1f s", whom, type(error).__name__, pause)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)

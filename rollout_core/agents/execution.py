@@ -15,7 +15,7 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Literal
 
 from rollout_core.agents import running as running_agents
@@ -39,7 +39,8 @@ Role = Literal["algorithm", "runner", "both"]
 
 
 AlgorithmBundle = Callable[[LightningStore, ExecutionEvent], Coroutine[Any, Any, None]]
-"""One with a true attribute ``ends_with_runners`` has no end of its own."""
+"""One with an attribute ``only_publishes``, a `threading.Event`, has no end of its own: runners start when it has set
+the event, and the run ends with them."""
 RunnerBundle = Callable[[LightningStore, int, ExecutionEvent], Coroutine[Any, Any, None]]
 
 
@@ -96,10 +97,13 @@ class SharedMemoryExecutionStrategy(ExecutionStrategy):
         event = threading.Event()
         threads = [LoopThread(f"rollout-runner-{number}") for number in range(self.n_runners)]
         is_aside = self._main_thread == "runner"
+
+        def start(number: int, thread: LoopThread) -> Awaitable[None]:
+            work = runner(store, number, event)
+            return work if is_aside else thread.run(work)
+
         running = [
-            asyncio.ensure_future(
-                runner(store, number, event) if is_aside else thread.run(runner(store, number, event))
-            )
+            _once_published(algorithm, event, functools.partial(start, number, thread))
             for number, thread in enumerate(threads)
         ]
         end_seconds = (self._join_timeout, self._graceful_delay)
@@ -217,9 +221,10 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
         running: list[asyncio.Future[None]] = []
         if processes is not None:
             url = server.endpoint if server is not None else ""
-            running.append(asyncio.ensure_future(processes.run(url, functools.partial(_end_work_of, shared))))
+            start = functools.partial(processes.run, url, functools.partial(_end_work_of, shared))
+            running.append(_once_published(algorithm, event, start))
         elif self.role == "both":
-            running.append(asyncio.ensure_future(runner(shared, 0, event)))
+            running.append(_once_published(algorithm, event, functools.partial(runner, shared, 0, event)))
         try:
             await _learn(
                 algorithm,
@@ -265,10 +270,31 @@ async def _learn(
             end_seconds=end_seconds,
             watched=watched,
             processes=processes,
-            ends_with_runners=getattr(algorithm, "ends_with_runners", False),
+            ends_with_runners=_only_publishes(algorithm) is not None,
         )
     finally:
         _leave([aside], learning.done())
+
+
+def _only_publishes(algorithm: AlgorithmBundle) -> threading.Event | None:
+    return getattr(algorithm, "only_publishes", None)
+
+
+def _once_published(
+    algorithm: AlgorithmBundle, event: ExecutionEvent, start: Callable[[], Awaitable[None]]
+) -> asyncio.Future[None]:
+    """What ``start`` returns. Where nothing but resources is published they come first: rollouts may be queued already,
+    and agents would find none."""
+
+    async def run() -> None:
+        published = _only_publishes(algorithm)
+        while published is not None and not published.is_set():
+            if event.is_set():  # it has failed
+                return
+            await asyncio.sleep(0.01)
+        await start()
+
+    return asyncio.ensure_future(run())
 
 
 def _leave(threads: Sequence[LoopThread], have_ended: bool) -> None:

@@ -5,8 +5,6 @@ The algorithm of a Trainer, `rollout_core.agents.online.OnlineLearning`, and the
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,15 +13,14 @@ from typing import Any, Generic, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, PrivateAttr
 
 from rollout_core.agents.algorithm import AGENT_KIND
-from rollout_core.base.errors import ConfigError, Conflict, Fatal, Recoverable
+from rollout_core.agents.delivery import retried
+from rollout_core.base.errors import ConfigError, Conflict, Fatal
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.config import LiveTraffic
 from rollout_core.inference.ledger import SAMPLE_KIND
 from rollout_core.inference.training_samples import Adapted, TokenSample
 from rollout_core.objects import Checkpoint, ObjectStore
 from rollout_core.store import LightningStore, Rollout
-
-logger = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch", bound=BaseModel)
 T = TypeVar("T")
@@ -37,7 +34,6 @@ _LATE_SECONDS = 60.0
 _SAVE_SECONDS = 600.0
 _AWAY_SECONDS = 300.0
 """So long the store may be away."""
-_LONGEST_PAUSE = 15.0
 _MOST_HISTORY = 1_000
 _MAY_CHANGE = {"no finite reward", "unfinished"}
 """Reasons to learn nothing from a rollout that its later spans may remove."""
@@ -212,7 +208,7 @@ class LiveRollouts:
     async def next_batch(self) -> list[str]:
         """The rollouts to learn from now, oldest first, none if there are too few; `take` takes them.
 
-        A store that is away is waited for, up to five minutes; then Recoverable is raised.
+        Raises as `patiently` where the store stays away.
         """
         began = time.monotonic()
         await patiently(self._look)
@@ -287,19 +283,9 @@ def _is_due(item: LiveRollout, now: float, patience: float) -> bool:
     return now - item.looked_at >= 0.2 * (item.looked_at - item.end_time) or item.looked_at <= given_up_at < now
 
 
-async def patiently(call: Callable[[], Awaitable[T]], patience_seconds: float = _AWAY_SECONDS) -> T:
-    """The result of ``call``, tried again while it raises Recoverable, for up to ``patience_seconds``."""
-    until, pause = time.monotonic() + patience_seconds, 0.5
-    while True:
-        try:
-            return await call()
-        except Recoverable as error:
-            if time.monotonic() > until:
-                raise
-            if pause == 0.5:
-                logger.warning("%s; trying again for up to %g s", error, patience_seconds)
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+async def patiently(call: Callable[[], Awaitable[T]]) -> T:
+    """The result of ``call``, which is repeated while the store is away, for some minutes."""
+    return await retried(call, _AWAY_SECONDS)
 
 
 async def ended_since(store: LightningStore, since: float) -> AsyncIterator[dict[str, float]]:

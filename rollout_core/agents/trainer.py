@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -137,6 +138,7 @@ class Trainer:
                 f"the agent is a {type(agent).__name__}; expected a LitAgent, or a function decorated with @rollout"
             )
         agent.set_trainer(self)
+        published = threading.Event()
 
         async def run_algorithm(store: LightningStore, event: ExecutionEvent) -> None:
             async with _running(self.llm_proxy, store) as proxy:
@@ -144,7 +146,11 @@ class Trainer:
                 if resources is None and proxy is not None and proxy.model_list:
                     resources = {"llm": proxy.as_resource()}
                 if algorithm is None:
-                    await _only_publish(resources, store, event)
+                    if resources is not None:
+                        await store.add_resources(resources)
+                    published.set()
+                    while not event.is_set():
+                        await asyncio.sleep(_LOOK_SECONDS)
                     return
                 run: Any = algorithm.run
                 algorithm.set_trainer(self)
@@ -169,18 +175,11 @@ class Trainer:
             finally:
                 runner.teardown()
 
-        run_algorithm.ends_with_runners = algorithm is None  # pyright: ignore[reportFunctionMemberAccess]
+        if algorithm is None:
+            run_algorithm.only_publishes = published  # pyright: ignore[reportFunctionMemberAccess]
         if isinstance(self.strategy, ClientServerExecutionStrategy) and self.strategy.role != "algorithm":
             self.runner.preload()
         self.strategy.execute(run_algorithm, run_runner, self.store)
-
-
-async def _only_publish(resources: NamedResources | None, store: LightningStore, event: ExecutionEvent) -> None:
-    """What is done without an algorithm: agents get what they need, until the runners have ended."""
-    if resources is not None:
-        await store.add_resources(resources)
-    while not event.is_set():
-        await asyncio.sleep(_LOOK_SECONDS)
 
 
 @asynccontextmanager

@@ -97,6 +97,8 @@ class RunnersConfig(Settings):
             )
         if self.host in ("0.0.0.0", "::") and self.public_host is None:
             raise ValueError(f"host is {self.host!r}, which is no address to connect to; give public_host")
+        if self.port and self.port == self.model_port:
+            raise ValueError(f"port and model_port are both {self.port}; store and model listen on one each")
         if self.public_host is not None and not self.model_port:
             raise ValueError("public_host needs a model_port that runners elsewhere reach")
         return self
@@ -188,6 +190,9 @@ LIVE = JsonlDataset(path="live")
 def _check_online(settings: OnPolicySettings) -> None:
     if settings.prompts != LIVE:
         raise ValueError("what is learnt from are live rollouts; leave out prompts")
+    for name in ("iterations", "prompts_per_iteration"):
+        if getattr(settings, name) != type(settings).model_fields[name].default:
+            raise ValueError(f"{name} has no effect on live rollouts, see [live] and max_updates; leave it out")
     if settings.optimizer.schedule != "constant":
         raise ValueError(f"optimizer.schedule is {settings.optimizer.schedule!r}, but nobody knows how many updates")
 
@@ -264,6 +269,12 @@ class LearnOnlineConfig(TrainingRun):
             raise ValueError("an agent is given, but no work for it: give held-out tasks, or work_live")
         if self.agent is not None and (self.agent.form, self.agent.tool_parser) != (self.form, self.tool_parser):
             raise ValueError("agent.form and agent.tool_parser differ from those of the run; give both alike")
+        group = self.algorithm.samples_per_prompt
+        if isinstance(self.algorithm, OnlineGRPO) and (self.live.max_rollouts or group) < group:
+            raise ValueError(
+                f"live.max_rollouts is {self.live.max_rollouts}, fewer than the {group} rollouts of equal input that "
+                "are compared (algorithm.samples_per_prompt)"
+            )
         if not self.promotion.enabled:
             raise ValueError("promotion is switched off, but online learning serves what it promotes; leave that out")
         return self

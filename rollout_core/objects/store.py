@@ -53,6 +53,7 @@ from rollout_core.objects.trees import (
     make_read_only,
     read_file,
     reading,
+    tree_lock,
     write_new_file,
 )
 
@@ -300,7 +301,7 @@ class ObjectStore:
         folder = cache / ContentId(content_id)
         manifest = self.manifest(content_id)
         if damaged_file(folder, manifest):
-            with storage_faults("use", str(cache)), exclusive(cache / f".{content_id}.lock"):
+            with storage_faults("use", str(cache)), exclusive(tree_lock(cache, content_id)):
                 damaged = damaged_file(folder, manifest)
                 if damaged:
                     if damaged != folder:

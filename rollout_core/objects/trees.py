@@ -12,7 +12,7 @@ import shutil
 import stat
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +24,7 @@ from ulid import ULID
 
 from rollout_core.base.errors import ConfigError, Conflict, RolloutError
 from rollout_core.base.ids import ContentId
-from rollout_core.base.locks import held, sweep
+from rollout_core.base.locks import exclusive, held, sweep
 from rollout_core.objects.files import CHUNK_BYTES, fsync_folder, storage_faults, write_all
 
 
@@ -293,6 +293,21 @@ def appearing_folder(folder: Path) -> Iterator[Path]:
 
 _known_whole: set[tuple[str, tuple[tuple[int, int, int], ...]]] = set()
 """Folders this process has read and found whole, with inode, size and time of change of their files."""
+
+
+def tree_lock(cache: Path, content_id: ContentId) -> Path:
+    """Held by who changes ``cache/<hex>``."""
+    return cache / f".{content_id}.lock"
+
+
+def forget_local_tree(content_id: ContentId, cache: Path) -> None:
+    """Remove the folder that `ObjectStore.local_tree` made, if it is there. It goes at once, so nobody finds half of
+    it; files that are open stay readable."""
+    with exclusive(tree_lock(cache, content_id)):
+        doomed = cache / f".{ULID()}.tmp"  # where this process is killed, `local_tree` removes it
+        with suppress(FileNotFoundError):
+            (cache / content_id).rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
 
 
 def damaged_file(folder: Path, manifest: TreeManifest) -> Path | None:

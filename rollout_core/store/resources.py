@@ -140,7 +140,7 @@ class PromptTemplate(Resource):
             raise ConfigError(f"the template asks for {error}; the values are {', '.join(values) or 'none'}") from error
         except ConfigError:
             raise
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise ConfigError(f"the template cannot be rendered: {error}") from error
 
 
@@ -172,8 +172,8 @@ class ClaimedTask(NamedTuple):
 
 
 def _render_f_string(template: str, values: Mapping[str, Any]) -> str:
-    """An f-string's fields filled in. Raises ConfigError beyond the bounds; KeyError, IndexError and ValueError as
-    ``str.format``."""
+    """An f-string's fields filled in. Raises ConfigError beyond the bounds; KeyError, IndexError, ValueError and
+    TypeError as ``str.format``."""
     return _Fields().vformat(template, (), values)
 
 
@@ -266,7 +266,8 @@ def _render_jinja(template: str, values: Mapping[str, Any]) -> str:
     try:
         tree = _checked(environment.parse(template))
         return "".join(map(budget.spend, environment.from_string(tree).generate(dict(values))))
-    except (jinja2.TemplateError, ArithmeticError, RecursionError, TypeError, ValueError) as error:
+    # Jinja's filters check their arguments by assertions, too.
+    except (jinja2.TemplateError, ArithmeticError, AssertionError, RecursionError, TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"the template cannot be rendered: {error}") from error

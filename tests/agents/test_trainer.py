@@ -444,13 +444,28 @@ def test_what_an_interrupted_run_left_in_the_queue_is_run_too():
     assert {rollout.status for rollout in asyncio.run(_all(made.store))} == {"succeeded"}
 
 
-@pytest.mark.parametrize("strategy", [shm(), cs()])
-def test_without_an_algorithm_the_run_ends_with_its_runners(strategy):
-    made = trainer(strategy, max_rollouts=2)
+class SlowToPublish(InMemoryLightningStore):
+    async def add_resources(self, resources):
+        await asyncio.sleep(0.5)
+        return await super().add_resources(resources)
+
+
+@pytest.mark.parametrize("strategy", [shm(), shm(main_thread="runner"), cs(), cs(main_process="runner")])
+def test_without_an_algorithm_queued_rollouts_find_the_resources_and_the_run_ends_with_its_runners(strategy):
+    made = trainer(strategy, store=SlowToPublish(), max_rollouts=2)
     for task in range(2):
         asyncio.run(made.store.enqueue_rollout(task))
     made.fit(add_one)
     assert [rollout.status for rollout in asyncio.run(_all(made.store))] == ["succeeded"] * 2
+
+
+def test_resources_that_cannot_be_published_end_the_run():
+    class Refuses(InMemoryLightningStore):
+        async def add_resources(self, resources):
+            raise Fatal("no place for resources")
+
+    with pytest.raises(Fatal, match="no place for resources"):
+        trainer(shm(), store=Refuses()).fit(add_one)
 
 
 def test_an_algorithm_that_trains_is_not_disturbed_by_what_nobody_takes(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -68,10 +69,7 @@ def test_an_owner_killed_while_its_engine_starts_leaves_no_process(small, tmp_pa
     process = start_process(str(program(tmp_path)), str(small.folder))
     owner = psutil.Process(process.pid)
     deadline = time.monotonic() + 300
-    # The engine's process, and the tracker of its semaphores, which ends by itself when nobody uses it.
-    while not (
-        engine := [child for child in owner.children(recursive=True) if "spawn_main" in " ".join(child.cmdline())]
-    ):
+    while not (engine := spawned_by(owner)):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     # It has begun to import what it runs; from then on it is tied to its owner.
@@ -81,6 +79,16 @@ def test_an_owner_killed_while_its_engine_starts_leaves_no_process(small, tmp_pa
     process.wait()
     _, alive = psutil.wait_procs(engine, timeout=30)
     assert not alive
+
+
+def spawned_by(owner: psutil.Process) -> list[psutil.Process]:
+    """The engine's process, and the tracker of its semaphores, which ends by itself when nobody uses it."""
+    spawned: list[psutil.Process] = []
+    for child in owner.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # a helper that has ended meanwhile
+            if "spawn_main" in " ".join(child.cmdline()):
+                spawned.append(child)
+    return spawned
 
 
 SWEEP = "from rollout_core.base.locks import sweep_scratch; sweep_scratch()"
