@@ -25,6 +25,7 @@ from rollout_core.objects.backends import LocalFiles
 from rollout_core.objects.files import TOUCH_AFTER_SECONDS
 from rollout_core.objects.snapshots import SnapshotStore
 from rollout_core.objects.store import blob_key
+from rollout_core.objects.trees import forget_local_tree
 from tests.conftest import BUCKET
 from tests.object_files import NOTHING, TREE, in_pieces, keys, python, read_tree, write_tree
 
@@ -367,6 +368,10 @@ def test_a_cached_tree_is_fetched_once_and_repaired_when_files_are_lost(local: O
     (cache / f".{content_id}.01ABC.tmp").mkdir()  # left by a killed process
     assert read_tree(local.local_tree(content_id, cache)) == TREE
     assert sorted(p.name for p in cache.iterdir()) == [f".{content_id}.lock", content_id]
+    for _ in range(2):
+        forget_local_tree(content_id, cache)
+    assert [p.name for p in cache.iterdir()] == [f".{content_id}.lock"]
+    assert read_tree(local.local_tree(content_id, cache)) == TREE
 
 
 # Refs

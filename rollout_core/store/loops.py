@@ -114,21 +114,20 @@ class Bell:
         ``timeout`` seconds; whether there is some. Between looks the pauses, in seconds, grow from first to longest."""
         deadline, pause = time.monotonic() + timeout, first_poll
         with self.listening() as rung:
-            while not await look():
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return False
-                try:
-                    await asyncio.wait_for(rung.wait(), min(left, pause))
-                except TimeoutError:
-                    pass
-                except asyncio.CancelledError:
-                    if rung not in self._listeners:  # it was meant for one who goes to work
-                        self.ring(1)
-                    raise
-                if rung.is_set():
-                    break
-                pause = min(1.5 * pause, longest_poll)
+            try:
+                while not await look():
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        return False
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(rung.wait(), min(left, pause))
+                    if rung.is_set():
+                        break
+                    pause = min(1.5 * pause, longest_poll)
+            except BaseException:
+                if rung not in self._listeners:  # it was meant for one who goes to work
+                    self.ring(1)
+                raise
         return True
 
     @contextmanager

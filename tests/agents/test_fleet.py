@@ -17,7 +17,7 @@ import pytest
 from rollout_core.agents.code import AgentCode
 from rollout_core.agents.fleet import Fleet
 from rollout_core.agents.queue import RolloutQueue
-from rollout_core.base.errors import ConfigError, Fatal
+from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.base.processes import ProcessName
 from rollout_core.config import RunnersConfig
 from rollout_core.store import (
@@ -288,6 +288,31 @@ async def test_a_fleet_that_is_stopped_leaves_its_work_to_be_done_again_and_retr
         for number, again in enumerate((False, False, True), start=1):
             await fleet.run(failed, retry_failed=again)
             assert len(await store.query_attempts(failed[0])) == (2 if number == 3 else 1)
+
+
+async def test_a_run_ends_when_its_fleet_is_closed(store, code):
+    ids = await enqueue(store, numbers(2, seconds=30))
+    async with Fleet(store, code, config(where="threads")) as fleet:
+        fleet.set_resources(RESOURCES)
+        work = asyncio.create_task(fleet.run(ids))
+        await asyncio.sleep(0.5)
+    with pytest.raises(Recoverable):
+        await asyncio.wait_for(work, 10)
+
+
+async def test_work_that_is_taken_on_keeps_its_own_resources(store, code):
+    own = await store.add_resources({"llm": LLM(endpoint="http://localhost:3/v1", model="own")})
+    [named] = await enqueue(store, numbers(1), resources_id=own.resources_id)
+    await store.add_resources({"llm": LLM(endpoint="http://localhost:2/v1", model="latest")})
+    [unnamed] = await enqueue(store, numbers(1))
+    [tasks] = await enqueue(store, numbers(1))
+    queue = RolloutQueue(store)
+    queue.set_resources(RESOURCES)
+    queue.add([tasks])
+    queue.add([named, unnamed], as_stored=True)
+    claims = [await queue.claim_task(f"claim-{number}") for number in range(3)]
+    models = {task.rollout.rollout_id: task.resources.resources["llm"].model for task in claims if task}
+    assert models == {tasks: "m", named: "own", unnamed: "latest"}
 
 
 async def test_work_that_nobody_takes_ends_the_run_with_what_to_do(store, code):

@@ -21,7 +21,7 @@ from rollout_core.agents.online import OnlineLearning
 from rollout_core.agents.otel import OtelTracer
 from rollout_core.agents.runner import LitAgentRunner
 from rollout_core.agents.trainer import Trainer
-from rollout_core.base.errors import ConfigError, Recoverable
+from rollout_core.base.errors import ConfigError, Conflict, Fatal, Recoverable
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import LiveTraffic, TransformersBackend
 from rollout_core.inference.training_samples import Adapted, TokenSample
@@ -298,6 +298,35 @@ async def test_a_rollout_without_a_reward_is_looked_at_ever_more_seldom_until_it
     now[0] = 1001.0
     assert await traffic.live.next_batch() == [late], "looked at once more when the patience has ended"
     assert traffic.state.left_out == {"no finite reward": 1} and set(traffic.state.done) == {never}
+
+
+def test_two_processes_of_one_name_do_not_overwrite_each_other():
+    objects = ObjectStore.from_url("memory://online-twice")
+
+    def begin() -> OnlineState[Experience]:
+        return OnlineState[Experience].begin(objects, "learn-online/x", "x", OLD)
+
+    first, second = begin(), begin()
+    first.conclude("refused", "worse")
+    first.save(objects, "learn-online/x")
+    first.save(objects, "learn-online/x")
+    second.conclude("refused", "worse", mean_reward=0.5)
+    with pytest.raises(Conflict, match="another process runs under this name"):
+        second.save(objects, "learn-online/x")
+    assert begin().history == first.history
+    with pytest.raises(ConfigError, match=r"began with model .* give it another name"):
+        OnlineState[Experience].begin(objects, "learn-online/x", "x", NEW)
+
+
+def test_a_run_that_learns_nothing_batch_after_batch_fails():
+    state = OnlineState[Experience](versions=[OLD])
+    for outcome in ("skipped", "skipped", "refused", "skipped", "skipped"):
+        state.conclude(outcome, "all samples are too long")
+        state.check_learnable()
+    state.conclude("skipped", "all samples are too long")
+    with pytest.raises(Fatal, match="nothing could be learnt from 3 batches in a row; the last: all samples are too"):
+        state.check_learnable()
+    assert (state.num_updates, state.num_skipped, len(state.history)) == (1, 5, 6)
 
 
 def test_what_cannot_be_meant_is_refused(tiny_model, tmp_path):

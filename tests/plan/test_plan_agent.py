@@ -145,6 +145,9 @@ def test_what_is_wrong_with_a_search_is_said_in_one_line(work: Path, changes: di
     assert len(str(caught.value).splitlines()) == 1, caught.value
 
 
+ONLINE_GRPO = {"kind": "grpo", "base_model": {"uri": "model"}, "samples_per_prompt": 8, "optimizer": {"lr": 1e-4}}
+
+
 def plan_learning(**changes: Any) -> dict[str, Any]:
     document = {
         "algorithm": {"kind": "ppo", "base_model": {"uri": "model"}, "optimizer": {"lr": 1e-4}},
@@ -177,6 +180,13 @@ def test_facts_of_sound_online_learning(work: Path):
         ({"live__max_rollouts": 8}, "max_rollouts is 8, fewer than min_rollouts, 64"),
         ({"algorithm__prompts": {"path": "tasks.jsonl"}}, "what is learnt from are live rollouts; leave out prompts"),
         ({"algorithm__optimizer__schedule": "linear"}, "nobody knows how many updates"),
+        ({"algorithm__iterations": 3}, r"iterations has no effect on live rollouts, see \[live\] and max_updates"),
+        ({"algorithm__prompts_per_iteration": 3}, "prompts_per_iteration has no effect on live rollouts"),
+        (
+            {"algorithm": ONLINE_GRPO, "live": {"min_rollouts": 4, "max_rollouts": 6}},
+            "live.max_rollouts is 6, fewer than the 8 rollouts of equal input that are compared",
+        ),
+        ({"runners": {"model_port": 8123, "port": 8123}}, "port and model_port are both 8123"),
         ({"algorithm__sampling__top_p": 0.5}, "on-policy training needs samples of the policy itself"),
         ({"runners__api_key": "LIVE"}, "runners.api_key: secret 'LIVE'"),
         ({"run__resume": "latest"}, "run.resume: online learning resumes by itself"),

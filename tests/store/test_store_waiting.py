@@ -8,7 +8,13 @@ import time
 
 import pytest
 
-from rollout_core.store import AttemptUpdate, EnqueueRolloutRequest
+from rollout_core.store import (
+    AttemptUpdate,
+    EnqueueRolloutRequest,
+    InMemoryLightningStore,
+    LightningStoreClient,
+    LightningStoreServer,
+)
 from rollout_core.store.loops import Bell, Waiters
 from tests.store.conftest import SHARED
 from tests.store.forking import leave
@@ -169,3 +175,50 @@ async def test_no_more_are_woken_than_there_is_work_for():
         await asyncio.sleep(0)
         assert third.is_set()
     bell.ring(1)
+
+
+@pytest.mark.parametrize("look_seconds", [0, 60])
+async def test_who_is_cancelled_when_work_comes_leaves_it_to_the_next(look_seconds):
+    async def look() -> bool:
+        await asyncio.sleep(look_seconds)
+        return False
+
+    bell = Bell()
+    first = asyncio.create_task(bell.wait(look, timeout=60, first_poll=60, longest_poll=60))
+    await asyncio.sleep(0.05)
+    with bell.listening() as second:
+        bell.ring(1)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await asyncio.wait_for(second.wait(), 5)
+
+
+async def test_a_cancelled_claim_of_a_task_is_given_back():
+    class Slow(InMemoryLightningStore):
+        async def get_latest_resources(self):
+            reached.set()
+            await asyncio.sleep(60)
+
+    reached, store = asyncio.Event(), Slow()
+    rollout = await store.enqueue_rollout("task")
+    claiming = asyncio.create_task(store.claim_task("claim"))
+    await reached.wait()
+    claiming.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await claiming
+    again = await store.dequeue_rollout()
+    assert again is not None and again.rollout_id == rollout.rollout_id
+
+
+@pytest.mark.filterwarnings("error")
+async def test_a_server_that_ends_sends_those_away_who_wait_for_work(caplog):
+    server = LightningStoreServer(InMemoryLightningStore(), port=0)
+    await server.start()
+    async with LightningStoreClient(server.endpoint) as client:
+        waiting = asyncio.create_task(client.wait_for_work(20))
+        await asyncio.sleep(0.3)
+        started = time.monotonic()
+        await server.stop()
+        assert not await waiting
+    assert time.monotonic() - started < 5, "the grace of the server was not spent"
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]

@@ -93,6 +93,20 @@ def test_no_f_string_takes_the_memory_of_the_program(template):
         f_string(template, task="x" * 5_000, width=1_000_000_000)
 
 
+@pytest.mark.parametrize(
+    ("render", "template"),
+    [
+        (jinja, "{{ task | truncate(1) }}"),
+        (jinja, "{{ task | round }}"),
+        (f_string, "{hints:5}"),
+        (f_string, "{task:d}"),
+    ],
+)
+def test_values_that_a_template_cannot_write_as_it_says_are_its_fault(render, template):
+    with pytest.raises(ConfigError, match="the template cannot be rendered"):
+        render(template, task="Why so long?", hints=["a"])
+
+
 def test_formats_of_f_strings_work():
     assert f_string("{score:.2f} {name:>5} {name!r}", score=0.123, name="ann") == "0.12   ann 'ann'"
     assert len(f_string("{task}", task="x" * 20_000_000)) == 20_000_000, "a large prompt is no fault"
