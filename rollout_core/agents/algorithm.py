@@ -21,9 +21,8 @@ from rollout_core.store import (
     RolloutConfig,
     RolloutStatus,
 )
-from rollout_core.store.forwarding import ForwardingLightningStore
+from rollout_core.store.forwarding import StoreView
 from rollout_core.store.lifecycle import FINISHED
-from rollout_core.store.types import LightningStoreCapabilities
 
 if TYPE_CHECKING:
     from rollout_core.agents.trainer import Trainer
@@ -159,26 +158,8 @@ def algo(function: Callable[..., Any]) -> FunctionalAlgorithm:
     return FunctionalAlgorithm(function)
 
 
-class PatientStore(ForwardingLightningStore):
+class PatientStore(StoreView):
     """A store for callers all of whose calls may be made twice: while it is away, it is asked again for a while."""
-
-    def __init__(self, store: LightningStore) -> None:
-        self._store = store
-
-    def backend(self) -> LightningStore:
-        """The store itself."""
-        return self._store
-
-    @property
-    def capabilities(self) -> LightningStoreCapabilities:
-        """Those of the store."""
-        return self._store.capabilities
-
-    def otlp_traces_endpoint(self) -> str:
-        return self._store.otlp_traces_endpoint()
-
-    async def close(self) -> None:
-        """Nothing: it is its owner's."""
 
     async def forward(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call the store's method of this name."""

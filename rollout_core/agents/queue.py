@@ -15,10 +15,9 @@ from typing import Any
 from rollout_core.base.errors import Conflict
 from rollout_core.inference.ledger import is_gone
 from rollout_core.store import AttemptedRollout, LightningStore, NamedResources, ResourcesUpdate, Rollout
-from rollout_core.store.forwarding import ForwardingLightningStore
+from rollout_core.store.forwarding import StoreView
 from rollout_core.store.lifecycle import FINISHED
 from rollout_core.store.loops import Bell
-from rollout_core.store.types import LightningStoreCapabilities
 
 INTERRUPTIONS = 20
 _REMEMBERED_CLAIMS = 10_000
@@ -26,7 +25,7 @@ _CHUNK = 1_000
 _ENDS = frozenset({"update_many_attempts", "end_attempts", "update_attempt", "update_rollout", "cancel_rollouts"})
 
 
-class RolloutQueue(ForwardingLightningStore):
+class RolloutQueue(StoreView):
     """A view of ``store``. Used from any thread and event loop; the store must allow that.
 
     ``max_failures``: attempts of a rollout that may fail or run out of time before it has failed for good; None: what
@@ -41,7 +40,7 @@ class RolloutQueue(ForwardingLightningStore):
         *,
         max_failures: int | None = None,
     ) -> None:
-        self.store = store
+        super().__init__(store)
         self._max_failures = max_failures
         self._forgiven: dict[str, int] = {}
         self._on_change = on_change
@@ -56,21 +55,6 @@ class RolloutQueue(ForwardingLightningStore):
         self._resources: ResourcesUpdate | None = None
         self._as_stored: set[str] = set()
         """Those that do not get the run's resources."""
-
-    def backend(self) -> LightningStore:
-        """The store itself."""
-        return self.store
-
-    @property
-    def capabilities(self) -> LightningStoreCapabilities:
-        """Those of the store."""
-        return self.store.capabilities
-
-    def otlp_traces_endpoint(self) -> str:
-        return self.store.otlp_traces_endpoint()
-
-    async def close(self) -> None:
-        """Nothing: the store is the run's."""
 
     # What there is to do
 

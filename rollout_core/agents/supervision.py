@@ -21,8 +21,8 @@ from rollout_core.agents.processes import RunnerProcesses
 from rollout_core.agents.running import ExecutionEvent
 from rollout_core.base.errors import Conflict, Fatal, in_words
 from rollout_core.base.stopping import in_thread
-from rollout_core.store import LightningStore, LightningStoreCapabilities
-from rollout_core.store.forwarding import ForwardingLightningStore
+from rollout_core.store import LightningStore
+from rollout_core.store.forwarding import StoreView
 
 logger = logging.getLogger(__name__)
 
@@ -119,11 +119,11 @@ async def _is_stuck(store: LightningStore) -> bool:
     return len(queued) > 0 and not len(await store.query_rollouts(status_in=["preparing", "running"], limit=1))
 
 
-class WatchedStore(ForwardingLightningStore):
+class WatchedStore(StoreView):
     """The algorithm's store, which knows whether it is being asked: an algorithm that trains is in nobody's way."""
 
     def __init__(self, store: LightningStore) -> None:
-        self.store = store
+        super().__init__(store)
         self._num_calls = 0
         self._last_call = 0.0
 
@@ -131,10 +131,6 @@ class WatchedStore(ForwardingLightningStore):
     def is_asked(self) -> bool:
         """Whether a call is under way, or was within the last seconds."""
         return self._num_calls > 0 or time.monotonic() - self._last_call < 2 * _LOOK_SECONDS
-
-    def backend(self) -> LightningStore:
-        """The store itself."""
-        return self.store
 
     async def forward(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call the store's method of this name."""
@@ -144,14 +140,6 @@ class WatchedStore(ForwardingLightningStore):
         finally:
             self._num_calls -= 1
             self._last_call = time.monotonic()
-
-    @property
-    def capabilities(self) -> LightningStoreCapabilities:
-        """Those of the store."""
-        return self.store.capabilities
-
-    def otlp_traces_endpoint(self) -> str:
-        return self.store.otlp_traces_endpoint()
 
     def __getattr__(self, name: str) -> Any:
         # What a particular store has besides the contract, such as a server's endpoint.

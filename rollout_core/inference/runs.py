@@ -31,7 +31,7 @@ from rollout_core.inference.ledger import BLOB_ATTRIBUTE, ROW_ATTRIBUTE
 from rollout_core.objects import ObjectStore
 from rollout_core.store import Attempt, AttemptUpdate, LightningStore
 from rollout_core.store.encoded_spans import EncodedSpan
-from rollout_core.store.forwarding import ForwardingLightningStore
+from rollout_core.store.forwarding import StoreView
 
 RUN_ID_FILE = "run-id"
 RUN_REFS = "runs"
@@ -332,7 +332,7 @@ class SampleEnd:
 OnSamples = Callable[[Sequence[SampleEnd]], None]
 
 
-class WatchedStore(ForwardingLightningStore):
+class WatchedStore(StoreView):
     """A store whose ledger of samples is watched: ``on_samples`` receives those that ended, a commit at a time.
 
     Only an attempt that the store let succeed or fail counts, so a sample is reported once. What it became is read back
@@ -340,15 +340,12 @@ class WatchedStore(ForwardingLightningStore):
     """
 
     def __init__(self, store: LightningStore, objects: ObjectStore, on_samples: OnSamples) -> None:
-        self._store = store
+        super().__init__(store)
         self._objects = objects
         self._on_samples = on_samples
 
-    def backend(self) -> LightningStore:
-        return self._store
-
     async def close(self) -> None:
-        await self._store.close()
+        await self.store.close()
 
     async def forward(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         result = await super().forward(name, *args, **kwargs)

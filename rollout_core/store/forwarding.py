@@ -44,7 +44,29 @@ UNLOCKED = frozenset({"wait_for_rollouts", "wait_for_work", "statistics"})
 """Calls that do not wait for their turn."""
 
 
-class LightningStoreThreaded(ForwardingLightningStore):
+class StoreView(ForwardingLightningStore):
+    """``store``, to which subclasses add something. Closing the view closes nothing: the store is its owner's."""
+
+    def __init__(self, store: LightningStore) -> None:
+        self.store = store
+
+    def backend(self) -> LightningStore:
+        """The store itself."""
+        return self.store
+
+    @property
+    def capabilities(self) -> LightningStoreCapabilities:
+        """Those of the store."""
+        return self.store.capabilities
+
+    def otlp_traces_endpoint(self) -> str:
+        return self.store.otlp_traces_endpoint()
+
+    async def close(self) -> None:
+        """Nothing."""
+
+
+class LightningStoreThreaded(StoreView):
     """Delegates to ``store``, one call at a time, from any thread. Make it before the threads that use it.
 
     Queries wait for their turn too: they may run the watchdog. Calls that wait for something and ``statistics`` do not,
@@ -53,15 +75,11 @@ class LightningStoreThreaded(ForwardingLightningStore):
     """
 
     def __init__(self, store: LightningStore) -> None:
-        self.store = store
+        super().__init__(store)
         self._lock = nullcontext() if store.capabilities.get("thread_safe") else LoopLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.store,)
-
-    def backend(self) -> LightningStore:
-        """The wrapped store."""
-        return self.store
 
     async def forward(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call the store's method of this name, while no other call is in it."""
@@ -74,9 +92,6 @@ class LightningStoreThreaded(ForwardingLightningStore):
     def capabilities(self) -> LightningStoreCapabilities:
         """Those of the store, and safe for threads and tasks."""
         return {**self.store.capabilities, "thread_safe": True, "async_safe": True}
-
-    def otlp_traces_endpoint(self) -> str:
-        return self.store.otlp_traces_endpoint()
 
     async def close(self) -> None:
         await self.forward("close")
