@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+import signal
 import threading
 import time
 import zlib
@@ -26,10 +29,17 @@ from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import LiveTraffic, TransformersBackend
 from rollout_core.inference.training_samples import Adapted, TokenSample
 from rollout_core.objects import Experience, ObjectStore
-from rollout_core.store import InMemoryLightningStore, LightningStore, LightningStoreThreaded, Span
+from rollout_core.store import (
+    InMemoryLightningStore,
+    LightningStore,
+    LightningStoreThreaded,
+    Span,
+    SqlLightningStore,
+)
 from rollout_core.store.semconv import AGL_ANNOTATION, AGL_REWARD, LlmCallAttributes
 from tests.agents.training_script import TASKS, ask
 
+SCRIPT = ("-m", "tests.agents.online_script")
 OLD, MIDDLE, NEW = (hash_bytes(name) for name in (b"old", b"middle", b"new"))
 
 
@@ -190,6 +200,39 @@ def test_it_runs_until_it_is_stopped(tiny_model, tmp_path):
 
 def sample(name: str, *models: ContentId | None, task="t") -> TokenSample:
     return TokenSample(name, [1], [2], [-0.5], "stop", 1.0, task, model_ids=list(models), part_rewards=[None])
+
+
+def test_killed_in_an_update_it_learns_from_the_same_rollouts_to_the_same_weights(start_process, tiny_model, tmp_path):
+    def start(storage: str, max_updates: int):
+        return start_process(*SCRIPT, str(tmp_path), str(tmp_path / storage), str(tiny_model), str(max_updates))
+
+    def state() -> OnlineState[Experience]:
+        objects = ObjectStore.from_url(str(tmp_path / "a" / "objects"))
+        found = objects.get_ref("agent-online/online")
+        return OnlineState[Experience].model_validate(objects.get_json(found)) if found else OnlineState(versions=[])
+
+    def outcome(storage: str, max_updates: int) -> list[list[str]]:
+        output, _ = (process := start(storage, max_updates)).communicate(timeout=120)
+        assert process.returncode == 0, output[-4000:]
+        return [line.split()[1:] for line in output.splitlines() if line.startswith("learnt ")]
+
+    store = SqlLightningStore.from_url(f"sqlite:///{tmp_path / 'rollouts.db'}")
+    process = start("a", 4)
+    deadline = time.monotonic() + 120
+    with traffic(store):
+        while not ((noted := state()).num_updates == 1 and noted.batch is not None):
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0][-4000:]
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert state() == noted, "killed in the update"
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    with traffic(store):
+        resumed, later = outcome("a", 3)
+    assert resumed[0] == "1" and resumed[2:] == noted.rollouts
+    assert later[0] == "2" and not {*later[2:]} & {*noted.rollouts, *noted.done}
+    assert outcome("b", 2) == [resumed], "the same weights, bit for bit"
+    asyncio.run(store.close())
 
 
 def test_what_is_stale_late_or_alone_is_left_out_in_time():
