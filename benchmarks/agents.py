@@ -384,13 +384,21 @@ async def bench_engine(figures: Figures, folder: Path, *, quick: bool, concurren
             pipe.send((urls, number, concurrency))
             return await asyncio.to_thread(pipe.recv)
 
+        async def watched(urls: Sequence[str], number: int) -> tuple[int, float]:
+            watching = asyncio.create_task(watch(server, running))
+            try:
+                return await chats(urls, number)
+            finally:
+                watching.cancel()
+
+        running: list[int] = []
         rates: dict[str, list[float]] = {"batch inference": [], "server": [], "proxy and server": []}
         for round_number in range(rounds + 1):
             number = count if round_number else 2 * concurrency  # the first is to warm up
             found = {
                 "batch inference": await batch(folder, backend, model, number, round_number),
                 "server": await chats([server.url], number),
-                "proxy and server": await chats(proxied, number),
+                "proxy and server": await watched(proxied, number),
             }
             for side, (num_tokens, seconds) in found.items() if round_number else ():
                 rates[side].append(num_tokens / seconds)
@@ -405,6 +413,16 @@ async def bench_engine(figures: Figures, folder: Path, *, quick: bool, concurren
         ratio = statistics.median(mine / other for mine, other in zip(reached, base, strict=True))
         what = f"tokens/s by {side}: {ratio:.2f}"
         figures.add(what, f"{statistics.median(reached):,.0f}", f"{statistics.median(base):,.0f}", rounds=rounds)
+    idle = sum(not count for count in running) / len(running)
+    figures.add("share of the time without a request in the engine, proxy and server", f"{idle:.1%}", rounds=rounds)
+    figures.add("requests in the engine, mean", f"{statistics.fmean(running):.0f}", rounds=rounds)
+
+
+async def watch(server: Any, running: list[int]) -> None:
+    """Note how many requests the engine has, until cancelled."""
+    while True:
+        running.append(server.num_running)
+        await asyncio.sleep(0.005)
 
 
 # A no-op agent

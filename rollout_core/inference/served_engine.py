@@ -89,6 +89,11 @@ class ServedEngine:
         """Why nothing can be answered until another model is loaded."""
         return None if self._problem is None else str(self._problem)
 
+    @property
+    def num_running(self) -> int:
+        """Sequences that the engine works on, or has finished in its last step."""
+        return 0 if self._session is None else self._session.num_running
+
     # Requests
 
     @asynccontextmanager
@@ -306,6 +311,11 @@ class _Session:
         error = self.error
         # The pool drops an engine that a user left with an error.
         self._opened.__exit__(*((type(error), error, error.__traceback__) if error is not None else (None, None, None)))
+
+    @property
+    def num_running(self) -> int:
+        """Requests without an outcome."""
+        return len(self._waiting)
 
     async def complete(self, requests: Sequence[Request]) -> list[Outcome]:
         """Outcomes in the order of the requests. Raises ApiError where the engine fails meanwhile."""

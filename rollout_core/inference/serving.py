@@ -92,6 +92,11 @@ class EngineServer:
         """Why nothing is answered until another load, where that is so."""
         return None if self._engine is None else self._engine.problem
 
+    @property
+    def num_running(self) -> int:
+        """Sequences that the engine works on at present; 0 while requests wait, the engine is idle."""
+        return 0 if self._engine is None else self._engine.num_running
+
     async def start(self, model: ModelRef, sampling: SamplingParams | None = None) -> None:
         """Serve; returns when the engine is loaded and answers. ``sampling``: see ``load``.
 
