@@ -29,8 +29,21 @@ from rollout_core.inference.engines import engine
 
 if __name__ == "__main__":
     {before}
-    with engine(VLLMBackend(max_model_len=64, max_num_seqs=8), ModelRef(hash_bytes(b"any"), Path(sys.argv[1]))):
+    model = ModelRef(hash_bytes(b"any"), Path(sys.argv[1]))
+    with engine(VLLMBackend(max_model_len=64, max_num_seqs=8), model) as running:
         print("started", flush=True)
+"""
+
+GENERATES = """
+        import itertools
+        from rollout_core.config import SamplingParams
+        from rollout_core.inference.base import Request
+
+        params = SamplingParams(max_tokens=40)
+        requests = (Request(f"r{number}", [5, 6, 7], params, number) for number in itertools.count())
+        for count, _ in enumerate(running.stream(requests)):
+            if count == 20:
+                print("generating", flush=True)
 """
 
 A_HANDLER_THAT_WAITS = """
@@ -95,16 +108,18 @@ SWEEP = "from rollout_core.base.locks import sweep_scratch; sweep_scratch()"
 
 
 @pytest.mark.engine
-def test_a_killed_owner_leaves_no_shared_memory_and_no_sockets_once_the_next_process_has_looked(
+def test_an_owner_killed_while_it_generates_leaves_no_process_nor_memory_and_sockets_once_the_next_one_has_looked(
     small, tmp_path, start_process, monkeypatch
 ):
     monkeypatch.setenv("TMPDIR", "/tmp")
-    waits = program(tmp_path)
-    waits.write_text(waits.read_text() + "        import time; time.sleep(600)\n", encoding="utf-8")
-    process = start_process(str(waits), str(small.folder))
+    generates = program(tmp_path)
+    generates.write_text(generates.read_text() + GENERATES, encoding="utf-8")
+    process = start_process(str(generates), str(small.folder))
     assert process.stdout is not None
-    while process.stdout.readline() not in ("started\n", ""):
+    while process.stdout.readline() not in ("generating\n", ""):
         pass
+    engine = [child for child in psutil.Process(process.pid).children(recursive=True) if child.name()[:4] == "VLLM"]
+    assert len(engine) == 2, "the engine and its worker"
     [folder] = [
         Path(descriptor)
         for descriptor in {os.readlink(file) for file in Path(f"/proc/{process.pid}/fd").iterdir()}
@@ -115,6 +130,8 @@ def test_a_killed_owner_leaves_no_shared_memory_and_no_sockets_once_the_next_pro
     assert any(file.is_socket() for file in folder.iterdir())
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
+    _, alive = psutil.wait_procs(engine, timeout=15)
+    assert not alive, "the engine outlives its owner"
     assert folder.exists()
     subprocess.run([sys.executable, "-c", SWEEP], check=True)
     assert not folder.exists()

@@ -59,19 +59,23 @@ async def test_tokens_swaps_and_64_requests(small, other_small):
     await server.stop()
 
 
-async def test_a_killed_engine_is_started_again(small):
+async def test_a_killed_engine_is_a_passing_fault_of_which_nothing_is_left_and_is_started_again(small, caplog):
     server = EngineServer(BACKEND)
     await server.start(small)
-    before = {child.pid for child in psutil.Process().children(recursive=True) if child.name().startswith("VLLM")}
+    before = [child for child in psutil.Process().children(recursive=True) if child.name().startswith("VLLM")]
+    [core] = [process for process in before if process.name().startswith("VLLM::EngineC")]
+    assert len(before) == 2, "the engine and its worker"
     async with openai.AsyncOpenAI(base_url=server.url, api_key="EMPTY", max_retries=0) as client:
         fields = {"model": "policy", "prompt": "sort 1 =", "max_tokens": 80, "extra_body": {"ignore_eos": True}}
         asking = [asyncio.create_task(client.completions.create(**fields)) for _ in range(200)]
         await asyncio.sleep(1.0)
-        for pid in before:
-            psutil.Process(pid).kill()
+        core.kill()
         answers = await asyncio.gather(*asking, return_exceptions=True)
         failed = [answer for answer in answers if isinstance(answer, Exception)]
         assert failed and all(isinstance(error, openai.InternalServerError) for error in failed)
         assert {error.status_code for error in failed} == {503}
         assert (await client.completions.create(**fields)).usage.completion_tokens == 80
+    assert "engine process died" in caplog.text
+    _, alive = psutil.wait_procs(before, timeout=15)
+    assert not alive, "processes of the first engine"
     await server.stop()

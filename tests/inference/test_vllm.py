@@ -5,14 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
 import shutil
-import signal
-import sys
-import time
-from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from alike import GREEDY, PROMPTS, TOLERANCE, assert_alike, requests
@@ -280,37 +274,3 @@ def test_a_model_that_ends_the_engine_at_its_first_token_is_a_config_error(vllm_
     with pytest.raises(ConfigError, match=r"vLLM loads the model .* but cannot run it"):
         vllm_engine._try_out()
     assert closed
-
-
-def test_a_dead_engine_is_a_passing_fault_and_none_outlives_its_owner(small, start_process):
-    """The engine is killed while its owner waits for it, then the owner of another while it generates."""
-    child = start_process(
-        str(Path(__file__).with_name("engine_child.py")),
-        str(small.folder),
-        env={"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    output: list[str] = []
-    said: dict[str, list[str]] = {}
-    for line in child.stdout:
-        output.append(line)
-        word, *rest = line.split()
-        said[word] = rest
-        if word == "generating":
-            break
-    assert "generating" in said, "".join(output)
-    assert "engine process died" in " ".join(said["recoverable"])
-    assert said["left"] == [], "processes of the first engine"
-    processes = [psutil.Process(int(pid)) for pid in said["generating"]]
-    assert len(processes) == 2, "the engine and its worker"
-    os.kill(child.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 15
-    while any(lives(process) for process in processes):
-        assert time.monotonic() < deadline, "the engine outlives its owner"
-        time.sleep(0.1)
-
-
-def lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
