@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -55,30 +56,37 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
+@dataclass
+class Undisturbed:
+    """A run that nothing happens to, made once for the module."""
+
+    folder: Path
+    model: str = ""
+    """Id of the final model."""
+
+    def run(self, config, start_process, prefect_server, monkeypatch) -> str:
+        if not self.model:
+            with monkeypatch.context() as patch:
+                for name, value in (
+                    ("ROLLOUT_STORAGE", f"file://{self.folder / 'objects'}"),
+                    ("ROLLOUT_DATABASE", f"sqlite:///{self.folder / 'rollout.db'}"),
+                    ("ROLLOUT_CACHE", str(self.folder / "cache")),
+                ):
+                    patch.setenv(name, value)
+                self.model, _ = finish(nightly(start_process, config, prefect_server))
+        return self.model
+
+
 @pytest.fixture(scope="module")
-def undisturbed() -> dict[str, str]:
-    """Final model id by configuration, computed once for the module."""
-    return {}
-
-
-def undisturbed_model(cache, config, start_process, prefect_server, tmp_path, monkeypatch) -> str:
-    if "model" not in cache:
-        with monkeypatch.context() as patch:
-            for name, value in (
-                ("ROLLOUT_STORAGE", f"file://{tmp_path / 'quiet' / 'objects'}"),
-                ("ROLLOUT_DATABASE", f"sqlite:///{tmp_path / 'quiet' / 'rollout.db'}"),
-                ("ROLLOUT_CACHE", str(tmp_path / "quiet" / "cache")),
-            ):
-                patch.setenv(name, value)
-            cache["model"], _ = finish(nightly(start_process, config, prefect_server))
-    return cache["model"]
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    return Undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 def test_killed_in_sft_in_generation_and_in_a_ppo_update_the_next_run_ends_in_the_same_bytes(
     small_nightly, tmp_path, start_process, prefect_server, undisturbed, monkeypatch
 ):
     config = write_toml(tmp_path / "nightly.toml", small_nightly)
-    expected = undisturbed_model(undisturbed, config, start_process, prefect_server, tmp_path, monkeypatch)
+    expected = undisturbed.run(config, start_process, prefect_server, monkeypatch)
 
     first = nightly(start_process, config, prefect_server)
     wait_for(lambda: snapshots_of("sft"), "an SFT snapshot", process=first)
@@ -118,7 +126,7 @@ def test_two_runs_of_one_config_at_once_give_one_result(
     small_nightly, tmp_path, start_process, prefect_server, undisturbed, monkeypatch
 ):
     config = write_toml(tmp_path / "nightly.toml", small_nightly)
-    expected = undisturbed_model(undisturbed, config, start_process, prefect_server, tmp_path, monkeypatch)
+    expected = undisturbed.run(config, start_process, prefect_server, monkeypatch)
     runs = [nightly(start_process, config, prefect_server) for _ in range(2)]
     assert {finish(run)[0] for run in runs} == {expected}
     # Each update was computed by one of the two: every train state stands in the index once.
@@ -126,11 +134,12 @@ def test_two_runs_of_one_config_at_once_give_one_result(
 
 
 def test_a_flipped_bit_in_the_final_checkpoint_is_found_and_recomputed(
-    small_nightly, tmp_path, start_process, prefect_server
+    small_nightly, tmp_path, start_process, prefect_server, undisturbed, monkeypatch
 ):
-    small_nightly["ppo"]["iterations"] = 1
     config = write_toml(tmp_path / "nightly.toml", small_nightly)
-    model, _ = finish(nightly(start_process, config, prefect_server))
+    model = undisturbed.run(config, start_process, prefect_server, monkeypatch)
+    shutil.copytree(undisturbed.folder / "objects", tmp_path / "objects")
+    shutil.copy(undisturbed.folder / "rollout.db", os.environ["ROLLOUT_DATABASE"].removeprefix("sqlite:///"))
     weights = next(file for file in objects().manifest(model).files if file.path == "model.safetensors")
     root = Path(os.environ["ROLLOUT_STORAGE"].removeprefix("file://"))
     blob = root / "cas" / weights.content_id[:2] / weights.content_id[2:4] / weights.content_id
@@ -138,7 +147,6 @@ def test_a_flipped_bit_in_the_final_checkpoint_is_found_and_recomputed(
     data[len(data) // 2] ^= 1
     blob.chmod(0o644)
     blob.write_bytes(bytes(data))
-    shutil.rmtree(os.environ["ROLLOUT_CACHE"])
     # Evaluation of the final model is the stage that reads it.
     small_nightly["evaluation"]["sampling"]["max_tokens"] = 13
     run = nightly(start_process, write_toml(config, small_nightly), prefect_server)
@@ -152,7 +160,7 @@ def test_a_full_disk_ends_in_one_clear_failure_and_the_next_run_goes_on(
     small_nightly, tmp_path, start_process, prefect_server, undisturbed, monkeypatch
 ):
     config = write_toml(tmp_path / "nightly.toml", small_nightly)
-    expected = undisturbed_model(undisturbed, config, start_process, prefect_server, tmp_path, monkeypatch)
+    expected = undisturbed.run(config, start_process, prefect_server, monkeypatch)
     limited = start_process(
         "-c",
         # No file of this process may grow past 300 KB: checkpoints do not fit, as on a disk that is full.
