@@ -137,6 +137,13 @@ class RolloutQueue(StoreView):
                         rollout.rollout_id, rollout.attempt.attempt_id, status="unresponsive", fenced=True
                     )
 
+    async def take_over_taken(self) -> None:
+        """`take_over` what runners have."""
+        taken = self.taken
+        for start in range(0, len(taken), _CHUNK):
+            await self.take_over(await self.store.query_rollouts(rollout_id_in=taken[start : start + _CHUNK]))
+        self._on_change()
+
     def watch(self, rollout_ids: Iterable[str]) -> None:
         """Others work on these; when they end, or are to be tried again, it is noticed."""
         with self._lock:

@@ -92,7 +92,7 @@ async def until(holds: Any, seconds: float = 60.0) -> None:
 async def test_the_workers_of_a_cluster_do_the_work_also_when_one_is_killed(store, code, cluster, tmp_path):
     address = cluster.scheduler_address
     ids = await enqueue(store, numbers(16, seconds=2.0))
-    async with fleet_of(store, code, config(address)) as fleet:
+    async with fleet_of(store, code, config(address, worker_timeout_seconds=9)) as fleet:
         fleet.set_resources(RESOURCES)
         work = asyncio.ensure_future(fleet.run(ids))
         await until(lambda: len({process for *_, process, _ in runs(tmp_path)}) == 2, 120)

@@ -226,7 +226,7 @@ async def test_all_tasks_are_worked_on_once_and_what_is_done_is_left_alone(store
 
 async def test_killed_runners_are_replaced_and_their_tasks_tried_again_by_the_code_that_was_read(store, code, tmp_path):
     ids = await enqueue(store, numbers(8, seconds=0.4))
-    async with Fleet(store, code, config(worker_timeout_seconds=3), log_folder=tmp_path / "logs") as fleet:
+    async with Fleet(store, code, config(worker_timeout_seconds=600), log_folder=tmp_path / "logs") as fleet:
         fleet.set_resources(RESOURCES)
         work = asyncio.create_task(fleet.run(ids))
         while len(runs(tmp_path)) < 6:
