@@ -359,7 +359,7 @@ async def test_a_runner_whose_store_is_gone_for_good_says_so(tmp_path, monkeypat
     monkeypatch.setattr("rollout_core.agents.runner._PROBE_SECONDS", 0.1)
     server = LightningStoreServer(InMemoryLightningStore())
     await server.start()
-    client = LightningStoreClient(server.endpoint)
+    client = LightningStoreClient(server.endpoint, retry_delays=(0.1, 0.2, 0.5))
 
     class Agent(LitAgent):
         async def rollout_async(self, task, resources, rollout):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import socket
@@ -31,6 +32,7 @@ from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.store import (
     LLM,
     InMemoryLightningStore,
+    LightningStoreClient,
     LightningStoreServer,
     LightningStoreThreaded,
     PromptTemplate,
@@ -527,6 +529,8 @@ async def test_a_runner_of_another_machine_that_is_killed_leaves_a_true_state(tm
 
 def test_runners_whose_store_is_not_there_give_up(monkeypatch):
     monkeypatch.setattr("rollout_core.agents.runner._PROBE_SECONDS", 0.1)
+    client = functools.partial(LightningStoreClient, retry_delays=(0.1, 0.2, 0.5))
+    monkeypatch.setattr("rollout_core.agents.execution.LightningStoreClient", client)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
