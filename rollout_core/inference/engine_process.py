@@ -10,6 +10,7 @@ folder, and segments are noted there by name, so that whoever sweeps scratch fol
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import re
@@ -45,6 +46,9 @@ if multiprocessing.current_process().name.startswith(("EngineCore", "VllmWorker"
     signal_at_parents_end(signal.SIGKILL)
     # Its owner must not let vLLM configure logging (see the backend); here nobody else has handlers.
     os.environ.pop("VLLM_CONFIGURE_LOGGING", None)
+    # vLLM still takes over that its owner's was not configured, and then warns whatever its level is, with each update
+    # of weights too.
+    logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
     _hold_kernels()
 
 
