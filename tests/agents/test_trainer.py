@@ -195,7 +195,7 @@ from rollout_core.store import *
 
 class Slow(LitAgent):
     def rollout(self, task, resources, rollout):
-        print("started", flush=True)
+        os.write(1, b"started\\n")  # at once: unbuffered, print writes the end of the line on its own
         time.sleep(60)
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ GENERATES = """
         requests = (Request(f"r{number}", [5, 6, 7], params, number) for number in itertools.count())
         for count, _ in enumerate(running.stream(requests)):
             if count == 20:
-                print("generating", flush=True)
+                os.write(1, b"generating\\n")  # at once, as other processes write here too
 """
 
 A_HANDLER_THAT_WAITS = """
