@@ -173,7 +173,7 @@ class RunProgress:
         )
         bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not self._bar)
         task = bar.add_task("completions", total=self._total, figures="")
-        artifact = artifacts.ProgressArtifact("inference-progress", "Batch inference")
+        artifact = artifacts.Progress("inference-progress", "Batch inference")
         next_log = time.monotonic() + LOG_SECONDS
         with bar, through_stderr() if self._bar else nullcontext():
             while not self._stopped.wait(REFRESH_SECONDS):

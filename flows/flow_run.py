@@ -12,6 +12,7 @@ import copy
 import logging
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,12 +28,17 @@ from rollout_core.base.errors import CorruptObject, MissingObject, RolloutError
 from rollout_core.base.locks import sweep_scratch
 from rollout_core.base.stopping import is_stopping, watching
 from rollout_core.config import Run
+from tasks.artifact_sender import SENDER
 from tasks.logs import Journal, keep_journal, stage_logger
 from tasks.stage import refreshing
 
 R = TypeVar("R")
 
 TRIES_FOR_AN_OBJECT = 3
+SEND_SECONDS = 10.0
+"""For the last artifacts of a run, to a server that answers."""
+PATIENCE_SECONDS = 600.0
+"""For a server that does not answer at the end of a worker's run: it is being restarted. That of a command is not."""
 WORKERS_RUN = "PREFECT__FLOW_RUN_ID"
 """Environment variable by which a Prefect worker names the run to the process that it starts."""
 
@@ -57,7 +63,26 @@ def recompute_missing(body: Callable[[Journal], R], config: Run) -> R:
     name = f"flow run {flow_run.id}" if run.refresh is True else run.refresh or None
     # A worker starts a process for each run, which is then that run's alone.
     with watching(ends_process=WORKERS_RUN in os.environ):
-        return _repeat(body, name)
+        try:
+            return _repeat(body, name)
+        finally:
+            _end_showing(PATIENCE_SECONDS if WORKERS_RUN in os.environ else SEND_SECONDS)
+
+
+def _end_showing(patience: float) -> None:
+    """Wait until the Prefect server has what the run shows; up to ``patience`` seconds where it does not answer.
+
+    Prefect itself tries for a minute to tell the server how the run ended. A process that gives up would leave a run
+    that is Running for ever, though all it made is stored.
+    """
+    started = time.monotonic()
+    left = SENDER.flush(SEND_SECONDS)
+    if left and SENDER.is_server_away and patience > SEND_SECONDS:
+        stage_logger().warning("the run waits at its end for the Prefect server, at most %.0f s", patience)
+    while left and SENDER.is_server_away and time.monotonic() < started + patience and not is_stopping():
+        left = SENDER.flush(1.0)
+    if left:
+        stage_logger().warning("%d artifacts have not reached the Prefect server", left)
 
 
 def _repeat(body: Callable[[Journal], R], name: str | None) -> R:

@@ -1,6 +1,7 @@
 """What a person looks at: pictures of figures; and in the Prefect UI tables, curves, links and progress of stages.
 
-An artifact never decides about a stage: when the server refuses it, that is logged and the stage continues.
+An artifact never decides about a stage: it is sent in the background (`tasks.artifact_sender`), and when the server
+refuses it, that is logged.
 """
 
 from __future__ import annotations
@@ -9,22 +10,17 @@ import base64
 import io
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from prefect.artifacts import (
-    create_image_artifact,
-    create_markdown_artifact,
-    create_progress_artifact,
-    create_table_artifact,
-    update_progress_artifact,
-)
+from prefect.artifacts import Artifact, ImageArtifact, MarkdownArtifact, ProgressArtifact, TableArtifact
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TaskID
+from rich.progress import MofNCompleteColumn, Progress as Bar, TaskID
 
 from rollout_core.base.ids import ContentId
+from tasks.artifact_sender import SENDER, Outgoing
 from tasks.logs import stage_logger
 
 
@@ -81,7 +77,7 @@ PROGRESS_INTERVAL_SECONDS = 2.0
 
 def table(key: str, rows: Sequence[Mapping[str, Any]], description: str) -> None:
     """A table of figures. ``key`` is lower-case letters, digits and dashes."""
-    _tolerate(lambda: create_table_artifact(key=key, table=[dict(row) for row in rows], description=description))
+    _send(TableArtifact, key=key, table=[dict(row) for row in rows], description=description)
 
 
 def curve(key: str, values: Sequence[float], *, title: str, x_label: str, y_label: str) -> None:
@@ -96,7 +92,7 @@ def curve(key: str, values: Sequence[float], *, title: str, x_label: str, y_labe
 def image(key: str, png: bytes, description: str) -> None:
     """A picture."""
     url = "data:image/png;base64," + base64.b64encode(png).decode()
-    _tolerate(lambda: create_image_artifact(image_url=url, key=key, description=description))
+    _send(ImageArtifact, key=key, image_url=url, description=description)
 
 
 def origin(key: str, title: str, outputs: Mapping[str, ContentId], made_from: Mapping[str, ContentId | None]) -> None:
@@ -106,16 +102,16 @@ def origin(key: str, title: str, outputs: Mapping[str, ContentId], made_from: Ma
     lines += ["", "Made from:", "", "| what | content id |", "|---|---|"]
     lines += [f"| {name} | `{content_id}` |" for name, content_id in made_from.items() if content_id]
     lines += ["", f"Whole history: `rollout lineage {next(iter(outputs.values()))}`"]
-    _tolerate(lambda: create_markdown_artifact("\n".join(lines), key=key, description=title))
+    _send(MarkdownArtifact, key=key, markdown="\n".join(lines), description=title)
 
 
-class ProgressArtifact:
+class Progress:
     """Progress of long work in the UI, refreshed at most every two seconds; work that ends sooner shows nothing."""
 
     def __init__(self, key: str, description: str) -> None:
         self._key = key
         self._description = description
-        self._artifact: Any = None
+        self._shown: Outgoing | None = None
         self._next = time.monotonic() + PROGRESS_INTERVAL_SECONDS
 
     def show(self, done: int, total: int) -> None:
@@ -126,24 +122,22 @@ class ProgressArtifact:
 
     def end(self, done: int, total: int) -> None:
         """Show where the work ended, if it was shown at all."""
-        if self._artifact is not None and total:
+        if self._shown is not None and total:
             self._show(done, total)
 
     def _show(self, done: int, total: int) -> None:
-        _tolerate(lambda: self._show_in_ui(100.0 * done / total))
-
-    def _show_in_ui(self, percent: float) -> None:
-        # _sync: the caller may be on a thread that runs an event loop, where these would only return a coroutine.
-        if self._artifact is None:
-            self._artifact = create_progress_artifact(percent, key=self._key, description=self._description, _sync=True)  # pyright: ignore[reportCallIssue]
-        else:
-            update_progress_artifact(self._artifact, progress=percent, _sync=True)  # pyright: ignore[reportCallIssue]
+        percent = 100.0 * done / total
+        if self._shown is None:
+            artifact = ProgressArtifact(key=self._key, progress=percent, description=self._description)
+            self._shown = Outgoing(artifact)
+        self._shown.data = percent
+        SENDER.send(self._shown)
 
 
-class ProgressBar(ProgressArtifact):
+class ProgressBar(Progress):
     """The same, with a bar in a terminal, until the block ends."""
 
-    _bar: Progress | None = None
+    _bar: Bar | None = None
     _bar_task: TaskID
 
     def __enter__(self) -> ProgressBar:
@@ -156,16 +150,16 @@ class ProgressBar(ProgressArtifact):
     def _show(self, done: int, total: int) -> None:
         if sys.stderr.isatty():
             if self._bar is None:
-                columns = (*Progress.get_default_columns(), MofNCompleteColumn())
-                self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+                columns = (*Bar.get_default_columns(), MofNCompleteColumn())
+                self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
                 self._bar_task = self._bar.add_task(self._description, total=total)
                 self._bar.start()
             self._bar.update(self._bar_task, completed=done, total=total)
         super()._show(done, total)
 
 
-def _tolerate(create: Callable[[], Any]) -> None:
+def _send(kind: type[Artifact], **fields: Any) -> None:
     try:
-        create()
-    except Exception as error:  # noqa: BLE001 - whatever the client raises, a picture is not worth a stage
-        stage_logger().warning("an artifact could not be shown: %s", error)
+        SENDER.send(Outgoing(kind(**fields)))
+    except (ValueError, TypeError) as error:  # a key or a value that Prefect's models do not take
+        stage_logger().warning("the artifact %s could not be made: %s", fields["key"], error)

@@ -41,6 +41,7 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Lineage, Record, record_lineage, software_versions
 from rollout_core.objects.snapshots import PROGRESS_REFS, SnapshotStore
 from tasks import connections
+from tasks.artifact_sender import SENDER
 from tasks.logs import CHECKED, StageEntry, current_journal, stage_logger
 
 P = ParamSpec("P")
@@ -182,6 +183,7 @@ class Stage(Generic[P, R]):
             prepared, task_run_id=task_run_id, parameters=inputs, return_type="state", context=context
         )
         assert isinstance(state, State), "asked for the state"
+        SENDER.flush(5.0)  # a worker may end once its last task is done
         if state.is_completed():
             # The record itself, so that nobody needs this process's storage to read it.
             state.data = state.result()

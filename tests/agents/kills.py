@@ -135,7 +135,7 @@ def campaign(folder: Path, number: int, *, vllm: bool, pause: tuple[float, float
     started = time.monotonic()
     while True:
         finished = {rollout for rollout, status in statuses(folder).items() if status == "succeeded"}
-        before = len(runs_of(folder))
+        before = settled = len(runs_of(folder))
         with (folder / "log").open("ab") as log:
             flow = subprocess.Popen([sys.executable, "run.py"], cwd=folder, env=environment, stdout=log, stderr=log)
         was_killed = False
@@ -146,15 +146,18 @@ def campaign(folder: Path, number: int, *, vllm: bool, pause: tuple[float, float
             if flow.poll() is not None:
                 break
             what = chance.choice(["runner", "runner", "runner", "engine", "flow"])
+            # vLLM takes longer to start than there is between two kills, so something must have come of its last start.
+            is_at_work = len(runs_of(folder)) > settled + 4
             victims = {
                 "runner": processes(flow.pid, "rollout_core.agents.worker"),
-                "engine": processes(flow.pid, "EngineCore"),
-                "flow": [psutil.Process(flow.pid)] if len(runs_of(folder)) > before + 4 else [],
+                "engine": processes(flow.pid, "EngineCore") if is_at_work else [],
+                "flow": [psutil.Process(flow.pid)] if is_at_work else [],
             }[what]
             if victims:
                 with contextlib.suppress(psutil.Error):
                     chance.choice(victims).kill()
                     kills[what] += 1
+                    settled = settled if what == "runner" else len(runs_of(folder))
                     was_killed = was_killed or what == "flow"
         again = {rollout for rollout, _ in runs_of(folder)[before:]}
         assert not again & finished, f"run again after they had finished: {sorted(again & finished)[:3]}"
