@@ -62,7 +62,8 @@ def prepare(folder: Path, *, vllm: bool) -> None:
     """Agent, tasks, model and configuration."""
     from make_tiny import make_model
 
-    make_model(folder / "model", hidden_size=64, num_layers=2, seed=1)
+    # vLLM's attention on a CPU takes no heads of 16.
+    make_model(folder / "model", hidden_size=256 if vllm else 64, num_layers=2, seed=1)
     settings = folder / "model" / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": TEMPLATE}))
     (folder / "agent.py").write_text(AGENT)
