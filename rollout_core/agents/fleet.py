@@ -312,7 +312,7 @@ class Fleet:
                     await asyncio.wait_for(self._changed.wait(), _LOOK_SECONDS)
         finally:
             self._is_running = False
-            self._queue.clear()
+            self._queue.withdraw(rollout_ids)  # and nothing of what `take_on` brought
 
     async def take_on(self, rollout_ids: Sequence[str]) -> None:
         """Have these queued rollouts worked on too, with their own resources, without waiting for them; those handed
@@ -323,8 +323,7 @@ class Fleet:
         if not self._is_running:  # `run` must see the ends of what it waits for
             self._num_ended += len(await self._queue.look())
         if not self._queue.num_waiting:
-            taken = set(self._queue.taken)
-            self._queue.add((name for name in rollout_ids if name not in taken), as_stored=True)
+            self._queue.add(rollout_ids, as_stored=True)
 
     async def _begin(self, rollout_ids: Sequence[str], retry_failed: bool) -> set[str]:
         """Put what is left to do into the queue, and return it."""

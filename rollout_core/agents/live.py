@@ -103,7 +103,11 @@ class OnlineState(BaseModel, Generic[Batch]):
         return state
 
     def save(self, objects: ObjectStore, ref: str) -> None:
-        """Make it what the next process of the run reads. Raises Conflict where another process has saved since."""
+        """Make it what the next process of the run reads. Raises Conflict where another process has saved since.
+
+        It finds a second process that was started by mistake, at its next save. It is no lock: of two that save within
+        the same moment the later one wins, and the other finds out at its next save.
+        """
         found = objects.get_ref(ref)
         new = objects.put_json(self.model_dump(mode="json"))
         if found not in (self._saved, new):  # ``new``: an earlier try of this save, whose answer was lost

@@ -49,9 +49,14 @@ class LightningSpanProcessor(SpanProcessor):
         """By span id, the traces and names of spans that have not ended. Threads change it by single operations."""
 
     def on_start(self, span: SdkSpan, parent_context: Context | None = None) -> None:
-        trace = active_trace(parent_context)
+        trace = active_trace(parent_context) or self._trace_of_parent(parent_context) or active_trace()
         if trace is not None and isinstance(trace.tracer, OtelTracer):
             self._open[span.get_span_context().span_id] = (trace, span.name)
+
+    def _trace_of_parent(self, context: Context | None) -> Trace | None:
+        """For instrumentations that keep parents themselves, and pass contexts with nothing but such a one."""
+        found = self._open.get(otel.get_current_span(context).get_span_context().span_id)
+        return None if found is None else found[0]
 
     def on_end(self, span: ReadableSpan) -> None:
         context = span.get_span_context()

@@ -28,9 +28,9 @@ _ENDS = frozenset({"update_many_attempts", "end_attempts", "update_attempt", "up
 class RolloutQueue(StoreView):
     """A view of ``store``. Used from any thread and event loop; the store must allow that.
 
-    ``max_failures``: attempts of a rollout that may fail or run out of time before it has failed for good; None: what
-    its config says. Attempts whose runner was killed or interrupted are no failures; rollouts are to be enqueued with
-    ``INTERRUPTIONS`` attempts more for these.
+    ``max_failures``: attempts of a rollout of the run that may fail or run out of time before it has failed for good;
+    None: what its config says. Attempts whose runner was killed or interrupted are no failures; rollouts are to be
+    enqueued with ``INTERRUPTIONS`` attempts more for these.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RolloutQueue(StoreView):
         self._bell = Bell()
         self._resources: ResourcesUpdate | None = None
         self._as_stored: set[str] = set()
-        """Those that do not get the run's resources."""
+        """Those that get neither the run's resources nor its limit of failures."""
 
     # What there is to do
 
@@ -66,9 +66,13 @@ class RolloutQueue(StoreView):
         )
 
     def add(self, rollout_ids: Iterable[str], *, as_stored: bool = False) -> None:
-        """Hand these out too; ``as_stored`` with the resources that the store has for them, not those of the run."""
-        added = list(rollout_ids)
+        """Hand these out too, those that are known already no second time.
+
+        ``as_stored``: somebody else's, with the resources and the retries that the store has for them.
+        """
         with self._lock:
+            known = self._taken | self._starting | set(self._waiting)
+            added = [rollout_id for rollout_id in dict.fromkeys(rollout_ids) if rollout_id not in known]
             self._waiting.extend(added)
             self._as_stored.update(added if as_stored else ())
             count = len(self._waiting)
@@ -86,11 +90,20 @@ class RolloutQueue(StoreView):
         with self._lock:
             return len(self._waiting)
 
+    def withdraw(self, rollout_ids: Iterable[str]) -> None:
+        """Hand these out no more, and look no more at those that runners have."""
+        gone = set(rollout_ids)
+        with self._lock:
+            self._waiting = deque(rollout_id for rollout_id in self._waiting if rollout_id not in gone)
+            self._taken -= gone
+            self._as_stored -= gone
+
     def clear(self) -> None:
         """Hand out nothing more."""
         with self._lock:
             self._waiting.clear()
             self._taken.clear()
+            self._as_stored.clear()
 
     async def look(self) -> list[Rollout]:
         """Those of the taken ones that have finished; what is to be tried again waits again."""
@@ -118,7 +131,7 @@ class RolloutQueue(StoreView):
         return finished
 
     async def _has_failed(self, rollout_id: str) -> bool:
-        if self._max_failures is None:
+        if self._max_failures is None or rollout_id in self._as_stored:
             return False
         attempts = list(await self.store.query_attempts(rollout_id))[self._forgiven.get(rollout_id, 0) :]
         return sum(attempt.status in ("failed", "timeout") for attempt in attempts) >= self._max_failures

@@ -249,7 +249,9 @@ class LitAgentRunner(Runner[Task]):
                 pause = _FIRST_POLL_SECONDS
                 error = await self._run(claimed.rollout, claimed.resources)
                 if error is not None:
-                    logger.error("Rollout %s failed: %s", claimed.rollout.rollout_id, in_words(error), exc_info=error)
+                    # Where an agent was when its time was up, only our own frames would say.
+                    trace = None if isinstance(error, TimedOut) else error
+                    logger.error("Rollout %s failed: %s", claimed.rollout.rollout_id, in_words(error), exc_info=trace)
                 done += 1
 
     async def step(
@@ -261,6 +263,7 @@ class LitAgentRunner(Runner[Task]):
         event: ExecutionEvent | None = None,
     ) -> Rollout:
         """Store a rollout of this input, run it, and return it as it is then. ``resources`` are published first.
+        Once ``event`` is set, a store that is away is not waited for to read it.
 
         Raises what the agent raises, when the failure is stored.
         """
@@ -273,7 +276,7 @@ class LitAgentRunner(Runner[Task]):
         error = await self._run(rollout)
         if error is not None:
             raise error
-        found = await self._ask(lambda: store.get_rollout_by_id(rollout.rollout_id))
+        found = await self._ask(lambda: store.get_rollout_by_id(rollout.rollout_id), event)
         if found is None:
             raise NotFound(f"the rollout {rollout.rollout_id} was run, and is no longer in the store")
         return found

@@ -7,10 +7,13 @@ import asyncio
 import json
 import socket
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from opentelemetry import trace as otel
+from opentelemetry.context import Context
 
 from rollout_core.agents import (
     DummyTracer,
@@ -203,6 +206,24 @@ def test_a_span_that_ends_after_its_trace_is_left_out(caplog):
 def test_spans_name_the_machine_that_they_come_from(traced):
     [span] = traced(lambda: emit_annotation({"a": 1}))
     assert span.resource.attributes["host.name"] == socket.gethostname()
+
+
+def test_spans_with_a_context_of_their_own_belong_to_their_parents_trace(traced):
+    """As of instrumentations that keep parents in a table of theirs, and are called back on any thread."""
+
+    def instrumented():
+        with operation(name="parent"):
+            parent = otel.get_current_span()
+            start = partial(
+                otel.get_tracer("a library").start_span, context=otel.set_span_in_context(parent, Context())
+            )
+            start("child").end()
+            thread = threading.Thread(target=lambda: start("of a thread").end())
+            thread.start()
+            thread.join()
+            otel.get_tracer("a library").start_span("root", context=Context()).end()
+
+    assert [span.name for span in traced(instrumented)] == ["child", "of a thread", "root", "agentlightning.operation"]
 
 
 def test_a_dummy_tracers_operation_is_only_built():

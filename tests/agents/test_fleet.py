@@ -29,6 +29,7 @@ from rollout_core.store import (
     RolloutConfig,
     SqlLightningStore,
 )
+from rollout_core.store.forwarding import StoreView
 
 AGENT = """
 import json, os, time
@@ -71,7 +72,7 @@ def runs(tmp_path: Path) -> list[list[Any]]:
 
 
 async def enqueue(store: LightningStore, tasks: Sequence[dict[str, Any]], **fields: Any) -> list[str]:
-    requests = [EnqueueRolloutRequest(input=task, config=RETRIED, **fields) for task in tasks]
+    requests = [EnqueueRolloutRequest(input=task, **{"config": RETRIED, **fields}) for task in tasks]
     return [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
 
 
@@ -313,6 +314,44 @@ async def test_work_that_is_taken_on_keeps_its_own_resources(store, code):
     claims = [await queue.claim_task(f"claim-{number}") for number in range(3)]
     models = {task.rollout.rollout_id: task.resources.resources["llm"].model for task in claims if task}
     assert models == {tasks: "m", named: "own", unnamed: "latest"}
+
+
+async def test_work_that_is_taken_on_is_tried_as_often_as_its_own_config_says(store):
+    often = RolloutConfig(max_attempts=4, retry_condition=["failed"])
+    [live] = await enqueue(store, numbers(1), config=often)
+    queue = RolloutQueue(store, max_failures=2)
+    for number in range(1, 5):
+        queue.add([live], as_stored=True)
+        task = await queue.claim_task(f"claim-{number}")
+        assert task is not None and task.rollout.attempt.sequence_id == number
+        await queue.update_attempt(live, task.rollout.attempt.attempt_id, status="failed")
+        await queue.look()
+    found = await store.get_rollout_by_id(live)
+    assert found is not None and found.status == "failed"
+    assert await queue.claim_task("claim-5") is None
+
+
+async def test_the_end_of_a_runs_own_tasks_leaves_what_it_has_taken_on(store):
+    class SlowToStart(StoreView):
+        async def start_many_attempts(self, *arguments, **options):
+            await may_start.wait()
+            return await self.store.start_many_attempts(*arguments, **options)
+
+    may_start = asyncio.Event()
+    [live, running] = await enqueue(store, numbers(2))
+    [task] = await enqueue(store, numbers(1))
+    queue = RolloutQueue(SlowToStart(store))
+    queue.add([live, running], as_stored=True)
+    starting = asyncio.create_task(queue.claim_rollouts("claim-1", limit=2, worker_id="w1"))
+    await asyncio.sleep(0)
+    queue.add([task])
+    queue.withdraw([task])
+    queue.add([live], as_stored=True)  # the store still has it as queued
+    may_start.set()
+    assert [rollout.rollout_id for rollout in await starting] == [live, running]
+    assert await queue.claim_rollouts("claim-2", limit=3, worker_id="w2") == []
+    assert sorted(queue.taken) == sorted([live, running]), "a killed runner's work is tried again at once"
+    assert len(await store.query_attempts(live)) == 1
 
 
 async def test_work_that_nobody_takes_ends_the_run_with_what_to_do(store, code):

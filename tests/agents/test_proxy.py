@@ -8,11 +8,13 @@ import logging
 from collections.abc import AsyncIterator
 
 import aiohttp
+import httpx
 import openai
 import pytest
+from aiohttp import web
 from openai import AsyncOpenAI, OpenAI
 from proxied import asked, attempt, calls, client, ids_of, proxy_of, until
-from scripted_upstream import cut_stream, hang, no_answer, status
+from scripted_upstream import ScriptedUpstream, cut_stream, hang, no_answer, status
 from yarl import URL
 
 from rollout_core.agents.proxy.server import LLMProxy
@@ -464,3 +466,22 @@ async def test_two_proxies_in_a_process(store, upstream):
             ids = await attempt(store)
             await client(proxy, ids).chat.completions.create(model="m", messages=asked("ab"))
             assert len(await calls(store, proxy, ids[0])) == 1
+
+
+async def test_a_redirect_is_not_followed_as_the_key_is_for_the_upstream_alone(memory, upstream):
+    async def elsewhere(request):
+        raise web.HTTPTemporaryRedirect(f"{other.url}/chat/completions")
+
+    other = ScriptedUpstream()
+    await other.start()
+    upstream.mishaps += [elsewhere]
+    ids = await attempt(memory)
+    try:
+        async with proxy_of(memory, Upstream(url=upstream.url, api_key=KEY, max_retries=0)) as proxy:
+            with pytest.raises(openai.APIStatusError):
+                # The client would follow it too, without a key of ours.
+                asking = client(proxy, ids, http_client=httpx.AsyncClient(follow_redirects=False))
+                await asking.chat.completions.create(model="m", messages=asked("ab"))
+        assert upstream.seen and not other.seen
+    finally:
+        await other.stop()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
 
 import aiohttp
 import openai
 import pytest
+from aiohttp import web
 from openai import AsyncOpenAI
 from proxied import asked, attempt, calls, client, proxy_of, until
 from scripted_upstream import ScriptedUpstream
@@ -117,6 +119,96 @@ async def test_an_attempt_whose_calls_cannot_be_stored_is_no_success(memory, ups
             await asyncio.wait_for(worker.iter(), 30)
         wayward.is_away = False
     assert (await memory.get_rollout_by_id(queued.rollout_id)).status == "failed"
+
+
+async def test_an_attempt_whose_calls_the_store_refuses_is_no_success(memory, upstream):
+    class Refuses(Wayward):
+        refuses = True
+
+        async def forward(self, name, /, *args, **kwargs):
+            if name == "add_span_fields" and self.refuses:
+                raise ConfigError("refused, by script")
+            return await super().forward(name, *args, **kwargs)
+
+    @llm_rollout
+    async def agent(task, llm):
+        agent_client = AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key, max_retries=0)
+        await agent_client.chat.completions.create(model=llm.model, messages=asked("ab"))
+        return 1.0
+
+    refusing = Refuses(memory)
+    async with proxy_of(refusing, settings(upstream)) as proxy:
+        await memory.add_resources({"llm": proxy.as_resource()})
+        queued = [(await memory.enqueue_rollout(number)).rollout_id for number in range(2)]
+        for refuses in (True, False):
+            refusing.refuses = refuses
+            async with runner(max_rollouts=1).run_context(agent=agent, store=memory) as worker:
+                await asyncio.wait_for(worker.iter(), 30)
+    found = [(await memory.get_rollout_by_id(rollout_id)).status for rollout_id in queued]
+    assert found == ["failed", "succeeded"]
+
+
+def answering(body):
+    """A mishap: this answer."""
+
+    async def mishap(request):
+        return web.json_response(body)
+
+    return mishap
+
+
+def streaming(event):
+    """A mishap: a stream of this event."""
+
+    async def mishap(request):
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode())
+        return response
+
+    return mishap
+
+
+def odd(**message):
+    return {"id": "x", "choices": [{"index": 0, "message": {"content": "hi", **message}, "finish_reason": "stop"}]}
+
+
+@pytest.mark.parametrize(
+    ("mishap", "is_stream"),
+    [
+        (answering(odd(tool_calls=["x"])), False),
+        (answering(odd(tool_calls={"a": 1})), False),
+        (answering(odd(tool_calls=[{"index": 0}, "x"])), False),
+        (streaming({"choices": 5}), True),
+        (streaming({"choices": [{"delta": {"tool_calls": "x"}}, {"delta": {"tool_calls": [{"index": 0}]}}]}), True),
+    ],
+)
+async def test_answers_of_any_shape_reach_the_agent_and_end_their_call(memory, upstream, mishap, is_stream):
+    ids = await attempt(memory)
+    upstream.mishaps += [mishap]
+    body = {"model": "m", "messages": asked("ab"), "stream": is_stream}
+    async with proxy_of(memory, settings(upstream)) as proxy, aiohttp.ClientSession() as session:
+        base = f"{proxy.url}/rollout/{ids[0]}/attempt/{ids[1]}"
+        async with session.post(f"{base}/v1/chat/completions", json=body) as answer:
+            assert answer.status == 200
+            await answer.read()
+        async with session.post(f"{base}/flush") as flushed:
+            assert (flushed.status, (await flushed.json())["under_way"]) == (200, 0)
+        [call] = await memory.query_spans(ids[0])
+        assert call.name == LLM_CALL
+
+
+async def test_a_fault_of_the_recording_ends_the_call_as_failed(memory, upstream, monkeypatch):
+    def fails(*_):
+        raise ZeroDivisionError
+
+    ids = await attempt(memory)
+    async with proxy_of(memory, settings(upstream)) as proxy:
+        monkeypatch.setattr("rollout_core.agents.proxy.recording.Choice.attributes", fails)
+        with pytest.raises(openai.InternalServerError, match="a fault of the proxy: ZeroDivisionError"):
+            await client(proxy, ids).chat.completions.create(model="m", messages=asked("ab"))
+        [call] = await calls(memory, proxy, ids[0])
+        assert call.status.status_code == "ERROR" and "ZeroDivisionError" in (call.status.description or "")
 
 
 async def test_a_call_that_an_agent_leaves_under_way_is_no_failure(memory, upstream, caplog, monkeypatch):

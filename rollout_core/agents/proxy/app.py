@@ -172,7 +172,12 @@ class ProxyApp:
             await reply.whole(200, _JSON, b'{"status":"ok"}')
         elif path == FLUSH and request.ids is not None:
             left = await self._flush(*request.ids)
-            facts = {"stored": True, "under_way": left, "kept_seconds": self._delivery.seconds}
+            facts = {
+                "stored": True,
+                "under_way": left,
+                "refused": self._delivery.num_refused(*request.ids),
+                "kept_seconds": self._delivery.seconds,
+            }
             await reply.whole(202 if left else 200, _JSON, orjson.dumps(facts))
         elif path == "/models" and is_get:
             data = {"object": "list", "data": [self._described(name) for name in self._pools.names]}
@@ -249,6 +254,11 @@ class ProxyApp:
             failed = error
         except asyncio.CancelledError:
             call.problem = "cancelled: the caller went away before the answer's end, or the proxy was stopped"
+            self._end(ticket, call)
+            raise
+        except Exception as error:
+            # A fault of ours: a call without an end would keep its attempt's flush waiting, and its ticket for ever.
+            call.give_up(f"the proxy failed by {type(error).__name__}")
             self._end(ticket, call)
             raise
         call.problem = f"HTTP {failed.status}: {failed}"

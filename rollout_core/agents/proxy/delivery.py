@@ -12,6 +12,7 @@ import contextlib
 import logging
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +42,8 @@ UNDER_WAY_SECONDS = 5.0
 ABSENT_SECONDS = 10.0
 """A proxy that does not answer a flush may be on its way back for so long."""
 _LOOK_SECONDS = 2.0
+_MOST_REFUSED = 10_000
+"""Attempts whose refused calls are remembered."""
 
 
 @dataclass(eq=False)
@@ -72,6 +75,8 @@ class CallDelivery:
         """With number and span."""
         self._open: dict[Ticket, None] = {}
         """All that are not settled."""
+        self._num_refused: OrderedDict[tuple[str, str], int] = OrderedDict()
+        """By rollout and attempt, of the latest attempts that have any."""
         self._num_ended = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._to_number = asyncio.Event()
@@ -143,6 +148,10 @@ class CallDelivery:
         """Calls of an attempt that have begun and not ended."""
         asked = (rollout_id, attempt_id)
         return sum((one.rollout_id, one.attempt_id) == asked and not one.has_ended for one in self._open)
+
+    def num_refused(self, rollout_id: str, attempt_id: str) -> int:
+        """Calls of an attempt that the store has refused for good."""
+        return self._num_refused.get((rollout_id, attempt_id), 0)
 
     async def stop(self, patience_seconds: float) -> None:
         """Deliver what has ended, and end. Raises Recoverable if the store does not take it in time; it is kept, and
@@ -219,6 +228,10 @@ class CallDelivery:
             ticket.attempt_id,
             reason,
         )
+        ids = ticket.rollout_id, ticket.attempt_id
+        self._num_refused[ids] = self._num_refused.pop(ids, 0) + 1
+        while len(self._num_refused) > _MOST_REFUSED:
+            self._num_refused.popitem(last=False)
         self._settle(ticket)
 
     def _settle(self, ticket: Ticket) -> None:
@@ -266,10 +279,10 @@ async def flush_proxies(
 ) -> None:
     """Wait until what an attempt asked of the models among its resources is stored, by the proxies that they are at.
 
-    Raises Recoverable where calls may be lost: a proxy cannot store them now, is no longer there, or began to keep
-    calls after the attempt began, which was ``seconds`` ago. (Both sides measure how long that is, as clocks differ.)
-    A proxy that never was there is only logged: it cannot have been asked, and agents that did ask have failed by it.
-    For an attempt that ``has_failed`` no proxy is waited for that is away.
+    Raises Recoverable where calls may be lost: the store refused some, a proxy cannot store them now, is no longer
+    there, or began to keep calls after the attempt began, which was ``seconds`` ago. (Both sides measure how long that
+    is, as clocks differ.) A proxy that never was there is only logged: it cannot have been asked, and agents that did
+    ask have failed by it. For an attempt that ``has_failed`` no proxy is waited for that is away.
     """
     began = time.monotonic() - seconds
     patience = 0.0 if has_failed else ABSENT_SECONDS
@@ -302,7 +315,10 @@ async def _flush(resource: ProxyLLM, rollout: AttemptedRollout, began: float, pa
             rollout.rollout_id,
         )
         return
-    if orjson.loads(body).get("kept_seconds", math.inf) < time.monotonic() - began:
+    facts: dict[str, Any] = orjson.loads(body)
+    if refused := facts.get("refused"):
+        raise Recoverable(f"the store refused {refused} of the attempt's calls; the log of the LLM proxy says why")
+    if facts.get("kept_seconds", math.inf) < time.monotonic() - began:
         raise Recoverable("the LLM proxy was started again during the attempt, so calls of it may be lost")
     _seen.add(url)
 

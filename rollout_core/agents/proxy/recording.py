@@ -90,7 +90,9 @@ def _merge(into: dict[str, Any], piece: dict[str, Any]) -> None:
     for key, value in piece.items():
         before = into.get(key)
         if isinstance(value, list) and value and all(isinstance(entry, dict) and "index" in entry for entry in value):
-            parts = before if isinstance(before, list) else into.setdefault(key, [])
+            if not isinstance(before, list) or not all(isinstance(part, dict) for part in before):
+                before = into[key] = []
+            parts: list[dict[str, Any]] = before
             for entry in value:
                 known = next((part for part in parts if part.get("index") == entry["index"]), None)
                 if known is None:
@@ -117,8 +119,10 @@ def _joined(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     message = {key: _joined(entry) for key, entry in value.items()}
-    for call in message.get("tool_calls") or ():
-        call.pop("index", None)
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        if isinstance(call, dict):
+            call.pop("index", None)
     return message
 
 
@@ -246,7 +250,8 @@ class Call:
             self._response_id = found
         self._note_prompt(answer)
         has_changed = False
-        for choice in answer.get("choices") or ():
+        choices = answer.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
             if not isinstance(choice, dict):
                 continue
             self._note_prompt(choice)
@@ -263,6 +268,11 @@ class Call:
             self._prompt_token_ids = ids
 
     # The span
+
+    def give_up(self, problem: str) -> None:
+        """The answer cannot be recorded, and this is why: the span is to be without it."""
+        self.problem = problem
+        self._choices, self._response_id, self._prompt_token_ids = {}, None, None
 
     def span(self, rollout_id: str, attempt_id: str) -> dict[str, Any]:
         """The call's span, but for its number."""
