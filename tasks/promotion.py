@@ -134,7 +134,7 @@ def roll_back(resource: str, to: str | None) -> RolledBack:
 
 def _withdrawal(objects: ObjectStore, resource: str, model: ContentId) -> list[str]:
     """A scheduled run that finds the same weights again would undo a rollback from them every night."""
-    entry = history.withdrawn(history.history_of(objects, resource), model)
+    entry = history.withdrawn(history.history_of(objects, resource, last=history.LOOKED_AT), model)
     if entry is None:
         return []
     return [

@@ -23,7 +23,7 @@ from typing import Literal
 from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 from ulid import ULID
 
-from rollout_core.base.errors import ConfigError, CorruptObject, NotFound
+from rollout_core.base.errors import ConfigError, CorruptObject, CorruptRef, NotFound
 from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.base.locks import try_exclusive
 from rollout_core.base.settings import locations
@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 PROMOTION_REFS = "promotions"
 _OF = "of-"
 """Before the name of a resource, which may begin with a dot, as no part of a ref may."""
+LOOKED_AT = 500
+"""So many of the last entries are looked through for a rollback; online learning may write thousands."""
 _LOOK_AGAIN_SECONDS = 0.05
 
 
@@ -87,15 +89,19 @@ def resources_with_history(objects: ObjectStore) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def history_of(objects: ObjectStore, resource: str) -> list[Entry]:
-    """All entries, the oldest first. One that cannot be read is left out, with a warning."""
-    entries = []
-    for name, named in objects.list_refs(_folder(resource)):
+def history_of(objects: ObjectStore, resource: str, *, last: int = 0) -> list[Entry]:
+    """All entries, or the ``last`` ones, the oldest first. One that cannot be read is left out, with a warning."""
+
+    def read(name: str) -> Entry | None:
         try:
-            entries.append(Entry.model_validate_json(objects.get_bytes(named)))
-        except (NotFound, CorruptObject, ValidationError) as error:
+            named = objects.get_ref(name)
+            return None if named is None else Entry.model_validate_json(objects.get_bytes(named))
+        except (NotFound, CorruptRef, CorruptObject, ValidationError) as error:
             log.warning("ref %s is no entry of the history that can be read (%s); it is left out", name, error)
-    return entries
+            return None
+
+    found = objects.in_parallel(read, objects.ref_names(_folder(resource))[-last:])
+    return [entry for entry in found if entry is not None]
 
 
 def withdrawn(entries: Sequence[Entry], model: ContentId) -> Entry | None:
@@ -140,7 +146,7 @@ async def change_latest(store: LightningStore, objects: ObjectStore, change: Cha
     Tried again after it was killed or the store was away, it goes on with the entry that it wrote.
     """
     async with _alone(objects):
-        return await _change(store, objects, change, history_of(objects, change.resource))
+        return await _change(store, objects, change, history_of(objects, change.resource, last=1))
 
 
 async def _change(
