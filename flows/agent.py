@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 from prefect import flow
 
 from flows.flow_run import recompute_missing
-from flows.report import PAGE, Curve, capitalized, curves_of_iterations, page, stages_section
+from flows.report import PAGE, Curve, capitalized, curves_of_iterations, evidence_list, page, stages_section
 from rollout_core.agents.adapters import drawing
 from rollout_core.agents.adapters.ended import EndedRollout, ended_rollouts, read_rollouts
 from rollout_core.base.ids import ContentId
@@ -29,7 +29,7 @@ from tasks.connections import current_connections, objects, open_store, working_
 from tasks.imports import import_model, import_tasks
 from tasks.learn import grpo_update, ppo_update
 from tasks.logs import Journal, log_iteration
-from tasks.promotion import latest_model, promote, snapshot
+from tasks.promotion import Promotion, latest_model, promote, snapshot
 
 NUM_GAINED, NUM_LOST = 3, 1
 """Tasks that are shown: of those whose reward rose most, and of those whose reward fell most."""
@@ -93,23 +93,23 @@ def _train(config: TrainAgentConfig, journal: Journal) -> TrainedAgent:
     iterations = agent_iterations(config, source, tasks, model)
     last = iterations[-1].checkpoint
     after = evaluate(last.model, "held out after")
-    promoted = False
+    promotion: Promotion | None = None
     if before is not None and after is not None and config.promotion.enabled:
         latest = latest_model(config.promotion.resource).model
         rival = evaluate(latest, "latest") if latest is not None and latest not in (model, last.model) else None
-        promoted = promote(before, rival, after, config.promotion).promoted
+        promotion = promote(before, rival, after, config.promotion)
     held_out_rewards = {
         moment: rollouts.mean_reward for moment, rollouts in (("before", before), ("after", after)) if rollouts
     }
     traces = "" if before is None or after is None else _traces_section(before, after)
-    folder = _report(config, iterations, held_out_rewards, traces, journal)
+    folder = _report(config, iterations, held_out_rewards, _verdict(promotion), traces, journal)
     return TrainedAgent(
         model=last.model,
         train_state=last.train_state,
         step=last.step,
         rewards=[iteration.rollouts.mean_reward for iteration in iterations],
         held_out=held_out_rewards,
-        promoted=promoted,
+        promoted=promotion is not None and promotion.promoted,
         report=str(folder),
     )
 
@@ -179,6 +179,7 @@ def _report(
     config: TrainAgentConfig,
     iterations: Sequence[AgentIteration],
     held_out: dict[str, float],
+    verdict: str,
     traces: str,
     journal: Journal,
 ) -> Path:
@@ -214,6 +215,7 @@ def _report(
     )
     body = f"""<p>Agent <code>{html.escape(config.agent.function)}</code>, model
 <code>{iterations[-1].checkpoint.model}</code>.</p>
+{verdict}
 <div class="figures">{figures}</div>
 <div class="curves">{images}</div>
 {traces}
@@ -223,6 +225,15 @@ def _report(
     show_curve("agent-reward", curves[0].values, title=title, x_label=x_label, y_label="mean reward")
     table("stages", [entry.row() for entry in journal.entries], f"Stages of this run; the report is in {folder}")
     return folder
+
+
+def _verdict(promotion: Promotion | None) -> str:
+    """Whether the new model became the latest, and why."""
+    if promotion is None:
+        return ""
+    verdict = "promoted" if promotion.promoted else "not promoted"
+    evidence = evidence_list(() if promotion.evidence is None else promotion.evidence.lines)
+    return f"<p><b>{verdict}</b> ({html.escape(promotion.reason)}).</p>{evidence}"
 
 
 def _traces_section(before: AgentRollouts, after: AgentRollouts) -> str:

@@ -73,6 +73,19 @@ def object_store(storage: str | None) -> Iterator[ObjectStore]:
         yield storage_at(address).objects()
 
 
+@contextmanager
+def storage_and_database() -> Iterator[Connections]:
+    """Those of the settings, with a Prefect server where they are its blocks."""
+    known = connections()
+    if known is not None:
+        yield known
+        return
+    with prefect_server(PREFECT_HOME):
+        from tasks.connections import current_connections
+
+        yield current_connections()
+
+
 def _say(line: str) -> None:
     sys.stderr.write(f"rollout: {line}\n")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The nightly flow: fine-tune, PPO, GRPO or DPO, evaluate before and after, promote what did not get worse, report."""
+"""The nightly flow: fine-tune, PPO, GRPO or DPO, evaluate before and after, promote what got better, report."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from prefect import flow
 
 from flows.flow_run import recompute_missing
 from flows.nightly_steps import (
-    Judge,
     Report,
     algorithm_of,
     compare_samples,
     evaluate_held_out,
+    guard_reports,
+    judge_of,
     learn,
     show_report,
     write_report,
@@ -26,9 +27,8 @@ from rollout_core.inference.engines import close_engine
 from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.objects.records import EvalReport
 from rollout_core.plans.learner_plan import plan_nightly
-from rollout_core.rewards.source_ids import source_id
 from tasks.connections import current_connections, objects, working_folder
-from tasks.imports import import_model, import_prompts, import_reward, import_sft
+from tasks.imports import import_model, import_prompts, import_sft
 from tasks.logs import Journal
 from tasks.promotion import latest_model, promote
 from tasks.score import close_rewards
@@ -72,8 +72,7 @@ def _nightly(config: NightlyConfig, journal: Journal) -> NightlyResult:
     model = import_model(config.model).model
     rows = import_sft(config.sft.dataset).data
     held_out = import_prompts(config.evaluation.prompts).data
-    reward = import_reward(config.reward)
-    judge = Judge(reward, source_id(reward, base=working_folder()))
+    judge = judge_of(config.reward)
 
     def held_out_reward(of: ContentId, label: str) -> EvalReport:
         return evaluate_held_out(config, held_out, judge, of, label)
@@ -88,7 +87,8 @@ def _nightly(config: NightlyConfig, journal: Journal) -> NightlyResult:
     latest = latest_model(config.promotion.resource).model
     # Most often cached: last night's run evaluated it on the same prompts.
     rival = held_out_reward(latest, "latest") if latest is not None and latest not in (model, final.model) else None
-    promotion = promote(before, rival, after, config.promotion)
+    guarded = guard_reports(config, judge, before, rival, after)
+    promotion = promote(before, rival, after, config.promotion, guarded=guarded)
 
     moments = {"before": before, "after SFT": after_sft, after_learning: after}
     report = Report(
@@ -102,6 +102,7 @@ def _nightly(config: NightlyConfig, journal: Journal) -> NightlyResult:
         model=final.model,
         stages=journal.entries,
         samples=compare_samples(objects(), *moments.values()),
+        evidence=() if promotion.evidence is None else promotion.evidence.lines,
     )
     folder = write_report(report, working_folder() / config.report_dir)
     show_report(report, folder)

@@ -8,25 +8,36 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from flows.report import PAGE, Curve, capitalized, curves_of_iterations, figure_of_steps, page, stages_section
+from flows.report import (
+    PAGE,
+    Curve,
+    capitalized,
+    curves_of_iterations,
+    evidence_list,
+    figure_of_steps,
+    page,
+    stages_section,
+)
 from flows.train import learn_from_rows, policy_iterations
 from rollout_core.base.ids import ContentId
-from rollout_core.config import NightlyConfig
+from rollout_core.config import NightlyConfig, PromptsGuard, RewardGuard
 from rollout_core.config.rewards import ModelReward, RewardSpec
 from rollout_core.data.samples import decode_completions_blob, decode_samples
 from rollout_core.inference.folders import LocalFolder
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint, EvalReport
 from rollout_core.plans.plan import context_limit
+from rollout_core.promotion.evidence import GuardReports
 from rollout_core.rewards.source_ids import source_id
 from tasks import artifacts, connections
 from tasks.artifacts import draw_curve
 from tasks.generate import enqueue_prompts
-from tasks.imports import import_prompts
+from tasks.imports import import_prompts, import_reward
 from tasks.logs import StageEntry
-from tasks.score import evaluate
+from tasks.score import evaluate, evaluate_by
 
 PROGRESS_PNG = "progress.png"
 SHOWN_SAMPLES = 8
@@ -68,6 +79,8 @@ class Report:
     model: ContentId
     stages: Sequence[StageEntry]
     samples: Sequence[SampleComparison]
+    evidence: Sequence[str] = ()
+    """Lines on what the promotion was decided by."""
 
 
 def compare_samples(objects: ObjectStore, *reports: EvalReport) -> list[SampleComparison]:
@@ -140,6 +153,7 @@ def _page(report: Report) -> str:
     )
     verdict = "promoted" if report.promoted else "not promoted"
     body = f"""<p>Checkpoint <code>{report.model}</code>: <b>{verdict}</b> ({html.escape(report.promotion)}).</p>
+{evidence_list(report.evidence)}
 <div class="figures">{moments}</div>
 {_temperatures(report)}
 <div class="curves">{curves}</div>
@@ -180,6 +194,12 @@ class Judge:
 
     reward: RewardSpec
     source: ContentId
+
+
+def judge_of(reward: RewardSpec) -> Judge:
+    """The reward with its models filed, and the id of its code as it is now."""
+    filed = import_reward(reward)
+    return Judge(filed, source_id(filed, base=connections.working_folder()))
 
 
 @dataclass(frozen=True)
@@ -259,3 +279,37 @@ def _learn_from_pairs(config: NightlyConfig, start: ContentId) -> Learned:
         )
     )
     return Learned(checkpoint, Progress(margins, others=(accuracies, losses)))
+
+
+def guard_reports(
+    config: NightlyConfig, judge: Judge, before: EvalReport, latest: EvalReport | None, after: EvalReport
+) -> tuple[GuardReports, ...]:
+    """Evaluations for those guards of the promotion that look at another reward or at other prompts."""
+    found = []
+    for number, guard in enumerate(config.promotion.guards):
+        if not isinstance(guard, RewardGuard | PromptsGuard):
+            continue
+        own = judge if guard.reward is None else judge_of(guard.reward)
+        if isinstance(guard, PromptsGuard):
+            prompts = import_prompts(guard.prompts).data
+            look = partial(_regression, config, prompts, own)
+        else:
+            look = partial(_by_reward, own)
+        label = f"guard {number + 1}"
+        found.append(
+            GuardReports(
+                guard=number,
+                before=look(before, f"{label}, before"),
+                latest=None if latest is None else look(latest, f"{label}, latest"),
+                after=look(after, f"{label}, after"),
+            )
+        )
+    return tuple(found)
+
+
+def _regression(config: NightlyConfig, prompts: ContentId, judge: Judge, of: EvalReport, label: str) -> EvalReport:
+    return evaluate_held_out(config, prompts, judge, of.model, label)
+
+
+def _by_reward(judge: Judge, of: EvalReport, label: str) -> EvalReport:
+    return evaluate_by(of, judge.reward, judge.source, label=label)

@@ -28,7 +28,16 @@ from tasks.connections import current_connections, objects, working_folder
 from tasks.imports import import_model, import_tasks
 from tasks.learn import grpo_update, ppo_update
 from tasks.logs import Journal, log_iteration, stage_logger
-from tasks.online import begin_online, close_live, forget_models, group_size, save_online, serve_policy, take_live_batch
+from tasks.online import (
+    NOT_HELD_OUT,
+    begin_online,
+    close_live,
+    forget_models,
+    group_size,
+    save_online,
+    serve_policy,
+    take_live_batch,
+)
 from tasks.promotion import promote
 
 MOST_STAGES = 500
@@ -193,7 +202,7 @@ class _Learning:
         if checkpoint.model == self.serving:
             return False, "the update left the weights as they are"
         if self.held_out is None:
-            return True, "nothing is held out"
+            return True, NOT_HELD_OUT
         before = self._evaluate(self.serving, self.held_out, f"{label}, held out before")
         after = self._evaluate(checkpoint.model, self.held_out, f"{label}, held out after")
         promotion = promote(before, None, after, self.config.promotion)

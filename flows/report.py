@@ -75,6 +75,12 @@ td.number {{ text-align: right; font-variant-numeric: tabular-nums; }}
 """
 
 
+def evidence_list(lines: Sequence[str]) -> str:
+    """What a promotion was decided by."""
+    items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+    return f"<p>Evidence:</p><ul>{items}</ul>" if items else ""
+
+
 def stages_section(stages: Sequence[StageEntry]) -> str:
     """The stages of a run, folded."""
     counts = Counter(entry.row()["state"] for entry in stages)

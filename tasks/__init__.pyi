@@ -32,9 +32,11 @@ from .online import (
 from .promotion import (
     latest_model as latest_model,
     promote as promote,
+    roll_back as roll_back,
     snapshot as snapshot,
 )
 from .score import (
     evaluate as evaluate,
+    evaluate_by as evaluate_by,
     score_rewards as score_rewards,
 )

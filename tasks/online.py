@@ -24,6 +24,7 @@ from rollout_core.inference.base import ModelRef
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import AgentRollouts, AgentSource, Record
 from rollout_core.objects.trees import forget_local_tree
+from rollout_core.promotion.history import Change, change_latest
 from rollout_core.store import LLM, LightningStore, NamedResources, ProxyLLM, SqlLightningStore
 from tasks import connections
 from tasks.agents import sessions
@@ -32,6 +33,10 @@ from tasks.stage import current_stage, retry, stage
 
 FEED_SECONDS = 0.25
 """Between looks for live rollouts that wait for a runner."""
+
+
+NOT_HELD_OUT = "nothing is held out"
+"""Why a model became the latest that nothing was compared with."""
 
 
 class ServedModel(Record):
@@ -62,6 +67,9 @@ def serve_policy(
     url = run_async(_live.serve(current_stage().objects, config, source, model))
     resources: NamedResources = {}
     if promoted:
+        # With held-out tasks `promote` has done so, with its evidence.
+        change = Change("promote", config.promotion.resource, model, f"flow run {current_stage().run_id}", NOT_HELD_OUT)
+        run_async(_live.note(current_stage().objects, change))
         resources[config.promotion.resource] = LLM(endpoint="", model=model, sampling_parameters={})
     run_async(_live.publish(config, resources))
     return ServedModel(model=model, url=url)
@@ -169,6 +177,12 @@ class _Live:
                 await store.add_resources({**wanted, **known, **wanted})  # the address first
 
         await patiently(add)
+
+    async def note(self, objects: ObjectStore, change: Change) -> None:
+        """Make the model the latest, and say so in the history."""
+        assert self._store is not None, "it is served"
+        store = self._store
+        await patiently(lambda: change_latest(store, objects, change))
 
     async def next_batch(
         self, objects: ObjectStore, config: LearnOnlineConfig, model: ContentId, seconds: float | None

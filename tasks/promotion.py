@@ -1,17 +1,38 @@
-"""Stages that decide about checkpoints: snapshots are verified and labelled, the better model is promoted."""
+"""Stages that decide about checkpoints: snapshots are verified and labelled, the better model is promoted, and the one
+before is served again.
+"""
 
 from __future__ import annotations
 
-from rollout_core.base.ids import ContentId, is_content_id
+from collections.abc import Sequence
+
+from rollout_core.agents.adapters.ended import ended_rollouts
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.ids import ContentId
 from rollout_core.base.locks import scratch_folder
 from rollout_core.base.stopping import run_async
 from rollout_core.config import PromotionConfig
+from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import AgentRollouts, Checkpoint, EvalReport, Record, SnapshotRecord
 from rollout_core.objects.snapshots import SnapshotStore
-from rollout_core.store import LLM
+from rollout_core.promotion import history
+from rollout_core.promotion.evidence import (
+    Comparison,
+    Evidence,
+    GuardFinding,
+    GuardReports,
+    Moment,
+    compare,
+    judge_guard,
+    rewards_by_prompt,
+)
 from tasks import artifacts, connections
 from tasks.logs import stage_logger
 from tasks.stage import current_stage, stage
+
+Evaluated = EvalReport | AgentRollouts
+OWN_REPORTS = ("reward", "prompts")
+"""Kinds of guards that look at evaluations of their own."""
 
 
 class Promotion(Record):
@@ -20,12 +41,21 @@ class Promotion(Record):
     model: ContentId
     promoted: bool
     reason: str
+    evidence: Evidence | None = None
 
 
 class Latest(Record):
     """The model that the store's latest resources serve."""
 
     model: ContentId | None
+
+
+class RolledBack(Record):
+    """What is served again, and what was served until now."""
+
+    model: ContentId
+    previous: ContentId | None
+    reason: str
 
 
 @stage(version=1)
@@ -58,46 +88,147 @@ def latest_model(resource: str) -> Latest:
 
 @stage(version=1, cached=False)
 def promote(
-    before: EvalReport | AgentRollouts,
-    latest: EvalReport | AgentRollouts | None,
-    after: EvalReport | AgentRollouts,
+    before: Evaluated,
+    latest: Evaluated | None,
+    after: Evaluated,
     config: PromotionConfig,
+    *,
+    guarded: tuple[GuardReports, ...] = (),
 ) -> Promotion:
-    """Make the new checkpoint the store's latest resources, unless ``before`` or ``latest`` has a higher reward."""
-    rivals = {"it fell": before} | ({} if latest is None else {"the latest model is better": latest})
-    better = [
-        f"{why}: held-out reward {rival.mean_reward:.4f} -> {after.mean_reward:.4f}"
-        for why, rival in rivals.items()
-        if rival.mean_reward - after.mean_reward > config.tolerance
-    ]
-    figures = f"held-out reward {before.mean_reward:.4f} -> {after.mean_reward:.4f}"
-    if not config.enabled:
-        promotion = Promotion(model=after.model, promoted=False, reason=f"promotion is switched off; {figures}")
-    elif better:
-        promotion = Promotion(model=after.model, promoted=False, reason="; ".join(better))
-    else:
-        run_async(_set_latest(after.model, config.resource))
-        promotion = Promotion(model=after.model, promoted=True, reason=figures)
-    stage_logger().info("%s: %s", "promoted" if promotion.promoted else "not promoted", promotion.reason)
-    artifacts.table(
-        "promotion",
-        [{"model": after.model.short, "promoted": promotion.promoted, "reason": promotion.reason}],
-        "Promotion of the new checkpoint",
+    """Make the new checkpoint the store's latest resources, if the evidence that it is better than ``before`` and
+    ``latest`` is what ``config`` asks for. ``guarded``: the evaluations that guards look at beside these."""
+    objects = current_stage().objects
+    rivals: dict[Moment, Evaluated] = {"before": before}
+    if latest is not None:
+        rivals["latest"] = latest
+    evidence = Evidence(
+        comparisons=_compare(objects, rivals, after, config), guards=_judge(objects, rivals, after, config, guarded)
     )
-    return promotion
+    figures = evidence.comparisons[0].rewards
+    objections = [*evidence.objections(config), *_withdrawal(objects, config.resource, after.model)]
+    if not config.enabled:
+        reason, promoted = f"promotion is switched off; {figures}", False
+    elif objections:
+        reason, promoted = "; ".join(objections), False
+    else:
+        sure = f", {evidence.comparisons[0].interval}" if config.confidence else ""
+        reason, promoted = f"{figures}{sure}", True
+        run_async(_change_latest(history.Change("promote", config.resource, after.model, _run(), reason, evidence)))
+    stage_logger().info("%s: %s", "promoted" if promoted else "not promoted", reason)
+    for line in evidence.lines:
+        stage_logger().info("evidence: %s", line)
+    _show(after.model, promoted, reason, evidence)
+    return Promotion(model=after.model, promoted=promoted, reason=reason, evidence=evidence)
+
+
+@stage(version=1, cached=False)
+def roll_back(resource: str, to: str | None) -> RolledBack:
+    """Serve again what was latest before, or the model ``to`` of the history; once in a flow run, however often it is
+    tried."""
+    entry = run_async(_roll_back(resource, to))
+    stage_logger().info("%r serves %s again: %s", resource, entry.model, entry.reason)
+    row = {"resource": resource, "model": entry.model, "instead of": entry.previous or "", "reason": entry.reason}
+    artifacts.table("rollback", [row], f"Rollback of {resource}")
+    return RolledBack(model=entry.model, previous=entry.previous, reason=entry.reason)
+
+
+def _withdrawal(objects: ObjectStore, resource: str, model: ContentId) -> list[str]:
+    """A scheduled run that finds the same weights again would undo a rollback from them every night."""
+    entry = history.withdrawn(history.history_of(objects, resource, last=history.LOOKED_AT), model)
+    if entry is None:
+        return []
+    return [
+        f"{entry.by} rolled back from this model on {entry.at:%Y-%m-%d} ({entry.reason}); `rollout promote "
+        f"{model.short}` promotes it all the same"
+    ]
+
+
+def _compare(
+    objects: ObjectStore, rivals: dict[Moment, Evaluated], after: Evaluated, config: PromotionConfig
+) -> tuple[Comparison, ...]:
+    new = objects.put_json(after), _rewards(objects, after)
+    return tuple(
+        compare(moment, (rival.model, objects.put_json(rival), _rewards(objects, rival)), new, config)
+        for moment, rival in rivals.items()
+    )
+
+
+def _rewards(objects: ObjectStore, evaluated: Evaluated) -> dict[str, list[float]]:
+    if isinstance(evaluated, EvalReport):
+        return rewards_by_prompt(objects, evaluated)
+    # Every model works on the same tasks in the same order, each once; a rollout without a reward counts as 0.
+    rollouts = ended_rollouts(objects, evaluated)
+    return {f"task {number:08d}": [rollout.reward or 0.0] for number, rollout in enumerate(rollouts)}
+
+
+def _judge(
+    objects: ObjectStore,
+    rivals: dict[Moment, Evaluated],
+    after: Evaluated,
+    config: PromotionConfig,
+    guarded: Sequence[GuardReports],
+) -> tuple[GuardFinding, ...]:
+    """What the guards say. Raises ConfigError where one has nothing to look at."""
+    own = {reports.guard: reports for reports in guarded}
+    main: dict[Moment, EvalReport] = {
+        moment: rival for moment, rival in rivals.items() if isinstance(rival, EvalReport)
+    }
+    found: list[GuardFinding] = []
+    for number, guard in enumerate(config.guards):
+        if guard.kind in OWN_REPORTS and number in own:
+            looked_at = own[number]
+            latest: dict[Moment, EvalReport] = {} if looked_at.latest is None else {"latest": looked_at.latest}
+            found += judge_guard(objects, guard, {"before": looked_at.before, **latest}, looked_at.after)
+        elif guard.kind not in OWN_REPORTS and isinstance(after, EvalReport):
+            found += judge_guard(objects, guard, main, after)
+        else:
+            raise ConfigError(
+                f"promotion.guards.{number} ({guard.kind}) has no evaluation to look at; evaluate what it names, or "
+                "leave it out"
+            )
+    return tuple(found)
+
+
+def _show(model: ContentId, promoted: bool, reason: str, evidence: Evidence) -> None:
+    """The verdict and the evidence in the Prefect UI."""
+    verdict = [{"model": model.short, "promoted": promoted, "reason": reason}]
+    artifacts.table("promotion", verdict, "Promotion of the new checkpoint")
+    rows = [
+        {
+            "against": f"{item.moment} {item.rival.short}",
+            "before": round(item.mean_before, 4),
+            "after": round(item.mean_after, 4),
+            "gain": round(item.gain, 4),
+            "interval": f"{item.lower:.4f} to {item.upper:.4f} ({item.confidence:.4g})",
+            "prompts": item.num_prompts,
+        }
+        for item in evidence.comparisons
+    ]
+    artifacts.table("promotion-evidence", rows, "Evidence for the promotion: held-out rewards, paired by prompt")
+    if evidence.guards:
+        guards = [{"guard": item.kind, "passed": item.passed, "found": item.line} for item in evidence.guards]
+        artifacts.table("promotion-guards", guards, "Guards of the promotion")
+
+
+def _run() -> str:
+    return f"flow run {current_stage().run_id}"
 
 
 async def _get_latest(resource: str) -> ContentId | None:
     async with connections.open_store() as store:
-        latest = await store.get_latest_resources()
-    named = latest.resources.get(resource) if latest else None
-    # Somebody else's resource of that name may serve a model that is no content id.
-    return ContentId(named.model) if isinstance(named, LLM) and is_content_id(named.model) else None
+        return await history.served_model(store, resource)
 
 
-async def _set_latest(model: ContentId, resource: str) -> None:
+async def _change_latest(change: history.Change) -> None:
     async with connections.open_store() as store:
-        latest = await store.get_latest_resources()
-        named = LLM(endpoint="", model=model, sampling_parameters={})
-        if latest is None or latest.resources.get(resource) != named:
-            await store.add_resources({**(latest.resources if latest else {}), resource: named})
+        await history.change_latest(store, current_stage().objects, change)
+
+
+async def _roll_back(resource: str, to: str | None) -> history.Entry:
+    objects, by = current_stage().objects, _run()
+    async with connections.open_store() as store:
+        entries = history.history_of(objects, resource)
+        done = [entry for entry in entries[-1:] if (entry.action, entry.by) == ("rollback", by)]
+        if done and await history.served_model(store, resource) == done[0].model:
+            return done[0]
+        return await history.roll_back(store, objects, resource, to=to, by=by)

@@ -113,6 +113,22 @@ def evaluate(
     )
 
 
+@stage(version=1)
+def evaluate_by(report: EvalReport, reward: RewardSpec, reward_source: ContentId, *, label: str = "") -> EvalReport:
+    """The evaluation by another reward: its completions are scored, nothing is generated."""
+    completions = Completions(
+        completions=report.completions,
+        samples=report.samples,
+        model=report.model,
+        num_samples=report.num_samples,
+        num_tokens=report.num_tokens,
+        finish_reasons={},
+    )
+    scores = compute_scores(current_stage().objects, completions, open_reward(reward, reward_source))
+    stage_logger().info("reward %s of model %s: %.4f", reward.kind, report.model.short, scores.mean)
+    return report.model_copy(update={"scores": scores.scores, "mean_reward": scores.mean})
+
+
 def compute_scores(objects: ObjectStore, completions: Completions, reward: RewardFunction) -> Scores:
     """Rewards of ``completions`` in order, filed as a JSON list."""
     samples = decode_samples(objects.get_bytes(completions.samples))

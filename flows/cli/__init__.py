@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli import agents, runs, storage
+from flows.cli import agents, promotion, runs, storage
 from flows.cli.common import one_line_errors
 
 app = typer.Typer(
@@ -30,6 +30,9 @@ app.add_typer(storage.storage_app, name="storage")
 app.add_typer(storage.store_app, name="store")
 app.command("nightly")(runs.nightly)
 app.command("lineage")(storage.lineage)
+app.command("promotions")(promotion.promotions)
+app.command("promote")(promotion.promote)
+app.command("rollback")(promotion.rollback)
 
 
 def _print_version(wanted: bool) -> None:

@@ -77,6 +77,13 @@ from .on_policy import (
     OnPolicySettings as OnPolicySettings,
     PPOSettings as PPOSettings,
 )
+from .promotion import (
+    FinishGuard as FinishGuard,
+    LengthGuard as LengthGuard,
+    PromotionConfig as PromotionConfig,
+    PromptsGuard as PromptsGuard,
+    RewardGuard as RewardGuard,
+)
 from .runs import (
     BatchSampling as BatchSampling,
     DPOAlgorithm as DPOAlgorithm,
@@ -90,7 +97,6 @@ from .runs import (
     NightlyConfig as NightlyConfig,
     OutputDir as OutputDir,
     PPOAlgorithm as PPOAlgorithm,
-    PromotionConfig as PromotionConfig,
     RewardModelAlgorithm as RewardModelAlgorithm,
     Run as Run,
     SFTAlgorithm as SFTAlgorithm,

@@ -10,7 +10,8 @@ from pydantic import Field, model_validator
 from rollout_core.config.base import Address, DatasetSource, JsonlDataset, ModelSource, RunInfo, Settings
 from rollout_core.config.inference import SCHEDULER_ADDRESS, EndpointAddress, EngineConfig, SamplingParams, VLLMBackend
 from rollout_core.config.on_policy import GRPOSettings, ImportanceCorrection, OnPolicySettings, PPOSettings
-from rollout_core.config.runs import PromotionConfig, Run, TrainingRun
+from rollout_core.config.promotion import PromotionConfig
+from rollout_core.config.runs import Run, TrainingRun
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SECRET_NAME = r"^[A-Z][A-Z0-9_]*$"
@@ -155,6 +156,7 @@ class TrainAgentConfig(TrainingRun):
 
     @model_validator(mode="after")
     def _promoted_by_evaluation(self) -> TrainAgentConfig:
+        self.promotion.refuse_guards()
         if self.promotion.enabled and self.evaluation is None:
             raise ValueError("promotion is enabled, but nothing is held out to judge by; give an [evaluation]")
         return self
@@ -275,6 +277,7 @@ class LearnOnlineConfig(TrainingRun):
                 f"live.max_rollouts is {self.live.max_rollouts}, fewer than the {group} rollouts of equal input that "
                 "are compared (algorithm.samples_per_prompt)"
             )
+        self.promotion.refuse_guards()
         if not self.promotion.enabled:
             raise ValueError("promotion is switched off, but online learning serves what it promotes; leave that out")
         return self

@@ -20,6 +20,7 @@ from rollout_core.config.learning import (
     SFTSettings,
 )
 from rollout_core.config.on_policy import GRPOSettings, PPOSettings
+from rollout_core.config.promotion import PromotionConfig
 from rollout_core.config.rewards import ExactMatchReward, RewardSpec
 
 AlgorithmT = TypeVar("AlgorithmT", bound=LearnerSettings)
@@ -225,17 +226,6 @@ class EvaluationConfig(Settings):
 
     prompts: DatasetSource
     sampling: SamplingParams = SamplingParams(temperature=0.0)
-
-
-class PromotionConfig(Settings):
-    """When the new checkpoint becomes the ``latest`` resources of the store: if it answers the held-out prompts no
-    worse than the model the run started from, and than the one that is latest now."""
-
-    enabled: bool = True
-    resource: str = Field(default="policy", pattern=r"^[A-Za-z0-9._-]+$")
-    """Name of the model among the resources."""
-    tolerance: float = Field(default=0.0, ge=0)
-    """The held-out reward may be lower by this much and still be promoted."""
 
 
 class NightlyConfig(TrainingRun):

@@ -126,7 +126,8 @@ def plan_agent(config: TrainAgentConfig, base: Path, connections: Connections | 
     plan.sampling("algorithm.sampling", settings.sampling, config.backend)
     plan.policy("algorithm", settings, config.backend)
     if config.evaluation is not None:
-        plan.facts["held-out tasks"] = plan.tasks("evaluation.tasks", config.evaluation.tasks)
+        plan.facts["held-out tasks"] = num_tasks = plan.tasks("evaluation.tasks", config.evaluation.tasks)
+        plan.evidence("promotion", config.promotion, num_tasks or None)
         plan.sampling("evaluation.sampling", config.evaluation.sampling, config.backend)
     plan.output_folder("report_dir", config.report_dir)
     return plan.done()
@@ -167,6 +168,7 @@ def plan_online(config: LearnOnlineConfig, base: Path, connections: Connections 
     plan.sampling("algorithm.sampling", settings.sampling, config.backend)
     plan.policy("algorithm", settings, config.backend)
     if config.evaluation is not None:
-        plan.facts["held-out tasks"] = plan.tasks("evaluation.tasks", config.evaluation.tasks)
+        plan.facts["held-out tasks"] = num_tasks = plan.tasks("evaluation.tasks", config.evaluation.tasks)
+        plan.evidence("promotion", config.promotion, num_tasks or None)
     plan.output_folder("report_dir", config.report_dir)
     return plan.done()

@@ -21,6 +21,9 @@ from rollout_core.config import (
     NightlyConfig,
     PPOSettings,
     PreferenceSettings,
+    PromotionConfig,
+    PromptsGuard,
+    RewardGuard,
     RewardModelSettings,
     SequenceConfig,
     SFTSettings,
@@ -28,6 +31,7 @@ from rollout_core.config import (
     TrainGRPOConfig,
     TrainPPOConfig,
 )
+from rollout_core.config.promotion import MIN_PROMPTS, Guard
 from rollout_core.config.rewards import ExactMatchReward, ModelReward, RewardSpec, plain_rewards
 from rollout_core.config.runs import ReferencedAlgorithm
 from rollout_core.data.datasets import PromptRow
@@ -230,6 +234,14 @@ class LearnerPlan(Plan):
                 "is to score; train it from a model with the policy's tokenizer"
             )
 
+    def evidence(self, what: str, promotion: PromotionConfig, num_held_out: int | None) -> None:
+        """An interval can be had of so many held-out prompts; None: their number is not known."""
+        if promotion.confidence and num_held_out is not None and num_held_out < MIN_PROMPTS:
+            self.violations.append(
+                f"{what}.confidence: {num_held_out} held-out prompts are too few for an interval; give at least "
+                f"{MIN_PROMPTS}, or leave it out"
+            )
+
     def answers(self, what: str, rows: Sequence[PromptRow] | None, spec: RewardSpec) -> None:
         """Every row has the answer an exact-match reward compares with."""
         for key in {part.answer_key: None for part in plain_rewards(spec) if isinstance(part, ExactMatchReward)}:
@@ -306,5 +318,25 @@ def plan_nightly(
             plan.answers(f"{policy}.prompts.{on_policy.prompts.address_key}", rows, config.reward)
     plan.answers(held_out_key, held_out, config.reward)
     plan.facts["held-out prompts"] = len(held_out or ())
+    plan.evidence("promotion", config.promotion, None if held_out is None else len(held_out))
+    for number, guard in enumerate(config.promotion.guards):
+        _guard(plan, f"promotion.guards.{number}", guard, config, held_out)
     plan.output_folder("report_dir", config.report_dir)
     return plan.done()
+
+
+def _guard(
+    plan: LearnerPlan, what: str, guard: Guard, config: NightlyConfig, held_out: Sequence[PromptRow] | None
+) -> None:
+    """What a guard of the promotion looks at is there."""
+    if isinstance(guard, RewardGuard | PromptsGuard) and guard.reward is not None:
+        plan.reward(f"{what}.reward", guard.reward)
+    if isinstance(guard, RewardGuard):
+        plan.answers(f"{what}.reward", held_out, guard.reward)
+    if isinstance(guard, PromptsGuard):
+        rows = plan.prompt_rows(f"{what}.prompts", guard.prompts)
+        key = f"{what}.prompts.{guard.prompts.address_key}"
+        if rows is not None and not rows:
+            plan.violations.append(f"{key}: {guard.prompts.address} has no rows; expected prompts")
+        plan.prompts(key, rows, context_limit(config.backend), config.evaluation.sampling)
+        plan.answers(key, rows, guard.reward or config.reward)

@@ -28,6 +28,7 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import LINEAGE_REFS
 from rollout_core.objects.records import Lineage
 from rollout_core.objects.snapshots import PROGRESS_REFS
+from rollout_core.promotion.history import history_of
 from rollout_core.store import ProxyLLM, Span, SqlLightningStore
 from rollout_core.store.semconv import AGL_ANNOTATION, AGL_REWARD
 from tests.flows.conftest import objects, wait_for, write_toml
@@ -178,6 +179,10 @@ def test_it_learns_from_live_rollouts_once_each_also_when_it_is_run_again(prefec
     with again.streaming():
         second = learn_online(parse_config({**first_config, "max_updates": 3}, LearnOnlineConfig))
     assert second["updates"] == 3 and second["rewards"][:2] == first["rewards"]
+    promotions = history_of(objects(), "policy")
+    assert [entry.reason for entry in promotions] == ["nothing is held out"] * 3
+    assert [entry.previous for entry in promotions] == [None, *(entry.model for entry in promotions[:-1])]
+    assert promotions[1].model == first["model"] and promotions[2].model == second["model"]
     batches = learnt(objects())
     names = [name for batch in batches for name in batch]
     assert len(batches) == 3 and all(6 <= len(batch) <= 8 for batch in batches)

@@ -28,6 +28,7 @@ def report(progress: Progress) -> Report:
         model=SOME,
         stages=[StageEntry("sft_update", "nightly", "Cached", 0.1, (SOME,), (SOME,))] * 90,
         samples=[],
+        evidence=["gain 0.5 <0.4 to 0.6>"],
     )
 
 
@@ -61,6 +62,7 @@ def test_every_curve_is_a_picture_of_the_page_and_the_stages_are_folded(tmp_path
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
     assert re.search(r"<details><summary>90 stages: 90 cached</summary>.*</details>", page, re.DOTALL)
     assert "night &lt;b&gt;" in page
+    assert "<p>Evidence:</p><ul><li>gain 0.5 &lt;0.4 to 0.6&gt;</li></ul>" in page
 
 
 def test_a_curve_of_iterations_is_the_mean_over_the_steps_of_each_and_missing_figures_make_none():

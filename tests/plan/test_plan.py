@@ -20,6 +20,8 @@ from rollout_core.objects import ObjectStore
 from rollout_core.plans.learner_plan import plan_training
 from tests.plan.planning import CHAT, LONG, PLANS, TEMPLATE, cache_hub_model, document, files, jsonl, plan, refusal
 
+SOLUTION = {"kind": "exact_match", "answer_key": "solution"}
+
 
 @pytest.mark.parametrize("kind", PLANS)
 def test_a_sound_run_is_planned_and_nothing_is_written(work: Path, kind: str):
@@ -88,10 +90,38 @@ def test_a_plan_tells_what_it_found(work: Path):
         ("infer-batch", "sampling.stop", [""], "sampling.stop.0: String should have at least 1 character"),
         ("infer-batch", "workers.count", 0, "workers.count: Input should be greater than or equal to 1"),
         ("nightly", "promotion.tolerance", -1, "promotion.tolerance: Input should be greater than or equal to 0"),
+        ("nightly", "promotion", {"tolerance": 0.1, "min_gain": 0.1}, "promotion: tolerance 0.1 accepts a loss and"),
+        ("nightly", "promotion.guards", [{"kind": "kl"}], "promotion.guards.0.kind: Input should be 'length' or"),
     ],
 )
 def test_a_value_that_cannot_be_is_named_with_its_key(work: Path, kind: str, key: str, value: Any, expected: str):
     assert refusal(kind, work, **{key: value}).startswith(f"config: {expected}")
+
+
+@pytest.mark.parametrize(
+    ("promotion", "expected"),
+    [
+        (
+            {"confidence": 0.95},
+            "promotion.confidence: 1 held-out prompts are too few for an interval; give at least 10, or leave it out",
+        ),
+        (
+            {"guards": [{"kind": "length"}, {"kind": "prompts", "prompts": {"path": "gone.jsonl"}}]},
+            "promotion.guards.1.prompts.path: ",
+        ),
+        (
+            {"guards": [{"kind": "prompts", "prompts": {"path": "held-out.jsonl"}, "reward": SOLUTION}]},
+            "promotion.guards.0.prompts.path: row 1 has no 'solution', which the exact_match reward compares with",
+        ),
+        ({"guards": [{"kind": "reward", "reward": SOLUTION}]}, "promotion.guards.0.reward: row 1 has no 'solution'"),
+        (
+            {"guards": [{"kind": "reward", "reward": {"kind": "function", "callable": "gone.py:f"}}]},
+            "promotion.guards.0.reward: reward file ",
+        ),
+    ],
+)
+def test_a_promotion_that_could_not_be_judged_is_refused(work: Path, promotion: dict[str, Any], expected: str):
+    assert refusal("nightly", work, promotion=promotion).startswith(expected)
 
 
 # Models

@@ -85,6 +85,7 @@ def test_facts_of_a_sound_run(work: Path):
         ({"run__resume": "latest"}, "run.resume: a run of an agent resumes by itself"),
         ({"algorithm__sampling__top_p": 0.5}, "on-policy training needs samples of the policy itself"),
         ({"promotion__enabled": True, "evaluation": None}, "nothing is held out to judge by"),
+        ({"promotion__guards": [{"kind": "length"}]}, r"promotion.guards \(length\) look at completions of"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(work: Path, changes: dict[str, Any], message: str):

@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from rollout_core.base.ids import ContentId, hash_bytes
+from rollout_core.agents.adapters.ended import EndedRollout
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.ids import ContentId, canonical_json, hash_bytes
 from rollout_core.config import PromotionConfig, Run, RunInfo
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import EvalReport
+from rollout_core.objects.records import AgentRollouts, EvalReport
+from rollout_core.promotion.evidence import GuardReports
 from rollout_core.store import LLM
+from tests.evaluations import evaluation
 
 pytestmark = pytest.mark.server
 
@@ -40,11 +44,9 @@ def model_tree(folder: Path, text: str) -> ContentId:
     return ObjectStore.from_url(os.environ["ROLLOUT_STORAGE"]).put_tree(folder)
 
 
-def report(model: ContentId, reward: float) -> EvalReport:
-    blob = hash_bytes(b"none")
-    return EvalReport(
-        model=model, completions=blob, samples=blob, scores=blob, num_samples=4, mean_reward=reward, num_tokens=9
-    )
+def report(model: ContentId, *rewards: float) -> EvalReport:
+    objects = ObjectStore.from_url(os.environ["ROLLOUT_STORAGE"])
+    return evaluation(objects, model, *((f"prompt {place}", reward, 2, "stop") for place, reward in enumerate(rewards)))
 
 
 def serve(resource: str, model: str) -> None:
@@ -60,15 +62,18 @@ def serve(resource: str, model: str) -> None:
 @pytest.mark.parametrize(
     ("before", "latest", "after", "tolerance", "promoted", "reason"),
     [
-        (0.3, None, 0.3, 0.0, True, "held-out reward 0.3000 -> 0.3000"),
+        (0.3, None, 0.31, 0.0, True, "held-out reward 0.3000 -> 0.3100"),
+        (0.0, None, 0.0, 0.0, False, "it did not rise: held-out reward 0.0000 -> 0.0000"),
+        (0.3, None, 0.3, 0.02, True, "held-out reward 0.3000 -> 0.3000"),
         (0.3, None, 0.29, 0.0, False, "it fell: held-out reward 0.3000 -> 0.2900"),
         (0.3, None, 0.29, 0.02, True, "held-out reward 0.3000 -> 0.2900"),
         (0.3, 0.8, 0.5, 0.0, False, "the latest model is better: held-out reward 0.8000 -> 0.5000"),
+        (0.3, 0.5, 0.5, 0.0, False, "it is no better than the latest model: held-out reward 0.5000 -> 0.5000"),
         (0.3, 0.4, 0.5, 0.0, True, "held-out reward 0.3000 -> 0.5000"),
         (0.6, 0.8, 0.5, 0.1, False, "the latest model is better: held-out reward 0.8000 -> 0.5000"),
     ],
 )
-def test_only_what_is_no_worse_becomes_latest(
+def test_only_what_is_better_becomes_latest(
     in_flow, tmp_path, request, before, latest, after, tolerance, promoted, reason
 ):
     from tasks.promotion import latest_model, promote
@@ -110,7 +115,7 @@ def test_promoting_one_model_leaves_the_other_resources(in_flow, tmp_path):
 
     serve("other", hash_bytes(b"other"))
     new = model_tree(tmp_path / "new", "new one")
-    in_flow(lambda: promote(report(new, 0.1), None, report(new, 0.1), PromotionConfig(resource="mine")))
+    in_flow(lambda: promote(report(new, 0.1), None, report(new, 0.2), PromotionConfig(resource="mine")))
 
     async def names() -> set[str]:
         from tasks import connections
@@ -121,6 +126,102 @@ def test_promoting_one_model_leaves_the_other_resources(in_flow, tmp_path):
 
     assert {"other", "mine"} <= asyncio.run(names())
     assert in_flow(lambda: latest_model("mine").model) == new
+
+
+def test_the_evidence_is_in_the_record_the_history_and_the_prefect_ui(in_flow, tmp_path):
+    from prefect import get_client
+    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
+    from prefect.runtime import flow_run
+
+    from rollout_core.promotion.history import history_of
+    from tasks.promotion import promote
+
+    base, new = model_tree(tmp_path / "base", "evidence base"), model_tree(tmp_path / "new", "evidence new")
+    before, after = report(base, *[0.0] * 12), report(new, *[1.0] * 11, 0.0)
+    guards = ({"kind": "length", "max_growth": 0.0}, {"kind": "prompts", "prompts": {"path": "other.jsonl"}})
+    config = PromotionConfig.model_validate({"resource": "evident", "confidence": 0.9, "guards": guards})
+    other = GuardReports(guard=1, before=report(base, 0.5), latest=None, after=report(new, 0.5))
+
+    def body():
+        return str(flow_run.id), promote(before, None, after, config, guarded=(other,))
+
+    run_id, promotion = in_flow(body)
+    assert promotion.promoted and promotion.reason.startswith("held-out reward 0.0000 -> 0.9167, gain 0.9167, 0.9 int")
+    [comparison] = promotion.evidence.comparisons
+    assert (comparison.rival, comparison.num_prompts) == (base, 12) and 0 < comparison.lower < 0.9167 < comparison.upper
+    assert [guard.kind for guard in promotion.evidence.guards] == ["length", "prompts"]
+    objects = ObjectStore.from_url(os.environ["ROLLOUT_STORAGE"])
+    assert EvalReport.model_validate(objects.get_json(comparison.report)) == after
+    assert EvalReport.model_validate(objects.get_json(comparison.report_of_rival)) == before
+    [entry] = history_of(objects, "evident")
+    assert (entry.by, entry.reason, entry.evidence) == (f"flow run {run_id}", promotion.reason, promotion.evidence)
+    with get_client(sync_client=True) as client:
+        own = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[run_id]))
+        shown = {artifact.key: str(artifact.data) for artifact in client.read_artifacts(artifact_filter=own)}
+    assert {"promotion", "promotion-evidence", "promotion-guards"} <= shown.keys()
+    assert base.short in shown["promotion-evidence"] and "0.9167" in shown["promotion-evidence"]
+
+
+def test_a_guard_with_nothing_to_look_at_is_an_error_and_no_pass(in_flow, tmp_path):
+    from tasks.promotion import promote
+
+    base, new = hash_bytes(b"base"), hash_bytes(b"new")
+    guard = {"kind": "prompts", "prompts": {"path": "other.jsonl"}}
+    config = PromotionConfig.model_validate({"guards": [guard]})
+    with pytest.raises(ConfigError, match=r"promotion.guards.0 \(prompts\) has no evaluation to look at"):
+        in_flow(lambda: promote(report(base, 0.1), None, report(new, 0.2), config))
+
+
+def test_agents_tasks_are_compared_one_by_one(in_flow, tmp_path):
+    from tasks.promotion import promote
+
+    objects = ObjectStore.from_url(os.environ["ROLLOUT_STORAGE"])
+
+    def rollouts(model: ContentId, *rewards: float | None) -> AgentRollouts:
+        ended = [
+            EndedRollout(f"{model[:8]}-{place}", "succeeded", None, reward) for place, reward in enumerate(rewards)
+        ]
+        return AgentRollouts(
+            rollouts=objects.put_bytes(b"".join(canonical_json(vars(row)) + b"\n" for row in ended)),
+            model=model,
+            num_rollouts=len(ended),
+            num_spans=0,
+            statuses={"succeeded": len(ended)},
+            num_rewards=sum(row.reward is not None for row in ended),
+            mean_reward=sum(row.reward or 0.0 for row in ended) / len(ended),
+        )
+
+    new = model_tree(tmp_path / "new", "agents' new")
+    config = PromotionConfig(resource="agent", confidence=0.95)
+    before, unsure = [*[0.0, 1.0] * 5, None], [*[1.0, 0.0] * 4, 1.0, 1.0, None]
+    refused = in_flow(lambda: promote(rollouts(new, *before), None, rollouts(new, *unsure), config))
+    assert not refused.promoted and "the gain is not sure" in refused.reason
+    sure = in_flow(lambda: promote(rollouts(new, *before), None, rollouts(new, *[1.0] * 11), config))
+    assert sure.promoted and sure.evidence.comparisons[0].num_prompts == 11
+
+
+def test_what_was_gone_back_from_is_not_promoted_again_by_the_next_night(in_flow, tmp_path):
+    from tasks.promotion import latest_model, promote, roll_back
+
+    first, second = model_tree(tmp_path / "first", "one"), model_tree(tmp_path / "second", "two")
+    serve("nightly-model", first)
+    config = PromotionConfig(resource="nightly-model")
+
+    def night():
+        return promote(report(first, 0.1), None, report(second, 0.5), config)
+
+    assert in_flow(night).promoted
+
+    def back_twice():
+        """As `prefect flow-run retry` would."""
+        return roll_back("nightly-model", None), roll_back("nightly-model", None)
+
+    done, again = in_flow(back_twice)
+    assert done.model == again.model == first and done.previous == second
+    refused = in_flow(night)
+    assert not refused.promoted and "rolled back from this model on" in refused.reason
+    assert f"`rollout promote {second.short}`" in refused.reason
+    assert in_flow(lambda: latest_model("nightly-model").model) == first
 
 
 def test_a_flow_run_has_the_tags_of_its_configuration_and_its_stages_have_none(in_flow):

@@ -1,0 +1,222 @@
+"""Evidence for a promotion: the new model against each rival on the same held-out prompts, and the guards.
+
+`rewards_by_prompt` reads what an evaluation filed, `compare` and `judge_guard` measure, `Evidence.objections` decides.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from rollout_core.base.ids import ContentId, content_id
+from rollout_core.config.promotion import (
+    MIN_PROMPTS,
+    ROUNDING,
+    FinishGuard,
+    Guard,
+    LengthGuard,
+    PromotionConfig,
+    PromptsGuard,
+    RewardGuard,
+)
+from rollout_core.data.samples import decode_completions_blob, decode_samples
+from rollout_core.objects import ObjectStore
+from rollout_core.objects.records import BlobId, EvalReport, Record
+from rollout_core.promotion.bootstrap import paired_gain
+
+SHOWN_CONFIDENCE = 0.95
+"""Of intervals that nobody asked for."""
+
+Moment = Literal["before", "latest"]
+"""Who a rival is: the model that the run started from, or the one that is latest now."""
+
+
+class Comparison(Record):
+    """The new model and a rival on the same held-out prompts."""
+
+    moment: Moment
+    rival: ContentId
+    report_of_rival: BlobId
+    """Record of its evaluation."""
+    report: BlobId
+    """That of the new model."""
+    num_prompts: int
+    mean_before: float
+    mean_after: float
+    gain: float
+    lower: float
+    """Of the bootstrap interval of the gain, paired by prompt."""
+    upper: float
+    confidence: float
+
+    @property
+    def rewards(self) -> str:
+        """Both means, for people."""
+        return f"held-out reward {self.mean_before:.4f} -> {self.mean_after:.4f}"
+
+    @property
+    def interval(self) -> str:
+        """The gain with its interval, for people."""
+        return (
+            f"gain {self.gain:.4f}, {self.confidence:.4g} interval {self.lower:.4f} to {self.upper:.4f} "
+            f"over {self.num_prompts} prompts"
+        )
+
+    @property
+    def line(self) -> str:
+        """All of it, for people."""
+        rival = "the model before" if self.moment == "before" else "the latest model"
+        return f"against {rival} ({self.rival.short}): {self.rewards}, {self.interval} (paired bootstrap)"
+
+
+class GuardFinding(Record):
+    """What a guard found."""
+
+    kind: str
+    passed: bool
+    line: str
+    """For people: what was measured and what is allowed."""
+
+
+class GuardReports(Record):
+    """Evaluations that a guard looks at: those of its own prompts, or of its own reward."""
+
+    guard: int
+    """Its place in the configuration."""
+    before: EvalReport
+    latest: EvalReport | None
+    after: EvalReport
+
+
+class Evidence(Record):
+    """What a promotion was decided by."""
+
+    comparisons: tuple[Comparison, ...]
+    guards: tuple[GuardFinding, ...] = ()
+
+    @property
+    def lines(self) -> list[str]:
+        """For people."""
+        guards = [f"guard {'passed' if item.passed else 'refused'}: {item.line}" for item in self.guards]
+        return [*(item.line for item in self.comparisons), *guards]
+
+    def objections(self, config: PromotionConfig) -> list[str]:
+        """Why the model is not to be promoted; none where it is."""
+        found = [objection for item in self.comparisons if (objection := _objection(item, config)) is not None]
+        return [*found, *(f"a guard refused it: {item.line}" for item in self.guards if not item.passed)]
+
+
+def _objection(item: Comparison, config: PromotionConfig) -> str | None:
+    if config.accepts(item.gain):
+        return _uncertainty(item, config)
+    is_before = item.moment == "before"
+    if item.gain < 0:
+        why = "it fell" if is_before else "the latest model is better"
+    elif item.gain == 0:
+        why = "it did not rise" if is_before else "it is no better than the latest model"
+    else:
+        than = "" if is_before else " over the latest model"
+        why = f"its gain{than}, {item.gain:.4g}, is not {config.asked} (promotion.min_gain)"
+    return f"{why}: {item.rewards}"
+
+
+def _uncertainty(item: Comparison, config: PromotionConfig) -> str | None:
+    """Why a gain that is high enough is not sure enough."""
+    if not config.confidence:
+        return None
+    if item.num_prompts < MIN_PROMPTS:
+        return f"{item.num_prompts} prompts are too few for promotion.confidence; expected at least {MIN_PROMPTS}"
+    if config.accepts(item.lower):
+        return None
+    over = "" if item.moment == "before" else " over the latest model"
+    return f"the gain{over} is not sure: {item.rewards}, {item.interval}, whose lower end is not {config.asked}"
+
+
+def rewards_by_prompt(objects: ObjectStore, report: EvalReport) -> dict[str, list[float]]:
+    """Rewards of an evaluation's samples under the id of their prompt, which is the same for every model.
+
+    Equal rows are one prompt. Raises MissingObject or CorruptObject.
+    """
+    rewards: dict[str, list[float]] = {}
+    scores: list[float] = json.loads(objects.get_bytes(report.scores))
+    for sample, score in zip(decode_samples(objects.get_bytes(report.samples)), scores, strict=True):
+        prompt = content_id("held-out-prompt/1", [sample.row_id, sample.prompt, sample.extras])
+        rewards.setdefault(prompt, []).append(score)
+    return rewards
+
+
+def compare(
+    moment: Moment,
+    rival: tuple[ContentId, BlobId, Mapping[str, Sequence[float]]],
+    after: tuple[BlobId, Mapping[str, Sequence[float]]],
+    config: PromotionConfig,
+) -> Comparison:
+    """The new model against a rival: its id, the id of its report and its rewards by prompt; ``after`` likewise.
+
+    Raises ConfigError where the prompts are not the same.
+    """
+    model, report_of_rival, rewards_before = rival
+    report, rewards_after = after
+    confidence = config.confidence or SHOWN_CONFIDENCE
+    found = paired_gain(rewards_before, rewards_after, confidence=confidence)
+    return Comparison(
+        moment=moment,
+        rival=model,
+        report_of_rival=report_of_rival,
+        report=report,
+        num_prompts=found.num_prompts,
+        mean_before=found.mean_before,
+        mean_after=found.mean_after,
+        gain=found.gain,
+        lower=found.lower,
+        upper=found.upper,
+        confidence=confidence,
+    )
+
+
+def judge_guard(
+    objects: ObjectStore, guard: Guard, rivals: Mapping[Moment, EvalReport], after: EvalReport
+) -> list[GuardFinding]:
+    """What a guard says of the new model, against each rival. The reports are those of what the guard looks at."""
+    if isinstance(guard, LengthGuard):
+        return [_judge_length(guard, moment, rival, after) for moment, rival in rivals.items()]
+    if isinstance(guard, FinishGuard):
+        share = _truncated(objects, after)
+        line = f"{share:.1%} of completions are cut at max_tokens, at most {guard.max_truncated:.1%} may be"
+        return [GuardFinding(kind=guard.kind, passed=share <= guard.max_truncated, line=line)]
+    found = [_judge_drop(guard, moment, rival, after) for moment, rival in rivals.items()]
+    if isinstance(guard, PromptsGuard) and guard.floor is not None:
+        line = f"mean reward {after.mean_reward:.4f} on {_what(guard)}, at least {guard.floor:g} is asked for"
+        found.append(GuardFinding(kind=guard.kind, passed=after.mean_reward >= guard.floor, line=line))
+    return found
+
+
+def _judge_length(guard: LengthGuard, moment: Moment, rival: EvalReport, after: EvalReport) -> GuardFinding:
+    old, new = (report.num_tokens / max(1, report.num_samples) for report in (rival, after))
+    line = f"mean completion {old:.1f} ({moment}) -> {new:.1f} tokens, may grow by {guard.max_growth:.0%}"
+    return GuardFinding(kind=guard.kind, passed=new <= old * (1 + guard.max_growth), line=line)
+
+
+def _judge_drop(
+    guard: RewardGuard | PromptsGuard, moment: Moment, rival: EvalReport, after: EvalReport
+) -> GuardFinding:
+    drop = rival.mean_reward - after.mean_reward
+    passed = drop <= guard.max_drop or math.isclose(drop, guard.max_drop, abs_tol=ROUNDING)
+    line = (
+        f"mean reward {rival.mean_reward:.4f} ({moment}) -> {after.mean_reward:.4f} on {_what(guard)}, may fall by "
+        f"{guard.max_drop:g}"
+    )
+    return GuardFinding(kind=guard.kind, passed=passed, line=line)
+
+
+def _what(guard: RewardGuard | PromptsGuard) -> str:
+    if isinstance(guard, PromptsGuard):
+        return f"the prompts {guard.prompts.address}"
+    return f"the held-out prompts by the reward {guard.reward.kind}"
+
+
+def _truncated(objects: ObjectStore, report: EvalReport) -> float:
+    rows = decode_completions_blob(objects.get_bytes(report.completions))
+    return sum(row.finish_reason == "length" for row in rows) / max(1, len(rows))

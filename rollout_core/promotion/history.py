@@ -1,0 +1,278 @@
+"""The model that the store's latest resources serve under a name, and the history of it: who changed it, when, why.
+
+An entry of the history is a blob in the object store, named by a ref of its own below ``promotions/of-RESOURCE/``. It
+is written before the resources are: killed in between, nothing is lost, the entry stands in the history though it is
+not in force, and who tries again finds it and goes on from there. Two who promote at once write two entries. Entries
+keep alive, through garbage collection, the weights that one can go back to, and the evaluations that were the evidence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import getpass
+import logging
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Literal
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
+from ulid import ULID
+
+from rollout_core.base.errors import ConfigError, CorruptObject, CorruptRef, NotFound
+from rollout_core.base.ids import ContentId, is_content_id
+from rollout_core.base.locks import try_exclusive
+from rollout_core.base.settings import locations
+from rollout_core.objects import ObjectStore
+from rollout_core.objects.addresses import complete_folder_id, complete_id, is_folder
+from rollout_core.promotion.evidence import Evidence
+from rollout_core.store import LLM, LightningStore, Resource
+
+log = logging.getLogger(__name__)
+
+PROMOTION_REFS = "promotions"
+_OF = "of-"
+"""Before the name of a resource, which may begin with a dot, as no part of a ref may."""
+LOOKED_AT = 500
+"""So many of the last entries are looked through for a rollback; online learning may write thousands."""
+_LOOK_AGAIN_SECONDS = 0.05
+
+
+class Entry(BaseModel):
+    """One change of the latest model of a resource."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    action: Literal["promote", "rollback"]
+    resource: str
+    model: ContentId
+    previous: ContentId | None
+    """What was served until then; None: nothing, or a model that is somebody else's."""
+    by: str
+    """Flow run, or user and command."""
+    at: AwareDatetime
+    reason: str
+    evidence: Evidence | None = None
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the latest model that is to be made."""
+
+    action: Literal["promote", "rollback"]
+    resource: str
+    model: ContentId
+    by: str
+    reason: str
+    evidence: Evidence | None = None
+
+
+def this_user(command: str) -> str:
+    """Who runs a command, for the history."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        user = f"uid {os.getuid()}"
+    return f"{user}@{command}"
+
+
+# The history
+
+
+def resources_with_history(objects: ObjectStore) -> list[str]:
+    """Names of the resources that have one."""
+    names = (name.split("/")[1].removeprefix(_OF) for name in objects.ref_names(PROMOTION_REFS))
+    return list(dict.fromkeys(names))
+
+
+def history_of(objects: ObjectStore, resource: str, *, last: int = 0) -> list[Entry]:
+    """All entries, or the ``last`` ones, the oldest first. One that cannot be read is left out, with a warning."""
+
+    def read(name: str) -> Entry | None:
+        try:
+            named = objects.get_ref(name)
+            return None if named is None else Entry.model_validate_json(objects.get_bytes(named))
+        except (NotFound, CorruptRef, CorruptObject, ValidationError) as error:
+            log.warning("ref %s is no entry of the history that can be read (%s); it is left out", name, error)
+            return None
+
+    found = objects.in_parallel(read, objects.ref_names(_folder(resource))[-last:])
+    return [entry for entry in found if entry is not None]
+
+
+def withdrawn(entries: Sequence[Entry], model: ContentId) -> Entry | None:
+    """The rollback from this model, where nobody has made it the latest since."""
+    about = [entry for entry in entries if model in (entry.model, entry.previous)]
+    last = next((entry for entry in reversed(about) if entry.model == model or entry.action == "rollback"), None)
+    return last if last is not None and last.action == "rollback" and last.previous == model else None
+
+
+def _write(objects: ObjectStore, entry: Entry) -> None:
+    name = ULID.from_datetime(entry.at)
+    objects.set_ref(f"{_folder(entry.resource)}/{name}", objects.put_json(entry))
+
+
+def _folder(resource: str) -> str:
+    return f"{PROMOTION_REFS}/{_OF}{resource}"
+
+
+def _now(entries: Sequence[Entry]) -> datetime:
+    """A time after all entries, also where a clock went back: the order of the history is that of its times."""
+    now = datetime.now(UTC)
+    return max([now, *(entry.at + timedelta(milliseconds=1) for entry in entries[-1:])])
+
+
+# The latest model
+
+
+async def served_model(store: LightningStore, resource: str) -> ContentId | None:
+    """What the latest resources serve under this name; None: nothing, or a model that is no content id."""
+    latest = await store.get_latest_resources()
+    return _model_of(latest.resources.get(resource) if latest else None)
+
+
+def _model_of(named: Resource | None) -> ContentId | None:
+    # Somebody else's resource of that name may serve a model that is no content id.
+    return ContentId(named.model) if isinstance(named, LLM) and is_content_id(named.model) else None
+
+
+async def change_latest(store: LightningStore, objects: ObjectStore, change: Change) -> Entry | None:
+    """Make a model the latest, and note it in the history before. None where it is the latest already.
+
+    Tried again after it was killed or the store was away, it goes on with the entry that it wrote.
+    """
+    async with _alone(objects):
+        return await _change(store, objects, change, history_of(objects, change.resource, last=1))
+
+
+async def _change(
+    store: LightningStore, objects: ObjectStore, change: Change, entries: Sequence[Entry]
+) -> Entry | None:
+    latest = await store.get_latest_resources()
+    known = latest.resources if latest else {}
+    wanted = LLM(endpoint="", model=change.model, sampling_parameters={})
+    if known.get(change.resource) == wanted:
+        return None
+    previous = _model_of(known.get(change.resource))
+    entry = _unfinished(entries, change, previous)
+    if entry is None:
+        entry = Entry(**vars(change), previous=previous, at=_now(entries))
+        _write(objects, entry)
+    await store.add_resources({**known, change.resource: wanted})
+    return entry
+
+
+def _unfinished(entries: Sequence[Entry], change: Change, previous: ContentId | None) -> Entry | None:
+    """The last entry, where it is this change, which was noted and not made."""
+    if not entries:
+        return None
+    last = entries[-1]
+    is_same = all(getattr(last, name) == value for name, value in vars(change).items())
+    return last if is_same and last.previous == previous else None
+
+
+async def roll_back(
+    store: LightningStore, objects: ObjectStore, resource: str, *, to: str | None, by: str, reason: str = ""
+) -> Entry:
+    """Serve again what was latest before, or the model ``to`` of the history (its id, or the first digits).
+
+    Raises NotFound where there is nothing to go back to or its weights are gone, ConfigError for ``to`` that is no id.
+    """
+    async with _alone(objects):
+        entries = history_of(objects, resource)
+        served = await served_model(store, resource)
+        target = model_to_go_back_to(entries, resource, served) if to is None else _named(entries, resource, to)
+        if target == served:
+            raise ConfigError(f"{resource!r} serves {target.short} already; give another model of its history")
+        if not objects.tree_is_present(target):
+            raise NotFound(
+                f"the weights of {target} are not in the object store {objects.url} any more, so {resource!r} cannot "
+                f"go back to it; `rollout promotions {resource}` lists others, which --to takes"
+            )
+        left = "nothing" if served is None else served.short
+        change = Change("rollback", resource, target, by, reason or f"back from {left} to {target.short}")
+        entry = await _change(store, objects, change, entries)
+    assert entry is not None, "another model is served"
+    return entry
+
+
+def model_to_go_back_to(entries: Sequence[Entry], resource: str, served: ContentId | None) -> ContentId:
+    """The model that was latest before the one that is served. Going back twice goes back by two.
+
+    Raises NotFound where there is none.
+    """
+    standing: list[ContentId] = []  # of those that were latest, the ones that were not gone back from
+    for entry in entries:
+        if entry.action == "promote":
+            # What another entry put on top and did not come into force is no longer there.
+            _settle(standing, entry.previous)
+            standing.append(entry.model)
+        else:
+            _settle(standing, entry.model)
+    _settle(standing, served)
+    if served is None or len(standing) < 2:
+        what = "serves no model of ours" if served is None else f"serves {served.short}, and no model before it"
+        raise NotFound(
+            f"nothing to go back to: {resource!r} {what}; `rollout promotions` lists the history, and `rollout promote "
+            "ID` makes any model the latest"
+        )
+    return standing[-2]
+
+
+def _settle(standing: list[ContentId], served: ContentId | None) -> None:
+    """Make ``served`` the last of those that stand."""
+    if served is None:
+        return
+    if served in standing:
+        del standing[len(standing) - standing[::-1].index(served) :]
+    else:
+        standing.append(served)
+
+
+def _named(entries: Sequence[Entry], resource: str, digits: str) -> ContentId:
+    known = {model for entry in entries for model in (entry.model, entry.previous) if model is not None}
+    what = f"model in the history of {resource!r}"
+    found = complete_id(digits, known, what)
+    if found not in known:
+        raise NotFound(f"{found} is no {what}; `rollout promote {found.short}` makes any model the latest")
+    return found
+
+
+def model_to_promote(objects: ObjectStore, digits: str) -> ContentId:
+    """The model of that id, or of which those are the first digits.
+
+    Raises ConfigError or NotFound where the object store has none that is whole.
+    """
+    model = complete_folder_id(objects, digits)
+    if not objects.exists(model):
+        raise NotFound(f"no model {model} is in the object store {objects.url}")
+    if not is_folder(objects, model):
+        raise ConfigError(f"{model} is no model but a file; give the id of a model's folder, as `rollout lineage` does")
+    names = {file.path for file in objects.manifest(model).files}
+    if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
+        raise ConfigError(f"{model} is no model: its folder has no config.json with *.safetensors beside it")
+    if not objects.tree_is_present(model):
+        raise NotFound(f"files of the model {model} are missing in the object store {objects.url}; make it again")
+    return model
+
+
+@asynccontextmanager
+async def _alone(objects: ObjectStore) -> AsyncIterator[None]:
+    """Held while the latest resources are read and written: another process of this machine that changes another of
+    them meanwhile would undo this change. On other machines the later one counts; the history has both."""
+    is_local = objects.url.startswith("file://")
+    folder = Path(objects.url.removeprefix("file://")) if is_local else locations().cache
+    path = folder / "locks" / "promotions.lock"
+    # Not waited for in the kernel: who holds it may need this event loop to go on.
+    while (descriptor := try_exclusive(path)) is None:
+        await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+    try:
+        yield
+    finally:
+        # Closing would not do: a process that was forked meanwhile shares the open file.
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)

@@ -1,0 +1,122 @@
+"""`rollout promote`, `promotions` and `rollback`, the flow that goes back, and the guards of a nightly run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from flows.cli import app
+from rollout_core.base.ids import ContentId
+from tests.flows.conftest import objects
+
+
+def rollout(*arguments: str, code: int = 0) -> Result:
+    done = CliRunner().invoke(app, list(arguments))
+    assert done.exit_code == code, done.output + done.stderr
+    return done
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> list[ContentId]:
+    found = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(name)
+        (tmp_path / name / "model.safetensors").write_text(name)
+        found.append(objects().put_tree(tmp_path / name))
+    return found
+
+
+def test_models_are_promoted_listed_and_gone_back_from_by_command(models, monkeypatch):
+    monkeypatch.setenv("LOGNAME", "ann")
+    first, second = models
+    assert rollout("promotions").stdout == "nothing was promoted yet\n"
+    assert rollout("promote", first[:8]).stdout == f"policy: model {first} is the latest\n"
+    assert rollout("promote", second, "--reason", "the reviewers' choice").stdout == (
+        f"policy: model {second} instead of {first}\n"
+    )
+    assert "is the latest already" in rollout("promote", second).stdout
+    assert rollout("rollback", "policy").stdout == f"policy: model {first} instead of {second}\n"
+    assert rollout("rollback", "policy", "--to", second[:8], "--reason", "it was the data").exit_code == 0
+
+    lines = rollout("promotions", "policy").stdout.splitlines()
+    assert lines[0] == f"policy: model {second} is served, 4 entries"
+    assert [line[:1] for line in lines[1::2]] == ["*", " ", " ", " "]
+    assert lines[1].endswith(f"rollback  {second.short} instead of {first.short}  ann@rollout rollback")
+    assert [line.strip() for line in lines[2::2]] == [
+        "it was the data",
+        f"back from {second.short} to {first.short}",
+        "the reviewers' choice",
+        "by hand",
+    ]
+    entries = json.loads(rollout("promotions", "--json").stdout)
+    assert [entry["model"] for entry in entries] == [second, first, second, first]
+    assert all(entry["by"].startswith("ann@rollout ") for entry in entries)
+
+
+def test_what_cannot_be_done_is_one_line_and_exit_code_2(models):
+    refused = rollout("rollback", "policy", code=2)
+    assert refused.stderr.startswith(
+        "rollout: nothing to go back to: 'policy' serves no model of ours; `rollout promotion"
+    )
+    assert refused.stderr.count("\n") == 1
+    assert "no folder has an id that begins with 00000000" in rollout("promote", "00000000", code=2).stderr
+    assert "resource: String should match pattern" in rollout("promote", models[0], "--resource", "a/b", code=2).stderr
+
+
+@pytest.mark.server
+def test_the_flow_goes_back_and_says_so_in_the_history(prefect_server, models):
+    from flows.rollback import rollback
+    from rollout_core.base.errors import NotFound
+    from rollout_core.promotion.history import history_of
+
+    first, second = models
+    rollout("promote", first, "--resource", "judge")
+    rollout("promote", second, "--resource", "judge")
+    served = rollback("judge")
+    assert served == {"model": first, "previous": second, "reason": f"back from {second.short} to {first.short}"}
+    assert history_of(objects(), "judge")[-1].by.startswith("flow run ")
+    with pytest.raises(NotFound, match="nothing to go back to"):
+        rollback("judge")
+    assert rollback("judge", second[:8])["model"] == second
+
+
+@pytest.mark.server
+def test_guards_of_a_nightly_run_are_evaluated_reported_and_refuse(
+    prefect_server, small_nightly, sorting_task, tmp_path
+):
+    from flows.nightly import nightly
+    from rollout_core.config import NightlyConfig, parse_config
+    from rollout_core.promotion.history import history_of
+
+    easy = tmp_path / "easy.jsonl"
+    easy.write_text("".join(sorting_task.held_out.read_text().splitlines(keepends=True)[:6]))
+    small_nightly["sft"]["budget"] = {"max_steps": 4}
+    small_nightly["ppo"] |= {"iterations": 1, "prompts_per_iteration": 80}
+    small_nightly["promotion"] = {
+        "confidence": 0.9,
+        "guards": [
+            {"kind": "length", "max_growth": 9.0},
+            {"kind": "finish", "max_truncated": 1.0},
+            {"kind": "reward", "reward": {"kind": "exact_match", "answer_key": "prompt_text"}, "max_drop": 1.0},
+            {"kind": "prompts", "prompts": {"path": str(easy)}, "max_drop": 1.0, "floor": 2.0},
+        ],
+    }
+    rows = [{**json.loads(line), "prompt_text": "x"} for line in sorting_task.held_out.read_text().splitlines()]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small_nightly["evaluation"]["prompts"]["path"] = str(tmp_path / "rows.jsonl")
+
+    first = nightly(parse_config(small_nightly, NightlyConfig))
+    assert not first["promoted"] and history_of(objects(), "policy") == []
+    page = (Path(first["report"]) / "index.html").read_text()
+    assert "a guard refused it: mean reward" in page and ", at least 2 is asked for" in page
+    assert page.count("<li>guard passed: ") == 4 and page.count("<li>guard refused: ") == 1
+    assert "paired bootstrap)</li>" in page and f"over {len(rows)} prompts" in page
+    labels = {(row["stage"], row["label"]) for row in first["stages"]}
+    expected = {("evaluate_by", f"guard 3, {moment}") for moment in ("before", "after")}
+    assert expected | {("evaluate", f"guard 4, {moment}") for moment in ("before", "after")} <= labels
+    again = nightly(parse_config(small_nightly, NightlyConfig))
+    assert {row["state"] for row in again["stages"] if row["stage"] in ("evaluate", "evaluate_by")} == {"cached"}
