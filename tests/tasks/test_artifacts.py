@@ -30,7 +30,7 @@ def shown(server: str, flow_run: str) -> dict[str, Any]:
     return {artifact["key"]: artifact["data"] for artifact in found}
 
 
-def test_what_a_run_shows_is_at_the_server_when_it_ends(prefect_server, monkeypatch, capfd):
+def test_what_a_run_shows_is_at_the_server_when_it_ends(prefect_server, monkeypatch, capfd, caplog):
     from prefect import flow
     from prefect.context import FlowRunContext
 
@@ -62,7 +62,7 @@ def test_what_a_run_shows_is_at_the_server_when_it_ends(prefect_server, monkeypa
     assert json.loads(found["some-figures"]) == [{"loss": None, "step": 1}]
     assert found["some-curve"].startswith("data:image/png;base64,")
     assert hash_bytes(b"d") in found["some-origin"] and "none" not in found["some-origin"]
-    assert "the artifact Not A Key could not be made" in capfd.readouterr().err
+    assert "the artifact Not A Key could not be made" in caplog.text + capfd.readouterr().err
 
 
 PROGRAM = """
