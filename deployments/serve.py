@@ -1,5 +1,7 @@
 """Everything on this machine, until Ctrl-C: server, work pools, all deployments, and a worker of the cpu pool.
 
+Server and worker are started again when they die, and the runs of a worker that died are tried again.
+
 Run: python -m deployments.serve   (what `make serve` does)
 """
 
@@ -11,12 +13,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import yaml
 
-from flows.connections import PREFECT_HOME, connections, prefect_server
+from deployments.supervision import SupervisedWorker
+from flows.connections import PREFECT_HOME, connections, keep_server, prefect_server
 from rollout_core.base.errors import RolloutError
-from rollout_core.base.process_tree import signal_at_parents_end
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -61,6 +64,7 @@ def main() -> None:
     parser.add_argument("--pool", default="cpu", help="work pool whose runs this machine takes")
     parser.add_argument("--port", type=int, default=4200, help="of the server, when this starts one")
     arguments = parser.parse_args()
+    is_configured = bool(os.environ.get("PREFECT_API_URL"))
     with prefect_server(PREFECT_HOME, port=arguments.port, say=_say) as address:
         _say("deploying what prefect.yaml lists ...")
         deploy_all()
@@ -72,33 +76,23 @@ def main() -> None:
             "deployment run nightly/nightly\n\n"
         )
         sys.stdout.flush()
-        _work(arguments.pool)
+        _work(arguments.pool, None if is_configured else address)
 
 
-def _work(pool: str) -> None:
-    """Take runs of a pool, until Ctrl-C or SIGTERM."""
+def _work(pool: str, own_server: str | None) -> None:
+    """Take runs of a pool, until Ctrl-C or SIGTERM, and keep the folder's server running, if that is used."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    worker = subprocess.Popen(
+    port = urlsplit(own_server or "").port
+    worker = SupervisedWorker(
         [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--name", f"{pool}-worker"],
-        env=_environment(),
-        # Ctrl-C comes here first, and the server lives until the worker has ended.
-        start_new_session=True,
-        preexec_fn=_end_with_parent,
+        _environment(),
+        keep_server=lambda: port is not None and keep_server(PREFECT_HOME, port, _say),
+        say=_say,
     )
     try:
-        worker.wait()
+        worker.run()
     except KeyboardInterrupt:
         _say("ending ...")
-    finally:
-        worker.terminate()
-        worker.wait()
-
-
-def _end_with_parent() -> None:
-    """In the worker's process, before it begins."""
-    signal_at_parents_end(signal.SIGTERM)
-    # Prefect turns SIGTERM into SIGINT, which what a shell starts in the background has inherited to ignore.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _say(line: str) -> None:

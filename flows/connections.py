@@ -119,6 +119,22 @@ def prefect_server(home: Path, *, port: int | None = None, say: Callable[[str], 
     _end_if_unused(home, server)
 
 
+def keep_server(home: Path, port: int, say: Callable[[str], None]) -> bool:
+    """For one who is inside `prefect_server`: start the folder's server again if it has died; whether it had.
+
+    Raises RolloutError when it does not start.
+    """
+    home = home.resolve()
+    with exclusive(home / START_LOCK):
+        lock = try_exclusive(home / LOCK)
+        if lock is None:
+            return False
+        os.close(lock)
+        say(f"the Prefect server has died; what it wrote is in {home / LOG}")
+        _find_or_start(home, port, say)
+    return True
+
+
 def _find_or_start(home: Path, port: int | None, say: Callable[[str], None]) -> Listening:
     """The folder's server once it answers. The caller is among its users, and nobody else starts one."""
     while (lock := try_exclusive(home / LOCK)) is None:

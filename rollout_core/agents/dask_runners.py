@@ -28,9 +28,9 @@ from typing import Any
 from distributed import Client, Future, Worker, get_worker
 from distributed.core import Status
 
-from rollout_core.agents.worker import BAD_AGENT, END_SECONDS, START_SECONDS, WorkOrder, exit_reason
+from rollout_core.agents.worker import BAD_AGENT, END_SECONDS, START_SECONDS, WorkOrder
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
-from rollout_core.base.processes import search_path
+from rollout_core.base.processes import exit_reason, search_path
 from rollout_core.base.settings import require_secret
 
 log = logging.getLogger(__name__)

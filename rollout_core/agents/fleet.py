@@ -28,11 +28,10 @@ from rollout_core.agents.worker import (
     HEARTBEAT_SECONDS,
     START_SECONDS,
     WorkOrder,
-    exit_reason,
     run_runners,
 )
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable, in_words
-from rollout_core.base.processes import search_path
+from rollout_core.base.processes import exit_reason, search_path
 from rollout_core.config import RunnersConfig
 from rollout_core.store import LightningStore, LightningStoreServer, NamedResources, Rollout
 from rollout_core.store.lifecycle import FINISHED

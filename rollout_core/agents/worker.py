@@ -62,11 +62,6 @@ class WorkOrder:
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
-def exit_reason(code: int) -> str:
-    """How a process of this exit code ended."""
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-
-
 class OtherAgent(ConfigError):
     """The tasks are for another agent than this worker has."""
 

@@ -175,3 +175,8 @@ def _may_pass(name: str, value: str, allowed: frozenset[str]) -> bool:
     if name.startswith(_OURS) or _SECRET_NAME.search(name):
         return False
     return _PROXIES.fullmatch(name) is not None or not _PASSWORD_IN_ADDRESS.search(value)
+
+
+def exit_reason(code: int) -> str:
+    """How a process of this exit code ended."""
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"

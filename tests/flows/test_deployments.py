@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tomllib
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +118,23 @@ TICK = {
     "work_pool": {"name": "cpu"},
     "schedules": [{"interval": 20}],
 }
+LONG = {"name": "long", "entrypoint": "tick.py:long", "work_pool": {"name": "cpu"}}
 TICK_FLOW = """
+import os, time
+from pathlib import Path
 from prefect import flow
 
 @flow
 def tick():
     return 1
+
+@flow
+def long():
+    tries = Path(os.environ["ROLLOUT_PROJECT"], "tries")
+    with tries.open("a") as file:
+        file.write(f"{os.getpid()}\\n")
+    if len(tries.read_text().split()) == 1:
+        time.sleep(600)
 """
 
 
@@ -143,7 +155,7 @@ def test_in_a_fresh_clone_make_serve_has_runs_start_and_complete_by_their_schedu
     clone(tmp_path / "clone")
     monkeypatch.chdir(tmp_path / "clone")
     deployments = prefect_yaml()
-    deployments["deployments"].append(TICK)
+    deployments["deployments"] += [TICK, LONG]
     Path("prefect.yaml").write_text(yaml.safe_dump(deployments))
     Path("tick.py").write_text(TICK_FLOW)
     server_logs.watch(tmp_path / "clone" / "data" / "prefect" / LOG)
@@ -161,6 +173,27 @@ def test_in_a_fresh_clone_make_serve_has_runs_start_and_complete_by_their_schedu
     assert all(run.auto_scheduled for run in runs_of(api, "tick", "COMPLETED"))
     scheduled = runs_of(api, "nightly", "SCHEDULED")
     assert scheduled and all(run.auto_scheduled for run in scheduled)
+
+    server_logs.expect(
+        "EventsWorker|FlowRunCancellingObserver|ConnectError|Connection refused|connection attempts failed",
+        "the worker misses the server that the test kills",
+    )
+    run_id, tries = start_run(api, "long"), Path("tries")
+    wait_for(lambda: tries.exists() and tries.read_text(), "the run that its worker leaves behind", process=serving)
+    [worker] = [child for child in psutil.Process(serving.pid).children() if "worker" in child.cmdline()]
+    worker.kill()
+    wait_for(lambda: runs_of(api, "long", "COMPLETED"), "the run's second try", process=serving, seconds=300)
+    [run] = runs_of(api, "long", "COMPLETED")
+    assert (str(run.id), run.run_count) == (run_id, 2)
+    assert not psutil.pid_exists(int(tries.read_text().split()[0]))
+    assert f"flow run {run_id} lost its worker and is tried again" in log.read_text()
+
+    [server] = [process for process in psutil.process_iter() if is_server_of(process, tmp_path / "clone")]
+    server.kill()
+    wait_for(lambda: "has lost its server" in log.read_text(), "another worker", process=serving, seconds=300)
+    ticks = len(runs_of(api, "tick", "COMPLETED"))
+    wait_for(lambda: len(runs_of(api, "tick", "COMPLETED")) > ticks, "a scheduled run", process=serving, seconds=300)
+
     started = psutil.Process(serving.pid).children(recursive=True)
     serving.terminate()
     serving.wait(60)
@@ -191,6 +224,27 @@ def served_by_make() -> list[list[str]]:
     ).stdout
     lines = [line.split() for line in recipe.splitlines()]
     return [words[1:] for words in lines if words[0] == ".venv/bin/python"]
+
+
+def start_run(api: str, deployment: str) -> str:
+    """Id of a run that the server is to start now."""
+
+    def ask(path: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{api}/{path}", data, headers={"Content-Type": "application/json"})
+        return json.load(urllib.request.urlopen(request, timeout=30))
+
+    found = ask(f"deployments/name/{deployment}/{deployment}")
+    return ask(f"deployments/{found['id']}/create_flow_run", {})["id"]
+
+
+def is_server_of(process: psutil.Process, folder: Path) -> bool:
+    """Whether it is the Prefect server of a folder."""
+    try:
+        command = process.cmdline()
+    except psutil.Error:
+        return False
+    return "flows.server_process" in command and str(folder / "data" / "prefect") in command
 
 
 def runs_of(api: str, deployment: str, state: str) -> list[Any]:

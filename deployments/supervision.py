@@ -1,0 +1,176 @@
+"""A Prefect worker that is kept at work: started again when it dies, and when the server it was connected with did.
+
+What a dead worker leaves behind is ended and handed back: its runs are tried again under their ids by the next worker,
+and go on with what they have stored.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+
+import psutil
+
+from rollout_core.base.errors import RolloutError
+from rollout_core.base.process_tree import signal_at_parents_end
+from rollout_core.base.processes import ProcessName, exit_reason
+from rollout_core.base.settings import stop_seconds
+
+LOOK_SECONDS = 1.0
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
+"""Before a worker that ended is started again; doubled each time until one lives for a while."""
+STEADY_SECONDS = 120.0
+MAX_TRIES = 3
+"""How often a run is started, in all, before it is left Crashed for a person."""
+GRACE_SECONDS = 15.0
+"""For a run that is asked to end, beside the time that it takes for its last snapshot."""
+_RUN_ID = "PREFECT__FLOW_RUN_ID"
+_SUPERVISOR = "ROLLOUT_SUPERVISOR"
+"""Environment variable by which all that a worker starts is known, also when the worker is no more."""
+
+
+class SupervisedWorker:
+    """A worker, until Ctrl-C or SIGTERM.
+
+    Args:
+        command: that starts it.
+        environment: of its process.
+        keep_server: called every second; whether the server has died since the last time and is there again. Raises
+            RolloutError while it cannot be brought back.
+        say: receives a line for all that happens.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        keep_server: Callable[[], bool],
+        say: Callable[[str], None],
+    ) -> None:
+        self._name = str(ProcessName.of_this_process())
+        self._command, self._environment = command, {**environment, _SUPERVISOR: self._name}
+        self._keep_server, self._say = keep_server, say
+        self._runs: dict[str, psutil.Process] = {}
+        """Flow runs that the worker had under way when it was looked at last, and their processes."""
+        self._is_stale = False
+        self._trouble: str | None = None
+
+    def run(self) -> None:
+        """Work until an exception ends this, as KeyboardInterrupt and SystemExit do; then nothing is left of it."""
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            began, worker = time.monotonic(), self._start()
+            try:
+                reason = self._watch(worker)
+            finally:
+                worker.terminate()
+                worker.wait()
+            if time.monotonic() - began > STEADY_SECONDS:
+                pause = FIRST_PAUSE_SECONDS
+            self._say(f"the worker {reason}; another one starts in {pause:g} s")
+            self._take_back_runs()
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._is_stale = False
+        return subprocess.Popen(
+            self._command,
+            env=self._environment,
+            # Ctrl-C comes to this process first, and the server lives until the worker has ended.
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+
+    def _watch(self, worker: subprocess.Popen[bytes]) -> str:
+        """Why another one is to be started."""
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                return f"ended ({exit_reason(worker.wait(LOOK_SECONDS))})"
+            with suppress(psutil.Error):  # it has just died
+                self._runs = _runs(psutil.Process(worker.pid).children())
+            self._look_after_server()
+            # Its connection by which runs are cancelled does not come back. What it has under way, ends first.
+            if self._is_stale and not self._runs:
+                return "has lost its server, which was started again"
+
+    def _look_after_server(self) -> None:
+        try:
+            self._is_stale = self._keep_server() or self._is_stale
+            self._trouble = None
+        except RolloutError as error:
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                self._say(self._trouble)
+
+    def _descendants(self) -> Iterator[psutil.Process]:
+        """All that workers of this supervisor have started, and what those did."""
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(_SUPERVISOR) == self._name:
+                    yield process
+
+    def _take_back_runs(self) -> None:
+        """End what the worker left behind, and have the server give it to the next one."""
+        # Runs that died with their worker are among the first only, those begun since the last look among the others.
+        runs = self._runs | _runs(self._descendants())
+        self._runs = {}
+        for process in runs.values():
+            with suppress(psutil.NoSuchProcess):
+                process.terminate()
+        _, alive = psutil.wait_procs(list(runs.values()), timeout=stop_seconds() + GRACE_SECONDS)
+        for process in alive:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        for run_id in runs:
+            try:
+                self._say(f"flow run {run_id} {_hand_back(run_id)}")
+            except Exception as error:  # noqa: BLE001 - any of the client's; the next worker must start whatever it is
+                self._say(f"flow run {run_id} could not be handed back ({error}); retry it by hand")
+
+
+def _runs(processes: Iterable[psutil.Process]) -> dict[str, psutil.Process]:
+    """Flow runs by their ids, and of the processes of each the one that began it."""
+    found: dict[str, psutil.Process] = {}
+    for process in sorted(processes, key=lambda process: process.pid):
+        with suppress(psutil.Error):
+            if run_id := process.environ().get(_RUN_ID):
+                found.setdefault(run_id, process)
+    return found
+
+
+def _hand_back(run_id: str) -> str:
+    """Have a run whose process has ended started again; what was done."""
+    from uuid import UUID
+
+    from prefect import get_client
+    from prefect.states import AwaitingRetry, Cancelled, Crashed
+
+    with get_client(sync_client=True) as client:
+        run = client.read_flow_run(UUID(run_id))
+        state = run.state
+        if state is None or (state.is_final() and not state.is_crashed()):
+            return f"ended {state.name if state is not None else 'without a state'}"
+        message = "its worker died"
+        if state.is_cancelling():
+            state, done = Cancelled(message=message), "was being cancelled, and is"
+        elif run.run_count < MAX_TRIES:
+            state, done = AwaitingRetry(message=message), "lost its worker and is tried again"
+        else:
+            state, done = (
+                Crashed(message=message),
+                f"lost its worker and was tried {run.run_count} times; it is Crashed",
+            )
+        client.set_flow_run_state(run.id, state, force=True)
+    return done
+
+
+def _end_with_parent() -> None:
+    """In the worker's process, before it begins."""
+    signal_at_parents_end(signal.SIGTERM)
+    # Prefect turns SIGTERM into SIGINT, which what a shell starts in the background has inherited to ignore.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
