@@ -75,6 +75,9 @@ class OnlineState(BaseModel, Generic[Batch]):
     """What the update under way learns from."""
     rollouts: list[str] = []
     """Of the batch; they are among those dealt with."""
+    held: dict[str, float] = {}
+    """Those of the batch and of skipped ones right before it, with the times of their ends: they are given back, to be
+    learnt from under other settings, where too many batches in a row are skipped."""
     left_out: dict[str, int] = {}
     """Rollouts since the batch before, by why nothing is learnt from them."""
     history: list[PastUpdate] = []
@@ -116,11 +119,13 @@ class OnlineState(BaseModel, Generic[Batch]):
         self._saved = new
 
     def check_learnable(self) -> None:
-        """Raise Fatal where this process has skipped several batches in a row: then they are not to blame."""
+        """Raise Fatal where this process has skipped several batches in a row: then they are not to blame, and
+        `conclude` has given them back."""
         if self._num_skipped_in_row >= _MOST_SKIPPED:
             raise Fatal(
                 f"nothing could be learnt from {self._num_skipped_in_row} batches in a row; the last: "
-                f"{self.history[-1].reason}. Correct the settings, and start the run again under its name"
+                f"{self.history[-1].reason}. Correct the settings, and start the run again under its name: it begins "
+                "with these batches"
             )
 
     def promote(self, checkpoint: Checkpoint, max_staleness: int) -> None:
@@ -153,6 +158,10 @@ class OnlineState(BaseModel, Generic[Batch]):
         self.num_refused += outcome == "refused"
         self.num_skipped += outcome == "skipped"
         self.batch, self.rollouts, self.left_out = None, [], {}
+        if self._num_skipped_in_row >= _MOST_SKIPPED:
+            self.done = {name: end for name, end in self.done.items() if name not in self.held}
+        if outcome != "skipped" or self._num_skipped_in_row >= _MOST_SKIPPED:
+            self.held = {}
 
 
 @dataclass(frozen=True)
@@ -234,6 +243,7 @@ class LiveRollouts:
 
     def take(self, chosen: Sequence[str]) -> None:
         """These are learnt from; the state, which is to be saved then, knows it."""
+        self.state.held |= {name: self._waiting[name].end_time for name in chosen}
         self._deal_with(chosen)
         self.state.rollouts = list(chosen)
 
@@ -276,7 +286,7 @@ class LiveRollouts:
     def _deal_with(self, names: Collection[str]) -> None:
         state = self.state
         state.done |= {name: self._waiting.pop(name).end_time for name in names}
-        ends = [item.end_time for item in self._waiting.values()]
+        ends = [*state.held.values(), *(item.end_time for item in self._waiting.values())]
         state.since = max(state.since, min([*ends, self._newest]) - _LATE_SECONDS)
         state.done = {name: end for name, end in state.done.items() if end >= state.since}
 

@@ -275,11 +275,14 @@ def test_groups_are_of_equal_tasks_and_wait_to_be_whole():
 class Traffic:
     """Live rollouts that end by hand, and what is read of them."""
 
-    def __init__(self, **live) -> None:
-        self.store = InMemoryLightningStore()
+    def __init__(self, *, after: Traffic | None = None, **live) -> None:
+        """``after``: by the next process of a run."""
+        self.store = InMemoryLightningStore() if after is None else after.store
         self.read: list[str] = []
         self.is_away = False
         self.state = OnlineState[Experience](versions=[NEW], since=time.time() - 1)
+        if after is not None:
+            self.state = OnlineState[Experience].model_validate(after.state.model_dump(mode="json"))
         settings = LiveTraffic(**{"min_rollouts": 3, "reward_patience_seconds": 60.0, **live})
         self.live = LiveRollouts(
             self.store, self.state, settings, group_size=1, adapt=self._adapt, flush=lambda: asyncio.sleep(0)
@@ -370,6 +373,23 @@ def test_a_run_that_learns_nothing_batch_after_batch_fails():
     with pytest.raises(Fatal, match="nothing could be learnt from 3 batches in a row; the last: all samples are too"):
         state.check_learnable()
     assert (state.num_updates, state.num_skipped, len(state.history)) == (1, 5, 6)
+
+
+@pytest.mark.parametrize(("last", "given_back"), [("skipped", True), ("refused", False)])
+async def test_batches_that_are_skipped_in_a_row_are_given_back_to_be_learnt_from_under_other_settings(
+    last, given_back
+):
+    traffic = Traffic(min_rollouts=2, reward_patience_seconds=0.0)
+    all_ended: list[str] = []
+    for outcome in ("skipped", "skipped", last):
+        ended = [await traffic.end() for _ in range(2)]
+        all_ended += ended
+        chosen = await traffic.live.next_batch()
+        assert chosen == ended
+        traffic.live.take(chosen)
+        traffic.state.conclude(outcome, "the settings are wrong")
+    later = Traffic(after=traffic, min_rollouts=2)
+    assert await later.live.next_batch() == (all_ended if given_back else [])
 
 
 def test_what_cannot_be_meant_is_refused(tiny_model, tmp_path):
