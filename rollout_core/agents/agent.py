@@ -118,7 +118,8 @@ def _referred(reference: weakref.ref[Any] | None, what: str) -> Any:
 
 class FunctionalLitAgent(LitAgent[Any]):
     """A function as an agent. Arguments are given by name: ``task``, and of ``rollout`` (the record), ``llm`` (the
-    first LLM among the resources), ``prompt_template`` (the first template) and ``resources`` those that it names.
+    first LLM among the resources), ``prompt_template`` (the first template) and ``resources`` those that it names. An
+    ``llm`` or ``prompt_template`` with a default keeps that where the resources have none.
 
     ``strip_proxy`` makes a ProxyLLM an LLM whose endpoint files requests under the attempt. Raises ConfigError for a
     function with another parameter that has no default.
@@ -130,6 +131,7 @@ class FunctionalLitAgent(LitAgent[Any]):
         self._strip_proxy = strip_proxy
         parameters = inspect.signature(function).parameters.values()
         self._named = {parameter.name for parameter in parameters} & set(_INJECTED)
+        self._optional = {parameter.name for parameter in parameters if parameter.default is not parameter.empty}
         other = [
             parameter.name
             for parameter in parameters
@@ -164,11 +166,9 @@ class FunctionalLitAgent(LitAgent[Any]):
 
     def _arguments(self, task: Any, resources: NamedResources, rollout: Rollout) -> dict[str, Any]:
         values: dict[str, Any] = {"task": task, "rollout": rollout, "resources": resources}
-        if "llm" in self._named:
-            llm = _first(LLM, resources)
-            values["llm"] = _without_proxy(llm, rollout) if self._strip_proxy else llm
-        if "prompt_template" in self._named:
-            values["prompt_template"] = _first(PromptTemplate, resources)
+        for name, kind in (("llm", LLM), ("prompt_template", PromptTemplate)):
+            if name in self._named and (found := _first(kind, resources, is_needed=name not in self._optional)):
+                values[name] = _without_proxy(found, rollout) if self._strip_proxy else found
         return {name: value for name, value in values.items() if name in self._named}
 
 
@@ -176,13 +176,15 @@ def _name(function: Any) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
 
 
-def _first(kind: type[Kind], resources: Mapping[str, Resource]) -> Kind:
+def _first(kind: type[Kind], resources: Mapping[str, Resource], *, is_needed: bool) -> Kind | None:
     found = {
         name: resource
         for name, resource in resources.items()
         # A model that a flow has promoted is an LLM without an endpoint: it names weights, and nobody answers there.
         if isinstance(resource, kind) and not (type(resource) is LLM and not resource.endpoint)
     }
+    if not found and not is_needed:
+        return None
     if not found:
         kinds = {name: type(resource).__name__ for name, resource in resources.items()}
         raise ConfigError(f"the agent asks for a {kind.__name__}, but the resources are {kinds or 'none'}; publish one")
@@ -191,12 +193,12 @@ def _first(kind: type[Kind], resources: Mapping[str, Resource]) -> Kind:
     return next(iter(found.values()))
 
 
-def _without_proxy(llm: LLM, rollout: Rollout) -> LLM:
-    if not isinstance(llm, ProxyLLM):
-        return llm
+def _without_proxy(resource: Resource, rollout: Rollout) -> Resource:
+    if not isinstance(resource, ProxyLLM):
+        return resource
     if not isinstance(rollout, AttemptedRollout):
         raise ConfigError(f"got a {type(rollout).__name__}, but a ProxyLLM needs the attempt; pass an AttemptedRollout")
-    return llm.with_attempted_rollout(rollout)
+    return resource.with_attempted_rollout(rollout)
 
 
 @overload

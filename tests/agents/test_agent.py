@@ -35,6 +35,15 @@ def test_arguments_come_by_name(caplog):
     assert agent(RESOURCES["main"], 1, RESOURCES["template"], ROLLOUT, {}, extra=2)[5] == 2, "it is still the function"
 
 
+def test_a_default_stands_where_the_resources_have_none():
+    @rollout
+    def agent(task, llm=None, prompt_template="no template"):
+        return llm and llm.model, prompt_template
+
+    assert agent.rollout(1, {}, ROLLOUT) == (None, "no template")
+    assert agent.rollout(1, {"main": RESOURCES["main"]}, ROLLOUT) == ("one", "no template")
+
+
 async def test_the_wrong_flavour_says_which_is_right():
     async def waits(task, llm):
         return llm.model
