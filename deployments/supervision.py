@@ -126,6 +126,8 @@ class SupervisedWorker:
         for process in alive:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+        if runs:
+            self._look_after_server()  # it may have died with the worker
         for run_id in runs:
             try:
                 self._say(f"flow run {run_id} {_hand_back(run_id)}")
