@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import orjson
 import pytest
@@ -262,8 +263,10 @@ def test_a_stop_signal_ends_it_in_time_when_calls_under_way_have_ended(
         assert time.monotonic() - asked < STOP_SECONDS + SLACK_SECONDS
         wait_for(lambda: service.failures, "a call that nobody answers")
     for error in service.failures:  # none was cut, or refused as if it were wrong
-        was_refused = type(error.__cause__).__name__ == "ConnectError"
-        assert was_refused or getattr(error, "status_code", 0) == 503, error
+        cause = error.__cause__
+        # Of connections that nobody accepts any more some are reset, and idle ones are closed as the next call begins.
+        found_nobody = isinstance(cause, httpx.TransportError) and "complete message" not in str(cause)
+        assert found_nobody or getattr(error, "status_code", 0) == 503, (error, cause)
     after = state()
     assert after is not None and len(after["history"]) == after["num_updates"] > 0
     assert "Traceback" not in log.read_text()

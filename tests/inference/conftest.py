@@ -91,8 +91,12 @@ def vllm_engine(small: ModelRef) -> Iterator[Any]:
     """One vLLM engine for the whole session; nothing of it is left at the end."""
     from rollout_core.inference.vllm_backend import VLLMEngine
 
+    def engine_processes() -> list[psutil.Process]:
+        return [child for child in psutil.Process().children(recursive=True) if child.name().startswith("VLLM")]
+
+    others = engine_processes()
     engine = VLLMEngine(VLLMBackend(max_model_len=96, max_num_seqs=16), small)
-    processes = [child for child in psutil.Process().children(recursive=True) if child.name().startswith("VLLM")]
+    processes = [process for process in engine_processes() if process not in others]
     yield engine
     engine.close()
     assert len(processes) == 2 and psutil.wait_procs(processes, timeout=10)[1] == []

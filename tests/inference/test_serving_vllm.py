@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import openai
 import psutil
@@ -20,15 +22,30 @@ pytestmark = pytest.mark.engine
 BACKEND = VLLMBackend(max_model_len=96, max_num_seqs=16)
 
 
+def engine_processes() -> list[psutil.Process]:
+    """Those of vLLM engines of this process."""
+    return [child for child in psutil.Process().children(recursive=True) if child.name().startswith("VLLM")]
+
+
 @pytest.fixture(autouse=True, scope="module")
-def no_engine_left():
-    yield
+def others():
+    """Processes of engines that other tests use; those of this file end with it."""
+    close_engine()
+    yield engine_processes()
     close_engine()
 
 
-async def test_tokens_swaps_and_64_requests(small, other_small):
+@asynccontextmanager
+async def started(model: ModelRef) -> AsyncIterator[EngineServer]:
     server = EngineServer(BACKEND)
-    await server.start(small)
+    await server.start(model)
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+async def test_tokens_swaps_and_64_requests(small, other_small):
     prompts = [load_tokenizer(small.folder)(f"sort {number} =")["input_ids"] for number in range(64)]
     params = SamplingParams(max_tokens=12, logprobs=1)
 
@@ -38,7 +55,10 @@ async def test_tokens_swaps_and_64_requests(small, other_small):
                 [Request(str(number), prompt, params, number) for number, prompt in enumerate(prompts)]
             )
 
-    async with openai.AsyncOpenAI(base_url=server.url, api_key="EMPTY", max_retries=0) as client:
+    async with (
+        started(small) as server,
+        openai.AsyncOpenAI(base_url=server.url, api_key="EMPTY", max_retries=0) as client,
+    ):
 
         async def ask(number: int):
             extra = {"return_token_ids": True}
@@ -56,17 +76,17 @@ async def test_tokens_swaps_and_64_requests(small, other_small):
                 assert answer.token_ids == completion.token_ids and answer.text == completion.text
                 assert answer.logprobs.token_logprobs == completion.logprobs
                 assert answer.finish_reason == completion.finish_reason
-    await server.stop()
 
 
-async def test_a_killed_engine_is_a_passing_fault_of_which_nothing_is_left_and_is_started_again(small, caplog):
-    server = EngineServer(BACKEND)
-    await server.start(small)
-    before = [child for child in psutil.Process().children(recursive=True) if child.name().startswith("VLLM")]
-    [core] = [process for process in before if process.name().startswith("VLLM::EngineC")]
-    assert len(before) == 2, "the engine and its worker"
-    async with openai.AsyncOpenAI(base_url=server.url, api_key="EMPTY", max_retries=0) as client:
+async def test_a_killed_engine_is_a_passing_fault_of_which_nothing_is_left_and_is_started_again(small, caplog, others):
+    async with (
+        started(small) as server,
+        openai.AsyncOpenAI(base_url=server.url, api_key="EMPTY", max_retries=0) as client,
+    ):
         fields = {"model": "policy", "prompt": "sort 1 =", "max_tokens": 80, "extra_body": {"ignore_eos": True}}
+        before = [process for process in engine_processes() if process not in others]
+        [core] = [process for process in before if process.name().startswith("VLLM::EngineC")]
+        assert len(before) == 2, "the engine and its worker"
         asking = [asyncio.create_task(client.completions.create(**fields)) for _ in range(200)]
         await asyncio.sleep(1.0)
         core.kill()
@@ -75,7 +95,6 @@ async def test_a_killed_engine_is_a_passing_fault_of_which_nothing_is_left_and_i
         assert failed and all(isinstance(error, openai.InternalServerError) for error in failed)
         assert {error.status_code for error in failed} == {503}
         assert (await client.completions.create(**fields)).usage.completion_tokens == 80
-    assert "engine process died" in caplog.text
-    _, alive = psutil.wait_procs(before, timeout=15)
-    assert not alive, "processes of the first engine"
-    await server.stop()
+        assert "engine process died" in caplog.text
+        _, alive = psutil.wait_procs(before, timeout=15)
+        assert not alive, "processes of the first engine"
