@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import threading
 import time
@@ -242,6 +243,38 @@ def _grant(turn: asyncio.Future[None]) -> None:
         turn.set_result(None)
 
 
+class _Collecting:
+    """Which thread collects garbage now, if one does: Python lets one at a time."""
+
+    thread: int | None = None
+
+    @classmethod
+    def note(cls, phase: str, _: object) -> None:
+        """Called by Python when a collection begins, and when it ends."""
+        cls.thread = threading.get_ident() if phase == "start" else None
+
+
+def _task_unless_collecting(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+    if _Collecting.thread == threading.get_ident():
+        work.close()
+        raise RuntimeError("a finalizer's task belongs to the loop that its object was used on")
+    return asyncio.Task(work, loop=loop, **options)
+
+
+def refuse_finalizers(loop: asyncio.AbstractEventLoop) -> None:
+    """Let the loop take no tasks from finalizers that a garbage collection calls: for loops on threads beside those
+    that run others' code.
+
+    Clients such as openai's, when they are collected without having been closed, close themselves by a task on the loop
+    that runs at that moment. Python collects on whichever thread comes to it, so that may be another than the one that
+    the client was used on. Closing its sockets from there takes readers from sockets that were opened since, and
+    requests under way on those never get their answers.
+    """
+    if _Collecting.note not in gc.callbacks:
+        gc.callbacks.append(_Collecting.note)
+    loop.set_task_factory(_task_unless_collecting)
+
+
 class LoopThread:
     """A thread that runs an event loop, from the first use on."""
 
@@ -250,6 +283,7 @@ class LoopThread:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self.loop = asyncio.new_event_loop()
+        refuse_finalizers(self.loop)
 
     def start(self) -> asyncio.AbstractEventLoop:
         """The running loop."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
+import threading
 import time
 
 import pytest
@@ -15,7 +17,7 @@ from rollout_core.store import (
     LightningStoreClient,
     LightningStoreServer,
 )
-from rollout_core.store.loops import Bell, Waiters
+from rollout_core.store.loops import Bell, LoopThread, Waiters
 from tests.store.conftest import SHARED
 from tests.store.forking import leave
 
@@ -222,3 +224,42 @@ async def test_a_server_that_ends_sends_those_away_who_wait_for_work(caplog):
         assert not await waiting
     assert time.monotonic() - started < 5, "the grace of the server was not spent"
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+
+
+async def test_a_collection_on_a_loops_thread_runs_no_finalizers_task():
+    """Such as that of openai's client, which would close the sockets of the loop that it was used on."""
+    places = []
+
+    class Client:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            closing = close()
+            try:
+                places.append(threading.current_thread().name)
+                asyncio.get_running_loop().create_task(closing)
+            except RuntimeError as error:
+                places.append(str(error))
+
+    async def close() -> None:
+        places.append("closed")
+
+    async def collect() -> int:
+        gc.collect()
+        return await asyncio.create_task(asyncio.sleep(0, 7))
+
+    gc.collect()
+    gc.disable()
+    thread = LoopThread("aside")
+    try:
+        Client()
+        assert await thread.run(collect()) == 7
+        assert places == ["aside", "a finalizer's task belongs to the loop that its object was used on"]
+        places.clear()
+        Client()
+        await collect()
+        assert places == ["MainThread", "closed"]
+    finally:
+        gc.enable()
+        thread.stop()

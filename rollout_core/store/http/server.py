@@ -30,6 +30,7 @@ from rollout_core.store.http.listening import (
     url_of,
     uvicorn_config,
 )
+from rollout_core.store.loops import refuse_finalizers
 from rollout_core.store.types import LightningStoreCapabilities
 
 LaunchMode = Literal["thread", "asyncio", "mp"]
@@ -209,10 +210,16 @@ class _Running:
 class _InThread(_Running):
     def __init__(self, app: FastAPI, listener: socket.socket) -> None:
         self._server = Server(uvicorn_config(app))
-        self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [listener]}, name="store-server", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=[listener], name="store-server", daemon=True)
         self._thread.start()
+
+    def _run(self, listener: socket.socket) -> None:
+        async def serve() -> None:
+            refuse_finalizers(asyncio.get_running_loop())
+            await self._server.serve(sockets=[listener])
+
+        with asyncio.Runner(loop_factory=self._server.config.get_loop_factory()) as runner:
+            runner.run(serve())
 
     def started(self) -> bool:
         return self._server.started

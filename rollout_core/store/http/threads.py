@@ -14,6 +14,7 @@ import uvloop
 
 from rollout_core.base.errors import Recoverable, in_words
 from rollout_core.store.http.listening import Server, uvicorn_config
+from rollout_core.store.loops import refuse_finalizers
 
 T = TypeVar("T")
 
@@ -48,6 +49,7 @@ class ServerThread:
     ) -> None:
         self.started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+        refuse_finalizers(self.loop)
         self.is_stopping = False
         self._name = name
         self._server: _ListeningServer | None = None
