@@ -58,6 +58,7 @@ serve: setup
 
 bench: setup
 	$(BIN)/python benchmarks/stages.py
+	$(BIN)/python benchmarks/cached.py
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/inference.py
 	$(BIN)/python benchmarks/fan_out.py

@@ -1,24 +1,16 @@
-"""Cost of a stage beyond its work, and of a nightly run in which every stage is cached.
+"""Cost of a stage beyond its work.
 
 A stage is a Prefect task run (server calls, events), a content key, a lock, a result record written and read back, and
 lineage; this shows what that adds up to on an otherwise idle machine, computed and cached, beside a bare Prefect task
-of the same body. The cached nightly run is the example's flow, made shorter, run a second time in the same storage; it
-has a process of its own, so its time includes Python's imports and the start of the Prefect server.
+of the same body. For whole runs in which every stage is cached see ``cached.py``.
 
 Run: python benchmarks/stages.py [--quick]
 """
 
-import os
-import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from harness import PROJECT, Figures, own_place, own_server, percentile, quick_asked
-
-NIGHTLY = ("--set", "ppo.prompts_per_iteration=64", "--set", "sft.budget.max_steps=4")
+from harness import Figures, own_place, own_server, percentile, quick_asked
 
 
 def measure_stages(figures: Figures, *, calls: int, rounds: int) -> None:
@@ -68,40 +60,11 @@ def measure_stages(figures: Figures, *, calls: int, rounds: int) -> None:
         figures.add(f"  95th percentile of a {name} stage", f"{percentile(seconds, 0.95) * 1e3:.1f} ms", rounds=rounds)
 
 
-def measure_nightly(figures: Figures, folder: Path, *, iterations: int, rounds: int) -> None:
-    """Rows of the nightly run: once computed, then cached."""
-    subprocess.run([sys.executable, str(PROJECT / "examples" / "make_tiny.py")], check=True, stdout=subprocess.DEVNULL)
-    command = [str(Path(sys.executable).with_name("rollout")), "nightly"]
-    command += ["--config", str(PROJECT / "examples" / "nightly-tiny.toml"), "--set", f"ppo.iterations={iterations}"]
-    command += NIGHTLY
-    environment = os.environ | {"PYTHONPATH": str(PROJECT)}
-    environment.pop("PREFECT_API_URL", None)  # each run brings its own server, as for a person
-
-    def run() -> tuple[float, str]:
-        started = time.perf_counter()
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"the nightly run ended with {done.returncode}:\n{done.stderr[-2000:]}")
-        counts = next(line for line in done.stdout.splitlines() if line.startswith("stages: "))
-        return time.perf_counter() - started, counts
-
-    first, counts = run()
-    figures.add(f"nightly, first run ({counts})", f"{first:.1f} s")
-    cached = []
-    for _ in range(rounds):
-        seconds, counts = run()
-        cached.append(seconds)
-    what = f"nightly, again ({counts})"
-    figures.add(what, f"{statistics.median(cached):.1f} s", rounds=rounds)
-
-
 def main() -> None:
     quick = quick_asked(__doc__)
     figures = Figures("Stages beyond their work")
-    with own_place() as folder:
-        with own_server(folder):
-            measure_stages(figures, calls=20 if quick else 100, rounds=2 if quick else 5)
-        measure_nightly(figures, folder, iterations=2 if quick else 16, rounds=1 if quick else 3)
+    with own_place() as folder, own_server(folder):
+        measure_stages(figures, calls=20 if quick else 100, rounds=2 if quick else 5)
     figures.show("Stages that are never cached (import, promote) are computed in every run.")
 
 

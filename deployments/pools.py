@@ -1,21 +1,69 @@
-"""Work pools and blocks that the deployments in ``prefect.yaml`` count on. Creating what is there changes nothing.
+"""The deployments of a ``prefect.yaml``, and the work pools and blocks that they count on.
 
-Run: python -m deployments.pools   (against the configured Prefect API)
+Run: python -m deployments.pools   (pools and blocks alone, against the configured Prefect API)
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
 from prefect import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
-from prefect.exceptions import ObjectAlreadyExists
+from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 
 from blocks import ContentAddressedStorage, RolloutDatabase
+from rollout_core.base.errors import ConfigError, RolloutError
 
 POOLS = {
     "cpu": "Flows that need no GPU, and everything on a machine without one.",
     "gpu": "Flows that generate or train on GPUs.",
 }
 POOL_TYPE = "process"
+FILE = "prefect.yaml"
+
+
+def deploy(folder: Path, pool: str, names: Sequence[str] = (), *, project: str | None = None) -> None:
+    """Create what is needed and deploy what the ``prefect.yaml`` in ``folder`` lists, or of it ``names``, on ``pool``.
+
+    Deployments that are there already move to the pool. Runs work in the folder ``project`` of the worker's machine, by
+    default in ``folder``. Raises ConfigError for a name or pool that there is not, RolloutError where Prefect refuses.
+    """
+    listed = _listed(folder / FILE)
+    unknown = [name for name in names if name not in listed]
+    if unknown:
+        raise ConfigError(f"{folder / FILE} has no deployment {', '.join(unknown)}; it has {', '.join(listed)}")
+    create_pools()
+    with get_client(sync_client=True) as client:
+        try:
+            client.read_work_pool(pool)
+        except ObjectNotFound as error:
+            raise ConfigError(
+                f"the server has no work pool {pool!r}; give one of {', '.join(POOLS)}, or create it: "
+                f"prefect work-pool create {pool} --type process"
+            ) from error
+    asked = [f"--name={name}" for name in names] or ["--all"]
+    done = subprocess.run(
+        [sys.executable, "-m", "prefect", "--no-prompt", "deploy", *asked],
+        cwd=folder,
+        env={**os.environ, "ROLLOUT_PROJECT": project or str(folder), "ROLLOUT_POOL": pool},
+    )
+    if done.returncode:
+        raise RolloutError(f"`prefect deploy` ended with {done.returncode} in {folder}; what it said is above")
+
+
+def _listed(file: Path) -> list[str]:
+    try:
+        document = yaml.safe_load(file.read_text(encoding="utf-8"))
+        return [str(item["name"]) for item in document["deployments"]]
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}; call this in the project folder") from error
+    except (yaml.YAMLError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} lists no deployments as Prefect reads them: {error}") from error
 
 
 def create_pools() -> None:

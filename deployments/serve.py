@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -24,12 +23,20 @@ from rollout_core.base.errors import RolloutError
 PROJECT = Path(__file__).resolve().parent.parent
 
 
-def deploy_all() -> None:
-    """Create the work pools and deploy what ``prefect.yaml`` lists."""
-    from deployments.pools import create_pools
+def deploy_all(pool: str) -> None:
+    """Deploy what ``prefect.yaml`` lists on the pool, and have crashed runs tried again.
 
-    create_pools()
-    _prefect("--no-prompt", "deploy", "--all")
+    Automations that are installed already stay as they are: `rollout ops install` changes them.
+    """
+    from prefect import get_client
+
+    from deployments import automations
+    from deployments.pools import deploy
+
+    deploy(PROJECT, pool)
+    with get_client(sync_client=True) as client:
+        if not automations.present(client):
+            automations.install(client, automations.changes(client, automations.healing()))
 
 
 def unready_schedules() -> list[str]:
@@ -50,10 +57,6 @@ def unready_schedules() -> list[str]:
     return lines
 
 
-def _prefect(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "prefect", *arguments], check=True, cwd=PROJECT, env=_environment())
-
-
 def _environment() -> dict[str, str]:
     # prefect.yaml's pull step takes the project's folder from here.
     return {**os.environ, "ROLLOUT_PROJECT": str(PROJECT), "PREFECT_LOGGING_LEVEL": "INFO"}
@@ -67,7 +70,7 @@ def main() -> None:
     is_configured = bool(os.environ.get("PREFECT_API_URL"))
     with prefect_server(PREFECT_HOME, port=arguments.port, say=_say) as address:
         _say("deploying what prefect.yaml lists ...")
-        deploy_all()
+        deploy_all(arguments.pool)
         for line in unready_schedules():
             _say(line)
         sys.stdout.write(
@@ -86,6 +89,7 @@ def _work(pool: str, own_server: str | None) -> None:
     worker = SupervisedWorker(
         [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--name", f"{pool}-worker"],
         _environment(),
+        pool,
         keep_server=lambda: port is not None and keep_server(PREFECT_HOME, port, _say),
         say=_say,
     )

@@ -6,11 +6,15 @@ and go on with what they have stored.
 
 from __future__ import annotations
 
+import logging
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+from uuid import UUID
 
 import psutil
 
@@ -19,6 +23,10 @@ from rollout_core.base.process_tree import signal_at_parents_end
 from rollout_core.base.processes import ProcessName, exit_reason
 from rollout_core.base.settings import stop_seconds
 
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import State
+
+log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 """Before a worker that ended is started again; doubled each time until one lives for a while."""
@@ -27,6 +35,12 @@ MAX_TRIES = 3
 """How often a run is started, in all, before it is left Crashed for a person."""
 GRACE_SECONDS = 15.0
 """For a run that is asked to end, beside the time that it takes for its last snapshot."""
+ASK_SECONDS = 10.0
+"""Between two looks at what the server says of this pool's runs."""
+LEFT_SECONDS = {"CRASHED": 20.0, "PENDING": 300.0}
+"""For which runs are in a state before they are handed back. Crashed: in that time an automation tries them again. It
+may not: a Prefect server that was started again holds back events that follow on those from before, for a quarter of an
+hour. Pending: a worker took them and began nothing, since it died at that moment; no automation sees that."""
 _RUN_ID = "PREFECT__FLOW_RUN_ID"
 _SUPERVISOR = "ROLLOUT_SUPERVISOR"
 """Environment variable by which all that a worker starts is known, also when the worker is no more."""
@@ -38,6 +52,7 @@ class SupervisedWorker:
     Args:
         command: that starts it.
         environment: of its process.
+        pool: the work pool whose runs it takes.
         keep_server: called every second; whether the server has died since the last time and is there again. Raises
             RolloutError while it cannot be brought back.
         say: receives a line for all that happens.
@@ -47,6 +62,7 @@ class SupervisedWorker:
         self,
         command: Sequence[str],
         environment: Mapping[str, str],
+        pool: str,
         *,
         keep_server: Callable[[], bool],
         say: Callable[[str], None],
@@ -54,8 +70,12 @@ class SupervisedWorker:
         self._name = str(ProcessName.of_this_process())
         self._command, self._environment = command, {**environment, _SUPERVISOR: self._name}
         self._keep_server, self._say = keep_server, say
+        self._pool, self._since = pool, datetime.now(UTC)
         self._runs: dict[str, psutil.Process] = {}
         """Flow runs that the worker had under way when it was looked at last, and their processes."""
+        self._left: dict[UUID, float] = {}
+        """By the ids of states, monotonic seconds at which runs were first seen left in them."""
+        self._asked = time.monotonic()
         self._is_stale = False
         self._trouble: str | None = None
 
@@ -94,9 +114,25 @@ class SupervisedWorker:
             with suppress(psutil.Error):  # it has just died
                 self._runs = _runs(psutil.Process(worker.pid).children())
             self._look_after_server()
+            self._hand_back_left()
             # Its connection by which runs are cancelled does not come back. What it has under way, ends first.
             if self._is_stale and not self._runs:
                 return "has lost its server, which was started again"
+
+    def _hand_back_left(self) -> None:
+        """Have runs of the pool started again that have been left Crashed, or taken and not begun."""
+        now = time.monotonic()
+        if now - self._asked < ASK_SECONDS:
+            return
+        self._asked = now
+        try:
+            left = _left_runs(self._pool, self._since)
+            self._left = {state.id: self._left.get(state.id, now) for _, state in left}
+            for run_id, state in left:
+                if now - self._left[state.id] > LEFT_SECONDS[state.type.value]:
+                    self._say(f"flow run {run_id} {_hand_back(run_id)}")
+        except Exception as error:  # noqa: BLE001 - any of the client's; the server may be away
+            log.debug("what the server says of the runs of pool %s is not known: %s", self._pool, error)
 
     def _look_after_server(self) -> None:
         try:
@@ -145,28 +181,58 @@ def _runs(processes: Iterable[psutil.Process]) -> dict[str, psutil.Process]:
     return found
 
 
-def _hand_back(run_id: str) -> str:
-    """Have a run whose process has ended started again; what was done."""
-    from uuid import UUID
-
+def _left_runs(pool: str, since: datetime) -> list[tuple[str, State]]:
+    """Runs of a pool that are Crashed and have a try left, or Pending, and came to be so after ``since``."""
     from prefect import get_client
+    from prefect.client.schemas.filters import (
+        FlowRunFilter,
+        FlowRunFilterState,
+        FlowRunFilterStateType,
+        WorkPoolFilter,
+        WorkPoolFilterName,
+    )
+    from prefect.client.schemas.objects import StateType
+    from prefect.client.schemas.sorting import FlowRunSort
+
+    kinds = FlowRunFilterStateType(any_=[StateType(name) for name in LEFT_SECONDS])
+    with get_client(sync_client=True) as client:
+        runs = client.read_flow_runs(
+            flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=kinds)),
+            work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])),
+            sort=FlowRunSort.EXPECTED_START_TIME_DESC,
+        )
+    return [
+        (str(run.id), run.state)
+        for run in runs
+        if run.state is not None
+        and run.state.timestamp >= since
+        and (run.state.is_pending() or run.run_count < MAX_TRIES)
+    ]
+
+
+def _hand_back(run_id: str) -> str:
+    """Have a run that nobody works on started again; what was done."""
+    from prefect import get_client
+    from prefect.exceptions import ObjectNotFound
     from prefect.states import AwaitingRetry, Cancelled, Crashed
 
     with get_client(sync_client=True) as client:
-        run = client.read_flow_run(UUID(run_id))
+        try:
+            run = client.read_flow_run(UUID(run_id))
+        except ObjectNotFound:
+            return "was deleted"
         state = run.state
         if state is None or (state.is_final() and not state.is_crashed()):
             return f"ended {state.name if state is not None else 'without a state'}"
-        message = "its worker died"
+        if state.is_scheduled():
+            return "is tried again by an automation"
         if state.is_cancelling():
-            state, done = Cancelled(message=message), "was being cancelled, and is"
+            state, done = Cancelled(message="its worker died"), "was being cancelled, and is"
         elif run.run_count < MAX_TRIES:
-            state, done = AwaitingRetry(message=message), "lost its worker and is tried again"
+            lost = "its process died" if state.is_crashed() else "its worker died"
+            state, done = AwaitingRetry(message=lost), f"is tried again, as {lost}"
         else:
-            state, done = (
-                Crashed(message=message),
-                f"lost its worker and was tried {run.run_count} times; it is Crashed",
-            )
+            state, done = Crashed(message="its worker died"), f"was tried {run.run_count} times; it is Crashed"
         client.set_flow_run_state(run.id, state, force=True)
     return done
 

@@ -11,8 +11,18 @@ from typing import Any, TypedDict
 
 from prefect import flow
 
+from flows.candidate import reason_of
 from flows.flow_run import recompute_missing
-from flows.report import PAGE, Curve, capitalized, curves_of_iterations, evidence_list, page, stages_section
+from flows.report import (
+    PAGE,
+    Curve,
+    capitalized,
+    curves_of_iterations,
+    evidence_list,
+    page,
+    shown_curve,
+    stages_section,
+)
 from rollout_core.agents.adapters import drawing
 from rollout_core.agents.adapters.ended import EndedRollout, ended_rollouts, read_rollouts
 from rollout_core.base.ids import ContentId
@@ -24,11 +34,11 @@ from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.objects.records import AgentRollouts, AgentSource, Checkpoint, Experience
 from rollout_core.plans.agent_plan import plan_agent
 from tasks.agents import close_agents, collect_samples, enqueue_tasks, import_agent, run_agents
-from tasks.artifacts import curve as show_curve, draw_curve, table
+from tasks.artifacts import draw_curve
 from tasks.connections import current_connections, objects, open_store, working_folder
 from tasks.imports import import_model, import_tasks
 from tasks.learn import grpo_update, ppo_update
-from tasks.logs import Journal, log_iteration
+from tasks.logs import Journal, Outcome, log_iteration
 from tasks.promotion import Promotion, latest_model, promote, snapshot
 
 NUM_GAINED, NUM_LOST = 3, 1
@@ -82,7 +92,7 @@ def _train(config: TrainAgentConfig, journal: Journal) -> TrainedAgent:
     source = import_agent(config.agent)
     model = import_model(settings.base_model).model
     tasks = import_tasks(settings.prompts).data
-    held_out = None if config.evaluation is None else import_tasks(config.evaluation.tasks).data
+    held_out = None if config.evaluation is None else import_tasks(config.evaluation.tasks, label="held out").data
 
     def evaluate(of: ContentId, label: str) -> AgentRollouts | None:
         if held_out is None or config.evaluation is None:
@@ -98,11 +108,13 @@ def _train(config: TrainAgentConfig, journal: Journal) -> TrainedAgent:
         latest = latest_model(config.promotion.resource).model
         rival = evaluate(latest, "latest") if latest is not None and latest not in (model, last.model) else None
         promotion = promote(before, rival, after, config.promotion)
+        verdict = reason_of(promotion, latest, config.run.name, config.promotion)
+        promotion = promotion.model_copy(update={"reason": verdict})
     held_out_rewards = {
         moment: rollouts.mean_reward for moment, rollouts in (("before", before), ("after", after)) if rollouts
     }
     traces = "" if before is None or after is None else _traces_section(before, after)
-    folder = _report(config, iterations, held_out_rewards, _verdict(promotion), traces, journal)
+    folder = _report(config, iterations, held_out_rewards, promotion, traces, journal)
     return TrainedAgent(
         model=last.model,
         train_state=last.train_state,
@@ -179,11 +191,11 @@ def _report(
     config: TrainAgentConfig,
     iterations: Sequence[AgentIteration],
     held_out: dict[str, float],
-    verdict: str,
+    promotion: Promotion | None,
     traces: str,
     journal: Journal,
 ) -> Path:
-    """Write page and curves, show them in the Prefect UI, and return their folder."""
+    """Write page and curves, leave them for the run's summary, and return their folder."""
     folder = working_folder() / config.report_dir
     folder.mkdir(parents=True, exist_ok=True)
     x_label = f"{config.algorithm.kind.upper()} iteration"
@@ -215,15 +227,19 @@ def _report(
     )
     body = f"""<p>Agent <code>{html.escape(config.agent.function)}</code>, model
 <code>{iterations[-1].checkpoint.model}</code>.</p>
-{verdict}
+{_verdict(promotion)}
 <div class="figures">{figures}</div>
 <div class="curves">{images}</div>
 {traces}
 {stages_section(journal.entries)}"""
     LocalFolder(folder).replace(PAGE, [page(config.run.name, body, style=_STYLE).encode()])
-    title = f"{config.run.name}: mean reward of the agent"
-    show_curve("agent-reward", curves[0].values, title=title, x_label=x_label, y_label="mean reward")
-    table("stages", [entry.row() for entry in journal.entries], f"Stages of this run; the report is in {folder}")
+    journal.outcome = Outcome(
+        facts={"checkpoint": checkpoints[-1].model, "report": str(folder)},
+        held_out=held_out,
+        promoted=None if promotion is None else promotion.promoted,
+        reason="" if promotion is None else promotion.reason,
+        pictures=shown_curve(objects(), config.run.name, curves[0]),
+    )
     return folder
 
 

@@ -56,7 +56,7 @@ from tasks.batch import (
 )
 from tasks.connections import current_connections, objects, working_folder
 from tasks.imports import import_model
-from tasks.logs import Journal, stage_logger
+from tasks.logs import Journal, Outcome, stage_logger
 
 REFRESH_SECONDS = 0.5
 LOG_SECONDS = 30.0
@@ -80,8 +80,12 @@ def batch_inference(config: InferBatchConfig, run_id: str | None = None) -> dict
         stage_logger().info("run %s %s", run_id, "resumes" if is_resumed else "starts")
         prompts = import_prompts(config)
         shards = shards_of(objects(), prompts)
-        records, figures = _complete(config, run_id, model.model, shards, prompts.num_rows * config.sampling.n)
+        records, figures, pictures = _complete(
+            config, run_id, model.model, shards, prompts.num_rows * config.sampling.n
+        )
         written = write_completions(records, config, run_id)
+        facts = {"output": written.path, **{name: f"{value:,}" for name, value in figures.items()}}
+        journal.outcome = Outcome(facts=facts, pictures=pictures)
         return {**written.model_dump(mode="json"), "figures": figures}
 
     try:
@@ -92,8 +96,8 @@ def batch_inference(config: InferBatchConfig, run_id: str | None = None) -> dict
 
 def _complete(
     config: InferBatchConfig, run_id: str, model: ContentId, shards: list[tuple[ContentId, int]], num_samples: int
-) -> tuple[list[ShardCompletions], dict[str, Any]]:
-    """Records of all shards, and the figures of the closing table."""
+) -> tuple[list[ShardCompletions], dict[str, Any], dict[str, bytes]]:
+    """Records of all shards, the figures of the closing table, and pictures for the run's summary."""
     context = FlowRunContext.get()
     assert context is not None and context.flow_run is not None, "called inside the flow"
     flow_run_id = str(context.flow_run.id)
@@ -125,7 +129,10 @@ def _complete(
     ):
         work = FanOut(infer_shard.submit, help_shard.submit, lambda job: progress.of(job.rows), on_result)
         records = fleet.run_all(jobs, work)
-    return records, close_run(config, flow_run_id, records, fleet.average_workers())
+    objects = connections.objects()
+    figures = closing_figures(config, records, work_of(objects, flow_run_id), fleet.average_workers())
+    forget_work(objects, flow_run_id)
+    return records, figures, picture_of_lengths(config, records)
 
 
 class RunProgress:
@@ -218,31 +225,21 @@ class Speed:
         return (more_samples - samples) / (now - start), (more_tokens - tokens) / (now - start)
 
 
-def close_run(
-    config: InferBatchConfig, run_id: str, records: Sequence[ShardCompletions], workers: float
-) -> dict[str, Any]:
-    """File the table and the histogram of a finished run, and return the table's figures.
-
-    ``workers``: their average number over the run.
-    """
-    objects = connections.objects()
-    figures = closing_figures(config, records, work_of(objects, run_id), workers)
-    rows = [{"figure": name, "value": value} for name, value in figures.items()]
-    artifacts.table("batch-inference", rows, "Batch inference")
+def picture_of_lengths(config: InferBatchConfig, records: Sequence[ShardCompletions]) -> dict[str, bytes]:
+    """A histogram of the completions' lengths, by its title."""
     lengths = [sum(counts) for counts in zip(*(record.lengths for record in records), strict=True)]
-    if any(lengths):
-        width = math.ceil(config.sampling.max_tokens / len(lengths))
-        image = io.BytesIO()
-        draw_histogram(image, lengths, width=width, title="Completion lengths", x_label="tokens", y_label="completions")
-        artifacts.image("completion-lengths", image.getvalue(), "Completion lengths")
-    forget_work(objects, run_id)
-    return figures
+    if not any(lengths):
+        return {}
+    width = math.ceil(config.sampling.max_tokens / len(lengths))
+    image, title = io.BytesIO(), "Completion lengths"
+    draw_histogram(image, lengths, width=width, title=title, x_label="tokens", y_label="completions")
+    return {title: image.getvalue()}
 
 
 def closing_figures(
     config: InferBatchConfig, records: Sequence[ShardCompletions], work: RunWork, workers: float
 ) -> dict[str, Any]:
-    """Figures of a finished run, by name."""
+    """Figures of a finished run, by name. ``workers``: their average number over the run."""
     reasons: Counter[str] = Counter()
     for record in records:
         reasons.update(record.finish_reasons)

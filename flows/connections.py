@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from flows.server_process import LOCK, USERS_LOCK, Listening
+from flows.server_process import LOCK, USERS_LOCK, Listening, api_address
 from rollout_core.base.errors import ConfigError, RolloutError
 from rollout_core.base.locks import exclusive, shared, try_exclusive
 from rollout_core.base.processes import ProcessName, search_path, this_machine
@@ -45,6 +45,9 @@ SERVER_SETTINGS = {
     # Prefect's client keeps idle connections for 25 s, its server closes them after 5; a call in between meets a dead
     # connection and is tried again 2 s later.
     "PREFECT_SERVER_API_KEEPALIVE_TIMEOUT": "60",
+    # In memory, as by default, the leases of deployments' concurrency limits end with the server, and Prefect then ends
+    # the runs that hold them.
+    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
 }
 
 
@@ -91,12 +94,24 @@ def _say(line: str) -> None:
     sys.stderr.flush()
 
 
+def _nothing() -> None:
+    pass
+
+
 @contextmanager
-def prefect_server(home: Path, *, port: int | None = None, say: Callable[[str], None] = _say) -> Iterator[str]:
+def prefect_server(
+    home: Path,
+    *,
+    port: int | None = None,
+    say: Callable[[str], None] = _say,
+    meanwhile: Callable[[], object] = _nothing,
+) -> Iterator[str]:
     """Address of the configured Prefect API, or of the server of the folder ``home``, while the block runs.
 
     Where no command uses that server now, it is started, on ``port`` or a free one. Its database lives in ``home``, so
     its runs can be looked at later (``PREFECT_HOME=... prefect server start``). ``say`` receives a line for each wait.
+    ``meanwhile`` is called while a server that was started here starts, its address in the environment: time for
+    imports, which take as long.
     Raises RolloutError when the configured server cannot be reached, or the folder's does not start.
     """
     configured = os.environ.get("PREFECT_API_URL")
@@ -110,13 +125,33 @@ def prefect_server(home: Path, *, port: int | None = None, say: Callable[[str], 
     os.environ["PREFECT_HOME"] = str(home)
     with shared(home / USERS_LOCK, on_wait=lambda: say("waiting for the last Prefect server to end ...")):
         with exclusive(home / START_LOCK, on_wait=lambda: say("waiting for the Prefect server to start ...")):
-            server = _find_or_start(home, port, say)
-        os.environ["PREFECT_API_URL"] = server.url
-        try:
+            server = _find_or_start(home, port, say, meanwhile)
+        with _address_in_environment(server.url):
             yield server.url
-        finally:
-            os.environ.pop("PREFECT_API_URL", None)
     _end_if_unused(home, server)
+
+
+def running_server(home: Path) -> str | None:
+    """Address of the configured Prefect API, else of the server of the folder ``home`` if it runs now; starts none.
+
+    Whether it answers is not looked at. Raises RolloutError for an address that holds a password, and where the
+    folder's server cannot be used from here, or does not say yet where it listens.
+    """
+    configured = os.environ.get("PREFECT_API_URL")
+    if configured:
+        _refuse_password(configured)
+        return configured
+    home = home.resolve()
+    if not (home / LOCK).exists():
+        return None
+    lock = try_exclusive(home / LOCK)
+    if lock is not None:
+        os.close(lock)
+        return None
+    found = _read(home)
+    if found is None:
+        raise RolloutError(f"the Prefect server of {home} is only starting; see {home / LOG}")
+    return found.url
 
 
 def keep_server(home: Path, port: int, say: Callable[[str], None]) -> bool:
@@ -131,11 +166,26 @@ def keep_server(home: Path, port: int, say: Callable[[str], None]) -> bool:
             return False
         os.close(lock)
         say(f"the Prefect server has died; what it wrote is in {home / LOG}")
-        _find_or_start(home, port, say)
+        _find_or_start(home, port, say, _nothing)
     return True
 
 
-def _find_or_start(home: Path, port: int | None, say: Callable[[str], None]) -> Listening:
+@contextmanager
+def _address_in_environment(url: str) -> Iterator[None]:
+    before = os.environ.get("PREFECT_API_URL")
+    os.environ["PREFECT_API_URL"] = url
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PREFECT_API_URL"]
+        else:
+            os.environ["PREFECT_API_URL"] = before
+
+
+def _find_or_start(
+    home: Path, port: int | None, say: Callable[[str], None], meanwhile: Callable[[], object]
+) -> Listening:
     """The folder's server once it answers. The caller is among its users, and nobody else starts one."""
     while (lock := try_exclusive(home / LOCK)) is None:
         found = _wait_until_healthy(home)
@@ -147,9 +197,12 @@ def _find_or_start(home: Path, port: int | None, say: Callable[[str], None]) -> 
         say("starting a Prefect server ...")
         began = time.monotonic()
         os.ftruncate(lock, 0)
-        _start(home, _free_port() if port is None else port, lock)
+        port = _free_port() if port is None else port
+        _start(home, port, lock)
     finally:
         os.close(lock)
+    with _address_in_environment(api_address(port)):
+        meanwhile()
     found = _wait_until_healthy(home)
     if found is None:
         raise RolloutError(f"the local Prefect server ended while it started; see {home / LOG}")
@@ -173,7 +226,9 @@ def _start(home: Path, port: int, lock: int) -> None:
             # Pages in the browser ask the API at this address; by default it would be that of another port.
             env={
                 **os.environ,
-                "PREFECT_SERVER_UI_API_URL": f"http://127.0.0.1:{port}/api",
+                "PREFECT_SERVER_UI_API_URL": api_address(port),
+                # Of links in notifications.
+                "PREFECT_UI_URL": api_address(port).removesuffix("/api"),
                 # What it remembers of its database, to start faster; by default all servers of a user write one file.
                 "PREFECT_SERVER_MEMO_STORE_PATH": str(home / "memo_store.toml"),
                 "PYTHONPATH": search_path(),
@@ -249,15 +304,19 @@ def _end_if_unused(home: Path, server: Listening) -> None:
         os.close(users)
 
 
-def _refuse_unreachable(address: str) -> None:
-    """Prefect itself would try for minutes and end in a traceback. A password in the address it would write into the
-    log of every run."""
+def _refuse_password(address: str) -> None:
+    """Prefect would write it into the log of every run."""
     shown = without_password(address)
     if shown != address:
         raise ConfigError(
             f"PREFECT_API_URL={shown} holds a password, which Prefect writes into the log of every run; leave it out, "
             "and set PREFECT_API_AUTH_STRING=user:password"
         )
+
+
+def _refuse_unreachable(address: str) -> None:
+    """Prefect itself would try for minutes and end in a traceback."""
+    _refuse_password(address)
     try:
         urllib.request.urlopen(f"{address.rstrip('/')}/health", timeout=10).close()
     except urllib.error.HTTPError:

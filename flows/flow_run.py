@@ -1,4 +1,4 @@
-"""Around every flow: its tags, its journal, and the recomputation of what storage lost.
+"""Around every flow: its tags, its journal and summary, and the recomputation of what storage lost.
 
 A blob whose bytes do not match its id is set aside when it is read; the stage that made it then no longer counts as
 cached. So running the flow's body again computes exactly that, and what follows from it.
@@ -20,9 +20,11 @@ from typing import Any, TypeVar
 
 from prefect import get_client
 from prefect.context import FlowRunContext
+from prefect.exceptions import TerminationSignal
 from prefect.logging.configuration import setup_logging
 from prefect.logging.handlers import PrefectConsoleHandler
 
+from flows.summary import RunSummary
 from rollout_core.base.determinism import require_numerics
 from rollout_core.base.errors import CorruptObject, MissingObject, RolloutError
 from rollout_core.base.locks import sweep_scratch
@@ -63,10 +65,33 @@ def recompute_missing(body: Callable[[Journal], R], config: Run) -> R:
     name = f"flow run {flow_run.id}" if run.refresh is True else run.refresh or None
     # A worker starts a process for each run, which is then that run's alone.
     with watching(ends_process=WORKERS_RUN in os.environ):
+        summary = RunSummary(config)
         try:
-            return _repeat(body, name)
+            result = _repeat(body, name, summary)
+            summary.end()
+            return result
+        except BaseException as error:
+            interruption = _interruption_behind(error)
+            summary.fail(interruption)
+            if interruption is error:
+                raise
+            raise interruption from None
         finally:
             _end_showing(PATIENCE_SECONDS if WORKERS_RUN in os.environ else SEND_SECONDS)
+
+
+def _interruption_behind(error: BaseException) -> BaseException:
+    """The interruption that ``error`` came of, otherwise ``error``.
+
+    What a signal's handler raises in the midst of an import or a clean-up may arrive as an error of that, and the run
+    would count as failed.
+    """
+    behind: BaseException | None = error
+    while behind is not None:
+        if isinstance(behind, (TerminationSignal, KeyboardInterrupt)):
+            return behind
+        behind = behind.__cause__ or behind.__context__
+    return error
 
 
 def _end_showing(patience: float) -> None:
@@ -85,10 +110,11 @@ def _end_showing(patience: float) -> None:
         stage_logger().warning("%d artifacts have not reached the Prefect server", left)
 
 
-def _repeat(body: Callable[[Journal], R], name: str | None) -> R:
+def _repeat(body: Callable[[Journal], R], name: str | None, summary: RunSummary) -> R:
     found: Counter[str] = Counter()
     while True:
         with keep_journal() as journal, refreshing(name):
+            summary.note(journal)
             try:
                 return body(journal)
             except (CorruptObject, MissingObject) as error:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from prefect import flow
 
+from flows.candidate import reason_of
 from flows.flow_run import recompute_missing
 from flows.nightly_steps import (
     Report,
@@ -16,9 +17,10 @@ from flows.nightly_steps import (
     guard_reports,
     judge_of,
     learn,
-    show_report,
+    outcome_of,
     write_report,
 )
+from flows.nights import skipped_for_newer
 from flows.report import figure_of_steps
 from flows.train import learn_from_rows
 from rollout_core.base.ids import ContentId
@@ -55,7 +57,11 @@ def nightly(config: NightlyConfig, overrides: dict[str, Any] | None = None) -> N
     """Fine-tune, learn on by PPO, GRPO or DPO, evaluate held-out prompts before and after, promote, write a report.
 
     ``overrides`` maps dotted keys of the configuration to values, such as ``{"ppo.iterations": 3}``.
+    A scheduled run ends at once, in the state Skipped, where a newer one of its schedule is due.
     """
+    skipped = skipped_for_newer()
+    if skipped is not None:
+        return cast(NightlyResult, skipped)  # a state that a flow returns is the run's
     if overrides:
         changed = apply_overrides(config.model_dump(mode="json"), overrides)
         config = parse_config(changed, NightlyConfig, name="overrides")
@@ -71,14 +77,14 @@ def nightly(config: NightlyConfig, overrides: dict[str, Any] | None = None) -> N
 def _nightly(config: NightlyConfig, journal: Journal) -> NightlyResult:
     model = import_model(config.model).model
     rows = import_sft(config.sft.dataset).data
-    held_out = import_prompts(config.evaluation.prompts).data
+    held_out = import_prompts(config.evaluation.prompts, label="held out").data
     judge = judge_of(config.reward)
 
     def held_out_reward(of: ContentId, label: str) -> EvalReport:
         return evaluate_held_out(config, held_out, judge, of, label)
 
     before = held_out_reward(model, "before")
-    tuned = learn_from_rows(config, "sft", config.sft, model, rows=rows, label="nightly", snapshot_label="after SFT")
+    tuned = learn_from_rows(config, "sft", config.sft, model, rows=rows, snapshot_label="after SFT")
     after_sft = held_out_reward(tuned.model, "after SFT")
     learned = learn(config, tuned.model, judge)
     final = learned.checkpoint
@@ -89,6 +95,7 @@ def _nightly(config: NightlyConfig, journal: Journal) -> NightlyResult:
     rival = held_out_reward(latest, "latest") if latest is not None and latest not in (model, final.model) else None
     guarded = guard_reports(config, judge, before, rival, after)
     promotion = promote(before, rival, after, config.promotion, guarded=guarded)
+    verdict = reason_of(promotion, latest, config.run.name, config.promotion, learned.progress.curve)
 
     moments = {"before": before, "after SFT": after_sft, after_learning: after}
     report = Report(
@@ -97,15 +104,15 @@ def _nightly(config: NightlyConfig, journal: Journal) -> NightlyResult:
         held_out_temperature=config.evaluation.sampling.temperature,
         progress=learned.progress,
         sft_losses=figure_of_steps(objects(), tuned, "loss"),
-        promotion=promotion.reason,
+        promotion=verdict,
         promoted=promotion.promoted,
         model=final.model,
         stages=journal.entries,
         samples=compare_samples(objects(), *moments.values()),
         evidence=() if promotion.evidence is None else promotion.evidence.lines,
     )
-    folder = write_report(report, working_folder() / config.report_dir)
-    show_report(report, folder)
+    folder = write_report(report, working_folder() / config.report_dir, objects())
+    journal.outcome = outcome_of(report, folder)
     return NightlyResult(
         model=final.model,
         train_state=final.train_state,

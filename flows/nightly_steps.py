@@ -19,6 +19,8 @@ from flows.report import (
     evidence_list,
     figure_of_steps,
     page,
+    picture,
+    shown_curve,
     stages_section,
 )
 from flows.train import learn_from_rows, policy_iterations
@@ -32,11 +34,10 @@ from rollout_core.objects.records import Checkpoint, EvalReport
 from rollout_core.plans.plan import context_limit
 from rollout_core.promotion.evidence import GuardReports
 from rollout_core.rewards.source_ids import source_id
-from tasks import artifacts, connections
-from tasks.artifacts import draw_curve
+from tasks import connections
 from tasks.generate import enqueue_prompts
 from tasks.imports import import_prompts, import_reward
-from tasks.logs import StageEntry
+from tasks.logs import Outcome, StageEntry
 from tasks.score import evaluate, evaluate_by
 
 PROGRESS_PNG = "progress.png"
@@ -101,37 +102,34 @@ def compare_samples(objects: ObjectStore, *reports: EvalReport) -> list[SampleCo
     ]
 
 
-def show_report(report: Report, folder: Path) -> None:
-    """Show the curve and the table of stages of a report, which is in ``folder``, in the Prefect UI."""
-    curve = report.progress.curve
-    title = f"{report.name}: {curve.what}"
-    artifacts.curve("reward", curve.values, title=title, x_label=curve.x_label, y_label=curve.what)
-    rows = [entry.row() for entry in report.stages]
-    artifacts.table("stages", rows, f"Stages of this run; the report is in {folder}")
+def outcome_of(report: Report, folder: Path) -> Outcome:
+    """What the run's summary says of a report, which is in ``folder``."""
+    return Outcome(
+        facts={"checkpoint": report.model, "report": str(folder)},
+        held_out=report.held_out,
+        promoted=report.promoted,
+        reason=report.promotion,
+        pictures=shown_curve(connections.objects(), report.name, report.progress.curve),
+    )
 
 
-def write_report(report: Report, folder: Path) -> Path:
-    """Write page and curves into ``folder`` and return it."""
+def write_report(report: Report, folder: Path, objects: ObjectStore | None = None) -> Path:
+    """Write page and curves into ``folder`` and return it. ``objects`` as of `picture`."""
     folder.mkdir(parents=True, exist_ok=True)
     curve, temperature = report.progress.curve, report.progress.temperature
     marks = report.held_out if temperature is not None else {}
     drawn = "" if temperature is None else f", completions drawn at temperature {temperature:g}"
-    draw_curve(
-        folder / PROGRESS_PNG,
-        {curve.what: curve.values},
-        title=f"{capitalized(curve.what)} per {curve.x_label}{drawn}",
-        x_label=curve.x_label,
-        y_label=curve.what,
-        marks={
-            f"held out {moment} (temperature {report.held_out_temperature:g}): {value:.3f}": value
-            for moment, value in marks.items()
-        },
-    )
+    named = {
+        f"held out {moment} (temperature {report.held_out_temperature:g}): {value:.3f}": value
+        for moment, value in marks.items()
+    }
+    title = f"{capitalized(curve.what)} per {curve.x_label}{drawn}"
+    files = {PROGRESS_PNG: picture(objects, curve, title, named)}
     for other in _others(report):
-        title = f"{capitalized(other.what)} per {other.x_label}"
-        series = {other.what: other.values}
-        draw_curve(folder / other.file_name, series, title=title, x_label=other.x_label, y_label=other.what)
-    LocalFolder(folder).replace(PAGE, [_page(report).encode()])
+        files[other.file_name] = picture(objects, other, f"{capitalized(other.what)} per {other.x_label}")
+    files[PAGE] = _page(report).encode()
+    for name, data in files.items():
+        LocalFolder(folder).replace(name, [data])
     return folder
 
 
@@ -245,7 +243,7 @@ def _learn_on_policy(config: NightlyConfig, start: ContentId, judge: Judge) -> L
     iterations = policy_iterations(
         start,
         start,
-        import_prompts(settings.prompts).data,
+        import_prompts(settings.prompts, label="training").data,
         settings,
         config.backend,
         judge.reward,
@@ -269,7 +267,7 @@ def _learn_on_policy(config: NightlyConfig, start: ContentId, judge: Judge) -> L
 def _learn_from_pairs(config: NightlyConfig, start: ContentId) -> Learned:
     """DPO."""
     assert config.dpo is not None, "validated"
-    checkpoint = learn_from_rows(config, "dpo", config.dpo, start, start, label="nightly", snapshot_label="after DPO")
+    checkpoint = learn_from_rows(config, "dpo", config.dpo, start, start, snapshot_label="after DPO")
     margins, accuracies, losses = (
         Curve(what, figure_of_steps(connections.objects(), checkpoint, name), "DPO step")
         for what, name in (
@@ -290,12 +288,12 @@ def guard_reports(
         if not isinstance(guard, RewardGuard | PromptsGuard):
             continue
         own = judge if guard.reward is None else judge_of(guard.reward)
+        label = f"guard {number + 1}"
         if isinstance(guard, PromptsGuard):
-            prompts = import_prompts(guard.prompts).data
+            prompts = import_prompts(guard.prompts, label=label).data
             look = partial(_regression, config, prompts, own)
         else:
             look = partial(_by_reward, own)
-        label = f"guard {number + 1}"
         found.append(
             GuardReports(
                 guard=number,

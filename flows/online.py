@@ -11,7 +11,7 @@ from prefect import flow
 from prefect.context import FlowRunContext
 
 from flows.flow_run import recompute_missing
-from flows.report import PAGE, Curve, page, stages_section
+from flows.report import PAGE, Curve, page, shown_curve, stages_section
 from rollout_core.agents.live import NOT_LEARNABLE, PastUpdate
 from rollout_core.base.errors import Recoverable, Stopped
 from rollout_core.base.ids import ContentId
@@ -23,11 +23,11 @@ from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.objects.records import AgentRollouts, Checkpoint, Experience
 from rollout_core.plans.agent_plan import plan_online
 from tasks.agents import close_agents, collect_samples, enqueue_tasks, import_agent, run_agents
-from tasks.artifacts import curve as show_curve, draw_curve, table
+from tasks.artifacts import draw_curve
 from tasks.connections import current_connections, objects, working_folder
 from tasks.imports import import_model, import_tasks
 from tasks.learn import grpo_update, ppo_update
-from tasks.logs import Journal, log_iteration, stage_logger
+from tasks.logs import Journal, Outcome, log_iteration, stage_logger
 from tasks.online import (
     NOT_HELD_OUT,
     begin_online,
@@ -87,7 +87,9 @@ class _Learning:
         self.config, self.journal = config, journal
         self.source = None if config.agent is None else import_agent(config.agent)
         self.start = import_model(config.algorithm.base_model).model
-        self.held_out = None if config.evaluation is None else import_tasks(config.evaluation.tasks).data
+        self.held_out = (
+            None if config.evaluation is None else import_tasks(config.evaluation.tasks, label="held out").data
+        )
         self.state = begin_online(objects(), config, self.start)
         self.is_noted = True
         """Whether the state is saved."""
@@ -120,10 +122,12 @@ class _Learning:
                 pause = min(2 * pause, _LONGEST_PAUSE)
         state, folder = self.state, self._report()
         rewards = [past.mean_reward for past in state.history if past.outcome != "skipped"]
-        title = f"{self.config.run.name}: mean reward of live rollouts"
-        show_curve("online-reward", rewards, title=title, x_label="update", y_label="mean reward")
-        rows = [entry.row() for entry in self.journal.entries]
-        table("stages", rows, f"The last stages of this run; the report is in {folder}")
+        curve = Curve("mean reward of live rollouts", rewards, "update")
+        counts = {"updates": state.num_updates, "refused": state.num_refused, "skipped": state.num_skipped}
+        self.journal.outcome = Outcome(
+            facts={name: str(value) for name, value in {"serving": self.serving, **counts, "report": folder}.items()},
+            pictures=shown_curve(objects(), self.config.run.name, curve),
+        )
         return LearntOnline(
             model=self.serving,
             train_state=state.train_state,

@@ -11,7 +11,7 @@ from typing import TypedDict
 from prefect import flow
 
 from flows.flow_run import recompute_missing
-from flows.report import PAGE, Curve, capitalized, page, stages_section
+from flows.report import PAGE, Curve, capitalized, page, shown_curve, stages_section
 from rollout_core.agents.apo import Candidate, keep_best, parents_of
 from rollout_core.base.ids import ContentId
 from rollout_core.config import SamplingParams, TunePromptConfig
@@ -22,11 +22,11 @@ from rollout_core.objects.records import AgentPrompt, AgentRollouts, AgentSource
 from rollout_core.plans.agent_plan import plan_prompt
 from rollout_core.store.types import RolloutMode
 from tasks.agents import close_agents, enqueue_tasks, import_agent, run_agents, template_of
-from tasks.artifacts import curve as show_curve, draw_curve, table
+from tasks.artifacts import draw_curve
 from tasks.connections import current_connections, objects, working_folder
 from tasks.imports import import_model, import_tasks
-from tasks.logs import Journal, stage_logger
-from tasks.prompts import critique_prompt, edit_prompt, import_prompt, promote_prompt
+from tasks.logs import Journal, Outcome, stage_logger
+from tasks.prompts import PromptPromotion, critique_prompt, edit_prompt, import_prompt, promote_prompt
 
 TEMPLATE_FILE = "best-template.txt"
 
@@ -59,7 +59,7 @@ def tune_prompt(config: TunePromptConfig) -> TunedPrompt:
 
 def _tune(config: TunePromptConfig, journal: Journal) -> TunedPrompt:
     search = _Search(config)
-    held_out = import_tasks(config.evaluation.tasks).data
+    held_out = import_tasks(config.evaluation.tasks, label="held out").data
     sampling = config.evaluation.sampling
 
     def evaluate(prompt: AgentPrompt, label: str) -> AgentRollouts:
@@ -72,7 +72,7 @@ def _tune(config: TunePromptConfig, journal: Journal) -> TunedPrompt:
     after = evaluate(best, "held out after")
     promotion = promote_prompt(best, before, after, enabled=config.promote)
     held_out_rewards = {"before": before.mean_reward, "after": after.mean_reward}
-    folder = _report(config, search, held_out_rewards, promotion.reason, journal)
+    folder = _report(config, search, held_out_rewards, promotion, journal)
     return TunedPrompt(
         template=best.text,
         scores=[entry.best.score for entry in search.rounds],
@@ -197,9 +197,9 @@ def _different(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _report(
-    config: TunePromptConfig, search: _Search, held_out: dict[str, float], promotion: str, journal: Journal
+    config: TunePromptConfig, search: _Search, held_out: dict[str, float], promotion: PromptPromotion, journal: Journal
 ) -> Path:
-    """Write page, curve and the best template, show them in the Prefect UI, and return their folder."""
+    """Write page, curve and the best template, leave them for the run's summary, and return their folder."""
     folder = working_folder() / config.report_dir
     folder.mkdir(parents=True, exist_ok=True)
     first, best = template_of(objects(), search.seed).template, search.beam[0]
@@ -224,7 +224,7 @@ def _report(
         for item in keep_best(entry.judged, len(entry.judged))
     )
     body = f"""<p>Agent <code>{html.escape(config.agent.function)}</code>, model <code>{search.model}</code>,
-critic <code>{html.escape(config.critic.model)}</code>. {html.escape(promotion)}.</p>
+critic <code>{html.escape(config.critic.model)}</code>. {html.escape(promotion.reason)}.</p>
 <div class="figures">{figures}</div>
 <div class="curves"><img src="{curve.file_name}" alt="{html.escape(curve.what)}"></div>
 <h2>Best template ({best.name})</h2><pre>{html.escape(best.template.template)}</pre>
@@ -235,8 +235,13 @@ critic <code>{html.escape(config.critic.model)}</code>. {html.escape(promotion)}
 {stages_section(journal.entries)}"""
     LocalFolder(folder).replace(TEMPLATE_FILE, [best.template.template.encode()])
     LocalFolder(folder).replace(PAGE, [page(config.run.name, body, style="pre { white-space: pre-wrap; }\n").encode()])
-    show_curve("prompt-reward", curve.values, title=title, x_label=curve.x_label, y_label=curve.what)
-    table("stages", [entry.row() for entry in journal.entries], f"Stages of this run; the report is in {folder}")
+    journal.outcome = Outcome(
+        facts={"best template": best.name, "report": str(folder)},
+        held_out=held_out,
+        promoted=promotion.promoted,
+        reason=promotion.reason,
+        pictures=shown_curve(objects(), config.run.name, curve),
+    )
     return folder
 
 

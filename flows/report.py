@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import html
+import io
 import json
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 
+from rollout_core.base.ids import content_id
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint
+from tasks.artifacts import draw_curve
 from tasks.logs import StageEntry
 
 PAGE = "index.html"
+_PICTURE_REFS = "pictures"
 _OF_ITERATIONS = {
     "objective/kl": "KL to the reference, nats a completion",
     "kl": "KL to the reference, nats a token",
@@ -36,6 +41,27 @@ class Curve:
     def file_name(self) -> str:
         """Of the picture."""
         return "-".join(self.what.partition(",")[0].lower().split()) + ".png"
+
+
+def picture(objects: ObjectStore | None, curve: Curve, title: str, marks: Mapping[str, float] | None = None) -> bytes:
+    """PNG of a curve, with ``marks`` as of `draw_curve`; kept in ``objects``, where the same is not drawn twice."""
+    # Not as canonical JSON, which has no NaN: losses may be.
+    shown = json.dumps([curve.what, list(curve.values), curve.x_label, title, list((marks or {}).items())])
+    ref = f"{_PICTURE_REFS}/{content_id('picture/1', [version('matplotlib'), shown])}"
+    kept = None if objects is None else objects.cached_bytes(ref)
+    if kept is not None:
+        return kept
+    drawn = io.BytesIO()
+    draw_curve(drawn, {curve.what: curve.values}, title=title, x_label=curve.x_label, y_label=curve.what, marks=marks)
+    if objects is not None:
+        objects.set_ref(ref, objects.put_bytes(drawn.getvalue()))
+    return drawn.getvalue()
+
+
+def shown_curve(objects: ObjectStore, name: str, curve: Curve) -> dict[str, bytes]:
+    """The picture of a curve of the run ``name``, by its title, for the run's summary; none of a single value."""
+    title = f"{name}: {curve.what}"
+    return {title: picture(objects, curve, title)} if len(curve.values) > 1 else {}
 
 
 def figure_of_steps(objects: ObjectStore, checkpoint: Checkpoint, name: str) -> list[float]:

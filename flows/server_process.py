@@ -6,6 +6,8 @@ lock file of the folder's server, in which the process says who it is and where 
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import os
 import signal
@@ -24,6 +26,10 @@ USERS_LOCK = "server-users.lock"
 """Held by all commands that use the server, together; who gets it exclusively knows that there is none left, even if
 the last ones were killed."""
 LOOK_SECONDS = 0.2
+COLLECT_SECONDS = 0.25
+YOUNG, MIDDLE, OLD = 0, 1, 2
+_MIDDLE_EVERY, _OLD_EVERY = 10, 240
+"""Of the collections, how often they look at objects that have survived one, or two."""
 END_SECONDS = 10.0
 """From SIGTERM to SIGKILL: an open connection, such as a browser's, would keep the server alive."""
 
@@ -37,6 +43,11 @@ class Listening:
     url: str
 
 
+def api_address(port: int) -> str:
+    """Of the API of a server of this machine."""
+    return f"http://127.0.0.1:{port}/api"
+
+
 def main() -> None:
     """Serve until the last user is gone."""
     port, folder, lock = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
@@ -45,14 +56,28 @@ def main() -> None:
         os._exit(0)
     # For this process alone: what it may start must not keep the lock.
     os.set_inheritable(lock, False)
-    listening = Listening(str(ProcessName.of_this_process()), f"http://127.0.0.1:{port}/api")
+    listening = Listening(str(ProcessName.of_this_process()), api_address(port))
     os.pwrite(lock, json.dumps(asdict(listening)).encode(), 0)
     threading.Thread(target=_end_with_last_user, args=[folder], name="rollout-server-users", daemon=True).start()
+    gc.disable()
+    threading.Thread(target=_collect_garbage, name="rollout-server-garbage", daemon=True).start()
 
     from prefect.cli import app
 
     sys.argv = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     app()
+
+
+def _collect_garbage() -> None:
+    """Instead of Python, which collects on any thread, also on that of the event loop.
+
+    A statement of SQLite that an exception's traceback has kept is ended when it is collected, and that waits for its
+    connection. Where the connection itself waits for the database, up to Prefect's 60 seconds, because a transaction
+    is open that the event loop is to commit, the whole server stood still for as long.
+    """
+    for turn in itertools.count(1):
+        time.sleep(COLLECT_SECONDS)
+        gc.collect(OLD if turn % _OLD_EVERY == 0 else MIDDLE if turn % _MIDDLE_EVERY == 0 else YOUNG)
 
 
 def _end_with_last_user(folder: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from prefect import flow
 
 from flows.flow_run import recompute_missing
+from flows.report import Curve, shown_curve
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.config import (
@@ -48,7 +49,7 @@ from tasks.imports import (
     start_snapshot,
 )
 from tasks.learn import dpo_update, grpo_update, kto_update, ppo_update, rm_update, sft_update
-from tasks.logs import Journal, log_iteration
+from tasks.logs import Journal, Outcome, log_iteration
 from tasks.promotion import snapshot
 from tasks.score import close_rewards, score_rewards
 
@@ -179,9 +180,15 @@ def _train_from_rows(config: TrainConfig[Any]) -> dict[str, Any]:
         if isinstance(settings, ReferencedAlgorithm):
             models.append(import_model(settings.reference or settings.base_model).model)
         checkpoint = learn_from_rows(config, kind, settings, *models, start_from=start_snapshot(config.run, kind))
+        journal.outcome = Outcome(facts=_facts(checkpoint))
         return checkpoint.model_dump(mode="json")
 
     return recompute_missing(body, config)
+
+
+def _facts(checkpoint: Checkpoint) -> dict[str, str]:
+    """What the run's summary says of a checkpoint."""
+    return {"checkpoint": checkpoint.model, "train state": checkpoint.train_state, "step": str(checkpoint.step)}
 
 
 _FROM_ROWS: dict[str, tuple[Callable[[DatasetSource], Dataset], Callable[..., Checkpoint]]] = {
@@ -270,8 +277,10 @@ def _train_on_policy(config: TrainPPOConfig | TrainGRPOConfig) -> dict[str, Any]
             train_state=started.train_state,
             num_done=started.num_done,
         )
-        last = iterations[-1].checkpoint.model_dump(mode="json")
-        return {**last, "rewards": [iteration.scores.mean for iteration in iterations]}
+        last, rewards = iterations[-1].checkpoint, [iteration.scores.mean for iteration in iterations]
+        curve = Curve("mean training reward", rewards, f"{settings.kind.upper()} iteration")
+        journal.outcome = Outcome(facts=_facts(last), pictures=shown_curve(objects(), config.run.name, curve))
+        return {**last.model_dump(mode="json"), "rewards": rewards}
 
     try:
         return recompute_missing(body, config)

@@ -20,6 +20,7 @@ from prefect import get_client
 from prefect.artifacts import Artifact
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.utilities.context import get_task_and_flow_run_ids
@@ -36,9 +37,12 @@ _PASSING_STATUSES = {408, 429, 502, 503, 504}
 
 
 class Outgoing:
-    """One artifact of the current run, as it is to be shown; made where the run's context is."""
+    """One artifact of the current run, as it is to be shown; made where the run's context is.
 
-    def __init__(self, artifact: Artifact) -> None:
+    ``only``: a flow run has one of this key, which another try of the run goes on with.
+    """
+
+    def __init__(self, artifact: Artifact, *, only: bool = False) -> None:
         task_run_id, flow_run_id = get_task_and_flow_run_ids()
         self._request = ArtifactCreate(
             type=artifact.type,
@@ -51,6 +55,7 @@ class Outgoing:
         self.data: Any = artifact.format(_sync=True)  # pyright: ignore[reportCallIssue]
         """What it shows; may be set again at any time, and is sent again by `ArtifactSender.send`."""
         self.context = contextvars.copy_context()
+        self._only = only
         self._id: UUID | None = None
 
     @property
@@ -62,8 +67,10 @@ class Outgoing:
         """Create it at the server, or update what was created.
 
         An answer that is lost with the server leaves a created artifact whose id nobody knows: the next try makes
-        another version of it.
+        another version of it, unless it is to be the only one.
         """
+        if self._id is None and self._only:
+            self._id = self._find(client)
         if self._id is not None:
             try:
                 client.update_artifact(self._id, ArtifactUpdate(data=data))
@@ -71,6 +78,16 @@ class Outgoing:
             except ObjectNotFound:
                 pass  # a server that came back without its database
         self._id = client.create_artifact(self._request.model_copy(update={"data": data})).id
+
+    def _find(self, client: SyncPrefectClient) -> UUID | None:
+        """The flow run's artifact of this key, where an earlier try made it."""
+        request = self._request
+        if request.flow_run_id is None or request.key is None:
+            return None
+        same = ArtifactFilter(
+            flow_run_id=ArtifactFilterFlowRunId(any_=[request.flow_run_id]), key=ArtifactFilterKey(any_=[request.key])
+        )
+        return next((artifact.id for artifact in client.read_artifacts(artifact_filter=same)), None)
 
 
 class ArtifactSender:

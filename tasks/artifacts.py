@@ -105,6 +105,20 @@ def origin(key: str, title: str, outputs: Mapping[str, ContentId], made_from: Ma
     _send(MarkdownArtifact, key=key, markdown="\n".join(lines), description=title)
 
 
+class Page:
+    """A page of Markdown, the only one of its key in a flow run; what it shows is replaced while the run goes on."""
+
+    def __init__(self, key: str, markdown: str, description: str) -> None:
+        artifact = MarkdownArtifact(key=key, markdown=markdown, description=description)
+        self._shown = Outgoing(artifact, only=True)
+        SENDER.send(self._shown)
+
+    def show(self, markdown: str) -> None:
+        """Show this from now on."""
+        self._shown.data = markdown
+        SENDER.send(self._shown)
+
+
 class Progress:
     """Progress of long work in the UI, refreshed at most every two seconds; work that ends sooner shows nothing."""
 

@@ -23,7 +23,7 @@ def import_model(source: ModelSource) -> Model:
 
 
 @stage(version=1, cached=False)
-def import_prompts(source: DatasetSource) -> Dataset:
+def import_prompts(source: DatasetSource, *, label: str = "") -> Dataset:
     """File prompt rows in the object store in canonical form."""
     return _import(source, PromptRow)
 
@@ -47,7 +47,7 @@ def import_unpaired(source: DatasetSource) -> Dataset:
 
 
 @stage(version=1, cached=False)
-def import_tasks(source: DatasetSource) -> Dataset:
+def import_tasks(source: DatasetSource, *, label: str = "") -> Dataset:
     """File an agent's tasks in the object store in canonical form."""
     return _import(source, TaskRow)
 

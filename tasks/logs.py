@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,6 +20,15 @@ from rollout_core.base.ids import ContentId
 
 CHECKED = "Checked"
 """State of a stage that always checks and rarely has to act: an import of unchanged files, a promotion."""
+CACHED = "Cached"
+MOST_OF_A_LABEL = 80
+_MOST_PERIODS = 1000
+
+
+def title_of(stage: str, label: str) -> str:
+    """A call of a stage as people say it, such as ``evaluate before``; of a long label its beginning."""
+    words = " ".join(label.split())
+    return f"{stage} {words if len(words) <= MOST_OF_A_LABEL else words[: MOST_OF_A_LABEL - 3] + '...'}".strip()
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,17 @@ class StageEntry:
     @property
     def computed(self) -> bool:
         """False when the result came from the cache, or there was nothing to compute."""
-        return self.state not in ("Cached", CHECKED)
+        return self.state not in (CACHED, CHECKED)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it gave no result."""
+        return self.computed and self.state != "Completed"
+
+    @property
+    def title(self) -> str:
+        """As its task run is called."""
+        return title_of(self.stage, self.label)
 
     def row(self) -> dict[str, str | float]:
         """For a table: state, seconds, first digits of the content ids in and out."""
@@ -51,14 +71,64 @@ class StageEntry:
 
 
 @dataclass
+class StageTotals:
+    """What the calls of a stage came to."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    """By state."""
+    _seconds: float = 0.0
+    _periods: list[tuple[float, float]] = field(default_factory=list)
+
+    def add(self, entry: StageEntry, ended: float) -> None:
+        """Count a call that ended at ``ended`` of a monotonic clock, later than those before."""
+        self.calls[entry.state] += 1
+        if not entry.computed:
+            return
+        started = ended - entry.seconds
+        while self._periods and self._periods[-1][1] >= started:
+            started = min(started, self._periods.pop()[0])
+        self._periods.append((started, ended))
+        if len(self._periods) > _MOST_PERIODS:
+            first, last = self._periods.pop(0)
+            self._seconds += last - first
+
+    @property
+    def seconds(self) -> float:
+        """How long at least one was computed: shards are computed beside each other."""
+        return self._seconds + sum(last - first for first, last in self._periods)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a flow run, for its summary."""
+
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """What else there is to say, by what it is called."""
+    held_out: Mapping[str, float] = field(default_factory=dict)
+    """Mean held-out reward by moment, in order."""
+    promoted: bool | None = None
+    """None where nothing was to be promoted."""
+    reason: str = ""
+    """Why it was promoted, or not."""
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
+    """PNG by title."""
+
+
+@dataclass
 class Journal:
-    """Entries in order of finishing."""
+    """What the stages of a flow run did, and what came of it."""
 
     entries: list[StageEntry] = field(default_factory=list)
+    """In order of finishing. Of a run without an end the oldest may be taken out; they stay in the totals."""
+    totals: dict[str, StageTotals] = field(default_factory=dict)
+    """By stage."""
+    outcome: Outcome | None = None
+    """Once there is one."""
 
     def add(self, entry: StageEntry) -> None:
-        """Note one call."""
+        """Note one call, which has just ended."""
         self.entries.append(entry)
+        self.totals.setdefault(entry.stage, StageTotals()).add(entry, time.monotonic())
 
 
 _current: ContextVar[Journal | None] = ContextVar("rollout_journal", default=None)

@@ -42,6 +42,8 @@ class Promotion(Record):
     promoted: bool
     reason: str
     evidence: Evidence | None = None
+    waits: bool = False
+    """The evidence is what was asked for, and a person is to decide."""
 
 
 class Latest(Record):
@@ -105,11 +107,16 @@ def promote(
         comparisons=_compare(objects, rivals, after, config), guards=_judge(objects, rivals, after, config, guarded)
     )
     figures = evidence.comparisons[0].rewards
+    waits = False
     objections = [*evidence.objections(config), *_withdrawal(objects, config.resource, after.model)]
     if not config.enabled:
         reason, promoted = f"promotion is switched off; {figures}", False
     elif objections:
         reason, promoted = "; ".join(objections), False
+    elif config.approval == "person" and run_async(_get_latest(config.resource)) == after.model:
+        reason, promoted = f"{figures}; it is the latest already", False
+    elif config.approval == "person":
+        reason, promoted, waits = f"{figures}; a person is to decide", False, True
     else:
         sure = f", {evidence.comparisons[0].interval}" if config.confidence else ""
         reason, promoted = f"{figures}{sure}", True
@@ -117,15 +124,17 @@ def promote(
     stage_logger().info("%s: %s", "promoted" if promoted else "not promoted", reason)
     for line in evidence.lines:
         stage_logger().info("evidence: %s", line)
-    _show(after.model, promoted, reason, evidence)
-    return Promotion(model=after.model, promoted=promoted, reason=reason, evidence=evidence)
+    verdict = [{"model": after.model.short, "promoted": promoted, "reason": reason}]
+    artifacts.table("promotion", verdict, "Promotion of the new checkpoint")
+    show_evidence(evidence)
+    return Promotion(model=after.model, promoted=promoted, reason=reason, evidence=evidence, waits=waits)
 
 
 @stage(version=1, cached=False)
-def roll_back(resource: str, to: str | None) -> RolledBack:
+def roll_back(resource: str, to: str | None, *, reason: str = "") -> RolledBack:
     """Serve again what was latest before, or the model ``to`` of the history; once in a flow run, however often it is
-    tried."""
-    entry = run_async(_roll_back(resource, to))
+    tried. ``reason``: for the history."""
+    entry = run_async(_roll_back(resource, to, reason))
     stage_logger().info("%r serves %s again: %s", resource, entry.model, entry.reason)
     row = {"resource": resource, "model": entry.model, "instead of": entry.previous or "", "reason": entry.reason}
     artifacts.table("rollback", [row], f"Rollback of {resource}")
@@ -189,10 +198,8 @@ def _judge(
     return tuple(found)
 
 
-def _show(model: ContentId, promoted: bool, reason: str, evidence: Evidence) -> None:
-    """The verdict and the evidence in the Prefect UI."""
-    verdict = [{"model": model.short, "promoted": promoted, "reason": reason}]
-    artifacts.table("promotion", verdict, "Promotion of the new checkpoint")
+def show_evidence(evidence: Evidence) -> None:
+    """What a promotion is decided by, in the Prefect UI."""
     rows = [
         {
             "against": f"{item.moment} {item.rival.short}",
@@ -224,11 +231,11 @@ async def _change_latest(change: history.Change) -> None:
         await history.change_latest(store, current_stage().objects, change)
 
 
-async def _roll_back(resource: str, to: str | None) -> history.Entry:
+async def _roll_back(resource: str, to: str | None, reason: str) -> history.Entry:
     objects, by = current_stage().objects, _run()
     async with connections.open_store() as store:
         entries = history.history_of(objects, resource)
         done = [entry for entry in entries[-1:] if (entry.action, entry.by) == ("rollback", by)]
         if done and await history.served_model(store, resource) == done[0].model:
             return done[0]
-        return await history.roll_back(store, objects, resource, to=to, by=by)
+        return await history.roll_back(store, objects, resource, to=to, by=by, reason=reason)

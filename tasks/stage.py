@@ -42,7 +42,7 @@ from rollout_core.objects.records import Lineage, Record, record_lineage, softwa
 from rollout_core.objects.snapshots import PROGRESS_REFS, SnapshotStore
 from tasks import connections
 from tasks.artifact_sender import SENDER
-from tasks.logs import CHECKED, StageEntry, current_journal, stage_logger
+from tasks.logs import CHECKED, StageEntry, current_journal, stage_logger, title_of
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=Record)
@@ -144,6 +144,7 @@ class Stage(Generic[P, R]):
             self._as_task_function(),
             name=self.name,
             description=inspect.getdoc(function),
+            task_run_name=self._task_run_name,  # pyright: ignore[reportArgumentType]
             retries=retries,
             retry_delay_seconds=RETRY_DELAYS_SECONDS,
             retry_condition_fn=should_retry,
@@ -233,6 +234,10 @@ class Stage(Generic[P, R]):
         inputs = dict(inputs)
         with refreshing(inputs.pop(REFRESH)):
             return self.key(inputs)
+
+    def _task_run_name(self, parameters: dict[str, Any]) -> str:
+        """What people read; Prefect finds the parameter by its name. The label, and so this, is in no key."""
+        return title_of(self.name, str(spread_arguments(parameters).get(LABEL, "")))
 
     def _as_task_function(self) -> Callable[..., dict[str, Any]]:
         """The function with one more argument: the name of a refresh has to reach other processes too."""

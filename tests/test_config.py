@@ -69,6 +69,9 @@ def test_every_shipped_example_loads(name):
         ({"ppo.sampling.top_p": 0.5}, r"ppo: on-policy training needs samples of the policy itself"),
         ({"reward": {"kind": "exact"}}, r"reward\.kind: .*got 'exact'"),
         ({"run.name": "a/b"}, r"run\.name: "),
+        ({"cost.per_gpu_hour": -1}, r"cost\.per_gpu_hour: .*greater than or equal to 0; got -1"),
+        ({"cost.per_hour": float("inf")}, r"cost\.per_hour: .*finite number; got inf"),
+        ({"cost.currency": "a b"}, r"cost\.currency: "),
         ({"schema_version": 2}, r"schema_version: .*got 2"),
     ],
 )

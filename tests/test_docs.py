@@ -17,7 +17,7 @@ import typer
 import yaml
 from pydantic import BaseModel
 
-from flows.cli import app
+from deployments.cli import app
 from rollout_core.config import CONFIG_KINDS, load_config
 from tests.conftest import PROJECT
 
@@ -212,5 +212,5 @@ def test_every_environment_variable_that_the_product_reads_is_in_the_readme():
     assert {name for name in read - internal if name.rstrip("_") not in readme} == set()
 
 
-INTERNAL = {"ROLLOUT_PROJECT", "ROLLOUT_SORT", "ROLLOUT_SUPERVISOR"}
+INTERNAL = {"ROLLOUT_POOL", "ROLLOUT_PROJECT", "ROLLOUT_SORT", "ROLLOUT_SUPERVISOR"}
 """What one process of ours sets for another, and names that are no variables."""

@@ -11,12 +11,13 @@ import pytest
 from tests.structure import PACKAGES, PROJECT, House, Import, read_house
 
 MAX_FLOORS = 11  # one more since agents train, and so stand on the rooms that launch updates and read users' code
-MAX_FILES = 257
+MAX_FILES = 269
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 LONG_FUNCTIONS = {"rollout_core.store.sql.migrations.versions.r0001_tables:upgrade"}
 """One table after the other, and never changed again."""
 INSIDE_FUNCTIONS = {
+    "deployments.cli": "--help need not wait for Prefect",
     "deployments.serve": "the command starts a server first, whose address Prefect reads when it is imported",
     "flows.cli": "--help and --version need nothing of it",
     "flows.batch": "Dask is an extra",

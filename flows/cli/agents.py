@@ -49,7 +49,7 @@ def train(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, d
 
             return train_agent(parsed)
 
-        _print_trained(run_flow(start, debug))
+        _print_trained(run_flow(start, debug, "flows.agent"))
 
 
 def _print_trained(result: Mapping[str, Any]) -> None:
@@ -80,7 +80,7 @@ def tune(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, de
 
             return tune_prompt(parsed)
 
-        _print_tuned(run_flow(start, debug))
+        _print_tuned(run_flow(start, debug, "flows.prompts"))
 
 
 def _print_tuned(result: Mapping[str, Any]) -> None:
@@ -110,7 +110,7 @@ def online(config: ConfigPath, dry_run: DryRun = False, set_: Overrides = None, 
 
             return learn_online(parsed)
 
-        _print_learnt(run_flow(start, debug))
+        _print_learnt(run_flow(start, debug, "flows.online"))
 
 
 def _print_learnt(result: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import traceback
@@ -97,16 +98,19 @@ def print_plan(facts: Mapping[str, Any]) -> None:
             typer.echo(f"  {name:{width}}  {value}")
 
 
-def run_flow(start: Callable[[], Any], debug: bool) -> Any:
-    """Run a flow against the configured Prefect API, or the server of this folder.
+def run_flow(start: Callable[[], Any], debug: bool, module: str = "flows.flow_run") -> Any:
+    """Run a flow, which is in ``module``, against the configured Prefect API, or the server of this folder.
 
     Unless ``debug``, log lines in the terminal show no tracebacks of our own errors, whose messages say what to do.
     """
     from flows.connections import PREFECT_HOME, prefect_server
     from rollout_core.base.stopping import watching
 
-    with watching(ends_process=True), prefect_server(PREFECT_HOME):
+    def load() -> None:
         # Not before: Prefect takes the server's address when it is imported.
+        importlib.import_module(module)
+
+    with watching(ends_process=True), prefect_server(PREFECT_HOME, meanwhile=load):
         from flows.flow_run import without_known_traces
 
         try:

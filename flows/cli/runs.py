@@ -81,7 +81,7 @@ def _train(
         data = settings.prompts if kind in ("ppo", "grpo") else settings.dataset
         print_plan({"algorithm": kind, **facts, "minibatch": settings.minibatch_size, "dataset": data.path})
         return
-    result = run_flow(lambda: _flow(kind)(parsed), debug)
+    result = run_flow(lambda: _flow(kind)(parsed), debug, "flows.train")
     if "rewards" in result:
         typer.echo("reward: " + " ".join(f"{reward:.3f}" for reward in result["rewards"]))
     typer.echo(f"model: {result['model']}")
@@ -126,7 +126,7 @@ def infer_batch(
 
             return flow(parsed, run_id=resume)
 
-        _print_batch(run_flow(start, debug))
+        _print_batch(run_flow(start, debug, "flows.batch"))
 
 
 def _print_batch(written: Mapping[str, Any]) -> None:
@@ -172,7 +172,7 @@ def nightly(
 
             return flow(parsed)
 
-        _print_nightly(run_flow(start, debug))
+        _print_nightly(run_flow(start, debug, "flows.nightly"))
 
 
 def _print_nightly(result: Mapping[str, Any]) -> None:

@@ -14,8 +14,10 @@ devices over to another process.
 from __future__ import annotations
 
 import base64
+import importlib.util
 import os
 import random
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -27,19 +29,41 @@ from typing import Any, Final, Literal
 
 from rollout_core.base.errors import ConfigError
 
+_BUILT_FOR = re.compile(r"^(cuda|hip)\b[^=\n]*= *(\S+)", re.MULTILINE)
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @cache
 def probe_device() -> str:
     """``cuda`` or ``cpu``."""
+    if not _may_have_gpus():
+        return "cpu"
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def _may_have_gpus() -> bool:
+    """False where torch is a build for CPUs alone, as the file says that it takes this from itself.
+
+    Cache keys name the device, so every run asks, also one that computes nothing and needs no torch, whose import takes
+    seconds.
+    """
+    found = None if "torch" in sys.modules else importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return True
+    file = Path(found.origin).with_name("version.py")
+    try:
+        said = dict(_BUILT_FOR.findall(file.read_text(encoding="utf-8")))
+    except OSError:
+        return True
+    return said.get("cuda") != "None" or said.get("hip") != "None"
+
+
 def num_gpus() -> int:
     """GPUs that processes of this machine can share out among themselves."""
+    if not _may_have_gpus():
+        return 0
     import torch
 
     return torch.cuda.device_count()
@@ -47,11 +71,13 @@ def num_gpus() -> int:
 
 def mixed_precision(asked: str) -> str:
     """``float32`` or ``bfloat16``: what a precision of ``auto`` means here, else ``asked`` itself."""
-    import torch
-
     if asked != "auto":
         return asked
-    return "bfloat16" if probe_device() == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+    if probe_device() != "cuda":
+        return "float32"
+    import torch
+
+    return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
 
 
 def machine_memory() -> tuple[int, int]:
@@ -88,6 +114,7 @@ PORTABLE_ENVIRONMENT = {
 DEFAULT_THREADS = 1
 """CPU threads of portable arithmetic where none are configured: last bits of sums depend on their number."""
 
+_CPU = Path("/proc/cpuinfo")
 _WIDER = ("avx512", "avx10", "avx_", "amx")
 _MKL_BRANCH = 1
 _MKL_COMPATIBLE = 3
@@ -123,7 +150,21 @@ def require_numerics(asked: Numerics) -> None:
             f'numerics = "portable", but this process was not started for it, and torch may have chosen its kernels. '
             f"{_REMEDY}"
         )
-    check_numerics()
+    if "torch" in sys.modules or not _is_held():
+        check_numerics()
+
+
+def _is_held() -> bool:
+    """Whether torch, once it is imported, will find what holds it, on a CPU that has what portable arithmetic needs.
+
+    Whoever computes asks the libraries themselves (`check_numerics`); a run whose results are all there never does.
+    """
+    try:
+        flags = re.search(r"^flags\s*:(.*)$", _CPU.read_text(), re.MULTILINE)
+    except OSError:
+        return False
+    has_avx2 = flags is not None and "avx2" in flags[1].split()
+    return has_avx2 and all(os.environ.get(name) == value for name, value in PORTABLE_ENVIRONMENT.items())
 
 
 def is_portable_here() -> bool:

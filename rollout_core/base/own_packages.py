@@ -39,8 +39,8 @@ def _is_file(origin: str | None, own: Path) -> bool:
 def run_command() -> None:
     """Entry point of the `rollout` command, which is above this package and so imported by its name."""
     try:
-        require_own("flows", "tasks", "blocks")
+        require_own("deployments", "flows", "tasks", "blocks")
     except ConfigError as error:
         sys.stderr.write(f"rollout: {error}\n")
         sys.exit(2)
-    import_module("flows.cli").main()
+    import_module("deployments.cli").main()

@@ -22,6 +22,7 @@ from .base import (
     JsonlDataset as JsonlDataset,
     ModelSource as ModelSource,
     ParquetDataset as ParquetDataset,
+    RunCost as RunCost,
     RunInfo as RunInfo,
     Settings as Settings,
     StoredDataset as StoredDataset,

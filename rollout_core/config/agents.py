@@ -280,6 +280,11 @@ class LearnOnlineConfig(TrainingRun):
         self.promotion.refuse_guards()
         if not self.promotion.enabled:
             raise ValueError("promotion is switched off, but online learning serves what it promotes; leave that out")
+        if self.promotion.approval == "person":
+            raise ValueError(
+                'promotion.approval is "person", but online learning goes on by what it promotes and waits for nobody; '
+                "leave that out"
+            )
         return self
 
 

@@ -76,6 +76,21 @@ class RunInfo(Settings):
         return None
 
 
+class RunCost(Settings):
+    """Prices, by which the run's summary says what it cost. Only what was computed counts: what was cached cost
+    nothing."""
+
+    per_hour: float = Field(default=0.0, ge=0)
+    """Of the machine, for each hour in which a stage was computed."""
+    per_gpu_hour: float = Field(default=0.0, ge=0)
+    """Of each of the machine's GPUs, for each such hour, beside that."""
+    currency: str = Field(default="USD", pattern=r"^[A-Za-z]{1,8}$")
+    """Ends the sum; nothing is converted."""
+
+    def cache_identity(self) -> Any:
+        return None
+
+
 class ModelSource(Settings):
     """Where a model comes from. Its content, not this address, enters cache keys."""
 

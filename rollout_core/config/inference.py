@@ -175,6 +175,9 @@ class VLLMBackend(Settings):
     float32, 5e-2 in half precision."""
     start_timeout_seconds: float = Field(default=900.0, gt=0)
     """Longest time an engine may take to start, loading the model included. Then the run fails."""
+    hang_timeout_seconds: float = Field(default=600.0, gt=0)
+    """Longest time without a token while some are asked for; a step is one for all sequences. Then the engine is killed
+    and started anew, and what it has not finished is generated again."""
 
     @property
     def concrete_dtype(self) -> str:

@@ -75,6 +75,13 @@ class PromotionConfig(Settings):
     guards: tuple[Guard, ...] = ()
     """What else must hold, each a table `[[promotion.guards]]`. In the nightly flow only."""
 
+    approval: Literal["evidence", "person"] = "evidence"
+    """``person``: what the evidence accepts is a candidate, about which a run of `promote-candidate` asks somebody."""
+    approval_hours: float = Field(default=72.0, gt=0, le=600)
+    """For which a candidate waits."""
+    undecided: Literal["reject", "promote"] = "reject"
+    """What becomes of it after that."""
+
     @model_validator(mode="after")
     def _one_bound(self) -> PromotionConfig:
         if self.tolerance and self.min_gain:

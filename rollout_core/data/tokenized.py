@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Generic, Self, TypeVar, overload
 import numpy as np
 
 from rollout_core.base.errors import CorruptObject, NotFound
-from rollout_core.base.ids import ContentId
+from rollout_core.base.ids import ContentId, content_id
 from rollout_core.base.locks import scratch_folder
 from rollout_core.objects import ObjectStore
 
@@ -35,6 +35,7 @@ OtherT = TypeVar("OtherT")
 ReportT = TypeVar("ReportT", bound="DataReport")
 REPORT_FILE = "report.json"
 _REFS = "tokenized"
+_LENGTH_REFS = "prompt-lengths"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,6 +322,21 @@ def keep_items(
         kept = objects.put_tree(folder)
     objects.set_ref(f"{_REFS}/{key}", kept)
     return kept, made
+
+
+def known_longest(objects: ObjectStore, prompts: ContentId, tokenizer: ContentId) -> int | None:
+    """Tokens of the longest prompt of rows of this content, if all of them were tokenised before."""
+    kept = objects.cached_bytes(_lengths(prompts, tokenizer))
+    return int(kept) if kept is not None and kept.isdigit() else None
+
+
+def remember_longest(objects: ObjectStore, prompts: ContentId, tokenizer: ContentId, num_tokens: int) -> None:
+    """Note what `known_longest` answers from then on."""
+    objects.set_ref(_lengths(prompts, tokenizer), objects.put_bytes(b"%d" % num_tokens))
+
+
+def _lengths(prompts: ContentId, tokenizer: ContentId) -> str:
+    return f"{_LENGTH_REFS}/{content_id('prompt-lengths/1', [prompts, tokenizer])}"
 
 
 def kept_report(objects: ObjectStore, key: ContentId, report: type[ReportT]) -> ReportT | None:

@@ -84,7 +84,7 @@ def training_items(
 
 def look_at_rows(
     rows: RowStream[Any],
-    tokenizer: Any,
+    tokenizer: Callable[[], Any],
     form: RowForm[Any, ReportT],
     *,
     objects: ObjectStore | None,
@@ -93,17 +93,18 @@ def look_at_rows(
 ) -> ReportT:
     """What becomes of rows that are not imported yet, or was found out when the same were tokenised before.
 
+    ``tokenizer`` gives the tokenizer, and is not called where nothing is tokenised.
     With ``keep`` the items are kept in ``objects``, where `training_items` finds them.
     Raises DataError for malformed rows, all of them, and ConfigError as tokenising does.
     """
 
     def tokenize(take: Callable[[Any], None], place: Callable[[int], str]) -> ReportT:
-        return form.tokenize(tokenizer, rows, take, place=place, **form.options)
+        return form.tokenize(tokenizer(), rows, take, place=place, **form.options)
 
     def tokenize_to_keep(take: Callable[[Any], None], dataset: ContentId) -> ReportT:
         hashed = HashedRows(rows)
         # Rows of one content may stand in many files, so what is kept of them numbers them.
-        report = form.tokenize(tokenizer, hashed, take, place=_numbered, **form.options)
+        report = form.tokenize(tokenizer(), hashed, take, place=_numbered, **form.options)
         if hashed.id != dataset:
             raise Conflict(f"dataset {rows.address!r} changed while it was read; run again when nobody writes to it")
         return report

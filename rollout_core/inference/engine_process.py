@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import multiprocessing.connection
 import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +95,41 @@ def _end_with_owner() -> None:
     owner.join()
     kill_children()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+class HangWatch:
+    """Kills the processes of an engine that gives no answer while one is waited for; what they hold ends with them.
+
+    Args:
+        processes: of the engine; those that they started end with them.
+        seconds: longest wait for one answer, unless `waiting` is told another; may be changed.
+    """
+
+    def __init__(self, processes: Sequence[BaseProcess], seconds: float) -> None:
+        self.seconds = seconds
+        self.has_killed = False
+        self._processes = processes
+        self._deadline: float | None = None
+        threading.Thread(target=self._look, name="rollout-engine-hangs", daemon=True).start()
+
+    @contextmanager
+    def waiting(self, seconds: float | None = None) -> Iterator[None]:
+        """Around whatever waits for one answer, ``seconds`` at most."""
+        self._deadline = time.monotonic() + (self.seconds if seconds is None else seconds)
+        try:
+            yield
+        finally:
+            self._deadline = None
+
+    def _look(self) -> None:
+        sentinels = [process.sentinel for process in self._processes]
+        while not multiprocessing.connection.wait(sentinels, timeout=_LOOK_SECONDS):
+            deadline = self._deadline
+            if deadline is not None and time.monotonic() > deadline:
+                self.has_killed = True
+                for process in self._processes:
+                    process.kill()
+                return
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from rollout_core.config import SamplingParams, StructuredOutput, VLLMBackend
 from rollout_core.data.samples import Completion, Failure, Outcome, TopLogprobs
 from rollout_core.data.text import decode_completions, told_tokens
 from rollout_core.inference.base import GathersStream, ModelRef, Request, vllm_constraint
-from rollout_core.inference.engine_process import engine_files, noting_segments
+from rollout_core.inference.engine_process import HangWatch, engine_files, noting_segments
 from rollout_core.models.pretrained import load_causal_lm, load_tokenizer, start_vllm
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class VLLMEngine(GathersStream):
             self._files = stack.pop_all()
         self._suspect = False
         self._try_out()
+        self._watch.seconds = config.hang_timeout_seconds
 
     def _start(self, model: ModelRef) -> LLM:
         config = self._config
@@ -106,7 +107,10 @@ class VLLMEngine(GathersStream):
             raise
         except (ValueError, RuntimeError, OSError) as error:
             raise ConfigError(f"vLLM could not start with model {model.folder}: {error}") from error
-        threading.Thread(target=_wake_at_death, args=[llm.llm_engine.engine_core], daemon=True).start()
+        engine_core: Any = llm.llm_engine.engine_core
+        threading.Thread(target=_wake_at_death, args=[engine_core], daemon=True).start()
+        # Its first tokens belong to its start, which may build kernels.
+        self._watch = HangWatch(engine_core.resources.engine_manager.processes, config.start_timeout_seconds)
         if is_portable_here():
             _refuse_long_contexts(llm)
         return llm
@@ -141,7 +145,7 @@ class VLLMEngine(GathersStream):
         return self._llm.llm_engine.model_config.max_model_len
 
     def stream(self, requests: Iterable[Request | None]) -> Iterator[Outcome]:
-        with _death_is_recoverable():
+        with self._death_is_recoverable():
             yield from self._stream(requests)
 
     def _stream(self, requests: Iterable[Request | None]) -> Iterator[Outcome]:
@@ -165,7 +169,9 @@ class VLLMEngine(GathersStream):
                         yield refused
                 if not in_flight:
                     return
-                finished: list[RequestOutput] = [output for output in engine.step() if output.finished]  # pyright: ignore[reportAssignmentType]
+                with self._watch.waiting():
+                    outputs = engine.step()
+                finished: list[RequestOutput] = [output for output in outputs if output.finished]  # pyright: ignore[reportAssignmentType]
                 if finished:
                     yield from self._completions(finished, [in_flight.pop(output.request_id) for output in finished])
         finally:
@@ -240,7 +246,8 @@ class VLLMEngine(GathersStream):
         if model.content_id == self._model.content_id and not self._suspect:
             return
         self._suspect = True
-        with _death_is_recoverable():
+        # As long as a start, which loads weights too.
+        with self._death_is_recoverable(), self._watch.waiting(self._config.start_timeout_seconds):
             self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model.folder)})
             if self._config.enable_prefix_caching:
                 self._llm.reset_prefix_cache()
@@ -248,6 +255,22 @@ class VLLMEngine(GathersStream):
         self._model = model
         self._check_parity()
         self._suspect = False
+
+    @contextmanager
+    def _death_is_recoverable(self) -> Iterator[None]:
+        """A dead engine (killed, out of memory, hung) is replaced when the stage is tried again."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            yield
+        except EngineDeadError as error:
+            reason = "vLLM's engine process died"
+            if self._watch.has_killed:
+                reason = (
+                    f"vLLM's engine gave no token for {self._watch.seconds:g} s (backend.hang_timeout_seconds), or "
+                    f"did not load weights within {self._config.start_timeout_seconds:g} s, and was killed"
+                )
+            raise Recoverable(f"{reason}; it is started anew when the stage is tried again") from error
 
     def _check_parity(self) -> None:
         """The canary: greedy tokens of the engine, scored by the trainer's own implementation of the model."""
@@ -298,17 +321,6 @@ def _top_logprobs(flat: FlatLogprobs) -> list[TopLogprobs]:
         ]
         for start, end in zip(flat.start_indices, flat.end_indices, strict=True)
     ]
-
-
-@contextmanager
-def _death_is_recoverable() -> Iterator[None]:
-    """A dead engine (killed, out of memory) is replaced when the stage is tried again."""
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    try:
-        yield
-    except EngineDeadError as error:
-        raise Recoverable("vLLM's engine process died; it is started anew when the stage is tried again") from error
 
 
 def _wake_at_death(engine_core: Any) -> None:

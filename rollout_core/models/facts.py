@@ -17,6 +17,7 @@ from typing import Any
 
 import orjson
 
+from rollout_core import __version__
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.models.pretrained import (
@@ -246,6 +247,21 @@ def recall(objects: ObjectStore, mark: ContentId) -> ModelFacts | None:
     except (ValueError, TypeError, KeyError, AttributeError):
         log.warning("what ref %s stands for is no note of a model; the model is looked at again", ref)
         return None
+
+
+def is_known_trainable(objects: ObjectStore, mark: ContentId, *, is_reward_model: bool) -> bool:
+    """Whether a folder of files of this mark was found to be one that can be trained."""
+    return objects.cached_ref(_trainable_ref(mark, is_reward_model)) is not None
+
+
+def remember_trainable(objects: ObjectStore, mark: ContentId, *, is_reward_model: bool) -> None:
+    """Note that a folder of files of this mark can be trained."""
+    objects.set_ref(_trainable_ref(mark, is_reward_model), objects.put_bytes(b"{}"))
+
+
+def _trainable_ref(mark: ContentId, is_reward_model: bool) -> str:
+    key = content_id("trainable/1", [mark, is_reward_model, version("torch"), __version__])
+    return f"{MODEL_NOTES}/{key}"
 
 
 def remember(objects: ObjectStore, mark: ContentId, facts: ModelFacts) -> None:

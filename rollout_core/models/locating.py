@@ -337,10 +337,16 @@ def import_model(source: ModelSource, objects: ObjectStore, base: Path) -> Conte
 
 def recall_model(source: ModelSource, base: Path, objects: ObjectStore) -> ModelFacts | None:
     """What an earlier `import_model` found of ``source``, if it is a folder that has not changed since."""
+    mark = mark_of_source(source, base)
+    return None if mark is None else recall(objects, mark)
+
+
+def mark_of_source(source: ModelSource, base: Path) -> ContentId | None:
+    """`mark_of` the files of ``source``, which is then a folder here without an adapter; None for others."""
     folder, tokenizer = base / source.uri, base / (source.tokenizer or source.uri)
     if source.adapter is not None or not folder.is_dir() or not tokenizer.is_dir():
         return None
-    return recall(objects, mark_of(model_files(folder, tokenizer)))
+    return mark_of(model_files(folder, tokenizer))
 
 
 def _import_folder(source: ModelSource, objects: ObjectStore, base: Path) -> ContentId:

@@ -25,7 +25,20 @@ FINISHED_REFS = "finished/"
 """Below it, under the id of a blob, stands what is noted of it; the note lives as long as the blob."""
 UPDATE_REFS = "agent-updates/"
 """Below it, under the key of an update of an agent's policy, stands its outcome."""
-NOTE_REFS = ("model-facts/", "prompt-shards/", "output-files/", "runs/", "work/", "fan-out/", UPDATE_REFS)
+CANDIDATE_REFS = "candidates/"
+"""Below it, under its id, stands a model that a person is to decide about."""
+NOTE_REFS = (
+    CANDIDATE_REFS,
+    "model-facts/",
+    "prompt-lengths/",
+    "pictures/",
+    "prompt-shards/",
+    "output-files/",
+    "runs/",
+    "work/",
+    "fan-out/",
+    UPDATE_REFS,
+)
 """Refs below them only save work or describe a run; such a note expires when it has not been set for a while."""
 KEEP_NOTES = timedelta(days=30)
 _NAMED_ID = re.compile(rb'"([0-9a-f]{64})[\\"]')

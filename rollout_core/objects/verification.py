@@ -237,6 +237,8 @@ CACHES = (
     "results",
     "progress",
     "model-facts",
+    "prompt-lengths",
+    "pictures",
     "merged-models",
     "prompt-shards",
     "tokenized",

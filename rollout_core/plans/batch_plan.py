@@ -48,9 +48,9 @@ def plan_batch(
     Every line of the input is read, unless the same files were read before. ``thorough``: a model that an earlier run
     found good is looked at again, and some rows are tokenised to estimate how many will fail.
     """
-    plan = Plan(base, connections)
+    plan = Plan(base, connections, trusts_notes=not thorough)
     plan.places()
-    (plan.model if thorough else plan.known_model)("model", config.model)
+    plan.known_model("model", config.model)
     gated = [uri for uri in (config.model.uri, config.model.tokenizer) if uri and is_gated(uri)]
     if gated:
         plan.facts["hub token"] = "set" if has_token() else f"not set; {gated[0]} may ask for ROLLOUT_SECRET_HF_TOKEN"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +37,14 @@ from rollout_core.config.rewards import ExactMatchReward, ModelReward, RewardSpe
 from rollout_core.config.runs import ReferencedAlgorithm
 from rollout_core.data.datasets import PromptRow
 from rollout_core.models.bounded.inspecting import check_training
-from rollout_core.models.facts import blank_model, check_reference, check_reward_model
-from rollout_core.models.locating import describe
+from rollout_core.models.facts import (
+    blank_model,
+    check_reference,
+    check_reward_model,
+    is_known_trainable,
+    remember_trainable,
+)
+from rollout_core.models.locating import describe, mark_of_source
 from rollout_core.plans.plan import Plan, context_limit, disk_needs, memory_needs, row_tokens, training_of
 from rollout_core.rewards.loading import load_reward
 from rollout_core.store.connections import Connections
@@ -56,8 +63,6 @@ RESOURCES = "resources"
 class LearnerPlan(Plan):
     """A plan of a run that trains."""
 
-    keeps_tokens: bool = False
-    """What is tokenised is kept in the object store, where training finds it."""
     _trained_parameters: dict[str, int | None] = field(default_factory=dict)
     """Of learners with adapters, by their keys."""
 
@@ -73,10 +78,17 @@ class LearnerPlan(Plan):
         source, facts = self.model_source, self.model_facts
         if source is None or facts is None:
             return
+        is_reward_model = isinstance(settings, RewardModelSettings)
+        notes, mark = (self.objects, mark_of_source(source, self.base)) if self.trusts_notes else (None, None)
+        if notes is not None and mark is not None and is_known_trainable(notes, mark, is_reward_model=is_reward_model):
+            return
 
         def look() -> None:
             with describe(source, self.base, self.objects) as found:
-                check_training(found.folder, is_reward_model=isinstance(settings, RewardModelSettings))
+                check_training(found.folder, is_reward_model=is_reward_model)
+            # The files may have been written meanwhile: then nothing was found of those that are there now.
+            if notes is not None and mark is not None and mark == mark_of_source(source, self.base):
+                self.note(partial(remember_trainable, notes, mark, is_reward_model=is_reward_model))
 
         self.check(what, look)
 
@@ -186,8 +198,8 @@ class LearnerPlan(Plan):
             if found is None:
                 rows.check()
                 return None
-            options = {"objects": self.objects, "tokenizer_id": found.tokenizer_id, "keep": self.keeps_tokens}
-            return look_at_rows(rows, self.tokenizer, asked, **options)
+            options = {"objects": self.objects, "tokenizer_id": found.tokenizer_id, "keep": self.trusts_notes}
+            return look_at_rows(rows, self.load_tokenizer, asked, **options)
 
         return self.check(f"{what}.{dataset.address_key}", look)
 
@@ -226,9 +238,12 @@ class LearnerPlan(Plan):
 
     def _reward_model(self, uri: str) -> None:
         with describe(ModelSource(uri=uri), self.base, self.objects) as found:
-            tokenizer = found.inspect().tokenizer
+            facts = found.inspect()
             check_reward_model(found.folder)
-        if self.tokenizer is not None and tokenizer.get_vocab() != self.tokenizer.get_vocab():
+        own = self.model_facts
+        if own is None or own.tokenizer_id == facts.tokenizer_id:
+            return
+        if facts.tokenizer.get_vocab() != self.load_tokenizer().get_vocab():
             raise ConfigError(
                 f"the tokenizer of reward model {uri!r} has another vocabulary than the policy's, whose token ids it "
                 "is to score; train it from a model with the policy's tokenizer"
@@ -256,14 +271,16 @@ class LearnerPlan(Plan):
 def plan_training(
     config: TrainConfig[Any], base: Path, connections: Connections | None = None, *, keep: bool = False
 ) -> dict[str, Any]:
-    """Check a run that trains one model; ``keep`` what was tokenised for it. Raises ConfigError naming all that is
-    wrong."""
-    plan, settings = LearnerPlan(base, connections, keeps_tokens=keep), config.algorithm
+    """Check a run that trains one model. Raises ConfigError naming all that is wrong.
+
+    ``keep`` in the object store what was tokenised for it and what was found, and trust what was found before.
+    """
+    plan, settings = LearnerPlan(base, connections, trusts_notes=keep), config.algorithm
     plan.places()
     on_policy = isinstance(config, TrainPPOConfig | TrainGRPOConfig)
     steps_per_iteration = config.algorithm.steps_per_iteration if on_policy else 1
     plan.resume(config.run, settings.kind, steps_per_iteration=steps_per_iteration)
-    plan.model("algorithm.base_model", settings.base_model, may_be_reward_model=settings.kind == "rm")
+    plan.known_model("algorithm.base_model", settings.base_model, may_be_reward_model=settings.kind == "rm")
     if on_policy:
         plan.backend("backend", config.backend)
         rows = plan.on_policy("algorithm", config.algorithm, config.backend)
@@ -295,10 +312,10 @@ def _reference(plan: LearnerPlan, settings: PreferenceSettings) -> None:
 def plan_nightly(
     config: NightlyConfig, base: Path, connections: Connections | None = None, *, keep: bool = False
 ) -> dict[str, Any]:
-    """Check a nightly run; ``keep`` what was tokenised for it. Raises ConfigError naming all that is wrong."""
-    plan = LearnerPlan(base, connections, keeps_tokens=keep)
+    """Check a nightly run; ``keep`` as of `plan_training`. Raises ConfigError naming all that is wrong."""
+    plan = LearnerPlan(base, connections, trusts_notes=keep)
     plan.places()
-    plan.model("model", config.model)
+    plan.known_model("model", config.model)
     plan.backend("backend", config.backend)
     plan.sft("sft", config.sft)
     for kind, settings in (("rm", config.rm), ("dpo", config.dpo)):

@@ -21,6 +21,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,10 +38,11 @@ from rollout_core.config import (
     SamplingParams,
     VLLMBackend,
 )
-from rollout_core.data.dataset_sources import RowStream, read_dataset
+from rollout_core.data.dataset_sources import RowStream, hash_rows, read_dataset
 from rollout_core.data.datasets import PromptRow, RowT
-from rollout_core.data.samples import refuse_long_prompts
+from rollout_core.data.samples import length_problem, refuse_long_prompts
 from rollout_core.data.text import tokenize_prompts
+from rollout_core.data.tokenized import known_longest, remember_longest
 from rollout_core.inference.base import unsupported
 from rollout_core.inference.folders import LocalFolder
 from rollout_core.models.bounded.tokenizing import how_prompts_vary
@@ -73,6 +75,13 @@ class Plan:
     objects: ObjectStore | None = None
     model_facts: ModelFacts | None = None
     model_source: ModelSource | None = None
+    trusts_notes: bool = False
+    """What an earlier plan or run found of the same files, and noted in the object store, is not looked at again."""
+    _notes: list[Callable[[], None]] = field(default_factory=list)
+
+    def note(self, write: Callable[[], None]) -> None:
+        """Have ``write`` note for later plans what this one found, once `done`: a refused run writes nothing."""
+        self._notes.append(write)
 
     def check(self, what: str, look: Callable[[], T]) -> T | None:
         """Result of ``look``; a ConfigError it raises becomes violations under ``what``, Unchecked a remark."""
@@ -91,6 +100,8 @@ class Plan:
             raise ConfigError("\n".join(self.violations), self.violations)
         if self.unchecked:
             self.facts["not checked"] = "; ".join(self.unchecked)
+        for write in self._notes:
+            write()
         return self.facts
 
     def places(self) -> None:
@@ -146,11 +157,13 @@ class Plan:
         """Longest sequence the model supports, in tokens, as far as is known."""
         return self.model_facts.max_positions if self.model_facts else None
 
-    def known_model(self, what: str, source: ModelSource) -> None:
-        """`model`, quicker and without a tokenizer where an earlier run found the same folder good."""
-        known = recall_model(source, self.base, self.objects) if self.objects is not None else None
-        if known is None or known.is_reward_model:
-            self.model(what, source)
+    def known_model(self, what: str, source: ModelSource, *, may_be_reward_model: bool = False) -> None:
+        """`model`; with `trusts_notes` quicker, and without a tokenizer, where an earlier run found the same folder
+        good."""
+        notes = self.objects if self.trusts_notes else None
+        known = recall_model(source, self.base, notes) if notes is not None else None
+        if known is None or (known.is_reward_model and not may_be_reward_model):
+            self.model(what, source, may_be_reward_model=may_be_reward_model)
             return
         self.facts["model"] = source.uri
         self.model_source, self.model_facts = source, known
@@ -160,15 +173,37 @@ class Plan:
         """Whether the model's tokenizer has one; None where that could not be found out."""
         return self.model_facts.has_chat_template if self.model_facts else None
 
+    def load_tokenizer(self) -> Any:
+        """The model's tokenizer. A model that `known_model` knew is looked at again for it."""
+        if self.tokenizer is None:
+            assert self.model_source is not None, "asked of a plan that found its model"
+            self.tokenizer = check_model(self.model_source, self.base, self.objects).tokenizer
+        return self.tokenizer
+
     def prompts(self, what: str, rows: Sequence[PromptRow] | None, limit: int | None, sampling: SamplingParams) -> int:
-        """Every prompt can be tokenised and leaves room for the completion. Returns the tokens of the longest."""
-        limit = limit or self.max_positions
-        if rows is None or self.tokenizer is None:
+        """Every prompt can be tokenised and leaves room for the completion. Returns the tokens of the longest.
+
+        With `trusts_notes`, prompts that this tokenizer was once found to take are not tokenised again.
+        """
+        limit, found = limit or self.max_positions, self.model_facts
+        if rows is None or found is None:
             return 0
-        token_ids = self.check(what, lambda: tokenize_prompts(self.tokenizer, rows))
-        if token_ids is not None and limit is not None:
+        notes = self.objects if self.trusts_notes else None
+        content = None if notes is None else hash_rows(rows)
+        if notes is not None and content is not None:
+            known = known_longest(notes, content, found.tokenizer_id)
+            if known is not None and length_problem(known, sampling.max_tokens, limit) is None:
+                return known
+        token_ids = self.check(what, lambda: tokenize_prompts(self.load_tokenizer(), rows))
+        if token_ids is None:
+            return 0
+        longest = max(map(len, token_ids), default=0)
+        if limit is not None:
             self.check(what, lambda: refuse_long_prompts(token_ids, sampling.max_tokens, limit))
-        return max(map(len, token_ids or ()), default=0)
+        # A template that asks for the date may make another prompt of the same row tomorrow.
+        if notes is not None and content is not None and not how_prompts_vary(str(self.tokenizer.chat_template or "")):
+            self.note(partial(remember_longest, notes, content, found.tokenizer_id, longest))
+        return longest
 
     def prompt_rows(self, what: str, dataset: DatasetSource) -> Sequence[PromptRow] | None:
         """Rows of a data set of prompts."""

@@ -147,6 +147,11 @@ def rewards_by_prompt(objects: ObjectStore, report: EvalReport) -> dict[str, lis
     return rewards
 
 
+def same_prompts(objects: ObjectStore, one: EvalReport, other: EvalReport) -> bool:
+    """Whether two evaluations are of the same prompts."""
+    return rewards_by_prompt(objects, one).keys() == rewards_by_prompt(objects, other).keys()
+
+
 def compare(
     moment: Moment,
     rival: tuple[ContentId, BlobId, Mapping[str, Sequence[float]]],

@@ -111,6 +111,13 @@ def withdrawn(entries: Sequence[Entry], model: ContentId) -> Entry | None:
     return last if last is not None and last.action == "rollback" and last.previous == model else None
 
 
+def evidence_for(objects: ObjectStore, resource: str, model: ContentId) -> Evidence | None:
+    """What a model was promoted by last; None without evidence."""
+    entries = history_of(objects, resource, last=LOOKED_AT)
+    promoted = [entry for entry in entries if (entry.action, entry.model) == ("promote", model)]
+    return promoted[-1].evidence if promoted else None
+
+
 def _write(objects: ObjectStore, entry: Entry) -> None:
     name = ULID.from_datetime(entry.at)
     objects.set_ref(f"{_folder(entry.resource)}/{name}", objects.put_json(entry))

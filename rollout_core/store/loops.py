@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
+import sys
 import threading
 import time
 import weakref
@@ -243,36 +243,37 @@ def _grant(turn: asyncio.Future[None]) -> None:
         turn.set_result(None)
 
 
-class _Collecting:
-    """Which thread collects garbage now, if one does: Python lets one at a time."""
+def _in_finalizer() -> bool:
+    """Whether this thread stands in some object's ``__del__``.
 
-    thread: int | None = None
+    `gc.callbacks` would say the same of collections, but what a signal's handler raises in such a callback is lost, and
+    with it the signal: Python has nobody to raise it to.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
 
-    @classmethod
-    def note(cls, phase: str, _: object) -> None:
-        """Called by Python when a collection begins, and when it ends."""
-        cls.thread = threading.get_ident() if phase == "start" else None
 
-
-def _task_unless_collecting(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
-    if _Collecting.thread == threading.get_ident():
+def _task_unless_finalizing(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+    if _in_finalizer():
         work.close()
         raise RuntimeError("a finalizer's task belongs to the loop that its object was used on")
     return asyncio.Task(work, loop=loop, **options)
 
 
 def refuse_finalizers(loop: asyncio.AbstractEventLoop) -> None:
-    """Let the loop take no tasks from finalizers that a garbage collection calls: for loops on threads beside those
-    that run others' code.
+    """Let the loop take no tasks from finalizers (``__del__``): for loops on threads beside those that run others'
+    code.
 
     Clients such as openai's, when they are collected without having been closed, close themselves by a task on the loop
     that runs at that moment. Python collects on whichever thread comes to it, so that may be another than the one that
     the client was used on. Closing its sockets from there takes readers from sockets that were opened since, and
     requests under way on those never get their answers.
     """
-    if _Collecting.note not in gc.callbacks:
-        gc.callbacks.append(_Collecting.note)
-    loop.set_task_factory(_task_unless_collecting)
+    loop.set_task_factory(_task_unless_finalizing)
 
 
 class LoopThread:

@@ -135,7 +135,7 @@ def test_what_a_plan_tokenised_training_does_not_again(
     def look(*, keep: bool) -> DataReport:
         rows = read_dataset(source, SftRow, base=tmp_path, objects=objects, download=False)
         tokenizer, found = load_tokenizer(tiny_model), tokenizer_id(tiny_model)
-        return look_at_rows(rows, tokenizer, sft_form(SFT), objects=objects, tokenizer_id=found, keep=keep)
+        return look_at_rows(rows, lambda: tokenizer, sft_form(SFT), objects=objects, tokenizer_id=found, keep=keep)
 
     reports = [look(keep=keep) for keep in (False, True, True, False)]
     assert len(calls) == 2, "a plan that only looks keeps nothing; one that does spares the next"
@@ -196,7 +196,7 @@ def test_rows_edited_while_they_are_tokenised_are_not_kept_for_those_they_were(
     monkeypatch.setattr(training_data, "keep_items", edit_and_keep)
     options: Any = {"objects": objects, "tokenizer_id": tokenizer_id(tiny_model), "keep": True}
     with pytest.raises(Conflict, match=r"dataset 'rows\.jsonl' changed while it was read"):
-        look_at_rows(rows, tokenizer, sft_form(SFT), **options)
+        look_at_rows(rows, lambda: tokenizer, sft_form(SFT), **options)
     monkeypatch.undo()
     file.write_bytes(original)
     dataset = import_dataset(objects, rows)

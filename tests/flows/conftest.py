@@ -19,17 +19,28 @@ from rollout_core.objects import ObjectStore
 @pytest.fixture
 def small_nightly(tiny_model, sorting_task, tmp_path) -> dict[str, Any]:
     """Configuration of a nightly run of some 20 s on plain transformers."""
+    return nightly_config(
+        tiny_model,
+        sft=str(sorting_task.sft),
+        prompts=str(sorting_task.prompts),
+        held_out=str(sorting_task.held_out),
+        report_dir=str(tmp_path / "report"),
+    )
+
+
+def nightly_config(model: Path, *, sft: str, prompts: str, held_out: str, report_dir: str) -> dict[str, Any]:
+    """What `small_nightly` is, of any model and files."""
     return {
         "schema_version": 1,
         "seed": 5,
         "num_threads": 1,
-        "report_dir": str(tmp_path / "report"),
+        "report_dir": report_dir,
         "run": {"name": "small"},
-        "model": {"uri": str(tiny_model)},
+        "model": {"uri": str(model)},
         "backend": {"kind": "transformers"},
         "sft": {
             "minibatch_size": 16,
-            "dataset": {"path": str(sorting_task.sft)},
+            "dataset": {"path": sft},
             "budget": {"max_steps": 24},
             "sequence": {"max_length": 64},
             "optimizer": {"lr": 1e-3},
@@ -41,13 +52,13 @@ def small_nightly(tiny_model, sorting_task, tmp_path) -> dict[str, Any]:
             "epochs": 3,
             "minibatch_size": 80,
             "gradient_accumulation": 1,
-            "prompts": {"path": str(sorting_task.prompts)},
+            "prompts": {"path": prompts},
             "sampling": {"max_tokens": 14},
             "optimizer": {"lr": 1e-4},
             "snapshots": {"every_steps": 1},
         },
         "evaluation": {
-            "prompts": {"path": str(sorting_task.held_out)},
+            "prompts": {"path": held_out},
             "sampling": {"temperature": 0.0, "max_tokens": 14},
         },
     }

@@ -20,8 +20,9 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from prefect import get_client
 
-from deployments import serve
+from deployments import pools, serve
 from flows.connections import LOG
 from rollout_core.config import NightlyConfig, parse_config
 from rollout_core.objects.records import lineage_of
@@ -41,15 +42,50 @@ def test_the_deployed_nightly_is_the_example():
     assert nightly["schedules"][0]["cron"]
 
 
-def test_every_flow_is_deployed_on_the_pools_that_it_can_use():
-    by_entrypoint: dict[str, set[str]] = {}
-    for item in prefect_yaml()["deployments"]:
-        by_entrypoint.setdefault(item["entrypoint"], set()).add(item["work_pool"]["name"])
+def test_every_flow_is_deployed_once_on_the_pool_that_is_chosen():
+    items = prefect_yaml()["deployments"]
     training = {f"flows/train.py:train_{kind}" for kind in ("sft", "ppo", "grpo")}
     preferences = {f"flows/train.py:train_{kind}" for kind in ("rm", "dpo", "ipo", "kto")}
     agents = {"flows/agent.py:train_agent", "flows/prompts.py:tune_prompt", "flows/online.py:learn_online"}
     flows = {"flows/nightly.py:nightly", "flows/batch.py:batch_inference", *agents, *training, *preferences}
-    assert by_entrypoint == {flow: {"cpu", "gpu"} for flow in flows} | {"flows/rollback.py:rollback": {"cpu"}}
+    light = {
+        "flows/rollback.py:rollback",
+        "flows/morning.py:morning_check",
+        "flows/candidate.py:promote_candidate",
+        "flows/canary.py:canary",
+    }
+    assert sorted(item["entrypoint"] for item in items) == sorted(flows | light)
+    assert {item["work_pool"]["name"] for item in items} == {"{{ $ROLLOUT_POOL }}"}
+
+
+@pytest.mark.server
+def test_deployments_move_to_the_pool_that_is_named_and_bad_names_change_nothing(prefect_server, tmp_path):
+    def ops_deploy(*arguments: str, cwd: Path = PROJECT) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", "from deployments.cli import main; main()", "ops", "deploy", *arguments]
+        environment = {**os.environ, "PREFECT_API_URL": prefect_server, "PYTHONPATH": str(PROJECT)}
+        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+
+    def placed(name: str) -> tuple[str | None, Any]:
+        with get_client(sync_client=True) as client:
+            found = client.read_deployment_by_name(f"{name}/{name}")
+        return found.work_pool_name, (found.pull_steps or [{}])[0]
+
+    done = ops_deploy("train-kto", "train-ipo", "--pool", "gpu", "--project", "/opt/rollout")
+    assert done.returncode == 0, done.stdout + done.stderr
+    step = {"prefect.deployments.steps.set_working_directory": {"directory": "/opt/rollout"}}
+    assert placed("train-kto") == placed("train-ipo") == ("gpu", step)
+    done = ops_deploy("train-kto")
+    assert done.returncode == 0 and placed("train-kto")[0] == "cpu", done.stdout + done.stderr
+    assert placed("train-ipo")[0] == "gpu", "nobody asked for it"
+
+    for arguments, folder, message in (
+        (("train-ktp",), PROJECT, "has no deployment train-ktp; it has nightly, "),
+        (("train-kto", "--pool", "tpu"), PROJECT, "the server has no work pool 'tpu'; give one of cpu, gpu"),
+        (("train-kto",), tmp_path, f"{tmp_path / 'prefect.yaml'} cannot be read"),
+    ):
+        done = ops_deploy(*arguments, cwd=folder)
+        assert done.returncode and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert placed("train-kto")[0] == "cpu"
 
 
 @pytest.mark.server
@@ -66,10 +102,9 @@ def test_deployed_killed_and_retried_through_the_server_it_resumes(
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    subprocess.run([sys.executable, "-m", "deployments.pools"], env=environment, cwd=PROJECT, check=True)
-    prefect("--no-prompt", "deploy", "--all")
+    pools.deploy(PROJECT, "cpu")
     listed = prefect("deployment", "ls")
-    assert all(name in listed for name in ("nightly/nightly", "train-sft/train-sft-gpu", "batch-inference"))
+    assert all(name in listed for name in ("nightly/nightly", "train-sft/train-sft", "batch-inference"))
 
     server_logs.expect("exited with status code: -9", "the test kills the flow's process")
     log = server_logs.watch(tmp_path / "worker.log")
@@ -78,11 +113,13 @@ def test_deployed_killed_and_retried_through_the_server_it_resumes(
             "-m", "prefect", "worker", "start", "--pool", "cpu", "--name", "test",
             env={"PREFECT_API_URL": prefect_server, "ROLLOUT_PROJECT": str(PROJECT)}, stdout=output,
         )  # fmt: skip
+    short = {"iterations": 1, "prompts_per_iteration": 32, "epochs": 1, "minibatch_size": 16}
+    config = parse_config({**small_nightly, "ppo": {**small_nightly["ppo"], **short}}, NightlyConfig)
     # The scheduled runs of the real nightly deployment are hours away; this one is started now.
     overrides = json.dumps({"run.name": "retried", "numerics": "portable"})
     prefect(
         "deployment", "run", "nightly/nightly",
-        "--param", f"config={json.dumps(parse_config(small_nightly, NightlyConfig).model_dump(mode='json'))}",
+        "--param", f"config={json.dumps(config.model_dump(mode='json'))}",
         "--param", f"overrides={overrides}",
     )  # fmt: skip
 
@@ -133,7 +170,7 @@ def long():
     tries = Path(os.environ["ROLLOUT_PROJECT"], "tries")
     with tries.open("a") as file:
         file.write(f"{os.getpid()}\\n")
-    if len(tries.read_text().split()) == 1:
+    if len(tries.read_text().split()) % 2 == 1:  # each run has two
         time.sleep(600)
 """
 
@@ -175,7 +212,7 @@ def test_in_a_fresh_clone_make_serve_has_runs_start_and_complete_by_their_schedu
     assert scheduled and all(run.auto_scheduled for run in scheduled)
 
     server_logs.expect(
-        "(?i)EventsWorker|FlowRunCancellingObserver|connect|websocket|ReadError|RemoteProtocolError",
+        r"(?i)EventsWorker|FlowRun\w+Observer|connect|websocket|ReadError|RemoteProtocolError",
         "the worker misses the server that the test kills",
     )
     run_id, tries = start_run(api, "long"), Path("tries")
@@ -186,11 +223,19 @@ def test_in_a_fresh_clone_make_serve_has_runs_start_and_complete_by_their_schedu
     [run] = runs_of(api, "long", "COMPLETED")
     assert (str(run.id), run.run_count) == (run_id, 2)
     assert not psutil.pid_exists(int(tries.read_text().split()[0]))
-    assert f"flow run {run_id} lost its worker and is tried again" in log.read_text()
+    assert f"flow run {run_id} is tried again, as its worker died" in log.read_text()
 
+    crashing = start_run(api, "long")
+    wait_for(lambda: len(tries.read_text().split()) == 3, "a run under way", process=serving, seconds=120)
     [server] = [process for process in psutil.process_iter() if is_server_of(process, tmp_path / "clone")]
     server.kill()
+    wait_for(lambda: log.read_text().count("Prefect server ready") == 2, "another server", process=serving, seconds=120)
+    # The server knows nothing of what it follows on, and its automation waits; the supervisor does not.
+    server_logs.expect("exited with status code: -9", "the test kills a run")
+    os.kill(int(tries.read_text().split()[-1]), signal.SIGKILL)
     wait_for(lambda: "has lost its server" in log.read_text(), "another worker", process=serving, seconds=300)
+    wait_for(lambda: len(runs_of(api, "long", "COMPLETED")) == 2, "its second try", process=serving, seconds=300)
+    assert {str(run.id): run.run_count for run in runs_of(api, "long", "COMPLETED")} == {run_id: 2, crashing: 2}
     ticks = len(runs_of(api, "tick", "COMPLETED"))
     wait_for(lambda: len(runs_of(api, "tick", "COMPLETED")) > ticks, "a scheduled run", process=serving, seconds=300)
 
@@ -303,5 +348,5 @@ def task_states(api: str, run_id) -> dict[str, set[str]]:
 
     states: dict[str, set[str]] = {}
     for task_run in asyncio.run(find()):
-        states.setdefault(task_run.name.rpartition("-")[0], set()).add(task_run.state_name)
+        states.setdefault(task_run.name.partition(" ")[0], set()).add(task_run.state_name)
     return states

@@ -110,10 +110,14 @@ def test_a_folder_whose_server_runs_on_another_machine_is_refused(tmp_path: Path
 
 
 COMMAND = """
-import sys
+import os, sys
 from pathlib import Path
 from flows.connections import prefect_server
-with prefect_server(Path("prefect"), say=lambda line: print("said", line, flush=True)) as url:
+def meanwhile():
+    print("meanwhile", os.environ["PREFECT_API_URL"], flush=True)
+say = lambda line: print("said", line, flush=True)
+with prefect_server(Path("prefect"), say=say, meanwhile=meanwhile) as url:
+    assert os.environ["PREFECT_API_URL"] == url
     print(url, flush=True)
     sys.stdin.readline()
 """
@@ -179,9 +183,11 @@ def test_commands_of_one_folder_share_a_server_that_lives_as_long_as_the_last_of
     wait_for(lambda: server_began(commands), "the server's first word")
     server = commands.server
     assert psutil.Process(server.pid).ppid() != first.pid, "who ends its children leaves it alone"
+    address = commands.read(first, "meanwhile").removeprefix("meanwhile ")
     first.kill()
     url = commands.read(second, "http://")
     assert commands.server == server and answers(url)
+    assert address == url, "what is imported while it starts finds it"
     third = commands.start()
     assert commands.read(third, "http://") == url
     second.kill()

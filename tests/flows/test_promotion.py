@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from flows.cli import app
+from flows.summary import plain
 from rollout_core.base.ids import ContentId
 from tests.flows.conftest import objects
 
@@ -84,6 +88,44 @@ def test_the_flow_goes_back_and_says_so_in_the_history(prefect_server, models):
     assert rollback("judge", second[:8])["model"] == second
 
 
+def seen_of_the_last_run(name: str) -> tuple[list[str], dict[str, str]]:
+    """Names of the task runs of the latest flow run of a name, sorted; and the rows of its summary, its only artifact
+    beside those of stages."""
+    from prefect import get_client
+    from prefect.client.schemas.filters import (
+        ArtifactFilter,
+        ArtifactFilterFlowRunId,
+        FlowRunFilter,
+        FlowRunFilterId,
+        FlowRunFilterName,
+    )
+    from prefect.client.schemas.sorting import FlowRunSort
+
+    with get_client(sync_client=True) as client:
+        named = FlowRunFilter(name=FlowRunFilterName(any_=[name]))
+        run = client.read_flow_runs(flow_run_filter=named, sort=FlowRunSort.START_TIME_DESC)[0]
+        tasks = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id])))
+        own = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[run.id]))
+        [summary] = [found for found in client.read_artifacts(artifact_filter=own) if found.task_run_id is None]
+    assert summary.key == "summary" and "![guarded: mean training reward](data:image" not in str(summary.data)
+    points = re.findall(r"^- \*\*(.+?)\*\*: (.*)$", str(summary.data), re.MULTILINE)
+    return sorted(task.name for task in tasks), dict(points)
+
+
+def assert_summary(summary: dict[str, str], result: Any) -> None:
+    """It says what the flow returned."""
+    rewards = {name.removeprefix("held-out reward "): row for name, row in summary.items() if "held-out" in name}
+    assert list(rewards) == list(result["held_out"])
+    first, *_, last = result["held_out"].values()
+    assert [row.split()[0] for row in rewards.values()] == [f"**{value:.4f}**" for value in result["held_out"].values()]
+    assert list(rewards.values())[-1].endswith(f"({last - first:+.4f})")
+    assert summary["promoted"].startswith("**no**: ") and "a guard refused it: mean reward" in summary["promoted"]
+    assert (summary["state"], summary["algorithm"]) == ("completed", "SFT, PPO")
+    assert (summary["checkpoint"], summary["report"]) == (result["model"], plain(result["report"]))
+    states = Counter(row["state"].replace("completed", "computed") for row in result["stages"])
+    assert summary["stages"] == ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+
+
 @pytest.mark.server
 def test_guards_of_a_nightly_run_are_evaluated_reported_and_refuse(
     prefect_server, small_nightly, sorting_task, tmp_path
@@ -94,6 +136,8 @@ def test_guards_of_a_nightly_run_are_evaluated_reported_and_refuse(
 
     easy = tmp_path / "easy.jsonl"
     easy.write_text("".join(sorting_task.held_out.read_text().splitlines(keepends=True)[:6]))
+    small_nightly["run"]["name"] = "guarded"
+    small_nightly["cost"] = {"per_hour": 3600, "per_gpu_hour": 1, "currency": "EUR"}
     small_nightly["sft"]["budget"] = {"max_steps": 4}
     small_nightly["ppo"] |= {"iterations": 1, "prompts_per_iteration": 80}
     small_nightly["promotion"] = {
@@ -110,6 +154,11 @@ def test_guards_of_a_nightly_run_are_evaluated_reported_and_refuse(
     small_nightly["evaluation"]["prompts"]["path"] = str(tmp_path / "rows.jsonl")
 
     first = nightly(parse_config(small_nightly, NightlyConfig))
+    names, summary = seen_of_the_last_run("guarded")
+    assert names == sorted(f"{row['stage']} {row['label']}".strip() for row in first["stages"])
+    assert_summary(summary, first)
+    seconds = sum(float(row["seconds"]) for row in first["stages"] if row["state"] == "completed")
+    assert float(summary["cost"].split()[0].strip("*")) == pytest.approx(seconds, abs=0.1)
     assert not first["promoted"] and history_of(objects(), "policy") == []
     page = (Path(first["report"]) / "index.html").read_text()
     assert "a guard refused it: mean reward" in page and ", at least 2 is asked for" in page
@@ -119,4 +168,53 @@ def test_guards_of_a_nightly_run_are_evaluated_reported_and_refuse(
     expected = {("evaluate_by", f"guard 3, {moment}") for moment in ("before", "after")}
     assert expected | {("evaluate", f"guard 4, {moment}") for moment in ("before", "after")} <= labels
     again = nightly(parse_config(small_nightly, NightlyConfig))
-    assert {row["state"] for row in again["stages"] if row["stage"] in ("evaluate", "evaluate_by")} == {"cached"}
+    assert {row["state"] for row in again["stages"]} == {"cached", "checked"}
+    names, summary = seen_of_the_last_run("guarded")
+    assert names == sorted(f"{row['stage']} {row['label']}".strip() for row in first["stages"])
+    assert {"evaluate before", "sft_update", "ppo_update iteration 1", "evaluate_by guard 3, after"} <= set(names)
+    assert len(again["stages"]) == len(names)
+    assert_summary(summary, again)
+    assert "**0.0000 EUR**: 0.0 s computed, 0.0 GPU-seconds, at 3600 an hour and 1 a GPU-hour" in summary["cost"]
+
+
+@pytest.mark.server
+def test_a_canary_goes_back_from_a_model_that_does_not_do_what_it_was_promoted_for(
+    prefect_server, small_nightly, sorting_task, tmp_path
+):
+    from flows.canary import canary
+    from flows.nightly import nightly
+    from rollout_core.config import NightlyConfig, parse_config
+    from rollout_core.promotion.history import history_of
+
+    small_nightly["sft"]["budget"] = {"max_steps": 2}
+    small_nightly["ppo"] |= {"iterations": 1, "prompts_per_iteration": 32, "epochs": 1, "minibatch_size": 16}
+    # What is earned is all the same here: each night is promoted.
+    small_nightly["promotion"] = {"tolerance": 1.0}
+    worth = tmp_path / "worth.py"
+    worth.write_text("def score(sample):\n    return 0.5\n")
+    small_nightly["reward"] = {"kind": "function", "callable": f"{worth}:score"}
+
+    def parsed(seed: int = 5) -> NightlyConfig:
+        return parse_config({**small_nightly, "seed": seed}, NightlyConfig)
+
+    found = canary(parsed())
+    assert (found["model"], found["mean_reward"]) == (None, None) and "no model is served" in found["reason"]
+    first, second = (nightly(parsed(seed)) for seed in (5, 6))
+    assert first["promoted"] and second["promoted"] and first["model"] != second["model"]
+
+    found = canary(parsed(), max_drop=0.1)
+    assert found["serves"] == found["model"] == second["model"]
+    assert found["reason"] == "mean held-out reward 0.5000 when promoted -> 0.5000 now; it holds"
+    worth.write_text("def score(sample):\n    return 0.375\n")
+    fewer = tmp_path / "fewer.jsonl"
+    fewer.write_text("".join(sorting_task.held_out.read_text().splitlines(keepends=True)[:8]))
+    found = canary(parsed(), max_drop=0.1, overrides={"evaluation.prompts.path": str(fewer)})
+    assert (found["model"], found["serves"], found["mean_reward"]) == (second["model"], first["model"], 0.375)
+    last = history_of(objects(), "policy")[-1]
+    assert (last.action, last.model) == ("rollback", first["model"])
+    assert last.reason == (
+        "canary: mean held-out reward 0.5000 when promoted -> 0.3750 now, on other prompts than then, may fall by 0.1"
+    )
+
+    rollout("promote", second["model"], "--reason", "by hand")
+    assert "was promoted without held-out prompts" in canary(parsed())["reason"]

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from flows.nightly_steps import Progress, Report, write_report
-from flows.report import Curve, curves_of_iterations, figure_of_steps
+from flows.report import Curve, curves_of_iterations, figure_of_steps, picture
 from rollout_core.base.ids import canonical_json, hash_bytes
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint
@@ -63,6 +63,30 @@ def test_every_curve_is_a_picture_of_the_page_and_the_stages_are_folded(tmp_path
     assert re.search(r"<details><summary>90 stages: 90 cached</summary>.*</details>", page, re.DOTALL)
     assert "night &lt;b&gt;" in page
     assert "<p>Evidence:</p><ul><li>gain 0.5 &lt;0.4 to 0.6&gt;</li></ul>" in page
+
+
+def test_a_picture_is_drawn_once_and_another_is_drawn_anew(tmp_path, monkeypatch):
+    objects = ObjectStore.from_url("memory://pictures")
+    curve, drawn = Curve("loss", [2.0, float("nan"), 1.0], "step"), []
+    first = picture(objects, curve, "Loss", {"before": 0.5})
+    assert first.startswith(b"\x89PNG")
+    monkeypatch.setattr("flows.report.draw_curve", lambda target, *_, **shown: drawn.append(shown))
+    assert picture(objects, curve, "Loss", {"before": 0.5}) == first and not drawn
+    others = [
+        (Curve("loss", [2.0, 1.0, 1.0], "step"), "Loss", {"before": 0.5}),
+        (Curve("margin", curve.values, "step"), "Loss", {"before": 0.5}),
+        (Curve("loss", curve.values, "iteration"), "Loss", {"before": 0.5}),
+        (curve, "Losses", {"before": 0.5}),
+        (curve, "Loss", {"before": 0.6}),
+        (curve, "Loss", {"after": 0.5}),
+        (curve, "Loss", None),
+    ]
+    for number, other in enumerate(others, start=1):
+        picture(objects, *other)
+        assert len(drawn) == number
+    monkeypatch.setattr("flows.report.version", lambda _: "another matplotlib")
+    picture(objects, curve, "Loss", {"before": 0.5})
+    assert len(drawn) == len(others) + 1
 
 
 def test_a_curve_of_iterations_is_the_mean_over_the_steps_of_each_and_missing_figures_make_none():

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.server
 
 SAMPLES = 640
 ROLLOUT = ("-c", "from flows.cli import main; main()")
+HEAVY = {"torch", "vllm", "transformers", "matplotlib"}
 STAGES = (
     "import_",
     "enqueue_prompts",
@@ -30,16 +31,25 @@ STAGES = (
 )
 
 
-def nightly(start_process, config: Path, prefect_server: str) -> subprocess.Popen[str]:
-    return start_process(
-        *ROLLOUT, "nightly", "--config", str(config), env={"PREFECT_API_URL": prefect_server, "COLUMNS": "200"}
-    )
+def nightly(start_process, config: Path, prefect_server: str, **settings: str) -> subprocess.Popen[str]:
+    environment = {"PREFECT_API_URL": prefect_server, "COLUMNS": "200", **settings}
+    return start_process(*ROLLOUT, "nightly", "--config", str(config), env=environment)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[str, list[tuple[str, str, str]]]:
     """Final model id and (stage, label, state) of every stage."""
+    return read(output_of(process))
+
+
+def output_of(process: subprocess.Popen[str]) -> str:
+    """All that a run printed, which has succeeded."""
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output[-4000:]
+    return output
+
+
+def read(output: str) -> tuple[str, list[tuple[str, str, str]]]:
+    """As `finish`."""
     model = re.search(r"^model ([0-9a-f]{64}):", output, re.MULTILINE)
     assert model, output[-4000:]
     rows = []
@@ -111,15 +121,20 @@ def test_killed_in_sft_in_generation_and_in_a_ppo_update_the_next_run_ends_in_th
     model, stages = finish(nightly(start_process, config, prefect_server))
     assert model == expected
     states = {(stage, label): state for stage, label, state in stages}
-    assert states["sft_update", "nightly"] == "cached"
+    assert states["sft_update", ""] == "cached"
     assert states["evaluate", "before"] == "cached" and states["evaluate", "after SFT"] == "cached"
     assert states["batch_inference", "iteration 1"] == "cached"
     assert states["ppo_update", "iteration 1"] == "completed"
 
-    again, stages = finish(nightly(start_process, config, prefect_server))
+    pictures = {path.name: path.read_bytes() for path in (tmp_path / "report").glob("*.png")}
+    output = output_of(nightly(start_process, config, prefect_server, PYTHONPROFILEIMPORTTIME="1"))
+    again, stages = read(output)
     assert again == expected
     computed = {stage for stage, _, state in stages if state != "cached"}
     assert computed <= {"import_model", "import_sft", "import_prompts"}, "a second run finds every stage cached"
+    imported = set(re.findall(r"^import time: .*\| +([\w.]+)$", output, re.MULTILINE))
+    assert "flows.nightly" in imported and not imported & HEAVY, "what computes nothing needs none of them"
+    assert pictures and pictures == {path.name: path.read_bytes() for path in (tmp_path / "report").glob("*.png")}
 
 
 def test_two_runs_of_one_config_at_once_give_one_result(

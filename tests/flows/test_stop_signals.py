@@ -120,3 +120,39 @@ def test_a_batch_ends_while_its_engine_starts(
     asked = time.monotonic()
     run.send_signal(number)
     assert_ends(run, engine, asked)
+
+
+WRAPPED = """
+import os
+import signal
+
+from prefect import flow
+
+from flows.flow_run import recompute_missing
+from rollout_core.config import Run
+
+
+class Named:
+    def __set_name__(self, owner, name):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def body(journal):
+    class Owner:  # as libraries do when they are imported; Python makes a RuntimeError of what is raised there
+        named = Named()
+
+
+@flow(name="wrapped")
+def wrapped():
+    recompute_missing(body, Run())
+
+
+wrapped()
+"""
+
+
+def test_a_signal_that_arrives_as_an_error_of_other_code_is_a_stop_all_the_same(start_process, prefect_server):
+    run = start_process("-c", WRAPPED, env={"PREFECT_API_URL": prefect_server, "COLUMNS": "200"})
+    output, _ = run.communicate(timeout=120)
+    assert run.returncode == -signal.SIGTERM, output
+    assert "Traceback" not in output, output

@@ -19,7 +19,7 @@ from rollout_core.models.pretrained import load_tokenizer
 
 pytestmark = pytest.mark.engine
 
-BACKEND = VLLMBackend(max_model_len=96, max_num_seqs=16)
+BACKEND = VLLMBackend(max_model_len=96, max_num_seqs=16, hang_timeout_seconds=8)
 
 
 def engine_processes() -> list[psutil.Process]:
@@ -78,7 +78,14 @@ async def test_tokens_swaps_and_64_requests(small, other_small):
                 assert answer.finish_reason == completion.finish_reason
 
 
-async def test_a_killed_engine_is_a_passing_fault_of_which_nothing_is_left_and_is_started_again(small, caplog, others):
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [(psutil.Process.kill, "engine process died"), (psutil.Process.suspend, "gave no token for 8 s")],
+    ids=["killed", "hung"],
+)
+async def test_a_dead_or_hung_engine_is_a_passing_fault_of_which_nothing_is_left_and_is_started_again(
+    small, caplog, others, end, told
+):
     async with (
         started(small) as server,
         openai.AsyncOpenAI(base_url=server.url, api_key="EMPTY", max_retries=0) as client,
@@ -89,12 +96,12 @@ async def test_a_killed_engine_is_a_passing_fault_of_which_nothing_is_left_and_i
         assert len(before) == 2, "the engine and its worker"
         asking = [asyncio.create_task(client.completions.create(**fields)) for _ in range(200)]
         await asyncio.sleep(1.0)
-        core.kill()
+        end(core)
         answers = await asyncio.gather(*asking, return_exceptions=True)
         failed = [answer for answer in answers if isinstance(answer, Exception)]
         assert failed and all(isinstance(error, openai.InternalServerError) for error in failed)
         assert {error.status_code for error in failed} == {503}
         assert (await client.completions.create(**fields)).usage.completion_tokens == 80
-        assert "engine process died" in caplog.text
+        assert told in caplog.text
         _, alive = psutil.wait_procs(before, timeout=15)
         assert not alive, "processes of the first engine"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from rollout_core.base.ids import hash_bytes
 from rollout_core.config import CONFIG_KINDS, ModelSource, apply_overrides, parse_config
 from rollout_core.models.locating import import_model
 from rollout_core.objects import ObjectStore
-from rollout_core.plans.learner_plan import plan_training
+from rollout_core.plans.learner_plan import plan_nightly, plan_training
+from rollout_core.store.connections import plain_connections
 from tests.plan.planning import CHAT, LONG, PLANS, TEMPLATE, cache_hub_model, document, files, jsonl, plan, refusal
 
 SOLUTION = {"kind": "exact_match", "answer_key": "solution"}
@@ -185,6 +188,68 @@ def test_what_a_plan_is_not_given_a_way_to_is_told(work: Path):
     changed = apply_overrides(document("train-sft"), {"algorithm.base_model.uri": "a" * 64})
     facts = plan_training(parse_config(changed, CONFIG_KINDS["train-sft"]), work)
     assert facts["not checked"].startswith("object store and database; algorithm.base_model (model aaaa")
+
+
+# Notes of what was found before
+
+
+def test_what_an_earlier_run_found_of_the_same_files_is_not_looked_at_again(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def planned() -> dict[str, Any]:
+        config = parse_config(document("nightly"), CONFIG_KINDS["nightly"])
+        return plan_nightly(config, work, plain_connections(), keep=True)
+
+    facts = planned()
+    import_model(ModelSource(uri="model"), ObjectStore.from_url(str(work / "objects")), work)  # as the run does then
+    looked: list[str] = []
+    for name in (
+        "rollout_core.plans.plan.check_model",
+        "rollout_core.plans.plan.tokenize_prompts",
+        "rollout_core.plans.learner_plan.check_training",
+    ):
+        module, _, function = name.rpartition(".")
+        real = getattr(importlib.import_module(module), function)
+        monkeypatch.setattr(name, noting(looked, function, real))
+    assert planned() == facts and looked == []
+
+    jsonl(work / "held-out.jsonl", {"prompt": "sort 3 2 =", "answer": "2 3"})
+    planned()
+    assert looked == ["check_model", "tokenize_prompts"], "other prompts, and the tokenizer for them"
+    for _ in range(2):
+        looked.clear()
+        jsonl(work / "held-out.jsonl", {"prompt": LONG, "answer": "9"})
+        with pytest.raises(ConfigError, match="evaluation"):
+            planned()
+        assert "tokenize_prompts" in looked, "what was refused is refused again"
+    jsonl(work / "held-out.jsonl", {"prompt": "sort 3 2 =", "answer": "2 3"})
+    looked.clear()
+    planned()
+    assert looked == []
+    config = work / "model" / "config.json"
+    config.write_text(config.read_text() + " ")
+    planned()
+    assert {"check_model", "check_training"} <= set(looked), "a file of the model was written"
+
+
+def noting(calls: list[str], name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*given: Any, **options: Any) -> Any:
+        calls.append(name)
+        return real(*given, **options)
+
+    return call
+
+
+def test_a_dry_run_looks_at_everything_again(work: Path, monkeypatch: pytest.MonkeyPatch):
+    config = parse_config(document("nightly"), CONFIG_KINDS["nightly"])
+    plan_nightly(config, work, plain_connections(), keep=True)
+    monkeypatch.setattr("rollout_core.plans.learner_plan.check_training", refuse)
+    with pytest.raises(ConfigError, match="by script"):
+        plan_nightly(config, work, plain_connections())
+
+
+def refuse(*_: object, **options: object) -> None:
+    raise ConfigError("by script")
 
 
 # Settings

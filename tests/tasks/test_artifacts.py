@@ -16,6 +16,7 @@ import pytest
 
 from rollout_core.base.ids import hash_bytes
 from rollout_core.config import Run, RunInfo
+from rollout_core.objects.records import Dataset
 from tests.flows.conftest import wait_for
 
 pytestmark = pytest.mark.server
@@ -57,12 +58,57 @@ def test_what_a_run_shows_is_at_the_server_when_it_ends(prefect_server, monkeypa
         return recompute_missing(body, Run(run=RunInfo()))
 
     found = shown(prefect_server, shows())
-    assert found.keys() == {"some-progress", "some-figures", "some-curve", "some-origin"}
+    assert found.keys() == {"summary", "some-progress", "some-figures", "some-curve", "some-origin"}
     assert found["some-progress"] == 75.0
     assert json.loads(found["some-figures"]) == [{"loss": None, "step": 1}]
     assert found["some-curve"].startswith("data:image/png;base64,")
     assert hash_bytes(b"d") in found["some-origin"] and "none" not in found["some-origin"]
     assert "the artifact Not A Key could not be made" in caplog.text + capfd.readouterr().err
+
+
+def test_the_summary_of_a_failed_run_names_stage_and_error_and_another_try_goes_on_with_it(prefect_server):
+    from prefect import flow
+    from prefect.runtime import flow_run
+
+    from flows.flow_run import recompute_missing
+    from tasks.logs import Outcome
+    from tasks.stage import current_stage, stage
+
+    tries: list[str] = []
+
+    @stage(version=1)
+    def breaks(number: int, *, label: str = "") -> Dataset:
+        """Fail the first time."""
+        tries.append(str(flow_run.id))
+        if len(tries) == 1:
+            raise ValueError(f"no row {number} | at http://ann:hidden@host/rows\n" + "and much more")
+        return Dataset(data=current_stage().objects.put_bytes(b"%d" % number), num_rows=number)
+
+    def body(journal):
+        breaks(3, label="iteration 2")
+        journal.outcome = Outcome(facts={"what": "rows"}, held_out={"before": 0.5, "after": 0.25})
+
+    def work(**options: Any) -> Any:
+        @flow(persist_result=False, **options)
+        def works():
+            return recompute_missing(body, Run(run=RunInfo(name="some")))
+
+        return works
+
+    assert work()(return_state=True).is_failed()
+    summary = shown(prefect_server, tries[0])["summary"]
+    expected = (
+        "- **state**: failed at **breaks iteration 2**: ValueError: no row 3 \\| at http://ann:\\*\\*\\*@host/rows"
+    )
+    assert expected in summary.splitlines()
+    assert "held-out" not in summary and "- **stages**: 1 failed" in summary
+
+    tries.clear()
+    work(retries=1)()
+    assert len(tries) == 2 and len(set(tries)) == 1
+    lines = shown(prefect_server, tries[0])["summary"].splitlines()
+    rewards = {"- **held-out reward before**: **0.5000**", "- **held-out reward after**: **0.2500** (-0.2500)"}
+    assert {"- **state**: completed", "- **what**: rows", *rewards} <= set(lines)
 
 
 PROGRAM = """

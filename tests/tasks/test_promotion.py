@@ -224,6 +224,43 @@ def test_what_was_gone_back_from_is_not_promoted_again_by_the_next_night(in_flow
     assert in_flow(lambda: latest_model("nightly-model").model) == first
 
 
+def test_what_a_person_approves_is_promoted_unless_another_model_became_latest_meanwhile(
+    in_flow, tmp_path, monkeypatch
+):
+    from rollout_core.promotion.candidates import file_candidate, read_candidate
+    from tasks import approval
+    from tasks.approval import ask_a_person, decide
+    from tasks.promotion import latest_model, promote
+
+    monkeypatch.setattr(approval, "DEPLOYMENT", "nobody/asks")  # another test may have deployed the one that does
+    objects = ObjectStore.from_url(os.environ["ROLLOUT_STORAGE"])
+    start, new, other = (model_tree(tmp_path / name, name) for name in ("start", "new", "other"))
+    config = PromotionConfig(approval="person")
+
+    def body():
+        promotion = promote(report(start, 0.1), None, report(new, 0.4), config)
+        assert (promotion.promoted, promotion.waits) == (False, True) and latest_model("policy").model is None
+        asked = ask_a_person(promotion, None, "tiny", config)
+        assert asked.flow_run is None and f"`rollout promote {new.short}` promotes it" in asked.line
+        serve("policy", other)
+        refused = decide(asked.candidate, "approve", "Ada", "")
+        assert not refused.promoted and "has changed since it was compared (none -> " in refused.reason
+        assert latest_model("policy").model == other
+        done = decide(asked.candidate, "approve", "Ada", "", even_if_latest_has_changed=True)
+        assert done.promoted and latest_model("policy").model == new
+        served = promote(report(start, 0.1), None, report(new, 0.4), config)
+        assert not served.waits and served.reason.endswith("it is the latest already")
+        again = decide(asked.candidate, "approve", "Ada", "")
+        assert again.promoted, "it was tried again after it was done"
+        gone = read_candidate(objects, asked.candidate).model_copy(update={"model": ContentId("0" * 64)})
+        with pytest.raises(Exception, match="the weights of 0000"):
+            decide(file_candidate(objects, gone), "approve", "Ada", "")
+        return promote(report(start, 0.1), None, report(start, 0.1), config)
+
+    tie = in_flow(body)
+    assert not tie.waits and "it did not rise" in tie.reason, "nobody is asked about what the evidence refuses"
+
+
 def test_a_flow_run_has_the_tags_of_its_configuration_and_its_stages_have_none(in_flow):
     from prefect import get_client
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId

@@ -14,7 +14,7 @@ from rollout_core.base.errors import ConfigError, CorruptObject, Fatal, Recovera
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import Run, RunInfo, SnapshotPolicy
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import BlobId, Record, lineage_of, trace_lineage
+from rollout_core.objects.records import BlobId, Checkpoint, Record, lineage_of, trace_lineage
 
 pytestmark = pytest.mark.server
 
@@ -139,6 +139,39 @@ def test_labels_and_settings_of_speed_do_not_enter_the_key(stages, run):
     run(lambda: stages["make"](1, SnapshotPolicy(every_steps=1), label="a"))
     _, states = run(lambda: stages["make"](1, SnapshotPolicy(every_steps=9), label="b"))
     assert states == ["Cached"]
+
+
+def test_a_task_run_is_called_by_stage_and_label_also_when_retried_or_cached(stages, run):
+    from prefect import get_client
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+    from prefect.runtime import flow_run
+
+    def body():
+        stages["make"](1, label="before")
+        stages["make"](1, label="iteration 3\n of many")
+        stages["make"](2, label="long " * 100)
+        stages["stumble"]("recoverable", 1)
+        return flow_run.id
+
+    run_id, states = run(body)
+    assert states == ["Completed", "Cached", "Completed", "Completed"]
+    with get_client(sync_client=True) as client:
+        found = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run_id])))
+    long = "make " + ("long " * 100)[:77] + "..."
+    assert {task.name for task in found} == {"make before", "make iteration 3 of many", long, "stumble"}
+    assert len({task.dynamic_key for task in found}) == 4
+    assert next(task for task in found if task.name == "stumble").run_count == 2
+
+
+def test_the_key_of_a_call_is_that_of_earlier_versions_whatever_its_task_run_is_called(prefect_server):
+    """As `snapshot` had it when task runs were not named yet: what was cached then is cached now."""
+    from tasks.promotion import snapshot
+
+    content = hash_bytes(b"c")
+    made = Checkpoint(model=content, train_state=content, metrics=content, algorithm="ppo", step=1, summary={})
+    inputs = {"checkpoint": made, "snapshot_label": "night/ppo-1"}
+    keys = {snapshot.key({**inputs, "label": label}) for label in ("", "iteration 1")}
+    assert keys == {"e5bdd5ca42c3a563a54a8832855d76bbfd7ee681cfb9ddd7ad83e15a7788f27c"}
 
 
 def test_refresh_computes_again(stages, run):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from tasks import logs
-from tasks.logs import StepLog, log_iteration
+from tasks.logs import Journal, StageEntry, StepLog, log_iteration
 
 
 def lines(caplog) -> list[str]:
@@ -46,3 +46,25 @@ def test_an_iteration_is_one_line_with_reward_kl_entropy_length_and_value_loss(c
         "PPO iteration 2 of 4: reward 0.4125, KL to the reference 0.0123, entropy 1.5, length 9.75, value loss 0.03, "
         "loss 0.25"
     ]
+
+
+def test_the_time_of_shards_beside_each_other_counts_once_and_what_was_cached_counts_nothing(monkeypatch):
+    journal, now = Journal(), 0.0
+    monkeypatch.setattr(logs.time, "monotonic", lambda: now)
+    for ended, seconds, state in [
+        (6.0, 1.0, "Completed"),
+        (7.0, 3.0, "Completed"),  # from 4 to 7, around the one before
+        (8.0, 2.0, "Failed"),  # from 6 to 8
+        (9.0, 5.0, "Cached"),
+        (20.0, 10.0, "Checked"),
+        (30.0, 2.5, "Completed"),
+    ]:
+        now = ended
+        journal.add(StageEntry("infer_shard", "", state, seconds, (), ()))
+    [totals] = journal.totals.values()
+    assert totals.seconds == 4.0 + 2.5
+    assert totals.calls == {"Completed": 3, "Failed": 1, "Cached": 1, "Checked": 1}
+    for number in range(3000):
+        now = 100.0 + number
+        journal.add(StageEntry("infer_shard", "", "Completed", 0.5, (), ()))
+    assert totals.seconds == 6.5 + 1500

@@ -6,7 +6,7 @@ A new one starts empty and goes through all versions.
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, get_args
 
 from rollout_core import DISTRIBUTION
 from rollout_core.base.errors import ConfigError
@@ -14,6 +14,7 @@ from rollout_core.base.settings import without_password
 from rollout_core.store.sql import sqlite
 from rollout_core.store.sql.database import REVISIONS, Database
 from rollout_core.store.sql.group_commit import Hooks
+from rollout_core.store.types import RolloutStatus
 
 BUSY_TIMEOUT_SECONDS = 30.0
 """How long an upgrade waits for others to finish writing."""
@@ -65,6 +66,21 @@ def migrate(url: str) -> str:
     if before is None:
         return f"{where} was created with schema {REVISIONS[-1]}"
     return f"{where} was brought from schema {before} to {REVISIONS[-1]}"
+
+
+def count_rollouts(url: str, busy_timeout_seconds: float) -> dict[str, int] | None:
+    """Rollouts by status; None where there is no store yet, or one that is not brought to this version yet.
+
+    Adds up the counts that the store's writers keep, so it takes no longer for a million rollouts. Nothing is created
+    or changed; raises as `check`.
+    """
+    if is_postgres(url):
+        from rollout_core.store.sql import postgres_server
+
+        counts = postgres_server.read_counts(url, busy_timeout_seconds)
+    else:
+        counts = sqlite.read_counts(sqlite.parse_url(url), busy_timeout_seconds)
+    return None if counts is None else {status: counts.get(status, 0) for status in get_args(RolloutStatus)}
 
 
 def check(url: str) -> None:

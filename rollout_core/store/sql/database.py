@@ -251,6 +251,8 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, 
 
 REVISIONS = ("0001", "0002")
 """Every version there has been, the present one last."""
+COUNTS = "SELECT name, CAST(SUM(count) AS BIGINT) FROM counts GROUP BY name"
+"""Of rollouts by status, of attempts, and of spans, without reading any of them."""
 
 _alembic_lock = threading.Lock()  # Alembic keeps the upgrade under way in a global
 

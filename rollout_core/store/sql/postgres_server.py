@@ -16,7 +16,7 @@ from psycopg.types.numeric import Int8Dumper
 
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable, RolloutError, UnknownOutcome
 from rollout_core.base.settings import HIDDEN, without_password
-from rollout_core.store.sql.database import REVISIONS, known_revision, upgrade
+from rollout_core.store.sql.database import COUNTS, REVISIONS, known_revision, upgrade
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection as AlembicConnection
@@ -233,6 +233,17 @@ def inspect(url: str, busy_timeout_seconds: float) -> Prepared:
             tables = {name for (name,) in connection.execute(_TABLES)}
             found = [name for (name,) in connection.execute(_REVISIONS)] if "alembic_version" in tables else []
             return Prepared(schema, _recognise(tables, found, without_password(url)))
+    except psycopg.Error as error:
+        raise explain(error, url) from error
+
+
+def read_counts(url: str, busy_timeout_seconds: float) -> dict[str, int] | None:
+    """The counts that are kept, by name; None for a database without the present schema. Raises as `inspect`."""
+    if inspect(url, busy_timeout_seconds).revision_before != REVISIONS[-1]:
+        return None
+    try:
+        with connect(url, busy_timeout_seconds) as connection:
+            return dict(connection.execute(COUNTS).fetchall())
     except psycopg.Error as error:
         raise explain(error, url) from error
 

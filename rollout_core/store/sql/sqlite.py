@@ -10,7 +10,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable, RolloutError
 from rollout_core.base.settings import without_password
-from rollout_core.store.sql.database import REVISIONS, Database, known_revision, upgrade
+from rollout_core.store.sql.database import COUNTS, REVISIONS, Database, known_revision, upgrade
 from rollout_core.store.sql.dialect import SQLITE
 from rollout_core.store.sql.group_commit import Hooks, Session
 
@@ -121,6 +121,14 @@ def inspect(path: Path, busy_timeout_seconds: float) -> str | None:
             return _recognise(connection, path)
         finally:
             connection.close()
+
+
+def read_counts(path: Path, busy_timeout_seconds: float) -> dict[str, int] | None:
+    """The counts that are kept, by name; None for a file without the present schema. Raises as `inspect`."""
+    if inspect(path, busy_timeout_seconds) != REVISIONS[-1]:
+        return None
+    with _opening(path), closing(sqlite3.connect(path, timeout=busy_timeout_seconds)) as connection:
+        return dict(connection.execute(COUNTS).fetchall())
 
 
 @contextmanager

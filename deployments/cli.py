@@ -1,0 +1,166 @@
+"""The whole `rollout` command: that of `flows.cli`, and `rollout ops`, which looks after deployments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flows.cli import app, main as run_app
+from flows.cli.common import EXIT_FAILED, Debug, one_line_errors
+
+if TYPE_CHECKING:
+    from deployments.automations import Change
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
+
+ops_app = typer.Typer(
+    no_args_is_help=True, help="Look after scheduled runs: how they fare, what heals them, and who is told."
+)
+app.add_typer(ops_app, name="ops")
+
+
+@ops_app.command("install")
+def install(
+    webhook: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            envvar="ROLLOUT_WEBHOOK_URL",
+            help="Tell this address, by POST of JSON, of failed and late runs.",
+        ),
+    ] = None,
+    notify: Annotated[
+        str | None,
+        typer.Option(
+            "--notify", metavar="SLUG/NAME", help="Tell by this block of the server, such as slack-webhook/team."
+        ),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--no-notify", help="Tell nobody any more.")] = False,
+    silent_after: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds without a heartbeat after which a run's machine counts as lost; at least three heartbeats "
+            "(PREFECT_FLOWS_HEARTBEAT_FREQUENCY of the workers, 180 s by default). Default: 600, at first."
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what differs; change nothing.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Install the automations that try crashed runs again and tell of failed and late ones.
+
+    A second time changes nothing. What the last installation was told by options holds until an option says otherwise.
+    """
+    with one_line_errors(debug):
+        from flows.connections import PREFECT_HOME, prefect_server
+        from rollout_core.base.errors import ConfigError
+
+        if sum([webhook is not None, notify is not None, quiet]) > 1:
+            raise ConfigError("give one of --webhook, --notify and --no-notify")
+        if webhook is not None and not webhook.startswith(("http://", "https://")):
+            raise ConfigError("--webhook: expected an address that begins with http:// or https://")
+        with prefect_server(PREFECT_HOME):
+            # Not before: Prefect takes the server's address when it is imported.
+            from deployments.automations import MIN_SILENT_SECONDS
+
+            if silent_after is not None and silent_after < MIN_SILENT_SECONDS:
+                raise ConfigError(
+                    f"--silent-after {silent_after:g}: expected at least {MIN_SILENT_SECONDS}, three heartbeats"
+                )
+            if webhook is not None and dry_run:
+                typer.echo("(whom to tell is not looked at by --dry-run --webhook)")
+            for change in _install(webhook, notify, quiet, silent_after, dry_run):
+                typer.echo(f"{change.action:6}  {change.name}")
+                for line in change.diff:
+                    typer.echo(f"    {line}")
+
+
+def _install(
+    webhook: str | None, notify: str | None, quiet: bool, silent_after: float | None, dry_run: bool
+) -> list[Change]:
+    from prefect import get_client
+
+    from deployments import automations
+
+    with get_client(sync_client=True) as client:
+        installed = automations.silence(automations.present(client))
+        seconds = silent_after or max(installed or automations.SILENT_SECONDS, automations.MIN_SILENT_SECONDS)
+        wanted = automations.healing(seconds)
+        if webhook is not None and not dry_run:
+            notify = automations.save_webhook(webhook)
+        if notify is not None:
+            wanted += automations.notifying(*automations.block_of(client, notify))
+        found = automations.changes(client, wanted, keeps_notifications=not (quiet or notify))
+        if not dry_run:
+            automations.install(client, found)
+        return found
+
+
+@ops_app.command("deploy")
+def deploy(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Default: all.")] = None,
+    pool: Annotated[str, typer.Option(help="Work pool that takes their runs.")] = "cpu",
+    project: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER", help="In which runs work on the workers' machines. Default: where prefect.yaml is."
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Bring the deployments of this folder's prefect.yaml to the server, on a work pool.
+
+    Pools and block types are made where they are not there. Deployments that are there move to the pool.
+    """
+    with one_line_errors(debug):
+        from flows.connections import PREFECT_HOME, prefect_server
+
+        with prefect_server(PREFECT_HOME):
+            # Not before: Prefect takes the server's address when it is imported.
+            from deployments import pools
+
+            pools.deploy(Path.cwd(), pool, names or (), project=project)
+
+
+@ops_app.command("status")
+def status(as_json: AsJson = False, debug: Debug = False) -> None:
+    """Report on the server, pools, workers, scheduled runs, storage and database. Starts nothing.
+
+    Exit code 0: all is well; 1: something needs a person, in lines that begin with "!".
+    """
+    with one_line_errors(debug):
+        from deployments import probes
+        from flows.connections import PREFECT_HOME
+
+        server = probes.find_server(PREFECT_HOME, debug=debug)
+        from deployments.status import look, text  # with Prefect, which takes its settings now
+
+        found = look(server, debug=debug)
+        typer.echo(found.model_dump_json(indent=2) if as_json else text(found))
+        if found.problems:
+            raise typer.Exit(EXIT_FAILED)
+
+
+@ops_app.command("doctor")
+def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
+    """Check versions, schedules, clock, disks, automations and access, and say what to do. Starts and changes nothing.
+
+    Exit code 0: no check failed, though some may warn; 1: one did.
+    """
+    with one_line_errors(debug):
+        from deployments import probes
+        from flows.connections import PREFECT_HOME
+
+        server = probes.find_server(PREFECT_HOME, debug=debug)
+        from deployments.doctor import Level, examine, text  # with Prefect, which takes its settings now
+
+        found = examine(server, debug=debug)
+        typer.echo(found.model_dump_json(indent=2) if as_json else text(found))
+        if any(check.level is Level.FAIL for check in found.checks):
+            raise typer.Exit(EXIT_FAILED)
+
+
+def main() -> None:
+    """Entry point of the `rollout` command."""
+    run_app()

@@ -1,0 +1,259 @@
+"""What runs need, looked at from here and for a short time: the Prefect server, object store, database, disks.
+
+Nothing is started, created or changed. A part that hangs delays nothing but its own line, and whatever goes wrong is a
+line too, without anything secret.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import shutil
+import sys
+import threading
+import time
+import traceback
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from pydantic import BaseModel
+
+from flows.connections import connections, running_server
+from rollout_core.base.errors import ConfigError, RolloutError
+from rollout_core.base.settings import BLOCK_PREFIX, locations, without_password, without_passwords
+from rollout_core.inference.folders import LocalFolder
+from rollout_core.objects.addresses import bucket_exists
+from rollout_core.store.connections import Connections, plain_connections
+from rollout_core.store.sql.by_url import count_rollouts
+
+LOOK_SECONDS = 15.0
+"""The longest that a part is looked at; all are looked at side by side."""
+REQUEST_SECONDS = 5
+"""The longest wait for an answer of the Prefect server."""
+BUSY_SECONDS = 5.0
+"""The longest wait for others who write to the database."""
+LEAST_FREE_BYTES = 2**30
+"""On a disk with less the next snapshot may not fit."""
+MOST_CHARACTERS = 400
+"""Of an error's text."""
+MOST_ROWS = 20
+"""Of a table for people."""
+
+Found = TypeVar("Found")
+
+
+class Server(BaseModel):
+    """A Prefect server, as its health check answers."""
+
+    address: str | None = None
+    source: str
+    """Who named the address: the setting PREFECT_API_URL, or the folder whose server it is."""
+    clock_offset_seconds: float | None = None
+    """What its clock is ahead of ours, to half a second; None where it does not tell."""
+    version: str | None = None
+    trouble: str | None = None
+    """Why it cannot be used; None: all is well. So also below."""
+
+
+class Storage(BaseModel):
+    """The object store of this process's settings."""
+
+    address: str
+    readable: bool = False
+    writable: bool | None = None
+    """None: not known, because nothing is written to find out."""
+    free_bytes: int | None = None
+    """None where it is no folder of this machine."""
+    trouble: str | None = None
+
+
+class Database(BaseModel):
+    """The store of rollouts of this process's settings."""
+
+    address: str
+    reachable: bool = False
+    rollouts: dict[str, int] | None = None
+    """By status; None where there is no store yet, or one that this version has still to bring to its schema."""
+    trouble: str | None = None
+
+
+class Look(Generic[Found]):
+    """One part that is looked at in a thread of its own, which is left alone where it does not come back."""
+
+    def __init__(self, look: Callable[[], Found], *, debug: bool = False) -> None:
+        self._found: list[Found] = []
+        self._trouble = f"did not answer within {LOOK_SECONDS:g} s"
+        self._debug = debug
+        self._deadline = time.monotonic() + LOOK_SECONDS
+        self._thread = threading.Thread(target=self._run, args=[look], name="rollout-look", daemon=True)
+        self._thread.start()
+
+    def _run(self, look: Callable[[], Found]) -> None:
+        try:
+            self._found.append(look())
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with one part, the others are reported
+            if self._debug:
+                sys.stderr.write(without_passwords(traceback.format_exc()))
+            self._trouble = one_line(error)
+
+    def result(self, in_trouble: Callable[[str], Found]) -> Found:
+        """What was found, else what ``in_trouble`` makes of a line that says why there is nothing."""
+        self._thread.join(max(0.0, self._deadline - time.monotonic()))
+        return self._found[0] if self._found else in_trouble(self._trouble)
+
+
+def one_line(error: BaseException) -> str:
+    """An error for a person, without passwords."""
+    text = " ".join(str(error).split())
+    if not isinstance(error, RolloutError):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    text = without_passwords(text)
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]} ..."
+
+
+def find_server(home: Path, *, debug: bool = False) -> Server:
+    """The configured Prefect API, or the server of the folder ``home`` if it runs now.
+
+    Prefect takes its settings when it is imported, so this comes before: from then on it uses this server, and gives up
+    early where the server does not answer.
+    """
+    configured = os.environ.get("PREFECT_API_URL")
+    source = "PREFECT_API_URL" if configured else f"server of {home}"
+    try:
+        address = running_server(home)
+    except RolloutError as error:
+        shown = without_password(configured) if configured else None
+        return Server(address=shown, source=source, trouble=one_line(error))
+    if address is None:
+        return Server(
+            source=source,
+            trouble=f"no Prefect server: PREFECT_API_URL is not set, and none runs for {home} of this folder; set it, "
+            "or start one (make serve)",
+        )
+    os.environ["PREFECT_API_URL"] = address
+    os.environ["PREFECT_API_REQUEST_TIMEOUT"] = str(REQUEST_SECONDS)
+    os.environ["PREFECT_CLIENT_MAX_RETRIES"] = "1"
+    if not configured:
+        os.environ["PREFECT_HOME"] = str(home.resolve())
+    server = Server(address=without_password(address), source=source)
+    return Look(lambda: _asked(server, address), debug=debug).result(
+        lambda trouble: server.model_copy(update={"trouble": f"the Prefect server at {server.address} {trouble}"})
+    )
+
+
+def _asked(server: Server, address: str) -> Server:
+    """``server`` with its clock. Raises RolloutError where it is not healthy."""
+    began = time.time()
+    try:
+        with urllib.request.urlopen(f"{address.rstrip('/')}/health", timeout=REQUEST_SECONDS) as answer:
+            date = answer.headers.get("Date")
+    except urllib.error.HTTPError as error:
+        raise RolloutError(f"answers {error.code} to /health; is this the address of its API?") from error
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = without_passwords(str(getattr(error, "reason", error)))
+        raise RolloutError(f"cannot be reached ({reason}); start it, or correct PREFECT_API_URL") from error
+    with suppress(TypeError, ValueError):  # no date, or none that can be read
+        # It tells whole seconds.
+        offset = parsedate_to_datetime(date).timestamp() + 0.5 - (began + time.time()) / 2
+        return server.model_copy(update={"clock_offset_seconds": round(offset, 2)})
+    return server
+
+
+def look_at_storage() -> Storage:
+    """Raises what is wrong with the object store."""
+    objects = _connections(locations().storage).try_objects()
+    found = Storage(address=without_password(objects.url), readable=True)
+    if not objects.url.startswith("file://"):
+        if not bucket_exists(objects.files):  # pyright: ignore[reportArgumentType] - a folder is dealt with below
+            raise ConfigError(f"there is no bucket at {found.address}, or it cannot be reached")
+        return found
+    folder = Path(objects.url.removeprefix("file://"))
+    LocalFolder(folder).check()
+    if folder.exists() and not os.access(folder, os.R_OK | os.X_OK):
+        raise ConfigError(f"no permission to read {folder}")
+    return found.model_copy(update={"writable": True, "free_bytes": free_bytes(folder)})
+
+
+def storage_in_trouble(trouble: str) -> Storage:
+    """For the address in the settings."""
+    return Storage(address=without_password(locations().storage), trouble=trouble)
+
+
+def look_at_database() -> Database:
+    """Raises what is wrong with the database."""
+    url = _connections(locations().database).database_url()
+    rollouts = count_rollouts(url, BUSY_SECONDS)
+    return Database(address=without_password(url), reachable=True, rollouts=rollouts)
+
+
+def database_in_trouble(trouble: str) -> Database:
+    """For the address in the settings."""
+    return Database(address=without_password(locations().database), trouble=trouble)
+
+
+def _connections(address: str) -> Connections:
+    """Those of the settings, of which ``address`` is the one that is used."""
+    known = connections()
+    if known is None and address.startswith(BLOCK_PREFIX):
+        raise RolloutError(f"{address} is a block of the Prefect server, and there is none")
+    return known or plain_connections()
+
+
+def named(address: str, trouble: str) -> str:
+    """A line of trouble that says where, once."""
+    return trouble if address in trouble else f"{address}: {trouble}"
+
+
+def free_bytes(path: Path) -> int:
+    """On the disk where ``path`` is, or will be."""
+    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    return shutil.disk_usage(there).free
+
+
+# For people
+
+
+def span(seconds: float) -> str:
+    """A length of time, short."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if abs(seconds) >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def when(moment: datetime | None, now: datetime) -> str:
+    """A time with what it is from now."""
+    if moment is None:
+        return "-"
+    seconds = (moment - now).total_seconds()
+    relative = f"in {span(seconds)}" if seconds >= 0 else f"{span(-seconds)} ago"
+    return f"{moment.astimezone(UTC):%m-%d %H:%M:%S} ({relative})"
+
+
+def section(title: str, names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a table with its title."""
+    found = list(rows)
+    lines = table([names, *found[:MOST_ROWS]], indent=2) if found else ["  none"]
+    more = [f"  and {len(found) - MOST_ROWS} more (--json has them)"] if len(found) > MOST_ROWS else []
+    return ["", title, *lines, *more]
+
+
+def table(rows: Iterable[Sequence[str]], indent: int = 0) -> list[str]:
+    """Lines of columns that stand one below the other."""
+    found = list(rows)
+    widths = [max(map(len, column)) for column in zip(*found, strict=True)]
+    return [
+        " " * indent + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in found
+    ]
+
+
+def printable(line: str) -> str:
+    """Names and messages are others': none of them may move the cursor."""
+    return "".join(character if character.isprintable() else "?" for character in line)

@@ -1,0 +1,103 @@
+"""The canary: what is served is evaluated again, and taken back where it does not do what it was promoted for."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+from prefect import flow
+
+from flows.flow_run import recompute_missing
+from flows.nightly_steps import evaluate_held_out, judge_of
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.ids import ContentId
+from rollout_core.config import NightlyConfig, apply_overrides, parse_config
+from rollout_core.inference.engines import close_engine
+from rollout_core.objects.addresses import with_whole_ids
+from rollout_core.objects.records import EvalReport
+from rollout_core.plans.learner_plan import plan_nightly
+from rollout_core.promotion.evidence import same_prompts
+from rollout_core.promotion.history import evidence_for
+from tasks import artifacts
+from tasks.connections import current_connections, objects, working_folder
+from tasks.imports import import_prompts
+from tasks.logs import Journal, Outcome, stage_logger
+from tasks.promotion import latest_model, roll_back
+from tasks.score import close_rewards
+
+
+class Verdict(TypedDict):
+    """What a canary returns, as JSON has it."""
+
+    model: ContentId | None
+    """That was served when it began."""
+    serves: ContentId | None
+    """That is served now."""
+    mean_reward: float | None
+    """Of the fresh evaluation; None where there was nothing to hold it against."""
+    promised: float | None
+    """By the evidence it was promoted on."""
+    reason: str
+
+
+@flow(name="canary", flow_run_name="canary of {config.promotion.resource}", persist_result=False)
+def canary(config: NightlyConfig, max_drop: float = 0.02, overrides: dict[str, Any] | None = None) -> Verdict:
+    """Evaluate the served model again, by the configuration of the nightly run, and go back to the one before where
+    its mean reward is more than ``max_drop`` below that of the evidence it was promoted on.
+
+    Nothing of the evaluation comes from the cache. Where no model is served, or it was promoted without evidence of
+    held-out prompts, nothing is done. ``overrides`` as of `nightly`.
+    """
+    if max_drop < 0:
+        raise ConfigError(f"max_drop {max_drop:g}: expected 0 or more, by which the mean reward may fall")
+    changed = apply_overrides(config.model_dump(mode="json"), {**(overrides or {}), "run.refresh": True})
+    config = with_whole_ids(parse_config(changed, NightlyConfig, name="overrides"), working_folder(), objects)
+    plan_nightly(config, working_folder(), current_connections(), keep=True)
+    try:
+        return recompute_missing(lambda journal: _canary(config, max_drop, journal), config)
+    finally:
+        close_engine()
+        close_rewards()
+
+
+def _canary(config: NightlyConfig, max_drop: float, journal: Journal) -> Verdict:
+    resource = config.promotion.resource
+    model = latest_model(resource).model
+    promised = None if model is None else _promised(resource, model)
+    if model is None or promised is None:
+        what = "no model is served" if model is None else f"{model.short} was promoted without held-out prompts"
+        verdict = Verdict(
+            model=model,
+            serves=model,
+            mean_reward=None,
+            promised=None,
+            reason=f"nothing to hold {resource!r} to: {what}",
+        )
+    else:
+        verdict = _hold(config, max_drop, model, promised)
+    stage_logger().info("%s", verdict["reason"])
+    artifacts.table("canary", [dict(verdict)], f"Canary of {resource}")
+    journal.outcome = Outcome(facts={"canary": verdict["reason"]})
+    return verdict
+
+
+def _promised(resource: str, model: ContentId) -> EvalReport | None:
+    """The evaluation that the model was promoted on, where a history has one."""
+    evidence = evidence_for(objects(), resource, model)
+    if evidence is None:
+        return None
+    report = objects().get_json(evidence.comparisons[0].report)
+    return EvalReport.model_validate(report) if "completions" in report else None  # an agent's has rollouts
+
+
+def _hold(config: NightlyConfig, max_drop: float, model: ContentId, promised: EvalReport) -> Verdict:
+    resource = config.promotion.resource
+    held_out = import_prompts(config.evaluation.prompts, label="held out").data
+    now = evaluate_held_out(config, held_out, judge_of(config.reward), model, "canary")
+    prompts = "" if same_prompts(objects(), promised, now) else ", on other prompts than then"
+    found = f"mean held-out reward {promised.mean_reward:.4f} when promoted -> {now.mean_reward:.4f} now{prompts}"
+    fell = promised.mean_reward - now.mean_reward > max_drop
+    serves = roll_back(resource, None, reason=f"canary: {found}, may fall by {max_drop:g}").model if fell else model
+    reason = f"{found}; {f'went back to {serves.short}' if fell else 'it holds'}"
+    return Verdict(
+        model=model, serves=serves, mean_reward=now.mean_reward, promised=promised.mean_reward, reason=reason
+    )

@@ -1,0 +1,205 @@
+"""The summary of a flow run: its first artifact in the Prefect UI, which says what came of it, what was computed, what
+was cached, and what that cost.
+
+The UI shows a run's own artifacts before those of its stages, and has no order among them; so flows leave the others to
+stages, or put them on this page.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+
+from rollout_core.base.determinism import num_gpus
+from rollout_core.base.settings import without_passwords
+from rollout_core.base.stopping import is_stopping
+from rollout_core.config import Run
+from tasks.artifacts import Page
+from tasks.logs import CACHED, CHECKED, Journal, Outcome, StageEntry
+
+KEY = "summary"
+MOST_STAGES = 500
+"""Calls that are listed: the last ones."""
+MOST_OF_AN_ERROR = 300
+_LEARNERS = ("sft", "rm", "ppo", "grpo", "dpo")
+_MARKS = re.compile(r"([\\`*_\[\]<>|#~])")
+
+
+class RunSummary:
+    """The page of a flow run under way."""
+
+    def __init__(self, config: Run) -> None:
+        self._config = config
+        self._journals: list[Journal] = []
+        self._begun, self._started = datetime.now(UTC), time.monotonic()
+        name = config.run.name
+        self._page = Page(KEY, self._markdown("running"), f"Summary of {name}: outcome, stages, cost")
+
+    def note(self, journal: Journal) -> None:
+        """Count what ``journal`` tells, or will tell, of this run."""
+        self._journals.append(journal)
+
+    def end(self) -> None:
+        """The run is over, and did what it was to do."""
+        self._page.show(self._markdown("completed"))
+
+    def fail(self, error: BaseException) -> None:
+        """The run ends with an error, or because it was told to."""
+        journal = self._journals[-1] if self._journals else Journal()
+        last = journal.entries[-1] if journal.entries else None
+        where = (
+            "before its first stage" if last is None else f"{'at' if last.failed else 'after'} **{plain(last.title)}**"
+        )
+        if is_stopping():
+            self._page.show(self._markdown(f"stopped {where}; what is complete is kept"))
+            return
+        lines = without_passwords(str(error)).strip().splitlines() or [""]
+        text = f"{type(error).__name__}: {lines[0]}"
+        text = text if len(text) <= MOST_OF_AN_ERROR else text[: MOST_OF_AN_ERROR - 3] + "..."
+        self._page.show(self._markdown(f"failed {where}: {plain(text)}"))
+
+    def _markdown(self, state: str) -> str:
+        seconds = time.monotonic() - self._started
+        outcome = (self._journals[-1].outcome if self._journals else None) or Outcome()
+        facts = {
+            "state": state,
+            **{name: plain(value) for name, value in _about(self._config).items()},
+            **_rewards(outcome.held_out),
+            **({} if outcome.promoted is None else {"promoted": _verdict(outcome)}),
+            **{name: plain(value) for name, value in outcome.facts.items()},
+            "began": f"{self._begun:%Y-%m-%d %H:%M:%S} UTC",
+        }
+        if state == "running":
+            return "\n".join(_points(facts))
+        costs = Costs(self._journals, self._config)
+        facts |= {
+            "wall time": f"{timedelta(seconds=round(seconds))} ({seconds:.1f} s)",
+            "stages": costs.counts,
+            "cost": costs.money,
+        }
+        lines = [*_points(facts), "", *costs.lines()]
+        for title, png in outcome.pictures.items():
+            url = "data:image/png;base64," + base64.b64encode(png).decode()
+            lines += ["", f"![{plain(title)}]({url})"]
+        return "\n".join([*lines, *_calls([entry for journal in self._journals for entry in journal.entries])])
+
+
+class Costs:
+    """What the stages of a run came to, and its price by the run's configuration."""
+
+    def __init__(self, journals: Sequence[Journal], config: Run) -> None:
+        self._prices = config.cost
+        self.calls: dict[str, dict[str, int]] = {}
+        """Calls of each stage, by what became of them."""
+        self.seconds: dict[str, float] = {}
+        """Of each stage, in which at least one call was computed."""
+        for stage, totals in ((name, totals) for journal in journals for name, totals in journal.totals.items()):
+            counts = self.calls.setdefault(stage, dict.fromkeys(("computed", "cached", "checked", "failed"), 0))
+            for state, count in totals.calls.items():
+                counts[_KINDS.get(state, "failed")] += count
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + totals.seconds
+        # Where nothing was computed nobody needs torch, which knows the GPUs.
+        self.num_gpus = num_gpus() if self.total else 0
+
+    @property
+    def total(self) -> float:
+        """Seconds of all stages that were computed."""
+        return sum(self.seconds.values())
+
+    @property
+    def price(self) -> float:
+        """Of these, by the configuration."""
+        hours = self.total / 3600
+        return hours * (self._prices.per_hour + self.num_gpus * self._prices.per_gpu_hour)
+
+    @property
+    def counts(self) -> str:
+        """How many calls were computed, how many cached and so on."""
+        sums = {kind: sum(counts[kind] for counts in self.calls.values()) for kind in set(_KINDS.values()) | {"failed"}}
+        return ", ".join(f"{count} {kind}" for kind, count in sorted(sums.items()) if count) or "none"
+
+    @property
+    def money(self) -> str:
+        """The price, or how to have one."""
+        used = f"{self.total:.1f} s computed, {self.num_gpus * self.total:.1f} GPU-seconds"
+        prices = self._prices
+        if not (prices.per_hour or prices.per_gpu_hour):
+            return f"{used}; for a sum of money set `per_hour` or `per_gpu_hour` in the table `[cost]`"
+        each = f"{prices.per_hour:g} an hour and {prices.per_gpu_hour:g} a GPU-hour"
+        return f"**{self.price:.4f} {prices.currency}**: {used}, at {each}"
+
+    def lines(self) -> Iterator[str]:
+        """A table of the stages, and what its figures are."""
+        rows = [
+            (f"`{stage}`", *counts.values(), f"{self.seconds[stage]:.1f}", f"{self.num_gpus * self.seconds[stage]:.1f}")
+            for stage, counts in self.calls.items()
+        ]
+        yield from ("### Stages", "")
+        yield from _table(("stage", "computed", "cached", "checked", "failed", "seconds", "GPU-seconds"), rows)
+        yield ""
+        yield (
+            "Seconds are wall-clock time in which a stage was computed, in this try of the run; what was cached or "
+            f"only checked counts nothing. GPU-seconds are these seconds times the {self.num_gpus} GPUs that the run's "
+            "process sees, busy or not. Workers on other machines and endpoints are not in them."
+        )
+
+
+_KINDS = {"Completed": "computed", CACHED: "cached", CHECKED: "checked"}
+
+
+def plain(text: str) -> str:
+    """``text`` as it is, in one line of Markdown, also within a table."""
+    return _MARKS.sub(r"\\\1", " ".join(text.split()))
+
+
+def _about(config: Run) -> dict[str, str]:
+    """Model and algorithm of a run of any kind."""
+    algorithm = getattr(config, "algorithm", None)
+    model = getattr(config, "model", None) or getattr(algorithm, "base_model", None)
+    learners = [name.upper() for name in _LEARNERS if getattr(config, name, None) is not None]
+    kinds = learners if algorithm is None else [algorithm.kind.upper()]
+    return {
+        "run": config.run.name,
+        **({} if model is None else {"model": model.uri}),
+        **({"algorithm": ", ".join(kinds)} if kinds else {}),
+    }
+
+
+def _rewards(held_out: Mapping[str, float]) -> dict[str, str]:
+    """Each with its gain over the first."""
+    values = list(held_out.values())
+    return {
+        f"held-out reward {moment}": f"**{value:.4f}**" + (f" ({value - values[0]:+.4f})" if place else "")
+        for place, (moment, value) in enumerate(held_out.items())
+    }
+
+
+def _verdict(outcome: Outcome) -> str:
+    return f"**{'yes' if outcome.promoted else 'no'}**: {plain(outcome.reason)}"
+
+
+def _calls(entries: Sequence[StageEntry]) -> Iterator[str]:
+    """All calls of stages, in order of finishing."""
+    rows = [
+        (f"`{entry.stage}`", plain(entry.label), row["state"], f"{entry.seconds:.2f}", row["in"], row["out"])
+        for entry, row in ((entry, entry.row()) for entry in entries[-MOST_STAGES:])
+    ]
+    if rows:
+        of = f", the last {len(rows)} of {len(entries)}" if len(rows) < len(entries) else ""
+        yield from ("", f"### Calls of stages{of}", "")
+        yield from _table(("stage", "label", "state", "seconds", "in", "out"), rows)
+
+
+def _points(facts: Mapping[str, str]) -> Iterator[str]:
+    """Not a table, in which the UI cuts long lines off."""
+    return (f"- **{plain(name)}**: {value}" for name, value in facts.items())
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield "|---" * len(head) + "|"
+    for row in rows:
+        yield f"| {' | '.join(map(str, row))} |"

@@ -1,0 +1,200 @@
+"""What `rollout ops install` promises, seen on real runs that are killed: tried again, given up, told."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from deployments.supervision import MAX_TRIES
+from tests.flows.conftest import wait_for
+from tests.operations.conftest import Machine, end
+
+FLOWS = """
+import os, signal, time
+from pathlib import Path
+from prefect import flow, suspend_flow_run
+from prefect.runtime import flow_run
+from prefect.states import Completed
+from flows.nights import SKIPPED
+
+def tries():
+    file = Path(str(flow_run.id))
+    with file.open("a") as lines:
+        lines.write("x")
+    return len(file.read_text())
+
+@flow
+def dies(times: int):
+    if tries() <= times:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+@flow
+def fails():
+    raise ValueError('said "no"')
+
+@flow
+def skips():
+    return Completed(name=SKIPPED)
+
+@flow
+def waits_for_a_person():
+    time.sleep(5)  # the first heartbeat is on its way
+    suspend_flow_run(timeout=3600)
+
+@flow
+def hangs_once():
+    if tries() == 1:
+        time.sleep(600)
+"""
+KILLED = "exited with status code: -9|crashed"
+
+
+@pytest.fixture(scope="module")
+def installed(machine: Machine) -> Machine:
+    """The machine with its automations, and flows that come to grief."""
+    (machine.folder / "grief.py").write_text(FLOWS)
+    machine.deploy(
+        {"name": "dies", "entrypoint": "grief.py:dies", "parameters": {"times": 1}},
+        {"name": "fails", "entrypoint": "grief.py:fails"},
+        {"name": "hangs-once", "entrypoint": "grief.py:hangs_once"},
+        {"name": "skips", "entrypoint": "grief.py:skips"},
+        {"name": "waits-for-a-person", "entrypoint": "grief.py:waits_for_a_person"},
+        {"name": "of-others", "entrypoint": "grief.py:fails", "tags": ["mine"]},
+    )
+    machine.rollout("ops", "install", "--webhook", machine.webhook)
+    return machine
+
+
+def lines(text: str) -> dict[str, str]:
+    """What was done with each automation, by name."""
+    found = {}
+    for line in text.splitlines():
+        action, _, name = line.partition("  rollout: ")
+        if name:
+            found[name.partition(":")[0]] = action.strip()
+    return found
+
+
+def test_an_installation_changes_only_what_differs_and_shows_it(installed: Machine):
+    again = installed.rollout("ops", "install")
+    assert len(lines(again)) == 5 and set(lines(again).values()) == {"keep"}
+
+    automations = {found["name"]: found for found in installed.ask("automations/filter", {})}
+    crashed, late = (automations[f"rollout: {name}"] for name in ("try a crashed run again", "tell that a run is late"))
+    edited = {key: crashed[key] for key in ("name", "description", "enabled", "tags", "trigger", "actions")}
+    edited["trigger"]["match"]["prefect.run-count"] = ["0"]
+    installed.ask(f"automations/{crashed['id']}", edited, "PUT")
+    installed.ask(f"automations/{late['id']}", {"enabled": False}, "PATCH")
+    own = installed.ask("automations/", {**edited, "name": "of a person"})
+
+    seen = installed.rollout("ops", "install", "--dry-run")
+    assert lines(seen)["try a crashed run again"] == "update" and '+        "1",' in seen
+    assert installed.rollout("ops", "install") == seen
+    assert set(lines(installed.rollout("ops", "install")).values()) == {"keep"}
+    after = {found["name"]: found for found in installed.ask("automations/filter", {})}
+    assert after["rollout: tell that a run is late"]["enabled"] is False, "a person has switched it off"
+    assert after["rollout: try a crashed run again"]["id"] == crashed["id"]
+    assert after.keys() - automations.keys() == {"of a person"}
+    installed.ask(f"automations/{own['id']}", method="DELETE")
+    installed.ask(f"automations/{late['id']}", {"enabled": True}, "PATCH")
+
+    quiet = installed.rollout("ops", "install", "--no-notify")
+    assert sorted(lines(quiet).values()) == ["delete"] * 3 + ["keep"] * 2
+    installed.rollout("ops", "install", "--notify", "webhook/rollout-notifications")
+    assert len(installed.ask("automations/filter", {})) == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--webhook", "ftp://x"], "begins with http"),
+        (["--notify", "webhook"], "expected SLUG/NAME"),
+        (["--notify", "webhook/none"], "no such block"),
+        (["--notify", "json/none"], "no such block"),
+        (["--webhook", "http://x", "--no-notify"], "give one of"),
+        (["--silent-after", "20"], "at least 90"),
+    ],
+)
+def test_what_cannot_be_installed_is_said_in_one_line(installed: Machine, options: list[str], told: str):
+    done = installed.command("-c", "from deployments.cli import main; main()", "ops", "install", *options)
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert told in line
+
+
+def test_killed_runs_are_tried_again_and_the_hopeless_are_told_once(installed: Machine, server_logs):
+    server_logs.expect(KILLED, "the flows kill themselves")
+    server_logs.expect("ValueError|Finished in state Failed|Encountered an exception|status code: 1;", "a flow fails")
+    installed.told.clear()
+    with installed.worker(server_logs):
+        once = installed.start_run("dies", name="once")
+        always = installed.start_run("dies", name="always", parameters={"times": 99})
+        failing = installed.start_run("fails", name="failing")
+        foreign = installed.start_run("fails", "of-others", name="foreign")
+        run = installed.wait(once, "Completed")
+        assert (run["id"], run["run_count"]) == (once, 2)
+        installed.wait(failing, "Failed")
+        installed.wait(foreign, "Failed")
+        wait_for(lambda: told_of(installed, always, "Crashed"), "word of the run that dies always")
+        assert installed.run(always)["run_count"] == MAX_TRIES
+        wait_for(lambda: told_of(installed, failing, "Failed"), "word of the run that failed")
+
+    late = installed.start_run("fails", name="late", state=scheduled(ago=60))
+    wait_for(lambda: told_of(installed, late, "Late"), "word of the run that nobody takes")
+    # On a busy machine others may have been late, too.
+    assert sorted((told["run"], told["state"]) for told in installed.told if told["state"] != "Late") == [
+        ("always", "Crashed"), ("failing", "Failed"),
+    ]  # fmt: skip
+    [word] = told_of(installed, failing, "Failed")
+    assert word["flow"] == "fails" and failing in word["url"] and 'said "no"' in word["text"]
+    # Prefect reports a crash twice, by runner and worker.
+    assert [state["name"] for state in installed.states(always)].count("Running") == MAX_TRIES
+    installed.ask(f"flow_runs/{late}", method="DELETE")
+
+
+def test_a_run_whose_machine_is_lost_is_done_by_another(installed: Machine, server_logs):
+    server_logs.expect(KILLED, "the machine is killed")
+    # Less than a heartbeat more than one: the command refuses it, for this is a rule to be careful with.
+    automation = next(found for found in installed.ask("automations/filter", {}) if "heartbeats" in found["name"])
+    fields = {key: automation[key] for key in ("name", "description", "enabled", "tags", "trigger", "actions")}
+    fields["trigger"]["within"] = 35
+    installed.ask(f"automations/{automation['id']}", fields, "PUT")
+    silent = {name: installed.start_run(name) for name in ("skips", "waits-for-a-person")}
+    run_id = installed.start_run("hangs-once")
+    with installed.worker(server_logs) as worker:
+        installed.wait(silent["skips"], "Skipped")
+        installed.wait(silent["waits-for-a-person"], "Suspended")
+        installed.wait(run_id, "Running")
+        wait_for(lambda: heartbeats(installed, run_id), "its first heartbeat")
+        end(worker)
+    assert installed.run(run_id)["state"]["name"] == "Running", "nobody has noticed yet"
+    with installed.worker(server_logs):
+        run = installed.wait(run_id, "Completed", seconds=180)
+    assert run["run_count"] == 2
+    names = [state["name"] for state in installed.states(run_id)]
+    assert names.index("Crashed") < names.index("AwaitingRetry"), names
+    ended = {name: installed.run(quiet)["state"]["name"] for name, quiet in silent.items()}
+    assert ended == {"skips": "Skipped", "waits-for-a-person": "Suspended"}, "they have no heartbeats and are not lost"
+    seen = installed.rollout("ops", "install")
+    assert lines(seen)["a run without heartbeats has crashed"] == "update" and '+    "within": 90.0' in seen
+
+
+def heartbeats(machine: Machine, run_id: str) -> int:
+    criteria: dict[str, Any] = {
+        "occurred": {"since": (datetime.now(UTC) - timedelta(hours=1)).isoformat()},
+        "event": {"name": ["prefect.flow-run.heartbeat"]},
+        "resource": {"id": [f"prefect.flow-run.{run_id}"]},
+    }
+    return machine.ask("events/filter", {"filter": criteria})["total"]
+
+
+def told_of(machine: Machine, run_id: str, state: str) -> list[dict[str, Any]]:
+    return [told for told in machine.told if (told["id"], told["state"]) == (run_id, state)]
+
+
+def scheduled(ago: float) -> dict[str, Any]:
+    when = (datetime.now(UTC) - timedelta(seconds=ago)).isoformat()
+    return json.loads(json.dumps({"type": "SCHEDULED", "state_details": {"scheduled_time": when}}))

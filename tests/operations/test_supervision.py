@@ -1,0 +1,99 @@
+"""What `make serve` hands back of what its server says, without having seen a process of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+from uuid import UUID
+
+import pytest
+from prefect import get_client
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.states import Crashed, Pending, Running
+
+from deployments import supervision
+from deployments.supervision import MAX_TRIES, SupervisedWorker
+
+
+class Ended(Exception):
+    """The test has seen enough."""
+
+
+@pytest.fixture
+def start(prefect_server: str) -> Callable[..., UUID]:
+    """Make a run on a work pool that goes through these states."""
+
+    def make(pool: str, *states: Any) -> UUID:
+        with get_client(sync_client=True) as client:
+            if pool not in {found.name for found in client.read_work_pools()}:
+                client.create_work_pool(WorkPoolCreate(name=pool, type="process"))
+            flow = client.create_flow_from_name("left")
+            deployment = client.create_deployment(flow, f"on-{pool}", work_pool_name=pool)
+            run = client.create_flow_run_from_deployment(deployment)
+            for state in states:
+                client.set_flow_run_state(run.id, state, force=True)
+            return run.id
+
+    return make
+
+
+def state_of(run_id: UUID) -> str:
+    with get_client(sync_client=True) as client:
+        state = client.read_flow_run(run_id).state
+    return "" if state is None else state.name
+
+
+@pytest.mark.server
+def test_crashed_and_pending_runs_of_its_pool_are_handed_back_and_no_others(start, monkeypatch):
+    monkeypatch.setattr(supervision, "ASK_SECONDS", 0.1)
+    monkeypatch.setattr(supervision, "LEFT_SECONDS", {"CRASHED": 1.0, "PENDING": 2.0})
+    once = (Pending(), Running(), Crashed())
+    before = start("supervised", *once)
+    said: list[str] = []
+
+    def keep_server() -> bool:
+        if not wanted:  # the first look: what is left from now on counts
+            wanted.update(
+                crashed=start("supervised", *once),
+                pending=start("supervised", Pending()),
+                last=start("supervised", *once * MAX_TRIES),
+                elsewhere=start("others", *once),
+            )
+        if {"crashed", "pending"} <= {name for name, run in wanted.items() if state_of(run) == "AwaitingRetry"}:
+            raise Ended
+        return False
+
+    wanted: dict[str, UUID] = {}
+    worker = SupervisedWorker(["sleep", "600"], os.environ, "supervised", keep_server=keep_server, say=said.append)
+    with pytest.raises(Ended):
+        worker.run()
+    assert {name: state_of(run) for name, run in wanted.items()} == {
+        "crashed": "AwaitingRetry",
+        "pending": "AwaitingRetry",
+        "last": "Crashed",
+        "elsewhere": "Crashed",
+    }
+    assert state_of(before) == "Crashed", "somebody may have left it so"
+    assert f"flow run {wanted['crashed']} is tried again, as its process died" in said
+    assert f"flow run {wanted['pending']} is tried again, as its worker died" in said
+
+
+@pytest.mark.server
+def test_a_crashed_run_is_left_to_an_automation_first(start, monkeypatch):
+    monkeypatch.setattr(supervision, "ASK_SECONDS", 0.1)
+    monkeypatch.setattr(supervision, "LEFT_SECONDS", {"CRASHED": 60.0, "PENDING": 60.0})
+    runs: list[UUID] = []
+    looks: list[str] = []
+
+    def keep_server() -> bool:
+        if not runs:
+            runs.append(start("supervised", Pending(), Running(), Crashed()))
+        looks.append(state_of(runs[0]))
+        if len(looks) == 4:
+            raise Ended
+        return False
+
+    with pytest.raises(Ended):
+        SupervisedWorker(["sleep", "600"], os.environ, "supervised", keep_server=keep_server, say=print).run()
+    assert set(looks) == {"Crashed"}, "an automation has its time first"
