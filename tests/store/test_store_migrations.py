@@ -6,6 +6,7 @@ import asyncio
 import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from sqlalchemy import NullPool, create_engine
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.store import SqlLightningStore
-from rollout_core.store.sql import by_url
+from rollout_core.store.sql import by_url, sqlite
 from rollout_core.store.sql.database import REVISIONS
 from rollout_core.store.sql.postgres_server import connect
 from rollout_core.store.sql.tables import metadata
@@ -156,6 +157,18 @@ async def test_processes_may_create_or_upgrade_at_the_same_time(empty):
         outputs = [(await asyncio.to_thread(child.communicate, timeout=60))[0] for child in children]
         assert [child.returncode for child in children] == [0] * 4
         assert sum("has the present schema" not in output for output in outputs) == 1, outputs
+
+
+async def test_connections_to_a_new_file_do_not_lock_each_other_out(tmp_path):
+    """Without repeating, one of the four is refused in a third of the rounds."""
+    for number in range(25):
+        path, together = tmp_path / f"{number}.db", threading.Barrier(4)
+
+        def open_it(path: Path = path, together: threading.Barrier = together) -> None:
+            together.wait()
+            sqlite.connect(path, 30).close()
+
+        await asyncio.gather(*[asyncio.to_thread(open_it) for _ in range(4)])
 
 
 async def test_a_check_refuses_what_opening_would_and_changes_nothing(empty, tmp_path):

@@ -7,8 +7,10 @@ ours by its application id, and its schema by the revision it records.
 from __future__ import annotations
 
 import os
+import random
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import lru_cache, partial
@@ -69,7 +71,7 @@ def connect(path: Path, busy_timeout_seconds: float) -> sqlite3.Connection:
         path, timeout=busy_timeout_seconds, isolation_level=None, check_same_thread=False, cached_statements=256
     )
     try:
-        connection.execute("PRAGMA journal_mode = WAL")
+        _write_ahead(connection, busy_timeout_seconds)
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA wal_autocheckpoint = 4000")  # 16 MB: each checkpoint syncs the file itself as well
         connection.execute("PRAGMA journal_size_limit = 67108864")
@@ -80,6 +82,22 @@ def connect(path: Path, busy_timeout_seconds: float) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _write_ahead(connection: sqlite3.Connection, busy_timeout_seconds: float) -> None:
+    """Set the journal mode, which other connections to a new file may be doing at the same moment.
+
+    Where two would wait for each other, SQLite refuses one of them at once, whatever its busy timeout.
+    """
+    deadline = time.monotonic() + busy_timeout_seconds
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if _primary_code(error) != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(random.uniform(0.001, 0.02))  # so that those who wait do not go in step
 
 
 def prepare(path: Path, busy_timeout_seconds: float) -> str | None:
