@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -159,6 +161,39 @@ def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
         typer.echo(found.model_dump_json(indent=2) if as_json else text(found))
         if any(check.level is Level.FAIL for check in found.checks):
             raise typer.Exit(EXIT_FAILED)
+
+
+@ops_app.command("metrics")
+def metrics(
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for other machines.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 9464,
+    every: Annotated[float, typer.Option(min=1.0, help="Seconds between looks at server, storage, database.")] = 15.0,
+    debug: Debug = False,
+) -> None:
+    """Serve figures to Prometheus until Ctrl-C: pipeline and store, and learners and engines from ROLLOUT_EVENTS.
+
+    deployments/grafana.json is a dashboard of them. Starts and changes nothing.
+    """
+    with one_line_errors(debug):
+        from deployments import probes
+        from flows.connections import PREFECT_HOME
+        from rollout_core.base.errors import ConfigError
+        from rollout_core.base.settings import locations
+
+        server = probes.find_server(PREFECT_HOME, debug=debug)
+        if server.address is None:
+            raise ConfigError(server.trouble or "no Prefect server")
+        from deployments.metrics import serve  # with Prefect, which takes its settings now
+        from deployments.status import look
+        from tasks.events import STDERR
+
+        events = locations().events
+        file = None if events in (None, STDERR) else Path(events)
+        found = serve(host, port, lambda: look(probes.find_server(PREFECT_HOME)), every, file)
+        followed = f"events of {file}" if file is not None else "no events: ROLLOUT_EVENTS names no file"
+        typer.echo(f"metrics at http://{host}:{found}/metrics; {followed}")
+        with suppress(KeyboardInterrupt):
+            Event().wait()
 
 
 def main() -> None:

@@ -12,12 +12,16 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from typing import Literal
+
+from prefect.runtime import flow_run
 
 from rollout_core.base.determinism import num_gpus
 from rollout_core.base.settings import without_passwords
 from rollout_core.base.stopping import is_stopping
 from rollout_core.config import Run
 from tasks.artifacts import Page
+from tasks.events import RunDone, RunStart, emit
 from tasks.logs import CACHED, CHECKED, Journal, Outcome, StageEntry
 
 KEY = "summary"
@@ -36,6 +40,7 @@ class RunSummary:
         self._journals: list[Journal] = []
         self._begun, self._started = datetime.now(UTC), time.monotonic()
         name = config.run.name
+        emit(RunStart(flow=flow_run.flow_name or "", run=name))
         self._page = Page(KEY, self._markdown("running"), f"Summary of {name}: outcome, stages, cost")
 
     def note(self, journal: Journal) -> None:
@@ -45,6 +50,7 @@ class RunSummary:
     def end(self) -> None:
         """The run is over, and did what it was to do."""
         self._page.show(self._markdown("completed"))
+        self._tell("completed")
 
     def fail(self, error: BaseException) -> None:
         """The run ends with an error, or because it was told to."""
@@ -55,15 +61,38 @@ class RunSummary:
         )
         if is_stopping():
             self._page.show(self._markdown(f"stopped {where}; what is complete is kept"))
+            self._tell("stopped")
             return
         lines = without_passwords(str(error)).strip().splitlines() or [""]
         text = f"{type(error).__name__}: {lines[0]}"
         text = text if len(text) <= MOST_OF_AN_ERROR else text[: MOST_OF_AN_ERROR - 3] + "..."
         self._page.show(self._markdown(f"failed {where}: {plain(text)}"))
+        self._tell("failed", text)
+
+    def _tell(self, state: Literal["completed", "stopped", "failed"], error: str | None = None) -> None:
+        costs, outcome = Costs(self._journals, self._config), self._outcome
+        done = RunDone(
+            flow=flow_run.flow_name or "",
+            run=self._config.run.name,
+            state=state,
+            seconds=time.monotonic() - self._started,
+            computed_seconds=costs.total,
+            gpu_seconds=costs.num_gpus * costs.total,
+            price=costs.price,
+            currency=self._config.cost.currency,
+            held_out=outcome.held_out,
+            promoted=outcome.promoted,
+            error=error,
+        )
+        emit(done)
+
+    @property
+    def _outcome(self) -> Outcome:
+        return (self._journals[-1].outcome if self._journals else None) or Outcome()
 
     def _markdown(self, state: str) -> str:
         seconds = time.monotonic() - self._started
-        outcome = (self._journals[-1].outcome if self._journals else None) or Outcome()
+        outcome = self._outcome
         facts = {
             "state": state,
             **{name: plain(value) for name, value in _about(self._config).items()},

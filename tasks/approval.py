@@ -17,7 +17,7 @@ from rollout_core.config import PromotionConfig
 from rollout_core.objects.records import BlobId, Record
 from rollout_core.promotion import history
 from rollout_core.promotion.candidates import Candidate, file_candidate, read_candidate
-from tasks import connections
+from tasks import connections, events
 from tasks.logs import stage_logger
 from tasks.promotion import Promotion
 from tasks.stage import current_stage, stage
@@ -135,6 +135,8 @@ def decide(
         )
     else:
         done = run_async(_promote(found, said, even_if_latest_has_changed))
+    if done.promoted:
+        events.emit(events.Promoted(resource=found.resource, model=found.model, reason=done.reason))
     stage_logger().info("%s", done.reason)
     return done
 

@@ -37,7 +37,7 @@ from rollout_core.inference.shards import (
 from rollout_core.models.facts import max_positions
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import PromptShards, Record, ShardCompletions
-from tasks import artifacts, connections
+from tasks import artifacts, connections, events
 from tasks.generate import generator_id
 from tasks.logs import stage_logger
 from tasks.stage import Arguments, RunsTasks, Submitted, current_stage, stage
@@ -126,6 +126,7 @@ class _ShardRun:
         self._work = ShardWork(job.rows, job.sampling, job.samples_per_prompt, folder)
         self._engine = EngineOf(job.backend, ModelRef(job.model, folder), stage_logger().info)
         self._events = EventLog(job.reporting.run_id, job.label) if job.reporting.events else None
+        self._count = events.SampleCount(current_stage().name)
         self._max_model_len = job.limit or max_positions(folder)
 
     def _options(self) -> BatchOptions:
@@ -173,15 +174,18 @@ class _ShardRun:
         return run_async(run())
 
     def _note(self, progress: Progress) -> None:
+        self._count.note(progress.samples, progress.tokens)
         noted = tally(self._run_id)
         noted.note(self._job.rows, progress)
         self._job.reporting.failures.check(noted)
 
     def _note_help(self, progress: Progress) -> None:
+        self._count.note(progress.samples, progress.tokens)
         # What is done of the shard is its own worker's to tell.
         tally(self._run_id).note(f"{self._job.rows} {this_worker()}", Progress(0, 0, progress.tokens))
 
     def _file_work(self, started: float, work: Work) -> None:
+        self._count.end(work.samples, work.tokens)
         if work.samples:
             note_work(self._objects, self._run_id, self._job.rows, RunWork.of(work, started, time.time()))
 

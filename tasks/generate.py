@@ -13,7 +13,7 @@ from rollout_core.data.datasets import PromptRow, parse_rows
 from rollout_core.data.examples import positions_between
 from rollout_core.data.samples import encode_samples, make_samples
 from rollout_core.inference.base import ModelRef
-from rollout_core.inference.batch import BatchOptions, Work
+from rollout_core.inference.batch import BatchOptions, Progress, Work
 from rollout_core.inference.engines import EngineOf
 from rollout_core.inference.ledger import SampleLedger, this_worker
 from rollout_core.inference.training_samples import Failed, FailedSamples, complete_batch
@@ -22,7 +22,7 @@ from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions, PromptSet
 from rollout_core.store.types import RolloutMode
-from tasks import artifacts, connections
+from tasks import artifacts, connections, events
 from tasks.logs import stage_logger
 from tasks.stage import current_stage, stage
 
@@ -112,7 +112,10 @@ def batch_inference(
         failed=FailedSamples(failed, group_size),
     )
     if completions.num_left_out:
-        stage_logger().warning("%d samples are left out: they failed, or their group did", completions.num_left_out)
+        reason = "they failed, or their group did"
+        stage_logger().warning("%d samples are left out: %s", completions.num_left_out, reason)
+        skipped = events.SamplesSkipped(stage=current_stage().name, samples=completions.num_left_out, reason=reason)
+        events.emit(skipped)
     rows = {
         "samples": completions.num_samples,
         "left out": completions.num_left_out,
@@ -146,6 +149,12 @@ def generate(
     model = ModelRef(prompts.model, objects.local_tree(prompts.model, connections.cache_folder()))
     local = connections.storage_is_local()
 
+    count = events.SampleCount(current_stage().name)
+
+    def on_progress(progress: Progress) -> None:
+        bar.show(progress.done, progress.total)
+        count.note(progress.samples, progress.tokens)
+
     async def complete() -> tuple[Completions, Work]:
         async with connections.open_store() as store:
             return await complete_batch(
@@ -159,7 +168,7 @@ def generate(
                 options=BatchOptions(
                     mode=mode, deterministic=deterministic, exclusive=local, generator=generator_id(backend)
                 ),
-                on_progress=lambda progress: bar.show(progress.done, progress.total),
+                on_progress=on_progress,
             )
 
     # Other settings of the same samples are another stage with another key, which may run at the same time.
@@ -168,6 +177,7 @@ def generate(
         started = time.monotonic()
         completions, work = run_async(complete())
         seconds = time.monotonic() - started - work.waited_seconds
+    count.end(work.samples, work.tokens)
     stage_logger().info(
         "%d samples complete, %d tokens generated now in %.1f s", completions.num_samples, work.tokens, seconds
     )

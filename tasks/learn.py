@@ -29,7 +29,7 @@ from rollout_core.data.tokenized import DataReport
 from rollout_core.launch import run_update
 from rollout_core.launch.launcher import UpdateName
 from rollout_core.objects.records import Checkpoint, Scores
-from tasks import artifacts, connections
+from tasks import artifacts, connections, events
 from tasks.logs import StepLog, stage_logger
 from tasks.stage import StageRun, current_stage, stage
 
@@ -216,14 +216,16 @@ def _update_context(
     def on_start(first: int, last: int) -> None:
         nonlocal last_step
         last_step = last
+        told.start(first, last)
         if first:
             stage_logger().info("%s resumes at step %d of %d", title, first, last)
 
-    lines = StepLog(title)
+    lines, told = StepLog(title), events.Training(job.kind, job.label)
 
     def on_step(row: dict[str, float]) -> None:
         bar.show(int(row["step"]), last_step)
         lines.note(row, last_step)
+        told.step(row)
 
     with artifacts.ProgressBar(f"{run.name.replace('_', '-')}-progress", title) as bar:
         yield UpdateContext(
@@ -242,6 +244,7 @@ def _update_context(
             on_step=on_step,
             on_start=on_start,
         )
+    told.end()
 
 
 def _show(checkpoint: Checkpoint, made_from: Mapping[str, ContentId | None], title: str) -> None:

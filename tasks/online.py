@@ -26,7 +26,7 @@ from rollout_core.objects.records import AgentRollouts, AgentSource, Record
 from rollout_core.objects.trees import forget_local_tree
 from rollout_core.promotion.history import Change, change_latest
 from rollout_core.store import LLM, LightningStore, NamedResources, ProxyLLM, SqlLightningStore
-from tasks import connections
+from tasks import connections, events
 from tasks.agents import sessions
 from tasks.logs import stage_logger
 from tasks.stage import current_stage, retry, stage
@@ -70,6 +70,7 @@ def serve_policy(
         # With held-out tasks `promote` has done so, with its evidence.
         change = Change("promote", config.promotion.resource, model, f"flow run {current_stage().run_id}", NOT_HELD_OUT)
         run_async(_live.note(current_stage().objects, change))
+        events.emit(events.Promoted(resource=change.resource, model=model, reason=NOT_HELD_OUT))
         resources[config.promotion.resource] = LLM(endpoint="", model=model, sampling_parameters={})
     run_async(_live.publish(config, resources))
     return ServedModel(model=model, url=url)

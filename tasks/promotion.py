@@ -26,7 +26,7 @@ from rollout_core.promotion.evidence import (
     judge_guard,
     rewards_by_prompt,
 )
-from tasks import artifacts, connections
+from tasks import artifacts, connections, events
 from tasks.logs import stage_logger
 from tasks.stage import current_stage, stage
 
@@ -121,6 +121,8 @@ def promote(
         sure = f", {evidence.comparisons[0].interval}" if config.confidence else ""
         reason, promoted = f"{figures}{sure}", True
         run_async(_change_latest(history.Change("promote", config.resource, after.model, _run(), reason, evidence)))
+    if promoted:
+        events.emit(events.Promoted(resource=config.resource, model=after.model, reason=reason))
     stage_logger().info("%s: %s", "promoted" if promoted else "not promoted", reason)
     for line in evidence.lines:
         stage_logger().info("evidence: %s", line)
@@ -135,6 +137,9 @@ def roll_back(resource: str, to: str | None, *, reason: str = "") -> RolledBack:
     """Serve again what was latest before, or the model ``to`` of the history; once in a flow run, however often it is
     tried. ``reason``: for the history."""
     entry = run_async(_roll_back(resource, to, reason))
+    events.emit(
+        events.RolledBack(resource=resource, model=entry.model, instead_of=entry.previous or "", reason=entry.reason)
+    )
     stage_logger().info("%r serves %s again: %s", resource, entry.model, entry.reason)
     row = {"resource": resource, "model": entry.model, "instead of": entry.previous or "", "reason": entry.reason}
     artifacts.table("rollback", [row], f"Rollback of {resource}")

@@ -42,6 +42,7 @@ from rollout_core.objects.records import Lineage, Record, record_lineage, softwa
 from rollout_core.objects.snapshots import PROGRESS_REFS, SnapshotStore
 from tasks import connections
 from tasks.artifact_sender import SENDER
+from tasks.events import WorkEnd, WorkStart, emit
 from tasks.logs import CHECKED, StageEntry, current_journal, stage_logger, title_of
 
 P = ParamSpec("P")
@@ -268,6 +269,7 @@ class Stage(Generic[P, R]):
             _current_run.reset(token)
 
     def _compute(self, run: StageRun, inputs: dict[str, Any]) -> R:
+        emit(WorkStart(stage=self.name))
         return self._function(**inputs)  # pyright: ignore[reportCallIssue]
 
     def _compute_once(self, run: StageRun, inputs: dict[str, Any]) -> R:
@@ -337,12 +339,15 @@ class Stage(Generic[P, R]):
         storage.forget(key)
 
     def _note(self, inputs: dict[str, Any], state: str, seconds: float, outputs: tuple[ContentId, ...]) -> None:
+        label = str(spread_arguments(inputs).get(LABEL, ""))
+        emit(WorkEnd(stage=self.name, label=label, state=state, seconds=seconds))
         journal = current_journal()
         if journal is not None:
             inputs = spread_arguments(inputs)
             ids = tuple(ContentId(value) for value in inputs.values() if is_content_id(value))
             records = (item for value in inputs.values() if isinstance(value, Record) for item in value.outputs())
-            journal.add(StageEntry(self.name, str(inputs.get(LABEL, "")), state, seconds, (*ids, *records), outputs))
+            entry = StageEntry(self.name, label, state, seconds, (*ids, *records), outputs)
+            journal.add(entry)
 
 
 class Arguments:

@@ -5,8 +5,9 @@ which are left out of what other processes get, and hidden in what is shown and 
 (default ``sqlite:///./data/rollout.db``), ``ROLLOUT_CACHE`` a local folder for checkpoints fetched from the object
 store (default ``./data/cache``), ``ROLLOUT_TRACKING`` the folder of trackers (default ``./data/tracking``).
 ``ROLLOUT_LIMITS`` lists the concurrency limits that stages ask the Prefect server for (``engine``, ``learner``; default
-none), and ``ROLLOUT_STOP_SECONDS`` is how long a run may take to end after a stop signal (default 10). They say where,
-never what: no setting enters a cache key. (``ROLLOUT_NUMERICS``, which does, is read by `determinism`.)
+none), ``ROLLOUT_EVENTS`` is a file for events of runs, or ``stderr`` (default none), and ``ROLLOUT_STOP_SECONDS`` is
+how long a run may take to end after a stop signal (default 10). They say where, never what: no setting enters a cache
+key. (``ROLLOUT_NUMERICS``, which does, is read by `determinism`.)
 
 A secret is ``ROLLOUT_SECRET_<NAME>`` there, and only names on the list are read: a configuration names secrets and
 may come from anyone who can start a run; the list is the worker's own, so nobody can have a secret sent where it is not
@@ -45,6 +46,8 @@ class Locations:
     cache: Path
     tracking: Path
     limits: frozenset[str]
+    events: str | None
+    """File for events of runs, or ``stderr``."""
 
 
 def locations() -> Locations:
@@ -55,6 +58,7 @@ def locations() -> Locations:
         cache=Path(os.environ.get("ROLLOUT_CACHE", DEFAULT_CACHE)),
         tracking=Path(os.environ.get("ROLLOUT_TRACKING", DEFAULT_TRACKING)),
         limits=frozenset(filter(None, os.environ.get("ROLLOUT_LIMITS", "").replace(" ", "").split(","))),
+        events=os.environ.get("ROLLOUT_EVENTS", "").strip() or None,
     )
 
 

@@ -53,6 +53,8 @@ class Progress:
     failed: int = 0
     first_failure: str | None = None
     """Why one of them did."""
+    samples: int = 0
+    """That this run completed itself."""
 
 
 @dataclass
@@ -388,7 +390,7 @@ class _BatchRun:
 
     def _report(self) -> None:
         done, total, failed = len(self._lines), len(self._samples), len(self._failed)
-        self._on_progress(Progress(done, total, self.work.tokens, failed, self._first_failure))
+        self._on_progress(Progress(done, total, self.work.tokens, failed, self._first_failure, self.work.samples))
 
 
 class _Round:

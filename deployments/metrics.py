@@ -1,0 +1,276 @@
+"""`rollout ops metrics`: figures for Prometheus, of the pipeline, the learners, the engines and the store.
+
+Two sources: what `rollout ops status` sees, looked at again and again in the background, so that a scrape never waits;
+and the events of this machine's runs (`tasks.events`), of which the file is followed. Counters begin with the file.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from prefect.client.schemas.objects import StateType
+from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from pydantic import ValidationError
+
+from deployments.status import Status
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.settings import without_passwords
+from tasks.events import (
+    EVENT,
+    Event,
+    Promoted,
+    RolledBack,
+    RunDone,
+    RunStart,
+    SamplesDone,
+    SamplesSkipped,
+    TrainStart,
+    TrainStep,
+    WorkEnd,
+)
+
+FOLLOW_SECONDS = 1.0
+"""Between looks at the file of events."""
+MOST_OF_A_FILE = 1 << 20
+"""Bytes that are read at once."""
+MOST_RUNS = 50
+"""Flow runs whose learners' figures are kept: the last ones. A label for each run without end would fill Prometheus."""
+
+
+class Pipeline(Collector):
+    """What the last look at the server, the storage and the database found."""
+
+    def __init__(self) -> None:
+        self._status: Status | None = None
+        self._lock = threading.Lock()
+
+    def show(self, status: Status) -> None:
+        """Report this from now on."""
+        with self._lock:
+            self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        """What Prometheus asks for. Before the first look there is nothing."""
+        with self._lock:
+            status = self._status
+        if status is not None:
+            yield from _places(status)
+            yield from _pools(status)
+            yield from _deployments(status)
+
+
+def _places(status: Status) -> Iterator[Metric]:
+    yield _gauge(
+        "rollout_looked_timestamp_seconds", "When server and storage were looked at", status.checked_at.timestamp()
+    )
+    yield _gauge("rollout_problems", "Lines of `rollout ops status` that need a person", len(status.problems))
+    up = GaugeMetricFamily("rollout_up", "1 where this part answers as it should", labels=["part"])
+    for part, place in (("server", status.server), ("storage", status.storage), ("database", status.database)):
+        up.add_metric([part], float(place.trouble is None))
+    yield up
+    if status.storage.free_bytes is not None:
+        yield _gauge("rollout_storage_free_bytes", "Free on the disk of the object store", status.storage.free_bytes)
+    rollouts = GaugeMetricFamily("rollout_store_rollouts", "Rollouts in the store", labels=["status"])
+    for name, count in (status.database.rollouts or {}).items():
+        rollouts.add_metric([name], count)
+    yield rollouts
+
+
+def _pools(status: Status) -> Iterator[Metric]:
+    if status.server.trouble is not None:
+        return  # a server that is away has no pools without workers
+    yield _gauge("rollout_late_runs", "Runs that should have begun", len(status.late))
+    yield _gauge(
+        "rollout_failed_runs", "Runs that failed or crashed within a day and were not tried again", len(status.failed)
+    )
+    yield _gauge("rollout_waiting_runs", "Runs that wait for a person", len(status.waiting))
+    workers = GaugeMetricFamily("rollout_pool_workers", "Workers online", labels=["pool"])
+    slots = GaugeMetricFamily(
+        "rollout_pool_active_slots", "Runs that take a place of the pool's limit", labels=["pool"]
+    )
+    for pool in status.pools:
+        workers.add_metric([pool.name], sum(worker.online for worker in pool.workers))
+        if pool.active_slots is not None:
+            slots.add_metric([pool.name], pool.active_slots)
+    yield from (workers, slots)
+
+
+def _deployments(status: Status) -> Iterator[Metric]:
+    def family(name: str, text: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(f"rollout_deployment_{name}", text, labels=["deployment"])
+
+    running = family("running", "Runs under way")
+    late_by = family("next_timestamp_seconds", "When its next run is due")
+    ok = family("last_ok", "1 where its last run that says something completed")
+    ended = family("last_end_timestamp_seconds", "When that run ended")
+    took = family("last_seconds", "That it ran")
+    for item in status.deployments:
+        running.add_metric([item.name], len(item.running))
+        if item.next_run is not None:
+            late_by.add_metric([item.name], item.next_run.timestamp())
+        run = item.telling_run
+        if run is not None:
+            ok.add_metric([item.name], float(run.type == StateType.COMPLETED))
+            took.add_metric([item.name], run.seconds)
+            if run.end is not None:
+                ended.add_metric([item.name], run.end.timestamp())
+    yield from (running, late_by, ok, ended, took)
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+class Events:
+    """What the events of runs add up to."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"rollout_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"rollout_{name}", text, labels, registry=registry)
+
+        self._runs = counter("runs", "Tries of flow runs that ended", "run", "state")
+        self._price = counter("price", "What computed stages cost, by [cost]", "run", "currency")
+        self._gpu_seconds = counter("gpu_seconds", "GPUs times seconds in which stages were computed", "run")
+        self._reward = gauge("held_out_reward", "Mean held-out reward of the last run that had one", "run", "moment")
+        self._stages = counter("stages", "Calls of stages", "stage", "state")
+        self._stage_seconds = counter("stage_seconds", "Seconds of computed calls of stages", "stage")
+        self._steps = counter("learner_steps", "Steps of learners", "algorithm")
+        learner = ("run", "algorithm", "flow_run")
+        self._step = gauge("learner_step", "Step of the learner under way", *learner)
+        self._num_steps = gauge("learner_steps_planned", "Its steps in all", *learner)
+        self._figure = gauge("learner_figure", "Figure of its last step", *learner, "figure")
+        self._samples = counter("engine_samples", "Samples completed", "stage")
+        self._tokens = counter("engine_tokens", "Tokens generated", "stage")
+        self._skipped = counter("samples_skipped", "Samples that results do without", "stage")
+        self._promoted = counter("promotions", "Models that became the latest", "resource")
+        self._rolled_back = counter("rollbacks", "Models that were taken back", "resource")
+        self.unreadable = counter("events_unreadable", "Lines of the file of events that are none")
+        self._names: dict[str, str] = {}
+        """Of the last flow runs, by id."""
+
+    def take(self, line: bytes) -> None:
+        """Count a line of the file."""
+        try:
+            self._count(EVENT.validate_json(line))
+        except ValidationError:
+            self.unreadable.inc()
+
+    def _count(self, event: Event) -> None:
+        match event:
+            case RunStart():
+                self._begin(event)
+            case RunDone():
+                self._runs.labels(event.run, event.state).inc()
+                self._price.labels(event.run, event.currency).inc(event.price)
+                self._gpu_seconds.labels(event.run).inc(event.gpu_seconds)
+                for moment, value in event.held_out.items():
+                    self._reward.labels(event.run, moment).set(value)
+            case WorkEnd():
+                self._stages.labels(event.stage, event.state).inc()
+                if event.state == "Completed":
+                    self._stage_seconds.labels(event.stage).inc(event.seconds)
+            case TrainStart():
+                learner = self._learner(event)
+                self._step.labels(*learner).set(event.step)
+                self._num_steps.labels(*learner).set(event.num_steps)
+            case TrainStep():
+                learner = self._learner(event)
+                self._steps.labels(event.algorithm).inc()
+                self._step.labels(*learner).set(event.step)
+                for name, value in event.figures.items():
+                    self._figure.labels(*learner, name).set(value)
+            case SamplesDone():
+                self._samples.labels(event.stage).inc(event.samples)
+                self._tokens.labels(event.stage).inc(event.tokens)
+            case SamplesSkipped():
+                self._skipped.labels(event.stage).inc(event.samples)
+            case Promoted():
+                self._promoted.labels(event.resource).inc()
+            case RolledBack():
+                self._rolled_back.labels(event.resource).inc()
+            case _:
+                pass
+
+    def _begin(self, event: RunStart) -> None:
+        self._names.pop(event.flow_run, None)
+        self._names[event.flow_run] = event.run
+        while len(self._names) > MOST_RUNS:
+            oldest = next(iter(self._names))
+            del self._names[oldest]
+            for gauge in (self._step, self._num_steps, self._figure):
+                gauge.remove_by_labels({"flow_run": oldest})
+
+    def _learner(self, event: TrainStart | TrainStep) -> tuple[str, str, str]:
+        return self._names.get(event.flow_run, ""), event.algorithm, event.flow_run
+
+
+class Followed:
+    """A file that others write lines to; also one that is not there yet, or is replaced by a new one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode: int | None = None
+        self._offset = 0
+        self._rest = b""
+
+    def lines(self) -> Iterator[bytes]:
+        """Those that came since the last time."""
+        try:
+            with self._path.open("rb") as file:
+                self._start_over_if_new(file.fileno())
+                file.seek(self._offset)
+                while data := file.read(MOST_OF_A_FILE):
+                    self._offset += len(data)
+                    *whole, self._rest = (self._rest + data).split(b"\n")
+                    yield from filter(None, whole)
+        except FileNotFoundError:
+            return
+
+    def _start_over_if_new(self, descriptor: int) -> None:
+        found = os.fstat(descriptor)
+        if found.st_ino != self._inode or found.st_size < self._offset:
+            self._inode, self._offset, self._rest = found.st_ino, 0, b""
+
+
+def _keep_looking(look: Callable[[], Status], pipeline: Pipeline, every: float) -> None:
+    while True:
+        started = time.monotonic()
+        try:
+            pipeline.show(look())
+        except Exception:  # noqa: BLE001 - the next look may do; until then the time of the last one tells
+            sys.stderr.write(without_passwords(traceback.format_exc()))
+        time.sleep(max(1.0, every - (time.monotonic() - started)))
+
+
+def _keep_following(file: Followed, events: Events) -> None:
+    while True:
+        for line in file.lines():
+            events.take(line)
+        time.sleep(FOLLOW_SECONDS)
+
+
+def serve(host: str, port: int, look: Callable[[], Status], every: float, events: Path | None) -> int:
+    """Answer Prometheus from now on, in the background; the port, where 0 was asked for. Raises ConfigError where it
+    cannot be had."""
+    registry, pipeline = CollectorRegistry(), Pipeline()
+    registry.register(pipeline)
+    counted = Events(registry)
+    try:
+        server, _ = start_http_server(port, host, registry)
+    except OSError as error:
+        raise ConfigError(f"{host}:{port} cannot be listened on: {error.strerror}; give another --port") from error
+    threading.Thread(target=_keep_looking, args=(look, pipeline, every), daemon=True).start()
+    if events is not None:
+        threading.Thread(target=_keep_following, args=(Followed(events), counted), daemon=True).start()
+    return server.server_port
