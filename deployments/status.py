@@ -116,6 +116,8 @@ class Run(BaseModel):
     due: datetime | None
     start: datetime | None
     end: datetime | None
+    since: datetime | None
+    """When it came to this state."""
     seconds: float
     """That it ran, so far, in all its tries."""
 
@@ -339,6 +341,7 @@ class _Reader:
             due=run.next_scheduled_start_time or run.expected_start_time,
             start=run.start_time,
             end=run.end_time,
+            since=run.state.timestamp if run.state is not None else None,
             seconds=run.estimated_run_time.total_seconds(),
         )
 
@@ -448,7 +451,7 @@ def text(status: Status) -> str:
             "late", ["run", "of", "state", "due"], ([r.name, r.of, r.state, when(r.due, now)] for r in status.late)
         )
         lines += section(
-            "waits for a person", ["run", "of", "since"], ([r.name, r.of, when(r.start, now)] for r in status.waiting)
+            "waits for a person", ["run", "of", "since"], ([r.name, r.of, when(r.since, now)] for r in status.waiting)
         )
         lines += section(
             f"failed in the last {span(RECENT.total_seconds())}",

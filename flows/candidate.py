@@ -43,6 +43,8 @@ _MOST_PLACES = 10
 _APART_SECONDS, _LOOK_SECONDS = 20.0, 2.0
 """Between the suspension of a run and its resumption by another: Prefect's worker loses a run that is resumed while its
 first process still ends."""
+_GIVEN_UP_SECONDS = 300.0
+"""After which a run that crashed or failed is not tried again by itself."""
 
 
 class Decision(RunInput):
@@ -189,11 +191,16 @@ def _decide_for(waiting: UUID, hours: float, undecided: str) -> State[Any]:
                 run = client.read_flow_run(waiting)
             except ObjectNotFound:
                 return Completed(message="the run that asked was deleted")
-            if run.state is None or run.state.is_final():
+            if run.state is None or run.state.is_completed() or run.state.is_cancelled():
                 return Completed(message="somebody has decided")
-            suspended = run.state.is_paused()
-            if suspended and datetime.now(UTC) - run.state.timestamp > timedelta(seconds=_APART_SECONDS):
+            since = (datetime.now(UTC) - run.state.timestamp).total_seconds()
+            if run.state.is_paused() and since > _APART_SECONDS:
                 break
+            if run.state.is_final() and since > _GIVEN_UP_SECONDS:
+                raise RolloutError(
+                    f"the run that asked, {run.name} ({run.id}), ended {run.state.name}, and nobody has decided: "
+                    f"`prefect flow-run retry {run.id}` asks again, and `rollout promote ID` needs no run"
+                )
             time.sleep(_LOOK_SECONDS)  # it is about to suspend, or to end as somebody has decided
         client.resume_flow_run(waiting, run_input=decision.model_dump(mode="json"))
     return Completed(message=f"{undecided}: nobody decided in {hours:g} hours")

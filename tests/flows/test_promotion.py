@@ -218,3 +218,25 @@ def test_a_canary_goes_back_from_a_model_that_does_not_do_what_it_was_promoted_f
 
     rollout("promote", second["model"], "--reason", "by hand")
     assert "was promoted without held-out prompts" in canary(parsed())["reason"]
+
+
+@pytest.mark.server
+def test_a_question_whose_run_crashed_for_good_is_not_taken_for_an_answer(prefect_server, monkeypatch):
+    from prefect import flow, get_client
+    from prefect.states import Cancelled, Completed, Crashed, State
+
+    from flows import candidate
+    from rollout_core.base.errors import RolloutError
+
+    @flow
+    def asks() -> None: ...
+
+    def ended(state: State[None]) -> str | None:
+        with get_client(sync_client=True) as client:
+            return candidate._decide_for(client.create_flow_run(asks, state=state).id, 1.0, "promote").message
+
+    assert ended(Completed()) == ended(Cancelled()) == "somebody has decided"
+    monkeypatch.setattr(candidate, "_GIVEN_UP_SECONDS", 0.5)
+    monkeypatch.setattr(candidate, "_LOOK_SECONDS", 0.1)
+    with pytest.raises(RolloutError, match="ended Crashed, and nobody has decided: `prefect flow-run retry"):
+        ended(Crashed())

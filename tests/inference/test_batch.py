@@ -120,7 +120,8 @@ async def test_progress_rises_from_what_was_done_to_the_end(batch, watched):
     assert {progress.total for progress in batch.progress} == {10}
     rows = decode_completions_blob(batch.objects.get_bytes(record.completions))
     fresh = set(watched.asked[10:])
-    assert batch.progress[-1] == Progress(10, 10, sum(len(row.token_ids) for row in rows if row.id in fresh))
+    tokens = sum(len(row.token_ids) for row in rows if row.id in fresh)
+    assert batch.progress[-1] == Progress(10, 10, tokens, samples=7), "what was done before is not counted again"
 
 
 async def test_a_sample_whose_numbers_cannot_be_kept_fails_alone(batch, tiny):
