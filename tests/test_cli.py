@@ -398,7 +398,7 @@ def test_debug_shows_the_traceback(work: Path, nothing_starts: None):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["train", "sft"], ["train", "dpx", "--config", "x"], ["nightly", "--confg", "x"], ["snapshot", "show"]],
+    [["infer", "batch"], ["train", "dpx", "--config", "x"], ["nightly", "--confg", "x"], ["snapshot", "show"]],
 )
 def test_a_wrong_command_line_is_exit_code_2_with_the_usage(arguments: list[str]):
     result = rollout(*arguments)

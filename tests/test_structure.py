@@ -11,7 +11,7 @@ import pytest
 from tests.structure import PACKAGES, PROJECT, House, Import, read_house
 
 MAX_FLOORS = 11  # one more since agents train, and so stand on the rooms that launch updates and read users' code
-MAX_FILES = 271
+MAX_FILES = 274
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 LONG_FUNCTIONS = {"rollout_core.store.sql.migrations.versions.r0001_tables:upgrade"}
@@ -23,6 +23,7 @@ INSIDE_FUNCTIONS = {
     "flows.batch": "Dask is an extra",
     "flows.cli.common": "--help need not wait for it, and Prefect reads its server's address when it is imported",
     "flows.cli.agents": "--help need not wait for it",
+    "flows.cli.init": "--help need not wait for it",
     "flows.cli.promotion": "--help need not wait for it",
     "flows.cli.runs": "--help need not wait for Prefect",
     "flows.cli.storage": "--help need not wait for it",

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli import agents, promotion, runs, storage
+from flows.cli import agents, init, promotion, runs, storage
 from flows.cli.common import one_line_errors
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.add_typer(agents.agent_app, name="agent")
 app.add_typer(storage.snapshot_app, name="snapshot")
 app.add_typer(storage.storage_app, name="storage")
 app.add_typer(storage.store_app, name="store")
+app.command("init")(init.init)
 app.command("nightly")(runs.nightly)
 app.command("lineage")(storage.lineage)
 app.command("promotions")(promotion.promotions)

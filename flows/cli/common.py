@@ -68,13 +68,25 @@ def load_run(
     path: Path, model: type[RunT], overrides: Mapping[str, Any], options: Mapping[str, str] | None = None
 ) -> RunT:
     """The configuration of a run, in a process that computes as it asks. ``options`` as of `parse_config`."""
-    from rollout_core.base.determinism import hold_numerics
-    from rollout_core.config.base import apply_overrides, parse_config, read_toml
+    from rollout_core.config.base import read_toml
 
-    tables = read_toml(path)
+    return load_tables(read_toml(path), str(path), model, overrides, options)
+
+
+def load_tables(
+    tables: Mapping[str, Any],
+    name: str,
+    model: type[RunT],
+    overrides: Mapping[str, Any],
+    options: Mapping[str, str] | None = None,
+) -> RunT:
+    """`load_run` of tables that were read from ``name``."""
+    from rollout_core.base.determinism import hold_numerics
+    from rollout_core.config.base import apply_overrides, parse_config
+
     # Before anything is validated, which may import torch.
     hold_numerics(apply_overrides(tables, overrides).get("numerics"))
-    return _whole_ids(parse_config(tables, model, name=str(path), overrides=overrides, options=options))
+    return _whole_ids(parse_config(tables, model, name=name, overrides=overrides, options=options))
 
 
 def _whole_ids(config: RunT) -> RunT:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,11 +17,13 @@ from flows.cli.common import (
     Overrides,
     Processes,
     load_run,
+    load_tables,
     one_line_errors,
     parse_overrides,
     print_plan,
     run_flow,
 )
+from flows.cli.init import DataPath, ModelAddress, RewardCallable, overrides_of, tables_without_file
 
 ALGORITHMS = {
     "sft": "Supervised fine-tuning.",
@@ -31,6 +34,8 @@ ALGORITHMS = {
     "ipo": "Identity preference optimization on pairs.",
     "kto": "Kahneman-Tversky optimization on single labelled answers.",
 }
+
+ON_POLICY = ("ppo", "grpo")
 
 Resume = Annotated[
     str | None,
@@ -43,9 +48,16 @@ train_app = typer.Typer(no_args_is_help=True, help="Train a model.")
 infer_app = typer.Typer(no_args_is_help=True, help="Generate completions.")
 
 
+OptionalConfigPath = Annotated[
+    Path | None, typer.Option("--config", help="TOML file of the run; without one give --model and --data.")
+]
+
+
 def _command(kind: str) -> Callable[..., None]:
     def command(
-        config: ConfigPath,
+        config: OptionalConfigPath = None,
+        model: ModelAddress = None,
+        data: DataPath = None,
         resume: Resume = None,
         nproc: Processes = None,
         dry_run: DryRun = False,
@@ -53,32 +65,72 @@ def _command(kind: str) -> Callable[..., None]:
         debug: Debug = False,
     ) -> None:
         with one_line_errors(debug):
-            overrides = parse_overrides(set_) | ({} if resume is None else {"run.resume": resume})
-            overrides |= {} if nproc is None else {"algorithm.parallel.nproc": nproc}
-            options = ({} if resume is None else {"run.resume": "--resume"}) | (
-                {} if nproc is None else {"algorithm.parallel.nproc": "--nproc"}
-            )
-            _train(kind, config, dry_run, overrides, options, debug)
+            _train(kind, config, Given(model, data, None, resume, nproc), parse_overrides(set_), dry_run, debug)
+
+    return command
+
+
+def _command_with_reward(kind: str) -> Callable[..., None]:
+    def command(
+        config: OptionalConfigPath = None,
+        model: ModelAddress = None,
+        data: DataPath = None,
+        reward: RewardCallable = None,
+        resume: Resume = None,
+        nproc: Processes = None,
+        dry_run: DryRun = False,
+        set_: Overrides = None,
+        debug: Debug = False,
+    ) -> None:
+        with one_line_errors(debug):
+            _train(kind, config, Given(model, data, reward, resume, nproc), parse_overrides(set_), dry_run, debug)
 
     return command
 
 
 for _kind, _help in ALGORITHMS.items():
-    train_app.command(_kind, help=_help)(_command(_kind))
+    train_app.command(_kind, help=_help)((_command_with_reward if _kind in ON_POLICY else _command)(_kind))
 
 
-def _train(
-    kind: str, config: Path, dry_run: bool, overrides: dict[str, Any], options: dict[str, str], debug: bool
-) -> None:
+@dataclass(frozen=True)
+class Given:
+    """Options that stand for keys of the configuration."""
+
+    model: str | None
+    data: str | None
+    reward: str | None
+    resume: str | None
+    nproc: int | None
+
+    def changes(self, kind: str, has_file: bool) -> dict[str, tuple[str, Any]]:
+        """By dotted key, the option's name and the value; where there is no file some of them are in its place."""
+        changes: dict[str, tuple[str, Any]] = {}
+        if has_file:
+            changes |= overrides_of(kind, self.model, self.data, self.reward)
+        if self.resume is not None:
+            changes["run.resume"] = ("--resume", self.resume)
+        if self.nproc is not None:
+            changes["algorithm.parallel.nproc"] = ("--nproc", self.nproc)
+        return changes
+
+
+def _train(kind: str, config: Path | None, given: Given, overrides: dict[str, Any], dry_run: bool, debug: bool) -> None:
     from flows.connections import connections
     from rollout_core.config import CONFIG_KINDS
     from rollout_core.plans.learner_plan import plan_training
 
-    parsed: Any = load_run(config, CONFIG_KINDS[f"train-{kind}"], overrides, options)
+    changes = given.changes(kind, has_file=config is not None)
+    overrides |= {key: value for key, (_, value) in changes.items()}
+    options, run = {key: option for key, (option, _) in changes.items()}, CONFIG_KINDS[f"train-{kind}"]
+    if config is None:
+        tables = tables_without_file(kind, given.model, given.data, given.reward)
+        parsed: Any = load_tables(tables, f"rollout train {kind}", run, overrides, options)
+    else:
+        parsed = load_run(config, run, overrides, options)
     facts = plan_training(parsed, Path.cwd(), connections(), keep=not dry_run)
     if dry_run:
         settings = parsed.algorithm
-        data = settings.prompts if kind in ("ppo", "grpo") else settings.dataset
+        data = settings.prompts if kind in ON_POLICY else settings.dataset
         print_plan({"algorithm": kind, **facts, "minibatch": settings.minibatch_size, "dataset": data.path})
         return
     result = run_flow(lambda: _flow(kind)(parsed), debug, "flows.train")

@@ -1,0 +1,120 @@
+"""`rollout init`, a first configuration from what a folder holds; and the same for commands that are given none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flows.cli.common import Debug, one_line_errors
+
+if TYPE_CHECKING:
+    from rollout_core.plans.surroundings import ModelFolder, RowFile
+
+KIND_NAMES = "sft, rm, dpo, ipo, kto, ppo, grpo, batch, agent or nightly"
+
+ModelAddress = Annotated[
+    str | None, typer.Option("--model", help="Folder, hub id or content id of the model, instead of the file's.")
+]
+DataPath = Annotated[
+    str | None, typer.Option("--data", help="JSON lines or Parquet file of the rows, instead of the file's.")
+]
+RewardCallable = Annotated[
+    str | None, typer.Option("--reward", help="path/to/file.py:function of the reward, instead of the file's.")
+]
+
+
+def init(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help=f"{KIND_NAMES}.")],
+    model: ModelAddress = None,
+    data: DataPath = None,
+    folder: Annotated[Path, typer.Option("--folder", help="Where to look, and to write.")] = Path(),
+    force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Write a first configuration, with comments, of the models and rows that are in this folder."""
+    with one_line_errors(debug):
+        from rollout_core.base.errors import ConfigError
+        from rollout_core.plans.first_config import KINDS, choose, companions, config_text
+        from rollout_core.plans.surroundings import look_around
+
+        if kind not in KINDS:
+            raise ConfigError(f"no kind of run is named {kind!r}; expected one of {KIND_NAMES}")
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: no such folder")
+        choice = choose(kind, look_around(folder), _model(model, folder), _rows(data, folder))
+        of, name = choice.ingredients, f"{kind}.toml"
+        files = {name: config_text(kind, of), **companions(kind, of)}
+        _write(folder, files, force)
+        for path in files:
+            typer.echo(
+                f"wrote {folder / path}" + (f": model {of.model.path}, rows {of.rows.path}" if path == name else "")
+            )
+        for what in choice.missing:
+            typer.echo(f"not found here: {what}")
+        typer.echo(f"next: rollout {KINDS[kind].command} --config {name} --dry-run")
+
+
+def _write(folder: Path, files: dict[str, str], force: bool) -> None:
+    """All or none of them; a companion that is there already stays as it is."""
+    from rollout_core.base.errors import ConfigError
+
+    config = next(iter(files))
+    if (folder / config).exists() and not force:
+        raise ConfigError(f"{folder / config} is there already; --force writes over it")
+    for path in [path for path in files if path != config and (folder / path).exists() and not force]:
+        typer.echo(f"kept {folder / path}, which was there")
+        del files[path]
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text, encoding="utf-8")
+
+
+def _model(address: str | None, folder: Path) -> ModelFolder | None:
+    from rollout_core.plans.surroundings import model_folder
+
+    return None if address is None else model_folder(folder / address, address)
+
+
+def _rows(path: str | None, folder: Path) -> RowFile | None:
+    from rollout_core.plans.surroundings import row_file
+
+    return None if path is None else row_file(folder / path, path)
+
+
+def tables_without_file(kind: str, model: str | None, data: str | None, reward: str | None) -> dict[str, Any]:
+    """The configuration of a command without a file: that of `rollout init` with these. Raises ConfigError where one
+    that it needs is missing."""
+    import tomllib
+
+    from rollout_core.base.errors import ConfigError
+    from rollout_core.plans.first_config import Ingredients, choose, config_text
+    from rollout_core.plans.surroundings import Surroundings
+
+    missing = [option for option, value in (("--model", model), ("--data", data)) if value is None]
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(missing)}: required where there is no --config; `rollout init {kind}` writes a file"
+        )
+    here = Path.cwd()
+    of = choose(kind, Surroundings((), ()), _model(model, here), _rows(data, here)).ingredients
+    if of.reward is not None and reward is None and "answer" not in of.rows.keys:
+        raise ConfigError(
+            f"--reward: required, as the rows of {data} have no answer to compare with; give path/to/file.py:function"
+        )
+    return tomllib.loads(config_text(kind, Ingredients(of.model, of.rows, of.prompts, of.held_out, reward)))
+
+
+def overrides_of(kind: str, model: str | None, data: str | None, reward: str | None) -> dict[str, tuple[str, Any]]:
+    """What the options change of a configuration file: by dotted key, the option's name and the value."""
+    rows = "algorithm.prompts" if kind in ("ppo", "grpo") else "algorithm.dataset"
+    table = (
+        None if data is None else {"kind": "parquet_path" if data.endswith(".parquet") else "jsonl_path", "path": data}
+    )
+    changes = {
+        "algorithm.base_model.uri": ("--model", model),
+        rows: ("--data", table),
+        "algorithm.reward": ("--reward", None if reward is None else {"kind": "function", "callable": reward}),
+    }
+    return {key: (option, value) for key, (option, value) in changes.items() if value is not None}

@@ -1,0 +1,129 @@
+"""What a folder holds that a run can be made of: model folders, and files of rows with their keys."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MAX_DEPTH = 4
+MAX_ENTRIES = 20_000
+"""Files and folders that are looked at; a folder that holds more is not a project's."""
+MAX_LINE_BYTES = 1 << 20
+_NOT_LOOKED_INTO = frozenset({"node_modules", "__pycache__", "site-packages", "objects", "cache", "prefect"})
+_HELD_OUT = ("held", "eval", "test", "valid", "dev")
+"""Parts of the names of files that are kept from training."""
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """A file of rows."""
+
+    path: str
+    """From the folder that was looked at."""
+    keys: frozenset[str]
+    """Of its first row."""
+
+    @property
+    def kind(self) -> str:
+        """The ``kind`` of its table in a configuration."""
+        return "parquet_path" if self.path.endswith(".parquet") else "jsonl_path"
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether its name says that it is kept from training."""
+        return any(part in Path(self.path).stem.lower() for part in _HELD_OUT)
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A model in Hugging Face format."""
+
+    path: str
+    """From the folder that was looked at."""
+    max_positions: int | None
+    """Longest sequence by its configuration, in tokens."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What was found, in order of the paths."""
+
+    models: tuple[ModelFolder, ...]
+    files: tuple[RowFile, ...]
+
+
+def look_around(folder: Path) -> Surroundings:
+    """Models and files of rows in ``folder`` and the folders below it, but for hidden ones, links, environments, what
+    rollout keeps, and what cannot be read."""
+    models: list[ModelFolder] = []
+    files: list[RowFile] = []
+    for path in _entries(folder):
+        name = path.relative_to(folder).as_posix()
+        if path.name == "config.json" and any(path.parent.glob("*.safetensors")):
+            models.append(_model_folder(path, folder))
+        elif path.suffix in (".jsonl", ".parquet"):
+            keys = _keys_of(path)
+            files += [RowFile(name, keys)] if keys else []
+    return Surroundings(tuple(models), tuple(files))
+
+
+def row_file(path: Path, name: str) -> RowFile:
+    """The file at ``path``, called ``name`` in the configuration; without keys where it cannot be read."""
+    return RowFile(name, _keys_of(path) or frozenset())
+
+
+def model_folder(path: Path, name: str) -> ModelFolder:
+    """The model at ``path``, called ``name`` in the configuration; it may as well be on the hub."""
+    return ModelFolder(name, _max_positions(path / "config.json"))
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    seen = 0
+    for parent, folders, names in os.walk(folder):
+        here = Path(parent)
+        depth = len(here.relative_to(folder).parts)
+        folders[:] = sorted(
+            name
+            for name in folders
+            if depth < MAX_DEPTH
+            and not name.startswith(".")
+            and name not in _NOT_LOOKED_INTO
+            and not (here / name / "pyvenv.cfg").exists()
+        )
+        for name in sorted(names):
+            seen += 1
+            if seen > MAX_ENTRIES:
+                return
+            if not name.startswith("."):
+                yield here / name
+
+
+def _model_folder(config: Path, folder: Path) -> ModelFolder:
+    return ModelFolder(config.parent.relative_to(folder).as_posix(), _max_positions(config))
+
+
+def _max_positions(config: Path) -> int | None:
+    try:
+        document = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    found = document.get("max_position_embeddings") if isinstance(document, dict) else None
+    return found if isinstance(found, int) and found > 1 else None
+
+
+def _keys_of(path: Path) -> frozenset[str] | None:
+    """Of the first row; None where there is none."""
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet
+
+            return frozenset(pyarrow.parquet.read_schema(path).names)
+        with path.open("rb") as lines:
+            first: Any = json.loads(lines.readline(MAX_LINE_BYTES))
+    except (OSError, ValueError):  # pyarrow's errors are ValueErrors
+        return None
+    return frozenset(first) if isinstance(first, dict) else None

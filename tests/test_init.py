@@ -1,0 +1,127 @@
+"""`rollout init`: a first configuration of every kind from what a folder holds; commands that need no file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flows.cli import app
+from rollout_core.config import CONFIG_KINDS, parse_config
+from rollout_core.plans.first_config import KINDS, choose, config_text
+from rollout_core.plans.surroundings import Surroundings, look_around
+
+ROWS = {
+    "data/demos.jsonl": {"prompt": "2 + 2 =", "completion": " 4"},
+    "data/prompts.jsonl": {"prompt": "2 + 2 =", "answer": "4"},
+    "data/held-out.jsonl": {"prompt": "3 + 3 =", "answer": "6"},
+    "data/pairs.jsonl": {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"},
+    "data/labelled.jsonl": {"prompt": "2 + 2 =", "completion": " 4", "label": True},
+}
+FILES = {
+    "sft": "data/demos.jsonl",
+    **dict.fromkeys(("rm", "dpo", "ipo"), "data/pairs.jsonl"),
+    "kto": "data/labelled.jsonl",
+    **dict.fromkeys(("ppo", "grpo", "batch", "agent"), "data/prompts.jsonl"),
+    "nightly": "data/demos.jsonl",
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with rows of each form and a model, beside things that are none of a run's."""
+    for name, row in ROWS.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(row) + "\n")
+    model = tmp_path / "models/mine"
+    model.mkdir(parents=True)
+    for file in tiny_model.iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    for name in (".hidden/rows.jsonl", "node_modules/rows.jsonl", "env/rows.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(json.dumps(ROWS["data/demos.jsonl"]) + "\n")
+    (tmp_path / "env/pyvenv.cfg").touch()
+    (tmp_path / "broken.jsonl").write_text("no JSON\n")
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    return tmp_path
+
+
+def rollout(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == code, (result.output, result.exception)
+    return result.output
+
+
+def test_models_and_rows_are_found_and_nothing_else(project: Path):
+    found = look_around(project)
+    assert [model.path for model in found.models] == ["models/mine"]
+    assert {file.path for file in found.files} == set(ROWS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_first_configuration_is_one_of_its_kind(kind: str, project: Path):
+    written = rollout("init", kind)
+    config = parse_config(tomllib.loads(Path(f"{kind}.toml").read_text()), CONFIG_KINDS[KINDS[kind].schema])
+    assert config.run.name == kind
+    assert f"wrote {kind}.toml: model models/mine, rows {FILES[kind]}" in written and "not found" not in written
+    named = json.dumps(config.model_dump(mode="json"))
+    assert f'"{FILES[kind]}"' in named and '"models/mine"' in named
+    if kind in ("agent", "nightly"):
+        assert '"data/held-out.jsonl"' in named
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_folder_gives_a_configuration_that_says_what_is_missing(kind: str):
+    choice = choose(kind, Surroundings((), ()))
+    assert "a model" in choice.missing[0] and len(choice.missing) == (4 if kind == "nightly" else 2)
+    parse_config(tomllib.loads(config_text(kind, choice.ingredients)), CONFIG_KINDS[KINDS[kind].schema])
+
+
+def test_the_first_reward_and_its_test_run(project: Path):
+    rollout("init", "grpo")
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "rewards"], capture_output=True, text=True)
+    assert "2 passed" in done.stdout
+    assert (
+        "reward"
+        not in rollout("train", "grpo", "--config", "grpo.toml", "--dry-run").lower().partition("dry-run ok")[0]
+    )
+
+
+def test_what_is_there_is_not_written_over(project: Path):
+    rollout("init", "ppo")
+    Path("rewards/reward.py").write_text("mine")
+    assert "ppo.toml is there already; --force writes over it" in rollout("init", "ppo", code=2)
+    assert "kept rewards/reward.py, which was there" in rollout("init", "grpo")
+    assert Path("rewards/reward.py").read_text() == "mine"
+    rollout("init", "ppo", "--force")
+    assert Path("rewards/reward.py").read_text() != "mine"
+
+
+def test_training_needs_no_file(project: Path):
+    options = ("--model", "models/mine", "--data", "data/demos.jsonl", "--dry-run")
+    assert "sft_rows=1" in rollout("train", "sft", *options)
+    rollout("init", "sft", "--data", "data/pairs.jsonl")
+    changed = rollout("train", "sft", "--config", "sft.toml", "--data", "data/demos.jsonl", "--dry-run")
+    assert "dataset=data/demos.jsonl" in changed
+    wrong = rollout("train", "sft", "--config", "sft.toml", "--data", "none.jsonl", "--dry-run", code=2)
+    assert wrong.startswith("rollout: algorithm.dataset.path: dataset 'none.jsonl' cannot be read")
+
+
+def test_a_command_without_a_file_says_what_it_needs(project: Path):
+    assert rollout("train", "dpo", code=2) == (
+        "rollout: --model and --data: required where there is no --config; `rollout init dpo` writes a file\n"
+    )
+    Path("plain.jsonl").write_text('{"prompt": "Hello"}\n')
+    options = ("--model", "models/mine", "--data", "plain.jsonl", "--dry-run")
+    assert rollout("train", "grpo", *options, code=2).startswith(
+        "rollout: --reward: required, as the rows of plain.jsonl"
+    )
+    Path("mine.py").write_text("def score(sample): return float(len(sample.completion))\n")
+    assert "training_prompts=1" in rollout("train", "grpo", *options, "--reward", "mine.py:score")
