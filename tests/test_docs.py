@@ -23,7 +23,7 @@ from tests.conftest import PROJECT
 
 PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
 FILE_ENDINGS = {"md", "py", "json", "jsonl", "toml", "parquet"}
-OWN_FILES = {"my.toml", "batch.toml"}
+OWN_FILES = {"my.toml", "batch.toml", "nightly.toml"}
 """Files that stand for the reader's own; an example of the repository takes their place here."""
 
 
