@@ -35,7 +35,7 @@ from rollout_core.base.errors import ConfigError, CorruptObject, CorruptRef, Mis
 from rollout_core.base.ids import ContentId, content_id, is_content_id
 from rollout_core.base.locks import exclusive
 from rollout_core.base.settings import locations
-from rollout_core.base.stopping import is_stopping, run_interruptibly
+from rollout_core.base.stopping import is_stopping, raise_if_abandoned, run_interruptibly
 from rollout_core.config import identity
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Lineage, Record, record_lineage, software_versions
@@ -296,6 +296,7 @@ class Stage(Generic[P, R]):
             software=software_versions(),
             arithmetic=arithmetic(),
         )
+        raise_if_abandoned(f"the result of stage {self.name}")
         record_lineage(run.objects, lineage)
         # A refresh's result is from then on also that of runs without one. Its own key is written last: once that is
         # there, nothing is done again.

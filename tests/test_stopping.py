@@ -1,19 +1,27 @@
-"""A stop signal ends a process in time, wherever it falls. Each case is a process of its own."""
+"""A stop signal ends a process in time, wherever it falls; each case is a process of its own. An interruption ends one
+call, and its process goes on."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import queue
 import signal
 import subprocess
 import textwrap
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 
-from rollout_core.base.errors import ConfigError
+from rollout_core.base import stopping
+from rollout_core.base.errors import ConfigError, Recoverable, Stopped
+from rollout_core.base.locks import exclusive, try_exclusive
 from rollout_core.base.settings import stop_seconds
+from rollout_core.base.stopping import Interruption
 
 LONG = 60.0
 """Seconds; what takes that long did not stop by itself."""
@@ -173,8 +181,6 @@ def test_one_wish_that_two_pass_on_is_no_second_signal(program):
 
 
 def test_without_its_own_process_only_the_flag_is_set_and_taken_back():
-    from rollout_core.base import stopping
-
     def noted(*_: object) -> None:
         pass
 
@@ -200,13 +206,146 @@ def test_the_time_to_stop_is_a_positive_number(monkeypatch, value):
 
 def test_threads_for_work_are_kept_and_carry_the_context():
     import contextvars
-    import threading
-
-    from rollout_core.base.stopping import in_thread
 
     name = contextvars.ContextVar("name", default="none")
     name.set("caller's")
-    first, context = in_thread(lambda: (threading.get_ident(), name.get())).result()
+    first, context = stopping.in_thread(lambda: (threading.get_ident(), name.get())).result()
     assert context == "caller's"
     time.sleep(0.1)
-    assert in_thread(threading.get_ident).result() == first
+    assert stopping.in_thread(threading.get_ident).result() == first
+
+
+THREADS = ["the main thread", "another thread"]
+
+
+@pytest.fixture(params=THREADS)
+def interrupted(request):
+    """Runs a call that is asked to end as soon as it has begun, from either kind of thread; returns what that raises
+    or gives."""
+
+    def run(work: Callable[[], object], reason: Exception, within_seconds: float | None = None) -> object:
+        interruption, begun = Interruption(), threading.Event()
+
+        def call() -> object:
+            begun.set()
+            return work()
+
+        def ask() -> None:
+            assert begun.wait(LONG)
+            interruption.request(reason, within_seconds=within_seconds)
+
+        def caller() -> object:
+            asking = threading.Thread(target=ask)
+            asking.start()
+            try:
+                return stopping.run_interruptibly(call, KeyboardInterrupt, interruption)
+            finally:
+                asking.join()
+
+        if request.param == THREADS[0]:
+            return caller()
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(caller).result(LONG)
+
+    return run
+
+
+def until_stopping(what: str) -> None:
+    while not stopping.is_stopping():
+        time.sleep(0.01)
+    stopping.raise_if_stopping(what)
+
+
+def test_one_call_is_interrupted_for_a_reason_and_the_process_goes_on(interrupted):
+    ended = []
+
+    def work() -> None:
+        try:
+            until_stopping("the work")
+        except Stopped as error:
+            ended.append(str(error))
+            raise
+
+    with pytest.raises(Recoverable, match=r"^the lease of x was taken by b$") as raised:
+        interrupted(work, Recoverable("the lease of x was taken by b"))
+    assert ended == ["the work was interrupted: the lease of x was taken by b"]
+    assert str(raised.value.__cause__) == ended[0]
+    assert not stopping.is_stopping() and stopping.current_interruption() is None
+    assert stopping.run_interruptibly(lambda: 1, KeyboardInterrupt) == 1
+
+
+def test_what_an_interrupted_call_raises_gives_way_to_the_reason_and_a_result_does_not(interrupted):
+    def breaks() -> None:
+        with pytest.raises(Stopped):
+            until_stopping("the work")
+        raise RuntimeError("its engine was killed")
+
+    def ends() -> int:
+        with pytest.raises(Stopped):
+            until_stopping("the work")
+        return 7
+
+    with pytest.raises(TimeoutError, match=r"^too slow$"):
+        interrupted(breaks, TimeoutError("too slow"))
+    assert interrupted(ends, TimeoutError("too slow")) == 7
+
+
+def test_what_waits_is_interrupted_too_and_in_threads_that_it_starts(interrupted, tmp_path):
+    async def asleep() -> None:
+        await asyncio.sleep(LONG)
+
+    def waits_for_a_lock() -> None:
+        descriptor = try_exclusive(tmp_path / "lock")
+        assert descriptor is not None
+        try:
+            with exclusive(tmp_path / "lock"):
+                raise AssertionError("it is held")
+        finally:
+            os.close(descriptor)
+
+    for work in (
+        lambda: stopping.run_async(asleep()),
+        lambda: stopping.in_thread(lambda: until_stopping("a part")).result(),
+        lambda: asyncio.run(asyncio.to_thread(until_stopping, "a part")),
+        # Interrupted within, for another's reason.
+        lambda: stopping.run_interruptibly(lambda: until_stopping("a part"), KeyboardInterrupt),
+        waits_for_a_lock,
+    ):
+        with pytest.raises(TimeoutError, match="too slow"):
+            interrupted(work, TimeoutError("too slow"))
+
+
+def test_the_caller_goes_on_without_a_call_that_does_not_end_which_writes_nothing_after(interrupted, tmp_path, caplog):
+    go_on, found = threading.Event(), queue.SimpleQueue()
+
+    def hangs() -> None:
+        with exclusive(tmp_path / "lock"):
+            stopping.raise_if_abandoned("a result")
+            assert go_on.wait(LONG)
+            try:
+                stopping.raise_if_abandoned("a result")
+            except Stopped as error:
+                found.put(str(error))
+
+    with pytest.raises(TimeoutError, match="too slow"):
+        interrupted(hangs, TimeoutError("too slow"), within_seconds=0.3)
+    assert "is left behind (too slow); it was at" in caplog.text and "go_on.wait(LONG)" in caplog.text
+    # It has let go of its locks, so that its work can be done by another.
+    with exclusive(tmp_path / "lock"):
+        go_on.set()
+        assert found.get(timeout=LONG) == "a result is not written, because its stage was given up: too slow"
+
+
+def test_of_several_wishes_the_first_counts_and_an_early_one_too():
+    interruption = Interruption()
+    interruption.request(TimeoutError("first"))
+    interruption.request(TimeoutError("second"), within_seconds=0.0)
+    called = []
+
+    def work() -> None:
+        with stopping.on_stop(lambda: called.append("stop")):
+            until_stopping("the work")
+
+    with pytest.raises(TimeoutError, match="first"):
+        stopping.run_interruptibly(work, KeyboardInterrupt, interruption)
+    assert called == ["stop"] and not interruption.is_overdue

@@ -21,15 +21,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rollout_core.base.errors import Recoverable
+from rollout_core.base.stopping import on_abandoned, raise_if_stopping
 
 log = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.05
+"""Between two looks at a lock that another holds: a thread that waits in ``flock`` itself cannot be interrupted."""
 
 
 @contextmanager
 def exclusive(path: Path, *, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Hold the lock file ``path``; calls ``on_wait`` once when another process holds it.
 
-    Raises Recoverable when the file cannot be made.
+    Raises Recoverable when the file cannot be made, and Stopped where the work that waits is to stop. The lock is let
+    go of before the end of the block where the block's work was left behind (`stopping.Interruption`).
     """
     with _held(path, fcntl.LOCK_EX, on_wait):
         yield
@@ -61,8 +66,11 @@ def _held(path: Path, kind: int, on_wait: Callable[[], None]) -> Iterator[None]:
     try:
         if not _try(descriptor, kind):
             on_wait()
-            fcntl.flock(descriptor, kind)
-        yield
+            while not _try(descriptor, kind):
+                raise_if_stopping(f"waiting for {path.name}")
+                time.sleep(_POLL_SECONDS)
+        with on_abandoned(lambda: fcntl.flock(descriptor, fcntl.LOCK_UN)):
+            yield
     finally:
         # Closing would not do: a process that was forked meanwhile, such as an engine, shares the open file.
         fcntl.flock(descriptor, fcntl.LOCK_UN)

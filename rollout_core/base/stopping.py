@@ -1,9 +1,12 @@
-"""A stop signal ends the run in time, wherever it falls.
+"""A stop signal ends the run in time, wherever it falls; an `Interruption` ends one call, and the process goes on.
 
 Python runs the handler of a signal in the main thread, between two bytecodes: one that arrives in a long native call is
 noticed late, and what the handler raises inside a destructor or a weak reference's callback is dropped. So the signal
 is also read from the wake-up descriptor, by a thread of its own. That thread sets the flag that long work looks at,
 cancels what waits, and ends the process when the time is up or a second signal comes.
+
+Long work asks one question for both, `is_stopping`. Its answer may differ from thread to thread: an interruption is
+known in the context of its call, which `in_thread` and `asyncio` hand on and ``threading.Thread`` does not.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import faulthandler
+import logging
 import os
 import queue
 import signal
@@ -19,9 +23,10 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from concurrent.futures import Future, wait as wait_for
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +35,8 @@ from rollout_core.base.errors import Stopped
 from rollout_core.base.settings import stop_seconds
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 STOP_SIGNALS = process_tree.STOP_SIGNALS
 SAME_SIGNAL_SECONDS = process_tree.SAME_SIGNAL_SECONDS
@@ -40,7 +47,6 @@ RESERVE_SECONDS = 2.0
 _POLL_SECONDS = 0.2
 
 _flag = threading.Event()
-_callbacks: dict[object, Callable[[], None]] = {}
 _lock = threading.Lock()
 _idle: list[queue.SimpleQueue[Callable[[], None]]] = []
 """Of the threads of `in_thread` that have nothing to do."""
@@ -48,43 +54,150 @@ os.register_at_fork(after_in_child=_idle.clear)  # a child has none of the threa
 _watched = False
 
 
+class _Callbacks:
+    """What is called, once each, when something has happened; at once, if it has happened before."""
+
+    def __init__(self, has_happened: Callable[[], bool]) -> None:
+        self._has_happened = has_happened
+        self._calls: dict[object, Callable[[], None]] = {}
+
+    @contextmanager
+    def added(self, call: Callable[[], None]) -> Iterator[None]:
+        name = object()
+        with _lock:
+            self._calls[name] = call
+        if self._has_happened():
+            call()
+        try:
+            yield
+        finally:
+            with _lock:
+                del self._calls[name]
+
+    def run(self) -> None:
+        with _lock:
+            calls = list(self._calls.values())
+        for call in calls:
+            call()
+
+
+_callbacks = _Callbacks(_flag.is_set)
+
+
+class Interruption:
+    """A wish that one call ends, for a reason that another thread knows: a lease was lost, or the time is up.
+
+    `run_interruptibly` runs a call under one. Of several wishes the first counts.
+    """
+
+    def __init__(self) -> None:
+        self._outer = current_interruption()
+        self._reason: Exception | None = None
+        self._leave_at: float | None = None
+        self._is_abandoned = False
+        self._requested = _Callbacks(lambda: self._reason is not None)
+        self._abandoned = _Callbacks(lambda: self._is_abandoned)
+
+    def request(self, reason: Exception, *, within_seconds: float | None = None) -> None:
+        """Ask the call to end, from any thread. Its caller then gets ``reason``, whatever the call raised.
+
+        After ``within_seconds`` (None: any time) the caller goes on without it: see `raise_if_abandoned`.
+        """
+        with _lock:
+            if self._reason is not None:
+                return
+            self._leave_at = None if within_seconds is None else _now() + within_seconds
+            self._reason = reason
+        self._requested.run()
+
+    @property
+    def reason(self) -> Exception | None:
+        """Why the call is to end; None while nobody asked."""
+        return self._reason
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the time in which the call was to end has passed."""
+        return self._leave_at is not None and _now() >= self._leave_at
+
+    def abandon(self) -> None:
+        """Have the call write nothing from here on, and let go of the locks that it holds."""
+        with _lock:
+            self._is_abandoned = True
+        self._abandoned.run()
+
+    def _and_outer(self) -> Iterator[Interruption]:
+        found: Interruption | None = self
+        while found is not None:
+            yield found
+            found = found._outer
+
+
+_current: contextvars.ContextVar[Interruption | None] = contextvars.ContextVar("rollout_interruption", default=None)
+
+
+def current_interruption() -> Interruption | None:
+    """That of the call that runs here; None outside of any."""
+    return _current.get()
+
+
+def _interruptions() -> Iterator[Interruption]:
+    current = _current.get()
+    return iter(()) if current is None else current._and_outer()
+
+
 def is_stopping() -> bool:
-    """Whether this process was asked to stop. Long work asks after each step."""
-    return _flag.is_set()
+    """Whether this process, or the call that runs here, was asked to stop. Long work asks after each step."""
+    return _flag.is_set() or any(interruption.reason is not None for interruption in _interruptions())
 
 
 def raise_if_stopping(what: str) -> None:
-    """Raises Stopped, naming the work that does not begin or continue, if this process was asked to stop."""
+    """Raises Stopped, naming the work that does not begin or continue and the reason, if this process or the call that
+    runs here was asked to stop."""
+    for interruption in _interruptions():
+        if interruption.reason is not None:
+            raise Stopped(f"{what} was interrupted: {interruption.reason}")
     if _flag.is_set():
         raise Stopped(f"{what} was interrupted because the process was asked to stop; run again to continue from there")
+
+
+def raise_if_abandoned(what: str) -> None:
+    """Raises Stopped if the call that runs here did not end when it was to, so that its caller went on without it.
+    Asked directly before a result is written: another may be at work on it."""
+    for interruption in _interruptions():
+        if interruption._is_abandoned:
+            raise Stopped(f"{what} is not written, because its stage was given up: {interruption.reason}")
 
 
 def request_stop() -> None:
     """Do what a stop signal does, but for the end of the process."""
     _flag.set()
-    with _lock:
-        callbacks = list(_callbacks.values())
-    for call in callbacks:
-        call()
+    _callbacks.run()
 
 
 @contextmanager
 def on_stop(call: Callable[[], None]) -> Iterator[None]:
-    """Inside the block a request to stop calls ``call``, from any thread; at once if it was made before."""
-    name = object()
-    with _lock:
-        _callbacks[name] = call
-    if _flag.is_set():
-        call()
-    try:
+    """Inside the block a request to stop this process, or the call that runs here, calls ``call``, from any thread; at
+    once if it was made before. Of both requests each calls."""
+    with ExitStack() as stack:
+        for callbacks in (_callbacks, *(interruption._requested for interruption in _interruptions())):
+            stack.enter_context(callbacks.added(call))
         yield
-    finally:
-        with _lock:
-            del _callbacks[name]
+
+
+@contextmanager
+def on_abandoned(call: Callable[[], None]) -> Iterator[None]:
+    """Inside the block ``call`` is called, from another thread, when the caller of the work that runs here goes on
+    without it."""
+    with ExitStack() as stack:
+        for interruption in _interruptions():
+            stack.enter_context(interruption._abandoned.added(call))
+        yield
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, in any thread, whose work is cancelled when the process is to stop. Raises Stopped then."""
+    """`asyncio.run`, in any thread, whose work is cancelled when the process, or the call that runs here, is to stop.
+    Raises Stopped then."""
 
     async def run() -> T:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
@@ -133,28 +246,61 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None]]) -> None:
         _idle.append(jobs)
 
 
-def run_interruptibly(call: Callable[[], T], stopped: Callable[[], BaseException]) -> T:
-    """The result of ``call``, which runs in another thread when this is the main one, so that a signal finds the main
-    thread waiting, never in a native call.
+def run_interruptibly(
+    call: Callable[[], T], stopped: Callable[[], BaseException], interruption: Interruption | None = None
+) -> T:
+    """The result of ``call``, which runs in another thread, so that a signal finds the main thread waiting, never in a
+    native call, and so that the caller can go on without it.
 
     When the main thread is interrupted (a signal's handler raised), ``call`` is asked to stop, given time to keep what
-    it has done, and then the interruption is raised. Where the interruption was lost on its way, ``stopped`` makes one.
+    it has done, and then what the handler raised is raised. Where that was lost on its way, ``stopped`` makes one.
+
+    When ``interruption`` is requested, ``call`` is asked to stop too. Unless it ends with a result all the same, its
+    reason is raised: when it has ended, or when the request's time is up.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return call()
-    future = in_thread(call)
+    interruption = interruption or Interruption()
+    is_main = threading.current_thread() is threading.main_thread()
+    thread_id: list[int] = []
+
+    def interruptible() -> T:
+        thread_id.append(threading.get_ident())
+        token = _current.set(interruption)
+        try:
+            return call()
+        finally:
+            _current.reset(token)
+
+    future = in_thread(interruptible)
     try:
-        while not wait_for([future], timeout=_POLL_SECONDS).done:
-            if is_stopping():
+        while not wait_for([future], timeout=_POLL_SECONDS).done and not interruption.is_overdue:
+            if is_main and _flag.is_set():
                 # The signal's handler runs in this thread as soon as it wakes; only if it did not raise, we do.
                 time.sleep(_POLL_SECONDS)
                 raise stopped()
     except BaseException:
         _let_end(future)
         raise
-    if is_stopping() and isinstance(future.exception(), Stopped):
-        raise stopped() from future.exception()
+    if not future.done():
+        interruption.abandon()
+        _show_stack(thread_id, str(interruption.reason))
+        raise _reason(interruption)
+    error = future.exception()
+    if error is not None and interruption.reason is not None:
+        raise _reason(interruption) from error
+    if is_main and _flag.is_set() and isinstance(error, Stopped):
+        raise stopped() from error
     return future.result()
+
+
+def _reason(interruption: Interruption) -> Exception:
+    assert interruption.reason is not None, "it was requested"
+    return interruption.reason
+
+
+def _show_stack(thread_id: list[int], reason: str) -> None:
+    frame = sys._current_frames().get(thread_id[0]) if thread_id else None
+    stack = "".join(traceback.format_stack(frame)) if frame is not None else "it had not begun"
+    log.warning("work that did not end in time is left behind (%s); it was at\n%s", reason, stack)
 
 
 def _let_end(future: Future[Any]) -> None:
