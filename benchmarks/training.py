@@ -167,7 +167,7 @@ def bare_policy_step(name: str, models: Any, optimizer: Any, prompts: list[list[
     from torch.nn.utils import clip_grad_norm_
 
     from rollout_core.algorithms.advantages import gae, group_advantages, masked_whiten
-    from rollout_core.algorithms.losses import grpo_loss, ppo_policy_loss, ppo_value_loss
+    from rollout_core.algorithms.policy_losses import grpo_loss, ppo_policy_loss, ppo_value_loss
 
     tokens, _ = generate(models.policy, prompts, shape)
     repeated = torch.tensor([prompt for prompt in prompts for _ in range(shape.completions)])

@@ -257,7 +257,7 @@ def _learn_on_policy(config: NightlyConfig, start: ContentId, judge: Judge) -> L
     x_label = f"{algorithm_of(config)} iteration"
     checkpoints = [iteration.checkpoint for iteration in iterations]
     progress = Progress(
-        Curve(what, [iteration.scores.mean for iteration in iterations], x_label),
+        Curve(what, [iteration.mean_reward for iteration in iterations], x_label),
         temperature=settings.sampling.temperature if is_reward else None,
         others=[*curves, *curves_of_iterations(objects, checkpoints, x_label)],
     )

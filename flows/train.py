@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -10,12 +11,13 @@ from prefect import flow
 
 from flows.flow_run import recompute_missing
 from flows.report import Curve, shown_curve
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.ids import ContentId
 from rollout_core.config import (
     BackendConfig,
     DatasetSettings,
     DatasetSource,
+    DynamicSampling,
     GRPOSettings,
     PPOSettings,
     TrainConfig,
@@ -51,7 +53,7 @@ from tasks.imports import (
 from tasks.learn import dpo_update, grpo_update, kto_update, ppo_update, rm_update, sft_update
 from tasks.logs import Journal, Outcome, log_iteration
 from tasks.promotion import snapshot
-from tasks.score import close_rewards, score_rewards
+from tasks.score import close_rewards, score_rewards, select_groups
 
 ConfigT = TypeVar("ConfigT", bound=TrainConfig[Any])
 
@@ -60,8 +62,93 @@ ConfigT = TypeVar("ConfigT", bound=TrainConfig[Any])
 class Iteration:
     """What one round of generate, score, update gave."""
 
-    scores: Scores
+    mean_reward: float
+    """Of all completions that were drawn."""
     checkpoint: Checkpoint
+
+
+@dataclass(frozen=True)
+class _Experience:
+    """Scored completions that an update learns from."""
+
+    scores: Scores
+    samples: ContentId
+    mean_reward: float
+
+
+@dataclass(frozen=True)
+class _Sampler:
+    """Draws and scores completions of prompts, in stages."""
+
+    prompts: ContentId
+    settings: PPOSettings | GRPOSettings
+    backend: BackendConfig
+    reward: RewardSpec
+    reward_source: ContentId
+    seed: int
+
+    def experience(self, model: ContentId, number: int, label: str) -> _Experience:
+        """That of iteration ``number`` (from 0)."""
+        per_iteration = self.settings.prompts_per_iteration
+        if isinstance(self.settings, GRPOSettings) and self.settings.dynamic_sampling is not None:
+            return self._differing_groups(model, number, self.settings.dynamic_sampling, label)
+        scores, samples = self._draw(model, number * per_iteration, per_iteration, label)
+        return _Experience(scores, samples, scores.mean)
+
+    def _differing_groups(self, model: ContentId, number: int, dynamic: DynamicSampling, label: str) -> _Experience:
+        """Groups whose rewards differ, in as few rounds as the share of such groups so far lets expect."""
+        wanted, group_size = self.settings.prompts_per_iteration, self.settings.samples_per_prompt
+        first, count = number * wanted * dynamic.max_rounds, wanted
+        rounds: list[Scores] = []
+        samples: list[ContentId] = []
+        while True:
+            scores, own = self._draw(model, first, count, f"{label}, round {len(rounds) + 1}")
+            rounds.append(scores)
+            samples.append(own)
+            selected = select_groups(
+                tuple(rounds),
+                tuple(samples),
+                group_size=group_size,
+                wanted=wanted,
+                min_spread=dynamic.min_spread,
+                label=label,
+            )
+            if selected.num_groups >= wanted or len(rounds) == dynamic.max_rounds:
+                break
+            first += count
+            missing = wanted - selected.num_groups
+            count = min(wanted, math.ceil(missing * selected.num_drawn / max(1, selected.num_groups)))
+        if selected.num_groups < wanted and (dynamic.when_short == "stop" or not selected.num_groups):
+            raise Fatal(
+                f"{label}: in {len(rounds)} rounds {selected.num_groups} of {selected.num_drawn} groups have rewards "
+                f"that differ, and the iteration needs {wanted}; take prompts of other difficulty, raise "
+                "algorithm.samples_per_prompt or dynamic_sampling.max_rounds"
+                + (', or set when_short = "fewer"' if selected.num_groups else "")
+            )
+        return _Experience(selected.as_scores(), selected.samples, selected.mean_drawn)
+
+    def _draw(self, model: ContentId, first: int, count: int, label: str) -> tuple[Scores, ContentId]:
+        settings = self.settings
+        prompt_set = enqueue_prompts(
+            self.prompts,
+            model,
+            settings.sampling,
+            first=first,
+            count=count,
+            samples_per_prompt=settings.samples_per_prompt,
+            seed=self.seed,
+            max_model_len=context_limit(self.backend),
+            label=label,
+        )
+        completions = batch_inference(
+            prompt_set,
+            settings.sampling,
+            self.backend,
+            failed=settings.failed,
+            group_size=settings.samples_per_prompt if isinstance(settings, GRPOSettings) else 1,
+            label=label,
+        )
+        return score_rewards(completions, self.reward, self.reward_source, label=label), completions.samples
 
 
 def policy_iterations(
@@ -85,30 +172,12 @@ def policy_iterations(
     ``train_state``. A round takes up the prompts where the one before ended, also where that was in another run.
     """
     model = start
+    sampler = _Sampler(prompts, settings, backend, reward, reward_source, seed)
     iterations = []
     for number in range(num_done, settings.iterations):
         label = f"iteration {number + 1}"
-        prompt_set = enqueue_prompts(
-            prompts,
-            model,
-            settings.sampling,
-            first=number * settings.prompts_per_iteration,
-            count=settings.prompts_per_iteration,
-            samples_per_prompt=settings.samples_per_prompt,
-            seed=seed,
-            max_model_len=context_limit(backend),
-            label=label,
-        )
-        completions = batch_inference(
-            prompt_set,
-            settings.sampling,
-            backend,
-            failed=settings.failed,
-            group_size=settings.samples_per_prompt if isinstance(settings, GRPOSettings) else 1,
-            label=label,
-        )
-        scores = score_rewards(completions, reward, reward_source, label=label)
-        inputs = model, train_state, reference, scores, completions.samples
+        drawn = sampler.experience(model, number, label)
+        inputs = model, train_state, reference, drawn.scores, drawn.samples
         options = {"seed": seed + number, "num_threads": num_threads, "label": label}
         if isinstance(settings, GRPOSettings):
             checkpoint = grpo_update(*inputs, settings, **options)
@@ -117,7 +186,7 @@ def policy_iterations(
         kind = "grpo" if isinstance(settings, GRPOSettings) else "ppo"
         snapshot(checkpoint, f"{run_name}/{kind}-{number + 1}", label=label)
         log_iteration(f"{kind.upper()} {label} of {settings.iterations}", checkpoint.summary)
-        iterations.append(Iteration(scores, checkpoint))
+        iterations.append(Iteration(drawn.mean_reward, checkpoint))
         model, train_state = checkpoint.model, checkpoint.train_state
     return iterations
 
@@ -277,7 +346,7 @@ def _train_on_policy(config: TrainPPOConfig | TrainGRPOConfig) -> dict[str, Any]
             train_state=started.train_state,
             num_done=started.num_done,
         )
-        last, rewards = iterations[-1].checkpoint, [iteration.scores.mean for iteration in iterations]
+        last, rewards = iterations[-1].checkpoint, [iteration.mean_reward for iteration in iterations]
         curve = Curve("mean training reward", rewards, f"{settings.kind.upper()} iteration")
         journal.outcome = Outcome(facts=_facts(last), pictures=shown_curve(objects(), config.run.name, curve))
         return {**last.model_dump(mode="json"), "rewards": rewards}

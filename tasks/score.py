@@ -12,7 +12,7 @@ from rollout_core.config import BackendConfig, SamplingParams
 from rollout_core.config.rewards import RewardSpec
 from rollout_core.data.samples import decode_completions_blob, decode_samples
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import Completions, EvalReport, PromptSet, Scores
+from rollout_core.objects.records import Completions, EvalReport, PromptSet, Scores, SelectedGroups
 from rollout_core.rewards.loading import load_reward
 from rollout_core.rewards.scoring import RewardFunction, RewardInput, score
 from rollout_core.rewards.source_ids import source_of
@@ -79,6 +79,53 @@ def score_rewards(completions: Completions, reward: RewardSpec, reward_source: C
     rows = [{"figure": "mean reward", "value": scores.mean}, {"figure": "std", "value": scores.std}]
     artifacts.table("rewards", rows, f"Rewards {label}".strip())
     return scores
+
+
+@stage(version=1)
+def select_groups(
+    rounds: tuple[Scores, ...],
+    samples: tuple[ContentId, ...],
+    *,
+    group_size: int,
+    wanted: int,
+    min_spread: float = 0.0,
+    label: str = "",
+) -> SelectedGroups:
+    """The first ``wanted`` groups of completions whose rewards differ by more than ``min_spread``, from all rounds.
+
+    ``samples`` are those of each round; completions of one prompt, ``group_size`` of them, stand side by side.
+    """
+    objects = current_stage().objects
+    kept: list[tuple[list[float], list[bytes], list[bytes]]] = []
+    drawn: list[float] = []
+    for scores, own in zip(rounds, samples, strict=True):
+        values: list[float] = json.loads(objects.get_bytes(scores.scores))
+        lines = [objects.get_bytes(blob).splitlines(keepends=True) for blob in (scores.completions, own)]
+        drawn += values
+        for start in range(0, len(values), group_size):
+            group = slice(start, start + group_size)
+            if max(values[group]) - min(values[group]) > min_spread:
+                kept.append((values[group], lines[0][group], lines[1][group]))
+    chosen = kept[:wanted]
+    values = [value for group, _, _ in chosen for value in group]
+    selected = SelectedGroups(
+        scores=objects.put_bytes(canonical_json(values)),
+        completions=objects.put_bytes(b"".join(line for _, lines, _ in chosen for line in lines)),
+        samples=objects.put_bytes(b"".join(line for _, _, lines in chosen for line in lines)),
+        num_samples=len(values),
+        num_groups=len(kept),
+        num_drawn=len(drawn) // group_size,
+        mean=statistics.fmean(values) if values else 0.0,
+        std=statistics.pstdev(values) if values else 0.0,
+        mean_drawn=statistics.fmean(drawn),
+        num_left_out=sum(scores.num_left_out for scores in rounds),
+    )
+    stage_logger().info(
+        "%d of %d groups have rewards that differ; %d are learned from", len(kept), selected.num_drawn, len(chosen)
+    )
+    rows = {"rounds": len(rounds), "groups drawn": selected.num_drawn, "of rewards that differ": len(kept)}
+    artifacts.table("groups", [{"figure": key, "value": value} for key, value in rows.items()], f"Groups {label}")
+    return selected
 
 
 @stage(version=1, concurrency="engine")

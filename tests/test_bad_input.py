@@ -91,7 +91,7 @@ def test_beta_zero(kind: str):
 
 
 def test_groups_of_one():
-    assert refusal("grpo", samples_per_prompt=1).startswith("samples_per_prompt: Input should be greater than or equal")
+    assert refusal("grpo", samples_per_prompt=1).startswith("algorithm: samples_per_prompt is 1, but a")
 
 
 @pytest.mark.parametrize("kind", ["rm", "dpo", "ipo"])

@@ -27,18 +27,11 @@ from .loop import (
     train as train,
 )
 from .losses import (
-    GroupPolicyLoss as GroupPolicyLoss,
-    PolicyLoss as PolicyLoss,
     ShapeError as ShapeError,
-    ValueLoss as ValueLoss,
     bradley_terry_loss as bradley_terry_loss,
     dpo_loss as dpo_loss,
-    grpo_loss as grpo_loss,
     ipo_loss as ipo_loss,
-    kl_estimate as kl_estimate,
     kto_loss as kto_loss,
-    ppo_policy_loss as ppo_policy_loss,
-    ppo_value_loss as ppo_value_loss,
     selected_logprobs as selected_logprobs,
     sft_loss as sft_loss,
     token_logprobs as token_logprobs,
@@ -57,6 +50,15 @@ from .policy import (
     Policy as Policy,
     PolicyOutput as PolicyOutput,
     ValueModel as ValueModel,
+)
+from .policy_losses import (
+    GroupPolicyLoss as GroupPolicyLoss,
+    PolicyLoss as PolicyLoss,
+    ValueLoss as ValueLoss,
+    grpo_loss as grpo_loss,
+    kl_estimate as kl_estimate,
+    ppo_policy_loss as ppo_policy_loss,
+    ppo_value_loss as ppo_value_loss,
 )
 from .state import (
     TrainState as TrainState,

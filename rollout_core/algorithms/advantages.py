@@ -54,11 +54,14 @@ def _require_unbroken(mask: Tensor) -> None:
         raise ShapeError(f"gae: the real tokens of row {broken[0]} have a gap; expected one unbroken run of True a row")
 
 
-def group_advantages(rewards: Tensor, group_size: int, *, normalize: bool = True, eps: float = 1e-4) -> Tensor:
+def group_advantages(
+    rewards: Tensor, group_size: int, *, normalize: bool = True, leave_one_out: bool = False, eps: float = 1e-4
+) -> Tensor:
     """Each completion's reward against those of the other completions of its prompt.
 
     A = (r - mean) / (std + eps) over its group, arXiv:2402.03300, section 4.1.2; without ``normalize`` A = r - mean,
-    arXiv:2503.20783, section 3.2.
+    arXiv:2503.20783, section 3.2. With ``leave_one_out`` the mean is that of the others, so r - mean is
+    group_size / (group_size - 1) times as large: RLOO, arXiv:2402.14740.
     rewards: [N] float32, the completions of one prompt side by side. Returns [N].
     Denominator: the group's standard deviation with ddof 1, plus ``eps``.
     Raises ShapeError if N is not a multiple of ``group_size``, ConfigError for groups of fewer than 2.
@@ -71,6 +74,8 @@ def group_advantages(rewards: Tensor, group_size: int, *, normalize: bool = True
         )
     rewards_PG = rewards.view(-1, group_size)
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
+    if leave_one_out:
+        advantages_PG = advantages_PG * (group_size / (group_size - 1))
     if normalize:
         advantages_PG = advantages_PG / (rewards_PG.std(1, correction=1, keepdim=True) + eps)
     return advantages_PG.flatten()
@@ -134,6 +139,11 @@ class Groups:
         """[N] to [R]: the least of each rollout's trajectories, which differ where one was cut and pays for it."""
         worst = scores.new_full((max(self.rollouts) + 1,), torch.inf)
         return worst.scatter_reduce(0, torch.as_tensor(self.rollouts), scores, "amin")
+
+    def summed(self, values: Tensor) -> Tensor:
+        """[N] to [R]: the sum over each rollout's trajectories."""
+        sums = values.new_zeros(max(self.rollouts) + 1)
+        return sums.scatter_add(0, torch.as_tensor(self.rollouts), values)
 
     def of_trajectories(self, values: Tensor) -> Tensor:
         """[R] to [N]: each trajectory has what its rollout has."""

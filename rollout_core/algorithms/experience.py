@@ -96,6 +96,29 @@ class PolicyBatch:
         }
 
 
+def soft_overlong(length: int, max_length: int, cache: int) -> float:
+    """Reward for the length of a completion, between 0 and -1.
+
+    0 up to max_length - cache tokens, then (max_length - cache - length) / cache, which is -1 at ``max_length`` and
+    stays so beyond; DAPO, arXiv:2503.14476, eq. 13.
+    """
+    return min(0.0, max(-1.0, (max_length - cache - length) / cache))
+
+
+def punish_overlong(trajectories: Sequence[Trajectory], settings: OnPolicySettings) -> list[Trajectory]:
+    """The same, with what ``settings.overlong`` takes off the score of those that come near the length limit."""
+    overlong = settings.overlong
+    if overlong is None:
+        return list(trajectories)
+    limit = overlong.max_length or settings.sampling.max_tokens
+
+    def penalty(item: Trajectory) -> float:
+        length = sum(stop - start for start, stop in _written(item))
+        return overlong.penalty * soft_overlong(length, limit, overlong.cache)
+
+    return [replace(item, score=item.score + penalty(item)) for item in trajectories]
+
+
 def build_batch(trajectories: Sequence[Trajectory], *, missing_eos_penalty: float = 0.0) -> PolicyBatch:
     """Trajectories as tensors; a truncated one's score is lowered by ``missing_eos_penalty``.
 

@@ -1,6 +1,7 @@
 """Learning on completions of the policy itself: proximal policy optimization (PPO; arXiv:1707.06347, for language
-models arXiv:1909.08593) and group relative policy optimization (GRPO, arXiv:2402.03300; dr_grpo, arXiv:2503.20783;
-dapo, arXiv:2503.14476).
+models arXiv:1909.08593) and group relative policy optimization (GRPO, arXiv:2402.03300) with its kin: dr_grpo
+(arXiv:2503.20783), dapo (arXiv:2503.14476), GSPO (arXiv:2507.18071), CISPO (arXiv:2506.13585), RLOO (arXiv:2402.14740),
+REINFORCE++ (arXiv:2501.03262).
 
 PPO: an action is a token, a state its prefix. The reward of token t is -kl_coef * (log pi_old - log pi_ref); the last
 token also gets the score of the completion. Values come from a linear head on the policy's trunk or from a model of
@@ -32,8 +33,8 @@ from rollout_core.algorithms.experience import (
     score_completions,
 )
 from rollout_core.algorithms.loop import MinibatchLoss
-from rollout_core.algorithms.losses import grpo_loss, ppo_policy_loss, ppo_value_loss
 from rollout_core.algorithms.policy import Policy
+from rollout_core.algorithms.policy_losses import grpo_loss, ppo_policy_loss, ppo_value_loss
 from rollout_core.base.errors import Fatal
 from rollout_core.config import AdaptiveKL, GRPOSettings, PPOSettings
 
@@ -166,10 +167,36 @@ _EPS = 1e-4
 
 
 def scaled_advantages(scores: Tensor, settings: GRPOSettings) -> Tensor:
-    """[R] to [R]: each score less its group's mean, over the deviation (ddof 1) of the group, the batch or none."""
-    scaling = settings.advantage_scaling
-    advantages = group_advantages(scores, settings.samples_per_prompt, normalize=scaling == "group", eps=_EPS)
+    """[R] to [R]: each score less its baseline, over the deviation (ddof 1) of the group, the batch or none."""
+    scaling, advantages = settings.advantage_scaling, scores
+    if settings.baseline != "none":
+        advantages = group_advantages(
+            scores,
+            settings.samples_per_prompt,
+            normalize=scaling == "group",
+            leave_one_out=settings.baseline == "leave_one_out",
+            eps=_EPS,
+        )
     return advantages / (scores.std(correction=1) + _EPS) if scaling == "batch" else advantages
+
+
+def _token_advantages(
+    scores: Tensor, groups: Groups, mask: Tensor, settings: GRPOSettings, penalty: Tensor | None
+) -> Tensor:
+    """[R] scores of rollouts to [N,C]; ``penalty`` [N,C] is taken off the reward of the token it belongs to.
+
+    Where completions are compared, a completion is one action with the sum of its penalties (RLOO, arXiv:2402.14740);
+    without a baseline a token has its own and those of the tokens after it (REINFORCE++, arXiv:2501.03262).
+    """
+    compared = settings.baseline != "none"
+    if penalty is not None and compared:
+        scores = scores - groups.summed(penalty.sum(1))
+    of_rows = groups.of_trajectories(scaled_advantages(scores, settings))
+    advantages = of_rows[:, None].expand(mask.shape)
+    if penalty is not None and not compared:
+        advantages = advantages - penalty.flip(1).cumsum(1).flip(1)
+    advantages = advantages.masked_fill(~mask, 0.0)
+    return masked_whiten(advantages, mask) if settings.advantage_scaling == "whiten" else advantages
 
 
 def compare_groups(
@@ -194,22 +221,28 @@ def compare_groups(
     options = {"temperature": settings.sampling.temperature, "device": device}
     mask, engine_logprobs = batch.mask, batch.columns["old_logprobs"]
     scores = groups.of_rollouts(batch.scores)
-    of_rows = groups.of_trajectories(scaled_advantages(scores, settings))
-    advantages = of_rows[:, None].expand(mask.shape).masked_fill(~mask, 0.0)
     figures = batch.figures() | {"reward": float(scores.mean())}
-    columns = {}
+    columns, weights, penalty = {}, None, None
     if settings.correction is not None:
         own = score_completions(policy, batch, minibatches, **options).logprobs
         weights = importance_weights(own, engine_logprobs, mask, settings.correction)
-        advantages = advantages * weights
         columns["old_logprobs"] = own
         figures |= logprob_differences(own, engine_logprobs, mask)
         figures["sampling/importance_weight_mean"] = float(weights.sum() / mask.sum())
     if reference is not None:
         columns["ref_logprobs"] = score_completions(reference, batch, minibatches, **options).logprobs
-    deviations = scores.view(-1, settings.samples_per_prompt).std(1, correction=1)
-    figures["reward_std"] = float(deviations.mean())
-    figures["frac_reward_zero_std"] = float((deviations == 0).float().mean())
+    if reference is not None and settings.kl_in == "reward":
+        old_logprobs = columns.get("old_logprobs", engine_logprobs)
+        log_ratio = (old_logprobs - columns["ref_logprobs"]).masked_fill(~mask, 0.0)
+        figures["objective/kl"] = float(log_ratio.sum(1).mean())
+        penalty = settings.kl_coef * log_ratio
+    advantages = _token_advantages(scores, groups, mask, settings, penalty)
+    if weights is not None:
+        advantages = advantages * weights
+    if settings.samples_per_prompt > 1:
+        deviations = scores.view(-1, settings.samples_per_prompt).std(1, correction=1)
+        figures["reward_std"] = float(deviations.mean())
+        figures["frac_reward_zero_std"] = float((deviations == 0).float().mean())
     return batch.with_columns(advantages=advantages, **columns), figures
 
 
@@ -237,7 +270,13 @@ class GRPO(OnPolicyUpdate[GRPOSettings]):
 
     def loss(self, batch: PolicyBatch, step_batches: Sequence[PolicyBatch]) -> MinibatchLoss:
         settings, device = self._settings, self._device
-        output = completion_forward(self._policy, batch, temperature=settings.sampling.temperature, device=device)
+        output = completion_forward(
+            self._policy,
+            batch,
+            temperature=settings.sampling.temperature,
+            device=device,
+            entropy=bool(settings.entropy_coef),
+        )
         mask = self._trained(batch).to(device)
         old_logprobs = batch.column("old_logprobs", device)
         found = grpo_loss(
@@ -246,10 +285,13 @@ class GRPO(OnPolicyUpdate[GRPOSettings]):
             batch.column("advantages", device),
             mask,
             ref_logprobs=batch.column("ref_logprobs", device) if settings.kl_coef else None,
-            beta=settings.kl_coef,
+            beta=settings.kl_coef if settings.kl_in == "loss" else 0.0,
             clip_low=settings.clip_low,
             clip_high=settings.clip_high,
+            loss=settings.loss,
             loss_type=settings.loss_type,
+            entropy=output.entropy if settings.entropy_coef else None,
+            entropy_coef=settings.entropy_coef,
             dual_clip=settings.dual_clip,
             max_completion_length=settings.sampling.max_tokens,
         )

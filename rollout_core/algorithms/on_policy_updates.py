@@ -16,7 +16,7 @@ from torch import nn
 
 from rollout_core.algorithms.advantages import Groups
 from rollout_core.algorithms.context import UpdateContext
-from rollout_core.algorithms.experience import Trajectory, build_batch
+from rollout_core.algorithms.experience import Trajectory, build_batch, punish_overlong
 from rollout_core.algorithms.loop import build_accelerator, build_optimizer
 from rollout_core.algorithms.on_policy import GRPO, PPO, KLController, assign_credit, compare_groups
 from rollout_core.algorithms.parallel import divided, parts_per_minibatch, shard, world_size
@@ -51,7 +51,7 @@ def ppo_update(
 
     ``train_state`` is the previous iteration's (optimizer, values, KL coefficient); None for the first iteration.
     """
-    trajectories = load_trajectories(context.objects, samples, scores)
+    trajectories = punish_overlong(load_trajectories(context.objects, samples, scores), settings)
     seed_everything(context.seed, num_threads=context.num_threads)
     accelerator = build_accelerator(settings.precision)
     device, settings = accelerator.device, divided(settings)
@@ -92,7 +92,7 @@ def grpo_update(
     ``train_state`` is the previous iteration's optimizer; None for the first iteration. Raises ConfigError for scores
     that were gathered in groups of another size.
     """
-    trajectories = load_trajectories(context.objects, samples, scores)
+    trajectories = punish_overlong(load_trajectories(context.objects, samples, scores), settings)
     groups = load_groups(context.objects, scores, settings)
     seed_everything(context.seed, num_threads=context.num_threads)
     accelerator = build_accelerator(settings.precision)

@@ -73,9 +73,11 @@ from .learning import (
 )
 from .on_policy import (
     AdaptiveKL as AdaptiveKL,
+    DynamicSampling as DynamicSampling,
     GRPOSettings as GRPOSettings,
     ImportanceCorrection as ImportanceCorrection,
     OnPolicySettings as OnPolicySettings,
+    OverlongPenalty as OverlongPenalty,
     PPOSettings as PPOSettings,
 )
 from .promotion import (

@@ -124,6 +124,14 @@ class AgentGRPO(GRPOSettings):
     base_model: ModelSource
     failed: Literal["stop", "leave_out"] = "leave_out"
 
+    @model_validator(mode="after")
+    def _rollouts_are_not_drawn_again(self) -> AgentGRPO:
+        if self.dynamic_sampling is not None:
+            raise ValueError(
+                "dynamic_sampling draws completions of prompts again, and agents' rollouts are not; leave it out"
+            )
+        return self
+
 
 class AgentPPO(PPOSettings):
     """`[algorithm] kind = "ppo"`. ``prompts`` are the tasks: rows of any keys, each given to the agent as it is."""

@@ -34,12 +34,39 @@ class ImportanceCorrection(Settings):
     cap: float = Field(default=2.0, ge=1)
 
 
+class OverlongPenalty(Settings):
+    """Soft overlong punishment (DAPO, arXiv:2503.14476, eq. 13): a reward falls with each token of the last
+    ``cache`` ones before the limit, and by ``penalty`` in all."""
+
+    cache: int = Field(ge=1)
+    """Tokens before the limit in which the penalty grows from 0."""
+    max_length: int | None = Field(default=None, ge=1)
+    """The limit, in tokens that the policy wrote; default: sampling.max_tokens."""
+    penalty: float = Field(default=1.0, gt=0)
+    """Taken off the reward at the limit and beyond."""
+
+
+class DynamicSampling(Settings):
+    """Groups in which all rewards are alike teach nothing; others are drawn in their place (DAPO, arXiv:2503.14476,
+    eq. 11), in further rounds of generation that are stages of their own."""
+
+    max_rounds: int = Field(default=10, ge=1)
+    """Rounds of generation in an iteration, the first included. An iteration has so many times
+    ``prompts_per_iteration`` places in the order of prompts, and takes as many as it needs."""
+    min_spread: float = Field(default=0.0, ge=0)
+    """Groups count whose largest reward is above the smallest by more than this."""
+    when_short: Literal["stop", "fewer"] = "stop"
+    """Where max_rounds are not enough, the run ends, or learns from fewer groups. Without any it ends."""
+
+
 _BENDING = SamplingParams.identity_without_default - {"logprobs", "stop_token_ids"}
 """Fields of sampling under which tokens are drawn from another distribution than the policy's."""
 
 
 class OnPolicySettings(LearnerSettings):
     """What learners share that train on completions of the policy itself."""
+
+    identity_without_default = LearnerSettings.identity_without_default | {"overlong"}
 
     prompts: DatasetSource
     """Training prompts: ``{prompt}`` or ``{messages}`` a line; other keys reach the reward."""
@@ -62,6 +89,8 @@ class OnPolicySettings(LearnerSettings):
     dual_clip: float | None = Field(default=None, gt=1)
     """The most that the ratio counts where the advantage is negative, which has no other bound there: 3 in
     arXiv:1912.09729. Must be above the clip range."""
+    overlong: OverlongPenalty | None = None
+    """Lower the reward of completions that come near the length limit."""
     correction: ImportanceCorrection | None = None
     """Old log-probabilities are then the trainer's own, and tokens weighed by how likely the engine drew them."""
 
@@ -85,6 +114,17 @@ class OnPolicySettings(LearnerSettings):
         if self.optimizer.schedule == "constant":
             del named["iterations"]
         return named
+
+    @model_validator(mode="after")
+    def _penalty_within_the_limit(self) -> OnPolicySettings:
+        if self.overlong is not None:
+            limit = self.overlong.max_length or self.sampling.max_tokens
+            if self.overlong.cache > limit:
+                raise ValueError(
+                    f"overlong.cache is {self.overlong.cache}, more than the {limit} tokens of a completion; "
+                    "lower it, or raise sampling.max_tokens (or overlong.max_length)"
+                )
+        return self
 
     @model_validator(mode="after")
     def _samples_from_the_policy_itself(self) -> OnPolicySettings:
@@ -140,24 +180,70 @@ class GRPOSettings(OnPolicySettings):
     them. They are of 128 prompts, in groups of 8 as in TRL, where the paper has 16 in groups of 64.
     """
 
-    samples_per_prompt: int = Field(default=8, ge=2)
-    """Size of a group: completions of one prompt, or rollouts of one task, compared with each other."""
+    identity_without_default = OnPolicySettings.identity_without_default | {
+        "loss",
+        "baseline",
+        "kl_in",
+        "entropy_coef",
+        "dynamic_sampling",
+    }
+
+    samples_per_prompt: int = Field(default=8, ge=1)
+    """Size of a group: completions of one prompt, or rollouts of one task, compared with each other; 1 only where
+    ``baseline`` compares none."""
     gradient_accumulation: int = Field(default=128, ge=1)
     """Minibatches in one optimizer step."""
+    loss: Literal["grpo", "gspo", "cispo", "reinforce"] = "grpo"
+    """What a token adds to the loss: the clipped ratio times its advantage; the same with the ratio of its whole
+    sequence (arXiv:2507.18071, whose clip ranges are 3e-4 and 4e-4); its log-probability weighed by the clipped ratio
+    (arXiv:2506.13585); or that without a ratio, as RLOO has it."""
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "grpo"
     """What the loss of a step is divided by: sequence by sequence, the minibatch's tokens, a constant, all tokens."""
-    advantage_scaling: Literal["group", "batch", "none"] = "group"
-    """Whose standard deviation divides a completion's advantage."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """The ratio counts down to 1 - clip_low."""
+    baseline: Literal["group", "leave_one_out", "none"] = "group"
+    """What is taken off a completion's reward: the mean of its group, of the group without it (RLOO,
+    arXiv:2402.14740), or nothing (REINFORCE++, arXiv:2501.03262)."""
+    advantage_scaling: Literal["group", "batch", "none", "whiten"] = "group"
+    """Whose standard deviation divides a completion's advantage; ``whiten``: advantages have mean 0 and variance 1 over
+    all tokens of an iteration (REINFORCE++)."""
+    clip_low: float = Field(default=0.2, gt=0, le=1)
+    """The ratio counts down to 1 - clip_low; with 1 it has no lower bound, as CISPO has it."""
     clip_high: float = Field(default=0.2, gt=0)
     """The ratio counts up to 1 + clip_high; above clip_low it is clip-higher of arXiv:2503.14476."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL to the starting policy in the loss; 0 loads no reference."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where that KL counts: as a term of the loss, or taken off the reward: of the completion before it is compared,
+    or without a baseline of each token with all that follow it."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the policy's entropy, which the loss rewards; above 0 it takes another pass over the logits."""
+    dynamic_sampling: DynamicSampling | None = None
+    """Draw other groups in place of those whose rewards are all alike."""
 
     @model_validator(mode="after")
     def _dual_clip_above_the_clip_range(self) -> GRPOSettings:
         _check_dual_clip(self.dual_clip, "clip_high", self.clip_high)
+        if self.dual_clip is not None and self.loss in ("cispo", "reinforce"):
+            raise ValueError(f'dual_clip bounds a clipped surrogate, which loss = "{self.loss}" has not; leave it out')
+        return self
+
+    @model_validator(mode="after")
+    def _something_to_compare_with(self) -> GRPOSettings:
+        if self.samples_per_prompt < 2 and self.baseline != "none":
+            raise ValueError(
+                f"samples_per_prompt is {self.samples_per_prompt}, but a completion is compared with others of its "
+                'prompt; take 2 or more, or baseline = "none"'
+            )
+        if self.baseline == "none" and self.advantage_scaling == "group":
+            raise ValueError(
+                'advantage_scaling is "group", but with baseline = "none" no groups are compared; set it to "whiten" '
+                '(REINFORCE++), "batch" or "none"'
+            )
+        if self.dynamic_sampling is not None and self.samples_per_prompt < 2:
+            raise ValueError(
+                "dynamic_sampling looks for groups whose rewards differ; take samples_per_prompt of 2 or more"
+            )
+        if self.kl_in == "reward" and not self.kl_coef:
+            raise ValueError('kl_in is "reward", but kl_coef is 0; set kl_coef, or leave kl_in out')
         return self
 
 

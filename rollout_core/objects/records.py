@@ -149,6 +149,31 @@ class Scores(Record):
     """Where ``rollouts`` are given, so many whose numbers follow each other are compared with each other."""
 
 
+class SelectedGroups(Record):
+    """Groups of completions that are learned from, out of all that an iteration drew."""
+
+    scores: BlobId
+    """JSON list of floats."""
+    completions: BlobId
+    samples: BlobId
+    num_samples: int
+    num_groups: int
+    """Groups whose rewards differ, of all that were drawn; those that were not wanted are counted, too."""
+    num_drawn: int
+    """Groups that were drawn."""
+    mean: float
+    std: float
+    mean_drawn: float
+    """Mean reward of all that were drawn; that of the groups kept says little of the policy."""
+    num_left_out: int = 0
+    """Samples that were to be scored and have no completion."""
+
+    def as_scores(self) -> Scores:
+        """What an update takes."""
+        named = self.model_dump(include=set(Scores.model_fields))
+        return Scores.model_validate(named)
+
+
 class AgentSource(Record):
     """An agent's code as it was read."""
 

@@ -69,6 +69,12 @@ def plain_logprobs(model, prompt: list[int], completion: list[int], temperature:
     return torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None]).squeeze(1)
 
 
+def plain_entropy(model, item: Trajectory) -> torch.Tensor:
+    ids = torch.tensor([[*item.prompt_token_ids, *item.token_ids]])
+    logits = model(input_ids=ids).logits[0, len(item.prompt_token_ids) - 1 : -1] / 0.8
+    return torch.distributions.Categorical(logits=logits).entropy()
+
+
 def reference_loss(model, reference, items: list[Trajectory], settings: GRPOSettings) -> torch.Tensor:
     """The loss written out row by row, from the papers."""
     scores = [item.score for item in items]
@@ -78,10 +84,19 @@ def reference_loss(model, reference, items: list[Trajectory], settings: GRPOSett
         mean = sum(group) / GROUP
         deviation = math.sqrt(sum((value - mean) ** 2 for value in group) / (GROUP - 1))
         advantage = (item.score - mean) / (deviation + 1e-4)
+        if settings.baseline == "leave_one_out":
+            advantage = item.score - (sum(group) - item.score) / (GROUP - 1)
         now = plain_logprobs(model, item.prompt_token_ids, item.token_ids, 0.8)
         ratio = torch.exp(now - torch.tensor(item.logprobs))
         clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-        tokens = -torch.minimum(ratio * advantage, clipped * advantage)
+        if settings.loss == "gspo":
+            ratio = torch.exp((now - torch.tensor(item.logprobs)).mean())
+            clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+        tokens = -torch.minimum(ratio * advantage, clipped * advantage) * torch.ones_like(now)
+        if settings.loss in ("cispo", "reinforce"):
+            tokens = -(clipped.detach() if settings.loss == "cispo" else 1.0) * advantage * now
+        if settings.entropy_coef:
+            tokens = tokens - settings.entropy_coef * plain_entropy(model, item)
         if settings.kl_coef:
             log_r = plain_logprobs(reference, item.prompt_token_ids, item.token_ids, 0.8).detach() - now
             tokens = tokens + settings.kl_coef * (torch.exp(log_r) - 1 - log_r)
@@ -106,6 +121,9 @@ def reference_loss(model, reference, items: list[Trajectory], settings: GRPOSett
         {"loss_type": "dr_grpo", "kl_coef": 0.1},
         {"kl_coef": 0.05, "truncated": "mask"},
         {"loss_type": "dapo", "truncated": "mask"},
+        {"loss": "gspo", "clip_low": 0.05, "clip_high": 0.04, "truncated": "mask"},
+        {"loss": "cispo", "loss_type": "dapo", "clip_low": 1.0, "entropy_coef": 0.1},
+        {"loss": "reinforce", "loss_type": "dr_grpo", "baseline": "leave_one_out", "advantage_scaling": "none"},
     ],
 )
 def test_loss_and_gradient_equal_an_independent_reference_however_the_step_is_cut(

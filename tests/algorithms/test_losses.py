@@ -19,16 +19,13 @@ from rollout_core.algorithms.losses import (
     ShapeError,
     bradley_terry_loss,
     dpo_loss,
-    grpo_loss,
     ipo_loss,
-    kl_estimate,
     kto_loss,
-    ppo_policy_loss,
-    ppo_value_loss,
     selected_logprobs,
     sft_loss,
     token_logprobs,
 )
+from rollout_core.algorithms.policy_losses import grpo_loss, kl_estimate, ppo_policy_loss, ppo_value_loss
 from rollout_core.base.errors import ConfigError
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo"]

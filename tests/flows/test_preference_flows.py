@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.config import (
     CONFIG_KINDS,
     JsonlDataset,
@@ -235,6 +235,74 @@ def test_iterations_go_on_where_a_shorter_run_ended(tiny_model, sorting_task, pr
     resumed = train_grpo(config(2, **{"run.resume": first["train_state"][:12]}))
     whole = train_grpo(config(2))
     assert resumed["train_state"] == whole["train_state"] and resumed["rewards"] == whole["rewards"][1:]
+
+
+SPREAD = """
+from rollout_core.rewards import RewardInput
+
+def reward(sample: RewardInput) -> float:
+    '''Completions of every second prompt are alike; the others differ where their tokens do.'''
+    return 0.0 if int(sample.prompt.split()[1]) % 2 else float(sum(sample.token_ids) % 5)
+"""
+
+
+@pytest.mark.server
+def test_groups_without_spread_are_drawn_anew_in_rounds_that_an_interrupted_run_does_not_repeat(
+    tiny_model, sorting_task, prefect_server, tmp_path, monkeypatch
+):
+    from flows import train
+    from tasks import connections
+
+    (tmp_path / "spread.py").write_text(SPREAD)
+
+    def config(**changes):
+        overrides = {
+            "algorithm.base_model.uri": str(tiny_model),
+            "algorithm.prompts.path": str(sorting_task.prompts),
+            "algorithm.iterations": 1,
+            "algorithm.prompts_per_iteration": 4,
+            "algorithm.samples_per_prompt": 2,
+            "algorithm.minibatch_size": 4,
+            "algorithm.sampling.max_tokens": 4,
+            "algorithm.overlong.cache": 2,
+            "algorithm.reward": {"kind": "function", "callable": f"{tmp_path / 'spread.py'}:reward"},
+            "backend": {"kind": "transformers"},
+            "num_threads": 1,
+            "numerics": "native",
+            **changes,
+        }
+        return load_config(PROJECT / "examples" / "dapo-tiny.toml", TrainGRPOConfig, overrides)
+
+    drawn, learned = [], []
+    score, update = train.score_rewards, train.grpo_update
+
+    def scoring(completions, *arguments, **options):
+        drawn.append(completions.num_samples)
+        if len(drawn) == 2:
+            raise KeyboardInterrupt("killed in the second round")
+        return score(completions, *arguments, **options)
+
+    def updating(model, state, reference, scores, samples, *arguments, **options):
+        learned.append((scores, samples))
+        return update(model, state, reference, scores, samples, *arguments, **options)
+
+    monkeypatch.setattr(train, "score_rewards", scoring)
+    monkeypatch.setattr(train, "grpo_update", updating)
+    with pytest.raises(KeyboardInterrupt):
+        train.train_grpo(config())
+    resumed = train.train_grpo(config())
+    again = train.train_grpo(config(**{"run.refresh": True}))
+    assert resumed["model"] == again["model"] and resumed["train_state"] == again["train_state"]
+    assert drawn[:2] == drawn[2:4] and drawn[0] == 8, "four prompts in the first round, fewer in those that fill up"
+
+    scores, samples = learned[0]
+    values = json.loads(connections.objects().get_bytes(scores.scores))
+    prompts = [sample.prompt for sample in decode_samples(connections.objects().get_bytes(samples))]
+    assert len(values) == 8 and prompts[::2] == prompts[1::2] and len(set(prompts)) == 4
+    assert all(one != other for one, other in zip(values[::2], values[1::2], strict=True))
+
+    with pytest.raises(Fatal, match=r"iteration 1: in 1 rounds \d of 4 groups have rewards that differ, .* needs 4"):
+        train.train_grpo(config(**{"algorithm.dynamic_sampling": {"max_rounds": 1}, "run.name": "short"}))
 
 
 @pytest.mark.server
