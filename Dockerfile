@@ -30,4 +30,4 @@ RUN pip install --no-deps --editable . \
     && install --directory --owner 1000 --group 1000 /data
 USER 1000
 ENV ROLLOUT_PROJECT=/opt/rollout ROLLOUT_CACHE=/data/cache PREFECT_HOME=/data/prefect
-CMD ["prefect", "worker", "start", "--pool", "cpu"]
+CMD ["rollout", "ops", "worker", "--pool", "cpu"]

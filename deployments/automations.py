@@ -45,7 +45,10 @@ WEBHOOK_BLOCK = "rollout-notifications"
 PROBE_SECONDS = 20.0
 
 _LAST_TRIES = [str(tries) for tries in range(MAX_TRIES, 100)]
-_ENDINGS = ("Completed", "Failed", "TimedOut", "Crashed", "Cancelling", "Cancelled", "Suspended", "Paused", SKIPPED)
+_ENDINGS = (
+    *("Completed", "Failed", "TimedOut", "Crashed", "Cancelling", "Cancelled", "Suspended", "Paused", SKIPPED),
+    "AwaitingRetry",  # it waits for a worker, for as long as that takes
+)
 _HEARTBEAT = "prefect.flow-run.heartbeat"
 _TEXT = (
     "rollout: {{ flow.name }} run '{{ flow_run.name }}' is {{ flow_run.state.name }} after {{ flow_run.run_count }} "

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -14,8 +15,13 @@ from flows.cli.common import EXIT_FAILED, Debug, one_line_errors
 
 if TYPE_CHECKING:
     from deployments.automations import Change
+    from deployments.spot import Kind
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
+
+EXIT_DRAINED = 75
+"""After a spot notice: a supervisor need not start the worker again on a machine that goes away."""
+SPOT = ("aws", "gce", "auto", "none")
 
 ops_app = typer.Typer(
     no_args_is_help=True, help="Look after scheduled runs: how they fare, what heals them, and who is told."
@@ -123,6 +129,56 @@ def deploy(
             from deployments import pools
 
             pools.deploy(Path.cwd(), pool, names or (), project=project)
+
+
+@ops_app.command("worker")
+def worker(
+    pool: Annotated[str, typer.Option(help="Work pool of type process whose runs this machine takes.")] = "cpu",
+    name: Annotated[str | None, typer.Option(help="Of the worker. Default: machine and pool.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Runs at the same time. Default: any number.")] = None,
+    spot: Annotated[
+        str,
+        typer.Option(metavar="aws|gce|auto|none", help="Drain at the notice that the cloud takes the machine back."),
+    ] = "none",
+    drain_seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=1.0,
+            help="From SIGTERM to the end, at the latest. Default: 120 on aws, 30 on gce, else what a run may "
+            "take to stop (ROLLOUT_STOP_SECONDS), and 15.",
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Take runs of a pool until SIGTERM, Ctrl-C or a spot notice, and then drain.
+
+    Draining: no run is taken any more, runs under way keep what they have and are handed back to the server. The worker
+    is started again when it dies, and after an outage of the server. Exit code 0; 75 after a spot notice.
+    """
+    with one_line_errors(debug):
+        from deployments import pools, supervision
+        from rollout_core.base.errors import ConfigError
+
+        server = os.environ.get("PREFECT_API_URL")
+        if not server:
+            raise ConfigError(
+                "PREFECT_API_URL is not set: give the address of the Prefect server's API, or use make serve"
+            )
+        if spot not in SPOT:
+            raise ConfigError(f"--spot {spot}: expected one of {', '.join(SPOT)}")
+        pools.require_process_pool(pool)
+        with suppress(KeyboardInterrupt):
+            supervision.work(
+                pool,
+                name or supervision.worker_name(pool),
+                os.environ,
+                keep_server=supervision.Outages(server).is_over,
+                say=lambda line: typer.echo(f"worker: {line}", err=True),
+                spot=cast("Kind", spot),
+                drain_seconds=drain_seconds,
+                limit=limit,
+            )
+            raise typer.Exit(EXIT_DRAINED)
 
 
 @ops_app.command("status")

@@ -9,8 +9,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import yaml
 from prefect import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
@@ -54,6 +56,20 @@ def deploy(folder: Path, pool: str, names: Sequence[str] = (), *, project: str |
     )
     if done.returncode:
         raise RolloutError(f"`prefect deploy` ended with {done.returncode} in {folder}; what it said is above")
+
+
+def require_process_pool(pool: str) -> None:
+    """Raises ConfigError where the server has the pool and its runs are no processes; a server may be away."""
+    with (
+        suppress(httpx.HTTPError, ObjectNotFound),
+        get_client(sync_client=True, httpx_settings={"timeout": 5.0}) as client,
+    ):
+        kind = client.read_work_pool(pool).type
+        if kind != POOL_TYPE:
+            raise ConfigError(
+                f"the runs of work pool {pool!r} are of type {kind}, and drain by themselves; "
+                f"start Prefect's worker for it: prefect worker start --pool {pool}"
+            )
 
 
 def _listed(file: Path) -> list[str]:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import yaml
 
-from deployments.supervision import SupervisedWorker
+from deployments.supervision import Outages, work, worker_name
 from flows.connections import PREFECT_HOME, connections, keep_server, prefect_server
 from rollout_core.base.errors import RolloutError
 
@@ -84,17 +83,11 @@ def main() -> None:
 
 def _work(pool: str, own_server: str | None) -> None:
     """Take runs of a pool, until Ctrl-C or SIGTERM, and keep the folder's server running, if that is used."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     port = urlsplit(own_server or "").port
-    worker = SupervisedWorker(
-        [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--name", f"{pool}-worker"],
-        _environment(),
-        pool,
-        keep_server=lambda: port is not None and keep_server(PREFECT_HOME, port, _say),
-        say=_say,
-    )
+    outages = Outages(os.environ["PREFECT_API_URL"])
+    keep = outages.is_over if port is None else lambda: keep_server(PREFECT_HOME, port, _say)
     try:
-        worker.run()
+        work(pool, worker_name(pool), _environment(), keep_server=keep, say=_say)
     except KeyboardInterrupt:
         _say("ending ...")
 

@@ -419,7 +419,7 @@ def _unworked_pools(status: Status) -> Iterator[str]:
         elif pool.paused:
             yield f"work pool {name}, {used_by}, is paused; resume it: prefect work-pool resume {name}"
         elif pool.needs_worker and not any(worker.online for worker in pool.workers):
-            yield f"work pool {name}, {used_by}, has no worker online; start one: prefect worker start --pool {name}"
+            yield f"work pool {name}, {used_by}, has no worker online; start one: rollout ops worker --pool {name}"
 
 
 # For people

@@ -2,14 +2,21 @@
 
 What a dead worker leaves behind is ended and handed back: its runs are tried again under their ids by the next worker,
 and go on with what they have stored.
+
+When this process is told to stop, or the cloud is about to take the machine back, the worker drains: it takes no run
+more, its runs keep what they have and are handed back, all within the time that is left.
 """
 
 from __future__ import annotations
 
 import logging
 import signal
+import socket
 import subprocess
+import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -18,6 +25,7 @@ from uuid import UUID
 
 import psutil
 
+from deployments.spot import LEAD_SECONDS, Kind, Notice, SpotWatch, metadata
 from rollout_core.base.errors import RolloutError
 from rollout_core.base.process_tree import signal_at_parents_end
 from rollout_core.base.processes import ProcessName, exit_reason
@@ -35,6 +43,10 @@ MAX_TRIES = 3
 """How often a run is started, in all, before it is left Crashed for a person."""
 GRACE_SECONDS = 15.0
 """For a run that is asked to end, beside the time that it takes for its last snapshot."""
+RESERVE_SECONDS = 5.0
+"""Of the time to drain, for handing back what has not ended by then; at most a third of it."""
+HEALTH_SECONDS = 2.0
+"""The longest wait for a server's health check."""
 ASK_SECONDS = 10.0
 """Between two looks at what the server says of this pool's runs."""
 LEFT_SECONDS = {"CRASHED": 20.0, "PENDING": 300.0}
@@ -42,12 +54,13 @@ LEFT_SECONDS = {"CRASHED": 20.0, "PENDING": 300.0}
 may not: a Prefect server that was started again holds back events that follow on those from before, for a quarter of an
 hour. Pending: a worker took them and began nothing, since it died at that moment; no automation sees that."""
 _RUN_ID = "PREFECT__FLOW_RUN_ID"
+_SERVER_ERROR = 500
 _SUPERVISOR = "ROLLOUT_SUPERVISOR"
 """Environment variable by which all that a worker starts is known, also when the worker is no more."""
 
 
 class SupervisedWorker:
-    """A worker, until Ctrl-C or SIGTERM.
+    """A worker, until Ctrl-C, SIGTERM or a notice that the machine is taken away.
 
     Args:
         command: that starts it.
@@ -56,6 +69,9 @@ class SupervisedWorker:
         keep_server: called every second; whether the server has died since the last time and is there again. Raises
             RolloutError while it cannot be brought back.
         say: receives a line for all that happens.
+        worker_name: the worker's, by which the server knows whose a run is; no other machine's is called like it.
+        drain_seconds: from a signal to the end of this, at the latest.
+        notice: the notice once it has come.
     """
 
     def __init__(
@@ -66,10 +82,15 @@ class SupervisedWorker:
         *,
         keep_server: Callable[[], bool],
         say: Callable[[str], None],
+        worker_name: str | None = None,
+        drain_seconds: float | None = None,
+        notice: Callable[[], Notice | None] = lambda: None,
     ) -> None:
         self._name = str(ProcessName.of_this_process())
         self._command, self._environment = command, {**environment, _SUPERVISOR: self._name}
-        self._keep_server, self._say = keep_server, say
+        self._keep_server, self._say, self._notice = keep_server, say, notice
+        self._worker_name = worker_name
+        self._drain_seconds = default_drain_seconds() if drain_seconds is None else drain_seconds
         self._pool, self._since = pool, datetime.now(UTC)
         self._runs: dict[str, psutil.Process] = {}
         """Flow runs that the worker had under way when it was looked at last, and their processes."""
@@ -79,22 +100,30 @@ class SupervisedWorker:
         self._is_stale = False
         self._trouble: str | None = None
 
-    def run(self) -> None:
-        """Work until an exception ends this, as KeyboardInterrupt and SystemExit do; then nothing is left of it."""
+    def run(self) -> Notice:
+        """Work until a notice comes, or an exception ends this, as KeyboardInterrupt and SystemExit do. Then nothing is
+        left of it."""
         pause = FIRST_PAUSE_SECONDS
-        while True:
+        while (notice := self._notice()) is None:
             began, worker = time.monotonic(), self._start()
             try:
                 reason = self._watch(worker)
-            finally:
-                worker.terminate()
-                worker.wait()
+            except BaseException:
+                self._drain(worker, self._drain_seconds)
+                raise
+            if (notice := self._notice()) is not None:
+                self._say(f"{notice.reason}, in {notice.seconds_left:.0f} s: the worker takes no run more")
+                self._drain(worker, notice.seconds_left)
+                return notice
+            self._end(worker, time.monotonic() + self._drain_seconds)
             if time.monotonic() - began > STEADY_SECONDS:
                 pause = FIRST_PAUSE_SECONDS
             self._say(f"the worker {reason}; another one starts in {pause:g} s")
-            self._take_back_runs()
+            self._take_back_runs("its worker died")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        self._say(f"{notice.reason}: no worker starts")
+        return notice
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._is_stale = False
@@ -107,17 +136,50 @@ class SupervisedWorker:
         )
 
     def _watch(self, worker: subprocess.Popen[bytes]) -> str:
-        """Why another one is to be started."""
+        """Why another one is to be started, or that none is."""
         while True:
             with suppress(subprocess.TimeoutExpired):
                 return f"ended ({exit_reason(worker.wait(LOOK_SECONDS))})"
-            with suppress(psutil.Error):  # it has just died
-                self._runs = _runs(psutil.Process(worker.pid).children())
+            self._look_at_runs(worker)
+            if self._notice() is not None:
+                return "has to end"
             self._look_after_server()
             self._hand_back_left()
             # Its connection by which runs are cancelled does not come back. What it has under way, ends first.
             if self._is_stale and not self._runs:
                 return "has lost its server, which was started again"
+
+    def _look_at_runs(self, worker: subprocess.Popen[bytes]) -> None:
+        with suppress(psutil.Error):  # it has just died
+            self._runs = runs_of(psutil.Process(worker.pid).children())
+
+    def _drain(self, worker: subprocess.Popen[bytes], seconds: float) -> None:
+        """Have the worker take nothing more, its runs stop, and what it leaves handed back, within the time.
+
+        A second signal meanwhile ends all of it at once.
+        """
+        deadline = time.monotonic() + seconds - min(RESERVE_SECONDS, seconds / 3)
+        self._look_at_runs(worker)
+        try:
+            self._end(worker, deadline)
+            if worker.returncode == 0:
+                self._runs = {}  # it has handed back what it had
+            self._take_back_runs("its worker stopped", deadline)
+        except BaseException:
+            for process in [worker, *self._descendants()]:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            worker.wait()
+            raise
+
+    def _end(self, worker: subprocess.Popen[bytes], deadline: float) -> None:
+        worker.terminate()
+        try:
+            worker.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._say("the worker did not end in time and is killed")
+            worker.kill()
+            worker.wait()
 
     def _hand_back_left(self) -> None:
         """Have runs of the pool started again that have been left Crashed, or taken and not begun."""
@@ -130,7 +192,7 @@ class SupervisedWorker:
             self._left = {state.id: self._left.get(state.id, now) for _, state in left}
             for run_id, state in left:
                 if now - self._left[state.id] > LEFT_SECONDS[state.type.value]:
-                    self._say(f"flow run {run_id} {_hand_back(run_id)}")
+                    self._say(f"flow run {run_id} {give_back(run_id, 'its worker died', is_drained=False)}")
         except Exception as error:  # noqa: BLE001 - any of the client's; the server may be away
             log.debug("what the server says of the runs of pool %s is not known: %s", self._pool, error)
 
@@ -150,28 +212,117 @@ class SupervisedWorker:
                 if process.environ().get(_SUPERVISOR) == self._name:
                     yield process
 
-    def _take_back_runs(self) -> None:
-        """End what the worker left behind, and have the server give it to the next one."""
+    def _take_back_runs(self, reason: str, deadline: float | None = None) -> None:
+        """End what the worker left behind, and have the server give it to the next one.
+
+        With a ``deadline``, of a worker that was drained, a run's start is not counted as one of its tries.
+        """
         # Runs that died with their worker are among the first only, those begun since the last look among the others.
-        runs = self._runs | _runs(self._descendants())
+        runs = self._runs | runs_of(self._descendants())
         self._runs = {}
         for process in runs.values():
             with suppress(psutil.NoSuchProcess):
                 process.terminate()
-        _, alive = psutil.wait_procs(list(runs.values()), timeout=stop_seconds() + GRACE_SECONDS)
+        patience = stop_seconds() + GRACE_SECONDS if deadline is None else max(0.0, deadline - time.monotonic())
+        _, alive = psutil.wait_procs(list(runs.values()), timeout=patience)
         for process in alive:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        if runs:
+        if runs and deadline is None:
             self._look_after_server()  # it may have died with the worker
         for run_id in runs:
             try:
-                self._say(f"flow run {run_id} {_hand_back(run_id)}")
+                done = give_back(run_id, reason, is_drained=deadline is not None, worker=self._worker_name)
+                self._say(f"flow run {run_id} {done}")
             except Exception as error:  # noqa: BLE001 - any of the client's; the next worker must start whatever it is
                 self._say(f"flow run {run_id} could not be handed back ({error}); retry it by hand")
 
 
-def _runs(processes: Iterable[psutil.Process]) -> dict[str, psutil.Process]:
+class Outages:
+    """Of a server that others look after: tells when it is there again.
+
+    Args:
+        url: of its API.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = f"{url.rstrip('/')}/health"
+        self._was_away = False
+
+    def is_over(self) -> bool:
+        """Whether the server was away since the last time and answers now. Raises RolloutError while it is away."""
+        try:
+            urllib.request.urlopen(self._url, timeout=HEALTH_SECONDS).close()
+        except urllib.error.HTTPError as error:
+            if error.code < _SERVER_ERROR:
+                return self._answers()
+            reason: object = f"it answers {error.code}"
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, TimeoutError):
+                return False  # it is slow, and connections to it stay
+        else:
+            return self._answers()
+        self._was_away = True
+        raise RolloutError(f"the Prefect server is away ({reason}); runs go on, and none starts until it is back")
+
+    def _answers(self) -> bool:
+        was_away, self._was_away = self._was_away, False
+        return was_away
+
+
+def default_drain_seconds() -> float:
+    """What runs may take to stop by this process's settings, and time to hand them back."""
+    return stop_seconds() + GRACE_SECONDS
+
+
+def worker_name(pool: str) -> str:
+    """Of this machine's worker of a pool."""
+    return f"{socket.gethostname()}-{pool}"
+
+
+def work(
+    pool: str,
+    name: str,
+    environment: Mapping[str, str],
+    *,
+    keep_server: Callable[[], bool],
+    say: Callable[[str], None],
+    spot: Kind = "none",
+    drain_seconds: float | None = None,
+    limit: int | None = None,
+) -> Notice:
+    """Take runs of a process pool until a notice comes, or Ctrl-C or SIGTERM raises KeyboardInterrupt or SystemExit.
+
+    Unless the environment says how long a run may take to stop, it is what the time to drain leaves. Raises ConfigError
+    for a cloud that this machine is not of.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it
+    service = metadata(spot)
+    if spot != "none":
+        say(f"notices of {service.kind} are watched for" if service is not None else "this is no spot machine")
+    if drain_seconds is None and service is not None:
+        drain_seconds = LEAD_SECONDS[service.kind]
+    stop = {}
+    if drain_seconds is not None:
+        stop = {"ROLLOUT_STOP_SECONDS": f"{max(drain_seconds - 2 * RESERVE_SECONDS, drain_seconds / 2):g}"}
+    limits = [] if limit is None else ["--limit", str(limit)]
+    # -P: the folder it runs in may have `deployments` of its own.
+    command = [sys.executable, "-P", "-m", "deployments.worker", "--pool", pool, "--name", name, *limits]
+    return SupervisedWorker(
+        command,
+        {**stop, **environment},
+        pool,
+        keep_server=keep_server,
+        say=say,
+        worker_name=name,
+        drain_seconds=drain_seconds,
+        notice=(lambda: None) if service is None else SpotWatch(service, say).notice,
+    ).run()
+
+
+def runs_of(processes: Iterable[psutil.Process]) -> dict[str, psutil.Process]:
     """Flow runs by their ids, and of the processes of each the one that began it."""
     found: dict[str, psutil.Process] = {}
     for process in sorted(processes, key=lambda process: process.pid):
@@ -210,11 +361,20 @@ def _left_runs(pool: str, since: datetime) -> list[tuple[str, State]]:
     ]
 
 
-def _hand_back(run_id: str) -> str:
-    """Have a run that nobody works on started again; what was done."""
+def give_back(run_id: str, reason: str, *, is_drained: bool = True, worker: str | None = None) -> str:
+    """Have a run that nobody works on started again; what was done.
+
+    Args:
+        run_id: of the flow run, whose process has ended.
+        reason: why.
+        is_drained: its next start does not count as a further try.
+        worker: name of the one that had it; another one may have taken it already.
+    """
     from prefect import get_client
     from prefect.exceptions import ObjectNotFound
     from prefect.states import AwaitingRetry, Cancelled, Crashed
+
+    from flows.flow_run import hand_back
 
     with get_client(sync_client=True) as client:
         try:
@@ -225,16 +385,20 @@ def _hand_back(run_id: str) -> str:
         if state is None or (state.is_final() and not state.is_crashed()):
             return f"ended {state.name if state is not None else 'without a state'}"
         if state.is_scheduled():
-            return "is tried again by an automation"
+            return f"is {state.name}: {state.message or 'it starts again'}"
         if state.is_cancelling():
-            state, done = Cancelled(message="its worker died"), "was being cancelled, and is"
-        elif run.run_count < MAX_TRIES:
-            lost = "its process died" if state.is_crashed() else "its worker died"
-            state, done = AwaitingRetry(message=lost), f"is tried again, as {lost}"
-        else:
-            state, done = Crashed(message="its worker died"), f"was tried {run.run_count} times; it is Crashed"
-        client.set_flow_run_state(run.id, state, force=True)
-    return done
+            client.set_flow_run_state(run.id, Cancelled(message=reason), force=True)
+            return "was being cancelled, and is"
+        if worker is not None and run.labels.get("prefect.worker.name", worker) != worker:
+            return "is another worker's by now"
+        if is_drained and hand_back(client, run, reason):
+            return f"is handed back, as {reason}"
+        if run.run_count < MAX_TRIES:
+            lost = "its process died" if state.is_crashed() else reason
+            client.set_flow_run_state(run.id, AwaitingRetry(message=lost), force=True)
+            return f"is tried again, as {lost}"
+        client.set_flow_run_state(run.id, Crashed(message=reason), force=True)
+        return f"was tried {run.run_count} times; it is Crashed"
 
 
 def _end_with_parent() -> None:

@@ -3,6 +3,8 @@
 A blob whose bytes do not match its id is set aside when it is read; the stage that made it then no longer counts as
 cached. So running the flow's body again computes exactly that, and what follows from it.
 
+A worker's run that is told to stop gives itself back to the server, for the next worker that has time.
+
 And Prefect's log lines in a terminal: where they go, and what they leave out.
 """
 
@@ -17,12 +19,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from uuid import UUID
 
 from prefect import get_client
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
-from prefect.exceptions import TerminationSignal
+from prefect.exceptions import Abort, TerminationSignal
 from prefect.logging.configuration import setup_logging
 from prefect.logging.handlers import PrefectConsoleHandler
+from prefect.states import AwaitingRetry
 
 from flows.summary import RunSummary
 from rollout_core.base.determinism import require_numerics
@@ -43,6 +49,10 @@ PATIENCE_SECONDS = 600.0
 """For a server that does not answer at the end of a worker's run: it is being restarted. That of a command is not."""
 WORKERS_RUN = "PREFECT__FLOW_RUN_ID"
 """Environment variable by which a Prefect worker names the run to the process that it starts."""
+HANDED_BACK = "handed back: "
+"""Begins the message of the state of such runs."""
+MOST_HAND_BACKS = 100
+"""Of one run. Something that stops it again and again, such as a guard of the machine's memory, must come to an end."""
 
 
 def recompute_missing(body: Callable[[Journal], R], config: Run) -> R:
@@ -73,6 +83,9 @@ def recompute_missing(body: Callable[[Journal], R], config: Run) -> R:
         except BaseException as error:
             interruption = _interruption_behind(error)
             summary.fail(interruption)
+            if is_stopping() and WORKERS_RUN in os.environ and _gives_itself_back(flow_run.id):
+                # Prefect reports nothing of a run that ends so.
+                raise Abort("the run was handed back") from None
             if interruption is error:
                 raise
             raise interruption from None
@@ -92,6 +105,32 @@ def _interruption_behind(error: BaseException) -> BaseException:
             return behind
         behind = behind.__cause__ or behind.__context__
     return error
+
+
+def _gives_itself_back(run_id: UUID) -> bool:
+    """Have this run, which was told to stop, started again; False where it is not, as when it is cancelled."""
+    try:
+        with get_client(sync_client=True) as client:
+            run = client.read_flow_run(run_id)
+            return run.state is not None and run.state.is_running() and hand_back(client, run, "its worker stops")
+    except Exception as error:  # noqa: BLE001 - any of the client's; Prefect then ends the run Crashed, if it can
+        stage_logger().warning("the run could not be handed back: %s", error)
+        return False
+
+
+def hand_back(client: SyncPrefectClient, run: FlowRun, reason: str) -> bool:
+    """Have a run of a deployment started again by any worker of its pool, without counting that as a further try.
+
+    A machine that is taken away is no fault of the run, whose tries are for crashes. False where that was done so often
+    already that something is wrong with the run after all, or where it has no deployment, whose worker could take it.
+    """
+    handed = [state for state in client.read_flow_run_states(run.id) if (state.message or "").startswith(HANDED_BACK)]
+    if run.deployment_id is None or len(handed) >= MOST_HAND_BACKS:
+        return False
+    # To the server it is a run that resumes after a pause, whose start is not counted.
+    client.update_flow_run(run.id, empirical_policy=run.empirical_policy.model_copy(update={"resuming": True}))
+    client.set_flow_run_state(run.id, AwaitingRetry(message=HANDED_BACK + reason), force=True)
+    return True
 
 
 def _end_showing(patience: float) -> None:

@@ -42,11 +42,11 @@ def skipped_for_newer() -> State[None] | None:
     """State in which this run is to end because a newer one of its schedule is due; None where it is to run.
 
     After a worker was away for three nights, three runs are late, which would compute the same thing one after the
-    other. A run that is tried again is wanted, by a person or after a crash, and is never skipped.
+    other. A run that has begun before is wanted, by a person or after a crash, and is never skipped.
     """
     context = FlowRunContext.get()
     run = None if context is None else context.flow_run
-    if run is None or not run.auto_scheduled or run.run_count > 1 or run.deployment_id is None:
+    if run is None or not run.auto_scheduled or run.total_run_time or run.deployment_id is None:
         return None
     try:
         newer = _newer_run(run)

@@ -19,6 +19,7 @@ LONG_FUNCTIONS = {"rollout_core.store.sql.migrations.versions.r0001_tables:upgra
 INSIDE_FUNCTIONS = {
     "deployments.cli": "--help need not wait for Prefect",
     "deployments.serve": "the command starts a server first, whose address Prefect reads when it is imported",
+    "deployments.supervision": "Prefect reads its server's address when it is imported",
     "flows.cli": "--help and --version need nothing of it",
     "flows.batch": "Dask is an extra",
     "flows.cli.common": "--help need not wait for it, and Prefect reads its server's address when it is imported",

@@ -217,7 +217,7 @@ def test_in_a_fresh_clone_make_serve_has_runs_start_and_complete_by_their_schedu
     )
     run_id, tries = start_run(api, "long"), Path("tries")
     wait_for(lambda: tries.exists() and tries.read_text(), "the run that its worker leaves behind", process=serving)
-    [worker] = [child for child in psutil.Process(serving.pid).children() if "worker" in child.cmdline()]
+    [worker] = [child for child in psutil.Process(serving.pid).children() if "deployments.worker" in child.cmdline()]
     worker.kill()
     wait_for(lambda: runs_of(api, "long", "COMPLETED"), "the run's second try", process=serving, seconds=300)
     [run] = runs_of(api, "long", "COMPLETED")

@@ -139,7 +139,7 @@ def _is(process: psutil.Process, part: str, project: Path, serve: psutil.Process
             command = process.cmdline()
             return "flows.server_process" in command and str(project / "data" / "prefect") in command
         if part == "worker":
-            return process.ppid() == serve.pid and "worker" in process.cmdline()
+            return process.ppid() == serve.pid and "deployments.worker" in process.cmdline()
         return process.environ().get(RUN_ID) == run_id
     return False
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import configparser
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import compose_spec
 import jsonschema
 import pytest
+import typer
 import yaml
 from prefect import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
@@ -22,6 +24,7 @@ from prefect.client.schemas.objects import Flow, FlowRun
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.workers.base import BaseJobConfiguration
 
+from deployments.cli import EXIT_DRAINED, app
 from deployments.serve import PROJECT
 from flows.connections import SERVER_SETTINGS
 
@@ -50,7 +53,16 @@ def test_systemd_knows_every_key_of_a_unit(path: Path, tmp_path: Path):
 def test_a_unit_starts_again_whatever_ends_it(path: Path):
     found = unit(path)
     assert (found["Service"]["Restart"], found["Unit"]["StartLimitIntervalSec"]) == ("always", "0")
-    assert "prefect" in found["Service"]["ExecStart"]
+    program, *arguments = shlex.split(found["Service"]["ExecStart"])
+    assert Path(program).name in ("prefect", "rollout")
+    if Path(program).name == "rollout":
+        found_command = typer.main.get_command(app)
+        for name in ("ops", "worker"):
+            assert arguments.pop(0) == name
+            found_command = found_command.commands[name]  # pyright: ignore[reportAttributeAccessIssue]
+        given = found_command.make_context("worker", arguments).params
+        assert float(found["Service"]["TimeoutStopSec"]) > given["drain_seconds"]
+        assert int(found["Service"]["RestartPreventExitStatus"]) == EXIT_DRAINED
 
 
 def test_the_settings_of_a_server_are_those_that_the_project_gives_its_own():

@@ -1,0 +1,209 @@
+"""Whether the cloud is about to take this machine back, as the metadata service of a spot machine tells.
+
+AWS: a token by IMDSv2, then ``spot/instance-action``, which is there from two minutes before the end.
+https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
+Google Cloud: ``instance/preempted``, which becomes TRUE thirty seconds before the end; the request waits for that.
+https://cloud.google.com/compute/docs/instances/create-use-preemptible
+
+Both are asked at the address that the clouds' own libraries use, which the environment variables
+AWS_EC2_METADATA_SERVICE_ENDPOINT and GCE_METADATA_HOST change.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from datetime import UTC, datetime
+from http import HTTPStatus
+from typing import Literal
+
+from rollout_core.base.errors import ConfigError
+
+Kind = Literal["aws", "gce", "auto", "none"]
+LEAD_SECONDS = {"aws": 120.0, "gce": 30.0}
+"""From a notice to the end of the machine."""
+POLL_SECONDS = 2.0
+"""Between two questions; AWS asks for no more than 5 s."""
+CHANGE_SECONDS = 60
+"""For which one request to Google's service waits for a change."""
+REQUEST_SECONDS = 2.0
+_TOKEN_SECONDS = 21_600
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Metadata never comes by way of a proxy."""
+
+
+class Notice:
+    """That the machine is taken away.
+
+    Args:
+        reason: for people.
+        seconds: until it is gone, from now.
+    """
+
+    def __init__(self, reason: str, seconds: float) -> None:
+        self.reason = reason
+        self._end = time.monotonic() + seconds
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the machine is gone, at least 0."""
+        return max(0.0, self._end - time.monotonic())
+
+
+class Metadata(ABC):
+    """The metadata service of a machine. Whatever it answers, it raises OSError or ValueError only."""
+
+    kind: str
+
+    @abstractmethod
+    def notice(self, *, wait: bool) -> Notice | None:
+        """The notice, if there is one. With ``wait`` the call may take a minute, and ends when one comes."""
+
+    def advice(self) -> str | None:
+        """A sign that a notice may come, which changes nothing yet."""
+        return None
+
+
+class AWSMetadata(Metadata):
+    """Of an EC2 machine. In a container its token needs a hop more: ``HttpPutResponseHopLimit=2``."""
+
+    kind = "aws"
+
+    def __init__(self) -> None:
+        endpoint = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or "http://169.254.169.254"
+        self._latest = f"{endpoint.rstrip('/')}/latest"
+        self._token = ""
+
+    def notice(self, *, wait: bool) -> Notice | None:
+        text = self._read("spot/instance-action")
+        if text is None:
+            return None
+        told = json.loads(text)
+        at = datetime.fromisoformat(str(told["time"]).replace("Z", "+00:00"))
+        left = (at.replace(tzinfo=at.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
+        # What a clock that is wrong makes of it is never longer than AWS gives.
+        return Notice(f"AWS will {told['action']} this machine at {at:%H:%M:%S} UTC", min(left, LEAD_SECONDS["aws"]))
+
+    def advice(self) -> str | None:
+        if self._read("events/recommendations/rebalance") is None:
+            return None
+        return "AWS says that this spot machine is at elevated risk of being taken back; work goes on until it is told"
+
+    def _read(self, path: str) -> str | None:
+        """A value; None where there is none."""
+        for is_last in (False, True):
+            if not self._token:
+                lifetime = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_SECONDS)}
+                self._token = _ask(f"{self._latest}/api/token", lifetime, method="PUT")[0].strip()
+            try:
+                return _ask(f"{self._latest}/meta-data/{path}", {"X-aws-ec2-metadata-token": self._token})[0]
+            except urllib.error.HTTPError as error:
+                if error.code == HTTPStatus.NOT_FOUND:
+                    return None
+                if error.code != HTTPStatus.UNAUTHORIZED or is_last:
+                    raise
+                self._token = ""  # it has expired
+        raise AssertionError("the second try returns or raises")
+
+
+class GCEMetadata(Metadata):
+    """Of a machine of Google's Compute Engine."""
+
+    kind = "gce"
+
+    def __init__(self) -> None:
+        host = os.environ.get("GCE_METADATA_HOST") or "metadata.google.internal"
+        self._url = f"http://{host}/computeMetadata/v1/instance/preempted"
+        self._etag = "0"
+
+    def notice(self, *, wait: bool) -> Notice | None:
+        url, timeout = self._url, REQUEST_SECONDS
+        if wait:
+            # What has changed since the last answer is told at once.
+            url += f"?wait_for_change=true&timeout_sec={CHANGE_SECONDS}&last_etag={self._etag}"
+            timeout += CHANGE_SECONDS
+        text, headers = _ask(url, {"Metadata-Flavor": "Google"}, timeout=timeout)
+        if headers.get("Metadata-Flavor") != "Google":
+            raise ValueError("the answer is not of Google's metadata service")
+        self._etag = headers.get("ETag", "0")
+        if text.strip().upper() != "TRUE":
+            return None
+        return Notice("Google Cloud preempts this machine", LEAD_SECONDS["gce"])
+
+
+def _ask(
+    url: str, headers: dict[str, str], *, method: str = "GET", timeout: float = REQUEST_SECONDS
+) -> tuple[str, dict[str, str]]:
+    request = urllib.request.Request(url, headers=headers, method=method)
+    with _OPENER.open(request, timeout=timeout) as answer:
+        return answer.read().decode("utf-8", "replace"), dict(answer.headers.items())
+
+
+def metadata(kind: Kind) -> Metadata | None:
+    """The metadata service of this machine; None where notices are not wanted, or ``auto`` finds no cloud.
+
+    Raises ConfigError where the named one does not answer.
+    """
+    if kind == "none":
+        return None
+    for service in (AWSMetadata(), GCEMetadata()):
+        if kind not in ("auto", service.kind):
+            continue
+        try:
+            service.notice(wait=False)
+        except (OSError, ValueError, KeyError) as error:
+            if kind != "auto":
+                raise ConfigError(
+                    f"--spot {kind}: the metadata service does not answer as that of {kind} ({error}); on another "
+                    "machine leave the option out. In a container on AWS it needs HttpPutResponseHopLimit=2"
+                ) from error
+        else:
+            return service
+    return None
+
+
+class SpotWatch:
+    """Asks a metadata service all the time, in a thread of its own, until a notice comes.
+
+    Args:
+        service: to be asked; the first time before this returns.
+        say: receives a line when the service falls silent or answers again, and what it advises.
+    """
+
+    def __init__(self, service: Metadata, say: Callable[[str], None]) -> None:
+        self._service, self._say = service, say
+        self._notice: Notice | None = None
+        self._trouble: str | None = None
+        self._advised = False
+        self._look(wait=False)
+        threading.Thread(target=self._watch, name="rollout-spot-notices", daemon=True).start()
+
+    def notice(self) -> Notice | None:
+        """The notice once it has come."""
+        return self._notice
+
+    def _watch(self) -> None:
+        while self._notice is None:
+            time.sleep(POLL_SECONDS)
+            self._look(wait=True)
+
+    def _look(self, *, wait: bool) -> None:
+        try:
+            self._notice = self._service.notice(wait=wait)
+            if not self._advised and (advice := self._service.advice()) is not None:
+                self._advised = True
+                self._say(advice)
+        except (OSError, ValueError, KeyError) as error:
+            if self._trouble is None:
+                self._say(f"the metadata service of {self._service.kind} does not answer ({error}); notices are unseen")
+            self._trouble = str(error)
+            return
+        if self._trouble is not None:
+            self._trouble = None
+            self._say(f"the metadata service of {self._service.kind} answers again")

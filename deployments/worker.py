@@ -1,0 +1,125 @@
+"""A Prefect worker of process pools that ends in order: it takes no run more, has its runs end, and hands them back.
+
+`deployments.supervision` starts it as ``python -m deployments.worker``, and again when it dies. Prefect's own ends its
+runs one after the other, 30 s each, and reports them Crashed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from prefect.settings import PREFECT_WORKER_HEARTBEAT_SECONDS
+from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, ProcessWorkerResult
+
+from deployments.supervision import give_back, runs_of
+
+if TYPE_CHECKING:
+    import anyio.abc
+    from prefect.client.schemas.objects import FlowRun
+
+LOOK_SECONDS = 0.2
+
+
+class DrainingWorker(ProcessWorker):
+    """Takes runs of a pool until the first SIGTERM or SIGINT, and then ends what it has under way.
+
+    A second signal kills what has not ended.
+    """
+
+    @classmethod
+    def __dispatch_key__(cls) -> str:
+        # Beside Prefect's own of the same type, which Prefect looks up by this name.
+        return "rollout-process"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._is_draining = False
+        self._in_hand = 0
+        """Runs whose `run` has not returned."""
+
+    async def work(self) -> None:
+        """Take runs, until a signal."""
+        loop, this = asyncio.get_running_loop(), asyncio.current_task()
+        assert this is not None, "asyncio.run makes one"
+        ending: list[asyncio.Task[None]] = []
+
+        def told() -> None:
+            if not ending:
+                ending.append(loop.create_task(self._drain(this)))
+            else:
+                _signal(runs_of(psutil.Process().children()).values(), signal.SIGKILL)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, told)
+        with suppress(asyncio.CancelledError):
+            await self.start()
+
+    async def _drain(self, work: asyncio.Task[Any]) -> None:
+        """Have all runs stop, also one that was taken at this moment, and then end the work."""
+        self._is_draining = True
+        self._logger.info("the worker takes no run more; runs that are told to stop: %d", self._in_hand)
+        asked: set[str] = set()
+        while self._in_hand or self._submitting_flow_run_ids:
+            runs = runs_of(psutil.Process().children())
+            _signal((process for run, process in runs.items() if run not in asked), signal.SIGTERM)
+            asked |= runs.keys()
+            await asyncio.sleep(LOOK_SECONDS)
+        work.cancel()
+
+    async def get_and_submit_flow_runs(self) -> list[FlowRun]:
+        return [] if self._is_draining else await super().get_and_submit_flow_runs()
+
+    async def run(
+        self,
+        flow_run: FlowRun,
+        configuration: ProcessJobConfiguration,
+        task_status: anyio.abc.TaskStatus[int] | None = None,
+    ) -> ProcessWorkerResult:
+        self._in_hand += 1
+        try:
+            if self._is_draining:
+                # It came with the last answer of the server, and has no process yet.
+                if task_status is not None:
+                    task_status.started(0)
+                result = ProcessWorkerResult(status_code=0, identifier="none")
+            else:
+                result = await super().run(flow_run, configuration, task_status)
+            if self._is_draining and (result.status_code or result.identifier == "none"):
+                # One that ended by itself has handed itself back, and may be another worker's by now.
+                done = await asyncio.to_thread(give_back, str(flow_run.id), reason="its worker stops")
+                self._logger.info("flow run %s %s", flow_run.id, done)
+                return ProcessWorkerResult(status_code=0, identifier=result.identifier)
+            return result
+        finally:
+            self._in_hand -= 1
+
+
+def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A Prefect worker that hands its runs back when it is told to end.")
+    parser.add_argument("--pool", required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--limit", type=int)
+    arguments = parser.parse_args()
+    worker = DrainingWorker(
+        name=arguments.name,
+        work_pool_name=arguments.pool,
+        limit=arguments.limit,
+        heartbeat_interval_seconds=int(PREFECT_WORKER_HEARTBEAT_SECONDS.value()),
+    )
+    asyncio.run(worker.work())
+
+
+if __name__ == "__main__":
+    main()
