@@ -27,13 +27,16 @@ from .loop import (
     train as train,
 )
 from .losses import (
+    OddsRatioLoss as OddsRatioLoss,
     ShapeError as ShapeError,
     bradley_terry_loss as bradley_terry_loss,
     dpo_loss as dpo_loss,
     ipo_loss as ipo_loss,
     kto_loss as kto_loss,
+    orpo_loss as orpo_loss,
     selected_logprobs as selected_logprobs,
     sft_loss as sft_loss,
+    simpo_loss as simpo_loss,
     token_logprobs as token_logprobs,
 )
 from .on_policy import (

@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
@@ -157,7 +158,8 @@ def preference_update(
     items, other_items, report = _read_rows(form, dataset, held_out, folder, context, on_data)
     others = other_items or ()
     documents = documents_of(items), documents_of(others)
-    accelerator, trained, ref_logps, ref_others = _start(model, reference, *documents, settings, context)
+    start = _start if settings.needs_reference else _start_alone
+    accelerator, trained, ref_logps, ref_others = start(model, reference, *documents, settings, context)
     settings = divided(settings)
     policy = shard(Policy(trained), settings.parallel, accelerator.device)
 
@@ -212,8 +214,7 @@ def _start(
         loaded = trained
         if loaded is None:
             loaded = load_causal_lm(context.model(reference)).to(device).eval().requires_grad_(False)
-        longest = max(len(item.prefix) + max(map(len, item.branches)) for item in chain(documents, held_out))
-        check_sequence_length(loaded, longest)
+        check_sequence_length(loaded, _longest(documents, held_out))
         policy = Policy(loaded)
         return shard(policy, settings.parallel, device) if trained is None else WithoutAdapters(policy)
 
@@ -229,6 +230,27 @@ def _start(
     # Loading the reference may or may not have drawn random numbers.
     seed_everything(context.seed, num_threads=context.num_threads)
     return accelerator, load_trained() if trained is None else trained, logps, others
+
+
+def _start_alone(
+    model: ContentId,
+    reference: ContentId,
+    documents: Sequence[Document],
+    held_out: Sequence[Document],
+    settings: PreferenceSettings,
+    context: UpdateContext,
+) -> tuple[Accelerator, Any, Tensor, Tensor]:
+    """As `_start` for a loss without a reference, which is not loaded: its log-probabilities are zeros."""
+    seed_everything(context.seed, num_threads=context.num_threads)
+    accelerator = build_accelerator(settings.precision)
+    trained = with_lora(load_causal_lm(context.model(model)), settings.lora, seed=context.seed)
+    check_sequence_length(trained, _longest(documents, held_out))
+    none, none_held_out = (torch.zeros(sum(len(item.branches) for item in items)) for items in (documents, held_out))
+    return accelerator, trained.to(accelerator.device).eval(), none, none_held_out
+
+
+def _longest(documents: Sequence[Document], held_out: Sequence[Document]) -> int:
+    return max(len(item.prefix) + max(map(len, item.branches)) for item in chain(documents, held_out))
 
 
 def _train(

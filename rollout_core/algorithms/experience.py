@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout_core.algorithms.advantages import Groups
-from rollout_core.algorithms.parallel import all_reduce_sum, split_across_ranks
+from rollout_core.algorithms.parallel import all_reduce_sum, split_across_ranks, token_microbatches, world_size
 from rollout_core.algorithms.policy import Policy
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.config import ImportanceCorrection, OnPolicySettings
@@ -253,6 +253,33 @@ def pass_minibatches(groups: Groups, minibatch_size: int, *, seed: int, epoch: i
     return [sorted(order[start : start + minibatch_size]) for start in range(0, len(order), minibatch_size)]
 
 
+def pass_steps(
+    batch: PolicyBatch, groups: Groups, settings: OnPolicySettings, *, seed: int, epoch: int
+) -> list[list[list[int]]]:
+    """Rows of every minibatch of every optimizer step of one pass over ``batch``, cut as ``settings`` say."""
+    count = settings.gradient_accumulation
+    parts = pass_minibatches(groups, settings.minibatch_size, seed=seed, epoch=epoch)
+    steps = [parts[start : start + count] for start in range(0, len(parts), count)]
+    max_tokens = settings.max_tokens_per_microbatch
+    return steps if max_tokens is None else [_cut_by_tokens(batch, step, max_tokens) for step in steps]
+
+
+def _cut_by_tokens(batch: PolicyBatch, step: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    """Rows of one prompt stay together as far as they fit, for the prompt is computed once for all of them."""
+    units: list[list[int]] = []
+    sizes: list[int] = []
+    for row in sorted(row for part in step for row in part):
+        prompt, length = batch.prompts[row], len(batch.completions[row])
+        if units and batch.prompts[units[-1][-1]] == prompt and sizes[-1] + length <= max_tokens:
+            units[-1].append(row)
+            sizes[-1] += length
+        else:
+            units.append([row])
+            sizes.append(len(prompt) + length)
+    parts = token_microbatches(sizes, max_tokens, world_size())
+    return [[row for number in part for row in units[number]] for part in parts]
+
+
 class OnPolicyUpdate(Generic[SettingsT]):
     """The part of `Algorithm` that PPO and GRPO share: ``epochs`` passes over one iteration's trajectories.
 
@@ -282,11 +309,8 @@ class OnPolicyUpdate(Generic[SettingsT]):
 
     def minibatches(self, step: int) -> list[PolicyBatch]:
         epoch, offset = divmod(step - self._first_step, self._steps_per_epoch)
-        parts = pass_minibatches(
-            self._groups, self._settings.minibatch_size, seed=self._seed, epoch=self._first_step + epoch
-        )
-        count = self._settings.gradient_accumulation
-        return [self._batch.rows(part) for part in parts[offset * count : (offset + 1) * count]]
+        steps = pass_steps(self._batch, self._groups, self._settings, seed=self._seed, epoch=self._first_step + epoch)
+        return [self._batch.rows(part) for part in steps[offset]]
 
     def _trained(self, batch: PolicyBatch) -> Tensor:
         """[N,C] bool: completion tokens that count in the loss."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,7 @@ from rollout_core.algorithms.state import TrainState
 from rollout_core.base.determinism import check_numerics, mixed_precision, probe_device
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.ids import ContentId, canonical_json, hash_bytes
-from rollout_core.config import LearnerSettings, OptimizerConfig
+from rollout_core.config import LearnerSettings, OptimizerConfig, SpikeRule
 from rollout_core.config.learning import OTHER_KERNELS, optimizer_class
 
 log = logging.getLogger(__name__)
@@ -130,16 +131,24 @@ def build_optimizer(config: OptimizerConfig, parameters: Sequence[torch.nn.Param
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
-    """Rate of optimizer step ``step`` (from 0): linear warm-up, then constant, or linear or cosine decay to 0 at
-    step ``num_steps``, which is never taken."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
+    """Rate of optimizer step ``step`` (from 0): linear warm-up, then constant, or linear or cosine decay to ``min_lr``
+    at step ``num_steps``, which is never taken."""
+    warmup_steps = config.warmup_steps or math.ceil(config.warmup_ratio * num_steps)
+    if step < warmup_steps:
+        return config.lr * (step + 1) / warmup_steps
     if config.schedule == "constant":
         return config.lr
-    progress = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
+    progress = (step - warmup_steps) / max(1, num_steps - warmup_steps)
+    falling = config.lr - config.min_lr
     if config.schedule == "linear":
-        return config.lr * (1.0 - progress)
-    return config.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
+        return config.min_lr + falling * (1.0 - progress)
+    return config.min_lr + falling * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def is_spike(grad_norm: float, rows: Sequence[Mapping[str, float]], rule: SpikeRule) -> bool:
+    """Whether ``grad_norm`` is above ``rule.factor`` times the median of the last steps, of which ``rows`` tell."""
+    before = [row["grad_norm"] for row in rows if not row.get("skipped")][-rule.window :]
+    return len(before) >= rule.after_steps and grad_norm > rule.factor * statistics.median(before)
 
 
 def train(
@@ -185,7 +194,8 @@ def train(
             hooks.on_failure(state)
             kept = [hooks.keep_batch(algorithm.sequences(batch)) for batch in batches]
             raise _not_finite(f"{algorithm.name} step {step + 1}", row, kept)
-        state.optimizer.step()
+        if not _skips(f"{algorithm.name} step {step + 1}", row, state, settings.skip_spikes):
+            state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
         state.step += 1
         state.seconds = broadcast_from_rank0(clock() - started, accelerator.device)
@@ -200,6 +210,18 @@ def train(
             hooks.on_snapshot(state)
     if state.step < algorithm.num_steps:
         log.info("%s: wall time is used up at step %d of %d", algorithm.name, state.step, algorithm.num_steps)
+
+
+def _skips(step: str, row: dict[str, float], state: TrainState, rule: SpikeRule | None) -> bool:
+    """Whether ``rule`` skips the step that ``row`` tells of, which then says so."""
+    if rule is None:
+        return False
+    row["skipped"] = float(is_spike(row["grad_norm"], state.metrics, rule))
+    if row["skipped"]:
+        log.warning(
+            "%s is skipped: its gradient norm %.4g is far above that of the steps before", step, row["grad_norm"]
+        )
+    return bool(row["skipped"])
 
 
 def _not_finite(step: str, row: Mapping[str, float], kept: Sequence[ContentId]) -> Fatal:

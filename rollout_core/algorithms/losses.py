@@ -7,7 +7,7 @@ sequences, T tokens, V the vocabulary. Half-precision logits are reduced in floa
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -150,6 +150,43 @@ def dpo_loss(
     """
     margin = beta * _log_ratio_margin("dpo_loss", policy_chosen, policy_rejected, ref_chosen, ref_rejected)
     return mean_of(-(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin))
+
+
+class OddsRatioLoss(NamedTuple):
+    """Result of `orpo_loss`; all scalars, the figures without gradient."""
+
+    loss: Tensor
+    nll: Tensor
+    """Mean negative log-likelihood of the chosen answers, nats per token."""
+    log_odds_ratio: Tensor
+    """Mean of the log of the odds ratio of chosen to rejected answer."""
+
+
+def orpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float) -> OddsRatioLoss:
+    """Mean ORPO loss over B pairs; 0 for none.
+
+    -chosen - beta log sigmoid(log odds(chosen) - log odds(rejected)) with log odds(x) = x - log(1 - exp(x));
+    arXiv:2403.07691, eq. 3 to 7, whose lambda is beta here.
+    chosen, rejected: [B] float32, response log-probability averaged over its own tokens (nats, below 0).
+    Denominator: B. Raises ShapeError if the shapes differ.
+    """
+    require_same_shape("orpo_loss", 1, chosen=chosen, rejected=rejected)
+    # Of a certain answer the odds are infinite; float32 has no number between 1 and 1 - 6e-8.
+    chosen_odds, rejected_odds = (x - torch.log(-torch.expm1(x.clamp(max=-1e-7))) for x in (chosen, rejected))
+    log_odds_ratio = chosen_odds - rejected_odds
+    loss = mean_of(-chosen - beta * F.logsigmoid(log_odds_ratio))
+    return OddsRatioLoss(loss, mean_of(-chosen).detach(), mean_of(log_odds_ratio).detach())
+
+
+def simpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float, gamma: float = 0.0) -> Tensor:
+    """Mean SimPO loss over B pairs; 0 for none.
+
+    -log sigmoid(beta (chosen - rejected) - gamma); arXiv:2405.14734, eq. 6.
+    chosen, rejected: [B] float32, response log-probability averaged over its own tokens (nats).
+    Denominator: B. Raises ShapeError if the shapes differ.
+    """
+    require_same_shape("simpo_loss", 1, chosen=chosen, rejected=rejected)
+    return mean_of(-F.logsigmoid(beta * (chosen - rejected) - gamma))
 
 
 def ipo_loss(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from rollout_core.algorithms.experience import (
     drawn_entropy,
     importance_weights,
     logprob_differences,
-    pass_minibatches,
+    pass_steps,
     score_completions,
 )
 from rollout_core.algorithms.loop import MinibatchLoss
@@ -70,7 +71,7 @@ def assign_credit(
     ``first_step`` and ``seed`` are the update's: it is scored in the minibatches of its first pass.
     """
     groups = Groups.of_neighbours(len(batch.mask), 1)
-    minibatches = pass_minibatches(groups, settings.minibatch_size, seed=seed, epoch=first_step)
+    minibatches = list(chain(*pass_steps(batch, groups, settings, seed=seed, epoch=first_step)))
     options = {"temperature": settings.sampling.temperature, "device": device}
     own = score_completions(policy, batch, minibatches, **options)
     ref_logprobs = score_completions(reference, batch, minibatches, **options).logprobs
@@ -217,7 +218,7 @@ def compare_groups(
     row is a rollout, and ``samples_per_prompt`` neighbours are a group.
     """
     groups = groups or Groups.of_neighbours(len(batch.mask), settings.samples_per_prompt)
-    minibatches = pass_minibatches(groups, settings.minibatch_size, seed=seed, epoch=first_step)
+    minibatches = list(chain(*pass_steps(batch, groups, settings, seed=seed, epoch=first_step)))
     options = {"temperature": settings.sampling.temperature, "device": device}
     mask, engine_logprobs = batch.mask, batch.columns["old_logprobs"]
     scores = groups.of_rollouts(batch.scores)
@@ -231,11 +232,11 @@ def compare_groups(
         figures["sampling/importance_weight_mean"] = float(weights.sum() / mask.sum())
     if reference is not None:
         columns["ref_logprobs"] = score_completions(reference, batch, minibatches, **options).logprobs
-    if reference is not None and settings.kl_in == "reward":
+    if reference is not None and (settings.kl_in == "reward" or settings.guards.max_kl is not None):
         old_logprobs = columns.get("old_logprobs", engine_logprobs)
         log_ratio = (old_logprobs - columns["ref_logprobs"]).masked_fill(~mask, 0.0)
         figures["objective/kl"] = float(log_ratio.sum(1).mean())
-        penalty = settings.kl_coef * log_ratio
+        penalty = settings.kl_coef * log_ratio if settings.kl_in == "reward" else None
     advantages = _token_advantages(scores, groups, mask, settings, penalty)
     if weights is not None:
         advantages = advantages * weights

@@ -24,7 +24,7 @@ from rollout_core.algorithms.policy import Policy, ValueModel, zero_head
 from rollout_core.algorithms.state import TrainState, load_state
 from rollout_core.algorithms.training import train_to_end
 from rollout_core.base.determinism import seed_everything
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.ids import ContentId
 from rollout_core.base.locks import scratch_folder
 from rollout_core.config import GRPOSettings, OnPolicySettings, PPOSettings
@@ -74,6 +74,7 @@ def ppo_update(
     state.extras = {"kl_coef": controller.coef}
     algorithm = PPO(policy, batch, settings, **options)
     figures["completions/num_left_out"] = scores.num_left_out
+    check_guards(figures, settings, scores)
     options = {"total_steps": settings.total_steps, "figures": figures}
     return train_to_end(algorithm, state, settings, accelerator, context, context.model(model), **options)
 
@@ -113,8 +114,26 @@ def grpo_update(
         )
     algorithm = GRPO(policy, batch, settings, parts=parts, **options)
     figures["completions/num_left_out"] = scores.num_left_out
+    check_guards(figures, settings, scores)
     options = {"total_steps": settings.total_steps, "figures": figures}
     return train_to_end(algorithm, state, settings, accelerator, context, context.model(model), **options)
+
+
+def check_guards(figures: Mapping[str, float], settings: OnPolicySettings, scores: Scores) -> None:
+    """Raises Fatal, with what was seen, where completions are past a bound of ``settings.guards``."""
+    bounds = {
+        "max_kl": (settings.guards.max_kl, "objective/kl", "nats per completion to the starting policy"),
+        "max_mean_length": (settings.guards.max_mean_length, "completions/mean_length", "tokens per completion"),
+    }
+    for name, (bound, figure, unit) in bounds.items():
+        if bound is not None and figures[figure] > bound:
+            seen = ", ".join(f"{key} {value:.4g}" for key, value in sorted(figures.items()))
+            raise Fatal(
+                f"guards.{name}: {figures[figure]:.4g} {unit}, above the bound of {bound:g}; this update trained "
+                f"nothing, and checkpoints before it stay. Seen: {seen}; completions {scores.completions}, scores "
+                f"{scores.scores}. "
+                "Lower optimizer.lr, hold the policy closer to its start, or look at what the reward pays for"
+            )
 
 
 def load_on_policy(model: ContentId, reference: ContentId, settings: OnPolicySettings, context: UpdateContext) -> Any:

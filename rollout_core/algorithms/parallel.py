@@ -8,6 +8,7 @@ them, in the same order.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -55,6 +56,32 @@ def divided(settings: SettingsT) -> SettingsT:
     size, count = settings.minibatch_size, settings.gradient_accumulation
     parts = parts_per_minibatch(size, count, world_size())
     return settings.model_copy(update={"minibatch_size": size // parts, "gradient_accumulation": count * parts})
+
+
+def token_microbatches(sizes: Sequence[int], max_tokens: int, processes: int) -> list[list[int]]:
+    """Numbers of the items of each microbatch, the longest microbatch first, for items of so many tokens.
+
+    As few as hold at most ``max_tokens`` each, where ``processes`` have equally many and there are items enough; one
+    item that is longer is by itself. They are about equally long: items go, the longest first, where the fewest
+    tokens are (Graham, *Bounds on Multiprocessing Timing Anomalies*, 1969). So neighbours, which processes compute
+    beside each other, are alike.
+    """
+    order = sorted(range(len(sizes)), key=lambda item: (-sizes[item], item))
+    too_long = [size for size in sizes if size > max_tokens]
+    count = max(1, len(too_long) + math.ceil((sum(sizes) - sum(too_long)) / max_tokens))
+    while True:
+        count = math.ceil(count / processes) * processes
+        heap = [(0, number) for number in range(min(count, len(sizes)))]
+        parts: list[list[int]] = [[] for _ in heap]
+        for item in order:
+            load, number = heapq.heappop(heap)
+            parts[number].append(item)
+            heapq.heappush(heap, (load + sizes[item], number))
+        if all(load <= max_tokens or len(parts[number]) == 1 for load, number in heap):
+            loads = dict((number, load) for load, number in heap)
+            longest_first = sorted(range(len(parts)), key=lambda number: (-loads[number], number))
+            return [sorted(parts[number]) for number in longest_first]
+        count += 1
 
 
 def split_across_ranks(items: Sequence[T]) -> Iterator[tuple[T, bool]]:

@@ -2,7 +2,8 @@
 
 DPO (direct preference optimization, arXiv:2305.18290) and IPO (identity preference optimization, arXiv:2310.12036)
 raise the log-ratio of policy to reference on the chosen answer of a pair above that on the rejected one. DPO sums
-log-ratios over tokens; IPO averages each over its own.
+log-ratios over tokens; IPO averages each over its own. ORPO (arXiv:2403.07691) and SimPO (arXiv:2405.14734)
+compare mean log-probabilities of the policy alone.
 
 KTO (Kahneman-Tversky optimization, arXiv:2402.01306) needs no pairs: the log-ratio is raised on desirable answers and
 lowered on undesirable ones, both against an estimate of KL(policy || reference): the mean log-ratio of answers under
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout_core.algorithms.loop import MinibatchLoss
-from rollout_core.algorithms.losses import dpo_loss, ipo_loss, kto_loss
+from rollout_core.algorithms.losses import dpo_loss, ipo_loss, kto_loss, orpo_loss, simpo_loss
 from rollout_core.algorithms.parallel import all_ranks, all_reduce_sum, is_first, split_across_ranks
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.supervised import DatasetAlgorithm, share_of_step
@@ -70,8 +71,10 @@ class DPO(DatasetAlgorithm[PairBatch]):
         seed: int,
         device: torch.device,
     ) -> None:
-        """ref_logps: [2N] float32, chosen and rejected answer of each of the N pairs."""
+        """ref_logps: [2N] float32, chosen and rejected answer of each of the N pairs; zeros where the loss has no
+        reference."""
         self.name = settings.kind
+        self._loss = settings.loss if settings.kind == "dpo" else "ipo"
         self._documents = pair_documents(pairs)
         self._ref_logps = ref_logps.view(-1, 2)
         super().__init__(policy, pairs, settings, seed=seed, device=device)
@@ -90,13 +93,19 @@ class DPO(DatasetAlgorithm[PairBatch]):
         logps = tokens.row_sums(self._model(tokens).logprobs).view(-1, 2)
         ref_logps = batch.ref_logps.to(logps)
         with torch.autocast(self._device.type, enabled=False):
-            if settings.kind == "dpo":
+            lengths, more = tokens.row_counts().view(-1, 2), {}
+            if self._loss == "dpo":
                 policy, ref = logps, ref_logps
                 loss = dpo_loss(*policy.T, *ref.T, beta=settings.beta, label_smoothing=settings.label_smoothing)
             else:
-                lengths = tokens.row_counts().view(-1, 2)
                 policy, ref = logps / lengths, ref_logps / lengths
-                loss = ipo_loss(*policy.T, *ref.T, beta=settings.beta)
+                if self._loss == "ipo":
+                    loss = ipo_loss(*policy.T, *ref.T, beta=settings.beta)
+                elif self._loss == "simpo":
+                    loss = simpo_loss(*policy.T, beta=settings.beta, gamma=settings.gamma)
+                else:
+                    found = orpo_loss(*policy.T, beta=settings.beta)
+                    loss, more = found.loss, {"nll_loss": found.nll, "log_odds_ratio": found.log_odds_ratio}
         chosen, rejected = (settings.beta * (policy - ref)).detach().T
         figures = {
             "rewards/chosen": chosen,
@@ -105,6 +114,7 @@ class DPO(DatasetAlgorithm[PairBatch]):
             "rewards/accuracies": (chosen > rejected).float(),
             "logps/chosen": logps[:, 0],
             "logps/rejected": logps[:, 1],
+            **{name: value[None] for name, value in more.items()},
         }
         step_pairs = sum(len(other.ref_logps) for other in step_batches)
         return share_of_step(loss, figures, items=len(logps), step_items=step_pairs)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.losses import bradley_terry_loss
+from rollout_core.algorithms.parallel import token_microbatches, world_size
 from rollout_core.algorithms.policy import PackedModel, scalar_head
 from rollout_core.base.determinism import check_numerics, cpu_threads, default_threads
 from rollout_core.base.errors import ConfigError
@@ -54,10 +55,17 @@ class DatasetAlgorithm(Generic[BatchT]):
         raise NotImplementedError
 
     def minibatches(self, step: int) -> list[BatchT]:
-        size = self._settings.minibatch_size
-        per_step = size * self._settings.gradient_accumulation
+        per_step = self._settings.minibatch_size * self._settings.gradient_accumulation
         positions = positions_at(step, num_items=self.num_items, per_step=per_step, seed=self._seed)
-        return [self.minibatch(positions[start : start + size]) for start in range(0, len(positions), size)]
+        return self.cut(positions)
+
+    def cut(self, positions: Sequence[int]) -> list[BatchT]:
+        """Minibatches of the items at ``positions``: of so many items each, or of so many tokens."""
+        size, max_tokens = self._settings.minibatch_size, self._settings.max_tokens_per_microbatch
+        if max_tokens is None:
+            return [self.minibatch(positions[start : start + size]) for start in range(0, len(positions), size)]
+        parts = token_microbatches([self.item_tokens(position) for position in positions], max_tokens, world_size())
+        return [self.minibatch([positions[number] for number in part]) for part in parts]
 
     def minibatch(self, positions: Sequence[int]) -> BatchT:
         """The items at ``positions``."""

@@ -119,12 +119,10 @@ class Evaluation(Generic[BatchT]):
         algorithm: DatasetAlgorithm[BatchT],
         accelerator: Accelerator,
         *,
-        minibatch_size: int,
         every_steps: int | None = None,
     ) -> None:
         self._algorithm = algorithm
         self._accelerator = accelerator
-        self._minibatch_size = minibatch_size
         self._every_steps = every_steps
 
     def after_step(self, state: TrainState, is_last: bool) -> dict[str, float]:
@@ -142,8 +140,7 @@ class Evaluation(Generic[BatchT]):
 
         Several processes share the rows. Collective.
         """
-        size, count = self._minibatch_size, self._algorithm.num_items
-        batches = [self._algorithm.minibatch(range(start, min(start + size, count))) for start in range(0, count, size)]
+        batches = self._algorithm.cut(range(self._algorithm.num_items))
         was_training = state.model.training
         state.model.eval()
         figures = StepFigures()
@@ -168,7 +165,7 @@ def evaluation_of(
     if held_out is None or settings.evaluation is None:
         return None
     every_steps = settings.evaluation.every_steps
-    return Evaluation(held_out, accelerator, minibatch_size=settings.minibatch_size, every_steps=every_steps)
+    return Evaluation(held_out, accelerator, every_steps=every_steps)
 
 
 SETTINGS_LENGTH = 80

@@ -69,6 +69,7 @@ from .learning import (
     SequenceConfig as SequenceConfig,
     SFTSettings as SFTSettings,
     SnapshotPolicy as SnapshotPolicy,
+    SpikeRule as SpikeRule,
     TrackerName as TrackerName,
 )
 from .on_policy import (
@@ -79,6 +80,7 @@ from .on_policy import (
     OnPolicySettings as OnPolicySettings,
     OverlongPenalty as OverlongPenalty,
     PPOSettings as PPOSettings,
+    StopGuards as StopGuards,
 )
 from .promotion import (
     FinishGuard as FinishGuard,

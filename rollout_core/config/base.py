@@ -171,7 +171,7 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 ELSEWHERE = {
     "learning_rate": ("optimizer.lr",),
     "lr_scheduler_type": ("optimizer.schedule",),
-    "warmup_ratio": ("optimizer.warmup_steps",),
+    "warmup_ratio": ("optimizer.warmup_ratio",),
     "num_train_epochs": ("budget.epochs", "epochs"),
     "num_epochs": ("budget.epochs", "epochs"),
     "batch_size": ("minibatch_size",),
@@ -180,6 +180,7 @@ ELSEWHERE = {
     "max_seq_length": ("sequence.max_length",),
     "max_seq_len": ("max_length", "sequence.max_length"),
     "packing": ("sequence.max_length",),
+    "ppo_max_token_len_per_gpu": ("max_tokens_per_microbatch",),
     "max_new_tokens": ("max_tokens", "sampling.max_tokens"),
     "max_completion_length": ("sampling.max_tokens",),
     "num_generations": ("samples_per_prompt",),

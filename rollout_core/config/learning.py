@@ -119,7 +119,7 @@ AveragingRate = Annotated[float, Field(ge=0, lt=1)]
 class OptimizerConfig(Settings):
     """Optimizer and learning-rate schedule."""
 
-    identity_without_default = frozenset({"options"})
+    identity_without_default = frozenset({"options", "warmup_ratio", "min_lr"})
 
     kind: str = "adamw"
     """``adamw``, ``adam`` or ``sgd``, or a class of torch.optim by its name, such as ``Adafactor``."""
@@ -134,8 +134,11 @@ class OptimizerConfig(Settings):
     """More arguments of the optimizer's class, such as ``{momentum = 0.9}`` of sgd."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up from 0."""
+    warmup_ratio: float = Field(default=0.0, ge=0, lt=1)
+    """Those steps as a share of all that the schedule spans, rounded up; instead of their number."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After warm-up; linear and cosine fall towards 0, which the step after the last would have."""
+    """After warm-up; linear and cosine fall towards ``min_lr``, which the step after the last would have."""
+    min_lr: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global L2 norm."""
 
@@ -152,6 +155,16 @@ class OptimizerConfig(Settings):
         if kind not in PLAIN_OPTIMIZERS:
             optimizer_class(kind)
         return kind
+
+    @model_validator(mode="after")
+    def _one_warm_up_and_a_rate_to_fall_to(self) -> OptimizerConfig:
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError("warmup_steps and warmup_ratio are two ways to say one thing; give one of them")
+        if self.min_lr and self.schedule == "constant":
+            raise ValueError("min_lr is what linear and cosine schedules fall towards, and schedule is constant")
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr is {self.min_lr}, above lr {self.lr}; the schedule falls from lr towards min_lr")
+        return self
 
     @model_validator(mode="after")
     def _taken_by_torch(self) -> OptimizerConfig:
@@ -254,14 +267,31 @@ class LoRAConfig(Settings):
     """Last parts of the names of the layers that get one; default: every linear layer but the output."""
 
 
+class SpikeRule(Settings):
+    """Steps whose gradient is far larger than usual change no weights (as PaLM skipped batches at loss spikes,
+    arXiv:2204.02311, section 5.1). The rule looks at the rows of figures alone, which a snapshot holds."""
+
+    factor: float = Field(default=10.0, gt=1)
+    """A step is skipped whose gradient norm is above so many times the median of the steps before."""
+    window: int = Field(default=50, ge=2)
+    """Steps before that count, without skipped ones."""
+    after_steps: int = Field(default=10, ge=1)
+    """Until there are so many of them no step is skipped."""
+
+
 class LearnerSettings(Settings):
     """What every learner shares."""
+
+    identity_without_default = frozenset({"max_tokens_per_microbatch", "skip_spikes"})
 
     optimizer: OptimizerConfig
     minibatch_size: int = Field(default=8, ge=1)
     """Sequences in one forward and backward pass."""
     gradient_accumulation: int = Field(default=1, ge=1)
     """Minibatches in one optimizer step."""
+    max_tokens_per_microbatch: int | None = Field(default=None, ge=1)
+    """Cut the rows of a step (minibatch_size times gradient_accumulation) into passes of at most so many tokens, about
+    equally long, instead of equally many rows; a longer row is a pass by itself. Gradients stay those of the step."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """``auto``: bfloat16 autocast where the GPU has it, else float32."""
     gradient_checkpointing: bool = False
@@ -269,6 +299,8 @@ class LearnerSettings(Settings):
     same gradients."""
     lora: LoRAConfig | None = None
     """Train adapters instead of all weights. Checkpoints hold the merged weights."""
+    skip_spikes: SpikeRule | None = None
+    """Skip steps whose gradient is far larger than usual."""
     snapshots: SnapshotPolicy = SnapshotPolicy()
     parallel: ParallelConfig = ParallelConfig()
     trackers: tuple[TrackerName, ...] = ()
@@ -304,7 +336,7 @@ class LearnerSettings(Settings):
 class DatasetSettings(LearnerSettings):
     """What learners from a data set share."""
 
-    identity_without_default = frozenset({"evaluation"})
+    identity_without_default = LearnerSettings.identity_without_default | {"evaluation"}
 
     dataset: DatasetSource
     sequence: SequenceConfig = SequenceConfig()
@@ -358,15 +390,43 @@ class ReferencedSettings(PreferenceSettings):
     beta: float = Field(default=0.1, gt=0)
     """How closely the policy keeps to the reference: larger is closer."""
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares the policy with a reference."""
+        return True
+
 
 class DPOSettings(ReferencedSettings):
-    """Direct preference optimization (arXiv:2305.18290)."""
+    """Direct preference optimization (arXiv:2305.18290), and losses of pairs that need no reference."""
+
+    identity_without_default = ReferencedSettings.identity_without_default | {"loss", "gamma"}
 
     kind: Literal["dpo"] = "dpo"
     dataset: DatasetSource
     """Rows ``{prompt, chosen, rejected}``."""
+    loss: Literal["dpo", "orpo", "simpo"] = "dpo"
+    """``orpo``: odds ratio and likelihood of the chosen answer (arXiv:2403.07691), ``beta`` is its lambda; ``simpo``:
+    mean log-probabilities with a margin (arXiv:2405.14734). Neither loads a reference."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Share of pairs whose preference is taken to be flipped."""
+    """Share of pairs whose preference is taken to be flipped; of ``dpo``."""
+    gamma: float = Field(default=0.0, ge=0)
+    """By how much chosen answers are to be above rejected ones, of ``simpo``; its paper has 0.3 to 1.6."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.loss == "dpo"
+
+    @model_validator(mode="after")
+    def _keys_of_its_loss(self) -> DPOSettings:
+        if self.gamma and self.loss != "simpo":
+            raise ValueError(f'gamma is a margin of loss = "simpo", and loss is "{self.loss}"; leave it out')
+        if self.label_smoothing and self.loss != "dpo":
+            raise ValueError(f'label_smoothing is of loss = "dpo", and loss is "{self.loss}"; leave it out')
+        if self.loss == "simpo" and "beta" not in self.model_fields_set:
+            raise ValueError(
+                'beta: give it with loss = "simpo", which scales mean log-probabilities; its paper has 2 to 10'
+            )
+        return self
 
 
 class IPOSettings(ReferencedSettings):

@@ -59,6 +59,20 @@ class DynamicSampling(Settings):
     """Where max_rounds are not enough, the run ends, or learns from fewer groups. Without any it ends."""
 
 
+class StopGuards(Settings):
+    """Bounds of what a policy may come to. They are looked at before each update, on the completions that it would
+    learn from; where one is passed the run ends, and says what it saw."""
+
+    max_kl: float | None = Field(default=None, gt=0)
+    """Mean KL to the starting policy, nats per completion; with GRPO it needs a ``kl_coef``."""
+    max_mean_length: float | None = Field(default=None, gt=0)
+    """Mean length of completions, tokens."""
+
+    def cache_identity(self) -> Any:
+        """They let an update be, or end the run."""
+        return None
+
+
 _BENDING = SamplingParams.identity_without_default - {"logprobs", "stop_token_ids"}
 """Fields of sampling under which tokens are drawn from another distribution than the policy's."""
 
@@ -66,7 +80,7 @@ _BENDING = SamplingParams.identity_without_default - {"logprobs", "stop_token_id
 class OnPolicySettings(LearnerSettings):
     """What learners share that train on completions of the policy itself."""
 
-    identity_without_default = LearnerSettings.identity_without_default | {"overlong"}
+    identity_without_default = LearnerSettings.identity_without_default | {"overlong", "guards"}
 
     prompts: DatasetSource
     """Training prompts: ``{prompt}`` or ``{messages}`` a line; other keys reach the reward."""
@@ -91,6 +105,8 @@ class OnPolicySettings(LearnerSettings):
     arXiv:1912.09729. Must be above the clip range."""
     overlong: OverlongPenalty | None = None
     """Lower the reward of completions that come near the length limit."""
+    guards: StopGuards = StopGuards()
+    """Bounds that end the run."""
     correction: ImportanceCorrection | None = None
     """Old log-probabilities are then the trainer's own, and tokens weighed by how likely the engine drew them."""
 
@@ -111,7 +127,7 @@ class OnPolicySettings(LearnerSettings):
     def cache_identity(self) -> Any:
         """Without the number of iterations, where no schedule spans them: one more leaves those before as they are."""
         named = super().cache_identity()
-        if self.optimizer.schedule == "constant":
+        if self.optimizer.schedule == "constant" and not self.optimizer.warmup_ratio:
             del named["iterations"]
         return named
 
@@ -242,6 +258,13 @@ class GRPOSettings(OnPolicySettings):
             raise ValueError(
                 "dynamic_sampling looks for groups whose rewards differ; take samples_per_prompt of 2 or more"
             )
+        if self.loss_type == "bnpo" and self.max_tokens_per_microbatch is not None:
+            raise ValueError(
+                'loss_type = "bnpo" is a mean over minibatches of equally many rows; with max_tokens_per_microbatch '
+                'take "dapo", which divides by the tokens of the whole step'
+            )
+        if self.guards.max_kl is not None and not self.kl_coef:
+            raise ValueError("guards.max_kl needs the starting policy, which kl_coef = 0 does not load; set kl_coef")
         if self.kl_in == "reward" and not self.kl_coef:
             raise ValueError('kl_in is "reward", but kl_coef is 0; set kl_coef, or leave kl_in out')
         return self

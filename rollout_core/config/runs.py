@@ -64,6 +64,12 @@ class ReferencedAlgorithm(ReferencedSettings):
     reference: ModelSource | None = None
     """Default: the base model."""
 
+    @model_validator(mode="after")
+    def _a_reference_is_for_losses_that_have_one(self) -> ReferencedAlgorithm:
+        if self.reference is not None and not self.needs_reference:
+            raise ValueError("a reference is given, but this loss compares the policy with none; leave it out")
+        return self
+
 
 class DPOAlgorithm(DPOSettings, ReferencedAlgorithm):
     """`[algorithm] kind = "dpo"`."""

@@ -416,8 +416,12 @@ def training_of(
     if parallel.nproc > 1:  # a minibatch that cannot be dealt out evenly is cut into parts
         steps_items = items * settings.gradient_accumulation
         items = min(items, math.ceil(steps_items / parallel.nproc))
+    tokens_per_pass = items * rows * sequence_tokens
+    if settings.max_tokens_per_microbatch is not None:
+        step_tokens = settings.minibatch_size * settings.gradient_accumulation * rows * sequence_tokens
+        tokens_per_pass = min(step_tokens, max(settings.max_tokens_per_microbatch, rows * sequence_tokens))
     return Training(
-        tokens_per_pass=items * rows * sequence_tokens,
+        tokens_per_pass=tokens_per_pass,
         optimizer=settings.optimizer.kind,
         precision=settings.precision,
         gradient_checkpointing=getattr(settings, "gradient_checkpointing", False),

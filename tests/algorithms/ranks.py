@@ -101,6 +101,7 @@ grpo = on_policy(grpo_update, GRPO_SETTINGS)
 CASES = {
     "sft": Case(sft, {}),
     "sft, three minibatches": Case(sft, {"minibatch_size": 3, "gradient_accumulation": 3}),
+    "sft, cut by tokens": Case(sft, {"max_tokens_per_microbatch": 40}),
     "sft, layers computed twice": Case(sft, {"gradient_checkpointing": True, "budget": BudgetConfig(max_steps=2)}),
     "rm": Case(preferences("rm"), {}),
     "dpo": Case(preferences("dpo"), {}),

@@ -121,6 +121,7 @@ def reference_loss(model, reference, items: list[Trajectory], settings: GRPOSett
         {"loss_type": "dr_grpo", "kl_coef": 0.1},
         {"kl_coef": 0.05, "truncated": "mask"},
         {"loss_type": "dapo", "truncated": "mask"},
+        {"loss_type": "dapo", "kl_coef": 0.1, "max_tokens_per_microbatch": 14},
         {"loss": "gspo", "clip_low": 0.05, "clip_high": 0.04, "truncated": "mask"},
         {"loss": "cispo", "loss_type": "dapo", "clip_low": 1.0, "entropy_coef": 0.1},
         {"loss": "reinforce", "loss_type": "dr_grpo", "baseline": "leave_one_out", "advantage_scaling": "none"},
@@ -321,6 +322,25 @@ def test_an_interrupted_update_ends_in_the_same_record(tiny_model, tmp_path, kin
     resumed = run(update_context(tmp_path / "stormy", on_start=lambda first, last: started.append(first)))
     assert 0 <= started[0] <= stop_after, "snapshots are written beside training"
     assert resumed == expected
+
+
+@pytest.mark.parametrize("guards", [{"max_mean_length": 3.5}, {"max_kl": 1e-3}])
+def test_a_guard_ends_the_run_with_what_it_saw(tiny_model, other_tiny_model, tmp_path, guards):
+    place = update_context(tmp_path)
+    model, reference = place.objects.put_tree(tiny_model), place.objects.put_tree(other_tiny_model)
+    scores, samples = file_scores(place.objects, trajectories(load_causal_lm(tiny_model)))
+    [(name, bound)] = guards.items()
+    settings = grpo_settings(guards=guards, kl_coef=0.1)
+    with pytest.raises(
+        Fatal, match=rf"guards\.{name}: .*, above the bound of {bound:g}; this update trained nothing"
+    ) as told:
+        on_policy_updates.grpo_update(model, None, reference, scores, samples, settings, place)
+    assert "completions/mean_length 4, " in str(told.value) and scores.completions in str(told.value)
+    assert place.objects.ref_names("progress") == []
+    settings = grpo_settings(guards={name: 1e9}, kl_coef=0.1)
+    assert on_policy_updates.grpo_update(model, None, reference, scores, samples, settings, place).step == 1
+    with pytest.raises(ValueError, match=r"guards\.max_kl needs the starting policy"):
+        grpo_settings(guards={"max_kl": 1.0})
 
 
 @pytest.mark.parametrize("kind", ["grpo", "ppo"])

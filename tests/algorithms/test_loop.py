@@ -32,7 +32,15 @@ from rollout_core.algorithms.loop import (
 from rollout_core.algorithms.state import TrainState
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.ids import canonical_json, hash_bytes
-from rollout_core.config import LearnerSettings, LoRAConfig, OptimizerConfig, SnapshotPolicy, identity, parse_config
+from rollout_core.config import (
+    LearnerSettings,
+    LoRAConfig,
+    OptimizerConfig,
+    SnapshotPolicy,
+    SpikeRule,
+    identity,
+    parse_config,
+)
 from rollout_core.models.architecture import with_lora
 
 
@@ -98,12 +106,55 @@ def weights(state: TrainState) -> list[float]:
         ({"schedule": "cosine"}, 4, [1.0, 0.5 + math.sqrt(0.5) / 2, 0.5, 0.5 - math.sqrt(0.5) / 2]),
         ({"schedule": "cosine", "warmup_steps": 2}, 5, [0.5, 1.0, 1.0, 0.75, 0.25]),
         ({"schedule": "linear", "warmup_steps": 9}, 2, [1 / 9, 2 / 9]),
+        ({"warmup_ratio": 0.25}, 5, [0.5, 1.0, 1.0, 1.0, 1.0]),
+        ({"schedule": "linear", "warmup_ratio": 0.5, "min_lr": 0.2}, 4, [0.5, 1.0, 1.0, 0.6]),
+        ({"schedule": "cosine", "min_lr": 0.5}, 2, [1.0, 0.75]),
     ],
 )
 def test_rates_by_hand(config: dict[str, Any], num_steps: int, expected: list[float]):
     made = OptimizerConfig(lr=1.0, **config)
     assert [learning_rate(made, step, num_steps) for step in range(num_steps)] == pytest.approx(expected)
-    assert learning_rate(made.model_copy(update={"lr": 3.0}), 1, num_steps) == pytest.approx(3 * expected[1])
+    assert learning_rate(
+        made.model_copy(update={"lr": 3.0, "min_lr": 3.0 * made.min_lr}), 1, num_steps
+    ) == pytest.approx(3 * expected[1])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        ({"warmup_steps": 2, "warmup_ratio": 0.1}, "warmup_steps and warmup_ratio are two ways to say one thing"),
+        ({"min_lr": 0.1}, "min_lr is what linear and cosine schedules fall towards, and schedule is constant"),
+        ({"min_lr": 2.0, "schedule": "linear"}, r"min_lr is 2\.0, above lr 1\.0"),
+    ],
+)
+def test_schedules_that_contradict_themselves_are_refused(optimizer: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        parse_config({"lr": 1.0, **optimizer}, OptimizerConfig)
+
+
+def test_a_spike_is_skipped_and_a_resumed_run_skips_the_same():
+    """The loss of step 5 is a hundred times as large: no weight changes, and later steps do not compare with it."""
+
+    def spoil(step: int, loss: torch.Tensor) -> torch.Tensor:
+        return loss * 100.0 if step == 4 else loss
+
+    def using(factor: float) -> LearnerSettings:
+        rule = SpikeRule(factor=factor, window=4, after_steps=3)
+        return settings(lr=0.01).model_copy(update={"skip_spikes": rule})
+
+    (algorithm, state), seen = start(num_steps=8, spoil=spoil), []
+    run(algorithm, state, using(10.0), hooks=LoopHooks(on_step=lambda row: seen.append(weights(state))))
+    assert [row["skipped"] for row in state.metrics] == [0, 0, 0, 0, 1, 0, 0, 0]
+    assert seen[4] == seen[3] != seen[5]
+
+    first, again = start(num_steps=4, spoil=spoil)
+    run(first, again, using(10.0))
+    first.num_steps = 8
+    run(first, again, using(10.0))
+    assert weights(again) == weights(state) and again.metrics == state.metrics
+    plain, other = start(num_steps=8, spoil=spoil)
+    run(plain, other, using(1e6))
+    assert not any(row["skipped"] for row in other.metrics) and weights(other) != weights(state)
 
 
 def test_the_rate_of_each_step_is_the_optimizers_and_is_logged():

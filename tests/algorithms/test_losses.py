@@ -21,8 +21,10 @@ from rollout_core.algorithms.losses import (
     dpo_loss,
     ipo_loss,
     kto_loss,
+    orpo_loss,
     selected_logprobs,
     sft_loss,
+    simpo_loss,
     token_logprobs,
 )
 from rollout_core.algorithms.policy_losses import grpo_loss, kl_estimate, ppo_policy_loss, ppo_value_loss
@@ -230,6 +232,28 @@ def test_dpo_loss_by_hand():
 def test_ipo_loss_by_hand():
     """h = 2 and 1 / (2 beta) = 1, so (2 - 1)^2."""
     assert ipo_loss(*[torch.tensor([x]) for x in (-1.0, -4.0, -2.0, -3.0)], beta=0.5).item() == pytest.approx(1.0)
+
+
+def test_orpo_loss_by_hand():
+    """Mean probabilities 1/2 and 1/4 have odds 1 and 1/3, of ratio 3."""
+    found = orpo_loss(torch.log(torch.tensor([0.5])), torch.log(torch.tensor([0.25])), beta=0.1)
+    assert found.loss.item() == pytest.approx(math.log(2) - 0.1 * math.log(sigmoid(math.log(3))))
+    assert found.nll.item() == pytest.approx(math.log(2)) and found.log_odds_ratio.item() == pytest.approx(math.log(3))
+
+
+def test_simpo_loss_by_hand():
+    found = simpo_loss(torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.5]), beta=2.0, gamma=0.5)
+    assert found.item() == pytest.approx(-(math.log(sigmoid(1.5)) + math.log(sigmoid(-1.5))) / 2)
+
+
+def test_losses_without_a_reference_pass_the_gradient_check_and_bear_certain_answers():
+    inputs = [leaf(-random(seed, 3).abs() - 0.1) for seed in (1, 2)]
+    assert torch.autograd.gradcheck(lambda *x: orpo_loss(*x, beta=0.3).loss, inputs)
+    assert torch.autograd.gradcheck(lambda *x: simpo_loss(*x, beta=2.0, gamma=0.4), inputs)
+    certain = leaf(torch.zeros(1))
+    orpo_loss(certain, torch.tensor([-1000.0]), beta=0.1).loss.backward()
+    assert certain.grad is not None and certain.grad.isfinite().all()
+    assert orpo_loss(torch.zeros(0), torch.zeros(0), beta=0.1).loss.item() == 0
 
 
 def test_kto_loss_by_hand():

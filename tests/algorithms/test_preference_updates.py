@@ -17,7 +17,7 @@ from rollout_core.algorithms.preference import reference_logprobs
 from rollout_core.algorithms.supervised import load_reward_model, set_padding, until_eos
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.ids import ContentId, hash_bytes
-from rollout_core.config import DPOSettings
+from rollout_core.config import DPOAlgorithm, DPOSettings, parse_config
 from rollout_core.config.rewards import CompositeReward, ExpressionReward, ModelReward, WeightedReward
 from rollout_core.data.packing import Document
 from rollout_core.models.pretrained import load_causal_lm, load_tokenizer
@@ -36,6 +36,37 @@ def test_training_raises_margins_and_lowers_the_loss(kind, tiny_model, tmp_path)
     losses, margins = ([row[name] for row in rows] for name in ("loss", "rewards/margins"))
     assert sum(losses[-4:]) < sum(losses[:4])
     assert sum(margins[-4:]) > sum(margins[:4])
+
+
+@pytest.mark.parametrize("loss", ["orpo", "simpo"])
+def test_losses_without_a_reference_learn_and_load_none(loss, tiny_model, tmp_path):
+    """The content id of the reference names nothing that could be loaded."""
+    place = update_context(tmp_path)
+    model, dataset = place.objects.put_tree(tiny_model), place.objects.put_bytes(preference_data("dpo"))
+    document = {**COMMON, "budget": {"max_steps": 12}, "loss": loss, "beta": 2.0 if loss == "simpo" else 0.5}
+    settings = DPOSettings.model_validate(document)
+    checkpoint, _ = preference_update(model, hash_bytes(b"nothing"), dataset, settings, place)
+    rows = rows_of(checkpoint, place.objects)
+    losses, margins = ([row[name] for row in rows] for name in ("loss", "rewards/margins"))
+    assert sum(losses[-4:]) < sum(losses[:4]) and sum(margins[-4:]) > sum(margins[:4])
+    assert ("nll_loss" in rows[0]) == (loss == "orpo")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss": "simpo"}, 'beta: give it with loss = "simpo"'),
+        ({"loss": "orpo", "label_smoothing": 0.1}, 'label_smoothing is of loss = "dpo", and loss is "orpo"'),
+        ({"gamma": 1.0}, 'gamma is a margin of loss = "simpo", and loss is "dpo"'),
+        (
+            {"loss": "orpo", "reference": {"uri": "x"}},
+            "a reference is given, but this loss compares",
+        ),
+    ],
+)
+def test_keys_of_another_loss_of_pairs_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config({"base_model": {"uri": "m"}, **COMMON, **changes}, DPOAlgorithm)
 
 
 def test_the_reference_is_read_once_for_all_epochs_runs_and_algorithms(tiny_model, tmp_path, monkeypatch):
