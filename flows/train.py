@@ -148,7 +148,10 @@ class _Sampler:
             group_size=settings.samples_per_prompt if isinstance(settings, GRPOSettings) else 1,
             label=label,
         )
-        return score_rewards(completions, self.reward, self.reward_source, label=label), completions.samples
+        each = isinstance(settings, GRPOSettings) and settings.reward_normalization == "each"
+        by_part = True if each else None
+        scores = score_rewards(completions, self.reward, self.reward_source, by_part=by_part, label=label)
+        return scores, completions.samples
 
 
 def policy_iterations(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import threading
+from typing import Any
 
 from rollout_core.base.ids import ContentId, canonical_json, content_id
 from rollout_core.base.stopping import run_async
@@ -69,11 +70,21 @@ def close_rewards() -> None:
         reward.close()
 
 
-@stage(version=1)
-def score_rewards(completions: Completions, reward: RewardSpec, reward_source: ContentId, *, label: str = "") -> Scores:
-    """Score every completion. ``reward_source`` is the content of the reward's code, and no other code is run."""
+@stage(version=1, optional=("by_part",))
+def score_rewards(
+    completions: Completions,
+    reward: RewardSpec,
+    reward_source: ContentId,
+    *,
+    by_part: bool | None = None,
+    label: str = "",
+) -> Scores:
+    """Score every completion. ``reward_source`` is the content of the reward's code, and no other code is run.
+
+    With ``by_part`` the parts of a weighted sum are filed beside it.
+    """
     objects = current_stage().objects
-    scores = compute_scores(objects, completions, open_reward(reward, reward_source))
+    scores = compute_scores(objects, completions, open_reward(reward, reward_source), by_part=bool(by_part))
     values: list[float] = json.loads(objects.get_bytes(scores.scores))
     run_async(_record_rewards(objects, completions, values, reward_source))
     rows = [{"figure": "mean reward", "value": scores.mean}, {"figure": "std", "value": scores.std}]
@@ -96,22 +107,26 @@ def select_groups(
     ``samples`` are those of each round; completions of one prompt, ``group_size`` of them, stand side by side.
     """
     objects = current_stage().objects
-    kept: list[tuple[list[float], list[bytes], list[bytes]]] = []
+    kept: list[tuple[list[float], list[bytes], list[bytes], list[Any]]] = []
     drawn: list[float] = []
+    parts: dict[str, Any] = {}
     for scores, own in zip(rounds, samples, strict=True):
         values: list[float] = json.loads(objects.get_bytes(scores.scores))
         lines = [objects.get_bytes(blob).splitlines(keepends=True) for blob in (scores.completions, own)]
         drawn += values
+        parts = parts if scores.parts is None else objects.get_json(scores.parts)
+        by_part = parts.get("values", [None] * len(values))
         for start in range(0, len(values), group_size):
             group = slice(start, start + group_size)
             if max(values[group]) - min(values[group]) > min_spread:
-                kept.append((values[group], lines[0][group], lines[1][group]))
+                kept.append((values[group], lines[0][group], lines[1][group], by_part[group]))
     chosen = kept[:wanted]
-    values = [value for group, _, _ in chosen for value in group]
+    values = [value for group, *_ in chosen for value in group]
+    rows_by_part = [row for *_, group in chosen for row in group]
     selected = SelectedGroups(
         scores=objects.put_bytes(canonical_json(values)),
-        completions=objects.put_bytes(b"".join(line for _, lines, _ in chosen for line in lines)),
-        samples=objects.put_bytes(b"".join(line for _, _, lines in chosen for line in lines)),
+        completions=objects.put_bytes(b"".join(line for _, lines, *_ in chosen for line in lines)),
+        samples=objects.put_bytes(b"".join(line for *_, lines, _ in chosen for line in lines)),
         num_samples=len(values),
         num_groups=len(kept),
         num_drawn=len(drawn) // group_size,
@@ -119,6 +134,7 @@ def select_groups(
         std=statistics.pstdev(values) if values else 0.0,
         mean_drawn=statistics.fmean(drawn),
         num_left_out=sum(scores.num_left_out for scores in rounds),
+        parts=objects.put_json({**parts, "values": rows_by_part}) if parts else None,
     )
     stage_logger().info(
         "%d of %d groups have rewards that differ; %d are learned from", len(kept), selected.num_drawn, len(chosen)
@@ -176,8 +192,10 @@ def evaluate_by(report: EvalReport, reward: RewardSpec, reward_source: ContentId
     return report.model_copy(update={"scores": scores.scores, "mean_reward": scores.mean})
 
 
-def compute_scores(objects: ObjectStore, completions: Completions, reward: RewardFunction) -> Scores:
-    """Rewards of ``completions`` in order, filed as a JSON list."""
+def compute_scores(
+    objects: ObjectStore, completions: Completions, reward: RewardFunction, *, by_part: bool = False
+) -> Scores:
+    """Rewards of ``completions`` in order, filed as a JSON list; ``by_part`` those of a weighted sum's parts too."""
     samples = decode_samples(objects.get_bytes(completions.samples))
     generated = decode_completions_blob(objects.get_bytes(completions.completions))
     inputs = [
@@ -193,8 +211,16 @@ def compute_scores(objects: ObjectStore, completions: Completions, reward: Rewar
         )
         for sample, completion in zip(samples, generated, strict=True)
     ]
-    values = score(reward, inputs)
+    parts = None
+    if by_part:
+        weights = [part.weight for part in reward.parts]
+        rows = [list(row) for row in zip(*(score(part.reward, inputs) for part in reward.parts), strict=True)]
+        values = [sum(weight * value for weight, value in zip(weights, row, strict=True)) for row in rows]
+        parts = objects.put_json({"names": [part.name for part in reward.parts], "weights": weights, "values": rows})
+    else:
+        values = score(reward, inputs)
     return Scores(
+        parts=parts,
         scores=objects.put_bytes(canonical_json(values)),
         completions=completions.completions,
         num_samples=len(values),

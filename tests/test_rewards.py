@@ -408,7 +408,14 @@ def test_a_composite_is_the_weighted_sum_of_its_parts(tmp_path: Path):
         WeightedReward(weight=-0.5, reward=FunctionReward(callable=f"{mine}:length")),
     )
     samples = [RewardInput("q", "42", {"answer": "42"}), RewardInput("q", "1", {"answer": "42"})]
+    composite = load_reward(CompositeReward(parts=(*parts, parts[0])))
     assert score(load_reward(CompositeReward(parts=parts)), samples) == [1.0, -0.5]
+    assert [(part.name, part.weight) for part in composite.parts] == [
+        ("exact_match", 2.0),
+        ("length", -0.5),
+        ("exact_match 2", 2.0),
+    ]
+    assert score(composite.parts[1].reward, samples) == [2.0, 1.0]
 
 
 def test_an_expression_knows_its_rewards_and_the_sample():

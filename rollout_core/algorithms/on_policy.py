@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -167,22 +168,51 @@ class PPO(OnPolicyUpdate[PPOSettings]):
 _EPS = 1e-4
 
 
-def scaled_advantages(scores: Tensor, settings: GRPOSettings) -> Tensor:
-    """[R] to [R]: each score less its baseline, over the deviation (ddof 1) of the group, the batch or none."""
-    scaling, advantages = settings.advantage_scaling, scores
+@dataclass(frozen=True)
+class RewardParts:
+    """Rewards of R rollouts before they are summed."""
+
+    names: Sequence[str]
+    weights: Tensor
+    """[K] float32."""
+    values: Tensor
+    """[R,K] float32."""
+
+    def figures(self) -> dict[str, float]:
+        """Mean and deviation of each part, before it is weighed."""
+        columns = dict(zip(self.names, self.values.T, strict=True))
+        means = {f"rewards/{name}/mean": float(values.mean()) for name, values in columns.items()}
+        return means | {f"rewards/{name}/std": float(values.std()) for name, values in columns.items()}
+
+
+def scaled_advantages(scores: Tensor, settings: GRPOSettings, parts: RewardParts | None = None) -> Tensor:
+    """[R] to [R]: each score less its baseline, over the deviation (ddof 1) of the group, the batch or none.
+
+    With ``parts`` each of them is compared by itself, over its own deviation in the group, and their weighted sum is
+    the advantage: GDPO, arXiv:2601.05242. What the scores hold besides, such as penalties of length, is added as it is,
+    less its group's mean; ``batch`` then divides by the deviation of these advantages.
+    """
+    scaling = settings.advantage_scaling
+    options = {"leave_one_out": settings.baseline == "leave_one_out", "eps": _EPS}
+    size = settings.samples_per_prompt
+    if parts is not None:
+        rest = scores - parts.values @ parts.weights
+        each = [group_advantages(values, size, **options) for values in parts.values.T]
+        advantages = torch.stack(each, 1) @ parts.weights + group_advantages(rest, size, normalize=False, **options)
+        return advantages / (advantages.std(correction=1) + _EPS) if scaling == "batch" else advantages
+    advantages = scores
     if settings.baseline != "none":
-        advantages = group_advantages(
-            scores,
-            settings.samples_per_prompt,
-            normalize=scaling == "group",
-            leave_one_out=settings.baseline == "leave_one_out",
-            eps=_EPS,
-        )
+        advantages = group_advantages(scores, size, normalize=scaling == "group", **options)
     return advantages / (scores.std(correction=1) + _EPS) if scaling == "batch" else advantages
 
 
 def _token_advantages(
-    scores: Tensor, groups: Groups, mask: Tensor, settings: GRPOSettings, penalty: Tensor | None
+    scores: Tensor,
+    groups: Groups,
+    mask: Tensor,
+    settings: GRPOSettings,
+    penalty: Tensor | None,
+    parts: RewardParts | None = None,
 ) -> Tensor:
     """[R] scores of rollouts to [N,C]; ``penalty`` [N,C] is taken off the reward of the token it belongs to.
 
@@ -192,7 +222,7 @@ def _token_advantages(
     compared = settings.baseline != "none"
     if penalty is not None and compared:
         scores = scores - groups.summed(penalty.sum(1))
-    of_rows = groups.of_trajectories(scaled_advantages(scores, settings))
+    of_rows = groups.of_trajectories(scaled_advantages(scores, settings, parts))
     advantages = of_rows[:, None].expand(mask.shape)
     if penalty is not None and not compared:
         advantages = advantages - penalty.flip(1).cumsum(1).flip(1)
@@ -208,6 +238,7 @@ def compare_groups(
     *,
     device: torch.device,
     groups: Groups | None = None,
+    parts: RewardParts | None = None,
     first_step: int = 0,
     seed: int = 0,
 ) -> tuple[PolicyBatch, dict[str, float]]:
@@ -237,7 +268,8 @@ def compare_groups(
         log_ratio = (old_logprobs - columns["ref_logprobs"]).masked_fill(~mask, 0.0)
         figures["objective/kl"] = float(log_ratio.sum(1).mean())
         penalty = settings.kl_coef * log_ratio if settings.kl_in == "reward" else None
-    advantages = _token_advantages(scores, groups, mask, settings, penalty)
+    advantages = _token_advantages(scores, groups, mask, settings, penalty, parts)
+    figures |= parts.figures() if parts is not None else {}
     if weights is not None:
         advantages = advantages * weights
     if settings.samples_per_prompt > 1:

@@ -18,7 +18,7 @@ from rollout_core.algorithms.advantages import Groups
 from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.experience import Trajectory, build_batch, punish_overlong
 from rollout_core.algorithms.loop import build_accelerator, build_optimizer
-from rollout_core.algorithms.on_policy import GRPO, PPO, KLController, assign_credit, compare_groups
+from rollout_core.algorithms.on_policy import GRPO, PPO, KLController, RewardParts, assign_credit, compare_groups
 from rollout_core.algorithms.parallel import divided, parts_per_minibatch, shard, world_size
 from rollout_core.algorithms.policy import Policy, ValueModel, zero_head
 from rollout_core.algorithms.state import TrainState, load_state
@@ -103,6 +103,7 @@ def grpo_update(
     trained = load_on_policy(model, reference, settings, context).to(device)
     policy = shard(Policy(trained), settings.parallel, device)
     state = _on_policy_state(trained, {}, train_state, settings, context)
+    parts_of_reward = load_parts(context.objects, scores) if settings.reward_normalization == "each" else None
     options = {"groups": groups, "first_step": state.step, "seed": context.seed, "device": device}
     with accelerator.autocast():  # as the loss will be computed
         batch, figures = compare_groups(
@@ -110,6 +111,7 @@ def grpo_update(
             _reference_policy(trained, reference, settings, context, device) if settings.kl_coef else None,
             build_batch(trajectories, missing_eos_penalty=settings.missing_eos_penalty),
             settings,
+            parts=parts_of_reward,
             **options,
         )
     algorithm = GRPO(policy, batch, settings, parts=parts, **options)
@@ -193,6 +195,14 @@ def load_trajectories(objects: ObjectStore, samples: ContentId, scores: Scores) 
         )
         for sample, completion, value in zip(prompts, completions, values, strict=True)
     ]
+
+
+def load_parts(objects: ObjectStore, scores: Scores) -> RewardParts:
+    """The parts of a composite reward. Raises ConfigError where scores came without them."""
+    if scores.parts is None:
+        raise ConfigError('reward_normalization = "each" needs scores by part, which these are not; score them by_part')
+    found = objects.get_json(scores.parts)
+    return RewardParts(found["names"], torch.tensor(found["weights"]).float(), torch.tensor(found["values"]).float())
 
 
 def load_groups(objects: ObjectStore, scores: Scores, settings: GRPOSettings) -> Groups:

@@ -126,6 +126,8 @@ class AgentGRPO(GRPOSettings):
 
     @model_validator(mode="after")
     def _rollouts_are_not_drawn_again(self) -> AgentGRPO:
+        if self.reward_normalization == "each":
+            raise ValueError("agents' rollouts have one reward each; leave reward_normalization out")
         if self.dynamic_sampling is not None:
             raise ValueError(
                 "dynamic_sampling draws completions of prompts again, and agents' rollouts are not; leave it out"

@@ -202,6 +202,7 @@ class GRPOSettings(OnPolicySettings):
         "kl_in",
         "entropy_coef",
         "dynamic_sampling",
+        "reward_normalization",
     }
 
     samples_per_prompt: int = Field(default=8, ge=1)
@@ -221,6 +222,9 @@ class GRPOSettings(OnPolicySettings):
     advantage_scaling: Literal["group", "batch", "none", "whiten"] = "group"
     """Whose standard deviation divides a completion's advantage; ``whiten``: advantages have mean 0 and variance 1 over
     all tokens of an iteration (REINFORCE++)."""
+    reward_normalization: Literal["sum", "each"] = "sum"
+    """What is compared in a group: the sum of a composite reward's parts, or each part by itself, over its own
+    deviation there, before they are weighed and summed (GDPO, arXiv:2601.05242; with ``batch`` or ``whiten``)."""
     clip_low: float = Field(default=0.2, gt=0, le=1)
     """The ratio counts down to 1 - clip_low; with 1 it has no lower bound, as CISPO has it."""
     clip_high: float = Field(default=0.2, gt=0)
@@ -263,11 +267,21 @@ class GRPOSettings(OnPolicySettings):
                 'loss_type = "bnpo" is a mean over minibatches of equally many rows; with max_tokens_per_microbatch '
                 'take "dapo", which divides by the tokens of the whole step'
             )
+        if self.reward_normalization == "each" and self.baseline == "none":
+            raise ValueError('reward_normalization = "each" compares parts of a reward in groups; baseline is "none"')
         if self.guards.max_kl is not None and not self.kl_coef:
             raise ValueError("guards.max_kl needs the starting policy, which kl_coef = 0 does not load; set kl_coef")
         if self.kl_in == "reward" and not self.kl_coef:
             raise ValueError('kl_in is "reward", but kl_coef is 0; set kl_coef, or leave kl_in out')
         return self
+
+
+def check_parts(settings: GRPOSettings, reward_kind: str) -> None:
+    """Raises ValueError where parts of a reward are to be compared and it has none."""
+    if settings.reward_normalization == "each" and reward_kind != "composite":
+        raise ValueError(
+            f'reward_normalization = "each" needs the parts of a "composite" reward; this one is "{reward_kind}"'
+        )
 
 
 def _check_dual_clip(dual_clip: float | None, name: str, clip: float) -> None:

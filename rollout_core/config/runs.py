@@ -19,7 +19,7 @@ from rollout_core.config.learning import (
     RewardModelSettings,
     SFTSettings,
 )
-from rollout_core.config.on_policy import GRPOSettings, PPOSettings
+from rollout_core.config.on_policy import GRPOSettings, PPOSettings, check_parts
 from rollout_core.config.promotion import PromotionConfig
 from rollout_core.config.rewards import ExactMatchReward, RewardSpec
 
@@ -47,6 +47,11 @@ class GRPOAlgorithm(GRPOSettings):
     kind: Literal["grpo"] = "grpo"
     base_model: ModelSource
     reward: RewardSpec = ExactMatchReward()
+
+    @model_validator(mode="after")
+    def _a_reward_of_parts(self) -> GRPOAlgorithm:
+        check_parts(self, self.reward.kind)
+        return self
 
 
 class RewardModelAlgorithm(RewardModelSettings):
@@ -262,6 +267,8 @@ class NightlyConfig(TrainingRun):
             raise ValueError(f"give exactly one of the tables ppo, grpo and dpo; got {' and '.join(given) or 'none'}")
         if self.rm is not None and self.dpo is not None:
             raise ValueError("the table rm is for ppo and grpo; dpo learns from pairs itself")
+        if self.grpo is not None:
+            check_parts(self.grpo, "model" if self.rm is not None else self.reward.kind)
         return self
 
     @property

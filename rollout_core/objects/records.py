@@ -147,6 +147,12 @@ class Scores(Record):
     """JSON list: for each sample the number of the rollout it is part of; None where each is one by itself."""
     group_size: int = 1
     """Where ``rollouts`` are given, so many whose numbers follow each other are compared with each other."""
+    parts: BlobId | None = None
+    """JSON: ``names`` and ``weights`` of a composite reward's parts and, a row a sample, their ``values``."""
+
+    def cache_identity(self) -> Any:
+        """Without ``parts`` where there are none: updates kept before there were any are found."""
+        return self.model_dump(mode="json", exclude={"parts"} if self.parts is None else None)
 
 
 class SelectedGroups(Record):
@@ -167,6 +173,8 @@ class SelectedGroups(Record):
     """Mean reward of all that were drawn; that of the groups kept says little of the policy."""
     num_left_out: int = 0
     """Samples that were to be scored and have no completion."""
+    parts: BlobId | None = None
+    """As of `Scores`."""
 
     def as_scores(self) -> Scores:
         """What an update takes."""

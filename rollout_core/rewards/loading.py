@@ -17,12 +17,21 @@ from rollout_core.config.rewards import (
     CompositeReward,
     ExactMatchReward,
     ExpressionReward,
+    FunctionReward,
     ModelReward,
     RewardSpec,
     compile_expression,
     plain_rewards,
 )
-from rollout_core.rewards.scoring import INPUT_FIELDS, RewardFunction, RewardInput, places, score, whole_batch
+from rollout_core.rewards.scoring import (
+    INPUT_FIELDS,
+    RewardFunction,
+    RewardInput,
+    RewardPart,
+    places,
+    score,
+    whole_batch,
+)
 from rollout_core.rewards.source_ids import RewardSource, read_source
 from rollout_core.rewards.user_code import UserCode, importable, is_batched, load_function
 
@@ -104,7 +113,19 @@ def _combined(spec: CompositeReward | ExpressionReward, parts: Sequence[RewardFu
         for part in parts:
             part.close()
 
-    return RewardFunction(name, rewards, batched=True, close=close)
+    summed = _summed(spec, parts) if isinstance(spec, CompositeReward) else ()
+    return RewardFunction(name, rewards, batched=True, close=close, parts=summed)
+
+
+def _summed(spec: CompositeReward, functions: Sequence[RewardFunction]) -> tuple[RewardPart, ...]:
+    """Parts by the names of their kinds, or of their functions; a name that was there before is numbered."""
+    parts: list[RewardPart] = []
+    for part, function in zip(spec.parts, functions, strict=True):
+        own = part.reward
+        name = own.callable.rpartition(":")[2] if isinstance(own, FunctionReward) else own.kind
+        same = sum(other.name.partition(" ")[0] == name for other in parts)
+        parts.append(RewardPart(f"{name} {same + 1}" if same else name, part.weight, function))
+    return tuple(parts)
 
 
 def _model_scores(

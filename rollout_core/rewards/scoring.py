@@ -48,6 +48,17 @@ class RewardFunction:
     batched: bool = False
     close: Callable[[], None] = lambda: None
     """Ends what was started for it. It may be called again afterwards, and starts that anew."""
+    parts: tuple[RewardPart, ...] = ()
+    """Of a weighted sum, what it sums."""
+
+
+@dataclass(frozen=True)
+class RewardPart:
+    """A reward of a weighted sum."""
+
+    name: str
+    weight: float
+    reward: RewardFunction
 
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from rollout_core.algorithms.advantages import Groups, group_advantages
 from rollout_core.algorithms.experience import Trajectory, punish_overlong, soft_overlong
-from rollout_core.algorithms.on_policy import _token_advantages
+from rollout_core.algorithms.on_policy import RewardParts, _token_advantages, scaled_advantages
 from rollout_core.algorithms.policy_losses import grpo_loss
 from rollout_core.base.errors import ConfigError
-from rollout_core.config import GRPOSettings, parse_config
+from rollout_core.config import GRPOAlgorithm, GRPOSettings, parse_config
 
 FOUR = torch.ones(1, 4, dtype=torch.bool)
 ALGORITHM = {"prompts": {"path": "x"}, "optimizer": {"lr": 1e-6}}
@@ -216,3 +216,41 @@ def test_keys_at_their_default_stay_out_of_the_identity():
     named = settings_of().cache_identity()
     assert not {"loss", "baseline", "kl_in", "entropy_coef", "overlong", "dynamic_sampling"} & set(named)
     assert settings_of(loss="gspo", overlong={"cache": 4}).cache_identity()["overlong"]["cache"] == 4
+
+
+# -- rewards of several parts ------------------------------------------------------------------------------------------
+
+
+def test_parts_of_a_reward_are_compared_each_by_itself_by_hand():
+    """GDPO: sums 1, 1 and 2 would hide that the first two differ; parts have deviations of 1 / sqrt(3) each."""
+    settings = settings_of(samples_per_prompt=3, reward_normalization="each")
+    parts = RewardParts(
+        ["right", "short"], torch.tensor([1.0, 0.5]), torch.tensor([[1.0, 0.0], [0.0, 2.0], [1.0, 2.0]])
+    )
+    deviations = math.sqrt(1 / 3) + 1e-4, 2 * math.sqrt(1 / 3) + 1e-4
+    expected = [
+        (right - 2 / 3) / deviations[0] + 0.5 * (short - 4 / 3) / deviations[1]
+        for right, short in parts.values.tolist()
+    ]
+    scores = parts.values @ parts.weights
+    assert scores.tolist() == [1.0, 1.0, 2.0]
+    assert scaled_advantages(scores, settings, parts).tolist() == pytest.approx(expected, abs=1e-6)
+
+    penalised = scores - torch.tensor([0.3, 0.0, 0.0])
+    moved = [one + rest for one, rest in zip(expected, (-0.2, 0.1, 0.1), strict=True)]
+    assert scaled_advantages(penalised, settings, parts).tolist() == pytest.approx(moved, abs=1e-6)
+
+    batch = settings_of(samples_per_prompt=3, reward_normalization="each", advantage_scaling="batch")
+    mean = sum(expected) / 3
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in expected) / 2)
+    scaled = [x / (deviation + 1e-4) for x in expected]
+    assert scaled_advantages(scores, batch, parts).tolist() == pytest.approx(scaled, abs=1e-6)
+    assert parts.figures()["rewards/short/mean"] == pytest.approx(4 / 3)
+
+
+def test_a_reward_without_parts_is_refused():
+    document = {**ALGORITHM, "base_model": {"uri": "m"}, "reward_normalization": "each"}
+    with pytest.raises(ConfigError, match=r'needs the parts of a "composite" reward; this one is "exact_match"'):
+        parse_config(document, GRPOAlgorithm)
+    composite = {"kind": "composite", "parts": [{"reward": {"kind": "exact_match"}}]}
+    assert parse_config({**document, "reward": composite}, GRPOAlgorithm).reward_normalization == "each"

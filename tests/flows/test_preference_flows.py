@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollout_core.base.errors import ConfigError, Fatal
+from rollout_core.base.ids import ContentId
 from rollout_core.config import (
     CONFIG_KINDS,
     JsonlDataset,
@@ -265,7 +266,14 @@ def test_groups_without_spread_are_drawn_anew_in_rounds_that_an_interrupted_run_
             "algorithm.minibatch_size": 4,
             "algorithm.sampling.max_tokens": 4,
             "algorithm.overlong.cache": 2,
-            "algorithm.reward": {"kind": "function", "callable": f"{tmp_path / 'spread.py'}:reward"},
+            "algorithm.reward_normalization": "each",
+            "algorithm.reward": {
+                "kind": "composite",
+                "parts": [
+                    {"reward": {"kind": "function", "callable": f"{tmp_path / 'spread.py'}:reward"}},
+                    {"weight": 0.5, "reward": {"kind": "exact_match"}},
+                ],
+            },
             "backend": {"kind": "transformers"},
             "num_threads": 1,
             "numerics": "native",
@@ -299,6 +307,11 @@ def test_groups_without_spread_are_drawn_anew_in_rounds_that_an_interrupted_run_
     values = json.loads(connections.objects().get_bytes(scores.scores))
     prompts = [sample.prompt for sample in decode_samples(connections.objects().get_bytes(samples))]
     assert len(values) == 8 and prompts[::2] == prompts[1::2] and len(set(prompts)) == 4
+    parts = connections.objects().get_json(scores.parts)
+    assert parts["names"] == ["reward", "exact_match"]
+    assert [one + 0.5 * other for one, other in parts["values"]] == values
+    [row] = map(json.loads, connections.objects().get_bytes(ContentId(resumed["metrics"])).splitlines()[:1])
+    assert row["rewards/reward/mean"] == sum(one for one, _ in parts["values"]) / 8
     assert all(one != other for one, other in zip(values[::2], values[1::2], strict=True))
 
     with pytest.raises(Fatal, match=r"iteration 1: in 1 rounds \d of 4 groups have rewards that differ, .* needs 4"):
