@@ -39,6 +39,7 @@ from rollout_core.config import Run
 from tasks.artifact_sender import SENDER
 from tasks.logs import Journal, keep_journal, stage_logger
 from tasks.stage import refreshing
+from tasks.time_limits import limiting
 
 R = TypeVar("R")
 
@@ -77,7 +78,8 @@ def recompute_missing(body: Callable[[Journal], R], config: Run) -> R:
     with watching(ends_process=WORKERS_RUN in os.environ):
         summary = RunSummary(config)
         try:
-            result = _repeat(body, name, summary)
+            with limiting(config.timeouts):
+                result = _repeat(body, name, summary)
             summary.end()
             return result
         except BaseException as error:

@@ -44,6 +44,7 @@ from tasks import connections
 from tasks.artifact_sender import SENDER
 from tasks.events import WorkEnd, WorkStart, emit
 from tasks.logs import CHECKED, StageEntry, current_journal, stage_logger, title_of
+from tasks.time_limits import in_time, seconds_for
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=Record)
@@ -52,8 +53,9 @@ T = TypeVar("T")
 RETRIES = 3
 RETRY_DELAYS_SECONDS = [1.0, 4.0, 16.0]
 LABEL = "label"
-REFRESH = "refresh_name"
-"""Argument of every task beside those of its stage."""
+REFRESH, TIMEOUT = "refresh_name", "timeout_seconds"
+"""Arguments of every task beside those of its stage, which other processes have to know too; in no key."""
+_BY_NAME = inspect.Parameter.KEYWORD_ONLY
 
 _refresh: ContextVar[str | None] = ContextVar("rollout_refresh", default=None)
 
@@ -162,7 +164,7 @@ class Stage(Generic[P, R]):
         prepared = self._prepare(inputs)
         started = time.monotonic()
         with TagsContext(current_tags=set()):
-            state = cast(State[dict[str, Any]], prepared(**inputs, **{REFRESH: _refresh.get()}, return_state=True))
+            state = cast(State[dict[str, Any]], prepared(**inputs, **self._beside(), return_state=True))
         return self._result(inputs, state, time.monotonic() - started)
 
     def submit(self, runner: RunsTasks, *args: P.args, **kwargs: P.kwargs) -> Submitted[R]:
@@ -170,7 +172,7 @@ class Stage(Generic[P, R]):
         inputs = self._bind(args, kwargs)
         prepared = self._prepare(inputs)
         with TagsContext(current_tags=set()):
-            future = runner.submit(prepared, {**inputs, REFRESH: _refresh.get()})
+            future = runner.submit(prepared, {**inputs, **self._beside()})
         return Submitted(future, lambda state, seconds: self._result(inputs, state, seconds))
 
     def run_submitted(self, inputs: dict[str, Any], task_run_id: UUID, context: dict[str, Any]) -> State[Any]:
@@ -178,8 +180,8 @@ class Stage(Generic[P, R]):
 
         ``context`` is Prefect's, of the flow run. The same call may have run elsewhere until its process died.
         """
-        call = dict(inputs)
-        with refreshing(call.pop(REFRESH)):
+        call, refresh, _ = _parted(inputs)
+        with refreshing(refresh):
             prepared = self._prepare(call)
         state = run_task_sync(
             prepared, task_run_id=task_run_id, parameters=inputs, return_type="state", context=context
@@ -232,31 +234,35 @@ class Stage(Generic[P, R]):
         return dict(bound.arguments)
 
     def _prefect_key(self, context: TaskRunContext, inputs: dict[str, Any]) -> str:
-        inputs = dict(inputs)
-        with refreshing(inputs.pop(REFRESH)):
-            return self.key(inputs)
+        call, refresh, _ = _parted(inputs)
+        with refreshing(refresh):
+            return self.key(call)
 
     def _task_run_name(self, parameters: dict[str, Any]) -> str:
         """What people read; Prefect finds the parameter by its name. The label, and so this, is in no key."""
         return title_of(self.name, str(spread_arguments(parameters).get(LABEL, "")))
 
     def _as_task_function(self) -> Callable[..., dict[str, Any]]:
-        """The function with one more argument: the name of a refresh has to reach other processes too."""
+        """The function with two more arguments: what holds for a call has to reach other processes too."""
 
         @functools.wraps(self._function)
         def run(**inputs: Any) -> dict[str, Any]:
-            with refreshing(inputs.pop(REFRESH)):
-                return self._run(inputs).model_dump(mode="json")
+            call, refresh, seconds = _parted(inputs)
+            with refreshing(refresh):
+                return self._run(call, seconds).model_dump(mode="json")
 
-        refresh = inspect.Parameter(REFRESH, inspect.Parameter.KEYWORD_ONLY, annotation=str | None)
-        parameters = [
-            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in self._signature.parameters.values()
-        ]
-        run.__signature__ = inspect.Signature([*parameters, refresh])  # pyright: ignore[reportAttributeAccessIssue]
-        run.__annotations__ = {**self._function.__annotations__, REFRESH: str | None, "return": dict}
+        beside = {REFRESH: str | None, TIMEOUT: float | None}
+        parameters = list(self._signature.parameters.values())
+        parameters += [inspect.Parameter(name, _BY_NAME, annotation=kind) for name, kind in beside.items()]
+        signature = inspect.Signature([parameter.replace(kind=_BY_NAME) for parameter in parameters])
+        run.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
+        run.__annotations__ = {**self._function.__annotations__, **beside, "return": dict}
         return run
 
-    def _run(self, inputs: dict[str, Any]) -> R:
+    def _beside(self) -> dict[str, Any]:
+        return {REFRESH: _refresh.get(), TIMEOUT: seconds_for(self.name)}
+
+    def _run(self, inputs: dict[str, Any], timeout_seconds: float | None) -> R:
         context = TaskRunContext.get()
         assert context is not None, "a stage's function runs inside its Prefect task"
         storage = connections.result_storage()
@@ -264,7 +270,8 @@ class Stage(Generic[P, R]):
         token = _current_run.set(run)
         compute = self._compute_once if self.cached else self._compute
         try:
-            return run_interruptibly(lambda: compute(run, inputs), stop_signal)
+            with in_time(self.name, timeout_seconds) as interruption:
+                return run_interruptibly(lambda: compute(run, inputs), stop_signal, interruption)
         finally:
             _current_run.reset(token)
 
@@ -349,6 +356,12 @@ class Stage(Generic[P, R]):
             records = (item for value in inputs.values() if isinstance(value, Record) for item in value.outputs())
             entry = StageEntry(self.name, label, state, seconds, (*ids, *records), outputs)
             journal.add(entry)
+
+
+def _parted(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], str | None, float | None]:
+    """The arguments of a stage, and those that every task has beside them."""
+    call = dict(inputs)
+    return call, call.pop(REFRESH), call.pop(TIMEOUT)
 
 
 class Arguments:

@@ -109,6 +109,10 @@ class Stopped(Recoverable):
     """The work ended early because the process was asked to stop. The next run continues with what was done."""
 
 
+class StageTimeout(Recoverable):
+    """A stage took longer than it may. It is tried again, and goes on with what it has stored."""
+
+
 class Fatal(RolloutError, RuntimeError):
     """Work cannot continue and trying again would not help, such as a loss that is not finite."""
 

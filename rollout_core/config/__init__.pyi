@@ -25,6 +25,7 @@ from .base import (
     RunCost as RunCost,
     RunInfo as RunInfo,
     Settings as Settings,
+    StageTimeouts as StageTimeouts,
     StoredDataset as StoredDataset,
     apply_overrides as apply_overrides,
     identity as identity,

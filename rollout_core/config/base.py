@@ -76,6 +76,32 @@ class RunInfo(Settings):
         return None
 
 
+class StageTimeouts(Settings):
+    """The longest time, in seconds, that one try of a stage may take. Then it keeps what it has, ends, and is tried
+    again as after any passing fault, up to three times; the next try goes on from there.
+
+    Where no limit is right for every model and data set, the default is none; what hangs there is found by a limit of
+    its own.
+    """
+
+    importing: float | None = Field(default=43_200.0, gt=0)
+    """Models and rows, from files or a hub, into the object store."""
+    generating: float | None = Field(default=None, gt=0)
+    """Samples. An engine without a token is replaced after ``backend.hang_timeout_seconds``; an answer of an endpoint
+    is waited for ``backend.timeout_seconds``."""
+    scoring: float | None = Field(default=None, gt=0)
+    """Rewards, and evaluations. Each call of a reward has a limit of its own."""
+    learning: float | None = Field(default=None, gt=0)
+    """Updates of weights. ``budget`` says how long training goes on."""
+    agents: float | None = Field(default=None, gt=0)
+    """Runs of agents, and live traffic. Each rollout has a limit of its own."""
+    filing: float | None = Field(default=21_600.0, gt=0)
+    """All else: what looks up, promotes, and writes results."""
+
+    def cache_identity(self) -> Any:
+        return None
+
+
 class RunCost(Settings):
     """Prices, by which the run's summary says what it cost. Only what was computed counts: what was cached cost
     nothing."""

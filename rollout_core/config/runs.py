@@ -8,7 +8,16 @@ from typing import Generic, Literal, TypeVar
 from pydantic import Field, model_validator
 
 from rollout_core.base.determinism import Numerics, probe_device
-from rollout_core.config.base import SCHEMA_VERSION, Address, DatasetSource, ModelSource, RunCost, RunInfo, Settings
+from rollout_core.config.base import (
+    SCHEMA_VERSION,
+    Address,
+    DatasetSource,
+    ModelSource,
+    RunCost,
+    RunInfo,
+    Settings,
+    StageTimeouts,
+)
 from rollout_core.config.inference import BackendConfig, EngineConfig, SamplingParams, VLLMBackend, WorkersConfig
 from rollout_core.config.learning import (
     DPOSettings,
@@ -94,6 +103,7 @@ class Run(Settings):
     schema_version: Literal[1] = SCHEMA_VERSION
     run: RunInfo = RunInfo()
     cost: RunCost = RunCost()
+    timeouts: StageTimeouts = StageTimeouts()
     numerics: Numerics = "native"
     """Arithmetic of the CPU, for the trainer, the engine and all they start. ``native``: the fastest kernels for the
     CPU at hand, another kind of which gives other last bits. ``portable``: the same bytes on every x86-64 machine with

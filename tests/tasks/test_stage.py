@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
+import threading
+import time
 from dataclasses import make_dataclass
 from pathlib import Path
 
 import pytest
 
-from rollout_core.base.errors import ConfigError, CorruptObject, Fatal, Recoverable, RetryHint
+import tasks
+from rollout_core.base.errors import ConfigError, CorruptObject, Fatal, Recoverable, RetryHint, StageTimeout
 from rollout_core.base.ids import ContentId, hash_bytes
-from rollout_core.config import Run, RunInfo, SnapshotPolicy
+from rollout_core.base.stopping import is_stopping, raise_if_stopping
+from rollout_core.config import Run, RunInfo, SnapshotPolicy, StageTimeouts
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import BlobId, Checkpoint, Record, lineage_of, trace_lineage
 
 pytestmark = pytest.mark.server
 
 CALLS: list[tuple] = []
+STUCK = threading.Event()
+"""Set when work that heeds nothing is to go on after all."""
 
 
 class Made(Record):
@@ -36,7 +43,7 @@ def fresh_calls():
 @pytest.fixture(scope="module")
 def stages(prefect_server):
     """Stages defined once the server's address is known."""
-    from tasks.stage import current_stage, stage
+    from tasks.stage import current_stage, progress_ref, stage
 
     @stage(version=1)
     def make(number: int, settings: SnapshotPolicy | None = None, *, label: str = "") -> Made:
@@ -71,7 +78,23 @@ def stages(prefect_server):
         CALLS.append(("effect", number))
         return Made(blob=hash_bytes(b"outside"), number=number)
 
-    return {"make": make, "double": double, "stumble": stumble, "effect": effect}
+    @stage(version=1)
+    def last(times: int, *, heeds: bool = True) -> Made:
+        """Store one more number in each try, of which ``times`` last until they are asked to end."""
+        objects, key = current_stage().objects, progress_ref(current_stage().key)
+        stored = objects.get_ref(key)
+        before = 0 if stored is None else json.loads(objects.get_bytes(stored))
+        objects.set_ref(key, objects.put_bytes(json.dumps(before + 1).encode()))
+        CALLS.append(("last", before))
+        if before < times:
+            while not is_stopping():
+                time.sleep(0.01)
+            if not heeds:
+                STUCK.wait()
+            raise_if_stopping("counting")
+        return Made(blob=objects.put_bytes(b"counted"), number=before + 1)
+
+    return {"make": make, "double": double, "stumble": stumble, "effect": effect, "last": last}
 
 
 @pytest.fixture
@@ -83,7 +106,7 @@ def run(prefect_server, monkeypatch):
 
     monkeypatch.setattr("rollout_core.base.errors.RetryHint.delay_for_try", lambda self, retry: 0.0)
 
-    def start(body, *, refresh=False):
+    def start(body, *, refresh=False, timeouts=None):
         kept = []
 
         def journaled(journal):
@@ -92,7 +115,7 @@ def run(prefect_server, monkeypatch):
 
         @flow(name="test", persist_result=False)
         def test_flow():
-            return recompute_missing(journaled, Run(run=RunInfo(refresh=refresh)))
+            return recompute_missing(journaled, Run(run=RunInfo(refresh=refresh), timeouts=timeouts or {}))
 
         result = test_flow()
         return result, [entry.state for entry in kept[-1].entries]
@@ -421,3 +444,40 @@ def test_a_storage_block_of_the_server_can_be_named_in_the_settings(stages, run,
     monkeypatch.setenv("ROLLOUT_STORAGE", "block:content-addressed-storage/no-such")
     with pytest.raises(ConfigError, match="names no block"):
         run(lambda: stages["make"](14))
+
+
+def test_a_stage_whose_time_is_up_keeps_what_it_has_and_the_next_try_goes_on_from_there(stages, run):
+    made, states = run(lambda: stages["last"](2), timeouts={"filing": 1.0})
+    assert (made.number, states) == (3, ["Completed"])
+    assert CALLS == [("last", 0), ("last", 1), ("last", 2)]
+    run(lambda: stages["last"](2), timeouts={"filing": 9.0})
+    assert len(CALLS) == 3, "a time-out is in no key"
+
+
+def test_a_stage_that_always_takes_too_long_fails_and_says_why(stages, run, objects):
+    from tasks.stage import RETRIES
+
+    reason = r"stage last took longer than 0\.5 s \(timeouts\.filing\); what it stored is kept"
+    with pytest.raises(StageTimeout, match=reason):
+        run(lambda: stages["last"](100), timeouts={"filing": 0.5})
+    assert len(CALLS) == RETRIES + 1
+    made, _ = run(lambda: stages["last"](RETRIES + 1))
+    assert made.number == RETRIES + 2, "a run without the limit went on from there"
+
+
+def test_a_stage_that_does_not_end_when_its_time_is_up_is_left_behind(stages, run, monkeypatch):
+    monkeypatch.setattr("tasks.time_limits.KEEP_SECONDS", 0.5)
+    made, states = run(lambda: stages["last"](1, heeds=False), timeouts={"filing": 1.0})
+    STUCK.set()
+    assert (made.number, states) == (2, ["Completed"])
+
+
+def test_every_stage_has_a_kind_and_every_kind_a_limit():
+    from tasks.stage import Stage
+    from tasks.time_limits import KINDS, kind_of
+
+    modules = [importlib.import_module(f"tasks.{path.stem}") for path in Path(tasks.__file__).parent.glob("[a-z]*.py")]
+    found = {item.name for module in modules for item in vars(module).values() if isinstance(item, Stage)}
+    assert found > KINDS.keys()
+    assert {kind_of(name) for name in found} == StageTimeouts.model_fields.keys()
+    assert StageTimeouts().cache_identity() is None
