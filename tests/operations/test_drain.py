@@ -32,7 +32,7 @@ from tests.operations.conftest import PROJECT, Machine
 from tests.server_logs import ServerLogs
 
 INTERRUPTED = "Crash detected! Execution was aborted|Finished in state Crashed.*aborted by a termination signal"
-STEPS = 600
+STEPS = 500
 SLACK_SECONDS = 20.0
 """For machines under load."""
 
@@ -184,6 +184,7 @@ def steps(storage: Path) -> list[int]:
     return sorted((snapshot.step for snapshot in found if snapshot.kind == "train_state"), reverse=True)
 
 
+@pytest.mark.timeout(1200)
 def test_drain_within_lead_time(machine: Machine, cloud: Cloud, tiny_model, sorting_task, tmp_path, server_logs):
     """Three workers lose their run, by SIGTERM, AWS and Google; a fourth ends it in the bytes of an undisturbed one."""
     server_logs.expect(INTERRUPTED, "a stage is interrupted")
@@ -198,12 +199,8 @@ def test_drain_within_lead_time(machine: Machine, cloud: Cloud, tiny_model, sort
     for kind, lead in (("none", 30.0), ("aws", 120.0), ("gce", 30.0)):
         cloud.end = None
         cloud.changed.clear()
-        with ops_worker(
-            machine, server_logs, "--spot", kind, *(["--drain-seconds", "30"] if kind == "none" else [])
-        ) as (
-            worker,
-            log,
-        ):
+        options = ["--spot", kind, *(["--drain-seconds", "30"] if kind == "none" else [])]
+        with ops_worker(machine, server_logs, *options) as (worker, log):
             machine.wait(run_id, "Running")
             training_at = len(machine.ask(f"flow_run_states/?flow_run_id={run_id}"))
             wait_for(lambda: re.search("SFT: step|resumes at step", log.read_text()), "training")
@@ -226,13 +223,13 @@ def test_drain_within_lead_time(machine: Machine, cloud: Cloud, tiny_model, sort
     elsewhere = {"ROLLOUT_STORAGE": f"file://{undisturbed}", "ROLLOUT_CACHE": str(tmp_path / "other")}
     quiet = machine.start_run("train-sft", job_variables={"env": elsewhere})
     with ops_worker(machine, server_logs) as (worker, log):
-        run = machine.wait(run_id, "Completed", seconds=240)
+        run = machine.wait(run_id, "Completed", seconds=500)
         assert run["run_count"] == 1, "the machines were at fault"
         assert f"resumes at step {kept[-1]} " in log.read_text()
-        machine.wait(quiet, "Completed", seconds=240)
+        machine.wait(quiet, "Completed", seconds=500)
         worker.send_signal(signal.SIGINT)
         assert ended(worker, log, SLACK_SECONDS) == 0
-    assert machine.told == []
+    assert {told["state"] for told in machine.told} <= {"Late"}, "a busy machine may be late; nothing else is told"
 
     def result(folder: Path) -> str:
         found = SnapshotStore(ObjectStore.from_url(f"file://{folder}")).list()
@@ -269,7 +266,7 @@ def ends_at_once():
 
 
 def test_a_worker_that_drains_takes_no_run_and_hands_back_what_does_not_heed_it(machine: Machine, server_logs):
-    server_logs.expect("Crash detected|status code: |Finished in state|killed", "a run does not stop")
+    server_logs.expect("Crash detected|status code: |interrupted by base exception", "a run does not stop")
     (machine.folder / "drained.py").write_text(FLOWS)
     deployed = [
         {"name": name, "entrypoint": f"drained.py:{flow}", "tags": ["rollout"]}

@@ -79,14 +79,14 @@ def stages(prefect_server):
         return Made(blob=hash_bytes(b"outside"), number=number)
 
     @stage(version=1)
-    def last(times: int, *, heeds: bool = True) -> Made:
-        """Store one more number in each try, of which ``times`` last until they are asked to end."""
+    def last(name: str, *, heeds: bool = True, label: str = "0") -> Made:
+        """Store one more number in each try, of which as many as ``label`` says last until they are asked to end."""
         objects, key = current_stage().objects, progress_ref(current_stage().key)
         stored = objects.get_ref(key)
         before = 0 if stored is None else json.loads(objects.get_bytes(stored))
         objects.set_ref(key, objects.put_bytes(json.dumps(before + 1).encode()))
         CALLS.append(("last", before))
-        if before < times:
+        if before < int(label):
             while not is_stopping():
                 time.sleep(0.01)
             if not heeds:
@@ -447,10 +447,10 @@ def test_a_storage_block_of_the_server_can_be_named_in_the_settings(stages, run,
 
 
 def test_a_stage_whose_time_is_up_keeps_what_it_has_and_the_next_try_goes_on_from_there(stages, run):
-    made, states = run(lambda: stages["last"](2), timeouts={"filing": 1.0})
+    made, states = run(lambda: stages["last"]("a", label="2"), timeouts={"filing": 1.0})
     assert (made.number, states) == (3, ["Completed"])
     assert CALLS == [("last", 0), ("last", 1), ("last", 2)]
-    run(lambda: stages["last"](2), timeouts={"filing": 9.0})
+    run(lambda: stages["last"]("a"), timeouts={"filing": 9.0})
     assert len(CALLS) == 3, "a time-out is in no key"
 
 
@@ -459,15 +459,15 @@ def test_a_stage_that_always_takes_too_long_fails_and_says_why(stages, run, obje
 
     reason = r"stage last took longer than 0\.5 s \(timeouts\.filing\); what it stored is kept"
     with pytest.raises(StageTimeout, match=reason):
-        run(lambda: stages["last"](100), timeouts={"filing": 0.5})
+        run(lambda: stages["last"]("b", label="100"), timeouts={"filing": 0.5})
     assert len(CALLS) == RETRIES + 1
-    made, _ = run(lambda: stages["last"](RETRIES + 1))
+    made, _ = run(lambda: stages["last"]("b"))
     assert made.number == RETRIES + 2, "a run without the limit went on from there"
 
 
 def test_a_stage_that_does_not_end_when_its_time_is_up_is_left_behind(stages, run, monkeypatch):
     monkeypatch.setattr("tasks.time_limits.KEEP_SECONDS", 0.5)
-    made, states = run(lambda: stages["last"](1, heeds=False), timeouts={"filing": 1.0})
+    made, states = run(lambda: stages["last"]("c", heeds=False, label="1"), timeouts={"filing": 1.0})
     STUCK.set()
     assert (made.number, states) == (2, ["Completed"])
 
