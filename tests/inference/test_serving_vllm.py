@@ -9,7 +9,9 @@ from contextlib import asynccontextmanager
 import openai
 import psutil
 import pytest
+from batches import make_batch
 
+from rollout_core.base.errors import Recoverable
 from rollout_core.config import SamplingParams, VLLMBackend
 from rollout_core.data.samples import Completion
 from rollout_core.inference.base import ModelRef, Request
@@ -105,3 +107,26 @@ async def test_a_dead_or_hung_engine_is_a_passing_fault_of_which_nothing_is_left
         assert told in caplog.text
         _, alive = psutil.wait_procs(before, timeout=15)
         assert not alive, "processes of the first engine"
+
+
+async def test_samples_that_a_hung_engine_has_not_finished_are_taken_again_from_another(small, tmp_path, others):
+    prompts = [f"sort {number} 3 1 =" for number in range(60)]
+    whole, cut = (make_batch(tmp_path / name, small, prompts) for name in ("whole", "cut"))
+    with engine(BACKEND, small) as running:
+        expected = await whole.complete(running, commit_size=8)
+        first = [process for process in engine_processes() if process not in others]
+        with pytest.raises(Recoverable, match="gave no token for 8 s"):
+            under_way = asyncio.create_task(cut.complete(running, commit_size=8))
+            while not cut.progress or cut.progress[-1].done < 8:
+                await asyncio.sleep(0)
+            # Where the model computes; the engine itself answers that it lives.
+            [worker] = [process for process in first if not process.name().startswith("VLLM::EngineC")]
+            worker.suspend()
+            await under_way
+    close_engine()  # as the stage that fails does
+    kept = (await cut.statuses())["succeeded"]
+    assert 8 <= kept < 60
+    with engine(BACKEND, small) as running:
+        assert await cut.complete(running, commit_size=8) == expected
+    assert set((await cut.successes()).values()) == {1}, "none is taken twice"
+    assert psutil.wait_procs(first, timeout=15)[1] == []
