@@ -67,8 +67,8 @@ def require_process_pool(pool: str) -> None:
         kind = client.read_work_pool(pool).type
         if kind != POOL_TYPE:
             raise ConfigError(
-                f"work pool {pool!r} is of type {kind}, and this worker is for pools of type {POOL_TYPE}; start Prefect's "
-                f"own for it: prefect worker start --pool {pool}"
+                f"work pool {pool!r} is of type {kind}, and this worker is for pools of type {POOL_TYPE}; start "
+                f"Prefect's own for it: prefect worker start --pool {pool}"
             )
 
 
