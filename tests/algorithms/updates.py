@@ -38,6 +38,7 @@ from rollout_core.config import (
     RewardModelSettings,
     SFTSettings,
     SnapshotPolicy,
+    SpikeRule,
 )
 from rollout_core.data.datasets import PairRow, SftRow, UnpairedRow, parse_rows, to_jsonl
 from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
@@ -79,6 +80,14 @@ def sft(place: UpdateContext, model: Path, **optimizer: Any) -> Checkpoint:
 def sgd(place: UpdateContext, model: Path) -> Checkpoint:
     """The same without moments to remember."""
     return sft(place, model, kind="sgd", lr=0.1)
+
+
+def sft_rules(place: UpdateContext, model: Path) -> Checkpoint:
+    """Steps cut by tokens, and skipped where their gradient is above that of the step before, which snapshots tell."""
+    rule = SpikeRule(factor=1.01, window=2, after_steps=1)
+    settings = sft_settings(skip_spikes=rule, max_tokens_per_microbatch=48)
+    dataset = place.objects.put_bytes(to_jsonl(sft_rows(20)))
+    return sft_update(place.objects.put_tree(model), dataset, settings, place)[0]
 
 
 LORA = LoRAConfig(r=4, dropout=0.1)
@@ -224,18 +233,20 @@ def rows_of(checkpoint: Checkpoint, objects: ObjectStore) -> list[dict[str, floa
     return [json.loads(line) for line in objects.get_bytes(checkpoint.metrics).splitlines()]
 
 
-def _preference(kind: str, place: UpdateContext, model: Path) -> Checkpoint:
-    return preference_update(kind, model, place)
+def _preference(kind: str, place: UpdateContext, model: Path, **changes: Any) -> Checkpoint:
+    return preference_update(kind, model, place, **changes)
 
 
 UPDATES: dict[str, Callable[[UpdateContext, Path], Checkpoint]] = {
     "sft": sft,
     "sgd": sgd,
+    "sft-rules": sft_rules,
     "sft-lora": sft_lora,
     "ppo": ppo,
     "grpo": grpo,
     "grpo-lora": partial(grpo, lora=LORA),
     **{kind: partial(_preference, kind) for kind in KINDS},
+    "orpo": partial(_preference, "dpo", loss="orpo"),
 }
 ON_POLICY = ("ppo", "grpo", "grpo-lora")
 
