@@ -18,6 +18,7 @@ from pydantic import Field, PrivateAttr, SecretStr
 from rollout_core.base.errors import ConfigError, MissingObject
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import RESULT_REFS
+from rollout_core.objects.leases import renew_ref
 from rollout_core.store import SqlLightningStore
 
 __all__ = ["ContentAddressedStorage", "RolloutDatabase"]
@@ -76,6 +77,10 @@ class ContentAddressedStorage(WritableFileSystem):
     async def awrite_path(self, path: str, content: bytes) -> None:
         """`write_path` for coroutines."""
         await asyncio.to_thread(self.write_path, path, content)
+
+    def use(self, path: str) -> None:
+        """Have the result under key ``path``, if there is one, count as used now: housekeeping then leaves it."""
+        renew_ref(self.objects(), f"{RESULT_REFS}/{path}")
 
     def forget(self, path: str) -> None:
         """Drop the result under key ``path``, so that it is computed again."""

@@ -17,7 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 from uuid import UUID
 
@@ -36,9 +36,11 @@ from rollout_core.base.errors import CorruptObject, MissingObject, RolloutError
 from rollout_core.base.locks import sweep_scratch
 from rollout_core.base.stopping import is_stopping, watching
 from rollout_core.config import Run
+from rollout_core.objects.leases import lease
 from tasks.artifact_sender import SENDER
+from tasks.connections import objects
 from tasks.logs import Journal, keep_journal, stage_logger
-from tasks.stage import refreshing
+from tasks.stage import refreshing, retry
 from tasks.time_limits import limiting
 
 R = TypeVar("R")
@@ -75,9 +77,11 @@ def recompute_missing(body: Callable[[Journal], R], config: Run) -> R:
     # The id of a flow run stays the same when it is retried.
     name = f"flow run {flow_run.id}" if run.refresh is True else run.refresh or None
     # A worker starts a process for each run, which is then that run's alone.
-    with watching(ends_process=WORKERS_RUN in os.environ):
+    with watching(ends_process=WORKERS_RUN in os.environ), ExitStack() as held:
         summary = RunSummary(config)
         try:
+            # Housekeeping leaves alone what a run under way has used or made.
+            retry(lambda: held.enter_context(lease(objects(), f"{flow_run.name} (flow run {flow_run.id})")))
             with limiting(config.timeouts):
                 result = _repeat(body, name, summary)
             summary.end()

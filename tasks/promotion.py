@@ -67,7 +67,7 @@ def snapshot(checkpoint: Checkpoint, snapshot_label: str, *, label: str = "") ->
     snapshots = SnapshotStore(objects)
     with scratch_folder("verify") as scratch:
         restored = snapshots.restore(checkpoint.train_state, scratch / "state")
-    snapshots.set_label(checkpoint.train_state, snapshot_label)
+    snapshots.set_label(checkpoint.train_state, snapshot_label, by_stage=True)
     stage_logger().info("snapshot %s verified and labelled %r", restored.id.short, snapshot_label)
     return SnapshotRecord(
         snapshot=restored.id,

@@ -38,6 +38,7 @@ from rollout_core.base.settings import locations
 from rollout_core.base.stopping import is_stopping, raise_if_abandoned, run_interruptibly
 from rollout_core.config import identity
 from rollout_core.objects import ObjectStore
+from rollout_core.objects.leases import renew_snapshot
 from rollout_core.objects.records import Lineage, Record, record_lineage, software_versions
 from rollout_core.objects.snapshots import PROGRESS_REFS, SnapshotStore
 from tasks import connections
@@ -338,7 +339,12 @@ class Stage(Generic[P, R]):
 
     def _forget_if_broken(self, storage: ContentAddressedStorage, key: ContentId) -> None:
         record = self._stored(storage, key)
-        if record is None or (record.is_final and is_whole(record, storage.objects())):
+        if record is None:
+            return
+        if record.is_final and is_whole(record, storage.objects()):
+            storage.use(key)
+            for named in (named for kind, named in record.references() if kind == "snapshot"):
+                renew_snapshot(storage.objects(), named)
             return
         if record.is_final:
             stage_logger().warning(
@@ -428,7 +434,7 @@ def is_whole(record: Record, objects: ObjectStore) -> bool:
     checks: dict[str, Callable[[ContentId], bool]] = {
         "blob": objects.exists,
         "tree": objects.tree_is_present,
-        "snapshot": SnapshotStore(objects).is_present,
+        "snapshot": SnapshotStore(objects).counts,
     }
     return all(checks[kind](reference) for kind, reference in record.references())
 

@@ -27,6 +27,7 @@ INSIDE_FUNCTIONS = {
     "flows.cli.init": "--help need not wait for it",
     "flows.cli.promotion": "--help need not wait for it",
     "flows.cli.runs": "--help need not wait for Prefect",
+    "flows.cli.snapshots": "--help need not wait for it",
     "flows.cli.storage": "--help need not wait for it",
     "flows.connections": "commands that need no server do without Prefect",
     "rollout_core.agents.fleet": "Dask is an extra",

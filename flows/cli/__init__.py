@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli import agents, init, promotion, runs, storage
+from flows.cli import agents, init, promotion, runs, snapshots, storage
 from flows.cli.common import one_line_errors
 
 app = typer.Typer(
@@ -25,7 +25,7 @@ app = typer.Typer(
 app.add_typer(runs.train_app, name="train")
 app.add_typer(runs.infer_app, name="infer")
 app.add_typer(agents.agent_app, name="agent")
-app.add_typer(storage.snapshot_app, name="snapshot")
+app.add_typer(snapshots.snapshot_app, name="snapshot")
 app.add_typer(storage.storage_app, name="storage")
 app.add_typer(storage.store_app, name="store")
 app.command("init")(init.init)

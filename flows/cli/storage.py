@@ -1,23 +1,25 @@
-"""`rollout snapshot`, `lineage` and `storage`: what the object store holds and whether it is whole; `rollout store`."""
+"""`rollout lineage` and `storage`: what the object store holds, whether it is whole, and what goes; `rollout store`."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.cli.common import EXIT_FAILED, Debug, one_line_errors
+from flows.cli.common import EXIT_FAILED, Debug, Overrides, one_line_errors, parse_overrides
 
 if TYPE_CHECKING:
+    from rollout_core.base.ids import ContentId
     from rollout_core.objects import ObjectStore
     from rollout_core.objects.verification import Damage, Verification
 
-snapshot_app = typer.Typer(no_args_is_help=True, help="Look at train-state snapshots.")
 storage_app = typer.Typer(no_args_is_help=True, help="Look after the object store.")
 store_app = typer.Typer(no_args_is_help=True, help="Run the store of rollouts, attempts and spans.")
 
@@ -26,43 +28,17 @@ SHOWN_HOLDERS = 4
 
 StoragePath = Annotated[
     str | None,
-    typer.Option("--storage", help="URL or block:SLUG/NAME of the object store; default: ROLLOUT_STORAGE."),
+    typer.Option(
+        "--storage",
+        "--storage-path",
+        "--object-path",
+        help="URL, path or block:SLUG/NAME of the object store; default: ROLLOUT_STORAGE.",
+    ),
 ]
 ShortId = Annotated[str, typer.Argument(help="Content id, or its first digits, at least 8.")]
 DatabaseURL = Annotated[
     str, typer.Option("--database", help="sqlite:///path/to/file.db, or postgresql://user@host/name.")
 ]
-
-
-@snapshot_app.command("list")
-def snapshot_list(
-    storage: StoragePath = None,
-    run_id: Annotated[str | None, typer.Option("--run-id", help="Only this run's.")] = None,
-    kind: Annotated[str | None, typer.Option("--kind", help="Only this kind.")] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most this many, newest first.")] = None,
-    debug: Debug = False,
-) -> None:
-    """Print snapshots, newest first, as JSON."""
-    with one_line_errors(debug):
-        from flows.connections import object_store
-        from rollout_core.objects.snapshots import SnapshotStore
-
-        with object_store(storage) as objects:
-            found = SnapshotStore(objects).list(run_id=run_id, kind=kind, limit=limit)  # pyright: ignore[reportArgumentType]
-        typer.echo(json.dumps([item.model_dump(mode="json") for item in found], indent=2))
-
-
-@snapshot_app.command("show")
-def snapshot_show(snapshot_id: ShortId, storage: StoragePath = None, debug: Debug = False) -> None:
-    """Print one snapshot as JSON."""
-    with one_line_errors(debug):
-        from flows.connections import object_store
-        from rollout_core.objects.addresses import complete_snapshot_id
-        from rollout_core.objects.snapshots import SnapshotStore
-
-        with object_store(storage) as objects:
-            found = SnapshotStore(objects).get(complete_snapshot_id(objects, snapshot_id))
-        typer.echo(found.model_dump_json(indent=2))
 
 
 def lineage(content_id: ShortId, storage: StoragePath = None, debug: Debug = False) -> None:
@@ -99,6 +75,7 @@ def storage_verify(
     """
     with one_line_errors(debug):
         from flows.connections import object_store
+        from rollout_core.base.processes import size_text
         from rollout_core.objects.verification import verify_store
 
         with object_store(storage) as objects:
@@ -111,11 +88,96 @@ def storage_verify(
             typer.echo(f"nothing is stored at {objects.url}")
             return
         typer.echo(
-            f"{found.num_blobs:,} blobs ({_size(found.num_bytes)}) and {found.num_refs:,} refs of {objects.url} read "
-            f"in {seconds:.1f} s: " + (f"{len(found.damage)} damaged or missing" if found.damage else "all whole")
+            f"{found.num_blobs:,} blobs ({size_text(found.num_bytes)}) and {found.num_refs:,} refs of {objects.url} "
+            f"read in {seconds:.1f} s: " + (f"{len(found.damage)} damaged or missing" if found.damage else "all whole")
         )
         if not is_whole:
             raise typer.Exit(EXIT_FAILED)
+
+
+@storage_app.command("gc")
+def storage_gc(
+    storage: StoragePath = None,
+    rules: Annotated[
+        Path | None, typer.Option("--rules", help="TOML file of what to keep; default: the keys' own defaults.")
+    ] = None,
+    overrides: Overrides = None,
+    now: Annotated[
+        bool, typer.Option("--now", help="Delete without a grace period; refused while runs are under way.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go; change nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Give up old training states, results and promoted models, and delete what nothing needs any more.
+
+    Safe beside running flows: what they have used or made stays. The database of the settings is asked what it names.
+    Exit code 1: nothing could be deleted, because something is damaged.
+    """
+    with one_line_errors(debug):
+        from rollout_core.base.errors import ConfigError
+        from rollout_core.config.base import parse_config, read_toml
+        from rollout_core.config.retention import Retention
+        from rollout_core.housekeeping.cleaning import clean
+
+        tables, changed = {} if rules is None else read_toml(rules), parse_overrides(overrides)
+        if now and "grace_hours" in changed:
+            raise ConfigError("--now is --set grace_hours=0; give one of them")
+        changed |= {"grace_hours": 0.0} if now else {}
+        chosen = parse_config(tables, Retention, name="rules" if rules is None else str(rules), overrides=changed)
+        with _storage_and_names(storage, chosen.completion_days) as (objects, named):
+            cleaned = clean(objects, chosen, named_elsewhere=named, dry_run=dry_run)
+        typer.echo(cleaned.model_dump_json(indent=2) if as_json else "\n".join(cleaned.lines))
+        if cleaned.garbage.unreadable:
+            raise typer.Exit(EXIT_FAILED)
+
+
+@storage_app.command("du")
+def storage_du(
+    storage: StoragePath = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Print what uses how much: of all that each purpose needs, and of what it alone needs. Changes nothing."""
+    with one_line_errors(debug):
+        from rollout_core.base.processes import size_text
+        from rollout_core.config.retention import Retention
+        from rollout_core.housekeeping.usage import measure
+
+        with _storage_and_names(storage, Retention().completion_days) as (objects, named):
+            found = measure(objects, named_elsewhere=named)
+        if as_json:
+            typer.echo(found.model_dump_json(indent=2))
+            return
+        typer.echo(f"{'':44} {'names':>6} {'needs':>10} {'alone':>10}")
+        for use in found.uses:
+            typer.echo(
+                f"{use.what:44.44} {use.names:6,} {size_text(use.total_bytes):>10} {size_text(use.own_bytes):>10}"
+            )
+        typer.echo(f"{'needed by several of these':62} {size_text(found.shared_bytes):>10}")
+        unneeded = (
+            f"needed by none ({found.unneeded_blobs:,} blobs; `rollout storage gc` deletes them once they are old)"
+        )
+        typer.echo(f"{unneeded:62} {size_text(found.unneeded_bytes):>10}")
+        typer.echo(f"{'temporary and damaged files':62} {size_text(found.leftover_bytes):>10}")
+        typer.echo(f"{f'{found.blobs:,} blobs of {found.url}':62} {size_text(found.total_bytes):>10}")
+
+
+@contextmanager
+def _storage_and_names(
+    storage: str | None, completion_days: float
+) -> Iterator[tuple[ObjectStore, frozenset[ContentId]]]:
+    """The object store, and what the database of the settings names in it."""
+    from flows.connections import object_store, storage_and_database
+    from rollout_core.housekeeping.named import named_by_database
+
+    with storage_and_database() as known:
+        named = asyncio.run(named_by_database(known.database_url(), completion_days=completion_days))
+        if storage is None:
+            yield known.open_objects(), named
+            return
+        with object_store(storage) as objects:
+            yield objects, named
 
 
 def _listed(found: Verification) -> bool:
@@ -162,6 +224,8 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from rollout_core.base.processes import size_text
+
     console = Console(stderr=True)
     columns = TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -172,17 +236,9 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
             bar.update(task, completed=done, total=total)
             if not console.is_terminal and time.monotonic() > next_line:
                 next_line = time.monotonic() + LOG_SECONDS
-                sys.stderr.write(f"{_size(done)} of {_size(total)} read\n")
+                sys.stderr.write(f"{size_text(done)} of {size_text(total)} read\n")
 
         yield show
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:,.1f} TB"
 
 
 @store_app.command("serve")

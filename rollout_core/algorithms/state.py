@@ -44,7 +44,7 @@ from rollout_core.config import LearnerSettings
 from rollout_core.models.architecture import adapter_weights, has_lora, merged_weights
 from rollout_core.models.pretrained import copy_tokenizer, load_whole
 from rollout_core.objects.records import Checkpoint
-from rollout_core.objects.snapshots import MODEL_FOLDER, PROGRESS_REFS, RUN_NAME, Snapshot, SnapshotStore
+from rollout_core.objects.snapshots import FINISHED, MODEL_FOLDER, PROGRESS_REFS, RUN_NAME, Snapshot, SnapshotStore
 
 log = logging.getLogger(__name__)
 
@@ -250,8 +250,6 @@ def _unflatten_optimizer(state: TrainState, moments: Mapping[str, Any]) -> None:
     state.optimizer.load_state_dict({"state": found, "param_groups": groups})
 
 
-FINISHED = "finished"
-"""Label of an update's last snapshot, unless people give it a better one."""
 SECONDS = "training_seconds"
 """Key of a snapshot's record; the snapshot itself does not depend on the clock."""
 ARITHMETIC = "arithmetic"

@@ -141,6 +141,15 @@ def allowed_memory(limits: Limits) -> int:
     return machine_memory()[1] * 3 // 4
 
 
+def size_text(num_bytes: float) -> str:
+    """A number of bytes for people, in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.1f} TB"
+
+
 def gibibytes(num_bytes: int) -> str:
     """As messages show it."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"

@@ -51,6 +51,7 @@ class LocalFiles:
     parallel = 4
     cheap_write_bytes = -1
     whole_write_bytes = CHUNK_BYTES
+    settle_seconds = 1.0
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -255,6 +256,7 @@ class LocalUpload:
 
 READ_BYTES = 8 * 2**20
 READ_AHEAD = 4
+REMOTE_SETTLE_SECONDS = 15.0
 UPLOAD_PART_BYTES = 32 * 2**20  # S3 takes 10,000 parts, so a file may have 320 GB; GCS wants a multiple of 256 KiB
 
 
@@ -270,6 +272,7 @@ class RemoteFiles:
     whole_write_bytes = UPLOAD_PART_BYTES
 
     def __init__(self, protocol: str, root: str, options: Mapping[str, Any]) -> None:
+        self.settle_seconds = 0.0 if protocol == "memory" else REMOTE_SETTLE_SECONDS
         self.protocol = protocol
         """``s3``, ``gs`` or ``memory``."""
         self._root = root

@@ -70,6 +70,8 @@ class Files(Protocol):
     """A file up to this size is written in the time it takes to ask whether it is there."""
     whole_write_bytes: int
     """A file up to this size is best written from memory, by `write`; a larger one by `upload`."""
+    settle_seconds: float
+    """No change takes longer to be seen by others; see `sweeps`."""
 
     def where(self, key: str) -> str:
         """Address of ``key`` for messages."""
@@ -320,6 +322,10 @@ def _check(name: str, named: ContentId) -> ContentId:
 RESULT_REFS = "results"
 SNAPSHOT_REFS = "snapshots"
 LINEAGE_REFS = "lineage"
+EXPIRED_REFS = "expired"
+"""Below it stand refs that housekeeping took away, while a run is under way that may have read them before."""
+LET_GO_REFS = "let-go"
+"""Below it, under its id, stands a snapshot whose bytes housekeeping gave up, as `snapshots.LetGo`."""
 SELF_NAMED_REFS = (RESULT_REFS, SNAPSHOT_REFS, LINEAGE_REFS)
 RECORD_BYTES = 2**20
 """Records are rarely larger."""

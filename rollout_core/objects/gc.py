@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -14,9 +16,21 @@ from blake3 import blake3
 from pydantic import BaseModel, ConfigDict
 
 from rollout_core.base.errors import CorruptRef
-from rollout_core.base.ids import ContentId, is_content_id
-from rollout_core.objects.files import LINEAGE_REFS, RECORD_BYTES, SELF_NAMED_REFS, SNAPSHOT_REFS, FileStat, hashed
+from rollout_core.base.ids import ContentId, canonical_json, is_content_id
+from rollout_core.objects.files import (
+    LET_GO_REFS,
+    LINEAGE_REFS,
+    RECORD_BYTES,
+    SELF_NAMED_REFS,
+    SNAPSHOT_REFS,
+    FileStat,
+    hashed,
+    parsed,
+)
+from rollout_core.objects.leases import live_leases, unused_before
 from rollout_core.objects.store import ObjectStore, blob_key
+from rollout_core.objects.sweeps import announced
+from rollout_core.objects.trees import TREE_BEGINS
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +55,8 @@ NOTE_REFS = (
 )
 """Refs below them only save work or describe a run; such a note expires when it has not been set for a while."""
 KEEP_NOTES = timedelta(days=30)
+ABOUT_REFS = (f"{LINEAGE_REFS}/", FINISHED_REFS, f"{LET_GO_REFS}/")
+"""Below them, under the id of a blob or snapshot, stands what is known of it."""
 _NAMED_ID = re.compile(rb'"([0-9a-f]{64})[\\"]')
 _NAMED_ID_BYTES = 66
 _END_BYTES = 64
@@ -70,6 +86,20 @@ class GcReport(BaseModel):
     dry_run: bool
 
 
+@dataclass(frozen=True)
+class Scope:
+    """What a collection takes for live beside all refs, and what not."""
+
+    extra_roots: Iterable[ContentId] = ()
+    """Named elsewhere, such as in a database."""
+    absent: frozenset[str] = frozenset()
+    """Refs that count as gone, as in a preview of what comes after their removal."""
+    closed: frozenset[str] = frozenset()
+    """Refs whose record stays, but not what it names."""
+    weights_of_inputs: bool = True
+    """Whether models that are named by lineage alone stay, though they can be made again from their inputs."""
+
+
 def collect_garbage(
     objects: ObjectStore,
     *,
@@ -77,13 +107,14 @@ def collect_garbage(
     min_age: timedelta,
     keep_notes: timedelta = KEEP_NOTES,
     dry_run: bool = False,
+    scope: Scope | None = None,
 ) -> GcReport:
-    """Delete every blob older than ``min_age`` that no ref and none of ``extra_roots`` reaches.
+    """Delete every blob older than ``min_age`` that no ref and none of ``extra_roots`` reaches. ``scope`` says more.
 
     A reached blob of JSON or JSON lines reaches every blob whose id is a string in it (also in JSON within a string),
     so results, records and manifests keep what they name. The lineage of what is live is live, with the inputs it
-    names; the lineage of anything else keeps its record, not its data. Ids kept elsewhere, such as in a database, must
-    be given as ``extra_roots``.
+    names; the lineage of anything else keeps its record for ``keep_notes``, not its data. Ids kept elsewhere, such as
+    in a database, must be given as ``extra_roots``.
 
     Notes keep what they name, such as the shards of an input or the model of a run, until nobody has set them for
     ``keep_notes``; then they are deleted. Those below `FINISHED_REFS` live as long as the blob they are about.
@@ -94,41 +125,48 @@ def collect_garbage(
     While a ref or a reached record is damaged, what it named is unknown, so no blob and no note of a blob is
     deleted; the report and a warning name it. ``rollout storage verify --repair`` restores it or moves it aside.
 
-    Safe beside running writers as long as each names what it puts by a ref within ``min_age`` less six hours: a put
-    makes a blob young again, even when the bytes were there, and what is young spares what it names. An age of zero is
-    for when nothing runs.
+    Safe beside running writers as long as each names what it puts by a ref within ``min_age`` less six hours, or holds
+    a `lease`: a put makes a blob young again, even when the bytes were there, and what is young spares what it names.
+    An age of zero is for when nothing runs. A collection that is killed has deleted what it would have deleted first.
     """
-    spared_since = time.time() - min_age.total_seconds()
+    scope = Scope(extra_roots=extra_roots) if scope is None else scope
+    leases = live_leases(objects, clear=not dry_run)
+    spared_since = unused_before(leases, time.time() - min_age.total_seconds())
     blobs = dict(objects.blobs())
-    unused_since = time.time() - max(keep_notes, min_age).total_seconds()
-    marking = _Marking(objects, blobs, unused_since)
-    marking.reach(extra_roots)
+    unused_since = unused_before(leases, time.time() - max(keep_notes, min_age).total_seconds())
+    marking = Marking(objects, blobs, unused_since, scope)
+    marking.reach(scope.extra_roots)
     marking.reach_refs()
     live_blobs = len(marking.reached)
     marking.reach(content_id for content_id, stat in blobs.items() if stat.modified >= spared_since)
     marking.reach_refs()  # once more: what running writers have named since
-    unreadable = sorted(marking.unreadable)
-    if unreadable:
-        log.warning("no blob is deleted, since it may be what is named by %s", "; by ".join(unreadable))
-    unreached = [] if unreadable else [blob_key(content_id) for content_id in blobs.keys() - marking.reached]
+    unreadable = marking.complaints()
+    unreached = [] if unreadable else sorted(blobs.keys() - marking.reached)
     leftovers = [key for folder in ("tmp", "corrupt") for key, _ in objects.files.list(folder)]
 
     sweep = partial(_sweep, objects, dry_run=dry_run)
     free = partial(sweep, unchanged_since=spared_since)
-    swept = [size for size in objects.in_parallel(free, unreached) if size is not None]
-    cleared = [size for size in objects.in_parallel(free, leftovers) if size is not None]
+    # Before the blobs: a note without its blob is worth nothing, and who is killed here leaves the notes to the next.
     orphans = [] if unreadable else [free(key) for key in marking.orphaned_notes()]
-    unused = [sweep(key, unchanged_since=unused_since) for key in marking.unused_notes]
+    unused = [sweep(key, unchanged_since=unused_since) for key in marking.unused_notes(unreadable=bool(unreadable))]
+    with nullcontext() if dry_run else announced(objects.files, unreached):
+        freed = objects.in_parallel(free, map(blob_key, unreached))
+    cleared = objects.in_parallel(free, leftovers)
+    num_swept = _count(freed)
     return GcReport(
         live_blobs=live_blobs,
-        young_blobs=len(blobs) - live_blobs - len(swept),
-        deleted_blobs=len(swept),
-        deleted_bytes=sum(swept) + sum(cleared),
-        deleted_leftovers=len(cleared),
-        deleted_notes=sum(size is not None for size in orphans + unused),
+        young_blobs=len(blobs) - live_blobs - num_swept,
+        deleted_blobs=num_swept,
+        deleted_bytes=sum(size or 0 for size in freed + cleared),
+        deleted_leftovers=_count(cleared),
+        deleted_notes=_count(orphans + unused),
         unreadable=tuple(unreadable),
         dry_run=dry_run,
     )
+
+
+def _count(sizes: Sequence[int | None]) -> int:
+    return sum(size is not None for size in sizes)
 
 
 def _sweep(objects: ObjectStore, key: str, *, unchanged_since: float, dry_run: bool) -> int | None:
@@ -141,47 +179,63 @@ def _sweep(objects: ObjectStore, key: str, *, unchanged_since: float, dry_run: b
     return stat.size
 
 
-class _Marking:
+class Marking:
     """The set of reached blobs, grown from roots."""
 
-    def __init__(self, objects: ObjectStore, blobs: Mapping[ContentId, FileStat], unused_since: float) -> None:
+    def __init__(
+        self, objects: ObjectStore, blobs: Mapping[ContentId, FileStat], unused_since: float, scope: Scope
+    ) -> None:
         self.reached: set[ContentId] = set()
-        self.unused_notes = {
+        self.unreadable: set[str] = set()
+        """Damaged refs and reached records, which may have named anything."""
+        self._unused_since = unused_since
+        self._unused = {
             key
             for folder in NOTE_REFS
             for key, stat in objects.files.list(f"refs/{folder.rstrip('/')}")
             if stat.modified < unused_since
         }
-        """Keys of the refs below `NOTE_REFS` that nobody has set since."""
-        self.unreadable: set[str] = set()
-        """Damaged refs and reached records, which may have named anything."""
         self._records: set[ContentId] = set()
         """What the refs of results, snapshots and lineage name."""
         self._objects = objects
         self._blobs = blobs
+        self._scope = scope
         self._about: dict[ContentId, set[ContentId]] = {}
-        """What is followed from a blob though the blob does not name it: its lineage, and what is noted of it."""
+        """What is noted of a blob or snapshot, by its id."""
+        self._lineage: dict[ContentId, set[ContentId]] = {}
+        """Records of how it was made."""
         self._seen: set[ContentId] = set()
+        self._traced: set[ContentId] = set()
+        """Seen as the input of something that is live, see `Scope.weights_of_inputs`."""
 
     def reach_refs(self) -> None:
         """Reach what every ref names but unused notes; what is about a blob is followed only from what is live, though
-        records of lineage are kept."""
+        records of lineage are kept for a while."""
         roots = set()
-        names = [name for name in self._objects.ref_names("") if f"refs/{name}" not in self.unused_notes]
+        gone = self._scope.absent
+        names = [
+            name for name in self._objects.ref_names("") if f"refs/{name}" not in self._unused and name not in gone
+        ]
         for name, named in zip(names, self._objects.in_parallel(self._named_by, names), strict=True):
             if named is None:
                 continue
-            about = next((folder for folder in (f"{LINEAGE_REFS}/", FINISHED_REFS) if name.startswith(folder)), None)
+            if name in self._scope.closed:
+                self.reached |= {named} & self._blobs.keys()
+                continue
+            about = next((folder for folder in ABOUT_REFS if name.startswith(folder)), None)
             if about is None or not is_content_id(name[len(about) :]):
                 roots.add(named)
                 continue
             blob = ContentId(name[len(about) :])
-            self._about.setdefault(blob, set()).add(named)
+            notes = self._lineage if about == ABOUT_REFS[0] else self._about
+            notes.setdefault(blob, set()).add(named)
             if about != FINISHED_REFS:
                 self.reached |= {named} & self._blobs.keys()
-            if blob in self._seen:
+            if blob in self._seen and (notes is self._about or self._scope.weights_of_inputs):
                 roots.add(named)
         self.reach(roots)
+        if not self._scope.weights_of_inputs:
+            self._trace(set().union(*(self._lineage.get(seen, ()) for seen in self._seen | self._traced)))
 
     def _named_by(self, name: str) -> ContentId | None:
         try:
@@ -197,21 +251,78 @@ class _Marking:
             self.unreadable.add(f"the record of ref {name}, which is gone")
         return named
 
+    def complaints(self) -> list[str]:
+        """What is ``unreadable``, with a warning where there is any."""
+        if self.unreadable:
+            log.warning(
+                "no blob is deleted, since it may be what is named by %s", "; by ".join(sorted(self.unreadable))
+            )
+        return sorted(self.unreadable)
+
     def orphaned_notes(self) -> list[str]:
-        """Keys of the refs below `FINISHED_REFS` about blobs that were not reached."""
-        names = self._objects.ref_names(FINISHED_REFS.rstrip("/"))
-        return [f"refs/{name}" for name in names if name[len(FINISHED_REFS) :] not in self.reached]
+        """Keys of the refs below `FINISHED_REFS` and `LET_GO_REFS` about what was not reached."""
+        known = self.reached | self._seen | self._traced
+        return [key for folder in ABOUT_REFS[1:] for key, blob in self._notes(folder) if blob not in known]
+
+    def unused_notes(self, *, unreadable: bool) -> list[str]:
+        """Keys of the refs below `NOTE_REFS` that nobody has set for long, and, unless something is ``unreadable``, of
+        the lineage of what is gone."""
+        known = self.reached | self._seen | self._traced
+        lineage = [] if unreadable else [key for key, blob in self._notes(ABOUT_REFS[0]) if blob not in known]
+        return [*sorted(self._unused), *lineage]
+
+    def _notes(self, folder: str) -> Iterator[tuple[str, str]]:
+        for name in self._objects.ref_names(folder.rstrip("/")):
+            if name not in self._scope.absent:
+                yield f"refs/{name}", name[len(folder) :]
 
     def reach(self, roots: Iterable[ContentId]) -> None:
         """Reach ``roots`` and, level by level, all that they name."""
         level = set(roots)
+        notes = [self._about, *([self._lineage] if self._scope.weights_of_inputs else [])]
         while level:
             self._seen |= level
-            found = level & self._blobs.keys()
-            self.reached |= found
-            named = set(chain.from_iterable(self._objects.in_parallel(self._names_in, found)))
-            named.update(*(self._about[content_id] for content_id in level if content_id in self._about))
-            level = {name for name in named if name in self._blobs or name in self._about} - self._seen
+            level = self._named_in(level, level, notes) - self._seen
+
+    def _named_in(
+        self, level: set[ContentId], followed: set[ContentId], notes: Sequence[Mapping[ContentId, set[ContentId]]]
+    ) -> set[ContentId]:
+        """Keep ``level``; what those of it that are ``followed`` name, and what ``notes`` say of it."""
+        self.reached |= level & self._blobs.keys()
+        found = followed & self._blobs.keys()
+        named = set(chain.from_iterable(self.names_in_each(found)))
+        named.update(*(kept[seen] for kept in notes for seen in level if seen in kept))
+        return {name for name in named if name in self._blobs or name in self._about or name in self._lineage}
+
+    def names_in_each(self, found: Iterable[ContentId]) -> list[set[ContentId]]:
+        """The ids that each of these blobs names."""
+        return self._objects.in_parallel(self._names_in, found)
+
+    def _trace(self, records: set[ContentId]) -> None:
+        """Reach what records of lineage name, and the lineage of that, but not the weights of models that were made by
+        stages from inputs that are named as well."""
+        level = records - self._seen - self._traced
+        while level:
+            self._traced |= level
+            trees = [content_id for content_id in level & self._blobs.keys() if self._is_made_tree(content_id)]
+            named = self._named_in(level, level - set(trees), [self._about, self._lineage])
+            level = named - self._seen - self._traced
+
+    def _is_made_tree(self, content_id: ContentId) -> bool:
+        key, made = blob_key(content_id), self._lineage.get(content_id, ())
+        try:
+            is_tree = self._objects.files.read_part(key, 0, len(TREE_BEGINS)) == TREE_BEGINS if made else False
+        except FileNotFoundError:
+            return False
+        return is_tree and any(self._has_inputs(record) for record in made)
+
+    def _has_inputs(self, record: ContentId) -> bool:
+        try:
+            document = parsed(self._objects.files.read(blob_key(record)))
+        except FileNotFoundError:
+            return False
+        inputs = document.get("inputs") if isinstance(document, dict) else None
+        return next(named_ids([canonical_json(inputs)]), None) is not None
 
     def _names_in(self, content_id: ContentId) -> set[ContentId]:
         key, size = blob_key(content_id), self._blobs[content_id].size

@@ -24,7 +24,7 @@ from rollout_core.base.errors import ConfigError, Conflict, CorruptObject, Corru
 from rollout_core.base.ids import ContentId, canonical_json
 from rollout_core.objects import ObjectStore, TreeFile, TreeManifest
 from rollout_core.objects.addresses import complete_snapshot_id
-from rollout_core.objects.files import SNAPSHOT_REFS, ContentHasher, hash_chunks
+from rollout_core.objects.files import EXPIRED_REFS, LET_GO_REFS, SNAPSHOT_REFS, ContentHasher, hash_chunks
 from rollout_core.objects.gc import GcReport, collect_garbage
 from rollout_core.objects.trees import appearing_folder, files_of, read_file, tar_stream
 
@@ -65,6 +65,51 @@ class Snapshot(BaseModel):
         """The ref that names this record."""
         return _ref(self.id, self.run_id)
 
+    @property
+    def is_kept_by_label(self) -> bool:
+        """Whether somebody labelled it. The labels of pipelines are ``finished``, and RUN/ALGORITHM or
+        RUN/ALGORITHM-ITERATION."""
+        if self.label in (None, FINISHED):
+            return False
+        run = re.escape(str(self.meta.get(RUN_NAME, "")))
+        return re.fullmatch(rf"{run}/[a-z]+(-\d+)?", self.label) is None
+
+
+class LetGo(BaseModel):
+    """What stays of a snapshot that housekeeping gave up. It names no blob, or it would keep it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: SnapshotKind
+    run_id: str
+    step: int
+    algorithm: str
+    created_at: AwareDatetime
+    let_go_at: AwareDatetime
+
+
+FINISHED = "finished"
+"""Label of an update's last snapshot, unless people give it a better one."""
+
+
+class SnapshotComparison(BaseModel):
+    """In what two snapshots differ."""
+
+    model_config = ConfigDict(frozen=True)
+
+    record: dict[str, tuple[Any, Any]]
+    """What their records say otherwise."""
+    same: tuple[str, ...]
+    """Files of the same name and bytes."""
+    changed: tuple[str, ...]
+    """Files of the same name with other bytes."""
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+    same_bytes: int
+    """Stored once for both."""
+    first_bytes: int
+    second_bytes: int
+
 
 class SnapshotStore:
     """Saves, finds, restores and drops snapshots in an object store."""
@@ -93,7 +138,7 @@ class SnapshotStore:
         paths = files_of(folder)
         snapshot_id, manifest = _identify(paths)
         ref = _ref(snapshot_id, run_id)
-        if label is None and (before := self._record(ref)) is not None:
+        if label in (None, FINISHED) and (before := self._record(ref)) is not None and before.label is not None:
             label = before.label
         snapshot = Snapshot(
             id=snapshot_id,
@@ -113,9 +158,16 @@ class SnapshotStore:
     def restore(self, snapshot_id: ContentId, folder: Path) -> Snapshot:
         """Write the snapshot's files to ``folder``, which appears whole and verified, or not at all.
 
-        ``folder`` must not exist, or be empty. Raises NotFound, MissingObject, CorruptObject, or Conflict.
+        ``folder`` must not exist, or be empty. Raises NotFound, MissingObject, CorruptObject, or Conflict. A snapshot
+        that was let go is MissingObject, and from then on does not count as one, so that its stage runs again.
         """
-        snapshot = self.get(snapshot_id)
+        try:
+            snapshot = self.get(snapshot_id)
+        except NotFound as error:
+            if self.was_let_go(snapshot_id) is None:
+                raise
+            self._objects.delete_ref(f"{LET_GO_REFS}/{snapshot_id}")
+            raise MissingObject(snapshot_id, f"{error}; the stage that made it has to run again") from error
         manifest = self._objects.manifest(snapshot.files)
         with appearing_folder(folder) as temporary:
             self._objects.get_files(manifest, temporary)
@@ -149,7 +201,31 @@ class SnapshotStore:
             return found[0]
         if self._objects.ref_names(below):
             raise NotFound(f"snapshot {snapshot_id} cannot be read: its record is damaged or gone. {_REPAIR}")
+        gone = self.was_let_go(snapshot_id)
+        if gone is not None:
+            raise NotFound(
+                f"snapshot {snapshot_id} (step {gone.step} of {gone.algorithm}, run {gone.run_id}) was let go by "
+                f"housekeeping on {gone.let_go_at:%Y-%m-%d}"
+            )
         raise NotFound(f"snapshot not found: {snapshot_id}")
+
+    def compare(self, first: ContentId, second: ContentId) -> SnapshotComparison:
+        """In what two snapshots differ, by their records and manifests. Raises NotFound, MissingObject."""
+        records = self.get(first), self.get(second)
+        one, two = ({file.path: file for file in self._objects.manifest(item.files).files} for item in records)
+        said, other = (item.model_dump(mode="json", exclude={"id", "files"}) for item in records)
+        both = sorted(one.keys() & two.keys())
+        same = [path for path in both if one[path].content_id == two[path].content_id]
+        return SnapshotComparison(
+            record={name: (said[name], other[name]) for name in said if said[name] != other[name]},
+            same=tuple(same),
+            changed=tuple(path for path in both if path not in same),
+            only_first=tuple(sorted(one.keys() - two.keys())),
+            only_second=tuple(sorted(two.keys() - one.keys())),
+            same_bytes=sum(one[path].size for path in same),
+            first_bytes=records[0].size_bytes,
+            second_bytes=records[1].size_bytes,
+        )
 
     def subtree(self, snapshot_id: ContentId, folder: str) -> ContentId:
         """The tree that ``folder`` of the snapshot is by itself; its files are not copied. Raises NotFound."""
@@ -187,9 +263,16 @@ class SnapshotStore:
         ]
         return _newest_first(found)[:limit]
 
-    def set_label(self, snapshot_id: ContentId, label: str | None) -> Snapshot:
-        """Give the snapshot a label, or take it away. Raises NotFound."""
-        snapshot = self.get(snapshot_id).model_copy(update={"label": label})
+    def set_label(self, snapshot_id: ContentId, label: str | None, *, by_stage: bool = False) -> Snapshot:
+        """Give the snapshot a label, or take it away. Raises NotFound.
+
+        A label keeps the snapshot from housekeeping, see `Snapshot.is_kept_by_label`. One ``by_stage`` does not replace
+        a label that does.
+        """
+        snapshot = self.get(snapshot_id)
+        if by_stage and snapshot.is_kept_by_label:
+            return snapshot
+        snapshot = snapshot.model_copy(update={"label": label})
         self._objects.set_ref(snapshot.ref, self._objects.put_json(snapshot))
         return snapshot
 
@@ -199,6 +282,25 @@ class SnapshotStore:
             return self._objects.tree_is_present(self.get(snapshot_id).files)
         except NotFound:
             return False
+
+    def counts(self, snapshot_id: ContentId) -> bool:
+        """Whether a result that names the snapshot is whole: it is present, or was let go."""
+        return self.is_present(snapshot_id) or self.was_let_go(snapshot_id) is not None
+
+    def was_let_go(self, snapshot_id: ContentId) -> LetGo | None:
+        """What is known of a snapshot that housekeeping gave up; None of any other."""
+        noted = self._objects.cached_bytes(f"{LET_GO_REFS}/{ContentId(snapshot_id)}")
+        return None if noted is None else LetGo.model_validate_json(noted)
+
+    def let_go(self, snapshot: Snapshot) -> None:
+        """Give up one run's snapshot. Results that name it stay cached; who needs its state has it computed again.
+
+        Its bytes stay until `gc`, and those that only it has at least until runs that are under way now have ended.
+        Killed anywhere, it is done again.
+        """
+        gone = LetGo(let_go_at=datetime.now(UTC), **snapshot.model_dump(include=set(LetGo.model_fields)))
+        self._objects.set_ref(f"{LET_GO_REFS}/{snapshot.id}", self._objects.put_bytes(gone.model_dump_json().encode()))
+        expire_ref(self._objects, snapshot.ref)
 
     def delete(self, snapshot_id: ContentId) -> None:
         """Drop the records of the snapshot, of every run. Its bytes stay until `gc`. Idempotent."""
@@ -214,12 +316,13 @@ class SnapshotStore:
         max_age: timedelta | None = None,
         keep_every: int | None = None,
         keep: Collection[ContentId] = (),
+        dry_run: bool = False,
     ) -> list[Snapshot]:
         """Drop old records of one run and return them, newest first. Their bytes stay until `gc`.
 
         Kept is what is among the newest ``keep_last`` (labelled or not), or labelled, or younger than ``max_age``, or
         of a step that ``keep_every`` divides, or among ``keep``. So ``max_age`` only protects; without it age does not
-        count.
+        count. A ``dry_run`` drops nothing.
         """
         now = datetime.now(UTC)
         dropped = [
@@ -231,7 +334,7 @@ class SnapshotStore:
             and not (keep_every is not None and snapshot.step % keep_every == 0)
             and snapshot.id not in keep
         ]
-        for snapshot in dropped:
+        for snapshot in () if dry_run else dropped:
             self._objects.delete_ref(snapshot.ref)
         return dropped
 
@@ -267,6 +370,14 @@ class SnapshotStore:
                 return snapshot
             log.warning("a snapshot is left out: ref %s names the record of %s. %s", ref, snapshot.ref, _REPAIR)
         return None
+
+
+def expire_ref(objects: ObjectStore, name: str) -> None:
+    """Take ``name`` away, but keep what it stands for as long as a run is under way that may have read it."""
+    named = objects.cached_ref(name)
+    if named is not None:
+        objects.set_ref(f"{EXPIRED_REFS}/{name}", named)
+    objects.delete_ref(name)
 
 
 def _check_kind(kind: str) -> None:

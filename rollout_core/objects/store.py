@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -31,6 +32,7 @@ from rollout_core.base.settings import refuse_credentials, without_password
 from rollout_core.objects.backends import LocalFiles, RemoteFiles
 from rollout_core.objects.files import (
     SNAPSHOT_REFS,
+    TOUCH_AFTER_SECONDS,
     ContentHasher,
     Files,
     FileStat,
@@ -42,6 +44,7 @@ from rollout_core.objects.files import (
     ref_key,
     storage_faults,
 )
+from rollout_core.objects.sweeps import is_swept_away
 from rollout_core.objects.trees import (
     TreeFile,
     TreeManifest,
@@ -417,7 +420,9 @@ class ObjectStore:
         stat = self.files.stat(key)
         if stat is None or stat.size != size or not self.files.holds(key, stat, content_id, source):
             return False
-        return self.files.keep(key, stat)
+        if not self.files.keep(key, stat):
+            return False
+        return time.time() - stat.modified < TOUCH_AFTER_SECONDS or not is_swept_away(self.files, key, content_id)
 
     def _put_file_as(self, path: Path, size: int, content_id: ContentId) -> None:
         if self._already_has(content_id, size, lambda: read_file(path)):

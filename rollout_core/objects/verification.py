@@ -24,6 +24,7 @@ from rollout_core.base.errors import CorruptObject, CorruptRef, MissingObject, R
 from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import (
+    LET_GO_REFS,
     LINEAGE_REFS,
     RECORD_BYTES,
     RESULT_REFS,
@@ -83,6 +84,8 @@ class _Check:
         self._blobs = {content_id: stat.size for content_id, stat in objects.blobs()}
         self._names = set(objects.ref_names(""))
         self._snapshots = {name.split("/")[1] for name in self._names if name.startswith(f"{SNAPSHOT_REFS}/")}
+        self._let_go = {name.split("/")[1] for name in self._names if name.startswith(f"{LET_GO_REFS}/")}
+        """Snapshots and models that housekeeping gave up, which nobody misses."""
         self._damaged: set[str] = set()
         self._missing: set[str] = set()
         self._refs: dict[str, list[str]] = defaultdict(list)
@@ -122,7 +125,8 @@ class _Check:
         if hasher.hexdigest() != content_id:
             self._damaged.add(content_id)
             return
-        self._missing.update(file for file in files if not self._is_there(file))
+        if content_id not in self._let_go:
+            self._missing.update(file for file in files if not self._is_there(file))
 
     def _is_there(self, content_id: str) -> bool:
         return content_id in self._blobs or self._objects.exists(ContentId(content_id))
@@ -165,7 +169,8 @@ class _Check:
             self._outputs[result] = set(document["outputs"])
             self._found.stages[result] = document["stage"]
             output = name.partition("/")[2]
-            if result in self._names and output not in self._snapshots and not self._is_there(output):
+            is_kept = output in self._snapshots or output in self._let_go or self._is_there(output)
+            if result in self._names and not is_kept:
                 self._missing.add(output)
         return True
 

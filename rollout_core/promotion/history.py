@@ -91,11 +91,16 @@ def resources_with_history(objects: ObjectStore) -> list[str]:
 
 def history_of(objects: ObjectStore, resource: str, *, last: int = 0) -> list[Entry]:
     """All entries, or the ``last`` ones, the oldest first. One that cannot be read is left out, with a warning."""
+    return [entry for _, entry in entries_by_ref(objects, resource, last=last)]
 
-    def read(name: str) -> Entry | None:
+
+def entries_by_ref(objects: ObjectStore, resource: str, *, last: int = 0) -> list[tuple[str, Entry]]:
+    """`history_of` with the ref of each entry."""
+
+    def read(name: str) -> tuple[str, Entry] | None:
         try:
             named = objects.get_ref(name)
-            return None if named is None else Entry.model_validate_json(objects.get_bytes(named))
+            return None if named is None else (name, Entry.model_validate_json(objects.get_bytes(named)))
         except (NotFound, CorruptRef, CorruptObject, ValidationError) as error:
             log.warning("ref %s is no entry of the history that can be read (%s); it is left out", name, error)
             return None

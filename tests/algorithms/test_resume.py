@@ -13,11 +13,10 @@ import torch
 from updates import ON_POLICY, UPDATES, StepCounter, sft_settings, update_context
 
 from rollout_core.algorithms.dataset_updates import sft_update
-from rollout_core.algorithms.state import FINISHED
 from rollout_core.base.errors import Fatal
 from rollout_core.config import OptimizerConfig, SnapshotPolicy
 from rollout_core.objects.records import Checkpoint
-from rollout_core.objects.snapshots import SnapshotStore
+from rollout_core.objects.snapshots import FINISHED, SnapshotStore
 
 
 class Interrupted(Exception):

@@ -53,6 +53,7 @@ def test_every_flow_is_deployed_once_on_the_pool_that_is_chosen():
         "flows/morning.py:morning_check",
         "flows/candidate.py:promote_candidate",
         "flows/canary.py:canary",
+        "flows/housekeeping.py:housekeeping",
     }
     assert sorted(item["entrypoint"] for item in items) == sorted(flows | light)
     assert {item["work_pool"]["name"] for item in items} == {"{{ $ROLLOUT_POOL }}"}

@@ -421,3 +421,20 @@ def _sum_counts(tx: Transaction, names: Iterable[str]) -> int:
     return tx.number(
         "SELECT CAST(COALESCE(SUM(count), 0) AS BIGINT) FROM counts WHERE name {in_texts}", tx.texts(list(names))
     )
+
+
+_SPANS_READ = 20_000
+
+
+def find_span_bodies(tx: Transaction, after: int, since: float, names: Sequence[str]) -> tuple[list[str], int | None]:
+    """Bodies of spans of these names with a key after ``after``, of rollouts that have not ended or ended ``since``
+    that time; and the key to go on from, None at the end."""
+    rows = tx.rows(
+        "SELECT s.key, s.body FROM spans s JOIN rollouts r ON r.key = s.rollout_key"
+        " WHERE s.key > ? AND s.name {in_texts} AND (r.end_time IS NULL OR r.end_time >= ?) ORDER BY s.key LIMIT ?",
+        after,
+        tx.texts(list(names)),
+        since,
+        _SPANS_READ,
+    )
+    return [body for _, body in rows], rows[-1][0] if len(rows) == _SPANS_READ else None

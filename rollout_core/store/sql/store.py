@@ -13,6 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout_core.base.errors import Conflict
+from rollout_core.base.ids import ContentId
+from rollout_core.objects.gc import named_ids
 from rollout_core.store.base import AttemptEnd, LightningStore
 from rollout_core.store.checks import (
     check_ends,
@@ -319,6 +321,17 @@ class SqlLightningStore(LightningStore):
         check_id_list(rollout_ids)
         check_texts(name)
         return await self._watched_read(lambda tx: queries.find_many_spans(tx, rollout_ids, name, model=span_model))
+
+    async def ids_in_spans(self, names: Sequence[str], *, since: float) -> set[ContentId]:
+        """Content ids in the spans of these names, of rollouts that have not ended or have ended ``since`` that time,
+        in seconds since the epoch: what has to stay where the spans lead to it."""
+        found: set[ContentId] = set()
+        after: int | None = 0
+        while after is not None:
+            page = partial(queries.find_span_bodies, after=after, since=since, names=names)
+            bodies, after = await self._read(page)
+            found.update(*(named_ids([body.encode()]) for body in bodies))
+        return found
 
     async def wait_for_rollouts(self, *, rollout_ids: Sequence[str], timeout: float | None = None) -> list[Rollout]:
         check_id_list(rollout_ids)

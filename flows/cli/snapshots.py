@@ -1,0 +1,197 @@
+"""`rollout snapshot`: training states, looked at, labelled, taken out, brought in, and dropped."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.cli.common import Debug, one_line_errors
+from flows.cli.storage import ShortId, StoragePath, storage_du, storage_gc
+
+snapshot_app = typer.Typer(no_args_is_help=True, help="Look after snapshots, such as training states.")
+snapshot_app.command("gc")(storage_gc)
+snapshot_app.command("du")(storage_du)
+
+RunId = Annotated[str | None, typer.Option("--run-id", help="Only this run's.")]
+Kind = Annotated[str | None, typer.Option("--kind", help="train_state, buffer, process or episodic_memory.")]
+
+
+@snapshot_app.command("list")
+def snapshot_list(
+    storage: StoragePath = None,
+    run_id: RunId = None,
+    kind: Kind = None,
+    label: Annotated[str | None, typer.Option("--label", help="Only those whose label contains this.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most this many, newest first.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Print snapshots, newest first, as JSON."""
+    with one_line_errors(debug):
+        from flows.connections import object_store
+        from rollout_core.objects.snapshots import SnapshotStore
+
+        with object_store(storage) as objects:
+            found = SnapshotStore(objects).list(run_id=run_id, kind=kind, label_contains=label, limit=limit)  # pyright: ignore[reportArgumentType]
+        typer.echo(json.dumps([item.model_dump(mode="json") for item in found], indent=2))
+
+
+@snapshot_app.command("show")
+def snapshot_show(snapshot_id: ShortId, storage: StoragePath = None, debug: Debug = False) -> None:
+    """Print one snapshot as JSON."""
+    with one_line_errors(debug):
+        from flows.connections import object_store
+        from rollout_core.objects.addresses import complete_snapshot_id
+        from rollout_core.objects.snapshots import SnapshotStore
+
+        with object_store(storage) as objects:
+            found = SnapshotStore(objects).get(complete_snapshot_id(objects, snapshot_id))
+        typer.echo(found.model_dump_json(indent=2))
+
+
+@snapshot_app.command("save")
+def snapshot_save(
+    folder: Annotated[Path, typer.Argument(help="What to save, as a whole.")],
+    run_id: Annotated[str, typer.Option("--run-id", help="Whose it is.")],
+    step: Annotated[int, typer.Option("--step", min=0, help="Optimizer steps behind it.")] = 0,
+    kind: Annotated[str, typer.Option("--kind", help="train_state, buffer, process or episodic_memory.")] = "process",
+    algorithm: Annotated[str, typer.Option("--algorithm", help="Which can go on from it.")] = "none",
+    label: Annotated[str | None, typer.Option("--label", help="Keeps it from housekeeping.")] = None,
+    storage: StoragePath = None,
+    debug: Debug = False,
+) -> None:
+    """Save a folder as a snapshot and print its record as JSON."""
+    with one_line_errors(debug):
+        from flows.connections import object_store
+        from rollout_core.objects.snapshots import SnapshotStore
+
+        with object_store(storage) as objects:
+            saved = SnapshotStore(objects).save(
+                folder,
+                kind=kind,  # pyright: ignore[reportArgumentType]
+                run_id=run_id,
+                step=step,
+                algorithm=algorithm,
+                label=label,
+            )
+        typer.echo(saved.model_dump_json(indent=2))
+
+
+@snapshot_app.command("restore")
+def snapshot_restore(
+    snapshot_id: ShortId,
+    folder: Annotated[Path, typer.Argument(help="A new folder; it appears whole and verified, or not at all.")],
+    storage: StoragePath = None,
+    debug: Debug = False,
+) -> None:
+    """Write a snapshot's files to a folder. A training state's model/ is a Hugging Face model folder."""
+    with one_line_errors(debug):
+        from flows.connections import object_store
+        from rollout_core.objects.addresses import complete_snapshot_id
+        from rollout_core.objects.snapshots import SnapshotStore
+
+        with object_store(storage) as objects:
+            restored = SnapshotStore(objects).restore(complete_snapshot_id(objects, snapshot_id), folder)
+        typer.echo(f"{folder}: step {restored.step} of {restored.algorithm}, {restored.size_bytes:,} bytes")
+
+
+@snapshot_app.command("export")
+def snapshot_export(
+    snapshot_id: ShortId,
+    file: Annotated[Path, typer.Argument(help="The tar file to write, whose blake3 is the snapshot's id.")],
+    storage: StoragePath = None,
+    debug: Debug = False,
+) -> None:
+    """Write a snapshot as a tar file, which appears verified and whole."""
+    with one_line_errors(debug):
+        from flows.connections import object_store
+        from rollout_core.objects.addresses import complete_snapshot_id
+        from rollout_core.objects.snapshots import SnapshotStore
+        from rollout_core.objects.trees import file_beside
+
+        with object_store(storage) as objects:
+            chunks = SnapshotStore(objects).export(complete_snapshot_id(objects, snapshot_id))
+            with file_beside(file) as written:
+                for chunk in chunks:
+                    written.write(chunk)
+                written.appear()
+        typer.echo(str(file))
+
+
+@snapshot_app.command("label")
+def snapshot_label(
+    snapshot_id: ShortId,
+    label: Annotated[str, typer.Argument(help="A name for people; empty takes the label away.")],
+    storage: StoragePath = None,
+    debug: Debug = False,
+) -> None:
+    """Label a snapshot, which keeps it from housekeeping and from prune."""
+    with one_line_errors(debug):
+        from flows.connections import object_store
+        from rollout_core.base.errors import ConfigError
+        from rollout_core.objects.addresses import complete_snapshot_id
+        from rollout_core.objects.snapshots import SnapshotStore
+
+        with object_store(storage) as objects:
+            snapshots = SnapshotStore(objects)
+            found = snapshots.get(complete_snapshot_id(objects, snapshot_id))
+            if label and not found.model_copy(update={"label": label}).is_kept_by_label:
+                raise ConfigError(f"label {label!r} is one that runs give, which keeps nothing; choose another")
+            changed = snapshots.set_label(found.id, label or None)
+        typer.echo(changed.model_dump_json(indent=2))
+
+
+@snapshot_app.command("compare")
+def snapshot_compare(first: ShortId, second: ShortId, storage: StoragePath = None, debug: Debug = False) -> None:
+    """Print in what two snapshots differ, as JSON: their records, and their files by name."""
+    with one_line_errors(debug):
+        from flows.connections import object_store
+        from rollout_core.objects.addresses import complete_snapshot_id
+        from rollout_core.objects.snapshots import SnapshotStore
+
+        with object_store(storage) as objects:
+            compared = SnapshotStore(objects).compare(
+                *(complete_snapshot_id(objects, name) for name in (first, second))
+            )
+        typer.echo(compared.model_dump_json(indent=2))
+
+
+@snapshot_app.command("prune")
+def snapshot_prune(
+    run_id: Annotated[str, typer.Option("--run-id", help="Whose snapshots are dropped.")],
+    keep_last: Annotated[int, typer.Option("--keep-last", min=0, help="The newest so many stay.")] = 3,
+    keep_labelled: Annotated[
+        bool, typer.Option("--keep-labelled/--drop-labelled", "--keep-labeled/--drop-labeled", help="With a label.")
+    ] = True,
+    max_age: Annotated[
+        float | None, typer.Option("--max-age", min=0, help="Those younger than so many days stay.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go; change nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the records of what went, as JSON.")] = False,
+    storage: StoragePath = None,
+    debug: Debug = False,
+) -> None:
+    """Drop the old snapshots of one run. Their bytes go with `rollout storage gc`.
+
+    A result that names a dropped snapshot is computed again by the run that needs it.
+    """
+    with one_line_errors(debug):
+        from flows.connections import object_store
+        from rollout_core.objects.snapshots import PROGRESS_REFS, SnapshotStore
+
+        with object_store(storage) as objects:
+            dropped = SnapshotStore(objects).prune(
+                run_id,
+                keep_last=keep_last,
+                keep_labelled=keep_labelled,
+                max_age=None if max_age is None else timedelta(days=max_age),
+                keep={snapshot_id for _, snapshot_id in objects.list_refs(PROGRESS_REFS)},
+                dry_run=dry_run,
+            )
+        if as_json:
+            typer.echo(json.dumps([item.model_dump(mode="json") for item in dropped], indent=2))
+        else:
+            typer.echo(f"{'would prune' if dry_run else 'pruned'} {len(dropped)} snapshots")

@@ -1,0 +1,41 @@
+"""Housekeeping: the object store, the locks and the cache of this machine are kept from growing for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from prefect import flow
+from prefect.artifacts import create_markdown_artifact
+
+from rollout_core.base.locks import sweep
+from rollout_core.config.retention import Retention
+from rollout_core.housekeeping.cleaning import Cleaned, clean
+from rollout_core.housekeeping.named import named_by_database
+from tasks.connections import current_connections, lock_folder, objects
+from tasks.logs import stage_logger
+from tasks.stage import retry
+
+OLD_LOCK_SECONDS = 30 * 86400.0
+
+
+@flow(name="housekeeping", flow_run_name="housekeeping", persist_result=False)
+def housekeeping(rules: Retention = Retention(), dry_run: bool = False) -> dict[str, Any]:  # noqa: B008
+    """Give up training states, results and promoted models that ``rules`` do not keep, and delete what nothing needs.
+
+    Safe beside running flows. A ``dry_run`` only says what would go. Returns the figures.
+    """
+    cleaned = retry(lambda: _clean(rules, dry_run))
+    for line in cleaned.lines:
+        stage_logger().info("%s", line)
+    text = "\n".join(f"- {line}" for line in cleaned.lines)
+    create_markdown_artifact(text, key="housekeeping", description=objects().url)
+    return cleaned.model_dump(mode="json")
+
+
+def _clean(rules: Retention, dry_run: bool) -> Cleaned:
+    url = current_connections().database_url()
+    named = asyncio.run(named_by_database(url, completion_days=rules.completion_days))
+    if not dry_run:
+        sweep(lock_folder(), "*.lock", min_age_seconds=OLD_LOCK_SECONDS)
+    return clean(objects(), rules, named_elsewhere=named, dry_run=dry_run)
