@@ -10,9 +10,13 @@ import sys
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+from blake3 import blake3
+from typer.testing import CliRunner
 
+from flows.cli import app
 from rollout_core.base.errors import ConfigError, MissingObject, NotFound
 from rollout_core.base.ids import ContentId, content_id, hash_bytes
 from rollout_core.config.retention import Retention
@@ -353,3 +357,39 @@ def test_a_report_for_people(objects: ObjectStore, tmp_path: Path) -> None:
     done: Cleaned = clean(objects, NOW, dry_run=True)
     assert done.lines[0] == "given up: 3 training states (1 stay), 0 results, 0 models that were promoted before"
     assert done.lines[2].startswith("would be freed: ")
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, arguments)
+
+
+def test_the_commands(objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    night = Night(objects, tmp_path, "night")
+    monkeypatch.setenv("ROLLOUT_DATABASE", f"sqlite:///{tmp_path}/none.db")
+    monkeypatch.setenv("ROLLOUT_STORAGE", str(tmp_path / "another store"))
+    at = ("--storage-path", objects.url)
+    assert run("storage", "gc", *at).stdout.startswith("given up: 0 training states (4 stay)"), "they are young"
+    first, second = night.states[0].id, night.states[1].id
+    labelled = run("snapshot", "label", first[:12], "gold", *at)
+    assert json.loads(labelled.stdout)["label"] == "gold"
+    refused = run("snapshot", "label", second, "nightly/ppo-7", *at)
+    assert refused.exit_code == 2 and "choose another" in refused.stderr
+    compared = json.loads(run("snapshot", "compare", first, second, *at).stdout)
+    assert compared["changed"] == ["model/weights", "optimizer"] and compared["record"]["step"] == [0, 1]
+    pruned = run("snapshot", "prune", "--run-id", "night", "--keep-last", "3", "--drop-labelled", "--dry-run", *at)
+    assert pruned.stdout == "would prune 1 snapshots\n"
+    done = json.loads(
+        run("storage", "gc", "--now", "--json", "--set", "keep_states=0", "--set", "state_days=0", *at).stdout
+    )
+    assert (done["states"], done["states_kept"]) == (3, 1)
+    assert run("snapshot", "restore", first, str(tmp_path / "restored"), *at).exit_code == 0
+    assert (tmp_path / "restored" / "optimizer").read_bytes() == weights("moments night 0")
+    assert run("snapshot", "export", first, str(tmp_path / "file.tar"), *at).exit_code == 0
+    assert blake3((tmp_path / "file.tar").read_bytes()).hexdigest() == first
+    saved = run("snapshot", "save", str(tmp_path / "restored"), "--run-id", "mine", "--step", "3", *at)
+    assert json.loads(saved.stdout)["id"] == first
+    assert [item["run_id"] for item in json.loads(run("snapshot", "list", *at).stdout)] == ["mine", "night"]
+    assert "training states of nightly" in run("storage", "du", *at).stdout
+    wrong = run("storage", "gc", "--set", "keep_state=1", *at)
+    assert wrong.exit_code == 2 and "keep_states" in wrong.stderr
+    assert not (tmp_path / "another store").exists() and not (tmp_path / "none.db").exists()
