@@ -9,10 +9,12 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
 from rollout_core.base.locks import sweep
+from rollout_core.base.settings import cache_bytes
 from rollout_core.config.retention import Retention
 from rollout_core.housekeeping.cleaning import Cleaned, clean
 from rollout_core.housekeeping.named import named_by_database
-from tasks.connections import current_connections, lock_folder, objects
+from rollout_core.objects.trees import evict_local_trees
+from tasks.connections import cache_folder, current_connections, lock_folder, objects
 from tasks.logs import stage_logger
 from tasks.stage import retry
 
@@ -38,4 +40,6 @@ def _clean(rules: Retention, dry_run: bool) -> Cleaned:
     named = asyncio.run(named_by_database(url, completion_days=rules.completion_days))
     if not dry_run:
         sweep(lock_folder(), "*.lock", min_age_seconds=OLD_LOCK_SECONDS)
+        sweep(cache_folder(), ".*.lock", min_age_seconds=OLD_LOCK_SECONDS)
+        evict_local_trees(cache_folder(), cache_bytes())
     return clean(objects(), rules, named_elsewhere=named, dry_run=dry_run)

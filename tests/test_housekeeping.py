@@ -22,7 +22,7 @@ from rollout_core.base.ids import ContentId, content_id, hash_bytes
 from rollout_core.config.retention import Retention
 from rollout_core.housekeeping.cleaning import Cleaned, clean
 from rollout_core.housekeeping.usage import measure
-from rollout_core.objects import ObjectStore, Snapshot, SnapshotStore
+from rollout_core.objects import ObjectStore, Snapshot, SnapshotStore, trees
 from rollout_core.objects.backends import LocalFiles
 from rollout_core.objects.gc import collect_garbage
 from rollout_core.objects.leases import lease, live_leases
@@ -393,3 +393,70 @@ def test_the_commands(objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.
     wrong = run("storage", "gc", "--set", "keep_state=1", *at)
     assert wrong.exit_code == 2 and "keep_states" in wrong.stderr
     assert not (tmp_path / "another store").exists() and not (tmp_path / "none.db").exists()
+
+
+def model_of(objects: ObjectStore, folder: Path, number: int) -> ContentId:
+    return objects.put_tree(write(folder / f"model {number}", {"weights": weights(f"model {number}")}))
+
+
+USES = """
+import sys
+from pathlib import Path
+from rollout_core.objects import ObjectStore
+print(ObjectStore.from_url(sys.argv[1]).local_tree(sys.argv[2], Path(sys.argv[3])), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_local_cache_evicts_what_was_used_least_recently_and_nothing_in_use(
+    objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models, cache = [model_of(objects, tmp_path, number) for number in range(5)], tmp_path / "cache"
+    size = len(weights("model 0"))
+    monkeypatch.setenv("ROLLOUT_CACHE_GIB", str(3.5 * size / 2**30))
+    monkeypatch.setattr(trees, "HELD", 1)
+    using = subprocess.Popen(
+        [sys.executable, "-c", USES, objects.url, models[0], str(cache)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert using.stdout is not None and using.stdout.readline().strip() == str(cache / models[0])
+
+    def cached() -> list[int]:
+        return [number for number, model in enumerate(models) if (cache / model).exists()]
+
+    for number in (1, 2, 1):
+        objects.local_tree(models[number], cache)
+    assert cached() == [0, 1, 2]
+    objects.local_tree(models[3], cache)
+    assert cached() == [0, 1, 3], "the oldest is another process's, so the next oldest went"
+    using.kill()
+    using.communicate()
+    assert (objects.local_tree(models[4], cache) / "weights").read_bytes() == weights("model 4")
+    assert cached() == [1, 3, 4]
+    assert trees.evict_local_trees(cache, 0) == 2 * size and cached() == [4]
+    assert sorted(path.name for path in cache.glob(".*.use")) == [f".{models[4]}.use"]
+
+
+FETCHES = """
+import random, sys
+from pathlib import Path
+from rollout_core.objects import ObjectStore, trees
+trees.HELD = 1
+objects, draw = ObjectStore.from_url(sys.argv[1]), random.Random(int(sys.argv[3]))
+for _ in range(150):
+    model = draw.choice(sys.argv[4:])
+    folder = objects.local_tree(model, Path(sys.argv[2]))
+    assert objects.put_tree(folder) == model
+"""
+
+
+def test_processes_share_a_cache_that_is_too_small_for_all(
+    objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [model_of(objects, tmp_path, number) for number in range(6)]
+    monkeypatch.setenv("ROLLOUT_CACHE_GIB", str(2.5 * len(weights("model 0")) / 2**30))
+    command = [sys.executable, "-c", FETCHES, objects.url, str(tmp_path / "cache")]
+    workers = [subprocess.Popen([*command, str(seed), *models], stderr=subprocess.PIPE, text=True) for seed in range(3)]
+    assert [(worker.communicate()[1], worker.returncode) for worker in workers] == [("", 0)] * 3

@@ -3,7 +3,8 @@ which are left out of what other processes get, and hidden in what is shown and 
 
 ``ROLLOUT_STORAGE`` is the object store's URL (default ``file://./data/objects``), ``ROLLOUT_DATABASE`` the store's
 (default ``sqlite:///./data/rollout.db``), ``ROLLOUT_CACHE`` a local folder for checkpoints fetched from the object
-store (default ``./data/cache``), ``ROLLOUT_TRACKING`` the folder of trackers (default ``./data/tracking``).
+store (default ``./data/cache``), ``ROLLOUT_CACHE_GIB`` is how large that may grow (default 100), ``ROLLOUT_TRACKING``
+the folder of trackers (default ``./data/tracking``).
 ``ROLLOUT_LIMITS`` lists the concurrency limits that stages ask the Prefect server for (``engine``, ``learner``; default
 none), ``ROLLOUT_EVENTS`` is a file for events of runs, or ``stderr`` (default none), and ``ROLLOUT_STOP_SECONDS`` is
 how long a run may take to end after a stop signal (default 10). They say where, never what: no setting enters a cache
@@ -33,6 +34,7 @@ DEFAULT_DATABASE = "sqlite:///./data/rollout.db"
 DEFAULT_CACHE = "./data/cache"
 DEFAULT_TRACKING = "./data/tracking"
 DEFAULT_STOP_SECONDS = 10.0
+DEFAULT_CACHE_GIB = 100.0
 BLOCK_PREFIX = "block:"
 """Begins an address that is the slug and name of a block on the Prefect server."""
 
@@ -64,14 +66,23 @@ def locations() -> Locations:
 
 def stop_seconds() -> float:
     """From a stop signal to the end of the process, at the latest. Raises ConfigError for no positive number."""
-    text = os.environ.get("ROLLOUT_STOP_SECONDS", "")
+    return _positive("ROLLOUT_STOP_SECONDS", DEFAULT_STOP_SECONDS, "seconds, such as 10")
+
+
+def cache_bytes() -> int:
+    """How large the local cache may grow. Raises ConfigError for no positive number."""
+    return int(_positive("ROLLOUT_CACHE_GIB", DEFAULT_CACHE_GIB, "GiB, such as 100") * 2**30)
+
+
+def _positive(name: str, default: float, what: str) -> float:
+    text = os.environ.get(name, "")
     try:
-        seconds = float(text) if text else DEFAULT_STOP_SECONDS
+        number = float(text) if text else default
     except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ConfigError(f"ROLLOUT_STOP_SECONDS is {text!r}; expected a positive number of seconds, such as 10")
-    return seconds
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise ConfigError(f"{name} is {text!r}; expected a positive number of {what}")
+    return number
 
 
 SECRET_PREFIX = "ROLLOUT_SECRET_"

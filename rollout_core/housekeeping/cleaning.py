@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -87,7 +87,7 @@ class _Choice:
 
 
 def clean(
-    objects: ObjectStore, rules: Retention, *, named_elsewhere: Iterable[ContentId] = (), dry_run: bool = False
+    objects: ObjectStore, rules: Retention, *, named_elsewhere: Collection[ContentId] = (), dry_run: bool = False
 ) -> Cleaned:
     """Give up what ``rules`` do not keep, and delete what nothing names any more but the database, which names
     ``named_elsewhere``. Safe beside runs and other rounds; a round that was killed is finished by the next one.

@@ -56,7 +56,8 @@ INPUTS = "what all this was made from"
 def measure(objects: ObjectStore, *, named_elsewhere: Collection[ContentId] = ()) -> Usage:
     """Look at every ref and at every record that it leads to; weights are not read. Nothing is changed."""
     blobs = dict(objects.blobs())
-    marking = Marking(objects, blobs, unused_since=0.0, scope=Scope(weights_of_inputs=False))
+    scope = Scope(extra_roots=named_elsewhere, weights_of_inputs=False)
+    marking = Marking(objects, blobs, unused_since=0.0, scope=scope)
     names_in: dict[ContentId, set[ContentId]] = {}
     users: dict[ContentId, set[str]] = defaultdict(set)
     groups = _groups(objects)
@@ -67,7 +68,6 @@ def measure(objects: ObjectStore, *, named_elsewhere: Collection[ContentId] = ()
         named = set(roots.values()) & blobs.keys()
         for content_id in named if is_lineage else _closure(marking, named, blobs, names_in):
             users[content_id].add(what)
-    marking.reach(named_elsewhere)
     marking.reach_refs()
     for content_id in marking.reached - users.keys():
         users[content_id].add(INPUTS)

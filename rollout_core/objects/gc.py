@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -90,7 +90,7 @@ class GcReport(BaseModel):
 class Scope:
     """What a collection takes for live beside all refs, and what not."""
 
-    extra_roots: Iterable[ContentId] = ()
+    extra_roots: Collection[ContentId] = ()
     """Named elsewhere, such as in a database."""
     absent: frozenset[str] = frozenset()
     """Refs that count as gone, as in a preview of what comes after their removal."""
@@ -122,20 +122,18 @@ def collect_garbage(
     Large binary files, such as weights, are not read: files above `RECORD_BYTES` that no result, snapshot or lineage is
     named by, and of which neither the start nor the end looks like JSON.
 
-    While a ref or a reached record is damaged, what it named is unknown, so no blob and no note of a blob is
-    deleted; the report and a warning name it. ``rollout storage verify --repair`` restores it or moves it aside.
+    While a ref or a reached record is damaged, what it named is unknown, so no blob and no note of a blob is deleted.
+    The report and a warning name it. ``rollout storage verify --repair`` restores it or moves it aside.
 
     Safe beside running writers as long as each names what it puts by a ref within ``min_age`` less six hours, or holds
     a `lease`: a put makes a blob young again, even when the bytes were there, and what is young spares what it names.
     An age of zero is for when nothing runs. A collection that is killed has deleted what it would have deleted first.
     """
-    scope = Scope(extra_roots=extra_roots) if scope is None else scope
-    leases = live_leases(objects, clear=not dry_run)
+    scope, leases = scope or Scope(extra_roots=frozenset(extra_roots)), live_leases(objects, clear=not dry_run)
     spared_since = unused_before(leases, time.time() - min_age.total_seconds())
     blobs = dict(objects.blobs())
     unused_since = unused_before(leases, time.time() - max(keep_notes, min_age).total_seconds())
     marking = Marking(objects, blobs, unused_since, scope)
-    marking.reach(scope.extra_roots)
     marking.reach_refs()
     live_blobs = len(marking.reached)
     marking.reach(content_id for content_id, stat in blobs.items() if stat.modified >= spared_since)
@@ -143,7 +141,6 @@ def collect_garbage(
     unreadable = marking.complaints()
     unreached = [] if unreadable else sorted(blobs.keys() - marking.reached)
     leftovers = [key for folder in ("tmp", "corrupt") for key, _ in objects.files.list(folder)]
-
     sweep = partial(_sweep, objects, dry_run=dry_run)
     free = partial(sweep, unchanged_since=spared_since)
     # Before the blobs: a note without its blob is worth nothing, and who is killed here leaves the notes to the next.

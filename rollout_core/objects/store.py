@@ -28,7 +28,7 @@ from rollout_core.base.errors import (
 )
 from rollout_core.base.ids import ContentId, canonical_json, hash_bytes
 from rollout_core.base.locks import exclusive, sweep
-from rollout_core.base.settings import refuse_credentials, without_password
+from rollout_core.base.settings import cache_bytes, refuse_credentials, without_password
 from rollout_core.objects.backends import LocalFiles, RemoteFiles
 from rollout_core.objects.files import (
     SNAPSHOT_REFS,
@@ -50,9 +50,11 @@ from rollout_core.objects.trees import (
     TreeManifest,
     appearing_folder,
     damaged_file,
+    evict_local_trees,
     file_beside,
     files_of,
     hash_file,
+    hold_local_tree,
     make_read_only,
     read_file,
     reading,
@@ -299,10 +301,11 @@ class ObjectStore:
         """A folder with the tree's files at ``cache/<hex>``, fetched unless it is there already; verified either way.
 
         Processes of one machine share it; its files are read-only. A damaged one is named in a warning, and the folder
-        fetched again.
+        fetched again. What nobody uses makes room, see `evict_local_trees`.
         """
         folder = cache / ContentId(content_id)
         manifest = self.manifest(content_id)
+        hold_local_tree(content_id, cache)
         if damaged_file(folder, manifest):
             with storage_faults("use", str(cache)), exclusive(tree_lock(cache, content_id)):
                 damaged = damaged_file(folder, manifest)
@@ -311,6 +314,7 @@ class ObjectStore:
                         log.warning("%s is damaged; %s is fetched again", damaged, folder)
                     shutil.rmtree(folder, ignore_errors=True)
                     sweep(cache, ".*.tmp")
+                    evict_local_trees(cache, cache_bytes() - manifest.size_bytes)
                     self.get_tree(content_id, folder)
                     make_read_only(folder, manifest)
         return folder

@@ -6,11 +6,13 @@ Two folders that share files share blobs. Modes, times and empty folders are not
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import os
 import shutil
 import stat
 import tarfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
@@ -23,8 +25,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from ulid import ULID
 
 from rollout_core.base.errors import ConfigError, Conflict, RolloutError
-from rollout_core.base.ids import ContentId
-from rollout_core.base.locks import exclusive, held, sweep
+from rollout_core.base.ids import ContentId, is_content_id
+from rollout_core.base.locks import exclusive, held, sweep, try_exclusive
 from rollout_core.objects.files import CHUNK_BYTES, fsync_folder, storage_faults, write_all
 
 
@@ -308,6 +310,85 @@ def forget_local_tree(content_id: ContentId, cache: Path) -> None:
         with suppress(FileNotFoundError):
             (cache / content_id).rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
+
+
+HELD = 8
+"""So many local trees, those it asked for last, are a process's to read."""
+_held: dict[Path, int] = {}
+"""Files whose shared lock this process holds, in the order of use, with their descriptors."""
+_held_lock = threading.Lock()
+
+
+def hold_local_tree(content_id: ContentId, cache: Path) -> None:
+    """Have `evict_local_trees` of any process leave this tree alone until this one has asked for `HELD` others or ends.
+
+    Does nothing where the cache cannot be written to.
+    """
+    path = _use_file(cache, content_id)
+    with suppress(OSError), _held_lock:
+        cache.mkdir(parents=True, exist_ok=True)
+        descriptor = _held.pop(path, None)
+        if descriptor is not None and not _is_at(path, descriptor):
+            os.close(descriptor)
+            descriptor = None
+        while descriptor is None:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)  # it may be another user's
+            with suppress(OSError):  # where a file system has no such locks, nothing is evicted either
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+            if not _is_at(path, descriptor):  # evicted in the meantime
+                os.close(descriptor)
+                descriptor = None
+        _held[path] = descriptor
+        with suppress(PermissionError):
+            os.utime(descriptor)
+        while len(_held) > HELD:
+            os.close(_held.pop(next(iter(_held))))
+
+
+def evict_local_trees(cache: Path, limit_bytes: int) -> int:
+    """Remove the trees that were asked for least recently, until the others have ``limit_bytes`` or all are in use;
+    how many bytes that freed."""
+    sizes = {path: _size(path) for path in cache.iterdir() if is_content_id(path.name)} if cache.is_dir() else {}
+    excess, freed = sum(sizes.values()) - limit_bytes, 0
+    for folder in sorted(sizes, key=lambda path: _last_use(cache, path)):
+        if freed >= excess:
+            break
+        use = _use_file(cache, ContentId(folder.name))
+        descriptor = try_exclusive(use)
+        if descriptor is None:
+            continue
+        try:
+            if _is_at(use, descriptor):
+                forget_local_tree(ContentId(folder.name), cache)
+                use.unlink()
+                freed += sizes[folder]
+        finally:
+            os.close(descriptor)
+    return freed
+
+
+def _use_file(cache: Path, content_id: ContentId) -> Path:
+    return cache.absolute() / f".{content_id}.use"
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _size(folder: Path) -> int:
+    with suppress(FileNotFoundError):  # removed meanwhile
+        return sum(path.stat().st_size for path in _walk(folder))
+    return 0
+
+
+def _last_use(cache: Path, folder: Path) -> float:
+    for path in (_use_file(cache, ContentId(folder.name)), folder):
+        with suppress(FileNotFoundError):
+            return path.stat().st_mtime
+    return 0.0
 
 
 def damaged_file(folder: Path, manifest: TreeManifest) -> Path | None:

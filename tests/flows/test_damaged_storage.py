@@ -6,7 +6,10 @@ import itertools
 import json
 import os
 import shutil
+import sqlite3
+import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +99,23 @@ def test_a_run_over_damaged_storage_ends_with_the_same_completions(run: Callable
         damage(files, kind)
         assert len(found_damaged()) >= len(pristine) / 4
         assert run() == first, f"all of {folder}, {kind}"
+
+
+def num_attempts() -> int:
+    with closing(sqlite3.connect(os.environ["ROLLOUT_DATABASE"].removeprefix("sqlite:///"))) as database:
+        return database.execute("SELECT COUNT(*) FROM attempts").fetchone()[0]
+
+
+def test_housekeeping_takes_old_results_but_not_completions_that_the_database_names(run):
+    from flows.housekeeping import housekeeping
+
+    before, long_ago = run(), time.time() - 20 * 86400
+    for file in [*stored_files("refs"), *stored_files("cas")]:
+        os.utime(file, (long_ago, long_ago))
+    told = housekeeping(dry_run=True)
+    done = housekeeping()
+    assert (told["results"], told["garbage"]["deleted_bytes"]) == (done["results"], done["garbage"]["deleted_bytes"])
+    assert done["results"] > 0 and done["garbage"]["deleted_blobs"] > 0
+    assert run() == before
+    assert num_attempts() == len(PROMPTS), "nothing was generated again"
+    assert housekeeping()["results"] == 0, "they are new"
