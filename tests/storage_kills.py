@@ -1,6 +1,6 @@
 """Kills of writers, housekeeping and restores, at random moments, in a folder or in a bucket (moto's S3).
 
-Run: python -m tests.storage_kills [--kills 200] [--seed 1] [--s3]
+Run: python -m tests.storage_kills [--kills 200] [--seed 1] [--s3] [--pause 3]
 
 Two runs, two housekeepers and a reader work on one store; each is killed and started again and again. Days are seconds
 here, and so are the grace period and what goes with it; the rest is as in earnest. A run puts the same few bytes again
@@ -114,7 +114,7 @@ def act(role: str, url: str, options: dict[str, Any], scratch: Path, seed: int, 
 ROLES = ("run", "run", "housekeeping", "housekeeping", "restore")
 
 
-def campaign(url: str, options: dict[str, Any], folder: Path, kills: int, seed: int) -> None:
+def campaign(url: str, options: dict[str, Any], folder: Path, kills: int, seed: int, pause: float) -> None:
     draw, acknowledged, errors = random.Random(seed), folder / "acknowledged", folder / "errors"
     acknowledged.touch()
     counts: dict[str, int] = dict.fromkeys(ROLES, 0)
@@ -135,7 +135,7 @@ def campaign(url: str, options: dict[str, Any], folder: Path, kills: int, seed: 
     acting = [start(place) for place in range(len(ROLES))]
     try:
         for _ in range(kills):
-            time.sleep(draw.uniform(0.05, 3.0))
+            time.sleep(draw.uniform(0.05, pause))
             place = draw.randrange(len(ROLES))
             if acting[place].poll() is not None:
                 raise SystemExit(f"{ROLES[place]} failed:\n{errors.read_text()[-4000:]}")
@@ -185,6 +185,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--s3", action="store_true")
+    parser.add_argument("--pause", type=float, default=3.0, help="most seconds between kills; more on a busy machine")
     parser.add_argument("--act", nargs=6)
     given = parser.parse_args()
     if given.act:
@@ -193,7 +194,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         if not given.s3:
-            campaign(f"{name}/store", {}, Path(name), given.kills, given.seed)
+            campaign(f"{name}/store", {}, Path(name), given.kills, given.seed, given.pause)
             return
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -210,7 +211,7 @@ def main() -> None:
                     break
                 except OSError:
                     time.sleep(0.2)
-            campaign(objects.url, options, Path(name), given.kills, given.seed)
+            campaign(objects.url, options, Path(name), given.kills, given.seed, given.pause)
         finally:
             server.kill()
             server.wait()
