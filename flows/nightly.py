@@ -13,6 +13,7 @@ from flows.nightly_steps import (
     Report,
     algorithm_of,
     compare_samples,
+    divergences,
     evaluate_held_out,
     guard_reports,
     judge_of,
@@ -94,7 +95,8 @@ def _nightly(config: NightlyConfig, journal: Journal) -> NightlyResult:
     # Most often cached: last night's run evaluated it on the same prompts.
     rival = held_out_reward(latest, "latest") if latest is not None and latest not in (model, final.model) else None
     guarded = guard_reports(config, judge, before, rival, after)
-    promotion = promote(before, rival, after, config.promotion, guarded=guarded)
+    apart = divergences(config, before, rival, after)
+    promotion = promote(before, rival, after, config.promotion, guarded=guarded, divergences=apart)
     verdict = reason_of(promotion, latest, config.run.name, config.promotion, learned.progress.curve)
 
     moments = {"before": before, "after SFT": after_sft, after_learning: after}

@@ -25,20 +25,20 @@ from flows.report import (
 )
 from flows.train import learn_from_rows, policy_iterations
 from rollout_core.base.ids import ContentId
-from rollout_core.config import NightlyConfig, PromptsGuard, RewardGuard
+from rollout_core.config import KLGuard, NightlyConfig, PromptsGuard, RewardGuard
 from rollout_core.config.rewards import ModelReward, RewardSpec
 from rollout_core.data.samples import decode_completions_blob, decode_samples
 from rollout_core.inference.folders import LocalFolder
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint, EvalReport
 from rollout_core.plans.plan import context_limit
-from rollout_core.promotion.evidence import GuardReports
+from rollout_core.promotion.evidence import Divergence, GuardReports
 from rollout_core.rewards.source_ids import source_id
 from tasks import connections
 from tasks.generate import enqueue_prompts
 from tasks.imports import import_prompts, import_reward
 from tasks.logs import Outcome, StageEntry
-from tasks.score import evaluate, evaluate_by
+from tasks.score import evaluate, evaluate_by, measure_kl
 
 PROGRESS_PNG = "progress.png"
 SHOWN_SAMPLES = 8
@@ -303,6 +303,20 @@ def guard_reports(
             )
         )
     return tuple(found)
+
+
+def divergences(
+    config: NightlyConfig, before: EvalReport, latest: EvalReport | None, after: EvalReport
+) -> tuple[Divergence, ...]:
+    """Of the new model from each that it is compared with, where a guard of the promotion asks for it."""
+    if not any(isinstance(guard, KLGuard) for guard in config.promotion.guards):
+        return ()
+    rivals = {"before": before} if latest is None else {"before": before, "latest": latest}
+    temperature = config.evaluation.sampling.temperature
+    return tuple(
+        measure_kl(after, rival.model, temperature, num_threads=config.num_threads, label=f"from {moment}")
+        for moment, rival in rivals.items()
+    )
 
 
 def _regression(config: NightlyConfig, prompts: ContentId, judge: Judge, of: EvalReport, label: str) -> EvalReport:

@@ -11,19 +11,21 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.base.locks import scratch_folder
 from rollout_core.base.stopping import run_async
-from rollout_core.config import PromotionConfig
+from rollout_core.config import KLGuard, PromotionConfig
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import AgentRollouts, Checkpoint, EvalReport, Record, SnapshotRecord
 from rollout_core.objects.snapshots import SnapshotStore
 from rollout_core.promotion import history
 from rollout_core.promotion.evidence import (
     Comparison,
+    Divergence,
     Evidence,
     GuardFinding,
     GuardReports,
     Moment,
     compare,
     judge_guard,
+    judge_kl,
     rewards_by_prompt,
 )
 from tasks import artifacts, connections, events
@@ -96,15 +98,18 @@ def promote(
     config: PromotionConfig,
     *,
     guarded: tuple[GuardReports, ...] = (),
+    divergences: tuple[Divergence, ...] = (),
 ) -> Promotion:
     """Make the new checkpoint the store's latest resources, if the evidence that it is better than ``before`` and
-    ``latest`` is what ``config`` asks for. ``guarded``: the evaluations that guards look at beside these."""
+    ``latest`` is what ``config`` asks for. ``guarded``: the evaluations that guards look at beside these;
+    ``divergences``: from each of the two, where a guard asks for it."""
     objects = current_stage().objects
     rivals: dict[Moment, Evaluated] = {"before": before}
     if latest is not None:
         rivals["latest"] = latest
     evidence = Evidence(
-        comparisons=_compare(objects, rivals, after, config), guards=_judge(objects, rivals, after, config, guarded)
+        comparisons=_compare(objects, rivals, after, config),
+        guards=_judge(objects, rivals, after, config, guarded, divergences),
     )
     figures = evidence.comparisons[0].rewards
     waits = False
@@ -181,15 +186,21 @@ def _judge(
     after: Evaluated,
     config: PromotionConfig,
     guarded: Sequence[GuardReports],
+    divergences: Sequence[Divergence],
 ) -> tuple[GuardFinding, ...]:
     """What the guards say. Raises ConfigError where one has nothing to look at."""
     own = {reports.guard: reports for reports in guarded}
     main: dict[Moment, EvalReport] = {
         moment: rival for moment, rival in rivals.items() if isinstance(rival, EvalReport)
     }
+    from_rival = {item.rival: item for item in divergences if item.model == after.model}
     found: list[GuardFinding] = []
     for number, guard in enumerate(config.guards):
-        if guard.kind in OWN_REPORTS and number in own:
+        if isinstance(guard, KLGuard) and all(rival.model in from_rival for rival in main.values()):
+            found += [judge_kl(guard, moment, from_rival[rival.model]) for moment, rival in main.items()]
+        elif isinstance(guard, KLGuard):
+            raise ConfigError(f"promotion.guards.{number} (kl) has no KL divergence to look at; measure it first")
+        elif guard.kind in OWN_REPORTS and number in own:
             looked_at = own[number]
             latest: dict[Moment, EvalReport] = {} if looked_at.latest is None else {"latest": looked_at.latest}
             found += judge_guard(objects, guard, {"before": looked_at.before, **latest}, looked_at.after)

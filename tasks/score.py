@@ -7,6 +7,7 @@ import statistics
 import threading
 from typing import Any
 
+from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId, canonical_json, content_id
 from rollout_core.base.stopping import run_async
 from rollout_core.config import BackendConfig, SamplingParams
@@ -14,6 +15,7 @@ from rollout_core.config.rewards import RewardSpec
 from rollout_core.data.samples import decode_completions_blob, decode_samples
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions, EvalReport, PromptSet, Scores, SelectedGroups
+from rollout_core.promotion.evidence import Divergence
 from rollout_core.rewards.loading import load_reward
 from rollout_core.rewards.scoring import RewardFunction, RewardInput, score
 from rollout_core.rewards.source_ids import source_of
@@ -190,6 +192,34 @@ def evaluate_by(report: EvalReport, reward: RewardSpec, reward_source: ContentId
     scores = compute_scores(current_stage().objects, completions, open_reward(reward, reward_source))
     stage_logger().info("reward %s of model %s: %.4f", reward.kind, report.model.short, scores.mean)
     return report.model_copy(update={"scores": scores.scores, "mean_reward": scores.mean})
+
+
+@stage(version=1, concurrency="learner")
+def measure_kl(
+    report: EvalReport, rival: ContentId, temperature: float, *, num_threads: int | None = None, label: str = ""
+) -> Divergence:
+    """How far the evaluated model is from ``rival``, on the completions that the evaluation filed."""
+    from rollout_core.algorithms.divergence import mean_kl
+
+    objects = current_stage().objects
+    model, other = (objects.local_tree(one, connections.cache_folder()) for one in (report.model, rival))
+    samples = decode_samples(objects.get_bytes(report.samples))
+    completions = decode_completions_blob(objects.get_bytes(report.completions))
+    prompts = [sample.prompt_token_ids for sample in samples]
+    tokens = [row.token_ids for row in completions]
+    unmeasured = Divergence(
+        model=report.model, rival=rival, num_tokens=report.num_tokens, num_completions=report.num_samples
+    )
+    try:
+        found = mean_kl(model, other, prompts, tokens, temperature=temperature, num_threads=num_threads)
+    except ConfigError as error:
+        # A latest model that somebody promoted from another family is no reason for a run to fail at its end.
+        stage_logger().warning("no KL divergence of %s from %s: %s", report.model.short, rival.short, error)
+        return unmeasured.model_copy(update={"problem": str(error)})
+    stage_logger().info("KL divergence of %s from %s: %.4g nats a token", report.model.short, rival.short, found.exact)
+    rows = [{"figure": f"KL ({name})", "nats a token": getattr(found, name)} for name in ("exact", "k1", "k3")]
+    artifacts.table("kl", rows, f"KL divergence {label}".strip())
+    return unmeasured.model_copy(update=found._asdict())
 
 
 def compute_scores(

@@ -13,10 +13,26 @@ from hypothesis import given, settings, strategies as st
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import hash_bytes
-from rollout_core.config import FinishGuard, LengthGuard, PromotionConfig, PromptsGuard, RewardGuard, parse_config
+from rollout_core.config import (
+    FinishGuard,
+    KLGuard,
+    LengthGuard,
+    PromotionConfig,
+    PromptsGuard,
+    RewardGuard,
+    parse_config,
+)
 from rollout_core.objects import ObjectStore
 from rollout_core.promotion.bootstrap import paired_gain
-from rollout_core.promotion.evidence import Evidence, GuardFinding, compare, judge_guard, rewards_by_prompt
+from rollout_core.promotion.evidence import (
+    Divergence,
+    Evidence,
+    GuardFinding,
+    compare,
+    judge_guard,
+    judge_kl,
+    rewards_by_prompt,
+)
 from tests.evaluations import evaluation
 
 SOME = hash_bytes(b"some")
@@ -198,6 +214,25 @@ def test_guards_refuse_what_the_reward_does_not_see(objects):
         (True, "mean reward 0.5000 (before) -> 0.6500 on the prompts other.jsonl, may fall by 0"),
         (False, "mean reward 0.6500 on the prompts other.jsonl, at least 0.7 is asked for"),
     ]
+
+
+def test_a_guard_of_the_divergence_refuses_with_the_figure(objects):
+    found = Divergence(
+        model=hash_bytes(b"new"), rival=SOME, num_tokens=40, num_completions=8, exact=0.05, k1=0.0625, k3=0.03
+    )
+    finding = judge_kl(KLGuard(kind="kl", max_kl=0.05), "before", found)
+    assert finding.passed and finding.line == (
+        f"KL divergence from the model before ({SOME.short}) 0.05 nats a token (exact; 0.25 a completion) over 40 "
+        "held-out tokens, at most 0.05 is allowed"
+    )
+    refused = judge_kl(KLGuard(kind="kl", max_kl=0.05, estimator="k1"), "latest", found)
+    assert (
+        not refused.passed and "from the latest model" in refused.line and "0.0625 nats a token (k1; " in refused.line
+    )
+    assert judge_kl(KLGuard(kind="kl", max_kl=0.05, estimator="k3"), "latest", found).passed
+    unlike = Divergence(model=hash_bytes(b"new"), rival=SOME, num_tokens=40, num_completions=8, problem="other tokens")
+    refused = judge_kl(KLGuard(kind="kl", max_kl=9.0), "latest", unlike)
+    assert not refused.passed and refused.line.endswith("can be had: other tokens")
 
 
 def test_a_guard_that_fails_keeps_a_model_from_promotion_and_is_told():

@@ -44,6 +44,7 @@ INSIDE_FUNCTIONS = {
     "rollout_core.rewards.loading": "imports torch, for reward models only",
     "rollout_core.rewards.user_code": "a child starts without it",
     "rollout_core.store.sql.by_url": "PostgreSQL's driver is an extra",
+    "tasks.score": "imports torch, for the KL divergence only",
 }
 """Modules that import others of this project inside functions, and why."""
 

@@ -56,6 +56,45 @@ def target_logprobs(
     return TargetLogprobs(*_TargetLogprobs.apply(hidden, weight, bias, targets, temperature, entropy))  # pyright: ignore[reportGeneralTypeIssues]
 
 
+class TokenDivergence(NamedTuple):
+    """What two models say of the same M targets; all [M] float32, nats."""
+
+    logprobs: Tensor
+    """Of the targets under the first model."""
+    ref_logprobs: Tensor
+    """The same under the second."""
+    kl: Tensor
+    """KL(first || second) of the distributions that the targets stand for: sum over V of p (log p - log q)."""
+
+
+@torch.no_grad()
+def token_divergence(
+    hidden: Tensor, ref_hidden: Tensor, layer: nn.Linear, ref_layer: nn.Linear, targets: Tensor, *, temperature: float
+) -> TokenDivergence:
+    """Both models' softmax(logits / temperature), a chunk of tokens at a time.
+
+    hidden: [M,H] and ref_hidden: [M,H']; the layers' weights: [V,H] and [V,H']; targets: [M] int64. Raises ConfigError
+    where the two have outputs for different numbers of tokens.
+    """
+    if len(layer.weight) != len(ref_layer.weight):
+        raise ConfigError(
+            f"it has outputs for {len(layer.weight)} tokens, and the model that it is compared with for "
+            f"{len(ref_layer.weight)}, so their distributions are of different things"
+        )
+    count = len(targets)
+    found = TokenDivergence(*(hidden.new_zeros(count, dtype=torch.float32) for _ in range(3)))
+    # Half as many tokens at a time: there are logits of two models.
+    for chunk in _chunks(count, 2 * len(layer.weight), hidden.device):
+        logs, ref_logs = (
+            (_logits(states[chunk], head.weight, head.bias) / temperature).log_softmax(dim=1)
+            for states, head in ((hidden, layer), (ref_hidden, ref_layer))
+        )
+        found.logprobs[chunk] = logs.gather(1, targets[chunk, None]).squeeze(1)
+        found.ref_logprobs[chunk] = ref_logs.gather(1, targets[chunk, None]).squeeze(1)
+        found.kl[chunk] = (logs.exp() * (logs - ref_logs)).sum(dim=1).clamp(min=0)
+    return found
+
+
 def weighted_nll(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -85,6 +85,7 @@ from .on_policy import (
 )
 from .promotion import (
     FinishGuard as FinishGuard,
+    KLGuard as KLGuard,
     LengthGuard as LengthGuard,
     PromotionConfig as PromotionConfig,
     PromptsGuard as PromptsGuard,

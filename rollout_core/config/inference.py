@@ -141,6 +141,14 @@ class SamplingParams(Settings):
     def _one_order(cls, token_ids: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sorted(set(token_ids)))
 
+    @property
+    def bending(self) -> list[str]:
+        """Fields that make tokens be drawn from another distribution than softmax(logits / temperature)."""
+        names = {"top_p", "top_k", *self.identity_without_default} - {"logprobs", "stop_token_ids"}
+        plain = SamplingParams()
+        bent = sorted(name for name in names if getattr(self, name) != getattr(plain, name))
+        return ["temperature", *bent] if self.temperature == 0 else bent
+
     @model_validator(mode="after")
     def _ends_are_in_reach(self) -> SamplingParams:
         if self.min_tokens > self.max_tokens:

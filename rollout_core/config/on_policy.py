@@ -73,10 +73,6 @@ class StopGuards(Settings):
         return None
 
 
-_BENDING = SamplingParams.identity_without_default - {"logprobs", "stop_token_ids"}
-"""Fields of sampling under which tokens are drawn from another distribution than the policy's."""
-
-
 class OnPolicySettings(LearnerSettings):
     """What learners share that train on completions of the policy itself."""
 
@@ -150,8 +146,7 @@ class OnPolicySettings(LearnerSettings):
                 f"top_k -1; got temperature {self.sampling.temperature}, top_p {self.sampling.top_p}, "
                 f"top_k {self.sampling.top_k}"
             )
-        bent = sorted(name for name in _BENDING if getattr(self.sampling, name) != getattr(SamplingParams(), name))
-        if bent:
+        if bent := self.sampling.bending:
             raise ValueError(
                 "on-policy training needs samples of the policy itself: leave out "
                 + ", ".join(f"sampling.{name}" for name in bent)

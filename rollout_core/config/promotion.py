@@ -54,7 +54,18 @@ class PromptsGuard(Settings):
     """The mean reward may not be lower than this, whatever it was."""
 
 
-Guard = LengthGuard | FinishGuard | RewardGuard | PromptsGuard
+class KLGuard(Settings):
+    """`kind = "kl"`: on its own held-out completions the model stays close to each model it is compared with."""
+
+    kind: Literal["kl"]
+    max_kl: float = Field(gt=0)
+    """Largest mean KL divergence from that model, nats a completion token."""
+    estimator: Literal["exact", "k1", "k3"] = "exact"
+    """``exact``: of the whole distribution at each token. ``k1`` and ``k3``: from the drawn tokens alone (Schulman,
+    "Approximating KL Divergence", 2020), for which they must be drawn from the model's plain distribution."""
+
+
+Guard = LengthGuard | FinishGuard | RewardGuard | PromptsGuard | KLGuard
 
 
 class PromotionConfig(Settings):

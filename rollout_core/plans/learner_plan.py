@@ -17,6 +17,7 @@ from rollout_core.config import (
     DatasetSource,
     GRPOSettings,
     HeldOutRows,
+    KLGuard,
     LearnerSettings,
     ModelSource,
     NightlyConfig,
@@ -26,6 +27,7 @@ from rollout_core.config import (
     PromptsGuard,
     RewardGuard,
     RewardModelSettings,
+    ScriptedBackend,
     SequenceConfig,
     SFTSettings,
     TrainConfig,
@@ -342,10 +344,25 @@ def plan_nightly(
     return plan.done()
 
 
+def _drawn_tokens(plan: LearnerPlan, what: str, guard: KLGuard, config: NightlyConfig) -> None:
+    """Held-out tokens are drawn from the model's plain distribution, as k1 and k3 want them."""
+    bent = [f"evaluation.sampling.{name}" for name in config.evaluation.sampling.bending]
+    if isinstance(config.backend, ScriptedBackend):
+        bent = ["backend.kind 'scripted'", *bent]
+    if bent:
+        plan.violations.append(
+            f"{what}.estimator: {guard.estimator} is computed from the log-probabilities of tokens that the model drew "
+            f'from its own distribution, and with {", ".join(bent)} held-out tokens are not; take estimator "exact", '
+            "or sample them plainly at a temperature above 0"
+        )
+
+
 def _guard(
     plan: LearnerPlan, what: str, guard: Guard, config: NightlyConfig, held_out: Sequence[PromptRow] | None
 ) -> None:
     """What a guard of the promotion looks at is there."""
+    if isinstance(guard, KLGuard) and guard.estimator != "exact":
+        _drawn_tokens(plan, what, guard, config)
     if isinstance(guard, RewardGuard | PromptsGuard) and guard.reward is not None:
         plan.reward(f"{what}.reward", guard.reward)
     if isinstance(guard, RewardGuard):

@@ -15,7 +15,7 @@ from rollout_core.config.promotion import (
     MIN_PROMPTS,
     ROUNDING,
     FinishGuard,
-    Guard,
+    KLGuard,
     LengthGuard,
     PromotionConfig,
     PromptsGuard,
@@ -88,6 +88,23 @@ class GuardReports(Record):
     before: EvalReport
     latest: EvalReport | None
     after: EvalReport
+
+
+class Divergence(Record):
+    """How far the new model's distribution is from a rival's on its own held-out completions.
+
+    Means over their tokens, nats a token, as of `rollout_core.algorithms.divergence.MeanKL`; None where the two do not
+    read the same token ids, for the reason that ``problem`` gives.
+    """
+
+    model: ContentId
+    rival: ContentId
+    num_tokens: int
+    num_completions: int
+    exact: float | None = None
+    k1: float | None = None
+    k3: float | None = None
+    problem: str | None = None
 
 
 class Evidence(Record):
@@ -181,8 +198,27 @@ def compare(
     )
 
 
+def judge_kl(guard: KLGuard, moment: Moment, found: Divergence) -> GuardFinding:
+    """What a guard says of how far the new model is from a rival."""
+    rival = f"the {'model before' if moment == 'before' else 'latest model'} ({found.rival.short})"
+    value: float | None = getattr(found, guard.estimator)
+    if value is None:
+        line = f"no KL divergence from {rival} can be had: {found.problem}"
+        return GuardFinding(kind=guard.kind, passed=False, line=line)
+    per_completion = value * found.num_tokens / max(1, found.num_completions)
+    line = (
+        f"KL divergence from {rival} {value:.4g} nats a token ({guard.estimator}; {per_completion:.4g} a completion) "
+        f"over {found.num_tokens} held-out tokens, at most {guard.max_kl:g} is allowed"
+    )
+    passed = value <= guard.max_kl or math.isclose(value, guard.max_kl, abs_tol=ROUNDING)
+    return GuardFinding(kind=guard.kind, passed=passed, line=line)
+
+
 def judge_guard(
-    objects: ObjectStore, guard: Guard, rivals: Mapping[Moment, EvalReport], after: EvalReport
+    objects: ObjectStore,
+    guard: LengthGuard | FinishGuard | RewardGuard | PromptsGuard,
+    rivals: Mapping[Moment, EvalReport],
+    after: EvalReport,
 ) -> list[GuardFinding]:
     """What a guard says of the new model, against each rival. The reports are those of what the guard looks at."""
     if isinstance(guard, LengthGuard):

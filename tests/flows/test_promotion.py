@@ -147,6 +147,7 @@ def test_guards_of_a_nightly_run_are_evaluated_reported_and_refuse(
             {"kind": "finish", "max_truncated": 1.0},
             {"kind": "reward", "reward": {"kind": "exact_match", "answer_key": "prompt_text"}, "max_drop": 1.0},
             {"kind": "prompts", "prompts": {"path": str(easy)}, "max_drop": 1.0, "floor": 2.0},
+            {"kind": "kl", "max_kl": 9.0},
         ],
     }
     rows = [{**json.loads(line), "prompt_text": "x"} for line in sorting_task.held_out.read_text().splitlines()]
@@ -162,10 +163,12 @@ def test_guards_of_a_nightly_run_are_evaluated_reported_and_refuse(
     assert not first["promoted"] and history_of(objects(), "policy") == []
     page = (Path(first["report"]) / "index.html").read_text()
     assert "a guard refused it: mean reward" in page and ", at least 2 is asked for" in page
-    assert page.count("<li>guard passed: ") == 4 and page.count("<li>guard refused: ") == 1
+    assert page.count("<li>guard passed: ") == 5 and page.count("<li>guard refused: ") == 1
     assert "paired bootstrap)</li>" in page and f"over {len(rows)} prompts" in page
+    assert re.search(r"guard passed: KL divergence from the model before \(\w+\) [\d.e-]+ nats a token \(exact; ", page)
     labels = {(row["stage"], row["label"]) for row in first["stages"]}
     expected = {("evaluate_by", f"guard 3, {moment}") for moment in ("before", "after")}
+    assert ("measure_kl", "from before") in labels
     assert expected | {("evaluate", f"guard 4, {moment}") for moment in ("before", "after")} <= labels
     again = nightly(parse_config(small_nightly, NightlyConfig))
     assert {row["state"] for row in again["stages"]} == {"cached", "checked"}

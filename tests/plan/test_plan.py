@@ -94,7 +94,7 @@ def test_a_plan_tells_what_it_found(work: Path):
         ("infer-batch", "workers.count", 0, "workers.count: Input should be greater than or equal to 1"),
         ("nightly", "promotion.tolerance", -1, "promotion.tolerance: Input should be greater than or equal to 0"),
         ("nightly", "promotion", {"tolerance": 0.1, "min_gain": 0.1}, "promotion: tolerance 0.1 accepts a loss and"),
-        ("nightly", "promotion.guards", [{"kind": "kl"}], "promotion.guards.0.kind: Input should be 'length' or"),
+        ("nightly", "promotion.guards", [{"kind": "kk"}], "promotion.guards.0.kind: Input should be 'length' or"),
     ],
 )
 def test_a_value_that_cannot_be_is_named_with_its_key(work: Path, kind: str, key: str, value: Any, expected: str):
@@ -120,6 +120,11 @@ def test_a_value_that_cannot_be_is_named_with_its_key(work: Path, kind: str, key
         (
             {"guards": [{"kind": "reward", "reward": {"kind": "function", "callable": "gone.py:f"}}]},
             "promotion.guards.0.reward: reward file ",
+        ),
+        (
+            {"guards": [{"kind": "kl", "max_kl": 0.1}, {"kind": "kl", "max_kl": 0.1, "estimator": "k3"}]},
+            "promotion.guards.1.estimator: k3 is computed from the log-probabilities of tokens that the model drew "
+            "from its own distribution, and with ",
         ),
     ],
 )
