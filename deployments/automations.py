@@ -24,6 +24,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ActionTypes, CallWebhook, ChangeFlowRunState, SendNotification
 from prefect.events.schemas.automations import Automation, AutomationCore, EventTrigger, Posture
+from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from pydantic import SecretStr
 
@@ -43,6 +44,8 @@ MIN_SILENT_SECONDS = 90
 WEBHOOK_BLOCK = "rollout-notifications"
 """Name of the webhook block that `save_webhook` writes."""
 PROBE_SECONDS = 20.0
+MOST_OF_AN_ANSWER = 300
+"""Characters of a refusal that are shown."""
 
 _LAST_TRIES = [str(tries) for tries in range(MAX_TRIES, 100)]
 _ENDINGS = (
@@ -203,8 +206,6 @@ def block_of(client: SyncPrefectClient, address: str) -> tuple[UUID, bool]:
     slug, _, name = address.partition("/")
     if not slug or not name:
         raise ConfigError(f"--notify {address!r}: expected SLUG/NAME of a block, such as slack-webhook/team")
-    from prefect.exceptions import ObjectNotFound
-
     try:
         document = client.read_block_document_by_name(name, slug)
     except ObjectNotFound as error:
@@ -256,7 +257,7 @@ def changes(
 
 
 def install(client: SyncPrefectClient, found: Iterable[Change]) -> None:
-    """Carry out what `changes` found. Raises RolloutError where the server does not answer any more."""
+    """Carry out what `changes` found. Raises RolloutError where the server does not answer any more, or refuses."""
     try:
         for change in found:
             if change.action is Action.CREATE and change.wanted is not None:
@@ -270,6 +271,21 @@ def install(client: SyncPrefectClient, found: Iterable[Change]) -> None:
         raise RolloutError(
             "the Prefect server stopped answering while automations were installed, which happens to busy servers on "
             "SQLite; restart it, and run `rollout ops install` again before work begins"
+        ) from error
+    except httpx.TransportError as error:
+        raise RolloutError(
+            f"the Prefect server went away while automations were installed ({type(error).__name__}: {error}); what "
+            "was installed stays: start the server, and run `rollout ops install` again"
+        ) from error
+    except ObjectNotFound as error:
+        raise RolloutError(
+            "an automation was removed while automations were installed; run `rollout ops install` again"
+        ) from error
+    except httpx.HTTPStatusError as error:
+        answer = " ".join(error.response.text.split())[:MOST_OF_AN_ANSWER]
+        raise RolloutError(
+            f"the Prefect server answered {error.response.status_code} while automations were installed ({answer}); "
+            "see its log, and run `rollout ops install` again: what was installed stays"
         ) from error
 
 

@@ -35,6 +35,8 @@ from tasks.events import (
     TrainStart,
     TrainStep,
     WorkEnd,
+    WorkerLost,
+    WorkerStart,
 )
 
 FOLLOW_SECONDS = 1.0
@@ -82,6 +84,12 @@ def _places(status: Status) -> Iterator[Metric]:
     for name, count in (status.database.rollouts or {}).items():
         rollouts.add_metric([name], count)
     yield rollouts
+    if status.database.rollouts is not None:
+        queued = sum(status.database.rollouts.get(name, 0) for name in ("queuing", "requeuing"))
+        yield _gauge("rollout_store_queue_length", "Rollouts in the store that wait for a runner", queued)
+    if status.database.spans is not None:
+        yield _gauge("rollout_store_attempts", "Attempts in the store", status.database.attempts or 0)
+        yield _gauge("rollout_store_spans", "Spans in the store", status.database.spans)
 
 
 def _pools(status: Status) -> Iterator[Metric]:
@@ -152,6 +160,11 @@ class Events:
         self._figure = gauge("learner_figure", "Figure of its last step", *learner, "figure")
         self._samples = counter("engine_samples", "Samples completed", "stage")
         self._tokens = counter("engine_tokens", "Tokens generated", "stage")
+        self._running = gauge("engine_running_requests", "Requests that the engine has not answered", "stage")
+        self._waiting = gauge("engine_waiting_samples", "Samples that the engine was not given yet", "stage")
+        self._speed = gauge("engine_tokens_per_second", "Between the last two tellings of a stage", "stage")
+        self._workers = counter("worker_starts", "Workers that came to a run's shards", "kind")
+        self._lost = counter("workers_lost", "Workers that were gone with shards they had not completed", "kind")
         self._skipped = counter("samples_skipped", "Samples that results do without", "stage")
         self._promoted = counter("promotions", "Models that became the latest", "resource")
         self._rolled_back = counter("rollbacks", "Models that were taken back", "resource")
@@ -193,6 +206,14 @@ class Events:
             case SamplesDone():
                 self._samples.labels(event.stage).inc(event.samples)
                 self._tokens.labels(event.stage).inc(event.tokens)
+                self._running.labels(event.stage).set(event.running)
+                self._waiting.labels(event.stage).set(event.waiting)
+                if event.seconds:
+                    self._speed.labels(event.stage).set(event.tokens / event.seconds)
+            case WorkerStart():
+                self._workers.labels(event.kind).inc()
+            case WorkerLost():
+                self._lost.labels(event.kind).inc()
             case SamplesSkipped():
                 self._skipped.labels(event.stage).inc(event.samples)
             case Promoted():

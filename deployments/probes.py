@@ -30,7 +30,7 @@ from rollout_core.base.settings import BLOCK_PREFIX, locations, without_password
 from rollout_core.inference.folders import LocalFolder
 from rollout_core.objects.addresses import bucket_exists
 from rollout_core.store.connections import Connections, plain_connections
-from rollout_core.store.sql.by_url import count_rollouts
+from rollout_core.store.sql.by_url import count_all
 
 LOOK_SECONDS = 15.0
 """The longest that a part is looked at; all are looked at side by side."""
@@ -79,7 +79,10 @@ class Database(BaseModel):
     address: str
     reachable: bool = False
     rollouts: dict[str, int] | None = None
-    """By status; None where there is no store yet, or one that this version has still to bring to its schema."""
+    """By status; None where there is no store yet, or one that this version has still to bring to its schema. So
+    also below."""
+    attempts: int | None = None
+    spans: int | None = None
     trouble: str | None = None
 
 
@@ -188,8 +191,9 @@ def storage_in_trouble(trouble: str) -> Storage:
 def look_at_database() -> Database:
     """Raises what is wrong with the database."""
     url = _connections(locations().database).database_url()
-    rollouts = count_rollouts(url, BUSY_SECONDS)
-    return Database(address=without_password(url), reachable=True, rollouts=rollouts)
+    found = count_all(url, BUSY_SECONDS)
+    counts = {} if found is None else found._asdict()
+    return Database(address=without_password(url), reachable=True, **counts)
 
 
 def database_in_trouble(trouble: str) -> Database:

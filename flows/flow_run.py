@@ -31,6 +31,7 @@ from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.states import AwaitingRetry
 
 from flows.summary import RunSummary
+from rollout_core.base import traces
 from rollout_core.base.determinism import require_numerics
 from rollout_core.base.errors import CorruptObject, MissingObject, RolloutError
 from rollout_core.base.locks import sweep_scratch
@@ -82,7 +83,9 @@ def recompute_missing(body: Callable[[Journal], R], config: Run) -> R:
         try:
             # Housekeeping leaves alone what a run under way has used or made.
             retry(lambda: held.enter_context(lease(objects(), f"{flow_run.name} (flow run {flow_run.id})")))
-            with limiting(config.timeouts):
+            facts = {"run": run.name, "flow_run": str(flow_run.id), "try": flow_run.run_count}
+            named = context.flow.name if context.flow else run.name
+            with limiting(config.timeouts), traces.trace_of_run(named, str(flow_run.id), **facts):
                 result = _repeat(body, name, summary)
             summary.end()
             return result
@@ -145,6 +148,7 @@ def _end_showing(patience: float) -> None:
     Prefect itself tries for a minute to tell the server how the run ended. A process that gives up would leave a run
     that is Running for ever, though all it made is stored.
     """
+    traces.flush()
     started = time.monotonic()
     left = SENDER.flush(SEND_SECONDS)
     if left and SENDER.is_server_away and patience > SEND_SECONDS:
@@ -152,7 +156,7 @@ def _end_showing(patience: float) -> None:
     while left and SENDER.is_server_away and time.monotonic() < started + patience and not is_stopping():
         left = SENDER.flush(1.0)
     if left:
-        stage_logger().warning("%d artifacts have not reached the Prefect server", left)
+        stage_logger().warning("%d artifacts and events have not reached the Prefect server", left)
 
 
 def _repeat(body: Callable[[Journal], R], name: str | None, summary: RunSummary) -> R:

@@ -1,4 +1,5 @@
-"""Artifacts on their way to the Prefect server: a thread of its own sends them, and no stage waits for the server.
+"""Artifacts and events on their way to the Prefect server: a thread of its own sends them, and no stage waits for the
+server.
 
 While the server is away they wait, of a piece of work's progress its latest value only, and are sent in their order
 once it answers again. What it refuses is logged and left out.
@@ -12,7 +13,7 @@ import threading
 import time
 from collections import deque
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 from uuid import UUID
 
 import httpx
@@ -34,6 +35,24 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 5.0
 """Between two tries while the server is away; doubled from one to the next."""
 AT_EXIT_SECONDS = 2.0
 _PASSING_STATUSES = {408, 429, 502, 503, 504}
+
+
+class Sendable(Protocol):
+    """What a server is to get."""
+
+    data: Any
+    """May be set again at any time; it is then sent again by `ArtifactSender.send`."""
+    context: contextvars.Context
+    """Of the run that it belongs to."""
+
+    @property
+    def key(self) -> str | None:
+        """Its name."""
+        ...
+
+    def deliver(self, client: SyncPrefectClient, data: Any) -> None:
+        """Bring ``data`` to the server; raises what the client raises."""
+        ...
 
 
 class Outgoing:
@@ -94,7 +113,7 @@ class ArtifactSender:
     """Sends artifacts in the order of `send`. Threads may share it."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Outgoing] = deque()
+        self._waiting: deque[Sendable] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._open = ExitStack()
@@ -102,7 +121,7 @@ class ArtifactSender:
         self._pause = 0.0
         self._num_left_out = 0
 
-    def send(self, outgoing: Outgoing) -> None:
+    def send(self, outgoing: Sendable) -> None:
         """Send it, or what it shows now, as soon as may be; returns at once."""
         with self._changed:
             if outgoing not in self._waiting:
@@ -143,7 +162,7 @@ class ArtifactSender:
                 self._changed.notify_all()
             time.sleep(self._pause)
 
-    def _try(self, outgoing: Outgoing, data: Any) -> bool:
+    def _try(self, outgoing: Sendable, data: Any) -> bool:
         """Whether it was sent, or refused; not while the server is away."""
         try:
             # One try a call: the pauses are those of this thread.
@@ -153,11 +172,11 @@ class ArtifactSender:
             if _is_away(error):
                 self._note_away(error)
                 return False
-            stage_logger().warning("the artifact %s could not be shown: %s", outgoing.key, error)
+            stage_logger().warning("%s could not be sent to the Prefect server: %s", outgoing.key, error)
         if self._pause:
             self._pause = 0.0
             stage_logger().info(
-                "the Prefect server answers again; %d artifacts waited for it, %d were left out",
+                "the Prefect server answers again; %d artifacts and events waited for it, %d were left out",
                 len(self._waiting),
                 self._num_left_out,
             )

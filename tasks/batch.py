@@ -174,13 +174,13 @@ class _ShardRun:
         return run_async(run())
 
     def _note(self, progress: Progress) -> None:
-        self._count.note(progress.samples, progress.tokens)
+        self._count.note(progress.samples, progress.tokens, running=progress.running, waiting=progress.waiting)
         noted = tally(self._run_id)
         noted.note(self._job.rows, progress)
         self._job.reporting.failures.check(noted)
 
     def _note_help(self, progress: Progress) -> None:
-        self._count.note(progress.samples, progress.tokens)
+        self._count.note(progress.samples, progress.tokens, running=progress.running, waiting=progress.waiting)
         # What is done of the shard is its own worker's to tell.
         tally(self._run_id).note(f"{self._job.rows} {this_worker()}", Progress(0, 0, progress.tokens))
 
@@ -270,8 +270,13 @@ class Fleet(Protocol):
 @contextmanager
 def local_fleet(count: int) -> Iterator[Fleet]:
     """Threads of this process, one more than workers: while their shards are generated, the next is made ready."""
-    with ThreadPoolTaskRunner(max_workers=count + 1) as runner:
-        yield _Threads(runner, count)
+    worker = this_worker()
+    events.emit(events.WorkerStart(worker=worker, kind="threads", slots=count))
+    try:
+        with ThreadPoolTaskRunner(max_workers=count + 1) as runner:
+            yield _Threads(runner, count)
+    finally:
+        events.emit(events.WorkerEnd(worker=worker, kind="threads"))
 
 
 class _Threads:

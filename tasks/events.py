@@ -1,7 +1,8 @@
 """What happens in runs, as one stream of typed lines of JSON, for programs: metrics, dashboards, scripts.
 
 Lines are written for people's programs alone: no stage reads them, and none waits for them or fails by them. They go to
-the file that ``ROLLOUT_EVENTS`` names (all runs of a machine may write to one), or to stderr; without it, nowhere.
+the file that ``ROLLOUT_EVENTS`` names (all runs of a machine may write to one), or to stderr; without it, nowhere. The
+Prefect server is told of what is rare (`tasks.prefect_events`), so that its automations can act on it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from typing import Annotated, Literal
 from prefect.runtime import flow_run
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from rollout_core.base import traces
 from rollout_core.base.settings import locations
+from tasks import prefect_events
 from tasks.logs import stage_logger
 
 STDERR = "stderr"
@@ -30,6 +33,7 @@ class _Event(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
+    topic: str
     at: datetime = Field(default_factory=lambda: datetime.now(UTC))
     flow_run: str = Field(default_factory=lambda: flow_run.id or "")
     """Id of the flow run; empty outside of one."""
@@ -82,6 +86,34 @@ class WorkEnd(_Event):
     seconds: float
 
 
+class WorkerStart(_Event):
+    """A worker is there for a run's shards."""
+
+    topic: Literal["worker_start"] = "worker_start"
+    worker: str
+    """Address of a Dask worker, or name of this process."""
+    kind: Literal["dask", "threads"]
+    slots: int
+    """Shards that it works on at a time."""
+
+
+class WorkerEnd(_Event):
+    """The run needs it no more, or it left without a shard."""
+
+    topic: Literal["worker_end"] = "worker_end"
+    worker: str
+    kind: Literal["dask", "threads"]
+
+
+class WorkerLost(_Event):
+    """It is gone, with shards that it had not completed; others go on with them."""
+
+    topic: Literal["worker_lost"] = "worker_lost"
+    worker: str
+    kind: Literal["dask", "threads"]
+    shards: int
+
+
 class TrainStart(_Event):
     """A learner begins, or goes on from a snapshot."""
 
@@ -122,6 +154,12 @@ class SamplesDone(_Event):
     stage: str
     samples: int
     tokens: int
+    seconds: float = 0.0
+    """Since the event before, or the beginning."""
+    running: int = 0
+    """Requests that the engine has not answered."""
+    waiting: int = 0
+    """Samples that it was not given yet."""
 
 
 class SamplesSkipped(_Event):
@@ -163,7 +201,10 @@ Event = Annotated[
     | SamplesDone
     | SamplesSkipped
     | Promoted
-    | RolledBack,
+    | RolledBack
+    | WorkerStart
+    | WorkerEnd
+    | WorkerLost,
     Field(discriminator="topic"),
 ]
 EVENT: TypeAdapter[Event] = TypeAdapter(Event)
@@ -174,8 +215,11 @@ _told: set[str] = set()
 
 
 def emit(event: _Event) -> None:
-    """Write a line, in one piece."""
-    place = locations().events
+    """Write a line, in one piece, and tell the Prefect server of what is rare."""
+    asked = locations()
+    if asked.prefect_events:
+        prefect_events.send(event.topic, event.at, event.model_dump(mode="json", exclude={"topic", "at", "flow_run"}))
+    place = asked.events
     if place is None:
         return
     line = event.model_dump_json().encode() + b"\n"
@@ -198,6 +242,12 @@ def emit(event: _Event) -> None:
             stage_logger().warning("events cannot be written to %s (ROLLOUT_EVENTS): %s", place, error)
 
 
+BATCH = "batch"
+"""Spans of a stage's trace: steps of a learner, or samples of an engine, that followed each other."""
+BATCH_SECONDS = 1.0
+"""For which such a span lasts at least, but for the last."""
+
+
 class Training:
     """Tells of one update of a learner."""
 
@@ -205,10 +255,13 @@ class Training:
         self._algorithm, self._label = algorithm, label
         self._num_steps = 0
         self._last: Mapping[str, float] | None = None
+        self._stage = traces.current_traceparent()
+        self._since, self._steps, self._tokens = time.monotonic(), 0, 0
 
     def start(self, first: int, last: int) -> None:
         """It begins at step ``first`` of ``last``."""
         self._num_steps = last
+        self._since = time.monotonic()
         emit(TrainStart(algorithm=self._algorithm, label=self._label, step=first, num_steps=last))
 
     def step(self, row: Mapping[str, float]) -> None:
@@ -222,6 +275,15 @@ class Training:
             figures=_figures(row),
         )
         emit(done)
+        self._steps, self._tokens = self._steps + 1, self._tokens + int(row.get("num_tokens", 0))
+        if time.monotonic() - self._since >= BATCH_SECONDS or done.step == self._num_steps:
+            self._trace(done)
+
+    def _trace(self, last: TrainStep) -> None:
+        counts = {"steps": self._steps, "last_step": last.step, "tokens": self._tokens}
+        seconds = time.monotonic() - self._since
+        traces.add_span(BATCH, seconds, self._stage, **counts, loss=last.figures.get("loss"))
+        self._since, self._steps, self._tokens = time.monotonic(), 0, 0
 
     def end(self) -> None:
         """It has done what it was to do; tells nothing where there was nothing to do."""
@@ -242,17 +304,30 @@ class SampleCount:
     def __init__(self, stage: str, interval: float = 2.0) -> None:
         self._stage = stage
         self._interval = interval
-        self._next = time.monotonic() + interval
+        self._since = time.monotonic()
         self._told = self._tokens = 0
+        self._span = traces.current_traceparent()
 
-    def note(self, samples: int, tokens: int) -> None:
+    def note(self, samples: int, tokens: int, *, running: int = 0, waiting: int = 0) -> None:
         """So many in all by now."""
-        if time.monotonic() >= self._next:
-            self.end(samples, tokens)
+        if time.monotonic() >= self._since + self._interval:
+            self._tell(samples, tokens, running, waiting)
 
     def end(self, samples: int, tokens: int) -> None:
-        """So many in all, and that was it, or it is time."""
-        self._next = time.monotonic() + self._interval
+        """So many in all, and that was it."""
+        self._tell(samples, tokens, 0, 0)
+
+    def _tell(self, samples: int, tokens: int, running: int, waiting: int) -> None:
+        since, self._since = self._since, time.monotonic()
         if samples > self._told or tokens > self._tokens:
-            emit(SamplesDone(stage=self._stage, samples=samples - self._told, tokens=tokens - self._tokens))
+            done = SamplesDone(
+                stage=self._stage,
+                samples=samples - self._told,
+                tokens=tokens - self._tokens,
+                seconds=self._since - since,
+                running=running,
+                waiting=waiting,
+            )
+            emit(done)
+            traces.add_span(BATCH, done.seconds, self._span, samples=done.samples, tokens=done.tokens)
             self._told, self._tokens = samples, tokens

@@ -153,7 +153,7 @@ def generate(
 
     def on_progress(progress: Progress) -> None:
         bar.show(progress.done, progress.total)
-        count.note(progress.samples, progress.tokens)
+        count.note(progress.samples, progress.tokens, running=progress.running, waiting=progress.waiting)
 
     async def complete() -> tuple[Completions, Work]:
         async with connections.open_store() as store:

@@ -30,6 +30,7 @@ from prefect.results import get_result_store
 from prefect.task_engine import run_task_sync
 
 from blocks import ContentAddressedStorage
+from rollout_core.base import traces
 from rollout_core.base.determinism import arithmetic
 from rollout_core.base.errors import ConfigError, CorruptObject, CorruptRef, MissingObject, Recoverable, RolloutError
 from rollout_core.base.ids import ContentId, content_id, is_content_id
@@ -44,7 +45,7 @@ from rollout_core.objects.snapshots import PROGRESS_REFS, SnapshotStore
 from tasks import connections
 from tasks.artifact_sender import SENDER
 from tasks.events import WorkEnd, WorkStart, emit
-from tasks.logs import CHECKED, StageEntry, current_journal, stage_logger, title_of
+from tasks.logs import CACHED, CHECKED, StageEntry, current_journal, stage_logger, title_of
 from tasks.time_limits import in_time, seconds_for
 
 P = ParamSpec("P")
@@ -162,19 +163,21 @@ class Stage(Generic[P, R]):
         if is_stopping():
             raise stop_signal()
         inputs = self._bind(args, kwargs)
-        prepared = self._prepare(inputs)
-        started = time.monotonic()
-        with TagsContext(current_tags=set()):
-            state = cast(State[dict[str, Any]], prepared(**inputs, **self._beside(), return_state=True))
-        return self._result(inputs, state, time.monotonic() - started)
+        span = self._span(inputs)
+        with span.as_current():
+            prepared = self._prepare(inputs)
+            started = time.monotonic()
+            with TagsContext(current_tags=set()):
+                state = cast(State[dict[str, Any]], prepared(**inputs, **self._beside(), return_state=True))
+            return self._result(inputs, state, time.monotonic() - started, span)
 
     def submit(self, runner: RunsTasks, *args: P.args, **kwargs: P.kwargs) -> Submitted[R]:
         """Run the stage on a started task runner, which may be on another machine, and return at once."""
         inputs = self._bind(args, kwargs)
-        prepared = self._prepare(inputs)
-        with TagsContext(current_tags=set()):
-            future = runner.submit(prepared, {**inputs, **self._beside()})
-        return Submitted(future, lambda state, seconds: self._result(inputs, state, seconds))
+        span = self._span(inputs)
+        with span.as_current(), TagsContext(current_tags=set()):
+            future = runner.submit(self._prepare(inputs), {**inputs, **self._beside()})
+        return Submitted(future, lambda state, seconds: self._result(inputs, state, seconds, span))
 
     def run_submitted(self, inputs: dict[str, Any], task_run_id: UUID, context: dict[str, Any]) -> State[Any]:
         """Run what a `submit` of another process handed over, with the storage of this process's settings.
@@ -206,13 +209,25 @@ class Stage(Generic[P, R]):
         prepared.result_storage = storage
         return prepared
 
-    def _result(self, inputs: dict[str, Any], state: State[dict[str, Any]], seconds: float) -> R:
+    def _span(self, inputs: dict[str, Any]) -> traces.Span:
+        if not traces.is_on():
+            return traces.Span()
+        label = str(spread_arguments(inputs).get(LABEL, "")) or None
+        return traces.start_span(self.name, stage=self.name, label=label, key=self.key(inputs) if self.cached else None)
+
+    def _result(self, inputs: dict[str, Any], state: State[dict[str, Any]], seconds: float, span: traces.Span) -> R:
         if state.is_completed():
             record = self._record.model_validate(state.result())
             name = (state.name or "") if self.cached else CHECKED
             self._note(inputs, name, seconds, record.outputs())
+            counts = {count: getattr(record, f"num_{count}", None) for count in ("samples", "tokens")}
+            span.set(state=name, cached=name == CACHED, **counts)
+            span.end()
             return record
         self._note(inputs, state.name or "Failed", seconds, ())
+        span.set(state=state.name, cached=False)
+        span.fail(state.message or state.name or "")
+        span.end()
         state.result(raise_on_failure=True)
         raise RolloutError(f"stage {self.name} ended {state.name}")
 

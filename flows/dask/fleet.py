@@ -29,6 +29,7 @@ from prefect.settings import PREFECT_API_URL
 from prefect_dask.task_runners import DaskTaskRunner, PrefectDaskFuture
 
 from flows.dask.worker import Driver, EngineKeeper, address_of, run_stage
+from rollout_core.base import traces
 from rollout_core.base.determinism import current_numerics
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.base.processes import this_machine
@@ -36,7 +37,7 @@ from rollout_core.config import DaskConfig, WorkersConfig
 from rollout_core.inference.batch import Progress
 from rollout_core.inference.ledger import this_worker
 from rollout_core.inference.runs import tally
-from tasks import connections
+from tasks import connections, events
 from tasks.batch import FanOut, R, T
 from tasks.logs import stage_logger
 from tasks.stage import Submitted, retry
@@ -114,6 +115,8 @@ class DaskFleet:
         self._finished: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._slots: dict[str, int] = {}
         """Shards that each worker may have at a time."""
+        self._had: Counter[str | None] = Counter()
+        """Shards that each had at the last look: those of a worker that dies soon begin elsewhere."""
         self._helped: dict[int, float] = {}
         """When nothing was left to help with, by place of the item."""
         self._began = self._looked = self._had_workers = time.monotonic()
@@ -159,7 +162,7 @@ class DaskFleet:
             address_of(task.fn),
             inputs,
             task_run_id,
-            self._context,
+            {**self._context, traces.TRACEPARENT: traces.current_traceparent()},
             self._driver,
             key=f"{task.name}-{task_run_id}",
             workers=None if job.worker is None else [job.worker],
@@ -196,7 +199,9 @@ class DaskFleet:
         self._worker_seconds += len(self._slots) * (now - self._looked)
         if slots.keys() != self._slots.keys():
             stage_logger().info("%d Dask workers", len(slots))
+            self._tell(slots)
         self._slots, self._looked = slots, now
+        self._had = self._load()
         if slots:
             self._had_workers = now
             return
@@ -209,6 +214,21 @@ class DaskFleet:
         if now > self._next_log:
             self._next_log = now + LOG_SECONDS
             stage_logger().warning("waiting for Dask workers%s; %d others are there", lacking, len(found))
+
+    def _tell(self, slots: dict[str, int]) -> None:
+        """Events of workers that came and went since the last look."""
+        for address in slots.keys() - self._slots.keys():
+            events.emit(events.WorkerStart(worker=address, kind="dask", slots=slots[address]))
+        for address in self._slots.keys() - slots.keys():
+            if self._had[address]:
+                events.emit(events.WorkerLost(worker=address, kind="dask", shards=self._had[address]))
+            else:
+                events.emit(events.WorkerEnd(worker=address, kind="dask"))
+
+    def end(self) -> None:
+        """The run needs its workers no more."""
+        for address in self._slots:
+            events.emit(events.WorkerEnd(worker=address, kind="dask"))
 
     def _ask_for_workers(self) -> dict[str, Any]:
         # Not Client.scheduler_info, whose answer a refresh in the background may replace by one without workers.
@@ -308,7 +328,11 @@ def dask_fleet(workers: WorkersConfig, config: DaskConfig, run_id: str) -> Itera
         keeper = EngineKeeper(run_id, workers_end=config.cluster is not None)
         try:
             _register(client, keeper)
-            yield DaskFleet(client, workers, config, driver)
+            fleet = DaskFleet(client, workers, config, driver)
+            try:
+                yield fleet
+            finally:
+                fleet.end()
         finally:
             connections.objects().delete_ref(driver.mark)
             # Also where the cluster ends with the run: it does not wait for engines to close. A worker that hangs must

@@ -26,6 +26,7 @@ from prefect.events.worker import EventsWorker
 from prefect.results import ResultStore
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from rollout_core.base import traces
 from rollout_core.base.determinism import NUMERICS, Numerics, current_numerics
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.processes import this_machine
@@ -98,7 +99,7 @@ def run_stage(stage: str, inputs: dict[str, Any], task_run_id: UUID, context: di
     settings are not the driver's."""
     worker = get_worker()
     worker.log_event(driver.topic, {"started": str(task_run_id), "worker": worker.address})
-    with _in_use(), _reachable_api(driver):
+    with _in_use(), _reachable_api(driver), traces.part_of(context.get(traces.TRACEPARENT)):
         _meet(driver, inputs)
 
         def report(shard: str, progress: Progress) -> None:
@@ -205,6 +206,7 @@ class EngineKeeper(WorkerPlugin):
             self._watch.cancel()
         _use.runs.discard(self._run_id)
         forget_tally(self._run_id)
+        await _within(CLOSE_SECONDS, traces.flush)
         # Another run may use the same engine.
         if not _use.runs:
             await _within(CLOSE_SECONDS, close_engine)

@@ -6,7 +6,8 @@ which are left out of what other processes get, and hidden in what is shown and 
 store (default ``./data/cache``), ``ROLLOUT_CACHE_GIB`` is how large that may grow (default 100), ``ROLLOUT_TRACKING``
 the folder of trackers (default ``./data/tracking``).
 ``ROLLOUT_LIMITS`` lists the concurrency limits that stages ask the Prefect server for (``engine``, ``learner``; default
-none), ``ROLLOUT_EVENTS`` is a file for events of runs, or ``stderr`` (default none), and ``ROLLOUT_STOP_SECONDS`` is
+none), ``ROLLOUT_EVENTS`` is a file for events of runs, or ``stderr`` (default none), ``ROLLOUT_PREFECT_EVENTS`` says
+whether the Prefect server is told of them (``on``, the default, or ``off``), and ``ROLLOUT_STOP_SECONDS`` is
 how long a run may take to end after a stop signal (default 10). They say where, never what: no setting enters a cache
 key. (``ROLLOUT_NUMERICS``, which does, is read by `determinism`.)
 
@@ -50,6 +51,8 @@ class Locations:
     limits: frozenset[str]
     events: str | None
     """File for events of runs, or ``stderr``."""
+    prefect_events: bool
+    """Whether the Prefect server is told of them."""
 
 
 def locations() -> Locations:
@@ -61,6 +64,7 @@ def locations() -> Locations:
         tracking=Path(os.environ.get("ROLLOUT_TRACKING", DEFAULT_TRACKING)),
         limits=frozenset(filter(None, os.environ.get("ROLLOUT_LIMITS", "").replace(" ", "").split(","))),
         events=os.environ.get("ROLLOUT_EVENTS", "").strip() or None,
+        prefect_events=os.environ.get("ROLLOUT_PREFECT_EVENTS", "on").strip().lower() not in ("off", "0", "false"),
     )
 
 

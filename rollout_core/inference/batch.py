@@ -55,6 +55,10 @@ class Progress:
     """Why one of them did."""
     samples: int = 0
     """That this run completed itself."""
+    running: int = 0
+    """Requests that the engine has taken and not answered."""
+    waiting: int = 0
+    """Samples of this run that it was not given yet."""
 
 
 @dataclass
@@ -226,6 +230,7 @@ class _BatchRun:
         self._ended: dict[ContentId, float] = {}
         self._failed: set[ContentId] = set()
         self._first_failure: str | None = None
+        self._open_lane: Lane | None = None
         self._passing: set[ContentId] = set()
         self.whole = options.deterministic and not engine.batch_invariant
         """Whether the set is generated and committed as one."""
@@ -302,10 +307,11 @@ class _BatchRun:
         lanes = await asyncio.to_thread(opened.__enter__)
         self.work.waited_seconds += time.monotonic() - began
         try:
-            lane = lanes.open(few=self.options.claim_size)
+            lane = self._open_lane = lanes.open(few=self.options.claim_size)
             try:
                 yield lane
             finally:
+                self._open_lane = None
                 await asyncio.to_thread(lane.close)
         except BaseException as error:
             await asyncio.to_thread(opened.__exit__, type(error), error, error.__traceback__)
@@ -390,7 +396,9 @@ class _BatchRun:
 
     def _report(self) -> None:
         done, total, failed = len(self._lines), len(self._samples), len(self._failed)
-        self._on_progress(Progress(done, total, self.work.tokens, failed, self._first_failure, self.work.samples))
+        running = len(self._open_lane.started) if self._open_lane is not None else 0
+        own = self.work.tokens, failed, self._first_failure, self.work.samples
+        self._on_progress(Progress(done, total, *own, running, max(0, total - done - running)))
 
 
 class _Round:

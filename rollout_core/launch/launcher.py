@@ -24,6 +24,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
+from rollout_core.base import traces
 from rollout_core.base.determinism import default_threads
 from rollout_core.base.errors import ConfigError, Recoverable, RolloutError, error_of, is_own_error
 from rollout_core.base.ids import ContentId
@@ -291,6 +292,7 @@ def _environment(job: Job, folder: Path, objects: ObjectStore) -> dict[str, str]
         "LOCAL_WORLD_SIZE": str(job.nproc),
         LAUNCHER: str(os.getpid()),
         RENDEZVOUS: f"file://{folder / 'rendezvous'}",
+        **traces.environment(),
     }
     if objects.storage_options:
         environment[STORAGE_OPTIONS] = json.dumps(objects.storage_options)

@@ -19,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from rollout_core.base import traces
 from rollout_core.base.determinism import prepare_environment
 from rollout_core.base.errors import ConfigError, RolloutError, error_message
 from rollout_core.base.process_tree import signal_at_parents_end
@@ -52,14 +53,21 @@ def main() -> None:
     try:
         if len(sys.argv) != 2:
             raise ConfigError("expected one argument: the path of a job file")
-        run(Job.model_validate_json(Path(sys.argv[1]).read_bytes()), messenger, is_stopping=stopping.is_set)
+        job = Job.model_validate_json(Path(sys.argv[1]).read_bytes())
+        with traces.part_of(os.environ.get(traces.TRACEPARENT)):
+            span = traces.start_span("rank", rank=rank, algorithm=job.algorithm)
+            with span.as_current():
+                run(job, messenger, is_stopping=stopping.is_set)
+            span.end()
     except Exception as error:  # noqa: BLE001 - reported to the launcher, whatever it is
         messenger.send("error", error_message(error))
+        traces.flush(1.0)
         text = f"ERROR {error}" if isinstance(error, RolloutError) else traceback.format_exc()
         sys.stderr.write(text.rstrip() + "\n")
         sys.stderr.flush()
         # Not by way of destructors: those of a communicator wait for ranks that will not answer any more.
         os._exit(2 if isinstance(error, ConfigError) else 1)
+    traces.flush()
 
 
 def _heed_sigterm() -> threading.Event:

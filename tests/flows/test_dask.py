@@ -177,12 +177,16 @@ def test_a_killed_worker_loses_only_what_it_had_not_committed_and_its_shards_mov
     batch = Batch(tmp_path, tiny_model, 360, workers, delay_seconds=0.03)
     cluster.scheduler()
     victim, other = (cluster.worker(name) for name in ("victim", "other"))
-    driver = run(batch.write())
+    told = tmp_path / "events.ndjson"
+    driver = run(batch.write(), ROLLOUT_EVENTS=str(told))
     wait_for(lambda: winners_so_far().get(victim.pid, 0) >= 20, "samples of the victim", process=driver)
     kill(victim)
     committed = {row[0] for row in attempts() if row[2] == "succeeded"}
     finish(driver)
     batch.check_output()
+    lines = [json.loads(line) for line in told.read_text().splitlines()]
+    topics = [line["topic"] for line in lines if line["topic"].startswith("worker_")]
+    assert sorted(topics) == ["worker_end", "worker_lost", "worker_start", "worker_start"]
     rows = attempts()
     winners = check_attempts(rows, 360)
     assert winners[victim.pid] >= 20 and winners[victim.pid] + winners[other.pid] == 360

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -180,6 +181,40 @@ def test_a_run_whose_machine_is_lost_is_done_by_another(installed: Machine, serv
     assert ended == {"skips": "Skipped", "waits-for-a-person": "Suspended"}, "they have no heartbeats and are not lost"
     seen = installed.rollout("ops", "install")
     assert lines(seen)["a run without heartbeats has crashed"] == "update" and '+    "within": 90.0' in seen
+
+
+def test_a_server_that_dies_midway_is_told_in_one_line(monkeypatch):
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+
+    from prefect import get_client
+    from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+    from deployments.automations import Action, Change, healing, install
+    from rollout_core.base.errors import RolloutError
+
+    class Dying(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            if answers:
+                self.send_error(answers.pop(), "busy")
+            else:
+                self.connection.close()
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    answers = [409]
+    with HTTPServer(("127.0.0.1", 0), Dying) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/api"
+        wanted = [Change(Action.CREATE, healing()[0], None)]
+        with temporary_settings({PREFECT_API_URL: address, PREFECT_CLIENT_MAX_RETRIES: 0}):
+            with get_client(sync_client=True) as client:
+                with pytest.raises(RolloutError, match=r"answered 409 while automations were installed .*busy"):
+                    install(client, wanted)
+                with pytest.raises(
+                    RolloutError, match=r"went away while automations were installed .*: start the serv"
+                ):
+                    install(client, wanted)
+        server.shutdown()
 
 
 def heartbeats(machine: Machine, run_id: str) -> int:

@@ -57,7 +57,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_lines_are_counted_once_also_halves_and_those_of_a_new_file(file: Path):
     source = counted(file)
     assert read(*source), "no file yet, and nothing counted"
-    done = events.SamplesDone(stage="evaluate", samples=3, tokens=40)
+    done = events.SamplesDone(stage="evaluate", samples=3, tokens=40, seconds=2.0, running=5, waiting=7)
     events.emit(done)
     line = done.model_dump_json().encode()
     with file.open("ab") as output:
@@ -69,6 +69,14 @@ def test_lines_are_counted_once_also_halves_and_those_of_a_new_file(file: Path):
     assert value(found, "rollout_engine_tokens_total", stage="evaluate") == 80
     assert value(found, "rollout_engine_samples_total", stage="evaluate") == 6
     assert value(found, "rollout_events_unreadable_total") == 1
+    assert value(found, "rollout_engine_tokens_per_second", stage="evaluate") == 20
+    assert value(found, "rollout_engine_running_requests", stage="evaluate") == 5
+    assert value(found, "rollout_engine_waiting_samples", stage="evaluate") == 7
+    events.emit(events.WorkerStart(worker="tcp://a:1", kind="dask", slots=2))
+    events.emit(events.WorkerLost(worker="tcp://a:1", kind="dask", shards=1))
+    found = read(*source)
+    assert value(found, "rollout_worker_starts_total", kind="dask") == 1
+    assert value(found, "rollout_workers_lost_total", kind="dask") == 1
     file.rename(file.with_suffix(".1"))  # as logrotate does
     assert value(read(*source), "rollout_engine_tokens_total", stage="evaluate") == 80
     events.emit(done)
@@ -174,6 +182,9 @@ def test_a_night_is_told_and_served_and_the_dashboard_asks_for_nothing_else(
         text = wait_for(look, "both sources")
     found = samples_of(text)
     assert value(found, "rollout_up", part="server") == value(found, "rollout_up", part="storage") == 1
+    assert value(found, "rollout_store_queue_length") == 0
+    rollouts = sum(count for (name, _), count in found.items() if name == "rollout_store_rollouts")
+    assert value(found, "rollout_store_attempts") == rollouts > 0 and value(found, "rollout_store_spans") is not None
     assert value(found, "rollout_runs_total", run="small", state="completed") == 1
     assert value(found, "rollout_price_total", run="small", currency="EUR") == pytest.approx(done.price)
     assert value(found, "rollout_learner_steps_total", algorithm="sft") == 3
@@ -189,6 +200,65 @@ def test_a_night_is_told_and_served_and_the_dashboard_asks_for_nothing_else(
     expressions = [target["expr"] for panel in panels for target in panel["targets"]]
     asked = {name for expression in expressions for name in re.findall(r"rollout_\w+", expression)}
     assert asked == {name for name in served if not name.endswith("_created")}
+
+
+@pytest.mark.server
+def test_the_prefect_server_is_told_of_what_is_rare_and_its_automations_act(
+    prefect_server: str, monkeypatch: pytest.MonkeyPatch
+):
+    from prefect import flow, get_client, tags
+    from prefect.events.actions import DoNothing
+    from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+    from prefect.runtime import flow_run
+
+    from tasks.artifact_sender import SENDER
+
+    model = "ab" * 32
+
+    @flow(name="tells")
+    def tells() -> str:
+        events.emit(events.Promoted(resource="policy", model=model, reason="it rose"))
+        events.emit(events.SamplesSkipped(stage="batch_inference", samples=2, reason="they failed"))
+        events.emit(events.TrainStep(algorithm="sft", label="", step=1, num_steps=2, figures={}))
+        return str(flow_run.id)
+
+    def told(client: Any, prefix: str, resource: str) -> list[dict[str, Any]]:
+        wanted = {"event": {"prefix": [prefix]}, "any_resource": {"id": [resource]}}
+        answer = client.request("POST", "/events/filter", json={"filter": wanted, "limit": 50})
+        return sorted(answer.json()["events"], key=lambda event: event["occurred"])
+
+    trigger = EventTrigger(
+        expect={"rollout.promoted"},
+        match={"prefect.resource.id": "rollout.model.*"},  # pyright: ignore[reportArgumentType]
+        match_related={"prefect.resource.id": "prefect.tag.night"},  # pyright: ignore[reportArgumentType]
+        posture=Posture.Reactive,
+        threshold=1,
+    )
+    with get_client(sync_client=True) as client:
+        acting = client.create_automation(AutomationCore(name="seen", trigger=trigger, actions=[DoNothing()]))
+        try:
+            with tags("night"):
+                run = tells()
+            assert SENDER.flush(30) == 0
+            promoted, skipped = wait_for(
+                lambda: len(found := told(client, "rollout.", f"prefect.flow-run.{run}")) == 2 and found, "both events"
+            )
+            acted = wait_for(
+                lambda: told(client, "prefect.automation.triggered", f"prefect.automation.{acting}"), "the automation"
+            )
+        finally:
+            client.delete_automation(acting)
+        assert promoted["event"] == "rollout.promoted" and len(acted) == 1
+        assert promoted["resource"] == {
+            "prefect.resource.id": f"rollout.model.{model}",
+            "prefect.resource.name": "policy",
+        }
+        assert promoted["payload"] == {"resource": "policy", "model": model, "reason": "it rose"}
+        assert skipped["event"] == "rollout.samples_skipped" and skipped["payload"]["samples"] == 2
+        assert skipped["resource"]["prefect.resource.id"] == f"prefect.flow-run.{run}"
+        monkeypatch.setenv("ROLLOUT_PREFECT_EVENTS", "off")
+        quiet = tells()
+        assert SENDER.flush(30) == 0 and told(client, "rollout.", f"prefect.flow-run.{quiet}") == []
 
 
 def test_without_a_server_or_a_free_port_it_says_so(tmp_path: Path):

@@ -106,24 +106,22 @@ async def test_opening_a_store_upgrades_it(empty):
 
 
 async def test_rollouts_are_counted_in_the_present_schema_alone(empty, make):
-    assert by_url.count_rollouts(empty, 5) is None
+    assert by_url.count_all(empty, 5) is None
     async with SqlLightningStore.from_url(empty) as store:
         await make.claimed(store)
         await store.enqueue_rollout(2)
-        found = by_url.count_rollouts(empty, 5)
-    assert found is not None and {name: count for name, count in found.items() if count} == {
-        "preparing": 1,
-        "queuing": 1,
-    }
+        found = by_url.count_all(empty, 5)
+    assert found is not None and (found.attempts, found.spans) == (1, 0)
+    assert {name: count for name, count in found.rollouts.items() if count} == {"preparing": 1, "queuing": 1}
     await _downgrade(empty)
-    assert by_url.count_rollouts(empty, 5) is None
+    assert by_url.count_all(empty, 5) is None
     assert by_url.migrate(empty).endswith(f"was brought from schema 0001 to {REVISIONS[-1]}"), "looking changed nothing"
 
 
 async def test_a_newer_schema_is_refused_untouched(empty):
     by_url.migrate(empty)
     await _run(empty, "UPDATE alembic_version SET version_num = '0099'")
-    for opening in (by_url.migrate, SqlLightningStore.from_url, lambda url: by_url.count_rollouts(url, 5)):
+    for opening in (by_url.migrate, SqlLightningStore.from_url, lambda url: by_url.count_all(url, 5)):
         with pytest.raises(ConfigError, match=r"revision 0099.*newer version"):
             opening(empty)
 

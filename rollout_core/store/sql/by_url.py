@@ -6,7 +6,7 @@ A new one starts empty and goes through all versions.
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from rollout_core import DISTRIBUTION
 from rollout_core.base.errors import ConfigError
@@ -68,8 +68,17 @@ def migrate(url: str) -> str:
     return f"{where} was brought from schema {before} to {REVISIONS[-1]}"
 
 
-def count_rollouts(url: str, busy_timeout_seconds: float) -> dict[str, int] | None:
-    """Rollouts by status; None where there is no store yet, or one that is not brought to this version yet.
+class Counts(NamedTuple):
+    """How much a store holds."""
+
+    rollouts: dict[str, int]
+    """By status."""
+    attempts: int
+    spans: int
+
+
+def count_all(url: str, busy_timeout_seconds: float) -> Counts | None:
+    """None where there is no store yet, or one that is not brought to this version yet.
 
     Adds up the counts that the store's writers keep, so it takes no longer for a million rollouts. Nothing is created
     or changed; raises as `check`.
@@ -80,7 +89,10 @@ def count_rollouts(url: str, busy_timeout_seconds: float) -> dict[str, int] | No
         counts = postgres_server.read_counts(url, busy_timeout_seconds)
     else:
         counts = sqlite.read_counts(sqlite.parse_url(url), busy_timeout_seconds)
-    return None if counts is None else {status: counts.get(status, 0) for status in get_args(RolloutStatus)}
+    if counts is None:
+        return None
+    rollouts = {status: counts.get(status, 0) for status in get_args(RolloutStatus)}
+    return Counts(rollouts, counts.get("attempts", 0), counts.get("spans", 0))
 
 
 def check(url: str) -> None:
