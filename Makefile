@@ -1,6 +1,7 @@
 # make run    set everything up and run the nightly example to a report
 # make agents set everything up and train an agent that looks things up, to a report
 # make test   set everything up and run all tests
+# make smoke  three workers share stages, one is killed, one is stolen from
 # make check  ruff, pyright, import-linter
 
 PYTHON ?= python3.11
@@ -10,7 +11,7 @@ STAMP := $(VENV)/.installed
 CONFIG ?= examples/nightly-tiny.toml
 PORT ?= 4200
 
-.PHONY: setup run agents test test-fast check format serve bench clean
+.PHONY: setup run agents test test-fast smoke check format serve bench clean
 
 setup: $(STAMP)
 
@@ -39,6 +40,10 @@ test: setup
 
 test-fast: setup
 	$(BIN)/pytest -m "not engine and not server"
+
+# Three workers on one store, one killed and one stolen from; a table of what came of it.
+smoke: setup
+	$(BIN)/python -m tests.operations.smoke
 
 check: setup
 	$(BIN)/ruff check .

@@ -22,6 +22,7 @@ from rollout_core.base.settings import BLOCK_PREFIX, locations, without_password
 from rollout_core.objects import ObjectStore
 from rollout_core.store import SqlLightningStore
 from rollout_core.store.connections import Connections
+from rollout_core.store.sql.by_url import is_postgres
 
 BlockT = TypeVar("BlockT", bound=Block)
 
@@ -55,7 +56,7 @@ async def open_store() -> AsyncIterator[SqlLightningStore]:
     Those who use it at the same time, in any thread, share one: what they write then shares transactions, where two
     stores of one SQLite file would wait for each other.
     """
-    url = _database_url()
+    url = database_url()
     with _stores_lock:
         store, users = _stores.get(url, (None, 0))
         if store is None:
@@ -76,19 +77,25 @@ async def open_store() -> AsyncIterator[SqlLightningStore]:
 
 def current_connections() -> Connections:
     """Object store and database, for a plan to check."""
-    return Connections(objects, _database_url)
+    return Connections(objects, database_url)
 
 
 def description() -> str:
     """Object storage and database for a message, without user, password or options."""
-    parts = urlsplit(_database_url())
+    parts = urlsplit(database_url())
     # PostgreSQL's folder of sockets stands in the query.
     host = parts.netloc.rpartition("@")[2] or parse_qs(parts.query).get("host", [""])[0]
     database = parts._replace(netloc=host, query="").geturl()
     return f"storage {without_password(result_storage().url)}, database {database}"
 
 
-def _database_url() -> str:
+def machines_meet() -> bool:
+    """Whether stages may run on several machines at once: their database is a server, not a file."""
+    return is_postgres(database_url())
+
+
+def database_url() -> str:
+    """The address of the store's database, with its password."""
     address = locations().database
     if address.startswith(BLOCK_PREFIX):
         return _load(address, RolloutDatabase).url.get_secret_value()

@@ -241,6 +241,7 @@ def _update_context(
             base_model=base_model,
             num_threads=job.num_threads,
             is_stopping=is_stopping,
+            check=run.check,
             on_step=on_step,
             on_start=on_start,
         )

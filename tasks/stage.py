@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast, get_type_hints
 from uuid import UUID
@@ -34,9 +34,8 @@ from rollout_core.base import traces
 from rollout_core.base.determinism import arithmetic
 from rollout_core.base.errors import ConfigError, CorruptObject, CorruptRef, MissingObject, Recoverable, RolloutError
 from rollout_core.base.ids import ContentId, content_id, is_content_id
-from rollout_core.base.locks import exclusive
 from rollout_core.base.settings import locations
-from rollout_core.base.stopping import is_stopping, raise_if_abandoned, run_interruptibly
+from rollout_core.base.stopping import is_stopping, run_interruptibly
 from rollout_core.config import identity
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.leases import renew_snapshot
@@ -45,6 +44,7 @@ from rollout_core.objects.snapshots import PROGRESS_REFS, SnapshotStore
 from tasks import connections
 from tasks.artifact_sender import SENDER
 from tasks.events import WorkEnd, WorkStart, emit
+from tasks.leases import alone
 from tasks.logs import CACHED, CHECKED, StageEntry, current_journal, stage_logger, title_of
 from tasks.time_limits import in_time, seconds_for
 
@@ -71,6 +71,8 @@ class StageRun:
     storage: ContentAddressedStorage
     run_id: str
     """Flow run that the stage belongs to."""
+    check: Callable[[], None] = lambda: None
+    """Called directly before something is written under the key. Raises Stopped where that is another's to do now."""
 
     @property
     def objects(self) -> ObjectStore:
@@ -296,10 +298,9 @@ class Stage(Generic[P, R]):
         return self._function(**inputs)  # pyright: ignore[reportCallIssue]
 
     def _compute_once(self, run: StageRun, inputs: dict[str, Any]) -> R:
-        def on_wait() -> None:
-            stage_logger().info("another process is computing %s on the same inputs; waiting for its result", self.name)
-
-        with exclusive(connections.lock_folder() / f"{run.key}.lock", on_wait=on_wait):
+        with alone(run.key, self.name) as check:
+            run = replace(run, check=check)
+            _current_run.set(run)
             record = self._stored(run.storage, run.key)
             if record is None:
                 record = self._compute(run, inputs)
@@ -319,7 +320,7 @@ class Stage(Generic[P, R]):
             software=software_versions(),
             arithmetic=arithmetic(),
         )
-        raise_if_abandoned(f"the result of stage {self.name}")
+        run.check()
         record_lineage(run.objects, lineage)
         # A refresh's result is from then on also that of runs without one. Its own key is written last: once that is
         # there, nothing is done again.

@@ -34,6 +34,8 @@ class UpdateContext:
     num_threads: int | None = None
     is_stopping: Callable[[], bool] = field(default=lambda: False)
     """Asked after each step. Once it says True, here or in another process, the update keeps its state and ends."""
+    check: Callable[[], None] = field(default=lambda: None)
+    """Called directly before progress is noted under the key. Raises Stopped where that is another's to write now."""
     on_step: Callable[[dict[str, float]], None] = field(default=lambda row: None)
     on_start: Callable[[int, int], None] = field(default=lambda first_step, last_step: None)
     """Called with the step training starts at and the one it ends at."""

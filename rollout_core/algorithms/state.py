@@ -18,6 +18,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -364,7 +365,7 @@ class Resumption:
             self._is_due = False
             copied = copy_state(state)
             if is_first():
-                self._writing = self._writer.submit(self._write, copied)
+                self._writing = self._writer.submit(copy_context().run, self._write, copied)
 
     def save_now(self, state: TrainState) -> None:
         """Make the current step resumable; when this returns, a kill loses nothing before it."""
@@ -409,6 +410,7 @@ class Resumption:
     def _write(self, copied: StateCopy) -> None:
         with self._written(copied) as folder:
             snapshot = self._file(copied, folder)
+        self._context.check()
         self._context.objects.set_ref(self._ref, snapshot.id)
         policy = self._settings.snapshots
         in_use = {snapshot_id for _, snapshot_id in self._context.objects.list_refs(PROGRESS_REFS)}

@@ -7,9 +7,10 @@ store (default ``./data/cache``), ``ROLLOUT_CACHE_GIB`` is how large that may gr
 the folder of trackers (default ``./data/tracking``).
 ``ROLLOUT_LIMITS`` lists the concurrency limits that stages ask the Prefect server for (``engine``, ``learner``; default
 none), ``ROLLOUT_EVENTS`` is a file for events of runs, or ``stderr`` (default none), ``ROLLOUT_PREFECT_EVENTS`` says
-whether the Prefect server is told of them (``on``, the default, or ``off``), and ``ROLLOUT_STOP_SECONDS`` is
-how long a run may take to end after a stop signal (default 10). They say where, never what: no setting enters a cache
-key. (``ROLLOUT_NUMERICS``, which does, is read by `determinism`.)
+whether the Prefect server is told of them (``on``, the default, or ``off``), ``ROLLOUT_STOP_SECONDS`` is how long a run
+may take to end after a stop signal (default 10), and ``ROLLOUT_LEASE_SECONDS`` how long a machine that is not heard of
+keeps others from its work (default 20). They say where, never what: no setting enters a cache key.
+(``ROLLOUT_NUMERICS``, which does, is read by `determinism`.)
 
 A secret is ``ROLLOUT_SECRET_<NAME>`` there, and only names on the list are read: a configuration names secrets and
 may come from anyone who can start a run; the list is the worker's own, so nobody can have a secret sent where it is not
@@ -36,6 +37,7 @@ DEFAULT_CACHE = "./data/cache"
 DEFAULT_TRACKING = "./data/tracking"
 DEFAULT_STOP_SECONDS = 10.0
 DEFAULT_CACHE_GIB = 100.0
+DEFAULT_LEASE_SECONDS = 20.0
 BLOCK_PREFIX = "block:"
 """Begins an address that is the slug and name of a block on the Prefect server."""
 
@@ -76,6 +78,11 @@ def stop_seconds() -> float:
 def cache_bytes() -> int:
     """How large the local cache may grow. Raises ConfigError for no positive number."""
     return int(_positive("ROLLOUT_CACHE_GIB", DEFAULT_CACHE_GIB, "GiB, such as 100") * 2**30)
+
+
+def lease_seconds() -> float:
+    """How long the lease of a stage lasts when it is not renewed. Raises ConfigError for no positive number."""
+    return _positive("ROLLOUT_LEASE_SECONDS", DEFAULT_LEASE_SECONDS, "seconds, such as 20")
 
 
 def _positive(name: str, default: float, what: str) -> float:

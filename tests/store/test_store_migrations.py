@@ -60,6 +60,7 @@ async def _downgrade(url: str) -> None:
     await _run(
         url,
         "DROP TABLE counts",
+        "DROP TABLE leases",
         "ALTER TABLE spans DROP COLUMN body_id",
         "UPDATE alembic_version SET version_num = '0001'",
     )

@@ -7,6 +7,7 @@ Statements are written once: positional ``?`` parameters, and these marks for wh
     {lock_free}    lock those rows of ``r`` that nobody else has locked, and leave the others out
     {infinity}     a number beyond all others
     {last_span}    a number that every span written from now on has a higher key than
+    {clock}        the database's own time, in seconds since the epoch, at the moment it is read
 
 Further marks stand for lists of columns, see ``COLUMNS``. INSERT and UPDATE of rows are built by each database's
 connection from the names of the table and its columns. No text of a caller ever becomes part of a statement.
@@ -78,6 +79,7 @@ class Dialect(NamedTuple):
     lock_free: str
     infinity: str
     last_span: str
+    clock: str
     contains: str
     numbers: dict[str, str]
     """By the name of a counter: the statement for its next ``?`` numbers, which nobody else gets; with
@@ -107,6 +109,7 @@ SQLITE = Dialect(
     lock_free="",
     infinity="9e999",
     last_span="SELECT COALESCE(MAX(key), 0) FROM spans",
+    clock="((julianday('now') - 2440587.5) * 86400.0)",
     contains="instr({column}, ?) > 0",
     numbers={
         "rollout": "SELECT COALESCE(MAX(key), 0) FROM rollouts",
@@ -124,6 +127,7 @@ POSTGRES = Dialect(
     lock_free="FOR UPDATE OF r SKIP LOCKED",
     infinity="'infinity'::float8",
     last_span="SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM spans_key_seq",
+    clock="extract(epoch FROM clock_timestamp())::float8",
     contains="strpos({column}, ?) > 0",
     # Sequences, because two processes that read MAX(key) at the same time would take the same number.
     numbers={
@@ -141,7 +145,7 @@ _DIALECTS = {dialect.name: dialect for dialect in (SQLITE, POSTGRES)}
 @lru_cache(1024)
 def _statement(name: str, sql: str) -> str:
     dialect = _DIALECTS[name]
-    for mark in ("in_texts", "lock", "lock_free", "infinity", "last_span"):
+    for mark in ("in_texts", "lock", "lock_free", "infinity", "last_span", "clock"):
         sql = sql.replace(f"{{{mark}}}", getattr(dialect, mark))
     for mark, columns in COLUMNS.items():
         sql = sql.replace(f"{{{mark}}}", columns)

@@ -38,6 +38,7 @@ from rollout_core.store.sql import attempts, queries, queue
 from rollout_core.store.sql.by_url import open_database
 from rollout_core.store.sql.dialect import Transaction
 from rollout_core.store.sql.group_commit import Hooks
+from rollout_core.store.sql.leases import LeaseBook
 from rollout_core.store.sql.stored_spans import span_json, span_model
 from rollout_core.store.types import (
     UNSET,
@@ -134,6 +135,11 @@ class SqlLightningStore(LightningStore):
     def capabilities(self) -> LightningStoreCapabilities:
         """Safe for tasks and threads; all copies see the one database."""
         return LightningStoreCapabilities(thread_safe=True, async_safe=True, zero_copy=True, otlp_traces=False)
+
+    @property
+    def leases(self) -> LeaseBook:
+        """Of work that several machines could do."""
+        return LeaseBook(self._database)
 
     async def statistics(self) -> LightningStoreStatistics:
         """Counts of everything stored."""

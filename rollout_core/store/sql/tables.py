@@ -151,4 +151,16 @@ class WorkerRow(_Table, table=True):
     current_attempt_id: str | None = Field(sa_type=_Text)
 
 
+class LeaseRow(_Table, table=True):
+    """A name that one holder at a time may have."""
+
+    __tablename__ = "leases"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (Index("leases_by_end", "expires_at"), {"sqlite_with_rowid": False})
+
+    name: str = Field(sa_type=_Text, primary_key=True)
+    owner: str = Field(sa_type=_Text)
+    epoch: int = Field(sa_type=BigInteger, description="Rises with each taking by another.")
+    expires_at: float = Field(description="By the database's clock.")
+
+
 metadata = _metadata

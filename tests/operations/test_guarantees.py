@@ -1,0 +1,85 @@
+"""What machines that share stages may rely on, on three real workers: see ``smoke.py``, which is run once for all.
+
+Guarantees of a lease by itself are in ``tests/store/test_leases.py``; docs/operations.md has the table.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.operations.smoke import FENCED_WITHIN_SECONDS, NUM_STAGES, WORKERS, Made, Outcome, run, show
+from tests.store.postgres import PostgresServer
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def outcome(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return run(tmp_path_factory.mktemp("smoke"))
+
+
+def test_a_lease_has_a_single_winner(outcome: Outcome):
+    assert outcome.computed() == dict.fromkeys(range(NUM_STAGES), 1)
+    assert {item: len(workers) for item, workers in outcome.results().items()} == dict.fromkeys(range(NUM_STAGES), 1)
+
+
+def test_the_epoch_rises_on_a_steal(outcome: Outcome):
+    assert outcome.leases[outcome.killed] > 1 and outcome.leases[outcome.stolen] > 1
+
+
+def test_a_restart_computes_nothing_twice(outcome: Outcome):
+    """Of the worker that was killed: begun again is what it was at, by whoever came first, and nothing else."""
+    begun = sorted(line["item"] for line in outcome.of("begun"))
+    assert begun == sorted([*range(NUM_STAGES), outcome.killed, outcome.stolen])
+    assert {line["item"] for line in outcome.of("has", "w1")} == set(range(NUM_STAGES))
+
+
+def test_a_fenced_writer_ends_within_5_s_and_writes_nothing(outcome: Outcome):
+    assert outcome.fenced_seconds <= FENCED_WITHIN_SECONDS
+    assert outcome.before is not None and outcome.before == outcome.after
+    assert "w2" not in outcome.results()[outcome.stolen]
+    assert "the lease of stage share was taken by" in outcome.logs and "ROLLOUT_LEASE_SECONDS" in outcome.logs
+
+
+def test_three_workers_of_which_one_is_killed_and_one_stolen_from(outcome: Outcome, capsys):
+    assert list(outcome.problems()) == []
+    assert "is computing share on the same inputs; waiting for its result" in outcome.logs
+    show(outcome)
+    printed = capsys.readouterr().out
+    assert all(f"\n{name}" in printed for name in WORKERS) and f"{NUM_STAGES} computed" in printed
+
+
+def test_a_database_that_goes_away_stops_nothing(prefect_server: str, monkeypatch: pytest.MonkeyPatch, capfd):
+    """Before a stage, and amid one; when it is back, leases are kept again."""
+    from prefect import flow
+
+    from tasks.stage import current_stage, stage
+
+    postgres = PostgresServer()
+    monkeypatch.setenv("ROLLOUT_DATABASE", postgres.new_database("away"))
+    monkeypatch.setenv("ROLLOUT_LEASE_SECONDS", "2")
+
+    @stage(version=1)
+    def persist(number: int) -> Made:
+        """Of which the first loses its database."""
+        if number == 1:
+            postgres.kill()
+            time.sleep(1.5)  # longer than until the next renewal
+        return Made(blob=current_stage().objects.put_bytes(b"%d" % number), worker="this one")
+
+    @flow(name="away", persist_result=False)
+    def away() -> list[str]:
+        made = [persist(1).worker, persist(2).worker]
+        postgres.start()
+        return [*made, persist(3).worker]
+
+    try:
+        assert away() == ["this one"] * 3
+        assert postgres.run_sql("SELECT epoch FROM leases", "away").split() == ["1", "1"], "of stages 1 and 3"
+    finally:
+        postgres.close()
+    said = capfd.readouterr().err
+    assert "stage persist goes on, and another machine may do the same work" in said
+    assert "so persist is computed without a lease" in said
