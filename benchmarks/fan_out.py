@@ -40,7 +40,7 @@ def cluster(folder: Path, num_workers: int) -> Iterator[str]:
     from flows.connections import _free_port
     from rollout_core.base.errors import ConfigError
     from rollout_core.config import DaskConfig
-    from rollout_core.plans.batch_plan import check_cluster
+    from rollout_core.plans.cluster import check_cluster
 
     address = f"tcp://127.0.0.1:{_free_port()}"
     place = folder / f"dask-{num_workers}"

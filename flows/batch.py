@@ -109,7 +109,7 @@ def _complete(
             model=model,
             sampling=config.sampling.params,
             backend=config.backend,
-            workers=config.workers,
+            workers=config.shard_workers,
             samples_per_prompt=config.sampling.n,
             limit=context_limit(config.backend),
             reporting=reporting,
@@ -124,10 +124,16 @@ def _complete(
 
     bar = not config.output.events
     with (
-        open_fleet(config.workers, flow_run_id) as fleet,
+        open_fleet(config.shard_workers, flow_run_id) as fleet,
         RunProgress(flow_run_id, num_samples, bar=bar) as progress,
     ):
-        work = FanOut(infer_shard.submit, help_shard.submit, lambda job: progress.of(job.rows), on_result)
+        work = FanOut(
+            infer_shard.submit,
+            help_shard.submit,
+            progress=lambda job: progress.of(job.rows),
+            name=lambda job: f"shard {job.label}",
+            on_result=on_result,
+        )
         records = fleet.run_all(jobs, work)
     objects = connections.objects()
     figures = closing_figures(config, records, work_of(objects, flow_run_id), fleet.average_workers())

@@ -1,4 +1,5 @@
-"""Around every flow: its tags, its journal and summary, and the recomputation of what storage lost.
+"""Around every flow: its tags, the place of its stages, its journal and summary, and the recomputation of what storage
+lost.
 
 A blob whose bytes do not match its id is set aside when it is read; the stage that made it then no longer counts as
 cached. So running the flow's body again computes exactly that, and what follows from it.
@@ -30,6 +31,7 @@ from prefect.logging.configuration import setup_logging
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.states import AwaitingRetry
 
+from flows.placement import placed
 from flows.summary import RunSummary
 from rollout_core.base import traces
 from rollout_core.base.determinism import require_numerics
@@ -85,7 +87,11 @@ def recompute_missing(body: Callable[[Journal], R], config: Run) -> R:
             retry(lambda: held.enter_context(lease(objects(), f"{flow_run.name} (flow run {flow_run.id})")))
             facts = {"run": run.name, "flow_run": str(flow_run.id), "try": flow_run.run_count}
             named = context.flow.name if context.flow else run.name
-            with limiting(config.timeouts), traces.trace_of_run(named, str(flow_run.id), **facts):
+            with (
+                limiting(config.timeouts),
+                traces.trace_of_run(named, str(flow_run.id), **facts),
+                placed(config, str(flow_run.id)),
+            ):
                 result = _repeat(body, name, summary)
             summary.end()
             return result

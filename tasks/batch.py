@@ -38,7 +38,7 @@ from rollout_core.models.facts import max_positions
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import PromptShards, Record, ShardCompletions
 from tasks import artifacts, connections, events
-from tasks.generate import generator_id
+from tasks.generate import Help, generator_id
 from tasks.logs import stage_logger
 from tasks.stage import Arguments, RunsTasks, Submitted, current_stage, stage
 
@@ -99,12 +99,6 @@ def infer_shard(job: ShardJob) -> ShardCompletions:
     record, work = _ShardRun(job).complete()
     stage_logger().info("shard %s: %d samples, %d generated now", job.label, record.num_samples, work.samples)
     return record
-
-
-class Help(Record):
-    """What an idle worker did for a busy one."""
-
-    num_samples: int
 
 
 @stage(version=1, cached=False, retries=0, concurrency="engine")
@@ -247,10 +241,12 @@ class FanOut(Generic[T, R]):
     """What is done with each item, on whichever worker has room."""
 
     submit: Callable[[RunsTasks, T], Submitted[R]]
-    assist: Callable[[RunsTasks, T], Submitted[Any]]
-    """Help the item's worker with it."""
+    assist: Callable[[RunsTasks, T], Submitted[Any]] | None
+    """Help the item's worker with it; None: nobody can."""
     progress: Callable[[T], Progress]
     """How far an item is, as its worker reported; zeros before it did."""
+    name: Callable[[T], str]
+    """What people call an item."""
     on_result: Callable[[T, R], None]
     """Receives each result as it comes; what it raises ends the fan-out."""
 

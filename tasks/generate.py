@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.base.locks import exclusive
@@ -11,19 +12,21 @@ from rollout_core.base.stopping import run_async
 from rollout_core.config import BackendConfig, SamplingParams, identity
 from rollout_core.data.datasets import PromptRow, parse_rows
 from rollout_core.data.examples import positions_between
-from rollout_core.data.samples import encode_samples, make_samples
+from rollout_core.data.samples import decode_samples, encode_samples, make_samples
 from rollout_core.inference.base import ModelRef
-from rollout_core.inference.batch import BatchOptions, Progress, Work
+from rollout_core.inference.batch import BatchOptions, Progress, Work, assist
 from rollout_core.inference.engines import EngineOf
 from rollout_core.inference.ledger import SampleLedger, this_worker
+from rollout_core.inference.runs import tally
 from rollout_core.inference.training_samples import Failed, FailedSamples, complete_batch
 from rollout_core.models.facts import max_positions
 from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import Completions, PromptSet
+from rollout_core.objects.records import Completions, PromptSet, Record
 from rollout_core.store.types import RolloutMode
 from tasks import artifacts, connections, events
 from tasks.logs import stage_logger
+from tasks.placing import shared_with
 from tasks.stage import current_stage, stage
 
 
@@ -135,6 +138,63 @@ def generator_id(backend: BackendConfig) -> str:
     return content_id("generator/1", identity(backend)).short
 
 
+class Help(Record):
+    """What an idle worker did for a busy one."""
+
+    num_samples: int
+
+
+@stage(version=1, cached=False, retries=0, concurrency="engine")
+def help_inference(
+    prompts: PromptSet, sampling: SamplingParams, backend: BackendConfig, *, deterministic: bool = True, label: str = ""
+) -> Help:
+    """Complete samples of a set that its worker has not claimed yet; returns at once where there are none."""
+    objects, run = current_stage().objects, _Generation(prompts, sampling, backend)
+    samples = decode_samples(objects.get_bytes(prompts.samples))
+
+    async def help_out() -> Work:
+        async with connections.open_store() as store:
+            return await assist(
+                store,
+                objects,
+                run.engine,
+                samples,
+                sampling,
+                worker_id=this_worker(),
+                options=run.options("train", deterministic=deterministic),
+                on_progress=run.note,
+            )
+
+    work = run_async(help_out())
+    run.count.end(work.samples, work.tokens)
+    stage_logger().info("%d samples generated for another worker", work.samples)
+    return Help(num_samples=work.samples)
+
+
+class _Generation:
+    """A prompt set with this process's engine."""
+
+    def __init__(self, prompts: PromptSet, sampling: SamplingParams, backend: BackendConfig) -> None:
+        model = ModelRef(prompts.model, current_stage().objects.local_tree(prompts.model, connections.cache_folder()))
+        self.engine = EngineOf(backend, model, stage_logger().info)
+        self.count = events.SampleCount(current_stage().name)
+        self.is_exclusive = connections.storage_is_local() and shared_with() is None
+        """Whether the lock of the set, a file, keeps all others out."""
+        self._generator = generator_id(backend)
+
+    def options(self, mode: RolloutMode, *, deterministic: bool) -> BatchOptions:
+        options = BatchOptions(
+            mode=mode, deterministic=deterministic, exclusive=self.is_exclusive, generator=self._generator
+        )
+        workers = shared_with()
+        if workers is None:
+            return options
+        return replace(options, claim_size=workers.claimed_together, stale_after_seconds=workers.stale_after_seconds)
+
+    def note(self, progress: Progress) -> None:
+        self.count.note(progress.samples, progress.tokens, running=progress.running, waiting=progress.waiting)
+
+
 def generate(
     objects: ObjectStore,
     prompts: PromptSet,
@@ -146,38 +206,36 @@ def generate(
     failed: FailedSamples | None = None,
 ) -> tuple[Completions, float, Work]:
     """Completions of ``prompts``, the seconds it took once the engine was ready, and what was done now."""
-    model = ModelRef(prompts.model, objects.local_tree(prompts.model, connections.cache_folder()))
-    local = connections.storage_is_local()
-
-    count = events.SampleCount(current_stage().name)
+    run = _Generation(prompts, sampling, backend)
 
     def on_progress(progress: Progress) -> None:
         bar.show(progress.done, progress.total)
-        count.note(progress.samples, progress.tokens, running=progress.running, waiting=progress.waiting)
+        run.note(progress)
+        if shared_with() is not None:  # the fleet asks how much is left to help with
+            tally(current_stage().run_id).note(prompts.samples, progress)
 
     async def complete() -> tuple[Completions, Work]:
         async with connections.open_store() as store:
             return await complete_batch(
                 store,
                 objects,
-                EngineOf(backend, model, stage_logger().info),
+                run.engine,
                 prompts.samples,
                 sampling,
                 failed=failed or FailedSamples(),
                 worker_id=this_worker(),
-                options=BatchOptions(
-                    mode=mode, deterministic=deterministic, exclusive=local, generator=generator_id(backend)
-                ),
+                options=run.options(mode, deterministic=deterministic),
                 on_progress=on_progress,
             )
 
     # Other settings of the same samples are another stage with another key, which may run at the same time.
-    alone = exclusive(connections.lock_folder() / f"samples-{prompts.samples}.lock") if local else nullcontext()
+    lock = connections.lock_folder() / f"samples-{prompts.samples}.lock"
+    alone = exclusive(lock) if run.is_exclusive else nullcontext()
     with alone, artifacts.ProgressBar("inference-progress", "Batch inference") as bar:
         started = time.monotonic()
         completions, work = run_async(complete())
         seconds = time.monotonic() - started - work.waited_seconds
-    count.end(work.samples, work.tokens)
+    run.count.end(work.samples, work.tokens)
     stage_logger().info(
         "%d samples complete, %d tokens generated now in %.1f s", completions.num_samples, work.tokens, seconds
     )

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 import statistics
 import threading
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId, canonical_json, content_id
-from rollout_core.base.stopping import run_async
+from rollout_core.base.stopping import is_stopping, run_async
 from rollout_core.config import BackendConfig, SamplingParams
 from rollout_core.config.rewards import RewardSpec
 from rollout_core.data.samples import decode_completions_blob, decode_samples
+from rollout_core.inference.ledger import this_worker
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions, EvalReport, PromptSet, Scores, SelectedGroups
 from rollout_core.promotion.evidence import Divergence
@@ -22,11 +27,14 @@ from rollout_core.rewards.source_ids import source_of
 from rollout_core.store import AttemptedRollout, Span
 from rollout_core.store.semconv import AGL_ANNOTATION, AGL_REWARD
 from tasks import artifacts, connections
-from tasks.generate import generate
+from tasks.generate import Help, generate
 from tasks.logs import stage_logger
+from tasks.placing import shared_with
 from tasks.stage import current_stage, stage
 
 KEPT_REWARDS = 4
+SCORED_SLICES = 64
+"""That completions are cut into where workers share them: each costs a reference in object storage."""
 _kept: dict[tuple[ContentId, str, str], RewardFunction] = {}
 _lock = threading.Lock()
 REWARD_NAME_ATTRIBUTE = f"{AGL_REWARD}.0.name"
@@ -86,7 +94,10 @@ def score_rewards(
     With ``by_part`` the parts of a weighted sum are filed beside it.
     """
     objects = current_stage().objects
-    scores = compute_scores(objects, completions, open_reward(reward, reward_source), by_part=bool(by_part))
+    shared = current_stage().key if shared_with() is not None else None
+    scores = compute_scores(
+        objects, completions, open_reward(reward, reward_source), by_part=bool(by_part), shared_as=shared
+    )
     values: list[float] = json.loads(objects.get_bytes(scores.scores))
     run_async(_record_rewards(objects, completions, values, reward_source))
     rows = [{"figure": "mean reward", "value": scores.mean}, {"figure": "std", "value": scores.std}]
@@ -144,6 +155,34 @@ def select_groups(
     rows = {"rounds": len(rounds), "groups drawn": selected.num_drawn, "of rewards that differ": len(kept)}
     artifacts.table("groups", [{"figure": key, "value": value} for key, value in rows.items()], f"Groups {label}")
     return selected
+
+
+@stage(version=1, cached=False, retries=0)
+def help_scoring(
+    completions: Completions,
+    reward: RewardSpec,
+    reward_source: ContentId,
+    shared_as: ContentId,
+    *,
+    by_part: bool = False,
+    label: str = "",
+) -> Help:
+    """Score slices of what a `score_rewards` with the key ``shared_as`` has not come to yet."""
+    objects = current_stage().objects
+    function = open_reward(reward, reward_source)
+    if not function.separable:
+        return Help(num_samples=0)
+    inputs = _reward_inputs(objects, completions)
+    shared, done = _SharedScores(objects, shared_as, inputs, partial(_rows, function, by_part)), 0
+    first = random.Random(this_worker()).randrange(len(shared.slices))
+    for place in range(len(shared.slices)):
+        number = (first + place) % len(shared.slices)
+        if shared.are_done or is_stopping():
+            break
+        if shared.known(number) is None:
+            done += len(shared.score(number))
+    stage_logger().info("%d completions scored for another worker", done)
+    return Help(num_samples=done)
 
 
 @stage(version=1, concurrency="engine")
@@ -223,12 +262,49 @@ def measure_kl(
 
 
 def compute_scores(
-    objects: ObjectStore, completions: Completions, reward: RewardFunction, *, by_part: bool = False
+    objects: ObjectStore,
+    completions: Completions,
+    reward: RewardFunction,
+    *,
+    by_part: bool = False,
+    shared_as: ContentId | None = None,
 ) -> Scores:
-    """Rewards of ``completions`` in order, filed as a JSON list; ``by_part`` those of a weighted sum's parts too."""
+    """Rewards of ``completions`` in order, filed as a JSON list; ``by_part`` those of a weighted sum's parts too.
+
+    ``shared_as``: the key by which helpers know them.
+    """
+    inputs, judge = _reward_inputs(objects, completions), partial(_rows, reward, by_part)
+    if shared_as is not None and reward.separable:
+        rows = _SharedScores(objects, shared_as, inputs, judge).finish()
+    else:
+        rows = judge(inputs)
+    values, parts = rows, None
+    if by_part:
+        weights = [part.weight for part in reward.parts]
+        values = [sum(weight * value for weight, value in zip(weights, row, strict=True)) for row in rows]
+        parts = objects.put_json({"names": [part.name for part in reward.parts], "weights": weights, "values": rows})
+    return Scores(
+        parts=parts,
+        scores=objects.put_bytes(canonical_json(values)),
+        completions=completions.completions,
+        num_samples=len(values),
+        mean=statistics.fmean(values),
+        std=statistics.pstdev(values),
+        num_left_out=completions.num_left_out,
+    )
+
+
+def _rows(reward: RewardFunction, by_part: bool, inputs: Sequence[RewardInput]) -> list[Any]:
+    """The reward of each input; with ``by_part`` the list of those of a weighted sum's parts."""
+    if not by_part:
+        return score(reward, inputs)
+    return [list(row) for row in zip(*(score(part.reward, inputs) for part in reward.parts), strict=True)]
+
+
+def _reward_inputs(objects: ObjectStore, completions: Completions) -> list[RewardInput]:
     samples = decode_samples(objects.get_bytes(completions.samples))
     generated = decode_completions_blob(objects.get_bytes(completions.completions))
-    inputs = [
+    return [
         RewardInput(
             prompt=sample.prompt,
             completion=completion.text,
@@ -241,23 +317,58 @@ def compute_scores(
         )
         for sample, completion in zip(samples, generated, strict=True)
     ]
-    parts = None
-    if by_part:
-        weights = [part.weight for part in reward.parts]
-        rows = [list(row) for row in zip(*(score(part.reward, inputs) for part in reward.parts), strict=True)]
-        values = [sum(weight * value for weight, value in zip(weights, row, strict=True)) for row in rows]
-        parts = objects.put_json({"names": [part.name for part in reward.parts], "weights": weights, "values": rows})
-    else:
-        values = score(reward, inputs)
-    return Scores(
-        parts=parts,
-        scores=objects.put_bytes(canonical_json(values)),
-        completions=completions.completions,
-        num_samples=len(values),
-        mean=statistics.fmean(values),
-        std=statistics.pstdev(values),
-        num_left_out=completions.num_left_out,
-    )
+
+
+class _SharedScores:
+    """Completions that several workers score: each files the slices it did, and leaves those that are filed."""
+
+    def __init__(
+        self,
+        objects: ObjectStore,
+        key: ContentId,
+        inputs: Sequence[RewardInput],
+        judge: Callable[[Sequence[RewardInput]], list[Any]],
+    ) -> None:
+        self._objects = objects
+        self._judge = judge
+        self._refs = f"fan-out/scores/{key}"
+        size = max(1, math.ceil(len(inputs) / SCORED_SLICES))
+        self.slices = [inputs[start : start + size] for start in range(0, len(inputs), size)]
+
+    @property
+    def are_done(self) -> bool:
+        return self._objects.get_ref(f"{self._refs}/all") is not None
+
+    def known(self, number: int) -> list[Any] | None:
+        """What was filed of a slice, by whomever."""
+        return self._read(f"{self._refs}/{number}")
+
+    def score(self, number: int) -> list[Any]:
+        """Score a slice and file it."""
+        rows = self._judge(self.slices[number])
+        self._file(f"{self._refs}/{number}", rows)
+        return rows
+
+    def finish(self) -> list[Any]:
+        """Of all inputs, in order."""
+        # There where a worker died between the last slice and the stage's record.
+        rows = self._read(f"{self._refs}/all")
+        if rows is None:
+            rows = []
+            for number in range(len(self.slices)):
+                known = self.known(number)
+                rows += self.score(number) if known is None else known
+            self._file(f"{self._refs}/all", rows)
+        for number in range(len(self.slices)):
+            self._objects.delete_ref(f"{self._refs}/{number}")
+        return rows
+
+    def _read(self, ref: str) -> list[Any] | None:
+        data = self._objects.cached_bytes(ref)
+        return None if data is None else json.loads(data)
+
+    def _file(self, ref: str, rows: list[Any]) -> None:
+        self._objects.set_ref(ref, self._objects.put_bytes(canonical_json(rows)))
 
 
 async def _record_rewards(

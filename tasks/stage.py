@@ -46,6 +46,7 @@ from tasks.artifact_sender import SENDER
 from tasks.events import WorkEnd, WorkStart, emit
 from tasks.leases import alone
 from tasks.logs import CACHED, CHECKED, StageEntry, current_journal, stage_logger, title_of
+from tasks.placing import place_of
 from tasks.time_limits import in_time, seconds_for
 
 P = ParamSpec("P")
@@ -165,6 +166,9 @@ class Stage(Generic[P, R]):
         if is_stopping():
             raise stop_signal()
         inputs = self._bind(args, kwargs)
+        place = place_of(self.name)
+        if place is not None and not self._is_stored(inputs):
+            return place(self, inputs)
         span = self._span(inputs)
         with span.as_current():
             prepared = self._prepare(inputs)
@@ -352,6 +356,13 @@ class Stage(Generic[P, R]):
             return self._record.model_validate(json.loads(document["result"]))
         except (ValueError, KeyError, TypeError) as error:
             raise UnreadableResult(f"it is no {self._record.__name__}: {' '.join(str(error).split())}") from error
+
+    def _is_stored(self, inputs: dict[str, Any]) -> bool:
+        """Whether the call needs no worker, because its result is there."""
+        storage, key = connections.result_storage(), self.key(inputs)
+        if self.cached:
+            retry(lambda: self._forget_if_broken(storage, key))
+        return self.cached and retry(lambda: self._stored(storage, key)) is not None
 
     def _forget_if_broken(self, storage: ContentAddressedStorage, key: ContentId) -> None:
         record = self._stored(storage, key)

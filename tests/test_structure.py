@@ -29,6 +29,7 @@ INSIDE_FUNCTIONS = {
     "flows.cli.runs": "--help need not wait for Prefect",
     "flows.cli.snapshots": "--help need not wait for it",
     "flows.cli.storage": "--help need not wait for it",
+    "flows.placement": "Dask is an extra",
     "flows.connections": "commands that need no server do without Prefect",
     "rollout_core.agents.fleet": "Dask is an extra",
     "rollout_core.base.isolation.warden": "a child that meets no error starts without it",

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -33,10 +33,11 @@ from rollout_core.base import traces
 from rollout_core.base.determinism import current_numerics
 from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.base.processes import this_machine
-from rollout_core.config import DaskConfig, WorkersConfig
+from rollout_core.config import DaskCluster, DaskConfig, WorkersConfig
 from rollout_core.inference.batch import Progress
 from rollout_core.inference.ledger import this_worker
 from rollout_core.inference.runs import tally
+from rollout_core.plans.cluster import LOCAL_CLUSTERS, in_words, offers
 from tasks import connections, events
 from tasks.batch import FanOut, R, T
 from tasks.logs import stage_logger
@@ -101,13 +102,27 @@ class _Spot:
 
 
 class DaskFleet:
-    """The workers of a cluster, as they come and go."""
+    """The workers of a cluster, as they come and go.
 
-    def __init__(self, client: Client, workers: WorkersConfig, config: DaskConfig, driver: Driver) -> None:
+    ``at_once``: so many stages are under way on each, and each asks for its part of what the worker has to offer.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        workers: WorkersConfig,
+        config: DaskConfig,
+        driver: Driver,
+        *,
+        at_once: int,
+    ) -> None:
         self._client = client
         self._workers = workers
         self._config = config
         self._driver = driver
+        self._at_once = at_once
+        self._shared: WorkersConfig | None = None
+        """What workers are told of helpers of their stage (`tasks.placing.sharing`)."""
         self._context = _flow_context()
         self._tally = tally(driver.run_id)
         self._jobs: dict[str, _Job] = {}
@@ -122,13 +137,27 @@ class DaskFleet:
         self._began = self._looked = self._had_workers = time.monotonic()
         self._next_log = self._began + LOG_SECONDS
         self._worker_seconds = 0.0
-        client.subscribe_topic(driver.topic, self._hear)
 
     def average_workers(self) -> float:
         return self._worker_seconds / max(self._looked - self._began, 1e-9)
 
+    def num_workers(self) -> int:
+        """How many there are now."""
+        self._had_workers = time.monotonic()
+        self._look_around()
+        return len(self._slots)
+
+    def share(self, workers: WorkersConfig | None) -> None:
+        """From the next items on workers take from each other's, in claims as ``workers`` says; None: they do not."""
+        self._shared = workers
+        self._workers = workers or self._workers
+
     def run_all(self, items: Sequence[T], work: FanOut[T, R]) -> list[R]:
         results: dict[int, R] = {}
+        # Help with earlier items may be at its end still.
+        self._jobs.clear()
+        self._helped.clear()
+        self._had_workers = time.monotonic()
         waiting = deque(range(len(items)))
         while len(results) < len(items):
             self._look_around()
@@ -141,12 +170,12 @@ class DaskFleet:
                 continue
             assert job.submitted is not None, "only submitted jobs finish"
             if job.is_help:
-                self._end_help(job)
+                self._end_help(job, work.name(items[job.place]))
                 continue
             try:
                 results[job.place] = job.submitted.result()
             except _Deadly as error:
-                self._raise_if_stuck(job, work.progress(items[job.place]).done, error)
+                self._raise_if_stuck(job, work.progress(items[job.place]).done, work.name(items[job.place]), error)
                 waiting.appendleft(job.place)
                 continue
             work.on_result(items[job.place], results[job.place])
@@ -156,7 +185,7 @@ class DaskFleet:
         """Run a stage's task on the job's worker, or on whichever has room."""
         task_run_id = uuid4()
         self._jobs[str(task_run_id)] = job
-        gpus = self._config.gpus_per_worker
+        asked = {name: amount / self._at_once for name, amount in self._config.wanted.items()}
         future = self._client.submit(
             run_stage,
             address_of(task.fn),
@@ -164,17 +193,18 @@ class DaskFleet:
             task_run_id,
             {**self._context, traces.TRACEPARENT: traces.current_traceparent()},
             self._driver,
+            self._shared,
             key=f"{task.name}-{task_run_id}",
             workers=None if job.worker is None else [job.worker],
             # Another worker continues a shard whose worker dies; help is of use only where there is nothing else to do.
             allow_other_workers=job.worker is not None and not job.is_help,
-            resources=None if gpus is None else {"GPU": gpus / SHARDS_PER_WORKER},
+            resources=asked or None,
             pure=False,
         )
         future.add_done_callback(lambda _: self._finished.put(str(task_run_id)))
         return _StageFuture(task_run_id=task_run_id, wrapped_future=future)
 
-    def _hear(self, event: tuple[float, dict[str, Any]]) -> None:
+    def hear(self, event: tuple[float, dict[str, Any]]) -> None:
         """Take a worker's event; called by Dask's thread."""
         _, message = event
         if "shard" in message:
@@ -189,13 +219,12 @@ class DaskFleet:
         now = time.monotonic()
         if self._slots and now - self._looked < LOOK_SECONDS:
             return
-        found = self._ask_for_workers()
-        wanted = self._config.gpus_per_worker or 0
-        slots = {
-            address: min(SHARDS_PER_WORKER, worker["nthreads"])
-            for address, worker in found.items()
-            if worker["resources"].get("GPU", 0) >= wanted and worker["status"] in ("running", "paused")
-        }
+        found = _ask_for_workers(self._client)
+        wanted = self._config.wanted
+        # Those that are used already stay so.
+        usable = sorted(_usable(found, wanted), key=lambda address: address not in self._slots)
+        usable = usable[: self._config.max_workers]
+        slots = {address: min(self._at_once, found[address]["nthreads"]) for address in usable}
         self._worker_seconds += len(self._slots) * (now - self._looked)
         if slots.keys() != self._slots.keys():
             stage_logger().info("%d Dask workers", len(slots))
@@ -205,7 +234,7 @@ class DaskFleet:
         if slots:
             self._had_workers = now
             return
-        lacking = f" that offer GPU={wanted:g} (dask worker --resources GPU={wanted:g})" if wanted else ""
+        lacking = f' that offer {in_words(wanted)} (dask worker --resources "{in_words(wanted)}")' if wanted else ""
         if now - self._had_workers > self._config.wait_seconds:
             raise Recoverable(
                 f"{now - self._had_workers:.0f} s without Dask workers{lacking}, {len(found)} others are there; start "
@@ -230,18 +259,10 @@ class DaskFleet:
         for address in self._slots:
             events.emit(events.WorkerEnd(worker=address, kind="dask"))
 
-    def _ask_for_workers(self) -> dict[str, Any]:
-        # Not Client.scheduler_info, whose answer a refresh in the background may replace by one without workers.
-        client: Any = self._client
-        try:
-            return client.sync(client.scheduler.identity, n_workers=-1)["workers"]
-        except OSError as error:
-            raise Recoverable(LOST) from error
-
     def _has_room(self) -> bool:
         # With none yet, or more to come, Dask sees by what waits that workers are wanted.
         most = self._config.adapt.maximum if self._config.adapt is not None else 1
-        room = max(sum(self._slots.values()), SHARDS_PER_WORKER * most)
+        room = max(sum(self._slots.values()), self._at_once * most)
         return sum(not job.is_help for job in self._jobs.values()) < room
 
     def _start(self, place: int, items: Sequence[T], work: FanOut[T, R]) -> None:
@@ -256,6 +277,8 @@ class DaskFleet:
 
     def _assist(self, items: Sequence[T], work: FanOut[T, R]) -> None:
         """Give every idle worker the shard that has the most left for each who works on it."""
+        if work.assist is None:
+            return
         load, now = self._load(), time.monotonic()
         helpers = Counter(job.place for job in self._jobs.values() if job.is_help)
         # Claims become free again when they go stale, so what had nothing left may have.
@@ -280,25 +303,43 @@ class DaskFleet:
 
     def _next_finished(self) -> _Job | None:
         with suppress(queue.Empty):
-            return self._jobs.pop(self._finished.get(timeout=LOOK_SECONDS))
+            return self._jobs.pop(self._finished.get(timeout=LOOK_SECONDS), None)
         return None
 
-    def _end_help(self, job: _Job) -> None:
+    def _end_help(self, job: _Job, name: str) -> None:
         self._helped[job.place] = time.monotonic()
         try:
             assert job.submitted is not None
             job.submitted.result()
         except Exception as error:  # noqa: BLE001 - its own task reports what is wrong with the shard itself
-            stage_logger().warning("help with shard %d ended: %s", job.place + 1, error)
+            stage_logger().warning("help with %s ended: %s", name, error)
 
-    def _raise_if_stuck(self, job: _Job, done: int, error: _Deadly) -> None:
-        """A shard that Dask gave up is tried again as long as it gets further."""
+    def _raise_if_stuck(self, job: _Job, done: int, name: str, error: _Deadly) -> None:
+        """What Dask gave up is tried again as long as it gets further."""
         if done > job.done_before:
             return
         raise Fatal(
-            f"the workers that shard {job.place + 1} ran on died, and none completed a sample of it ({error}); see "
-            "their logs (often memory ran out: give the workers more, or the engine less), and run again"
+            f"the workers that {name} ran on died, and none got further with it ({error}); see their logs (often "
+            "memory ran out: give the workers more, or the engine less), and run again"
         ) from error
+
+
+def _ask_for_workers(client: Any) -> dict[str, Any]:
+    """What the scheduler knows of its workers, by address."""
+    # Not Client.scheduler_info, whose answer a refresh in the background may replace by one without workers.
+    try:
+        return client.sync(client.scheduler.identity, n_workers=-1)["workers"]
+    except OSError as error:
+        raise Recoverable(LOST) from error
+
+
+def _usable(workers: Mapping[str, Any], wanted: Mapping[str, float]) -> list[str]:
+    """Addresses of those that offer what is wanted."""
+    return [
+        address
+        for address, worker in workers.items()
+        if offers(worker["resources"], wanted) and worker["status"] in ("running", "paused")
+    ]
 
 
 def _left(known: Progress) -> int:
@@ -316,23 +357,54 @@ def _flow_context() -> dict[str, Any]:
     }
 
 
+class OpenCluster:
+    """A cluster whose workers know of this run."""
+
+    def __init__(self, client: Client, driver: Driver) -> None:
+        self._client = client
+        self._driver = driver
+        self._fleets: list[DaskFleet] = []
+        client.subscribe_topic(driver.topic, self._hear)
+
+    def fleet(self, workers: WorkersConfig, config: DaskConfig, *, at_once: int) -> DaskFleet:
+        """Those of its workers that ``config`` asks for."""
+        self._fleets.append(DaskFleet(self._client, workers, config, self._driver, at_once=at_once))
+        return self._fleets[-1]
+
+    def end(self) -> None:
+        """The run needs its workers no more."""
+        for fleet in self._fleets:
+            fleet.end()
+
+    def _hear(self, event: tuple[float, dict[str, Any]]) -> None:
+        for fleet in self._fleets:
+            fleet.hear(event)
+
+
 @contextmanager
 def dask_fleet(workers: WorkersConfig, config: DaskConfig, run_id: str) -> Iterator[DaskFleet]:
-    """The configured cluster, with what its workers need to know of this run.
+    """The configured cluster's workers, for shards. Raises as `dask_cluster`."""
+    with dask_cluster(config, run_id, key="workers.dask") as cluster:
+        yield cluster.fleet(workers, config, at_once=SHARDS_PER_WORKER)
+
+
+@contextmanager
+def dask_cluster(config: DaskCluster, run_id: str, *, key: str) -> Iterator[OpenCluster]:
+    """The configured cluster, with what its workers need to know of this run. ``key``: of the configuration.
 
     Raises ConfigError where it cannot be made, or its workers cannot run our code; Recoverable where none answers.
     """
     with dask.config.set(CLUSTER_SETTINGS), _runner(config) as runner:
-        client = _client(runner, config)
+        client = _client(runner, config, key)
         driver = introduce(run_id)
         keeper = EngineKeeper(run_id, workers_end=config.cluster is not None)
         try:
             _register(client, keeper)
-            fleet = DaskFleet(client, workers, config, driver)
+            cluster = OpenCluster(client, driver)
             try:
-                yield fleet
+                yield cluster
             finally:
-                fleet.end()
+                cluster.end()
         finally:
             connections.objects().delete_ref(driver.mark)
             # Also where the cluster ends with the run: it does not wait for engines to close. A worker that hangs must
@@ -341,24 +413,23 @@ def dask_fleet(workers: WorkersConfig, config: DaskConfig, run_id: str) -> Itera
                 _within(END_SECONDS, lambda: client.unregister_worker_plugin(keeper.name))
 
 
-def _runner(config: DaskConfig) -> DaskTaskRunner:
+def _runner(config: DaskCluster) -> DaskTaskRunner:
     if config.address is not None:
         return DaskTaskRunner(address=config.address)
-    local = config.cluster in ("distributed.LocalCluster", "dask.distributed.LocalCluster")
     return DaskTaskRunner(
         cluster_class=config.cluster,
-        cluster_kwargs={**(LOCAL_CLUSTER_OPTIONS if local else {}), **config.options},
+        cluster_kwargs={**(LOCAL_CLUSTER_OPTIONS if config.cluster in LOCAL_CLUSTERS else {}), **config.options},
         adapt_kwargs=config.adapt.model_dump() if config.adapt is not None else None,
     )
 
 
-def _client(runner: DaskTaskRunner, config: DaskConfig) -> Client:
+def _client(runner: DaskTaskRunner, config: DaskCluster, key: str) -> Client:
     try:
         return runner.client
     except OSError as error:
         raise Recoverable(f"no Dask scheduler answers at {config.address or config.cluster}: {error}") from error
     except TypeError as error:
-        raise ConfigError(f"workers.dask.options: {config.cluster} does not take them: {error}") from error
+        raise ConfigError(f"{key}.options: {config.cluster} does not take them: {error}") from error
 
 
 def introduce(run_id: str) -> Driver:

@@ -31,12 +31,14 @@ from rollout_core.base.determinism import NUMERICS, Numerics, current_numerics
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.processes import this_machine
 from rollout_core.base.settings import without_password
-from rollout_core.config import VLLMBackend
+from rollout_core.config import VLLMBackend, WorkersConfig
 from rollout_core.inference.batch import Progress
 from rollout_core.inference.engines import close_engine
 from rollout_core.inference.runs import forget_tally, tally
 from rollout_core.models.pretrained import prepare_transformers
 from tasks import connections
+from tasks.placing import sharing
+from tasks.score import close_rewards
 from tasks.stage import Stage, retry, spread_arguments
 
 IDLE_SECONDS = 300.0
@@ -94,12 +96,24 @@ def _find(address: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def run_stage(stage: str, inputs: dict[str, Any], task_run_id: UUID, context: dict[str, Any], driver: Driver) -> State:
-    """Run a stage that ``driver`` submitted, and return its final state. Raises ConfigError where this worker's
-    settings are not the driver's."""
+def run_stage(
+    stage: str,
+    inputs: dict[str, Any],
+    task_run_id: UUID,
+    context: dict[str, Any],
+    driver: Driver,
+    shared: WorkersConfig | None,
+) -> State:
+    """Run a stage that ``driver`` submitted, and return its final state; ``shared`` as of `sharing`. Raises ConfigError
+    where this worker's settings are not the driver's."""
     worker = get_worker()
     worker.log_event(driver.topic, {"started": str(task_run_id), "worker": worker.address})
-    with _in_use(), _reachable_api(driver), traces.part_of(context.get(traces.TRACEPARENT)):
+    with (
+        _in_use(),
+        _reachable_api(driver),
+        traces.part_of(context.get(traces.TRACEPARENT)),
+        sharing(shared),
+    ):
         _meet(driver, inputs)
 
         def report(shard: str, progress: Progress) -> None:
@@ -210,6 +224,7 @@ class EngineKeeper(WorkerPlugin):
         # Another run may use the same engine.
         if not _use.runs:
             await _within(CLOSE_SECONDS, close_engine)
+            await _within(CLOSE_SECONDS, close_rewards)
         if self._workers_end:
             # States of task runs on their way to the Prefect server. Prefect would wait for them when the process ends,
             # which a cluster gives it little time for.

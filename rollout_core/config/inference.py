@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, field_validator, model_validator
 
 from rollout_core.base.determinism import default_threads, numerics_identity, probe_device
 from rollout_core.config.base import Address, Settings
@@ -339,8 +339,12 @@ class AdaptConfig(Settings):
 SCHEDULER_ADDRESS = r"^(tcp|tls|ws|wss|ucx|ucxx)://\S+$"
 
 
-class DaskConfig(Settings):
-    """Shards run on the workers of a Dask cluster, one engine a worker process. Give ``address`` or ``cluster``."""
+Resources = dict[Annotated[str, StringConstraints(pattern=r"^[^\s=]+$")], Annotated[float, Field(gt=0)]]
+"""Amounts by the names that ``dask worker --resources`` gives them."""
+
+
+class DaskCluster(Settings):
+    """A Dask cluster, one engine a worker process. Give ``address`` or ``cluster``."""
 
     address: Address | None = Field(default=None, pattern=SCHEDULER_ADDRESS)
     """Of a running scheduler, such as ``tcp://scheduler:8786``, or ``tls://...``."""
@@ -350,20 +354,86 @@ class DaskConfig(Settings):
     """Arguments of the cluster class. Secrets do not belong here: the run's parameters show them."""
     adapt: AdaptConfig | None = None
     """Let the cluster have as many workers as the work needs."""
-    gpus_per_worker: float | None = Field(default=None, gt=0)
-    """What each worker offers as its Dask resource ``GPU`` (``dask worker --resources GPU=1``). A shard asks for half
-    of it, since two are under way on a worker, and workers that offer less get none. Default: every worker works."""
     wait_seconds: float = Field(default=600.0, gt=0)
     """A run that has had no worker for this long fails."""
 
     @model_validator(mode="after")
-    def _one_cluster(self) -> DaskConfig:
+    def _one_cluster(self) -> DaskCluster:
         if (self.address is None) == (self.cluster is None):
             got = "neither" if self.address is None else "both"
             raise ValueError(f"give either address, of a running scheduler, or cluster, a class; got {got}")
         if self.address is not None and (self.options or self.adapt is not None):
             raise ValueError("options and adapt are for a cluster class; a running scheduler has its own")
         return self
+
+
+class DaskConfig(DaskCluster):
+    """Shards run on the workers of a Dask cluster."""
+
+    gpus_per_worker: float | None = Field(default=None, gt=0)
+    """What each worker offers as its Dask resource ``GPU`` (``dask worker --resources GPU=1``). A shard asks for half
+    of it, since two are under way on a worker, and workers that offer less get none. Default: every worker works."""
+    resources: Resources = Field(default_factory=dict)
+    """The same of other resources, by name."""
+    max_workers: int | None = Field(default=None, ge=1)
+    """Most workers that are used at a time. Default: all."""
+
+    @property
+    def wanted(self) -> dict[str, float]:
+        """What a worker has to offer."""
+        return self.resources | ({} if self.gpus_per_worker is None else {"GPU": self.gpus_per_worker})
+
+
+class StagePlacement(Settings):
+    """Stages of one kind run on workers that offer ``resources``, one at a time on each."""
+
+    resources: Resources = Field(default_factory=dict)
+    """Such as ``{ GPU = 1 }``, for workers started with ``--resources "GPU=1"``. Default: any worker."""
+
+
+class SharedPlacement(StagePlacement):
+    """Several workers share each stage of this kind."""
+
+    workers: int | None = Field(default=None, ge=1)
+    """Most workers that do. Default: all that offer the resources."""
+
+
+class PlacementConfig(Settings):
+    """Stages run on the workers of a Dask cluster; a kind without a table stays in the flow's process.
+
+    It changes no result, and is part of no cache key.
+    """
+
+    dask: DaskCluster
+    generation: SharedPlacement | None = None
+    """Completions of PPO's and GRPO's prompts, of evaluations and of batch inference."""
+    scoring: SharedPlacement | None = None
+    """Rewards of completions. Only rewards that look at one completion at a time are shared."""
+    learning: StagePlacement | None = None
+    """Updates of the weights."""
+
+    @model_validator(mode="after")
+    def _something_is_placed(self) -> PlacementConfig:
+        if not self.kinds:
+            raise ValueError("give at least one of the tables generation, scoring and learning; got none")
+        return self
+
+    @property
+    def kinds(self) -> dict[str, StagePlacement]:
+        """What is placed, by the name of its table."""
+        found = {"generation": self.generation, "scoring": self.scoring, "learning": self.learning}
+        return {name: place for name, place in found.items() if place is not None}
+
+    def of(self, kind: str) -> DaskConfig:
+        """The cluster, with what its workers have to offer for stages of this kind."""
+        place = self.kinds[kind]
+        most = place.workers if isinstance(place, SharedPlacement) else 1
+        # Only what was given: defaults depend on each other.
+        given = self.dask.model_dump(exclude_unset=True)
+        return DaskConfig(**given, resources=place.resources, max_workers=most)
+
+    def cache_identity(self) -> Any:
+        return None
 
 
 class WorkersConfig(Settings):

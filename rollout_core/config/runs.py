@@ -18,7 +18,14 @@ from rollout_core.config.base import (
     Settings,
     StageTimeouts,
 )
-from rollout_core.config.inference import BackendConfig, EngineConfig, SamplingParams, VLLMBackend, WorkersConfig
+from rollout_core.config.inference import (
+    BackendConfig,
+    EngineConfig,
+    PlacementConfig,
+    SamplingParams,
+    VLLMBackend,
+    WorkersConfig,
+)
 from rollout_core.config.learning import (
     DPOSettings,
     IPOSettings,
@@ -142,20 +149,27 @@ class TrainConfig(TrainingRun, Generic[AlgorithmT]):
     algorithm: AlgorithmT
 
 
+class PlacedRun(Run):
+    """A run whose stages may be placed."""
+
+    placement: PlacementConfig | None = None
+    """Where generation, scoring and learning run. Default: in the flow's process."""
+
+
 class TrainSFTConfig(TrainConfig[SFTAlgorithm]):
     """`rollout train sft`."""
 
     run: RunInfo = RunInfo(name="sft")
 
 
-class TrainPPOConfig(TrainConfig[PPOAlgorithm]):
+class TrainPPOConfig(TrainConfig[PPOAlgorithm], PlacedRun):
     """`rollout train ppo`."""
 
     run: RunInfo = RunInfo(name="ppo")
     backend: EngineConfig = VLLMBackend()
 
 
-class TrainGRPOConfig(TrainConfig[GRPOAlgorithm]):
+class TrainGRPOConfig(TrainConfig[GRPOAlgorithm], PlacedRun):
     """`rollout train grpo`."""
 
     run: RunInfo = RunInfo(name="grpo")
@@ -239,8 +253,25 @@ class InferBatchConfig(Run):
     input: InputGlob
     output: OutputDir
     workers: WorkersConfig = WorkersConfig()
+    placement: PlacementConfig | None = None
+    """What `[workers.dask]` says, in the words of the runs that train: shards go where ``generation`` does."""
     failures: FailurePolicy = FailurePolicy()
     backend: BackendConfig = VLLMBackend()
+
+    @model_validator(mode="after")
+    def _one_cluster(self) -> InferBatchConfig:
+        if self.placement is not None and self.placement.generation is None:
+            raise ValueError("placement has no table generation, and batch inference only generates; give one")
+        if self.placement is not None and (self.workers.dask is not None or self.workers.count != 1):
+            raise ValueError("placement and workers.dask or workers.count both say where shards run; give one of them")
+        return self
+
+    @property
+    def shard_workers(self) -> WorkersConfig:
+        """``workers``, on the cluster of ``placement`` where that says so."""
+        if self.placement is None:
+            return self.workers
+        return self.workers.model_copy(update={"dask": self.placement.of("generation")})
 
 
 class EvaluationConfig(Settings):
@@ -250,7 +281,7 @@ class EvaluationConfig(Settings):
     sampling: SamplingParams = SamplingParams(temperature=0.0)
 
 
-class NightlyConfig(TrainingRun):
+class NightlyConfig(TrainingRun, PlacedRun):
     """SFT, then PPO or GRPO iterations or DPO, evaluation before and after, promotion, report."""
 
     run: RunInfo = RunInfo(name="nightly")

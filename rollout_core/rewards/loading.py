@@ -63,12 +63,13 @@ def load_reward(
     if isinstance(spec, ModelReward):
         return RewardFunction(f"model({spec.model})", _model_scores(spec, base or Path(), model_folder), batched=True)
     if isinstance(spec, ExactMatchReward):
-        return RewardFunction(f"exact_match({spec.answer_key})", lambda sample: _exact_match(spec, sample))
+        name = f"exact_match({spec.answer_key})"
+        return RewardFunction(name, lambda sample: _exact_match(spec, sample), separable=True)
     code = source.codes[spec.callable]
     if spec.in_process or not IS_ISOLATED:
         return _in_process(code, spec.kwargs)
     process = RewardProcess(code, spec.kwargs, spec.limits(), on_line)
-    return RewardFunction(spec.callable, process, batched=True, close=process.close)
+    return RewardFunction(spec.callable, process, batched=True, separable=not process.takes_all, close=process.close)
 
 
 def _in_process(code: UserCode, kwargs: Mapping[str, Any]) -> RewardFunction:
@@ -79,7 +80,7 @@ def _in_process(code: UserCode, kwargs: Mapping[str, Any]) -> RewardFunction:
         with importable(code):  # for imports inside of functions
             return function(given, **kwargs)
 
-    return RewardFunction(code.callable, call, is_batched(function))
+    return RewardFunction(code.callable, call, is_batched(function), separable=not is_batched(function))
 
 
 def _combined(spec: CompositeReward | ExpressionReward, parts: Sequence[RewardFunction]) -> RewardFunction:
@@ -114,7 +115,8 @@ def _combined(spec: CompositeReward | ExpressionReward, parts: Sequence[RewardFu
             part.close()
 
     summed = _summed(spec, parts) if isinstance(spec, CompositeReward) else ()
-    return RewardFunction(name, rewards, batched=True, close=close, parts=summed)
+    separable = all(part.separable for part in parts)
+    return RewardFunction(name, rewards, batched=True, separable=separable, close=close, parts=summed)
 
 
 def _summed(spec: CompositeReward, functions: Sequence[RewardFunction]) -> tuple[RewardPart, ...]:
@@ -163,6 +165,8 @@ class RewardProcess:
     ) -> None:
         self._code = code
         self._kwargs = dict(kwargs)
+        self.takes_all = False
+        """Whether the function is called with all samples at once."""
         name = code.callable
         self._child = Child(
             "rollout_core.rewards.scoring:handle",
@@ -174,7 +178,7 @@ class RewardProcess:
 
     def _load(self, ask: Callable[[Any], Any]) -> None:
         try:
-            ask({"code": self._code.document(), "kwargs": self._kwargs})
+            self.takes_all = ask({"code": self._code.document(), "kwargs": self._kwargs})
         except Ended as error:
             raise ConfigError(f"reward {self._code.callable} cannot be loaded: it {error}") from error
         except Interrupted as error:

@@ -46,6 +46,8 @@ class RewardFunction:
     function: Callable[..., Any]
     """Takes a `RewardInput`, or the list of them where ``batched``."""
     batched: bool = False
+    separable: bool = False
+    """Whether a sample's reward is the same whatever other samples are scored with it."""
     close: Callable[[], None] = lambda: None
     """Ends what was started for it. It may be called again afterwards, and starts that anew."""
     parts: tuple[RewardPart, ...] = ()
@@ -132,14 +134,15 @@ _imports = ExitStack()
 
 
 def handle(request: dict[str, Any], report: Callable[[int], None]) -> Any:
-    """Load the function that a request brings the code of, which is the first; score the inputs of any other."""
+    """Load the function that a request brings the code of, which is the first, and say whether it takes all samples at
+    once; score the inputs of any other request."""
     global _loaded
     if "code" in request:
         code, kwargs = UserCode.from_document(request["code"]), request["kwargs"]
         _imports.enter_context(importable(code, alone=True))
         function = load_function(code, kwargs)
         _loaded = RewardFunction(code.callable, lambda given: function(given, **kwargs), is_batched(function))
-        return None
+        return is_batched(function)
     reward = _loaded
     assert reward is not None, "the caller loads it first"
     inputs = [RewardInput(**dict(zip(INPUT_FIELDS, row, strict=True))) for row in request["inputs"]]

@@ -371,7 +371,7 @@ def test_threads_are_not_counted_for_a_cluster():
     ("path", "message"), [("distributed.NoCluster", "cannot be imported"), ("os.sep", "is str, not a class")]
 )
 def test_a_cluster_class_that_is_none_is_found_before_the_run(path, message):
-    from rollout_core.plans.batch_plan import check_cluster
+    from rollout_core.plans.cluster import check_cluster
 
     with pytest.raises(ConfigError, match=message):
         check_cluster(DaskConfig(cluster=path))

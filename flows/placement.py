@@ -1,0 +1,175 @@
+"""A run's ``[placement]``: which of its stages run on which workers of a Dask cluster. Flows read the same either way.
+
+The cluster is opened with the first stage that needs it, so a run that finds everything cached needs none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rollout_core.config import PlacedRun, PlacementConfig, Run, WorkersConfig
+from rollout_core.inference.batch import Progress
+from rollout_core.inference.runs import forget_tally, tally
+from rollout_core.objects.records import Completions, PromptSet
+from rollout_core.objects.snapshots import SnapshotStore
+from tasks import connections
+from tasks.batch import FanOut
+from tasks.generate import batch_inference, help_inference
+from tasks.learn import dpo_update, grpo_update, kto_update, ppo_update, rm_update, sft_update
+from tasks.placing import placing
+from tasks.score import evaluate, evaluate_by, help_scoring, score_rewards
+from tasks.stage import RunsTasks, Stage, Submitted, progress_ref
+
+if TYPE_CHECKING:
+    from flows.dask.fleet import DaskFleet, OpenCluster
+
+CLAIMS_PER_WORKER = 4
+"""Blocks that a worker's share of a sample set is claimed in: what is claimed is not shared any more."""
+MOST_CLAIMED = 256
+
+STAGES: dict[str, tuple[Stage[..., Any], ...]] = {
+    "generation": (batch_inference, evaluate),
+    "scoring": (score_rewards, evaluate_by),
+    "learning": (sft_update, rm_update, dpo_update, kto_update, ppo_update, grpo_update),
+}
+"""Stages by the table of ``[placement]`` that says where they run; all others take little, and stay with the flow."""
+
+
+@contextmanager
+def placed(config: Run, flow_run_id: str) -> Iterator[None]:
+    """Stages called inside the block run where ``config`` says."""
+    if not isinstance(config, PlacedRun) or config.placement is None:
+        yield
+        return
+    with _Placement(config.placement, flow_run_id) as placement:
+        kinds = config.placement.kinds
+        with placing({stage.name: placement.place(kind) for kind in kinds for stage in STAGES[kind]}):
+            yield
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A stage with its arguments."""
+
+    stage: Stage[..., Any]
+    inputs: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.stage.name} {self.inputs.get('label', '')}".rstrip()
+
+    @property
+    def num_samples(self) -> int | None:
+        """How many samples workers may share; None: they share nothing."""
+        sets = [value for value in self.inputs.values() if isinstance(value, PromptSet | Completions)]
+        return sets[0].num_samples if sets else None
+
+    def submit(self, runner: RunsTasks) -> Submitted[Any]:
+        """Start it on a worker."""
+        return self.stage.submit(runner, **self.inputs)
+
+    def alone(self) -> FanOut[_Call, Any]:
+        """How one worker runs it. One that died is followed by another as long as there are new snapshots."""
+
+        def steps_done(call: _Call) -> Progress:
+            objects = connections.objects()
+            snapshot = objects.get_ref(progress_ref(call.stage.key(call.inputs)))
+            return Progress(SnapshotStore(objects).get(snapshot).step if snapshot is not None else 0, 0, 0)
+
+        return self._fan_out(None, steps_done)
+
+    def shared(self, run_id: str) -> FanOut[_Call, Any]:
+        """How several run it together."""
+        num_samples, known = self.num_samples or 0, tally(run_id)
+
+        def samples_done(call: _Call) -> Progress:
+            # Before its worker has reported, all of it is there to be helped with.
+            noted = known.of(call.inputs["prompts"].samples) if "prompts" in call.inputs else Progress(0, 0, 0)
+            return noted if noted.total else Progress(0, num_samples, 0)
+
+        return self._fan_out(lambda runner, call: call.help(runner), samples_done)
+
+    def _fan_out(
+        self, assist: Callable[[RunsTasks, _Call], Submitted[Any]] | None, progress: Callable[[_Call], Progress]
+    ) -> FanOut[_Call, Any]:
+        return FanOut(
+            lambda runner, call: call.submit(runner),
+            assist,
+            progress=progress,
+            name=lambda call: call.name,
+            on_result=lambda call, record: None,
+        )
+
+    def help(self, runner: RunsTasks) -> Submitted[Any]:
+        """What another worker does for it meanwhile."""
+        inputs = self.inputs
+        if self.stage is score_rewards:
+            return help_scoring.submit(
+                runner,
+                inputs["completions"],
+                inputs["reward"],
+                inputs["reward_source"],
+                self.stage.key(inputs),
+                by_part=bool(inputs["by_part"]),
+                label=inputs["label"],
+            )
+        return help_inference.submit(
+            runner,
+            inputs["prompts"],
+            inputs["sampling"],
+            inputs["backend"],
+            deterministic=inputs.get("deterministic", True),
+            label=inputs["label"],
+        )
+
+
+class _Placement:
+    """The cluster of a run, once a stage needs it."""
+
+    def __init__(self, config: PlacementConfig, flow_run_id: str) -> None:
+        self._config = config
+        self._flow_run_id = flow_run_id
+        self._stack = ExitStack()
+        self._cluster: OpenCluster | None = None
+        self._fleets: dict[str, DaskFleet] = {}
+
+    def __enter__(self) -> _Placement:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+        forget_tally(self._flow_run_id)
+
+    def place(self, kind: str) -> Callable[[Stage[..., Any], dict[str, Any]], Any]:
+        """What runs stages of this kind."""
+        return lambda stage, inputs: self._run(kind, _Call(stage, inputs))
+
+    def _run(self, kind: str, call: _Call) -> Any:
+        config, fleet = self._config.of(kind), self._fleet(kind)
+        if call.num_samples is None or config.max_workers == 1:
+            fleet.share(None)
+            return fleet.run_all([call], call.alone())[0]
+        share = math.ceil(call.num_samples / max(1, fleet.num_workers()))
+        claim_size = min(MOST_CLAIMED, math.ceil(share / CLAIMS_PER_WORKER))
+        fleet.share(WorkersConfig(dask=config, claim_size=claim_size))
+        return fleet.run_all([call], call.shared(self._flow_run_id))[0]
+
+    def _fleet(self, kind: str) -> DaskFleet:
+        if kind not in self._fleets:
+            config = self._config.of(kind)
+            self._fleets[kind] = self._opened().fleet(WorkersConfig(dask=config), config, at_once=1)
+        return self._fleets[kind]
+
+    def _opened(self) -> OpenCluster:
+        if self._cluster is None:
+            # Dask is an extra.
+            from flows.dask.fleet import dask_cluster
+
+            self._cluster = self._stack.enter_context(
+                dask_cluster(self._config.dask, self._flow_run_id, key="placement.dask")
+            )
+        return self._cluster

@@ -1,0 +1,52 @@
+"""Where stages run: the seam between a stage that is called and a worker that runs it.
+
+A flow calls its stages and knows nothing of this. Around it `placing` says, stage by stage, what takes the call instead
+of this process; `flows/placement.py` does so by a run's ``[placement]`` table. On a worker `sharing` says that others
+help with the stage, so what it takes for itself has to be kept where they see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from rollout_core.config import WorkersConfig
+
+Place = Callable[[Any, dict[str, Any]], Any]
+"""Runs a stage with these arguments, by name, and returns its record."""
+
+_places: ContextVar[Mapping[str, Place] | None] = ContextVar("rollout_places", default=None)
+_sharing: ContextVar[WorkersConfig | None] = ContextVar("rollout_sharing", default=None)
+
+
+@contextmanager
+def placing(places: Mapping[str, Place]) -> Iterator[None]:
+    """Stages with these names, called inside the block, run there; the others in this process."""
+    token = _places.set(places)
+    try:
+        yield
+    finally:
+        _places.reset(token)
+
+
+def place_of(stage: str) -> Place | None:
+    """Where a stage called here runs; None: in this process."""
+    places = _places.get()
+    return None if places is None else places.get(stage)
+
+
+@contextmanager
+def sharing(workers: WorkersConfig | None) -> Iterator[None]:
+    """Stages inside the block have helpers in other processes; None: they have not."""
+    token = _sharing.set(workers)
+    try:
+        yield
+    finally:
+        _sharing.reset(token)
+
+
+def shared_with() -> WorkersConfig | None:
+    """How the running stage shares its work with helpers; None: it has none."""
+    return _sharing.get()
