@@ -267,7 +267,10 @@ class DaskFleet:
 
     def _start(self, place: int, items: Sequence[T], work: FanOut[T, R]) -> None:
         load = self._load()
-        free = [worker for worker, slots in self._slots.items() if load[worker] < slots]
+        # Which of those that offer what is asked for is left to Dask. Where it was told one and may take others, it
+        # takes any that is left when that one dies, whatever that offers, and fails on it.
+        pinned = {} if self._config.wanted else self._slots
+        free = [worker for worker, slots in pinned.items() if load[worker] < slots]
         worker = min(free, key=load.__getitem__, default=None)
         job = _Job(place, False, work.progress(items[place]).done, worker)
         job.submitted = work.submit(_Spot(self, job), items[place])

@@ -56,7 +56,7 @@ def check_placement(plan: Plan, config: PlacementConfig, kinds: Collection[str])
         else:
             facts[kind] = f"{len(offering)} of {len(workers)} workers of {where} offer {in_words(wanted)}"
     if plan.connections is not None:
-        _check_reach(plan, workers)
+        check_reach(plan, workers)
 
 
 def offers(offered: Mapping[str, float], wanted: Mapping[str, float]) -> bool:
@@ -84,7 +84,7 @@ def _workers_of(config: DaskCluster) -> dict[str, dict[str, float]]:
     return {}
 
 
-def _check_reach(plan: Plan, workers: Iterable[str]) -> None:
+def check_reach(plan: Plan, workers: Iterable[str]) -> None:
     """Object store and database are where workers can have them. A folder may be one that machines share."""
     connections = plan.connections
     assert connections is not None, "asked of a plan that has them"
