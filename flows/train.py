@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from prefect import flow
 
+from flows.ahead import SamplesAhead
 from flows.flow_run import recompute_missing
 from flows.report import Curve, shown_curve
 from rollout_core.base.errors import ConfigError, Fatal
@@ -32,6 +33,7 @@ from rollout_core.config import (
 from rollout_core.config.rewards import RewardSpec
 from rollout_core.config.runs import ReferencedAlgorithm, TrainingRun
 from rollout_core.inference.engines import close_engine
+from rollout_core.launch.launcher import import_updates
 from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.objects.records import Checkpoint, Dataset, Scores
 from rollout_core.objects.snapshots import MODEL_FOLDER, SnapshotStore
@@ -87,9 +89,9 @@ class _Sampler:
     reward_source: ContentId
     seed: int
 
-    def experience(self, model: ContentId, number: int, label: str) -> _Experience:
-        """That of iteration ``number`` (from 0)."""
-        per_iteration = self.settings.prompts_per_iteration
+    def experience(self, number: int, model: ContentId) -> _Experience:
+        """That of iteration ``number`` (from 0), drawn by ``model``."""
+        label, per_iteration = _label(number), self.settings.prompts_per_iteration
         if isinstance(self.settings, GRPOSettings) and self.settings.dynamic_sampling is not None:
             return self._differing_groups(model, number, self.settings.dynamic_sampling, label)
         scores, samples = self._draw(model, number * per_iteration, per_iteration, label)
@@ -154,6 +156,10 @@ class _Sampler:
         return scores, completions.samples
 
 
+def _label(number: int) -> str:
+    return f"iteration {number + 1}"
+
+
 def policy_iterations(
     start: ContentId,
     reference: ContentId,
@@ -169,28 +175,35 @@ def policy_iterations(
     train_state: ContentId | None = None,
     num_done: int = 0,
 ) -> list[Iteration]:
-    """Rounds of enqueue, generate, score, update, snapshot; each on the policy of the round before.
+    """Rounds of enqueue, generate, score, update, snapshot; each on the policy of the round before, or with
+    ``settings.async_depth`` on that of an earlier one, while those between are trained.
 
     ``reward_source`` is the `source_id` of ``reward``. ``num_done`` rounds were done before, and led to ``start`` and
-    ``train_state``. A round takes up the prompts where the one before ended, also where that was in another run.
+    ``train_state``. A round takes up the prompts where the one before ended, also where that was in another run; the
+    samples of the first rounds are then those of ``start``.
     """
     model = start
     sampler = _Sampler(prompts, settings, backend, reward, reward_source, seed)
     iterations = []
-    for number in range(num_done, settings.iterations):
-        label = f"iteration {number + 1}"
-        drawn = sampler.experience(model, number, label)
-        inputs = model, train_state, reference, drawn.scores, drawn.samples
-        options = {"seed": seed + number, "num_threads": num_threads, "label": label}
-        if isinstance(settings, GRPOSettings):
-            checkpoint = grpo_update(*inputs, settings, **options)
-        else:
-            checkpoint = ppo_update(*inputs, settings, **options)
-        kind = "grpo" if isinstance(settings, GRPOSettings) else "ppo"
-        snapshot(checkpoint, f"{run_name}/{kind}-{number + 1}", label=label)
-        log_iteration(f"{kind.upper()} {label} of {settings.iterations}", checkpoint.summary)
-        iterations.append(Iteration(drawn.mean_reward, checkpoint))
-        model, train_state = checkpoint.model, checkpoint.train_state
+    numbers = range(num_done, settings.iterations)
+    if settings.async_depth:
+        import_updates()
+    with SamplesAhead(sampler.experience, numbers, depth=settings.async_depth, start=start) as ahead:
+        for number in numbers:
+            label = _label(number)
+            drawn = ahead.take(number)
+            inputs = model, train_state, reference, drawn.scores, drawn.samples
+            options = {"seed": seed + number, "num_threads": num_threads, "label": label}
+            if isinstance(settings, GRPOSettings):
+                checkpoint = grpo_update(*inputs, settings, **options)
+            else:
+                checkpoint = ppo_update(*inputs, settings, **options)
+            ahead.learned(number, checkpoint.model)
+            kind = "grpo" if isinstance(settings, GRPOSettings) else "ppo"
+            snapshot(checkpoint, f"{run_name}/{kind}-{number + 1}", label=label)
+            log_iteration(f"{kind.upper()} {label} of {settings.iterations}", checkpoint.summary)
+            iterations.append(Iteration(drawn.mean_reward, checkpoint))
+            model, train_state = checkpoint.model, checkpoint.train_state
     return iterations
 
 

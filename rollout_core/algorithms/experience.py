@@ -228,19 +228,22 @@ def logprob_differences(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) ->
 def importance_weights(
     trainer_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor, correction: ImportanceCorrection
 ) -> Tensor:
-    """Weights that make up for an engine whose distribution is not quite the trainer's; all [N,C] float32.
+    """Weights that make up for tokens that another distribution than the trainer's drew: that of the engine, which
+    computes in its own way, or of earlier weights; all [N,C] float32.
 
-    w = pi_trainer / pi_engine of each token, or of the whole sequence; ``truncate``: min(w, cap); ``mask``: 0 where w
-    exceeds cap. Truncated importance sampling as in arXiv:1802.01561, section 4.1, for rollout engines.
+    w = pi_trainer / pi_engine of each token, or of the whole sequence; ``truncate``: max(floor, min(w, cap)); ``mask``:
+    0 where w exceeds cap or falls below floor. Truncated importance sampling as in arXiv:1802.01561, section 4.1, for
+    rollout engines; with a correction the trainer's own weights are the centre of the clip range, as in the decoupled
+    objective of arXiv:2505.24298, eq. 5.
     """
     log_ratio = (trainer_logprobs - engine_logprobs).masked_fill(~mask, 0.0)
     if correction.level == "sequence":
         log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
     weights = log_ratio.clamp(-20.0, 20.0).exp()
     if correction.mode == "truncate":
-        weights = weights.clamp(max=correction.cap)
+        weights = weights.clamp(min=correction.floor, max=correction.cap)
     else:
-        weights = weights.masked_fill(weights > correction.cap, 0.0)
+        weights = weights.masked_fill((weights > correction.cap) | (weights < correction.floor), 0.0)
     return weights.masked_fill(~mask, 0.0)
 
 

@@ -123,6 +123,8 @@ class AgentGRPO(GRPOSettings):
     kind: Literal["grpo"] = "grpo"
     base_model: ModelSource
     failed: Literal["stop", "leave_out"] = "leave_out"
+    async_depth: Literal[0] = 0
+    """Agents' rollouts are not drawn ahead of training."""
 
     @model_validator(mode="after")
     def _rollouts_are_not_drawn_again(self) -> AgentGRPO:
@@ -141,6 +143,8 @@ class AgentPPO(PPOSettings):
     kind: Literal["ppo"] = "ppo"
     base_model: ModelSource
     failed: Literal["stop", "leave_out"] = "leave_out"
+    async_depth: Literal[0] = 0
+    """Agents' rollouts are not drawn ahead of training."""
 
 
 class AgentEvaluation(Settings):

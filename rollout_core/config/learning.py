@@ -306,6 +306,11 @@ class LearnerSettings(Settings):
     trackers: tuple[TrackerName, ...] = ()
     """Where figures go beside the checkpoint's own rows; changes nothing of what is trained."""
 
+    @property
+    def has_own_processes(self) -> bool:
+        """Whether an update runs in other processes than the one that asks for it."""
+        return self.parallel.nproc > 1
+
     def cache_identity(self) -> Any:
         named = super().cache_identity()
         del named["gradient_checkpointing"], named["trackers"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -25,13 +26,17 @@ class AdaptiveKL(Settings):
 
 
 class ImportanceCorrection(Settings):
-    """Truncated importance sampling for the difference between the engine's distribution and the trainer's."""
+    """Truncated importance sampling for the difference between the distribution that drew the tokens (the engine's, or
+    that of earlier weights) and the trainer's."""
+
+    identity_without_default = frozenset({"floor"})
 
     level: Literal["token", "sequence"] = "token"
     """Whose probability ratio weighs a token: its own, or that of its whole completion."""
     mode: Literal["truncate", "mask"] = "truncate"
-    """Ratios above the cap are lowered to it, or their tokens left out."""
+    """Ratios above the cap are lowered to it and those below the floor raised to it, or their tokens left out."""
     cap: float = Field(default=2.0, ge=1)
+    floor: float = Field(default=0.0, ge=0, le=1)
 
 
 class OverlongPenalty(Settings):
@@ -104,11 +109,20 @@ class OnPolicySettings(LearnerSettings):
     guards: StopGuards = StopGuards()
     """Bounds that end the run."""
     correction: ImportanceCorrection | None = None
-    """Old log-probabilities are then the trainer's own, and tokens weighed by how likely the engine drew them."""
+    """Old log-probabilities are then the trainer's own, and tokens weighed by how likely the engine drew them. On by
+    default where samples are drawn ahead of training."""
+    async_depth: int = Field(default=0, ge=0)
+    """Iterations that samples are drawn ahead of training: those of iteration i are drawn by the weights that iteration
+    i - 1 - async_depth ended with, the first ones by the starting weights, while the iterations between are trained."""
 
     def steps_per_epoch(self, num_trajectories: int) -> int:
         """Optimizer steps of one pass over an iteration's completions."""
         return math.ceil(num_trajectories / (self.minibatch_size * self.gradient_accumulation))
+
+    @property
+    def has_own_processes(self) -> bool:
+        """Samples are drawn meanwhile: two at work in one process would share its threads, random numbers and lock."""
+        return self.async_depth > 0 or super().has_own_processes
 
     @property
     def steps_per_iteration(self) -> int:
@@ -125,7 +139,15 @@ class OnPolicySettings(LearnerSettings):
         named = super().cache_identity()
         if self.optimizer.schedule == "constant" and not self.optimizer.warmup_ratio:
             del named["iterations"]
+        del named["async_depth"]  # which weights drew the samples is in the samples' own identity
         return named
+
+    @model_validator(mode="before")
+    @classmethod
+    def _corrected_where_drawn_ahead(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and data.get("async_depth") and "correction" not in data:
+            return {**data, "correction": {}}
+        return data
 
     @model_validator(mode="after")
     def _penalty_within_the_limit(self) -> OnPolicySettings:

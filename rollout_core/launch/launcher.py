@@ -34,6 +34,7 @@ from rollout_core.base.settings import stop_seconds
 
 if TYPE_CHECKING:
     from rollout_core.algorithms.context import UpdateContext
+    from rollout_core.config import LearnerSettings
     from rollout_core.objects import ObjectStore
 
 
@@ -67,20 +68,22 @@ def run_update(
     on_data: Callable[[Any], None] | None = None,
     **inputs: Any,
 ) -> Any:
-    """What the update ``name`` returns for ``inputs``: computed here, or by ``settings.parallel.nproc`` processes.
+    """What the update ``name`` returns for ``inputs``: computed here, or by ``settings.parallel.nproc`` processes, or
+    by a single one where this one draws samples meanwhile (``settings.async_depth``).
 
     The processes share out the threads of ``context``. ``on_line`` gets each line they write; ``on_data`` is the
     argument of that name that updates from data sets have. Raises what the update raises, and Recoverable when a
     process dies: the next try then resumes from the last snapshot.
     """
-    nproc = inputs["settings"].parallel.nproc
-    if nproc == 1:
+    settings: LearnerSettings = inputs["settings"]
+    nproc = settings.parallel.nproc
+    if not settings.has_own_processes:
         callbacks = {} if on_data is None else {"on_data": on_data}
         return update_function(name)(**inputs, **callbacks, context=context)
     if context.objects.url.startswith("memory://"):
         raise ConfigError(
-            f"parallel.nproc is {nproc}, but the object store {context.objects.url} exists in this process only; set "
-            "ROLLOUT_STORAGE to a folder or bucket"
+            f"processes of its own need an object store that they reach; {context.objects.url} exists "
+            "in this one only: set ROLLOUT_STORAGE to a folder or bucket"
         )
     with scratch_folder("ranks") as folder:
         job = Job(
@@ -98,7 +101,7 @@ def run_update(
         with _Ranks(job, folder, context.objects) as ranks:
             for message in ranks.messages(context.is_stopping):
                 if message.kind == "line":
-                    on_line(f"rank {message.rank}: {message.content}")
+                    on_line(message.content if nproc == 1 else f"rank {message.rank}: {message.content}")
                 elif message.kind == "start":
                     context.on_start(*message.content)
                 elif message.kind == "step":
@@ -202,14 +205,16 @@ class _Ranks:
         failures = [item for item in messages if item.kind == "error" or (item.kind == "exit" and item.content != 0)]
         first = min(failures, key=suspicion)
         where = f"rank {first.rank} of {self._job.nproc} of the {self._job.algorithm} update"
+        if self._job.nproc == 1:
+            where = f"the process of the {self._job.algorithm} update"
         if first.kind == "error":
             return error_of(first.content, where)
         code = first.content
         end = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         lines = " / ".join(self._ranks[first.rank].last_lines) or "none"
+        others = "; the others were ended too" if self._job.nproc > 1 else ""
         return Recoverable(
-            f"{where} {end}; the others were ended too. Run again, the update resumes from its last snapshot. Its last "
-            f"lines: {lines}"
+            f"{where} {end}{others}. Run again, the update resumes from its last snapshot. Its last lines: {lines}"
         )
 
     def _start(self, rank: int) -> None:
@@ -223,7 +228,7 @@ class _Ranks:
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                env={**self._environment, "RANK": str(rank), "LOCAL_RANK": str(rank), PIPE: str(writing)},
+                env={**self._environment, **_place(rank, self._job.nproc), PIPE: str(writing)},
                 pass_fds=(writing,),
                 # Its own session: Ctrl-C in the terminal reaches the launcher, which ends the ranks.
                 start_new_session=True,
@@ -288,8 +293,6 @@ def _environment(job: Job, folder: Path, objects: ObjectStore) -> dict[str, str]
         **os.environ,
         "PYTHONPATH": search_path(),
         "PYTHONUNBUFFERED": "1",
-        "WORLD_SIZE": str(job.nproc),
-        "LOCAL_WORLD_SIZE": str(job.nproc),
         LAUNCHER: str(os.getpid()),
         RENDEZVOUS: f"file://{folder / 'rendezvous'}",
         **traces.environment(),
@@ -297,6 +300,18 @@ def _environment(job: Job, folder: Path, objects: ObjectStore) -> dict[str, str]
     if objects.storage_options:
         environment[STORAGE_OPTIONS] = json.dumps(objects.storage_options)
     return environment
+
+
+def _place(rank: int, nproc: int) -> dict[str, str]:
+    """Which rank of how many a process is. One by itself is none: accelerate would look for others to meet."""
+    if nproc == 1:
+        return {}
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+    }
 
 
 class Job(BaseModel):
@@ -328,6 +343,12 @@ class Job(BaseModel):
     def algorithm(self) -> str:
         """Its usual name: one update serves DPO, IPO and KTO."""
         return self.inputs["settings"].get("kind", self.update)
+
+
+def import_updates() -> None:
+    """Import what every update does, before another thread imports: of transformers, whose modules load their parts
+    when these are asked for, the later of two threads may find a part missing."""
+    update_function("grpo")
 
 
 def update_function(name: UpdateName) -> Callable[..., Any]:

@@ -120,17 +120,17 @@ class LearnerPlan(Plan):
 
     def _processes(self, what: str, settings: LearnerSettings) -> None:
         """A GPU for each process, where there are GPUs, and an object store that all of them reach."""
-        nproc = settings.parallel.nproc
-        if nproc == 1:
+        if not settings.has_own_processes:
             return
+        nproc = settings.parallel.nproc
         self.facts["processes"] = nproc
         gpus = 0 if "learning" in self.placed else num_gpus()
         if gpus and nproc > gpus:
             self.violations.append(f"{what}.parallel.nproc: {nproc} processes, and {gpus} GPUs for them")
         if self.objects is not None and self.objects.url.startswith("memory://"):
             self.violations.append(
-                f"{what}.parallel.nproc: {nproc} processes, but the object store {self.objects.url} exists in this one "
-                "only; set ROLLOUT_STORAGE to a folder or bucket"
+                f"{what}: it is trained in other processes, but the object store {self.objects.url} exists in this one "
+                "only; set ROLLOUT_STORAGE to a folder or bucket, or leave out async_depth and parallel.nproc"
             )
 
     def resources(self, what: str, name: str, settings: LearnerSettings, sequence_tokens: int, **models: int) -> None:

@@ -195,6 +195,9 @@ def test_importance_weights_by_hand():
     assert weights(cap=2.0, mode="mask") == [pytest.approx([1, 0, 0]), pytest.approx([0.5, 1, 1])]
     assert weights(cap=2.0, level="sequence") == [pytest.approx([2, 2, 0]), pytest.approx([0.5, 0.5, 0.5])]
     assert weights(cap=2.0, level="sequence", mode="mask") == [[0, 0, 0], pytest.approx([0.5, 0.5, 0.5])]
+    assert weights(cap=2.0, floor=0.8) == [pytest.approx([1, 2, 0]), pytest.approx([0.8, 1, 1])]
+    assert weights(cap=2.0, floor=0.8, mode="mask") == [pytest.approx([1, 0, 0]), pytest.approx([0, 1, 1])]
+    assert weights(cap=9.0, floor=0.6, level="sequence") == [pytest.approx([3, 3, 0]), pytest.approx([0.6, 0.6, 0.6])]
 
 
 def test_the_correction_takes_the_trainers_own_logprobs_as_old(tiny_model):

@@ -495,10 +495,12 @@ def test_processes_that_have_no_gpu_or_no_common_store_are_refused(work: Path, m
     assert message == "algorithm.parallel.nproc: 2 processes, and 1 GPUs for them"
     monkeypatch.setattr("rollout_core.plans.learner_plan.num_gpus", lambda: 0)
     monkeypatch.setenv("ROLLOUT_STORAGE", "memory://plan")
-    message = refusal("train-sft", work, algorithm__minibatch_size=2, algorithm__parallel__nproc=2)
-    assert message.startswith(
-        "algorithm.parallel.nproc: 2 processes, but the object store memory://plan exists in this"
-    )
+    expected = "algorithm: it is trained in other processes, but the object store memory://plan exists in this one only"
+    for kind, change in (
+        ("train-sft", {"algorithm__minibatch_size": 2, "algorithm__parallel__nproc": 2}),
+        ("train-grpo", {"algorithm__async_depth": 1}),
+    ):
+        assert refusal(kind, work, **change).startswith(expected)
 
 
 def test_all_that_is_wrong_is_told_at_once(work: Path):

@@ -1,0 +1,164 @@
+"""Samples drawn ahead of training: by which weights, beside what, and that a killed run comes to the same bytes."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from flows.ahead import SamplesAhead
+from rollout_core.base.ids import ContentId, hash_bytes
+from rollout_core.base.stopping import raise_if_stopping
+from rollout_core.config import GRPOSettings, ImportanceCorrection
+from rollout_core.objects.records import trace_lineage
+from tests.flows.conftest import finished_samples, objects, wait_for, write_toml
+from tests.flows.test_resume import ROLLOUT, kill
+
+SAMPLES = 160
+
+
+def model(name: object) -> ContentId:
+    return hash_bytes(str(name).encode())
+
+
+@pytest.mark.parametrize(
+    ("depth", "drawn_by"),
+    [
+        (0, "start 2 3 4 5"),
+        (1, "start start 2 3 4"),
+        (2, "start start start 2 3"),
+        (9, "start start start start start"),
+    ],
+)
+def test_which_weights_draw_follows_from_the_depth_alone(depth: int, drawn_by: str):
+    def draw(number: int, weights: ContentId) -> tuple[int, ContentId]:
+        return number, weights
+
+    numbers, found = range(2, 7), []
+    with SamplesAhead(draw, numbers, depth=depth, start=model("start")) as sampler:
+        for number in numbers:
+            found.append(sampler.take(number))
+            sampler.learned(number, model(number))
+    assert found == list(zip(numbers, map(model, drawn_by.split()), strict=True))
+
+
+def test_later_samples_are_drawn_while_one_trains():
+    second = threading.Event()
+
+    def draw(number: int, weights: ContentId) -> int:
+        if number == 1:
+            second.set()
+        return number
+
+    with SamplesAhead(draw, range(3), depth=1, start=model("start")) as sampler:
+        assert sampler.take(0) == 0
+        assert second.wait(10), "asked for before the first iteration has ended"
+        sampler.learned(0, model(0))
+        assert [sampler.take(1), sampler.take(2)] == [1, 2]
+
+
+def test_what_failed_is_raised_where_it_is_taken_and_what_is_under_way_is_given_up():
+    begun: list[int] = []
+
+    def draw(number: int, weights: ContentId) -> None:
+        begun.append(number)
+        if number == 0:
+            raise ValueError("no engine")
+        while True:
+            raise_if_stopping("generation")
+            time.sleep(0.01)
+
+    with (
+        pytest.raises(ValueError, match="no engine"),
+        SamplesAhead(draw, range(9), depth=4, start=model("s")) as sampler,
+    ):
+        sampler.take(0)
+    assert begun in ([0], [0, 1])
+
+
+def test_a_correction_is_the_default_where_samples_are_drawn_ahead():
+    fields = {"prompts": {"path": "x"}, "optimizer": {"lr": 1e-4}}
+    assert GRPOSettings.model_validate(fields).correction is None
+    ahead = GRPOSettings.model_validate({**fields, "async_depth": 1})
+    assert ahead.correction == ImportanceCorrection() and ahead.has_own_processes
+    own = GRPOSettings.model_validate({**fields, "async_depth": 1, "correction": {"cap": 4.0}})
+    assert own.correction == ImportanceCorrection(cap=4.0)
+    plain = GRPOSettings.model_validate({**fields, "correction": {}})
+    assert ahead.cache_identity() == plain.cache_identity(), "an update of the same samples is the same update"
+
+
+def grpo(tiny_model: Path, sorting_task: Any, depth: int) -> dict[str, Any]:
+    return {
+        "schema_version": 1,
+        "seed": 5,
+        "num_threads": 1,
+        "run": {"name": "ahead"},
+        "backend": {"kind": "transformers"},
+        "algorithm": {
+            "kind": "grpo",
+            "async_depth": depth,
+            "iterations": 2,
+            "prompts_per_iteration": 40,
+            "samples_per_prompt": 4,
+            "epochs": 2,
+            "minibatch_size": 40,
+            "gradient_accumulation": 1,
+            "correction": {"cap": 2.0, "floor": 0.5},
+            "base_model": {"uri": str(tiny_model)},
+            "prompts": {"path": str(sorting_task.prompts)},
+            "sampling": {"max_tokens": 14},
+            "optimizer": {"lr": 1e-3},
+            "reward": {"kind": "expression", "expression": "num_characters / 10"},
+            "snapshots": {"every_steps": 1},
+        },
+    }
+
+
+def models_of(output: str) -> tuple[ContentId, set[ContentId]]:
+    """The last model of a run, and those that its updates started from."""
+    found = re.search(r"^model: ([0-9a-f]{64})", output, re.MULTILINE)
+    assert found, output[-3000:]
+    last = ContentId(found[1])
+    made = [item for item in trace_lineage(objects(), last) if item.stage == "grpo_update"]
+    return last, {item.inputs["model"] for item in made}
+
+
+@pytest.mark.server
+def test_killed_while_it_samples_beside_an_update_a_run_comes_to_the_same_bytes(
+    tiny_model, sorting_task, tmp_path, start_process, prefect_server, monkeypatch
+):
+    config = write_toml(tmp_path / "ahead.toml", grpo(tiny_model, sorting_task, depth=1))
+
+    def start(name: str):
+        for variable, value in (
+            ("ROLLOUT_STORAGE", f"file://{tmp_path / name / 'objects'}"),
+            ("ROLLOUT_DATABASE", f"sqlite:///{tmp_path / name / 'rollout.db'}"),
+            ("ROLLOUT_CACHE", str(tmp_path / name / "cache")),
+        ):
+            monkeypatch.setenv(variable, value)
+        environment = {"PREFECT_API_URL": prefect_server, "COLUMNS": "200"}
+        return start_process(*ROLLOUT, "train", "grpo", "--config", str(config), env=environment)
+
+    undisturbed = start("undisturbed")
+    output = undisturbed.communicate(timeout=240)[0]
+    assert undisturbed.returncode == 0, output[-4000:]
+    expected = models_of(output)
+    assert len(expected[1] - {expected[0]}) == 2, "each of the two updates has changed the weights"
+
+    killed = start("killed")
+
+    def samples_beside_an_update() -> bool:
+        learners = [child for child in psutil.Process(killed.pid).children() if "rank" in " ".join(child.cmdline())]
+        return bool(learners) and SAMPLES < finished_samples() < 2 * SAMPLES
+
+    wait_for(samples_beside_an_update, "the second iteration's samples, beside the first's update", process=killed)
+    kill(killed)
+    resumed = start("killed")
+    output = resumed.communicate(timeout=240)[0]
+    assert resumed.returncode == 0, output[-4000:]
+    assert models_of(output) == expected
