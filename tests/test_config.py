@@ -34,6 +34,7 @@ EXAMPLES = {
     "sft-tiny.toml": TrainSFTConfig,
     "ppo-tiny.toml": TrainPPOConfig,
     "grpo-tiny.toml": TrainGRPOConfig,
+    "grpo-dask.toml": TrainGRPOConfig,
     "dapo-tiny.toml": TrainGRPOConfig,
     "rm-tiny.toml": TrainRMConfig,
     "dpo-tiny.toml": TrainDPOConfig,

@@ -82,9 +82,10 @@ def test_the_example_trains_and_a_second_run_is_cached(kind, tiny_model, prefere
     assert sum(row["loss"] for row in rows[-4:]) < sum(row["loss"] for row in rows[:4])
     assert sum(row["rewards/margins"] for row in rows[-4:]) > sum(row["rewards/margins"] for row in rows[:4])
     assert result["train_state"] in {snapshot.id for snapshot in snapshots_of(kind)}
-    before = len(dict(objects().blobs()))
+    before = set(dict(objects().blobs()))
     assert flow(config) == result
-    assert len(dict(objects().blobs())) == before
+    written = [objects().get_json(found) for found in set(dict(objects().blobs())) - before]
+    assert [set(document) for document in written] == [{"holder", "process"}], "its own lease and nothing else"
 
 
 @pytest.mark.server
