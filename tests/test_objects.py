@@ -367,10 +367,11 @@ def test_a_cached_tree_is_fetched_once_and_repaired_when_files_are_lost(local: O
     (folder / "empty").unlink()
     (cache / f".{content_id}.01ABC.tmp").mkdir()  # left by a killed process
     assert read_tree(local.local_tree(content_id, cache)) == TREE
-    assert sorted(p.name for p in cache.iterdir()) == [f".{content_id}.lock", content_id]
+    kept = [f".{content_id}.lock", f".{content_id}.use"]
+    assert sorted(p.name for p in cache.iterdir()) == [*kept, content_id]
     for _ in range(2):
         forget_local_tree(content_id, cache)
-    assert [p.name for p in cache.iterdir()] == [f".{content_id}.lock"]
+    assert sorted(p.name for p in cache.iterdir()) == kept
     assert read_tree(local.local_tree(content_id, cache)) == TREE
 
 

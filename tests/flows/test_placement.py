@@ -17,12 +17,13 @@ import pytest
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import DaskCluster, InferBatchConfig, NightlyConfig, parse_config
+from rollout_core.objects.snapshots import PROGRESS_REFS
 from rollout_core.plans.cluster import check_cluster, check_reach
 from rollout_core.plans.learner_plan import plan_nightly
 from rollout_core.plans.plan import Plan
 from rollout_core.store.connections import plain_connections
 from tests.conftest import PROJECT
-from tests.flows.conftest import finished_samples, snapshots_of, wait_for, write_toml
+from tests.flows.conftest import finished_samples, objects, wait_for, write_toml
 from tests.flows.test_dask import Cluster, attempts, cluster, kill
 from tests.flows.test_resume import ROLLOUT, finish
 
@@ -111,7 +112,7 @@ def test_a_nightly_run_is_placed_stage_by_stage_loses_two_workers_and_ends_in_th
     wait_for(lambda: num_workers(cluster.address) == 4, "four workers")
     config = write_toml(tmp_path / "placed.toml", {**small, "placement": placement(cluster.address)})
     driver = run(config)
-    wait_for(lambda: snapshots_of("sft"), "an SFT snapshot", process=driver)
+    wait_for(lambda: list(objects().list_refs(PROGRESS_REFS)), "a snapshot that SFT resumes from", process=driver)
     kill(learner)
     learner = worker("next-learner", "LEARNER=1")
     wait_for(lambda: finished_samples() > 64 + SAMPLES // 4, "samples of the iteration", process=driver)
