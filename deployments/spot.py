@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import UTC, datetime
 from http import HTTPStatus
+from http.client import HTTPException
 from typing import Literal
 
 from rollout_core.base.errors import ConfigError
@@ -157,7 +158,7 @@ def metadata(kind: Kind) -> Metadata | None:
             continue
         try:
             service.notice(wait=False)
-        except (OSError, ValueError, KeyError) as error:
+        except _NO_ANSWER as error:
             if kind != "auto":
                 raise ConfigError(
                     f"--spot {kind}: the metadata service does not answer as that of {kind} ({error}); on another "
@@ -166,6 +167,10 @@ def metadata(kind: Kind) -> Metadata | None:
         else:
             return service
     return None
+
+
+_NO_ANSWER = (OSError, HTTPException, ValueError, KeyError, TypeError)
+"""What comes of a metadata service that is away, breaks off, or answers with something else."""
 
 
 class SpotWatch:
@@ -199,7 +204,7 @@ class SpotWatch:
             if not self._advised and (advice := self._service.advice()) is not None:
                 self._advised = True
                 self._say(advice)
-        except (OSError, ValueError, KeyError) as error:
+        except _NO_ANSWER as error:
             if self._trouble is None:
                 self._say(f"the metadata service of {self._service.kind} does not answer ({error}); notices are unseen")
             self._trouble = str(error)

@@ -125,7 +125,7 @@ class _Keeper:
                 asked = asyncio.run_coroutine_threadsafe(self._renew(self._lease), self._loop)
                 try:
                     asked.result(AWAY_SECONDS)
-                except (Recoverable, TimeoutError) as error:
+                except (RolloutError, TimeoutError) as error:
                     self._note_away(error)
         if self._is_lost:
             raise Stopped(f"what stage {self._stage} made is not written: its lease is another's")

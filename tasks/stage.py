@@ -329,6 +329,7 @@ class Stage(Generic[P, R]):
         # A refresh's result is from then on also that of runs without one. Its own key is written last: once that is
         # there, nothing is done again.
         for key in dict.fromkeys([self._plain_key(inputs), run.key]):
+            run.check()
             document = get_result_store().create_result_record(record.model_dump(mode="json"), key=key).serialize()
             run.storage.write_path(key, document)
         if self._stored(run.storage, run.key) != record:

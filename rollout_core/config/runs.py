@@ -155,6 +155,13 @@ class PlacedRun(Run):
     placement: PlacementConfig | None = None
     """Where generation, scoring and learning run. Default: in the flow's process."""
 
+    @model_validator(mode="after")
+    def _drawn_ahead_in_the_flows_process(self) -> PlacedRun:
+        learners = [value for _, value in self if isinstance(value, GRPOSettings | PPOSettings)]
+        if self.placement is not None and any(learner.async_depth for learner in learners):
+            raise ValueError("placement and async_depth: stages on workers are not drawn ahead; leave out one of them")
+        return self
+
 
 class TrainSFTConfig(TrainConfig[SFTAlgorithm]):
     """`rollout train sft`."""

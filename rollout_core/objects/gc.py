@@ -208,7 +208,7 @@ class Marking:
     def reach_refs(self) -> None:
         """Reach what every ref names but unused notes; what is about a blob is followed only from what is live, though
         records of lineage are kept for a while."""
-        roots = set()
+        roots = set(self._scope.extra_roots)
         gone = self._scope.absent
         names = [
             name for name in self._objects.ref_names("") if f"refs/{name}" not in self._unused and name not in gone

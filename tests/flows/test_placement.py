@@ -122,7 +122,7 @@ def test_a_nightly_run_is_placed_stage_by_stage_loses_two_workers_and_ends_in_th
     assert stages
 
     by_worker = {int(worker.split(":")[-2]) for _, _, status, worker in attempts() if status == "succeeded"}
-    assert by_worker == {first.pid, second.pid}, "generation is shared by those that offer a GPU"
+    assert second.pid in by_worker and by_worker <= {first.pid, second.pid}, "those generate that offer a GPU"
     assert trained(tmp_path / "learner") and trained(tmp_path / "next-learner")
     assert not any(trained(tmp_path / name) for name in ("first", "second", "third"))
     scored = [(tmp_path / name / "log").read_text() for name in ("second", "third")]
@@ -193,6 +193,8 @@ def test_a_placement_that_cannot_be_is_one_error_each(small):
     assert "at least one of the tables generation, scoring and learning" in violations({"dask": dask})
     assert "placement.learning.resources.GPU" in violations({"dask": dask, "learning": {"resources": {"GPU": 0}}})
     assert "placement.learning.workers" in violations({"dask": dask, "learning": {"workers": 2}})
+    ahead = violations({"dask": dask, "learning": {}}, ppo={**small["ppo"], "async_depth": 1})
+    assert "placement and async_depth: stages on workers are not drawn ahead" in ahead
     batch = {
         "model": {"uri": "m"}, "sampling": {"max_tokens": 4}, "input": {"glob": "*"}, "output": {"dir": "out"},
     }  # fmt: skip
