@@ -29,6 +29,9 @@ from rollout_core.base.errors import ConfigError
 Kind = Literal["aws", "gce", "auto", "none"]
 LEAD_SECONDS = {"aws": 120.0, "gce": 30.0}
 """From a notice to the end of the machine."""
+LEAST_SECONDS = 30.0
+"""Taken for what is left where this machine's clock says less: to be cut off amid a snapshot is no worse than to be
+killed before it."""
 POLL_SECONDS = 2.0
 """Between two questions; AWS asks for no more than 5 s."""
 CHANGE_SECONDS = 60
@@ -88,8 +91,9 @@ class AWSMetadata(Metadata):
         told = json.loads(text)
         at = datetime.fromisoformat(str(told["time"]).replace("Z", "+00:00"))
         left = (at.replace(tzinfo=at.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
-        # What a clock that is wrong makes of it is never longer than AWS gives.
-        return Notice(f"AWS will {told['action']} this machine at {at:%H:%M:%S} UTC", min(left, LEAD_SECONDS["aws"]))
+        # A clock may be wrong. What it makes of the time is no longer than AWS gives, nor too short for a snapshot.
+        left = min(max(left, LEAST_SECONDS), LEAD_SECONDS["aws"])
+        return Notice(f"AWS will {told['action']} this machine at {at:%H:%M:%S} UTC", left)
 
     def advice(self) -> str | None:
         if self._read("events/recommendations/rebalance") is None:

@@ -47,6 +47,8 @@ RESERVE_SECONDS = 5.0
 """Of the time to drain, for handing back what has not ended by then; at most a third of it."""
 HEALTH_SECONDS = 2.0
 """The longest wait for a server's health check."""
+AGAIN_SECONDS = 1.0
+"""Between tries to hand a run back."""
 ASK_SECONDS = 10.0
 """Between two looks at what the server says of this pool's runs."""
 LEFT_SECONDS = {"CRASHED": 20.0, "PENDING": 300.0}
@@ -108,6 +110,10 @@ class SupervisedWorker:
             began, worker = time.monotonic(), self._start()
             try:
                 reason = self._watch(worker)
+                if self._notice() is None:
+                    self._end(worker, time.monotonic() + self._drain_seconds)
+                    self._say(f"the worker {reason}")
+                    self._take_back_runs("its worker died")
             except BaseException:
                 self._drain(worker, self._drain_seconds)
                 raise
@@ -115,11 +121,9 @@ class SupervisedWorker:
                 self._say(f"{notice.reason}, in {notice.seconds_left:.0f} s: the worker takes no run more")
                 self._drain(worker, notice.seconds_left)
                 return notice
-            self._end(worker, time.monotonic() + self._drain_seconds)
             if time.monotonic() - began > STEADY_SECONDS:
                 pause = FIRST_PAUSE_SECONDS
-            self._say(f"the worker {reason}; another one starts in {pause:g} s")
-            self._take_back_runs("its worker died")
+            self._say(f"another worker starts in {pause:g} s")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         self._say(f"{notice.reason}: no worker starts")
@@ -218,8 +222,7 @@ class SupervisedWorker:
         With a ``deadline``, of a worker that was drained, a run's start is not counted as one of its tries.
         """
         # Runs that died with their worker are among the first only, those begun since the last look among the others.
-        runs = self._runs | runs_of(self._descendants())
-        self._runs = {}
+        runs = self._runs = self._runs | runs_of(self._descendants())
         for process in runs.values():
             with suppress(psutil.NoSuchProcess):
                 process.terminate()
@@ -230,12 +233,18 @@ class SupervisedWorker:
                 process.kill()
         if runs and deadline is None:
             self._look_after_server()  # it may have died with the worker
-        for run_id in runs:
+        for run_id in list(runs):
+            self._say(f"flow run {run_id} {self._give_back(run_id, reason, deadline)}")
+            del runs[run_id]
+
+    def _give_back(self, run_id: str, reason: str, deadline: float | None) -> str:
+        while True:
             try:
-                done = give_back(run_id, reason, is_drained=deadline is not None, worker=self._worker_name)
-                self._say(f"flow run {run_id} {done}")
+                return give_back(run_id, reason, is_drained=deadline is not None, worker=self._worker_name)
             except Exception as error:  # noqa: BLE001 - any of the client's; the next worker must start whatever it is
-                self._say(f"flow run {run_id} could not be handed back ({error}); retry it by hand")
+                if deadline is None or time.monotonic() + AGAIN_SECONDS > deadline:
+                    return f"could not be handed back ({error}); retry it by hand"
+            time.sleep(AGAIN_SECONDS)
 
 
 class Outages:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,8 @@ class DrainingWorker(ProcessWorker):
         self._is_draining = False
         self._in_hand = 0
         """Runs whose `run` has not returned."""
+        self.has_left_runs = False
+        """Some could not be handed back; the supervisor, which knows them, tries again."""
 
     async def work(self) -> None:
         """Take runs, until a signal."""
@@ -92,12 +95,20 @@ class DrainingWorker(ProcessWorker):
                 result = await super().run(flow_run, configuration, task_status)
             if self._is_draining and (result.status_code or result.identifier == "none"):
                 # One that ended by itself has handed itself back, and may be another worker's by now.
-                done = await asyncio.to_thread(give_back, str(flow_run.id), reason="its worker stops")
-                self._logger.info("flow run %s %s", flow_run.id, done)
+                await self._give_back(str(flow_run.id))
                 return ProcessWorkerResult(status_code=0, identifier=result.identifier)
             return result
         finally:
             self._in_hand -= 1
+
+    async def _give_back(self, run_id: str) -> None:
+        try:
+            done = await asyncio.to_thread(give_back, run_id, reason="its worker stops")
+        except Exception as error:  # noqa: BLE001 - any of the client's
+            self.has_left_runs = True
+            self._logger.warning("flow run %s could not be handed back: %s", run_id, error)
+        else:
+            self._logger.info("flow run %s %s", run_id, done)
 
 
 def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
@@ -119,6 +130,8 @@ def main() -> None:
         heartbeat_interval_seconds=int(PREFECT_WORKER_HEARTBEAT_SECONDS.value()),
     )
     asyncio.run(worker.work())
+    if worker.has_left_runs:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ class _Keeper:
         self._lease: Lease | None = None
         self._waits_for: str | None = None
         self._is_held = threading.Event()
-        self._is_away = self._is_lost = False
+        self._is_away = self._is_lost = self._goes_without = False
         self._answered_at = time.monotonic()
         self._loop = asyncio.new_event_loop()
         self._ended = asyncio.Event()
@@ -106,7 +106,8 @@ class _Keeper:
             runner.run(self._keep())
 
     def wait_until_held(self) -> None:
-        """Returns without it, after a warning, where the database does not answer."""
+        """Returns without it, after a warning, where the database does not answer; it is taken when it does, if it is
+        free then."""
         while not self._is_held.wait(_POLL_SECONDS):
             raise_if_stopping(f"waiting for another that computes {self._stage}")
             if self._done.done():
@@ -116,7 +117,8 @@ class _Keeper:
                     "the database does not answer, so %s is computed without a lease; another machine may do the same",
                     self._stage,
                 )
-                return self.end()
+                self._goes_without = True
+                return
 
     def check(self) -> None:
         """Raises Stopped once the lease is another's; asks the database now, if it answers."""
@@ -203,4 +205,7 @@ class _Keeper:
     def _note_holder(self, holding: Holding) -> None:
         if self._waits_for != holding.owner:
             self._waits_for = holding.owner
+            if self._goes_without:
+                self._log.warning("%s is computing %s on the same inputs, too", holding.owner, self._stage)
+                return
             self._log.info("%s is computing %s on the same inputs; waiting for its result", holding.owner, self._stage)

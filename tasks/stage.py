@@ -290,10 +290,9 @@ class Stage(Generic[P, R]):
         storage = connections.result_storage()
         run = StageRun(self.name, self.key(inputs), storage, str(context.task_run.flow_run_id or context.task_run.id))
         token = _current_run.set(run)
-        compute = self._compute_once if self.cached else self._compute
+        compute = self._compute_once if self.cached else self._compute_in_time
         try:
-            with in_time(self.name, timeout_seconds) as interruption:
-                return run_interruptibly(lambda: compute(run, inputs), stop_signal, interruption)
+            return run_interruptibly(lambda: compute(run, inputs, timeout_seconds), stop_signal)
         finally:
             _current_run.reset(token)
 
@@ -301,8 +300,13 @@ class Stage(Generic[P, R]):
         emit(WorkStart(stage=self.name))
         return self._function(**inputs)  # pyright: ignore[reportCallIssue]
 
-    def _compute_once(self, run: StageRun, inputs: dict[str, Any]) -> R:
-        with alone(run.key, self.name) as check:
+    def _compute_in_time(self, run: StageRun, inputs: dict[str, Any], timeout_seconds: float | None) -> R:
+        with in_time(self.name, timeout_seconds):
+            return self._compute(run, inputs)
+
+    def _compute_once(self, run: StageRun, inputs: dict[str, Any], timeout_seconds: float | None) -> R:
+        # Its time begins when nobody else is at work: what another takes is not its own.
+        with alone(run.key, self.name) as check, in_time(self.name, timeout_seconds):
             run = replace(run, check=check)
             _current_run.set(run)
             record = self._stored(run.storage, run.key)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from rollout_core.base.errors import StageTimeout
-from rollout_core.base.stopping import Interruption
+from rollout_core.base.stopping import current_interruption
 from rollout_core.config import StageTimeouts
 
 KEEP_SECONDS = 120.0
@@ -72,11 +72,11 @@ def kind_of(stage: str) -> str:
 
 
 @contextmanager
-def in_time(stage: str, seconds: float | None) -> Iterator[Interruption]:
-    """An interruption for a call of a stage, requested when the time is up."""
-    interruption = Interruption()
-    if seconds is None:
-        yield interruption
+def in_time(stage: str, seconds: float | None) -> Iterator[None]:
+    """Interrupt the call of a stage, if what it does inside the block takes longer."""
+    interruption = current_interruption()
+    if seconds is None or interruption is None:
+        yield
         return
 
     def end() -> None:
@@ -90,6 +90,6 @@ def in_time(stage: str, seconds: float | None) -> Iterator[Interruption]:
     timer.daemon = True
     timer.start()
     try:
-        yield interruption
+        yield
     finally:
         timer.cancel()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+from uuid import uuid4
 
 import psutil
 import pytest
@@ -361,10 +364,27 @@ def required(kind: Any) -> Any:
     return found
 
 
-def test_a_wrong_clock_makes_the_time_that_is_left_no_longer_than_the_cloud_gives(cloud: Cloud):
-    cloud.take_back(3600.0)
+def test_a_run_that_cannot_be_handed_back_is_left_to_the_supervisor(monkeypatch: pytest.MonkeyPatch):
+    from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+    from deployments.worker import DrainingWorker
+
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{nobody.getsockname()[1]}/api"
+        with temporary_settings({PREFECT_API_URL: address, PREFECT_CLIENT_MAX_RETRIES: 0}):
+            worker = DrainingWorker(name="here", work_pool_name="cpu")
+            asyncio.run(worker._give_back(str(uuid4())))
+    assert worker.has_left_runs
+
+
+@pytest.mark.parametrize(("left", "least", "most"), [(3600.0, 100.0, 120.0), (-60.0, 20.0, 30.0)])
+def test_a_wrong_clock_makes_the_time_no_longer_than_the_cloud_gives_and_leaves_some(
+    cloud: Cloud, left: float, least: float, most: float
+):
+    cloud.take_back(left)
     notice = AWSMetadata().notice(wait=False)
-    assert notice is not None and 100.0 < notice.seconds_left <= 120.0
+    assert notice is not None and least < notice.seconds_left <= most
 
 
 def test_a_silent_service_is_told_once_and_when_it_answers_again(monkeypatch: pytest.MonkeyPatch):

@@ -16,6 +16,7 @@ import pytest
 import tasks
 from rollout_core.base.errors import ConfigError, CorruptObject, Fatal, Recoverable, RetryHint, StageTimeout
 from rollout_core.base.ids import ContentId, hash_bytes
+from rollout_core.base.locks import exclusive
 from rollout_core.base.stopping import is_stopping, raise_if_stopping
 from rollout_core.config import Run, RunInfo, SnapshotPolicy, StageTimeouts
 from rollout_core.objects import ObjectStore
@@ -463,6 +464,22 @@ def test_a_stage_that_always_takes_too_long_fails_and_says_why(stages, run, obje
     assert len(CALLS) == RETRIES + 1
     made, _ = run(lambda: stages["last"]("b"))
     assert made.number == RETRIES + 2, "a run without the limit went on from there"
+
+
+def test_waiting_for_another_that_computes_the_same_takes_nothing_off_a_stages_time(stages, run):
+    from tasks.connections import lock_folder
+
+    counted, is_held = stages["last"], threading.Event()
+
+    def other() -> None:
+        with exclusive(lock_folder() / f"{counted.key({'name': 'd', 'heeds': True, 'label': '0'})}.lock"):
+            is_held.set()
+            time.sleep(2.0)
+
+    threading.Thread(target=other).start()
+    assert is_held.wait(10)
+    made, states = run(lambda: counted("d"), timeouts={"filing": 1.0})
+    assert (made.number, states, CALLS) == (1, ["Completed"], [("last", 0)])
 
 
 def test_a_stage_that_does_not_end_when_its_time_is_up_is_left_behind(stages, run, monkeypatch):
