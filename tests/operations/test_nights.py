@@ -47,10 +47,13 @@ def own_deployment(name: str, **fields: Any) -> dict[str, Any]:
 @pytest.mark.timeout(900)
 def test_of_three_missed_nights_one_runs_and_two_triggers_never_overlap(machine: Machine, small_nightly, server_logs):
     machine.rollout("ops", "install", "--webhook", machine.webhook)
+    missed = nightly(shortest(small_nightly, seed=5), schedules=[])
+    machine.deploy(missed, own_deployment("morning-check", schedules=[]), folder=PROJECT)
+    # Only now, or on a busy machine the nights would be over before they are known.
     first = datetime.now(UTC) + timedelta(seconds=20)
     rule = f"DTSTART:{first:%Y%m%dT%H%M%S}\nRRULE:FREQ=SECONDLY;INTERVAL=2;COUNT={NIGHTS}"
-    missed = nightly(shortest(small_nightly, seed=5), schedules=[{"rrule": rule, "timezone": "UTC"}])
-    machine.deploy(missed, own_deployment("morning-check", schedules=[]), folder=PROJECT)
+    deployment = machine.ask("deployments/name/nightly/nightly")["id"]
+    machine.ask(f"deployments/{deployment}/schedules", [{"schedule": {"rrule": rule, "timezone": "UTC"}}])
     late = wait_for(lambda: runs(machine, "Late", NIGHTS), "three missed nights")
     newest = max(late, key=lambda run: run["expected_start_time"])
 
