@@ -305,7 +305,6 @@ class Stage(Generic[P, R]):
             return self._compute(run, inputs)
 
     def _compute_once(self, run: StageRun, inputs: dict[str, Any], timeout_seconds: float | None) -> R:
-        # Its time begins when nobody else is at work: what another takes is not its own.
         with alone(run.key, self.name) as check, in_time(self.name, timeout_seconds):
             run = replace(run, check=check)
             _current_run.set(run)

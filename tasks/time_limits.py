@@ -73,7 +73,8 @@ def kind_of(stage: str) -> str:
 
 @contextmanager
 def in_time(stage: str, seconds: float | None) -> Iterator[None]:
-    """Interrupt the call of a stage, if what it does inside the block takes longer."""
+    """Interrupt the call of a stage, if what it does inside the block takes longer. Waiting for another that computes
+    the same is outside: what that one takes is not its time."""
     interruption = current_interruption()
     if seconds is None or interruption is None:
         yield
