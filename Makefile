@@ -1,6 +1,7 @@
 # make run    set everything up and run the nightly example to a report
 # make agents set everything up and train an agent that looks things up, to a report
-# make test   set everything up and run all tests
+# make test   set everything up and run the tests
+# make campaigns  the tests of minutes each, in which processes are killed, lost and outlived
 # make smoke  three workers share stages, one is killed, one is stolen from
 # make check  ruff, pyright, import-linter
 
@@ -11,7 +12,7 @@ STAMP := $(VENV)/.installed
 CONFIG ?= examples/nightly-tiny.toml
 PORT ?= 4200
 
-.PHONY: setup run agents test test-fast smoke check format serve bench clean
+.PHONY: setup run agents test test-fast campaigns smoke check format serve bench clean
 
 setup: $(STAMP)
 
@@ -36,10 +37,13 @@ agents: setup
 
 # Two files at a time: much of the suite waits for processes that it started.
 test: setup
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -m "not campaign" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-fast: setup
-	$(BIN)/pytest -m "not engine and not server"
+	$(BIN)/pytest -m "not engine and not server and not campaign"
+
+campaigns: setup
+	$(BIN)/pytest -m campaign --numprocesses 2 --dist load
 
 # Three workers on one store, one killed and one stolen from; a table of what came of it.
 smoke: setup

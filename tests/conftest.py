@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -89,11 +90,30 @@ def clean_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def prefect_database(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """Database of a Prefect server that has never run. Making its tables is half of a server's start."""
+    from rollout_core.base.locks import exclusive
+
+    root = tmp_path_factory.getbasetemp()
+    root = root if worker_id == "master" else root.parent  # which the workers share
+    made, home = root / "prefect.db", root / "prefect-tables"
+    with exclusive(root / "prefect-database.lock"):
+        if not made.exists():
+            subprocess.run(
+                [sys.executable, "-m", "prefect", "server", "database", "upgrade", "-y"],
+                env={**os.environ, "PREFECT_HOME": str(home)}, cwd=root, check=True, capture_output=True, timeout=300,
+            )  # fmt: skip
+            (home / "prefect.db").rename(made)
+    return made
+
+
+@pytest.fixture(scope="session")
+def prefect_server(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Iterator[str]:
     """Address of one real Prefect server for the whole session, whose log is free of errors at its end."""
     from flows.connections import LOG, prefect_server as running_server
 
     home = tmp_path_factory.mktemp("prefect")
+    shutil.copy(prefect_database, home)
     logs = ServerLogs()
     logs.watch(home / LOG)
     before = {name: os.environ.get(name) for name in ("PREFECT_HOME", "PREFECT_API_URL")}

@@ -202,6 +202,7 @@ def sample(name: str, *models: ContentId | None, task="t") -> TokenSample:
     return TokenSample(name, [1], [2], [-0.5], "stop", 1.0, task, model_ids=list(models), part_rewards=[None])
 
 
+@pytest.mark.campaign
 def test_killed_in_an_update_it_learns_from_the_same_rollouts_to_the_same_weights(start_process, tiny_model, tmp_path):
     def start(storage: str, max_updates: int):
         return start_process(*SCRIPT, str(tmp_path), str(tmp_path / storage), str(tiny_model), str(max_updates))

@@ -103,6 +103,7 @@ def test_the_same_spans_give_the_same_weights_and_finished_rollouts_are_not_run_
     assert first.history == second.history == other.history and len(first.history) == 3
 
 
+@pytest.mark.campaign
 def test_killed_and_run_again_it_runs_no_rollout_twice_and_ends_in_the_same_weights(
     start_process, tiny_model, tmp_path
 ):

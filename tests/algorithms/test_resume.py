@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +20,8 @@ from rollout_core.base.errors import Fatal
 from rollout_core.config import OptimizerConfig, SnapshotPolicy
 from rollout_core.objects.records import Checkpoint
 from rollout_core.objects.snapshots import FINISHED, SnapshotStore
+
+PROJECT = Path(__file__).parents[2]
 
 
 class Interrupted(Exception):
@@ -44,12 +49,12 @@ def started(folder: Path, model: Path, name: str) -> tuple[Checkpoint, list[int]
     return UPDATES[name](place, model), steps
 
 
-def check_resumed(name: str, steps: list[int], killed_at: int) -> None:
-    """The part that was interrupted goes on after its start; parts before it are not trained again."""
-    if name in ON_POLICY and killed_at > 6:
+def check_resumed(name: str, steps: list[int], last: int) -> None:
+    """The part that was interrupted in step ``last`` goes on after its start; parts before it are not trained again."""
+    if name in ON_POLICY and last > 6:
         assert steps[0] == 6, "the first iteration is done"
-        steps, killed_at = steps[1:], killed_at - 6
-    assert 0 < steps[0] <= killed_at
+        steps, last = steps[1:], last - 6
+    assert 0 < steps[0] <= last
 
 
 @pytest.mark.parametrize(
@@ -70,40 +75,54 @@ def test_an_interrupted_update_ends_in_the_same_record(
     assert sum(steps) <= stop_after
 
 
-def killed(start_process: Callable, *arguments: str) -> None:
-    process = start_process(str(Path(__file__).with_name("updates.py")), *arguments)
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == -signal.SIGKILL, output
+BY_STEP = [name for name in UPDATES if name != "sgd"]
+IN_WRITE = [(name, moment) for name in ("sft", "dpo", "grpo") for moment in ("files", "filed")]
 
 
-@pytest.mark.parametrize("name", [name for name in UPDATES if name != "sgd"])
+def killed_at(name: str) -> int:
+    """PPO and GRPO are killed in the second epoch of their second iteration."""
+    return 9 if name in ON_POLICY else 5
+
+
+@pytest.fixture(scope="module")
+def killed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """Folder of an update whose process was killed at a moment."""
+    folder = tmp_path_factory.mktemp("killed")
+    jobs = [f"{name}:step:{killed_at(name)}" for name in BY_STEP]
+    jobs += [f"{name}:{moment}:2" for name, moment in IN_WRITE]
+    script = str(Path(__file__).with_name("updates.py"))
+    done = subprocess.run(
+        [sys.executable, script, str(folder), str(tiny_model), *jobs],
+        cwd=PROJECT, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ended = json.loads(done.stdout.splitlines()[-1])
+
+    def folder_of(name: str, moment: str) -> Path:
+        assert ended[f"{name}-{moment}"] == -signal.SIGKILL, done.stderr
+        return folder / f"{name}-{moment}"
+
+    return folder_of
+
+
+@pytest.mark.parametrize("name", BY_STEP)
 def test_killed_and_taken_up_by_another_process_it_ends_in_the_same_record(
-    undisturbed: dict[str, Checkpoint], tiny_model: Path, tmp_path: Path, start_process: Callable, name: str
+    undisturbed: dict[str, Checkpoint], tiny_model: Path, killed: Callable[[str, str], Path], name: str
 ):
-    """PPO and GRPO are killed in the second epoch of their second iteration. Equal records name equal snapshots, byte
-    for byte."""
-    stop_after = 9 if name in ON_POLICY else 5
-    killed(start_process, str(tmp_path), str(tiny_model), name, "step", str(stop_after))
-    checkpoint, steps = started(tmp_path, tiny_model, name)
+    """Equal records name equal snapshots, byte for byte."""
+    checkpoint, steps = started(killed(name, "step"), tiny_model, name)
     assert checkpoint == undisturbed[name]
-    check_resumed(name, steps, stop_after)
+    check_resumed(name, steps, killed_at(name))
 
 
-@pytest.mark.parametrize("moment", ["files", "filed"])
-@pytest.mark.parametrize("name", ["sft", "dpo", "grpo"])
+@pytest.mark.parametrize(("name", "moment"), IN_WRITE)
 def test_killed_while_a_snapshot_is_written_it_goes_on_from_the_one_before(
-    undisturbed: dict[str, Checkpoint],
-    tiny_model: Path,
-    tmp_path: Path,
-    start_process: Callable,
-    name: str,
-    moment: str,
+    undisturbed: dict[str, Checkpoint], tiny_model: Path, killed: Callable[[str, str], Path], name: str, moment: str
 ):
-    killed(start_process, str(tmp_path), str(tiny_model), name, moment, "2")
-    place = update_context(tmp_path)
+    place = update_context(folder := killed(name, moment))
     [(_, before)] = place.objects.list_refs("progress")
     step = SnapshotStore(place.objects).get(before).step
-    checkpoint, steps = started(tmp_path, tiny_model, name)
+    checkpoint, steps = started(folder, tiny_model, name)
     assert checkpoint == undisturbed[name]
     assert steps[0] == step > 0
 

@@ -1,8 +1,8 @@
 """Small updates of real models, for tests and for the processes they kill.
 
-``python updates.py FOLDER MODEL NAME MOMENT NUMBER`` runs update NAME in FOLDER and kills itself: MOMENT step: after
-optimizer step NUMBER, counted over the whole update, and not before there is a snapshot; files, filed: while it writes
-snapshot NUMBER.
+``python updates.py FOLDER MODEL NAME:MOMENT:NUMBER...`` runs each update NAME in FOLDER/NAME-MOMENT, in a process that
+kills itself: MOMENT step: after optimizer step NUMBER, counted over the whole update, and not before there is a
+snapshot; files, filed: while it writes snapshot NUMBER. It writes how each process ended, as JSON by folder.
 """
 
 from __future__ import annotations
@@ -290,10 +290,8 @@ def die_in_write(number: int, *, having_filed: bool) -> None:
     ObjectStore.put_files, ObjectStore.set_ref = put_files, set_ref
 
 
-def main() -> None:
-    folder, model, name, moment, number = sys.argv[1:]
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-    place = update_context(Path(folder))
+def run_and_die(folder: Path, model: Path, name: str, moment: str, number: int) -> None:
+    place = update_context(folder)
 
     def stop() -> None:
         """Not before a snapshot is there to go on from."""
@@ -302,10 +300,25 @@ def main() -> None:
             time.sleep(0.01)
         die()
 
-    counter = StepCounter(int(number) if moment == "step" else 0, stop)
+    counter = StepCounter(number if moment == "step" else 0, stop)
     if moment != "step":
-        die_in_write(int(number), having_filed=moment == "filed")
-    UPDATES[name](replace(place, on_step=counter), Path(model))
+        die_in_write(number, having_filed=moment == "filed")
+    UPDATES[name](replace(place, on_step=counter), model)
+
+
+def main() -> None:
+    folder, model = map(Path, sys.argv[1:3])
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+    ended: dict[str, int] = {}
+    for name, moment, number in (job.split(":") for job in sys.argv[3:]):
+        place = f"{name}-{moment}"
+        # Nothing was computed yet, so no thread is lost; imports, which take most of the time, are done once.
+        process = os.fork()
+        if not process:
+            run_and_die(folder / place, model, name, moment, int(number))
+            os._exit(0)
+        ended[place] = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    sys.stdout.write(json.dumps(ended))
 
 
 if __name__ == "__main__":

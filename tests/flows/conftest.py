@@ -48,9 +48,9 @@ def nightly_config(model: Path, *, sft: str, prompts: str, held_out: str, report
         },
         "ppo": {
             "iterations": 2,
-            "prompts_per_iteration": 640,
+            "prompts_per_iteration": 160,
             "epochs": 3,
-            "minibatch_size": 80,
+            "minibatch_size": 20,
             "gradient_accumulation": 1,
             "prompts": {"path": prompts},
             "sampling": {"max_tokens": 14},

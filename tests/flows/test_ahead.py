@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from flows.ahead import SamplesAhead
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.base.stopping import raise_if_stopping
-from rollout_core.config import GRPOSettings, ImportanceCorrection
+from rollout_core.config import GRPOSettings, ImportanceCorrection, TrainGRPOConfig, parse_config
 from rollout_core.objects.records import trace_lineage
 from tests.flows.conftest import finished_samples, objects, wait_for, write_toml
 from tests.flows.test_resume import ROLLOUT, kill
@@ -119,12 +118,9 @@ def grpo(tiny_model: Path, sorting_task: Any, depth: int) -> dict[str, Any]:
     }
 
 
-def models_of(output: str) -> tuple[ContentId, set[ContentId]]:
+def models_of(last: str) -> tuple[str, set[ContentId]]:
     """The last model of a run, and those that its updates started from."""
-    found = re.search(r"^model: ([0-9a-f]{64})", output, re.MULTILINE)
-    assert found, output[-3000:]
-    last = ContentId(found[1])
-    made = [item for item in trace_lineage(objects(), last) if item.stage == "grpo_update"]
+    made = [item for item in trace_lineage(objects(), ContentId(last)) if item.stage == "grpo_update"]
     return last, {item.inputs["model"] for item in made}
 
 
@@ -132,25 +128,19 @@ def models_of(output: str) -> tuple[ContentId, set[ContentId]]:
 def test_killed_while_it_samples_beside_an_update_a_run_comes_to_the_same_bytes(
     tiny_model, sorting_task, tmp_path, start_process, prefect_server, monkeypatch
 ):
-    config = write_toml(tmp_path / "ahead.toml", grpo(tiny_model, sorting_task, depth=1))
+    from flows.train import train_grpo
 
-    def start(name: str):
-        for variable, value in (
-            ("ROLLOUT_STORAGE", f"file://{tmp_path / name / 'objects'}"),
-            ("ROLLOUT_DATABASE", f"sqlite:///{tmp_path / name / 'rollout.db'}"),
-            ("ROLLOUT_CACHE", str(tmp_path / name / "cache")),
-        ):
-            monkeypatch.setenv(variable, value)
-        environment = {"PREFECT_API_URL": prefect_server, "COLUMNS": "200"}
-        return start_process(*ROLLOUT, "train", "grpo", "--config", str(config), env=environment)
-
-    undisturbed = start("undisturbed")
-    output = undisturbed.communicate(timeout=240)[0]
-    assert undisturbed.returncode == 0, output[-4000:]
-    expected = models_of(output)
+    document = grpo(tiny_model, sorting_task, depth=1)
+    config = parse_config(document, TrainGRPOConfig)
+    monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{tmp_path / 'undisturbed'}")
+    monkeypatch.setenv("ROLLOUT_DATABASE", f"sqlite:///{tmp_path / 'undisturbed.db'}")
+    expected = models_of(train_grpo(config)["model"])
     assert len(expected[1] - {expected[0]}) == 2, "each of the two updates has changed the weights"
 
-    killed = start("killed")
+    monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{tmp_path / 'killed'}")
+    monkeypatch.setenv("ROLLOUT_DATABASE", f"sqlite:///{tmp_path / 'killed.db'}")
+    command = ("train", "grpo", "--config", str(write_toml(tmp_path / "ahead.toml", document)))
+    killed = start_process(*ROLLOUT, *command, env={"PREFECT_API_URL": prefect_server})
 
     def samples_beside_an_update() -> bool:
         learners = [child for child in psutil.Process(killed.pid).children() if "rank" in " ".join(child.cmdline())]
@@ -158,7 +148,4 @@ def test_killed_while_it_samples_beside_an_update_a_run_comes_to_the_same_bytes(
 
     wait_for(samples_beside_an_update, "the second iteration's samples, beside the first's update", process=killed)
     kill(killed)
-    resumed = start("killed")
-    output = resumed.communicate(timeout=240)[0]
-    assert resumed.returncode == 0, output[-4000:]
-    assert models_of(output) == expected
+    assert models_of(train_grpo(config)["model"]) == expected

@@ -22,10 +22,8 @@ def events_of(lines: list[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.startswith('{"topic":')]
 
 
-@pytest.mark.parametrize("resume", ["by id", "by folder"])
-def test_restart_generates_nothing_twice(
-    tiny_model: Path, tmp_path: Path, start_process: Any, prefect_server: str, resume: str
-):
+def test_restart_generates_nothing_twice(tiny_model: Path, tmp_path: Path, start_process: Any, prefect_server: str):
+    """Killed twice, taken up once by its id and once by its folder."""
     prompts = [f"sort {number} 1 =" for number in range(NUM_PROMPTS)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     config = write_toml(
@@ -45,26 +43,29 @@ def test_restart_generates_nothing_twice(
         arguments = ("-c", program, "infer", "batch", "--config", str(config), "--events", *more)
         return start_process(*arguments, env={"PREFECT_API_URL": prefect_server})
 
-    first, seen = start(), []
-    assert first.stdout is not None
-    for line in first.stdout:
-        seen.append(line)
-        if len(events_of(seen)) >= 3:
-            break
-    assert first.poll() is None, "".join(seen)[-3000:]
-    os.killpg(first.pid, signal.SIGKILL)
-    first.wait()
-    before = events_of(seen)
-    run_id = (tmp_path / "out" / "run-id").read_text().strip()
-    assert not (tmp_path / "out" / "completions.jsonl").exists()
-    assert 3 <= len(before) < NUM_PROMPTS
+    def killed_after(num_samples: int, *more: str) -> list[dict[str, Any]]:
+        process, seen = start(*more), []
+        assert process.stdout is not None
+        for line in process.stdout:
+            seen.append(line)
+            if len(events_of(seen)) >= num_samples:
+                break
+        assert process.poll() is None, "".join(seen)[-3000:]
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert not (tmp_path / "out" / "completions.jsonl").exists()
+        return events_of(seen)
 
-    second = start(*(("--resume", run_id) if resume == "by id" else ()))
-    output, _ = second.communicate(timeout=240)
-    assert second.returncode == 0, output[-3000:]
-    after = events_of(output.splitlines())
-    assert {event["run_id"] for event in before + after} == {run_id}
-    told = [event["sample"] for event in before + after]
+    first = killed_after(3)
+    run_id = (tmp_path / "out" / "run-id").read_text().strip()
+    second = killed_after(2, "--resume", run_id)
+    assert 5 <= len(first + second) < NUM_PROMPTS
+    last = start()
+    output, _ = last.communicate(timeout=240)
+    assert last.returncode == 0, output[-3000:]
+    events = [*first, *second, *events_of(output.splitlines())]
+    assert {event["run_id"] for event in events} == {run_id}
+    told = [event["sample"] for event in events]
     assert len(set(told)) == len(told), "no sample was generated again once it was acknowledged"
     rows = [json.loads(line) for line in (tmp_path / "out" / "completions.jsonl").read_text().splitlines()]
     assert [row["prompt"] for row in rows] == prompts

@@ -207,6 +207,7 @@ def winners_so_far() -> dict[int, int]:
     return winners
 
 
+@pytest.mark.campaign
 @pytest.mark.server
 def test_a_worker_that_joins_late_gets_shards_and_one_without_a_gpu_gets_none(tiny_model, tmp_path, run, cluster):
     workers = {"shard_size": 100, "dask": {"address": cluster.address, "gpus_per_worker": 1}}
@@ -228,6 +229,7 @@ def test_a_worker_that_joins_late_gets_shards_and_one_without_a_gpu_gets_none(ti
     assert re.search(r"\b2 Dask workers", output)
 
 
+@pytest.mark.campaign
 @pytest.mark.server
 def test_what_a_hung_worker_has_not_done_is_done_by_an_idle_one(tiny_model, tmp_path, run, cluster):
     # A large shard for one worker and a small one for the other.
@@ -270,6 +272,7 @@ def stopped(pid: int) -> Iterator[None]:
         process.resume()
 
 
+@pytest.mark.campaign
 @pytest.mark.server
 def test_machines_that_share_only_postgres_and_s3_survive_the_scheduler(tiny_model, tmp_path, run, cluster, s3):
     postgres = PostgresServer()

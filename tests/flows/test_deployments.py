@@ -14,6 +14,8 @@ import subprocess
 import sys
 import tomllib
 import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,17 +97,14 @@ def test_deployed_killed_and_retried_through_the_server_it_resumes(
 ):
     environment = {**os.environ, "PREFECT_API_URL": prefect_server, "ROLLOUT_PROJECT": str(PROJECT)}
 
-    def prefect(*arguments: str) -> str:
+    def prefect(*arguments: str) -> None:
         done = subprocess.run(
             [sys.executable, "-m", "prefect", *arguments],
             env=environment, cwd=PROJECT, capture_output=True, text=True, timeout=180,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
 
     pools.deploy(PROJECT, "cpu")
-    listed = prefect("deployment", "ls")
-    assert all(name in listed for name in ("nightly/nightly", "train-sft/train-sft", "batch-inference"))
 
     server_logs.expect("exited with status code: -9", "the test kills the flow's process")
     log = server_logs.watch(tmp_path / "worker.log")
@@ -183,67 +182,97 @@ def test_two_first_commands_started_together_make_the_example_once(start_process
     assert sorted("already made" in words for words in said) == [False, True], said
 
 
-@pytest.mark.server
-@pytest.mark.timeout(1200)
-def test_in_a_fresh_clone_make_serve_has_runs_start_and_complete_by_their_schedules_alone(
-    start_process, server_logs, tmp_path, monkeypatch
-):
+@dataclass
+class Serving:
+    """`make serve` in a fresh clone."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    log: Path
+    api: str
+
+    def wait(self, condition: Callable[[], Any], what: str, seconds: float = 300.0) -> Any:
+        return wait_for(condition, what, process=self.process, seconds=seconds)
+
+    def ticks(self) -> int:
+        return len(runs_of(self.api, "tick", "COMPLETED"))
+
+    def end(self) -> None:
+        started = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.terminate()
+        self.process.wait(60)
+        assert psutil.wait_procs(started, timeout=20)[1] == [], "nothing is left of it"
+
+
+@pytest.fixture
+def serving(start_process, server_logs, tmp_path, monkeypatch) -> Serving:
     for name in ("ROLLOUT_STORAGE", "ROLLOUT_DATABASE", "ROLLOUT_CACHE"):
         monkeypatch.delenv(name)
-    clone(tmp_path / "clone")
-    monkeypatch.chdir(tmp_path / "clone")
+    clone(folder := tmp_path / "clone")
+    monkeypatch.chdir(folder)
     deployments = prefect_yaml()
-    deployments["deployments"] += [TICK, LONG]
+    scheduled = [item for item in deployments["deployments"] if item["name"] == "nightly"]
+    deployments["deployments"] = [*scheduled, TICK, LONG]  # another test deploys all of them
     Path("prefect.yaml").write_text(yaml.safe_dump(deployments))
     Path("tick.py").write_text(TICK_FLOW)
-    server_logs.watch(tmp_path / "clone" / "data" / "prefect" / LOG)
+    server_logs.watch(folder / "data" / "prefect" / LOG)
     log = server_logs.watch(tmp_path / "serve.log")
     *preparations, last = served_by_make()
     for command in preparations:
         subprocess.run([sys.executable, *command], check=True, env=in_clone(), capture_output=True)
     with log.open("w") as output:
-        serving = start_process(*last, cwd=tmp_path / "clone", env=in_clone(), stdout=output)
-    wait_for(lambda: "Prefect UI" in log.read_text() or serving.poll() is not None, "make serve", seconds=400)
-    assert serving.poll() is None and "its scheduled runs fail" not in log.read_text(), log.read_text()
-    api = re.search(r"PREFECT_API_URL=(\S+)", log.read_text())[1]
+        process = start_process(*last, cwd=folder, env=in_clone(), stdout=output)
+    wait_for(lambda: "Prefect UI" in log.read_text() or process.poll() is not None, "make serve", seconds=400)
+    assert process.poll() is None and "its scheduled runs fail" not in log.read_text(), log.read_text()
+    api = re.search(r"PREFECT_API_URL=(\S+)", log.read_text())
+    assert api is not None
+    return Serving(process, folder, log, api[1])
 
-    wait_for(lambda: len(runs_of(api, "tick", "COMPLETED")) >= 2, "two scheduled runs", process=serving, seconds=400)
-    assert all(run.auto_scheduled for run in runs_of(api, "tick", "COMPLETED"))
-    scheduled = runs_of(api, "nightly", "SCHEDULED")
+
+@pytest.mark.server
+@pytest.mark.timeout(1200)
+def test_in_a_fresh_clone_make_serve_has_runs_start_and_complete_by_their_schedules_alone(serving: Serving):
+    serving.wait(lambda: serving.ticks() >= 2, "two scheduled runs", seconds=400)
+    assert all(run.auto_scheduled for run in runs_of(serving.api, "tick", "COMPLETED"))
+    scheduled = runs_of(serving.api, "nightly", "SCHEDULED")
     assert scheduled and all(run.auto_scheduled for run in scheduled)
+    serving.end()
 
+
+@pytest.mark.campaign
+@pytest.mark.server
+@pytest.mark.timeout(1200)
+def test_runs_of_make_serve_outlive_its_worker_and_its_server(serving: Serving, server_logs):
+    api, log = serving.api, serving.log
     server_logs.expect(
         r"(?i)EventsWorker|FlowRun\w+Observer|connect|websocket|ReadError|RemoteProtocolError",
         "the worker misses the server that the test kills",
     )
     run_id, tries = start_run(api, "long"), Path("tries")
-    wait_for(lambda: tries.exists() and tries.read_text(), "the run that its worker leaves behind", process=serving)
-    [worker] = [child for child in psutil.Process(serving.pid).children() if "deployments.worker" in child.cmdline()]
+    serving.wait(lambda: tries.exists() and tries.read_text(), "the run that its worker leaves behind")
+    children = psutil.Process(serving.process.pid).children()
+    [worker] = [child for child in children if "deployments.worker" in child.cmdline()]
     worker.kill()
-    wait_for(lambda: runs_of(api, "long", "COMPLETED"), "the run's second try", process=serving, seconds=300)
+    serving.wait(lambda: runs_of(api, "long", "COMPLETED"), "the run's second try")
     [run] = runs_of(api, "long", "COMPLETED")
     assert (str(run.id), run.run_count) == (run_id, 2)
     assert not psutil.pid_exists(int(tries.read_text().split()[0]))
     assert f"flow run {run_id} is tried again, as its worker died" in log.read_text()
 
     crashing = start_run(api, "long")
-    wait_for(lambda: len(tries.read_text().split()) == 3, "a run under way", process=serving, seconds=120)
-    [server] = [process for process in psutil.process_iter() if is_server_of(process, tmp_path / "clone")]
+    serving.wait(lambda: len(tries.read_text().split()) == 3, "a run under way", seconds=120)
+    [server] = [process for process in psutil.process_iter() if is_server_of(process, serving.folder)]
     server.kill()
-    wait_for(lambda: log.read_text().count("Prefect server ready") == 2, "another server", process=serving, seconds=120)
+    serving.wait(lambda: log.read_text().count("Prefect server ready") == 2, "another server", seconds=120)
     # The server knows nothing of what it follows on, and its automation waits; the supervisor does not.
     server_logs.expect("exited with status code: -9", "the test kills a run")
     os.kill(int(tries.read_text().split()[-1]), signal.SIGKILL)
-    wait_for(lambda: "has lost its server" in log.read_text(), "another worker", process=serving, seconds=300)
-    wait_for(lambda: len(runs_of(api, "long", "COMPLETED")) == 2, "its second try", process=serving, seconds=300)
+    serving.wait(lambda: "has lost its server" in log.read_text(), "another worker")
+    serving.wait(lambda: len(runs_of(api, "long", "COMPLETED")) == 2, "its second try")
     assert {str(run.id): run.run_count for run in runs_of(api, "long", "COMPLETED")} == {run_id: 2, crashing: 2}
-    ticks = len(runs_of(api, "tick", "COMPLETED"))
-    wait_for(lambda: len(runs_of(api, "tick", "COMPLETED")) > ticks, "a scheduled run", process=serving, seconds=300)
-
-    started = psutil.Process(serving.pid).children(recursive=True)
-    serving.terminate()
-    serving.wait(60)
-    assert psutil.wait_procs(started, timeout=20)[1] == [], "nothing is left of it"
+    ticks = serving.ticks()
+    serving.wait(lambda: serving.ticks() > ticks, "a scheduled run")
+    serving.end()
 
 
 def clone(folder: Path) -> None:

@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 import zlib
@@ -23,7 +21,7 @@ import pytest
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
-from rollout_core.config import LearnOnlineConfig, parse_config
+from rollout_core.config import LearnOnlineConfig, load_config, parse_config
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import LINEAGE_REFS
 from rollout_core.objects.records import Lineage
@@ -199,12 +197,12 @@ print(learn_online(load_config("run.toml", LearnOnlineConfig))["model"])
 """
 
 
-def run_again(work: Path, monkeypatch: pytest.MonkeyPatch, storage: Path, database: Path) -> str:
+def run_again(monkeypatch: pytest.MonkeyPatch, storage: Path, database: Path) -> str:
+    from flows.online import learn_online
+
     monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{storage}")
     monkeypatch.setenv("ROLLOUT_DATABASE", f"sqlite:///{database}")
-    done = subprocess.run([sys.executable, "-c", RUN], cwd=work, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
+    return learn_online(load_config("run.toml", LearnOnlineConfig))["model"]
 
 
 def test_killed_in_an_update_and_run_again_it_learns_the_same_and_nothing_twice(
@@ -237,12 +235,12 @@ def test_killed_in_an_update_and_run_again_it_learns_the_same_and_nothing_twice(
     afresh = ObjectStore.from_url(f"file://{work / 'afresh'}")
     for ref in afresh.ref_names(PROGRESS_REFS):
         afresh.delete_ref(ref)
-    resumed = run_again(work, monkeypatch, storage, work / "rollout.db")
+    resumed = run_again(monkeypatch, storage, work / "rollout.db")
     assert learnt(objects()) == [noted["rollouts"]]
     after = state()
     assert after is not None and (after["num_updates"], after["batch"]) == (1, None)
     assert resumed != after["versions"][0] and resumed == after["versions"][-1]
-    assert run_again(work, monkeypatch, work / "afresh", work / "afresh.db") == resumed
+    assert run_again(monkeypatch, work / "afresh", work / "afresh.db") == resumed
 
 
 FOUND_NOBODY = {"ConnectError", "ReadError", "WriteError", "RemoteProtocolError"}

@@ -87,6 +87,7 @@ def placement(address: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.campaign
 @pytest.mark.server
 @pytest.mark.timeout(600)
 def test_a_nightly_run_is_placed_stage_by_stage_loses_two_workers_and_ends_in_the_same_bytes(

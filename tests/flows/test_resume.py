@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from rollout_core.config import NightlyConfig, load_config
 from tests.flows.conftest import finished_samples, objects, snapshots_of, wait_for, write_toml
 
 pytestmark = pytest.mark.server
 
-SAMPLES = 640
+SAMPLES = 160
 ROLLOUT = ("-c", "from flows.cli import main; main()")
 HEAVY = {"torch", "vllm", "transformers", "matplotlib"}
 STAGES = (
@@ -74,8 +75,10 @@ class Undisturbed:
     model: str = ""
     """Id of the final model."""
 
-    def run(self, config, start_process, prefect_server, monkeypatch) -> str:
+    def run(self, config: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         if not self.model:
+            from flows.nightly import nightly as flow
+
             with monkeypatch.context() as patch:
                 for name, value in (
                     ("ROLLOUT_STORAGE", f"file://{self.folder / 'objects'}"),
@@ -83,7 +86,7 @@ class Undisturbed:
                     ("ROLLOUT_CACHE", str(self.folder / "cache")),
                 ):
                     patch.setenv(name, value)
-                self.model, _ = finish(nightly(start_process, config, prefect_server))
+                self.model = flow(load_config(config, NightlyConfig))["model"]
         return self.model
 
 
@@ -96,7 +99,7 @@ def test_killed_in_sft_in_generation_and_in_a_ppo_update_the_next_run_ends_in_th
     small_nightly, tmp_path, start_process, prefect_server, undisturbed, monkeypatch
 ):
     config = write_toml(tmp_path / "nightly.toml", small_nightly)
-    expected = undisturbed.run(config, start_process, prefect_server, monkeypatch)
+    expected = undisturbed.run(config, monkeypatch)
 
     first = nightly(start_process, config, prefect_server)
     wait_for(lambda: snapshots_of("sft"), "an SFT snapshot", process=first)
@@ -141,7 +144,7 @@ def test_two_runs_of_one_config_at_once_give_one_result(
     small_nightly, tmp_path, start_process, prefect_server, undisturbed, monkeypatch
 ):
     config = write_toml(tmp_path / "nightly.toml", small_nightly)
-    expected = undisturbed.run(config, start_process, prefect_server, monkeypatch)
+    expected = undisturbed.run(config, monkeypatch)
     runs = [nightly(start_process, config, prefect_server) for _ in range(2)]
     assert {finish(run)[0] for run in runs} == {expected}
     # Each update was computed by one of the two: every train state stands in the index once.
@@ -152,7 +155,7 @@ def test_a_flipped_bit_in_the_final_checkpoint_is_found_and_recomputed(
     small_nightly, tmp_path, start_process, prefect_server, undisturbed, monkeypatch
 ):
     config = write_toml(tmp_path / "nightly.toml", small_nightly)
-    model = undisturbed.run(config, start_process, prefect_server, monkeypatch)
+    model = undisturbed.run(config, monkeypatch)
     shutil.copytree(undisturbed.folder / "objects", tmp_path / "objects")
     shutil.copy(undisturbed.folder / "rollout.db", os.environ["ROLLOUT_DATABASE"].removeprefix("sqlite:///"))
     weights = next(file for file in objects().manifest(model).files if file.path == "model.safetensors")
@@ -175,7 +178,7 @@ def test_a_full_disk_ends_in_one_clear_failure_and_the_next_run_goes_on(
     small_nightly, tmp_path, start_process, prefect_server, undisturbed, monkeypatch
 ):
     config = write_toml(tmp_path / "nightly.toml", small_nightly)
-    expected = undisturbed.run(config, start_process, prefect_server, monkeypatch)
+    expected = undisturbed.run(config, monkeypatch)
     limited = start_process(
         "-c",
         # No file of this process may grow past 300 KB: checkpoints do not fit, as on a disk that is full.

@@ -6,8 +6,6 @@ import contextlib
 import json
 import shutil
 import sqlite3
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rollout_core.config import TrainAgentConfig, parse_config
+from rollout_core.config import TrainAgentConfig, load_config, parse_config
 from tests.flows.conftest import write_toml
 
 pytestmark = pytest.mark.server
@@ -121,6 +119,12 @@ print(train_agent(load_config("run.toml", TrainAgentConfig))["model"])
 """
 
 
+def train_again() -> str:
+    from flows.agent import train_agent
+
+    return train_agent(load_config("run.toml", TrainAgentConfig))["model"]
+
+
 def test_killed_in_the_middle_and_started_again_no_finished_rollout_is_run_again(
     prefect_server: str, work: Path, start_process: Any, monkeypatch: pytest.MonkeyPatch
 ):
@@ -138,8 +142,7 @@ def test_killed_in_the_middle_and_started_again_no_finished_rollout_is_run_again
     before = runs(work)
     psutil.wait_procs(runner_processes(work), timeout=10)
     assert not runner_processes(work), "runners outlive the flow by no more than a moment"
-    result = subprocess.run([sys.executable, "-c", RUN], cwd=work, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
+    resumed = train_again()
     again = runs(work)[len(before) :]
     assert not {rollout for rollout, _, _ in again} & set(finished)
     done = Counter(status for status in statuses(work).values())
@@ -147,9 +150,7 @@ def test_killed_in_the_middle_and_started_again_no_finished_rollout_is_run_again
     # The update is made of the stored spans alone: computed afresh, with the same database, it is the same.
     before = runs(work)
     monkeypatch.setenv("ROLLOUT_STORAGE", str(work / "other-objects"))
-    repeated = subprocess.run([sys.executable, "-c", RUN], cwd=work, capture_output=True, text=True, timeout=300)
-    assert repeated.returncode == 0, repeated.stderr
-    assert repeated.stdout == result.stdout and runs(work) == before
+    assert train_again() == resumed and runs(work) == before
 
 
 def test_an_agent_that_is_edited_in_the_middle_is_the_one_that_was_read(

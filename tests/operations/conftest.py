@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -161,9 +162,11 @@ def end(worker: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+def machine(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Iterator[Machine]:
     """A server of its own, which ends without an error in its log."""
     folder = tmp_path_factory.mktemp("operations")
+    (folder / "home").mkdir()
+    shutil.copy(prefect_database, folder / "home")
     logs = ServerLogs()
     logs.watch(folder / "home" / LOG)
     told: list[dict[str, Any]] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -76,8 +77,10 @@ class OwnServer:
 
 
 @contextmanager
-def own_server(folder: Path) -> Iterator[OwnServer]:
-    """A server that runs for the length of the block, and then has written no error."""
+def own_server(folder: Path, database: Path) -> Iterator[OwnServer]:
+    """A server with a copy of a database, which runs for the length of the block and then has written no error."""
+    (folder / "home").mkdir()
+    shutil.copy(database, folder / "home")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

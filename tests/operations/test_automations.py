@@ -156,6 +156,7 @@ def test_killed_runs_are_tried_again_and_the_hopeless_are_told_once(installed: M
     installed.ask(f"flow_runs/{late}", method="DELETE")
 
 
+@pytest.mark.campaign
 def test_a_run_whose_machine_is_lost_is_done_by_another(installed: Machine, server_logs):
     server_logs.expect(KILLED, "the machine is killed")
     # Less than a heartbeat more than one: the command refuses it, for this is a rule to be careful with.

@@ -40,6 +40,7 @@ def promotions(machine: Machine) -> list[dict[str, Any]]:
     return json.loads(machine.rollout("promotions", "--json"))
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(900)
 def test_a_person_rejects_approves_or_leaves_it_to_time(asking: Machine, small_nightly):
     def night(seed: int, **promotion: Any) -> str:

@@ -21,8 +21,8 @@ NIGHTLY = {"cron": "0 2 * * *", "timezone": "UTC"}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
-    with own_server(tmp_path_factory.mktemp("doctor")) as started:
+def server(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Iterator[OwnServer]:
+    with own_server(tmp_path_factory.mktemp("doctor"), prefect_database) as started:
         yield started
 
 

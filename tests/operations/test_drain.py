@@ -187,6 +187,7 @@ def steps(storage: Path) -> list[int]:
     return sorted((snapshot.step for snapshot in found if snapshot.kind == "train_state"), reverse=True)
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(1200)
 def test_drain_within_lead_time(machine: Machine, cloud: Cloud, tiny_model, sorting_task, tmp_path, server_logs):
     """Three workers lose their run, by SIGTERM, AWS and Google; a fourth ends it in the bytes of an undisturbed one."""

@@ -44,6 +44,7 @@ def own_deployment(name: str, **fields: Any) -> dict[str, Any]:
     return {**own, **fields}
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(900)
 def test_of_three_missed_nights_one_runs_and_two_triggers_never_overlap(machine: Machine, small_nightly, server_logs):
     machine.rollout("ops", "install", "--webhook", machine.webhook)

@@ -105,6 +105,7 @@ def first(tmp_path_factory: pytest.TempPathFactory, s3: dict[str, Any]) -> Itera
         postgres.close()
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(900)
 def test_a_run_that_one_machine_began_is_ended_by_another_and_cached_for_all(
     first: OneOfSeveral, small_nightly, server_logs, s3

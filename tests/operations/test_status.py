@@ -36,8 +36,8 @@ def {name}():
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
-    with own_server(tmp_path_factory.mktemp("status")) as started:
+def server(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Iterator[OwnServer]:
+    with own_server(tmp_path_factory.mktemp("status"), prefect_database) as started:
         yield started
 
 
