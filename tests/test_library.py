@@ -138,6 +138,7 @@ def test_a_flow_of_an_own_package_is_cached_and_goes_on_where_it_was_killed(
     assert told[0] == told[1] and len(told[0]) == 3
 
 
+@pytest.mark.campaign
 def test_an_agent_is_trained_killed_and_ends_with_every_rollout_run_once(start_process, tiny_model, tmp_path):
     folder = tmp_path / "trained"
 

@@ -10,7 +10,15 @@ import pytest
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId, content_id, hash_bytes
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.records import Lineage, lineage_of, record_lineage, software_versions, trace_lineage
+from rollout_core.objects.records import (
+    Lineage,
+    lineage_graph,
+    lineage_of,
+    record_lineage,
+    software_versions,
+    trace_descendants,
+    trace_lineage,
+)
 
 PROMPTS, SAMPLES, SCORES, MODEL, MODEL_AFTER = (hash_bytes(bytes([n])) for n in range(5))
 
@@ -71,6 +79,32 @@ def test_ids_within_json_strings_are_followed(objects: ObjectStore) -> None:
     record_lineage(objects, made("import", {}, PROMPTS))
     record_lineage(objects, made("generate", {"record": f'{{"data":"{PROMPTS}"}}'}, SAMPLES))
     assert stages(trace_lineage(objects, SAMPLES)) == ["generate", "import"]
+
+
+def test_what_was_made_from_an_id_is_found_whoever_else_made_what(objects: ObjectStore) -> None:
+    record_lineage(objects, made("generate", {"prompts": {"data": PROMPTS}, "model": MODEL}, SAMPLES))
+    record_lineage(objects, made("score", {"samples": [SAMPLES], "text": f"not {PROMPTS}"}, SCORES))
+    record_lineage(objects, made("update", {"scores": SCORES, "samples": f'{{"data":"{SAMPLES}"}}'}, MODEL_AFTER))
+    assert stages(trace_descendants(objects, PROMPTS)) == ["generate", "score", "update"]
+    assert stages(trace_descendants(objects, SCORES)) == ["update"]
+    assert trace_descendants(objects, MODEL_AFTER) == []
+    # A cycle ends, and what has been made anew since counts no more.
+    record_lineage(objects, made("join", {"of": MODEL_AFTER}, PROMPTS))
+    assert stages(trace_descendants(objects, PROMPTS)) == ["generate", "score", "update", "join"]
+    record_lineage(objects, made("import", {"path": "samples.jsonl"}, SAMPLES))
+    assert trace_descendants(objects, MODEL) == []
+
+
+def test_a_graph_has_a_box_for_each_stage_and_arrows_along_what_it_took(objects: ObjectStore) -> None:
+    record_lineage(objects, made("generate", {"prompts": {"data": PROMPTS}, "label": 'it "1"'}, SAMPLES))
+    record_lineage(objects, made("score", {"samples": [SAMPLES], "again": SAMPLES}, SCORES))
+    assert lineage_graph(trace_lineage(objects, SCORES)).splitlines() == [
+        "flowchart TD",
+        f'    s0["score<br>{SCORES[:12]}"]',
+        f"    s1[\"generate it '1'<br>{SAMPLES[:12]}\"]",
+        "    s1 --> s0",
+        f'    i{PROMPTS[:12]}(["prompts {PROMPTS[:12]}"]) --> s1',
+    ]
 
 
 def test_a_record_that_is_lost_or_damaged_ends_the_trace(objects: ObjectStore) -> None:

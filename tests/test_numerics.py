@@ -77,6 +77,7 @@ def test_native_training_ends_in_other_bytes_where_libraries_find_less(tmp_path:
     assert in_child(tmp_path / "here", "sft")["sft"] != in_child(tmp_path / "there", "sft", **lesser)["sft"]
 
 
+@pytest.mark.campaign
 @pytest.mark.engine
 def test_a_portable_engine_and_ppo_on_what_it_writes_give_the_same_bytes_where_libraries_find_less(tmp_path: Path):
     here = in_child(tmp_path / "here", "engine", **{NUMERICS: "portable"})

@@ -11,7 +11,7 @@ import pytest
 from tests.structure import PACKAGES, PROJECT, House, Import, read_house
 
 MAX_FLOORS = 11  # one more since agents train, and so stand on the rooms that launch updates and read users' code
-MAX_FILES = 297
+MAX_FILES = 298
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 LONG_FUNCTIONS = {"rollout_core.store.sql.migrations.versions.r0001_tables:upgrade"}

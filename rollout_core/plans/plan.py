@@ -344,7 +344,8 @@ def estimate_memory(model: ModelSize, training: Training, device: str = "cpu") -
     activations = int(training.tokens_per_pass * model.num_layers * numbers * FLOAT32_BYTES * share)
     if device == "cpu":
         replicas = 1 if training.sharded else training.processes
-        return Memory(replicas * fixed, training.processes * activations, copy=state)
+        merged = 0 if training.trained_parameters is None else model.weight_bytes  # with the adapters, to be written
+        return Memory(replicas * fixed, training.processes * activations, copy=state + merged)
     return Memory(fixed // (training.processes if training.sharded else 1), activations)
 
 

@@ -140,6 +140,7 @@ def test_killed_in_sft_in_generation_and_in_a_ppo_update_the_next_run_ends_in_th
     assert pictures and pictures == {path.name: path.read_bytes() for path in (tmp_path / "report").glob("*.png")}
 
 
+@pytest.mark.campaign
 def test_two_runs_of_one_config_at_once_give_one_result(
     small_nightly, tmp_path, start_process, prefect_server, undisturbed, monkeypatch
 ):

@@ -148,6 +148,7 @@ async def test_the_proxy_records_the_tokens_of_a_chat_streamed_or_not(server, to
     assert first["rollout.model_id"] == "weights" and first["rollout.served_model"] == "small"
 
 
+@pytest.mark.campaign
 async def test_a_server_killed_in_the_middle_ends_for_now_and_the_next_run_does_the_rest(
     engine_of, server, small, tmp_path
 ):

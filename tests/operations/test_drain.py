@@ -310,6 +310,7 @@ def statuses(database: Path) -> dict[str, int]:
         return {}
 
 
+@pytest.mark.campaign
 def test_claims_of_a_batch_are_given_back_and_a_cancelled_one_is_cancelled(
     machine: Machine, tiny_model, sorting_task, tmp_path, server_logs
 ):
@@ -340,6 +341,35 @@ def test_claims_of_a_batch_are_given_back_and_a_cancelled_one_is_cancelled(
         assert not statuses(database).keys() & {"preparing", "running"}
         worker.send_signal(signal.SIGTERM)
         assert ended(worker, log, 40.0) == 0
+
+
+def test_a_run_in_a_container_of_its_own_is_told_and_hands_itself_back(
+    machine: Machine, tiny_model, sorting_task, tmp_path, server_logs
+):
+    server_logs.expect(INTERRUPTED, "a stage is interrupted")
+    item = {"name": "batch-inference", "entrypoint": "flows/batch.py:batch_inference", "tags": ["rollout"]}
+    machine.deploy(item, folder=PROJECT)
+    config = batch(tiny_model, sorting_task.prompts, tmp_path / "completions")
+    run_id = machine.start_run("batch-inference", parameters={"config": config})
+    machine.ask(f"flow_runs/{run_id}/set_state", {"state": {"type": "PENDING"}})  # as Prefect's worker does
+    log = server_logs.watch(tmp_path / "container.log")
+    with log.open("wb") as output:
+        container = subprocess.Popen(
+            [sys.executable, "-m", "deployments.container"], stdout=output, stderr=output, start_new_session=True,
+            cwd=PROJECT, env={**machine.environment, "PREFECT__FLOW_RUN_ID": run_id},
+        )  # fmt: skip
+    try:
+        wait_for(lambda: statuses(tmp_path / "rollout.db").get("succeeded"), "a finished sample")
+        container.send_signal(signal.SIGTERM)
+        assert ended(container, log, 40.0) == 0
+    finally:
+        container.kill()
+    run = machine.run(run_id)
+    assert (run["state"]["name"], run["run_count"]) == ("AwaitingRetry", 1), log.read_text()
+    assert run["state"]["message"].startswith(HANDED_BACK)
+    left = statuses(tmp_path / "rollout.db")
+    assert left["succeeded"] >= 1 and not left.keys() & {"preparing", "running"}, left
+    machine.ask(f"flow_runs/{run_id}/set_state", {"state": {"type": "CANCELLED"}})
 
 
 @pytest.mark.parametrize("kind", ["aws", "gce"])

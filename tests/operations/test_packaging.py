@@ -148,6 +148,7 @@ async def test_a_job_on_kubernetes_has_gpus_shared_memory_time_to_end_and_may_be
     assert (container["name"], spec["restartPolicy"], job["spec"]["backoffLimit"]) == ("prefect-job", "Never", 0)
     assert container["resources"]["limits"] == {"memory": "32Gi", "nvidia.com/gpu": 2}
     assert container["resources"]["requests"]["nvidia.com/gpu"] == 2
+    assert container["args"] == "python -m deployments.container"  # Prefect's worker splits it
     assert (spec["nodeSelector"], spec["terminationGracePeriodSeconds"]) == ({"gpu": "h100"}, 25)
     volumes = {item["name"]: item["emptyDir"] for item in spec["volumes"]}
     mounts = {item["mountPath"]: volumes[item["name"]] for item in container["volumeMounts"]}
@@ -165,7 +166,7 @@ async def test_a_job_in_docker_has_gpus_and_shared_memory(prefect_server: str):
     (request,) = job["container_create_kwargs"]["device_requests"]
     assert (request["Count"], request["Capabilities"]) == (1, [["gpu"]])
     assert (job["container_create_kwargs"]["shm_size"], job["volumes"]) == ("2g", ["rollout-data:/data"])
-    assert job["command"] == "prefect flow-run execute"
+    assert job["command"] == "python -m deployments.container"
 
 
 @pytest.mark.server
