@@ -17,6 +17,7 @@ MAX_FUNCTION_LINES = 60
 LONG_FUNCTIONS = {"rollout_core.store.sql.migrations.versions.r0001_tables:upgrade"}
 """One table after the other, and never changed again."""
 INSIDE_FUNCTIONS = {
+    "deployments.container": "it hears no signal while it imports",
     "deployments.cli": "--help need not wait for Prefect",
     "deployments.serve": "the command starts a server first, whose address Prefect reads when it is imported",
     "deployments.supervision": "Prefect reads its server's address when it is imported",

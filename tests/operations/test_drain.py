@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -343,32 +343,40 @@ def test_claims_of_a_batch_are_given_back_and_a_cancelled_one_is_cancelled(
         assert ended(worker, log, 40.0) == 0
 
 
-def test_a_run_in_a_container_of_its_own_is_told_and_hands_itself_back(
-    machine: Machine, tiny_model, sorting_task, tmp_path, server_logs
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_run_in_a_container_of_its_own_is_told_and_handed_back(
+    machine: Machine, tiny_model, sorting_task, tmp_path, server_logs, is_early: bool
 ):
-    server_logs.expect(INTERRUPTED, "a stage is interrupted")
+    """Early: Prefect fetches the code yet, or imports it."""
+    server_logs.expect(f"{INTERRUPTED}|status code: -15", "a stage is interrupted, or a process before its first line")
     item = {"name": "batch-inference", "entrypoint": "flows/batch.py:batch_inference", "tags": ["rollout"]}
     machine.deploy(item, folder=PROJECT)
     config = batch(tiny_model, sorting_task.prompts, tmp_path / "completions")
     run_id = machine.start_run("batch-inference", parameters={"config": config})
     machine.ask(f"flow_runs/{run_id}/set_state", {"state": {"type": "PENDING"}})  # as Prefect's worker does
-    log = server_logs.watch(tmp_path / "container.log")
+    log, database = server_logs.watch(tmp_path / "container.log"), tmp_path / "rollout.db"
     with log.open("wb") as output:
         container = subprocess.Popen(
             [sys.executable, "-m", "deployments.container"], stdout=output, stderr=output, start_new_session=True,
             cwd=PROJECT, env={**machine.environment, "PREFECT__FLOW_RUN_ID": run_id},
         )  # fmt: skip
     try:
-        wait_for(lambda: statuses(tmp_path / "rollout.db").get("succeeded"), "a finished sample")
+        if is_early:
+            wait_for(lambda: psutil.Process(container.pid).children(), "Prefect's own command")
+        else:
+            wait_for(lambda: statuses(database).get("succeeded"), "a finished sample")
         container.send_signal(signal.SIGTERM)
-        assert ended(container, log, 40.0) == 0
+        assert ended(container, log, 120.0 if is_early else 40.0) == 0
     finally:
-        container.kill()
+        with suppress(psutil.NoSuchProcess):
+            for process in [*psutil.Process(container.pid).children(recursive=True), psutil.Process(container.pid)]:
+                process.kill()
+        container.wait()
     run = machine.run(run_id)
-    assert (run["state"]["name"], run["run_count"]) == ("AwaitingRetry", 1), log.read_text()
+    assert run["state"]["name"] == "AwaitingRetry" and run["run_count"] <= 1, log.read_text()
     assert run["state"]["message"].startswith(HANDED_BACK)
-    left = statuses(tmp_path / "rollout.db")
-    assert left["succeeded"] >= 1 and not left.keys() & {"preparing", "running"}, left
+    left = statuses(database)
+    assert (is_early or left["succeeded"] >= 1) and not left.keys() & {"preparing", "running"}, left
     machine.ask(f"flow_runs/{run_id}/set_state", {"state": {"type": "CANCELLED"}})
 
 
