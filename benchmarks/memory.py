@@ -19,15 +19,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 from harness import Figures
 from rich.console import Console
 from rich.table import Table
 
-from rollout_core.plans.plan import Training, estimate_memory, readable, state_bytes
+from rollout_core.plans.plan import Training, estimate_memory, readable, state_bytes, training_of
 
 ROWS, TOKENS, STEPS = 4, 256, 3
 MEASURED = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 12}
@@ -172,18 +174,14 @@ def run_case(case: str, folder: Path) -> dict[str, int]:
         inputs["reference"] = model
     size = inspect_model(folder / "model").size
     lora = 16 * size.num_layers * (8 * size.hidden_size + 3 * (size.hidden_size + size.intermediate_size))
-    estimate = estimate_memory(size, training_of(settings, lora if settings.lora else None, is_dpo=is_dpo))
+    training = training_of(
+        settings, TOKENS, rows=2 if is_dpo else 1, trained_parameters=lora if settings.lora else None,
+        frozen_models=int(is_dpo),
+    )  # fmt: skip
+    estimate = estimate_memory(size, training)
     with watched() as peak:
         run_update("preference" if is_dpo else "sft", context, **inputs)
     return {"measured": peak[0], "estimate": estimate.total}
-
-
-def training_of(settings: Any, lora_parameters: int | None, *, is_dpo: bool) -> Training:
-    from rollout_core.plans.plan import training_of as of_settings
-
-    frozen = {"frozen_models": 1} if is_dpo else {}
-    rows = 2 if is_dpo else 1
-    return of_settings(settings, TOKENS, rows=rows, trained_parameters=lora_parameters, **frozen)
 
 
 def rows_of(tokenizer: Any, *, is_pairs: bool) -> bytes:
@@ -200,29 +198,23 @@ def rows_of(tokenizer: Any, *, is_pairs: bool) -> bytes:
     return (json.dumps(row) + "\n").encode() * (ROWS * STEPS * 2)
 
 
-class watched:  # a context manager, as contextlib's are named
-    """Peak of the resident memory of this process and its children, less what each had when it had imported torch."""
+@contextmanager
+def watched() -> Iterator[list[int]]:
+    """Peak of the resident memory of this process and its children, less what this one has when the block begins."""
+    peak, before, is_over, own = [0], memory_of(os.getpid()), threading.Event(), psutil.Process()
 
-    def __enter__(self) -> list[int]:
-        self._peak, self._is_over = [0], threading.Event()
-        self._before = memory_of(os.getpid())
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self._peak
+    def watch() -> None:
+        while not is_over.wait(0.005):
+            children = sum(max(0, memory_of(child.pid) - before) for child in own.children())
+            peak[0] = max(peak[0], memory_of(own.pid) - before + children)
 
-    def __exit__(self, *error: object) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        import psutil
-
-        own = psutil.Process()
-        while not self._is_over.wait(0.005):
-            now = memory_of(own.pid) - self._before
-            for child in own.children():
-                now += max(0, memory_of(child.pid) - self._before)
-            self._peak[0] = max(self._peak[0], now)
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def memory_of(pid: int) -> int:

@@ -96,14 +96,15 @@ def test_what_was_made_from_an_id_is_found_whoever_else_made_what(objects: Objec
 
 
 def test_a_graph_has_a_box_for_each_stage_and_arrows_along_what_it_took(objects: ObjectStore) -> None:
-    record_lineage(objects, made("generate", {"prompts": {"data": PROMPTS}, "label": 'it "1"'}, SAMPLES))
+    record_lineage(objects, made("generate", {"prompts": {"data": PROMPTS}, "label": '<"1">'}, SAMPLES))
     record_lineage(objects, made("score", {"samples": [SAMPLES], "again": SAMPLES}, SCORES))
     assert lineage_graph(trace_lineage(objects, SCORES)).splitlines() == [
         "flowchart TD",
         f'    s0["score<br>{SCORES[:12]}"]',
-        f"    s1[\"generate it '1'<br>{SAMPLES[:12]}\"]",
+        f'    s1["generate #lt;#quot;1#quot;#gt;<br>{SAMPLES[:12]}"]',
+        f'    i{PROMPTS[:12]}(["prompts {PROMPTS[:12]}"])',
         "    s1 --> s0",
-        f'    i{PROMPTS[:12]}(["prompts {PROMPTS[:12]}"]) --> s1',
+        f"    i{PROMPTS[:12]} --> s1",
     ]
 
 

