@@ -4,6 +4,7 @@
 # make campaigns  the tests of minutes each, in which processes are killed, lost and outlived
 # make smoke  three workers share stages, one is killed, one is stolen from
 # make check  ruff, pyright, import-linter
+# make docs   the documentation as a site, in build/site; make docs-serve shows it
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -12,7 +13,7 @@ STAMP := $(VENV)/.installed
 CONFIG ?= examples/nightly-tiny.toml
 PORT ?= 4200
 
-.PHONY: setup run agents test test-fast campaigns smoke check format serve bench clean
+.PHONY: setup run agents test test-fast campaigns smoke check format serve bench docs docs-serve clean
 
 setup: $(STAMP)
 
@@ -72,6 +73,15 @@ bench: setup
 	$(BIN)/python benchmarks/inference.py
 	$(BIN)/python benchmarks/fan_out.py
 	$(BIN)/python benchmarks/store.py
+	$(BIN)/python benchmarks/buckets.py
+
+# Warnings are errors: links that lead nowhere, keys without a meaning.
+docs: setup
+	$(BIN)/python -m docs.generate.pages
+	$(BIN)/zensical build --strict
+
+docs-serve: docs
+	$(BIN)/python -m http.server --directory build/site --bind 127.0.0.1 8000
 
 clean:
-	rm -rf data .pytest_cache .ruff_cache .hypothesis
+	rm -rf data build/docs build/site .cache .pytest_cache .ruff_cache .hypothesis

@@ -3,7 +3,7 @@
 Rows are JSON lines: ``input_ids``, ``labels`` for sft; ``prompt_ids``, ``chosen_ids``, ``rejected_ids`` for dpo and ipo
 (without ``prompt_ids`` whole sequences, for reward); ``prompt_ids``, ``completion_ids``, ``label`` for kto, whose
 mismatched completions are those of the batch. A step of dpo, ipo and kto includes the reference's pass over its rows,
-as where it is computed inline.
+as where it is computed inline; with ``-cached`` behind it is done before the steps, as `reference_logprobs` keeps it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-CASES = ("sft", "reward", "dpo", "ipo", "kto")
+CASES = ("sft", "reward", "dpo", "dpo-cached", "ipo", "kto", "kto-cached")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Figure:
     """Real tokens of all rows, prompts of both answers counted, over the sum of all steps."""
     peak_rss_mib: float
     losses: list[float]
+    tokens_per_processor_second: float = 0.0
+    """The same over the processor time of this process, which another one's load hardly changes."""
     generating: float = 0.0
     """Share of the time in which an on-policy case generates."""
 
@@ -71,16 +74,18 @@ def run_case(name: str, model: Any, rows: Sequence[dict[str, Any]], *, batch: in
     config = algorithm.settings
     state = TrainState(trained, build_optimizer(config.optimizer, list(trained.parameters())))
     accelerator = build_accelerator("float32")
-    seconds = []
+    seconds, processor = [], []
     for step in range(steps + warm):
         algorithm.num_steps = step + 1
-        started = time.perf_counter()
+        started, begun = time.perf_counter(), time.process_time()
         train(algorithm, state, config, accelerator, total_steps=steps + warm)
         seconds.append(time.perf_counter() - started)
-    done = [row for step in range(warm, warm + steps) for row in algorithm.rows(step)]
+        processor.append(time.process_time() - begun)
+    done = sum(num_tokens(row) for step in range(warm, warm + steps) for row in algorithm.rows(step))
     return Figure(
         step_ms=1e3 * statistics.median(seconds[warm:]),
-        tokens_per_second=sum(map(num_tokens, done)) / sum(seconds[warm:]),
+        tokens_per_second=done / sum(seconds[warm:]),
+        tokens_per_processor_second=done / sum(processor[warm:]),
         peak_rss_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         losses=[row["loss"] for row in state.metrics],
     )
@@ -152,7 +157,22 @@ def _pairs(rows: Sequence[dict[str, Any]]) -> list[Any]:
     return [Pair(row.get("prompt_ids", []), row["chosen_ids"], row["rejected_ids"]) for row in rows]
 
 
-def _direct(kind: str) -> Callable[..., tuple[_InOrder, Any]]:
+def _reference_logps(model: Any, documents: Sequence[Any], batch: int) -> Any:
+    """[2N] float32, of both branches of every document."""
+    import torch
+
+    from rollout_core.algorithms.policy import Policy
+    from rollout_core.data.packing import pack_branches
+
+    policy, found = Policy(model), []
+    with torch.no_grad():
+        for start in range(0, len(documents), batch):
+            tokens = pack_branches([documents[place] for place in range(start, min(start + batch, len(documents)))])
+            found.append(tokens.row_sums(policy(tokens).logprobs))
+    return torch.cat(found)
+
+
+def _direct(kind: str, *, cached: bool = False) -> Callable[..., tuple[_InOrder, Any]]:
     def build(model: Any, rows: Sequence[dict[str, Any]], batch: int, steps: int) -> tuple[_InOrder, Any]:
         import copy
 
@@ -167,19 +187,22 @@ def _direct(kind: str) -> Callable[..., tuple[_InOrder, Any]]:
         reference = Policy(copy.deepcopy(model).requires_grad_(False))
         pairs = _pairs(rows)
         documents = pair_documents(pairs)
-        inner = DPO(Policy(model), pairs, torch.zeros(2 * len(pairs)), config, seed=0, device=torch.device("cpu"))
+        logps = _reference_logps(model, documents, batch) if cached else torch.zeros(2 * len(pairs))
+        inner = DPO(Policy(model), pairs, logps, config, seed=0, device=torch.device("cpu"))
 
         def make(positions: list[int]) -> Any:
             tokens = pack_branches([documents[position] for position in positions])
             with torch.no_grad():
                 return PairBatch(tokens, tokens.row_sums(reference(tokens).logprobs).view(-1, 2))
 
-        return _InOrder(inner, config, rows, make), model
+        return _InOrder(inner, config, rows, inner.minibatch if cached else make), model
 
     return build
 
 
-def _kto(model: Any, rows: Sequence[dict[str, Any]], batch: int, steps: int) -> tuple[_InOrder, Any]:
+def _kto(
+    model: Any, rows: Sequence[dict[str, Any]], batch: int, steps: int, *, cached: bool = False
+) -> tuple[_InOrder, Any]:
     import copy
     import dataclasses
 
@@ -195,7 +218,8 @@ def _kto(model: Any, rows: Sequence[dict[str, Any]], batch: int, steps: int) -> 
     reference = Policy(copy.deepcopy(model).requires_grad_(False))
     items = [UnpairedPreference(row["prompt_ids"], row["completion_ids"], row["label"]) for row in rows]
     documents = unpaired_documents(items)
-    inner = KTO(Policy(model), items, torch.zeros(2 * len(items)), config, seed=0, device=torch.device("cpu"))
+    logps = _reference_logps(model, documents, batch) if cached else torch.zeros(2 * len(items))
+    inner = KTO(Policy(model), items, logps, config, seed=0, device=torch.device("cpu"))
 
     def make(positions: list[int]) -> Any:
         tokens = pack_branches([documents[position] for position in positions])
@@ -203,13 +227,15 @@ def _kto(model: Any, rows: Sequence[dict[str, Any]], batch: int, steps: int) -> 
             own, mismatched = tokens.row_sums(reference(tokens).logprobs).view(-1, 2).T
         return dataclasses.replace(inner.minibatch(positions), ref_logps=own, ref_mismatched=mismatched)
 
-    return _InOrder(inner, config, rows, make), model
+    return _InOrder(inner, config, rows, inner.minibatch if cached else make), model
 
 
 _BUILDERS: dict[str, Callable[..., tuple[_InOrder, Any]]] = {
     "sft": _sft,
     "reward": _reward,
     "dpo": _direct("dpo"),
+    "dpo-cached": _direct("dpo", cached=True),
     "ipo": _direct("ipo"),
     "kto": _kto,
+    "kto-cached": partial(_kto, cached=True),
 }

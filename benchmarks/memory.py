@@ -29,7 +29,7 @@ from harness import Figures
 from rich.console import Console
 from rich.table import Table
 
-from rollout_core.plans.plan import Training, estimate_memory, readable, state_bytes, training_of
+from rollout_core.plans.resources import Training, estimate_memory, readable, state_bytes, training_of
 
 ROWS, TOKENS, STEPS = 4, 256, 3
 MEASURED = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 12}
@@ -38,9 +38,14 @@ CASES: dict[str, dict[str, Any]] = {
     "SFT, SGD": {"optimizer": {"kind": "sgd", "lr": 1e-3}},
     "SFT, layers computed twice": {"gradient_checkpointing": True},
     "SFT, LoRA of rank 16": {"lora": {"r": 16}},
+    "SFT, LoRA of rank 16, four bits": {"lora": {"r": 16, "quantization": "nf4"}},
+    "SFT, LoRA, weights of bfloat16": {"lora": {"r": 16}, "weights": "bfloat16", "precision": "bfloat16"},
+    "SFT, weights of bfloat16": {"weights": "bfloat16", "precision": "bfloat16"},
+    "SFT, offloaded": {"offload": True},
     "DPO, reference inline": {"kind": "dpo"},
     "SFT, two ranks, DDP": {"parallel": {"nproc": 2, "kind": "ddp"}},
     "SFT, two ranks, FSDP2": {"parallel": {"nproc": 2, "kind": "fsdp2"}},
+    "SFT, two ranks, FSDP2, LoRA": {"parallel": {"nproc": 2, "kind": "fsdp2"}, "lora": {"r": 16}},
 }
 
 
@@ -92,6 +97,7 @@ TRAINED_TOKENS = 1e8
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one case, and the computed table")
+    parser.add_argument("--only", help="cases whose names have this in them")
     parser.add_argument("--case", help="this one alone, in this process; prints JSON")
     parser.add_argument("--folder", type=Path, help="of the case, with its model")
     asked = parser.parse_args()
@@ -101,7 +107,7 @@ def main() -> None:
     figures = Figures("Peak memory: measured (ours) against the plan's estimate (baseline)")
     with tempfile.TemporaryDirectory(prefix="rollout-bench-") as name:
         make_model(Path(name) / "model")
-        for case in list(CASES)[: 1 if asked.quick else None]:
+        for case in [name for name in CASES if (asked.only or "") in name][: 1 if asked.quick else None]:
             found = alone(case, Path(name))
             ratio = found["measured"] / found["estimate"]
             figures.add(case, readable(found["measured"]), readable(found["estimate"]), ratio)
@@ -174,8 +180,10 @@ def run_case(case: str, folder: Path) -> dict[str, int]:
         inputs["reference"] = model
     size = inspect_model(folder / "model").size
     lora = 16 * size.num_layers * (8 * size.hidden_size + 3 * (size.hidden_size + size.intermediate_size))
+    own = size.num_layers * size.hidden_size * (4 * size.hidden_size + 3 * size.intermediate_size)
     training = training_of(
         settings, TOKENS, rows=2 if is_dpo else 1, trained_parameters=lora if settings.lora else None,
+        quantized_parameters=own if settings.lora and settings.lora.quantization == "nf4" else 0,
         frozen_models=int(is_dpo),
     )  # fmt: skip
     estimate = estimate_memory(size, training)
@@ -184,18 +192,18 @@ def run_case(case: str, folder: Path) -> dict[str, int]:
     return {"measured": peak[0], "estimate": estimate.total}
 
 
-def rows_of(tokenizer: Any, *, is_pairs: bool) -> bytes:
+def rows_of(tokenizer: Any, *, is_pairs: bool, tokens: int = TOKENS, count: int = ROWS * STEPS * 2) -> bytes:
     """Rows that are as long as may be."""
-    answer = " 1" * TOKENS
+    answer = " 1" * tokens
     prompt = "sort 1 ="
-    if len(tokenizer(answer)["input_ids"]) < TOKENS:
+    if len(tokenizer(answer)["input_ids"]) < tokens:
         raise RuntimeError("the rows are shorter than they should be")
     row: Mapping[str, str] = (
-        {"prompt": prompt, "chosen": answer, "rejected": " 2" * TOKENS}
+        {"prompt": prompt, "chosen": answer, "rejected": " 2" * tokens}
         if is_pairs
         else {"prompt": prompt, "completion": answer}
     )
-    return (json.dumps(row) + "\n").encode() * (ROWS * STEPS * 2)
+    return (json.dumps(row) + "\n").encode() * count
 
 
 @contextmanager

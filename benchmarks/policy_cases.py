@@ -97,10 +97,10 @@ def run_policy_case(
 
     update = (_GRPO if name == "grpo" else _PPO)(model, shape)
     generator = make_generator(model)
-    seconds, generating, tokens_done = [], 0.0, 0
+    seconds, processor, generating, tokens_done = [], 0.0, 0.0, 0
     for step in range(steps + warm):
         prompts = prompts_of(rows, step, shape.prompts)
-        started = time.perf_counter()
+        started, begun = time.perf_counter(), time.process_time()
         tokens, logprobs = generate(generator, prompts, shape)
         generated = time.perf_counter()
         rewards = even_share(tokens).tolist()
@@ -116,11 +116,13 @@ def run_policy_case(
         update(batch)
         seconds.append(time.perf_counter() - started)
         if step >= warm:
+            processor += time.process_time() - begun
             generating += generated - started
             tokens_done += batch.num_tokens
     return Figure(
         step_ms=1e3 * statistics.median(seconds[warm:]),
         tokens_per_second=tokens_done / sum(seconds[warm:]),
+        tokens_per_processor_second=tokens_done / processor,
         peak_rss_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         losses=[row["loss"] for row in update.state.metrics],
         generating=generating / sum(seconds[warm:]),

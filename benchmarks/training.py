@@ -63,14 +63,15 @@ def sft_rows(count: int, lengths: tuple[int, int], *, trained: float = 1.0, voca
     return rows
 
 
-def pair_rows(count: int) -> list[Row]:
-    """Random pairs: prompts of 32 to 96 tokens, answers of 16 to 64."""
+def pair_rows(count: int, *, equal: bool = False) -> list[Row]:
+    """Random pairs: prompts of 32 to 96 tokens, answers of 16 to 64; or ``equal`` ones of 64 and 40."""
     rng = random.Random(1)
 
     def draw(least: int, most: int) -> list[int]:
         return [rng.randrange(1, 512) for _ in range(rng.randint(least, most))]
 
-    keys = {"prompt_ids": (32, 96), "chosen_ids": (16, 64), "rejected_ids": (16, 64)}
+    prompts, answers = ((64, 64), (40, 40)) if equal else ((32, 96), (16, 64))
+    keys = {"prompt_ids": prompts, "chosen_ids": answers, "rejected_ids": answers}
     return [{key: draw(*lengths) for key, lengths in keys.items()} for _ in range(count)]
 
 

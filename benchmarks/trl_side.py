@@ -18,6 +18,7 @@ import resource
 import statistics
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,10 @@ MODES = {"sft": {"packing": False}, "sft-packed": {"packing": True, "packing_str
 
 
 class Stopwatch:
-    """Seconds of each optimizer step, from the end of the one before."""
+    """Seconds and processor time of each optimizer step, from the end of the one before."""
 
     def __init__(self) -> None:
-        self.moments: list[float] = []
+        self.moments: list[tuple[float, float]] = []
 
     def callback(self) -> Any:
         from transformers import TrainerCallback
@@ -40,17 +41,17 @@ class Stopwatch:
 
         class Watch(TrainerCallback):
             def on_train_begin(self, *_: Any, **__: Any) -> None:
-                moments.append(time.perf_counter())
+                moments.append((time.perf_counter(), time.process_time()))
 
             def on_step_end(self, *_: Any, **__: Any) -> None:
-                moments.append(time.perf_counter())
+                moments.append((time.perf_counter(), time.process_time()))
 
         return Watch()
 
-    @property
-    def seconds(self) -> list[float]:
-        """Of the steps that count."""
-        return [after - before for before, after in zip(self.moments, self.moments[1:], strict=False)][WARM:]
+    def of_steps(self, clock: int) -> list[float]:
+        """Of the steps that count; clock 0 is the wall's, 1 the processor's."""
+        times = [moment[clock] for moment in self.moments]
+        return [after - before for before, after in pairwise(times)][WARM:]
 
 
 def word_tokenizer(vocabulary: int) -> Any:
@@ -110,11 +111,13 @@ def build(case: str, model: Any, rows: list[dict[str, Any]], folder: str, argume
         scorer.base_model.load_state_dict(model.base_model.state_dict())
         config = trl.RewardConfig(max_length=None, **options)
         return kept(trl.RewardTrainer)(scorer, config, train_dataset=dataset, processing_class=tokenizer)
-    if case in ("dpo", "ipo"):
+    algorithm, cached = case.removesuffix("-cached"), case.endswith("-cached")
+    if algorithm in ("dpo", "ipo"):
+        options["precompute_ref_log_probs"] = cached
         config = trl.DPOConfig(beta=0.1, loss_type=["ipo" if case == "ipo" else "sigmoid"], max_length=None, **options)
         trainer = kept(trl.DPOTrainer)
-    elif case == "kto":
-        config = trl.KTOConfig(beta=0.1, max_length=None, **options)
+    elif algorithm == "kto":
+        config = trl.KTOConfig(beta=0.1, max_length=None, precompute_ref_log_probs=cached, **options)
         trainer = kept(trl.KTOTrainer)
     else:
         texts = Dataset.from_list([{"prompt": " ".join(map(str, row["prompt_ids"]))} for row in rows])
@@ -170,9 +173,12 @@ def main() -> None:
         trainer.add_callback(watch.callback())
         trainer.train()
     each = sum(num_tokens(row, arguments.completions, arguments.tokens) for row in rows) / len(rows)
+    seconds, processor = watch.of_steps(0), watch.of_steps(1)
+    done = each * arguments.batch * len(seconds)
     found = {
-        "step_ms": 1e3 * statistics.median(watch.seconds),
-        "tokens_per_second": each * arguments.batch * len(watch.seconds) / sum(watch.seconds),
+        "step_ms": 1e3 * statistics.median(seconds),
+        "tokens_per_second": done / sum(seconds),
+        "tokens_per_processor_second": done / sum(processor),
         "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
     arguments.json.write_text(json.dumps(found), encoding="utf-8")

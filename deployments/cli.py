@@ -1,17 +1,19 @@
-"""The whole `rollout` command: that of `flows.cli`, and `rollout ops`, which looks after deployments."""
+"""The whole `rollout` command: that of `flows.cli`; `rollout ops`, which looks after deployments; and `rollout ui`."""
 
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
 from flows.cli import app, main as run_app
 from flows.cli.common import EXIT_FAILED, Debug, one_line_errors
+from flows.cli.storage import DatabaseURL, store_app
 
 if TYPE_CHECKING:
     from deployments.automations import Change
@@ -27,6 +29,8 @@ ops_app = typer.Typer(
     no_args_is_help=True, help="Look after scheduled runs: how they fare, what heals them, and who is told."
 )
 app.add_typer(ops_app, name="ops")
+cloud_app = typer.Typer(no_args_is_help=True, help="Look at the cloud, or the machine, that runs count on.")
+app.add_typer(cloud_app, name="cloud")
 
 
 @ops_app.command("install")
@@ -252,6 +256,93 @@ def metrics(
             Event().wait()
 
 
+@cloud_app.command("doctor")
+def cloud_doctor(
+    provider: Annotated[Literal["local", "aws", "gcp"], typer.Option("--provider", help="Where objects are kept.")],
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", help="TOML file with a [cloud] table. Default: the settings of the environment."),
+    ] = None,
+    form: Annotated[Literal["human", "json"], typer.Option("--format", help="json: for programs.")] = "human",
+    debug: Debug = False,
+) -> None:
+    """Try storage, credentials, queue, secrets and machine for real, and say what to do. Leaves nothing behind.
+
+    Exit code 0: all checks passed; 1: one did not; 2: they could not be made, such as for another provider's settings.
+    """
+    with one_line_errors(debug):
+        from deployments.cloud_doctor import examined, text
+
+        report = examined(provider, config)
+        typer.echo(report.as_json() if form == "json" else text(report, coloured=sys.stdout.isatty()))
+        if not report.is_healthy:
+            raise typer.Exit(EXIT_FAILED)
+
+
 def main() -> None:
     """Entry point of the `rollout` command."""
     run_app()
+
+
+@app.command("ui")
+def ui(
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; beyond loopback only with a key.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 4300,
+    api_key_env: Annotated[
+        str | None, typer.Option("--api-key-env", help="Environment variable that holds the key that pages ask for.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Show runs, comparisons, samples, rollouts and models in the browser, until SIGTERM or Ctrl-C.
+
+    The pages read the storage and the database of the settings, and change nothing. Logs come from the Prefect server
+    of PREFECT_API_URL, or the one that runs in this folder.
+    """
+    with one_line_errors(debug):
+        from flows.connections import storage_and_database
+        from rollout_core.base.errors import ConfigError
+
+        api_key = None if api_key_env is None else os.environ.get(api_key_env)
+        if api_key_env is not None and not api_key:
+            raise ConfigError(f"--api-key-env {api_key_env}: expected an environment variable that holds the key")
+
+        with storage_and_database() as known:
+            from deployments.ui.server import serve_ui
+
+            objects = known.try_objects()
+            try:
+                known.try_database()
+                database = known.database_url()
+            except ConfigError as error:
+                typer.echo(f"without the pages of the database: {error}", err=True)
+                database = None
+            serve_ui(objects, database, host=host, port=port, api_key=api_key, announce=typer.echo)
+
+
+@store_app.command("serve")
+def store_serve(
+    database: DatabaseURL,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; beyond loopback only with a key.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 4747,
+    workers: Annotated[int, typer.Option("--workers", min=1, help="Server processes.")] = 1,
+    api_key_env: Annotated[
+        str | None, typer.Option("--api-key-env", help="Environment variable that holds the API key.")
+    ] = None,
+    cors_allow_origin: Annotated[
+        list[str] | None, typer.Option("--cors-allow-origin", help="Origin of web pages to let in; *: all. Repeatable.")
+    ] = None,
+    pages: Annotated[bool, typer.Option("--ui/--no-ui", help="Whether there are pages below /ui.")] = True,
+    debug: Debug = False,
+) -> None:
+    """Serve a store over HTTP, and below /ui the pages of `rollout ui`, until SIGTERM or Ctrl-C."""
+    with one_line_errors(debug):
+        from deployments.ui.beside import PAGES
+        from rollout_core.store.http.serve import ServeSettings, serve
+
+        origins = tuple(cors_allow_origin or ())
+        settings = ServeSettings(database, host, port, workers, api_key_env, origins, PAGES if pages else None)
+        serve(settings, typer.echo)

@@ -73,6 +73,10 @@ class Metadata(ABC):
         """A sign that a notice may come, which changes nothing yet."""
         return None
 
+    @abstractmethod
+    def machine_type(self) -> str | None:
+        """What the cloud calls a machine of this size; None where it does not say."""
+
 
 class AWSMetadata(Metadata):
     """Of an EC2 machine. In a container its token needs a hop more: ``HttpPutResponseHopLimit=2``."""
@@ -100,6 +104,9 @@ class AWSMetadata(Metadata):
             return None
         return "AWS says that this spot machine is at elevated risk of being taken back; work goes on until it is told"
 
+    def machine_type(self) -> str | None:
+        return (self._read("instance-type") or "").strip() or None
+
     def _read(self, path: str) -> str | None:
         """A value; None where there is none."""
         for is_last in (False, True):
@@ -124,11 +131,11 @@ class GCEMetadata(Metadata):
 
     def __init__(self) -> None:
         host = os.environ.get("GCE_METADATA_HOST") or "metadata.google.internal"
-        self._url = f"http://{host}/computeMetadata/v1/instance/preempted"
+        self._instance = f"http://{host}/computeMetadata/v1/instance"
         self._etag = "0"
 
     def notice(self, *, wait: bool) -> Notice | None:
-        url, timeout = self._url, REQUEST_SECONDS
+        url, timeout = f"{self._instance}/preempted", REQUEST_SECONDS
         if wait:
             # What has changed since the last answer is told at once.
             url += f"?wait_for_change=true&timeout_sec={CHANGE_SECONDS}&last_etag={self._etag}"
@@ -140,6 +147,10 @@ class GCEMetadata(Metadata):
         if text.strip().upper() != "TRUE":
             return None
         return Notice("Google Cloud preempts this machine", LEAD_SECONDS["gce"])
+
+    def machine_type(self) -> str | None:
+        path = _ask(f"{self._instance}/machine-type", {"Metadata-Flavor": "Google"})[0]
+        return path.strip().rpartition("/")[2] or None
 
 
 def _ask(
@@ -175,6 +186,14 @@ def metadata(kind: Kind) -> Metadata | None:
 
 _NO_ANSWER = (OSError, HTTPException, ValueError, KeyError, TypeError)
 """What comes of a metadata service that is away, breaks off, or answers with something else."""
+
+
+def machine_type(service: Metadata) -> str | None:
+    """As `Metadata.machine_type`; None also where the service does not answer that."""
+    try:
+        return service.machine_type()
+    except _NO_ANSWER:
+        return None
 
 
 class SpotWatch:

@@ -40,6 +40,7 @@ from tasks.imports import import_model, import_tasks
 from tasks.learn import grpo_update, ppo_update
 from tasks.logs import Journal, Outcome, log_iteration
 from tasks.promotion import Promotion, latest_model, promote, snapshot
+from tasks.rehearsing import planned, stages_end
 
 NUM_GAINED, NUM_LOST = 3, 1
 """Tasks that are shown: of those whose reward rose most, and of those whose reward fell most."""
@@ -79,7 +80,7 @@ class AgentIteration:
 def train_agent(config: TrainAgentConfig) -> TrainedAgent:
     """Train the model behind an agent by GRPO or PPO on what the agent does, and evaluate it on held-out tasks."""
     config = with_whole_ids(config, working_folder(), objects)
-    plan_agent(config, working_folder(), current_connections())
+    planned(plan_agent(config, working_folder(), current_connections()))
     try:
         return recompute_missing(lambda journal: _train(config, journal), config)
     finally:
@@ -108,8 +109,10 @@ def _train(config: TrainAgentConfig, journal: Journal) -> TrainedAgent:
         latest = latest_model(config.promotion.resource).model
         rival = evaluate(latest, "latest") if latest is not None and latest not in (model, last.model) else None
         promotion = promote(before, rival, after, config.promotion)
+        stages_end()
         verdict = reason_of(promotion, latest, config.run.name, config.promotion)
         promotion = promotion.model_copy(update={"reason": verdict})
+    stages_end()
     held_out_rewards = {
         moment: rollouts.mean_reward for moment, rollouts in (("before", before), ("after", after)) if rollouts
     }

@@ -8,7 +8,7 @@ import math
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -56,11 +56,11 @@ from tasks.batch import (
 )
 from tasks.connections import current_connections, objects, working_folder
 from tasks.imports import import_model
-from tasks.logs import Journal, Outcome, stage_logger
+from tasks.logs import Journal, Outcome, Speed, stage_logger
+from tasks.rehearsing import current_rehearsal, planned, stages_end
 
 REFRESH_SECONDS = 0.5
 LOG_SECONDS = 30.0
-SPEED_SECONDS = 30.0
 
 
 @flow(name="batch-inference", flow_run_name="{config.model.uri}", persist_result=False)
@@ -70,7 +70,9 @@ def batch_inference(config: InferBatchConfig, run_id: str | None = None) -> dict
     ``run_id`` names an earlier run to resume; without it the output folder's own run is resumed, if it has one.
     """
     config = with_whole_ids(config, working_folder(), objects)
-    plan_batch(config, working_folder(), run_id, current_connections())
+    planned(plan_batch(config, working_folder(), run_id, current_connections()))
+    if current_rehearsal() is not None:
+        return recompute_missing(lambda journal: _rehearse(config), config)
     folder = output_folder(config.output.dir, working_folder(), objects())
     requested, run_id = run_id, resolve_run_id(folder, run_id)
 
@@ -94,16 +96,24 @@ def batch_inference(config: InferBatchConfig, run_id: str | None = None) -> dict
         close_engine()
 
 
-def _complete(
+def _rehearse(config: InferBatchConfig) -> dict[str, Any]:
+    """The stages of a run, beside its output folder, where a run is begun by writing."""
+    model = import_model(config.model).model
+    prompts = import_prompts(config)
+    num_samples = prompts.num_rows * config.sampling.n
+    for job in _jobs(config, "", model, shards_of(objects(), prompts), num_samples):
+        infer_shard(job)
+    stages_end()
+    return {}
+
+
+def _jobs(
     config: InferBatchConfig, run_id: str, model: ContentId, shards: list[tuple[ContentId, int]], num_samples: int
-) -> tuple[list[ShardCompletions], dict[str, Any], dict[str, bytes]]:
-    """Records of all shards, the figures of the closing table, and pictures for the run's summary."""
-    context = FlowRunContext.get()
-    assert context is not None and context.flow_run is not None, "called inside the flow"
-    flow_run_id = str(context.flow_run.id)
+) -> list[ShardJob]:
+    """What is asked of each shard."""
     failures = FailureLimit(config.failures.max_share, num_samples)
     reporting = Reporting(run_id=run_id, events=config.output.events, failures=failures)
-    jobs = [
+    return [
         ShardJob(
             rows=shard,
             model=model,
@@ -117,6 +127,17 @@ def _complete(
         )
         for number, (shard, _) in enumerate(shards, start=1)
     ]
+
+
+def _complete(
+    config: InferBatchConfig, run_id: str, model: ContentId, shards: list[tuple[ContentId, int]], num_samples: int
+) -> tuple[list[ShardCompletions], dict[str, Any], dict[str, bytes]]:
+    """Records of all shards, the figures of the closing table, and pictures for the run's summary."""
+    context = FlowRunContext.get()
+    assert context is not None and context.flow_run is not None, "called inside the flow"
+    flow_run_id = str(context.flow_run.id)
+    failures = FailureLimit(config.failures.max_share, num_samples)
+    jobs = _jobs(config, run_id, model, shards, num_samples)
 
     def on_result(job: ShardJob, record: ShardCompletions) -> None:
         progress.finish(job.rows, record)
@@ -200,35 +221,12 @@ class RunProgress:
         artifact.end(self._tally.total().done, self._total)
 
     def _figures(self, now: ShardProgress) -> str:
-        samples, tokens = self._speed.per_second
+        samples, _ = self._speed.per_second
         figures = [f"{now.failed:,} failed"] if now.failed else []
-        figures += [f"{samples:,.0f} samples/s", f"{tokens:,.0f} tokens/s"]
+        figures.append(self._speed.figures)
         if samples:
             figures.append(f"{timedelta(seconds=round((self._total - now.done) / samples))} left")
         return ", ".join(figures)
-
-
-class Speed:
-    """Recent speed: over the last half minute, from the first sample on."""
-
-    def __init__(self) -> None:
-        self._noted: deque[tuple[float, int, int]] = deque()
-
-    def note(self, seconds: float, samples: int, tokens: int) -> None:
-        """``samples`` and ``tokens`` were generated until ``seconds`` of a monotonic clock."""
-        if samples == 0 and self._noted:
-            self._noted.clear()
-        self._noted.append((seconds, samples, tokens))
-        while len(self._noted) > 2 and seconds - self._noted[1][0] > SPEED_SECONDS:
-            self._noted.popleft()
-
-    @property
-    def per_second(self) -> tuple[float, float]:
-        """Samples and tokens a second; zeros where nothing is known yet."""
-        if len(self._noted) < 2:
-            return 0.0, 0.0
-        (start, samples, tokens), (now, more_samples, more_tokens) = self._noted[0], self._noted[-1]
-        return (more_samples - samples) / (now - start), (more_tokens - tokens) / (now - start)
 
 
 def picture_of_lengths(config: InferBatchConfig, records: Sequence[ShardCompletions]) -> dict[str, bytes]:

@@ -32,10 +32,11 @@ from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.states import AwaitingRetry
 
 from flows.placement import placed
+from flows.recording import Recorder
 from flows.summary import RunSummary
 from rollout_core.base import traces
 from rollout_core.base.determinism import require_numerics
-from rollout_core.base.errors import CorruptObject, MissingObject, RolloutError
+from rollout_core.base.errors import CorruptObject, Fatal, MissingObject, OtherOutcome, RolloutError
 from rollout_core.base.locks import sweep_scratch
 from rollout_core.base.stopping import is_stopping, watching
 from rollout_core.config import Run
@@ -43,6 +44,7 @@ from rollout_core.objects.leases import lease
 from tasks.artifact_sender import SENDER
 from tasks.connections import objects
 from tasks.logs import Journal, keep_journal, stage_logger
+from tasks.rehearsing import current_rehearsal
 from tasks.stage import refreshing, retry
 from tasks.time_limits import limiting
 
@@ -69,6 +71,9 @@ def recompute_missing(body: Callable[[Journal], R], config: Run) -> R:
     """
     require_numerics(config.numerics)
     run = config.run
+    if current_rehearsal() is not None:
+        with refreshing("rehearsal" if run.refresh is True else run.refresh or None):
+            return body(Journal())
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
         raise RuntimeError("recompute_missing is called inside a flow")
@@ -82,11 +87,13 @@ def recompute_missing(body: Callable[[Journal], R], config: Run) -> R:
     # A worker starts a process for each run, which is then that run's alone.
     with watching(ends_process=WORKERS_RUN in os.environ), ExitStack() as held:
         summary = RunSummary(config)
+        named = context.flow.name if context.flow else run.name
+        recorder = Recorder(config, named, flow_run, summary)
         try:
             # Housekeeping leaves alone what a run under way has used or made.
             retry(lambda: held.enter_context(lease(objects(), f"{flow_run.name} (flow run {flow_run.id})")))
+            recorder.start()
             facts = {"run": run.name, "flow_run": str(flow_run.id), "try": flow_run.run_count}
-            named = context.flow.name if context.flow else run.name
             with (
                 limiting(config.timeouts),
                 traces.trace_of_run(named, str(flow_run.id), **facts),
@@ -98,6 +105,7 @@ def recompute_missing(body: Callable[[Journal], R], config: Run) -> R:
         except BaseException as error:
             interruption = _interruption_behind(error)
             summary.fail(interruption)
+            recorder.end()  # before another worker may have the run
             if is_stopping() and WORKERS_RUN in os.environ and _gives_itself_back(flow_run.id):
                 # Prefect reports nothing of a run that ends so.
                 raise Abort("the run was handed back") from None
@@ -105,6 +113,7 @@ def recompute_missing(body: Callable[[Journal], R], config: Run) -> R:
                 raise
             raise interruption from None
         finally:
+            recorder.end()
             _end_showing(PATIENCE_SECONDS if WORKERS_RUN in os.environ else SEND_SECONDS)
 
 
@@ -173,11 +182,24 @@ def _repeat(body: Callable[[Journal], R], name: str | None, summary: RunSummary)
             try:
                 return body(journal)
             except (CorruptObject, MissingObject) as error:
-                found[error.content_id] += 1
-                # Each object that is set aside is one less, so this ends, however many are damaged.
-                if found[error.content_id] == TRIES_FOR_AN_OBJECT or is_stopping():
+                # Each object that is set aside is one less, so this ends, however many are damaged. What comes out
+                # otherwise has a new id each time, so it counts by what it is.
+                what = error.what if isinstance(error, OtherOutcome) else error.content_id
+                found[what] += 1
+                if is_stopping():
+                    raise
+                if found[what] == TRIES_FOR_AN_OBJECT:
+                    if isinstance(error, OtherOutcome):
+                        raise _never_the_same(error) from error
                     raise
                 stage_logger().warning("%s; recomputing what is missing", error)
+
+
+def _never_the_same(error: OtherOutcome) -> Fatal:
+    return Fatal(
+        f"{error}; {TRIES_FOR_AN_OBJECT} times in this run it was another one, and none of them could be kept to go on "
+        "from. See why they were not stored (the warnings above), or set state_every = 1, which stores each at once"
+    )
 
 
 def _console_handlers() -> list[Any]:

@@ -34,6 +34,7 @@ from tasks.connections import current_connections, objects, working_folder
 from tasks.imports import import_model, import_prompts, import_sft
 from tasks.logs import Journal
 from tasks.promotion import latest_model, promote
+from tasks.rehearsing import planned, stages_end
 from tasks.score import close_rewards
 
 
@@ -67,7 +68,7 @@ def nightly(config: NightlyConfig, overrides: dict[str, Any] | None = None) -> N
         changed = apply_overrides(config.model_dump(mode="json"), overrides)
         config = parse_config(changed, NightlyConfig, name="overrides")
     config = with_whole_ids(config, working_folder(), objects)
-    plan_nightly(config, working_folder(), current_connections(), keep=True)
+    planned(plan_nightly(config, working_folder(), current_connections(), keep=True))
     try:
         return recompute_missing(lambda journal: _nightly(config, journal), config)
     finally:
@@ -97,6 +98,7 @@ def _nightly(config: NightlyConfig, journal: Journal) -> NightlyResult:
     guarded = guard_reports(config, judge, before, rival, after)
     apart = divergences(config, before, rival, after)
     promotion = promote(before, rival, after, config.promotion, guarded=guarded, divergences=apart)
+    stages_end()
     verdict = reason_of(promotion, latest, config.run.name, config.promotion, learned.progress.curve)
 
     moments = {"before": before, "after SFT": after_sft, after_learning: after}

@@ -39,6 +39,7 @@ from tasks.online import (
     take_live_batch,
 )
 from tasks.promotion import promote
+from tasks.rehearsing import planned, stages_end
 
 MOST_STAGES = 500
 """Of the last ones the report tells, and this process keeps."""
@@ -68,7 +69,7 @@ class LearntOnline(TypedDict):
 def learn_online(config: LearnOnlineConfig) -> LearntOnline:
     """Serve a policy to live agents and train it on what they do with it, update by update."""
     config = with_whole_ids(config, working_folder(), objects)
-    plan_online(config, working_folder(), current_connections())
+    planned(plan_online(config, working_folder(), current_connections()))
     ends_at = None if config.max_hours is None else time.monotonic() + 3600 * config.max_hours
     try:
         return recompute_missing(lambda journal: _Learning(config, journal).run(ends_at), config)
@@ -103,6 +104,7 @@ class _Learning:
 
     def run(self, ends_at: float | None) -> LearntOnline:
         """Learn until the end of the run, see `LearnOnlineConfig`."""
+        stages_end("each update follows from what live agents do")
         failing_since: float | None = None
         pause = 1.0
         while True:

@@ -20,9 +20,9 @@ from tasks import connections
 from tasks.batch import FanOut
 from tasks.generate import batch_inference, help_inference
 from tasks.learn import dpo_update, grpo_update, kto_update, ppo_update, rm_update, sft_update
-from tasks.placing import placing
+from tasks.placing import RunsTasks, Submitted, placing
 from tasks.score import evaluate, evaluate_by, help_scoring, score_rewards
-from tasks.stage import RunsTasks, Stage, Submitted, progress_ref
+from tasks.stage import Stage, progress_ref
 
 if TYPE_CHECKING:
     from flows.dask.fleet import DaskFleet, OpenCluster

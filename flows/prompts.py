@@ -27,6 +27,7 @@ from tasks.connections import current_connections, objects, working_folder
 from tasks.imports import import_model, import_tasks
 from tasks.logs import Journal, Outcome, stage_logger
 from tasks.prompts import PromptPromotion, critique_prompt, edit_prompt, import_prompt, promote_prompt
+from tasks.rehearsing import planned, stages_end
 
 TEMPLATE_FILE = "best-template.txt"
 
@@ -49,7 +50,7 @@ class TunedPrompt(TypedDict):
 def tune_prompt(config: TunePromptConfig) -> TunedPrompt:
     """Search for a template with which an agent earns more, and publish it if it does so on held-out tasks."""
     config = with_whole_ids(config, working_folder(), objects)
-    plan_prompt(config, working_folder(), current_connections())
+    planned(plan_prompt(config, working_folder(), current_connections()))
     try:
         return recompute_missing(lambda journal: _tune(config, journal), config)
     finally:
@@ -71,6 +72,7 @@ def _tune(config: TunePromptConfig, journal: Journal) -> TunedPrompt:
     best = search.prompt(search.beam[0])
     after = evaluate(best, "held out after")
     promotion = promote_prompt(best, before, after, enabled=config.promote)
+    stages_end()
     held_out_rewards = {"before": before.mean_reward, "after": after.mean_reward}
     folder = _report(config, search, held_out_rewards, promotion, journal)
     return TunedPrompt(

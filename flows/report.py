@@ -16,6 +16,7 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint
 from tasks.artifacts import draw_curve
 from tasks.logs import StageEntry
+from tasks.rehearsing import is_stand_in
 
 PAGE = "index.html"
 _PICTURE_REFS = "pictures"
@@ -66,6 +67,8 @@ def shown_curve(objects: ObjectStore, name: str, curve: Curve) -> dict[str, byte
 
 def figure_of_steps(objects: ObjectStore, checkpoint: Checkpoint, name: str) -> list[float]:
     """A figure of each optimizer step of an update; of steps that have none, nothing."""
+    if is_stand_in(checkpoint.metrics):
+        return []
     rows = map(json.loads, objects.get_bytes(checkpoint.metrics).splitlines())
     return [row[name] for row in rows if name in row]
 

@@ -17,7 +17,7 @@ from typing import Literal
 from prefect.runtime import flow_run
 
 from rollout_core.base.determinism import num_gpus
-from rollout_core.base.settings import without_passwords
+from rollout_core.base.settings import ui_address, without_passwords
 from rollout_core.base.stopping import is_stopping
 from rollout_core.config import Run
 from tasks.artifacts import Page
@@ -37,7 +37,10 @@ class RunSummary:
 
     def __init__(self, config: Run) -> None:
         self._config = config
-        self._journals: list[Journal] = []
+        self._address = ui_address()
+        self.journals: list[Journal] = []
+        self.state: Literal["running", "completed", "failed", "stopped"] = "running"
+        self.error: str | None = None
         self._begun, self._started = datetime.now(UTC), time.monotonic()
         name = config.run.name
         emit(RunStart(flow=flow_run.flow_name or "", run=name))
@@ -45,32 +48,35 @@ class RunSummary:
 
     def note(self, journal: Journal) -> None:
         """Count what ``journal`` tells, or will tell, of this run."""
-        self._journals.append(journal)
+        self.journals.append(journal)
 
     def end(self) -> None:
         """The run is over, and did what it was to do."""
-        self._page.show(self._markdown("completed"))
-        self._tell("completed")
+        self.state = "completed"
+        self._page.show(self._markdown(self.state))
+        self._tell(self.state)
 
     def fail(self, error: BaseException) -> None:
         """The run ends with an error, or because it was told to."""
-        journal = self._journals[-1] if self._journals else Journal()
+        journal = self.journals[-1] if self.journals else Journal()
         last = journal.entries[-1] if journal.entries else None
         where = (
             "before its first stage" if last is None else f"{'at' if last.failed else 'after'} **{plain(last.title)}**"
         )
         if is_stopping():
+            self.state = "stopped"
             self._page.show(self._markdown(f"stopped {where}; what is complete is kept"))
-            self._tell("stopped")
+            self._tell(self.state)
             return
         lines = without_passwords(str(error)).strip().splitlines() or [""]
         text = f"{type(error).__name__}: {lines[0]}"
         text = text if len(text) <= MOST_OF_AN_ERROR else text[: MOST_OF_AN_ERROR - 3] + "..."
+        self.state, self.error = "failed", text
         self._page.show(self._markdown(f"failed {where}: {plain(text)}"))
-        self._tell("failed", text)
+        self._tell(self.state, text)
 
     def _tell(self, state: Literal["completed", "stopped", "failed"], error: str | None = None) -> None:
-        costs, outcome = Costs(self._journals, self._config), self._outcome
+        costs, outcome = Costs(self.journals, self._config), self.outcome
         done = RunDone(
             flow=flow_run.flow_name or "",
             run=self._config.run.name,
@@ -87,23 +93,25 @@ class RunSummary:
         emit(done)
 
     @property
-    def _outcome(self) -> Outcome:
-        return (self._journals[-1].outcome if self._journals else None) or Outcome()
+    def outcome(self) -> Outcome:
+        """What came of the run so far."""
+        return (self.journals[-1].outcome if self.journals else None) or Outcome()
 
     def _markdown(self, state: str) -> str:
         seconds = time.monotonic() - self._started
-        outcome = self._outcome
+        outcome = self.outcome
         facts = {
             "state": state,
-            **{name: plain(value) for name, value in _about(self._config).items()},
+            **{name: plain(value) for name, value in about(self._config).items()},
             **_rewards(outcome.held_out),
             **({} if outcome.promoted is None else {"promoted": _verdict(outcome)}),
             **{name: plain(value) for name, value in outcome.facts.items()},
             "began": f"{self._begun:%Y-%m-%d %H:%M:%S} UTC",
+            **({} if self._address is None else {"curves and samples": f"{self._address}/runs/{flow_run.id}"}),
         }
         if state == "running":
             return "\n".join(_points(facts))
-        costs = Costs(self._journals, self._config)
+        costs = Costs(self.journals, self._config)
         facts |= {
             "wall time": f"{timedelta(seconds=round(seconds))} ({seconds:.1f} s)",
             "stages": costs.counts,
@@ -113,25 +121,27 @@ class RunSummary:
         for title, png in outcome.pictures.items():
             url = "data:image/png;base64," + base64.b64encode(png).decode()
             lines += ["", f"![{plain(title)}]({url})"]
-        return "\n".join([*lines, *_calls([entry for journal in self._journals for entry in journal.entries])])
+        return "\n".join([*lines, *_calls([entry for journal in self.journals for entry in journal.entries])])
 
 
 class Costs:
     """What the stages of a run came to, and its price by the run's configuration."""
 
-    def __init__(self, journals: Sequence[Journal], config: Run) -> None:
+    def __init__(self, journals: Sequence[Journal], config: Run, *, has_ended: bool = True) -> None:
+        """Of a run under way no GPUs are counted: torch, which knows them, is not imported in its midst."""
         self._prices = config.cost
         self.calls: dict[str, dict[str, int]] = {}
         """Calls of each stage, by what became of them."""
         self.seconds: dict[str, float] = {}
         """Of each stage, in which at least one call was computed."""
-        for stage, totals in ((name, totals) for journal in journals for name, totals in journal.totals.items()):
+        # Copied at once: stages of other threads add to it.
+        for stage, totals in [pair for journal in journals for pair in list(journal.totals.items())]:
             counts = self.calls.setdefault(stage, dict.fromkeys(("computed", "cached", "checked", "failed"), 0))
-            for state, count in totals.calls.items():
+            for state, count in list(totals.calls.items()):
                 counts[_KINDS.get(state, "failed")] += count
             self.seconds[stage] = self.seconds.get(stage, 0.0) + totals.seconds
         # Where nothing was computed nobody needs torch, which knows the GPUs.
-        self.num_gpus = num_gpus() if self.total else 0
+        self.num_gpus = num_gpus() if has_ended and self.total else 0
 
     @property
     def total(self) -> float:
@@ -145,10 +155,16 @@ class Costs:
         return hours * (self._prices.per_hour + self.num_gpus * self._prices.per_gpu_hour)
 
     @property
+    def sums(self) -> dict[str, int]:
+        """How many calls were computed, how many cached and so on; without those that are none."""
+        kinds = sorted({*_KINDS.values(), "failed"})
+        sums = {kind: sum(counts[kind] for counts in self.calls.values()) for kind in kinds}
+        return {kind: count for kind, count in sums.items() if count}
+
+    @property
     def counts(self) -> str:
-        """How many calls were computed, how many cached and so on."""
-        sums = {kind: sum(counts[kind] for counts in self.calls.values()) for kind in set(_KINDS.values()) | {"failed"}}
-        return ", ".join(f"{count} {kind}" for kind, count in sorted(sums.items()) if count) or "none"
+        """`sums` in words."""
+        return ", ".join(f"{count} {kind}" for kind, count in self.sums.items()) or "none"
 
     @property
     def money(self) -> str:
@@ -184,7 +200,7 @@ def plain(text: str) -> str:
     return _MARKS.sub(r"\\\1", " ".join(text.split()))
 
 
-def _about(config: Run) -> dict[str, str]:
+def about(config: Run) -> dict[str, str]:
     """Model and algorithm of a run of any kind."""
     algorithm = getattr(config, "algorithm", None)
     model = getattr(config, "model", None) or getattr(algorithm, "base_model", None)

@@ -9,8 +9,11 @@ from typing import Any, TypeVar
 
 from prefect import flow
 
-from flows.ahead import SamplesAhead
+from flows.curriculum import Opening, opening_of
 from flows.flow_run import recompute_missing
+from flows.iterations import SamplesAhead, TrainingStates
+from flows.partial_rollouts import Carrying, taken_up
+from flows.replay import Replaying
 from flows.report import Curve, shown_curve
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.ids import ContentId
@@ -18,9 +21,12 @@ from rollout_core.config import (
     BackendConfig,
     DatasetSettings,
     DatasetSource,
+    Distillation,
     DynamicSampling,
     GRPOSettings,
     PPOSettings,
+    RewardHackingGuard,
+    SFTSettings,
     TrainConfig,
     TrainDPOConfig,
     TrainGRPOConfig,
@@ -32,13 +38,16 @@ from rollout_core.config import (
 )
 from rollout_core.config.rewards import RewardSpec
 from rollout_core.config.runs import ReferencedAlgorithm, TrainingRun
+from rollout_core.data.partial_rollouts import Carried
 from rollout_core.inference.engines import close_engine
+from rollout_core.launch import kept_process
 from rollout_core.launch.launcher import import_updates
 from rollout_core.objects.addresses import with_whole_ids
-from rollout_core.objects.records import Checkpoint, Dataset, Scores
+from rollout_core.objects.records import Checkpoint, Completions, Dataset, PromptSet, Scores
 from rollout_core.objects.snapshots import MODEL_FOLDER, SnapshotStore
 from rollout_core.plans.learner_plan import plan_training
 from rollout_core.plans.plan import context_limit
+from rollout_core.promotion.evidence import PolicyRewards, reward_hacking
 from rollout_core.rewards.source_ids import source_id
 from tasks.connections import current_connections, objects, working_folder
 from tasks.generate import batch_inference, enqueue_prompts
@@ -55,7 +64,8 @@ from tasks.imports import (
 from tasks.learn import dpo_update, grpo_update, kto_update, ppo_update, rm_update, sft_update
 from tasks.logs import Journal, Outcome, log_iteration
 from tasks.promotion import snapshot
-from tasks.score import close_rewards, score_rewards, select_groups
+from tasks.rehearsing import is_stand_in, planned, rehearsal_remark, stages_end
+from tasks.score import close_rewards, evaluate, score_rewards, select_groups
 
 ConfigT = TypeVar("ConfigT", bound=TrainConfig[Any])
 
@@ -76,6 +86,8 @@ class _Experience:
     scores: Scores
     samples: ContentId
     mean_reward: float
+    model: ContentId
+    """The weights that drew them."""
 
 
 @dataclass(frozen=True)
@@ -88,23 +100,27 @@ class _Sampler:
     reward: RewardSpec
     reward_source: ContentId
     seed: int
+    opening: Opening
+    num_fresh: Callable[[int], int]
+    """Prompts of an iteration whose completions are drawn."""
+    carrying: Carrying
 
     def experience(self, number: int, model: ContentId) -> _Experience:
         """That of iteration ``number`` (from 0), drawn by ``model``."""
         label, per_iteration = _label(number), self.settings.prompts_per_iteration
         if isinstance(self.settings, GRPOSettings) and self.settings.dynamic_sampling is not None:
             return self._differing_groups(model, number, self.settings.dynamic_sampling, label)
-        scores, samples = self._draw(model, number * per_iteration, per_iteration, label)
-        return _Experience(scores, samples, scores.mean)
+        scores, samples = self._draw(model, number, number * per_iteration, self.num_fresh(number), label)
+        return _Experience(scores, samples, scores.mean, model)
 
     def _differing_groups(self, model: ContentId, number: int, dynamic: DynamicSampling, label: str) -> _Experience:
         """Groups whose rewards differ, in as few rounds as the share of such groups so far lets expect."""
-        wanted, group_size = self.settings.prompts_per_iteration, self.settings.samples_per_prompt
-        first, count = number * wanted * dynamic.max_rounds, wanted
+        wanted, group_size = self.num_fresh(number), self.settings.samples_per_prompt
+        first, count = number * self.settings.prompts_per_iteration * dynamic.max_rounds, wanted
         rounds: list[Scores] = []
         samples: list[ContentId] = []
         while True:
-            scores, own = self._draw(model, first, count, f"{label}, round {len(rounds) + 1}")
+            scores, own = self._draw(model, number, first, count, f"{label}, round {len(rounds) + 1}")
             rounds.append(scores)
             samples.append(own)
             selected = select_groups(
@@ -115,6 +131,9 @@ class _Sampler:
                 min_spread=dynamic.min_spread,
                 label=label,
             )
+            if is_stand_in(selected.scores):
+                rehearsal_remark("how many rounds of drawing an iteration needs shows when it runs; one is counted")
+                return _Experience(selected.as_scores(), selected.samples, selected.mean_drawn, model)
             if selected.num_groups >= wanted or len(rounds) == dynamic.max_rounds:
                 break
             first += count
@@ -127,33 +146,74 @@ class _Sampler:
                 "algorithm.samples_per_prompt or dynamic_sampling.max_rounds"
                 + (', or set when_short = "fewer"' if selected.num_groups else "")
             )
-        return _Experience(selected.as_scores(), selected.samples, selected.mean_drawn)
+        return _Experience(selected.as_scores(), selected.samples, selected.mean_drawn, model)
 
-    def _draw(self, model: ContentId, first: int, count: int, label: str) -> tuple[Scores, ContentId]:
+    def _draw(self, model: ContentId, number: int, first: int, count: int, label: str) -> tuple[Scores, ContentId]:
         settings = self.settings
+        sampling = settings.part_sampling
         prompt_set = enqueue_prompts(
             self.prompts,
             model,
-            settings.sampling,
+            sampling,
             first=first,
             count=count,
             samples_per_prompt=settings.samples_per_prompt,
             seed=self.seed,
             max_model_len=context_limit(self.backend),
+            opened=self.opening(number),
             label=label,
         )
-        completions = batch_inference(
-            prompt_set,
-            settings.sampling,
-            self.backend,
-            failed=settings.failed,
-            group_size=settings.samples_per_prompt if isinstance(settings, GRPOSettings) else 1,
-            label=label,
-        )
+
+        def draw(prompts: PromptSet, label: str) -> Completions:
+            options = {"failed": settings.failed, "group_size": settings.group_size, "label": label}
+            return batch_inference(prompts, sampling, self.backend, **options)
+
+        completions = self.carrying.complete(number, prompt_set, draw, label)
         each = isinstance(settings, GRPOSettings) and settings.reward_normalization == "each"
         by_part = True if each else None
         scores = score_rewards(completions, self.reward, self.reward_source, by_part=by_part, label=label)
         return scores, completions.samples
+
+
+def _teacher_of(distillation: Distillation | None) -> dict[str, Any]:
+    """The argument of an update that names its teacher, where it has one."""
+    return {} if distillation is None else {"teacher": import_model(distillation.teacher).model}
+
+
+class _HackingWatch:
+    """Has the models that draw an iteration's completions complete held-out prompts, as ``guard`` asks."""
+
+    def __init__(self, guard: RewardHackingGuard | None, sampler: _Sampler) -> None:
+        self._guard = guard
+        self._sampler = sampler
+        self._found: list[PolicyRewards] = []
+        if guard is not None:
+            self._prompts = import_prompts(guard.prompts, label="held out").data
+            self._reward, self._source = sampler.reward, sampler.reward_source
+            if guard.reward is not None:
+                self._reward = import_reward(guard.reward)
+                self._source = source_id(self._reward, base=working_folder())
+
+    def look(self, number: int, model: ContentId, drawn: _Experience) -> None:
+        """At iteration ``number`` (from 0), which is to train ``model`` on what was drawn. Raises Fatal with the
+        evidence where the training reward is hacked."""
+        guard, label = self._guard, f"held out, {_label(number)}"
+        if guard is None or number % guard.every:
+            return
+        sampling = self._sampler.settings.sampling.model_copy(update={"temperature": 0.0})
+        backend = self._sampler.backend
+        limit = context_limit(backend)
+        prompts = enqueue_prompts(self._prompts, model, sampling, max_model_len=limit, mode="test", label=label)
+        report = evaluate(prompts, sampling, backend, self._reward, self._source, label=label)
+        if is_stand_in(report.scores) or is_stand_in(drawn.scores.scores):  # their zeros are evidence of nothing
+            return
+        self._found.append(PolicyRewards(number + 1, model, drawn.mean_reward, report.mean_reward))
+        evidence = reward_hacking(self._found, max_fall=guard.max_fall, evaluations=guard.evaluations)
+        if evidence is not None:
+            raise Fatal(
+                f"guards.reward_hacking: {evidence}. This iteration trained nothing, and checkpoints before it stay. "
+                "Mend what the reward pays for, hold the policy closer to its start, or end with the best model"
+            )
 
 
 def _label(number: int) -> str:
@@ -174,36 +234,48 @@ def policy_iterations(
     run_name: str,
     train_state: ContentId | None = None,
     num_done: int = 0,
+    carried: Carried | None = None,
 ) -> list[Iteration]:
     """Rounds of enqueue, generate, score, update, snapshot; each on the policy of the round before, or with
     ``settings.async_depth`` on that of an earlier one, while those between are trained.
 
     ``reward_source`` is the `source_id` of ``reward``. ``num_done`` rounds were done before, and led to ``start`` and
-    ``train_state``. A round takes up the prompts where the one before ended, also where that was in another run; the
-    samples of the first rounds are then those of ``start``.
+    ``train_state``, and left ``carried``. A round takes up the prompts where the one before ended, also where that was
+    in another run; the samples of the first rounds are then those of ``start``.
     """
     model = start
-    sampler = _Sampler(prompts, settings, backend, reward, reward_source, seed)
+    opening = opening_of(settings, prompts, reference, backend, reward, reward_source)
+    replaying = Replaying(settings, objects(), seed=seed, train_state=train_state, num_done=num_done)
+    carrying = Carrying(settings, carried)
+    sampler = _Sampler(prompts, settings, backend, reward, reward_source, seed, opening, replaying.num_fresh, carrying)
+    taught = _teacher_of(settings.distillation) if isinstance(settings, GRPOSettings) else {}
     iterations = []
     numbers = range(num_done, settings.iterations)
+    watch = _HackingWatch(settings.guards.reward_hacking, sampler)
     if settings.async_depth:
         import_updates()
-    with SamplesAhead(sampler.experience, numbers, depth=settings.async_depth, start=start) as ahead:
+    with (
+        SamplesAhead(sampler.experience, numbers, depth=settings.async_depth, start=start) as ahead,
+        kept_process(),
+        TrainingStates(settings, objects()) as states,
+    ):
         for number in numbers:
             label = _label(number)
             drawn = ahead.take(number)
-            inputs = model, train_state, reference, drawn.scores, drawn.samples
-            options = {"seed": seed + number, "num_threads": num_threads, "label": label}
-            if isinstance(settings, GRPOSettings):
-                checkpoint = grpo_update(*inputs, settings, **options)
-            else:
-                checkpoint = ppo_update(*inputs, settings, **options)
+            watch.look(number, model, drawn)
+            scores, samples, again = replaying.mixed(number, drawn.scores, drawn.samples, drawn.model, label=label)
+            inputs = model, train_state, reference, scores, samples
+            options = {"seed": seed + number, "num_threads": num_threads, "label": label, **again}
+            update = grpo_update if isinstance(settings, GRPOSettings) else ppo_update
+            checkpoint = states.update(number, update, *inputs, settings, **options, **taught)
             ahead.learned(number, checkpoint.model)
             kind = "grpo" if isinstance(settings, GRPOSettings) else "ppo"
-            snapshot(checkpoint, f"{run_name}/{kind}-{number + 1}", label=label)
+            if states.is_stored(number, checkpoint):
+                snapshot(checkpoint, f"{run_name}/{kind}-{number + 1}", label=label)
             log_iteration(f"{kind.upper()} {label} of {settings.iterations}", checkpoint.summary)
             iterations.append(Iteration(drawn.mean_reward, checkpoint))
             model, train_state = checkpoint.model, checkpoint.train_state
+    carrying.end()
     return iterations
 
 
@@ -252,7 +324,7 @@ def train_grpo(config: TrainGRPOConfig) -> dict[str, Any]:
 def _checked(config: ConfigT) -> ConfigT:
     """``config`` with whole content ids. Raises ConfigError naming all that is wrong with it."""
     config = with_whole_ids(config, working_folder(), objects)
-    plan_training(config, working_folder(), current_connections(), keep=True)
+    planned(plan_training(config, working_folder(), current_connections(), keep=True))
     return config
 
 
@@ -265,6 +337,7 @@ def _train_from_rows(config: TrainConfig[Any]) -> dict[str, Any]:
         if isinstance(settings, ReferencedAlgorithm):
             models.append(import_model(settings.reference or settings.base_model).model)
         checkpoint = learn_from_rows(config, kind, settings, *models, start_from=start_snapshot(config.run, kind))
+        stages_end()
         journal.outcome = Outcome(facts=_facts(checkpoint))
         return checkpoint.model_dump(mode="json")
 
@@ -273,7 +346,10 @@ def _train_from_rows(config: TrainConfig[Any]) -> dict[str, Any]:
 
 def _facts(checkpoint: Checkpoint) -> dict[str, str]:
     """What the run's summary says of a checkpoint."""
-    return {"checkpoint": checkpoint.model, "train state": checkpoint.train_state, "step": str(checkpoint.step)}
+    step, last = str(checkpoint.step), checkpoint.summary.get("last_step")
+    if last is not None:
+        step = f"{step}, of {last:.0f} the one with the lowest held-out loss"
+    return {"checkpoint": checkpoint.model, "train state": checkpoint.train_state, "step": step}
 
 
 _FROM_ROWS: dict[str, tuple[Callable[[DatasetSource], Dataset], Callable[..., Checkpoint]]] = {
@@ -310,6 +386,7 @@ def learn_from_rows(
         held_out=import_held_out(settings.evaluation, import_rows),
         start_from=start_from,
         label=label,
+        **(_teacher_of(settings.distillation) if isinstance(settings, SFTSettings) else {}),
     )
     snapshot(checkpoint, f"{config.run.name}/{kind}", label=snapshot_label)
     return checkpoint
@@ -322,21 +399,25 @@ class _Start:
     model: ContentId | None = None
     train_state: ContentId | None = None
     num_done: int = 0
+    carried: Carried | None = None
 
 
-def _start_iteration(config: TrainPPOConfig | TrainGRPOConfig) -> _Start:
+def _start_iteration(config: TrainPPOConfig | TrainGRPOConfig, prompts: ContentId) -> _Start:
     settings = config.algorithm
-    steps = settings.steps_per_iteration
-    train_state = start_snapshot(config.run, settings.kind, steps_per_iteration=steps)
+    train_state = start_snapshot(config.run, settings.kind, steps_per_iteration=settings.known_steps_per_iteration)
     if train_state is None:
         return _Start()
     snapshots = SnapshotStore(objects())
-    num_done = snapshots.get(train_state).step // steps
+    if settings.partial_rollouts is None:
+        carried, num_done = None, snapshots.get(train_state).step // settings.steps_per_iteration
+    else:
+        carried = taken_up(objects(), train_state, settings, prompts)
+        num_done = carried.number + 1
     if num_done >= settings.iterations:
         raise ConfigError(
             f"snapshot {train_state.short} has {num_done} iterations behind it; raise algorithm.iterations above that"
         )
-    return _Start(snapshots.subtree(train_state, MODEL_FOLDER), train_state, num_done)
+    return _Start(snapshots.subtree(train_state, MODEL_FOLDER), train_state, num_done, carried)
 
 
 def _train_on_policy(config: TrainPPOConfig | TrainGRPOConfig) -> dict[str, Any]:
@@ -346,7 +427,7 @@ def _train_on_policy(config: TrainPPOConfig | TrainGRPOConfig) -> dict[str, Any]
         settings = config.algorithm
         model = import_model(settings.base_model).model
         prompts = import_prompts(settings.prompts)
-        started = _start_iteration(config)
+        started = _start_iteration(config, prompts.data)
         reward = import_reward(settings.reward)
         iterations = policy_iterations(
             started.model or model,
@@ -361,7 +442,9 @@ def _train_on_policy(config: TrainPPOConfig | TrainGRPOConfig) -> dict[str, Any]
             run_name=config.run.name,
             train_state=started.train_state,
             num_done=started.num_done,
+            carried=started.carried,
         )
+        stages_end()
         last, rewards = iterations[-1].checkpoint, [iteration.mean_reward for iteration in iterations]
         curve = Curve("mean training reward", rewards, f"{settings.kind.upper()} iteration")
         journal.outcome = Outcome(facts=_facts(last), pictures=shown_curve(objects(), config.run.name, curve))

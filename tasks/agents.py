@@ -41,11 +41,11 @@ log = logging.getLogger(__name__)
 _CHUNK = 1_000
 
 
-@stage(version=1, cached=False)
+@stage(version=1, cached=False, imports=True)
 def import_agent(agent: AgentConfig) -> AgentSource:
     """File the code of an agent, with what of the user's own it imports. What runs from then on is this code."""
-    code = AgentCode.read(agent.function, connections.working_folder())
-    return AgentSource(id=code.id, function=agent.function, code=current_stage().objects.put_json(code.document()))
+    objects, code = current_stage().objects, AgentCode.read(agent.function, connections.working_folder())
+    return AgentSource(id=code.id, function=agent.function, code=code.file(objects))
 
 
 @stage(version=1, optional=("seed", "prompt"))

@@ -22,8 +22,9 @@ from prefect.artifacts import Artifact
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
+from prefect.context import SettingsContext, get_settings_context
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
-from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, Settings
 from prefect.utilities.context import get_task_and_flow_run_ids
 
 from tasks.logs import stage_logger
@@ -118,6 +119,8 @@ class ArtifactSender:
         self._thread: threading.Thread | None = None
         self._open = ExitStack()
         self._client: tuple[str, SyncPrefectClient] | None = None
+        self._settings: tuple[Settings, Settings] | None = None
+        """A run's, and the same without retries."""
         self._pause = 0.0
         self._num_left_out = 0
 
@@ -165,8 +168,7 @@ class ArtifactSender:
     def _try(self, outgoing: Sendable, data: Any) -> bool:
         """Whether it was sent, or refused; not while the server is away."""
         try:
-            # One try a call: the pauses are those of this thread.
-            with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+            with self._one_try_a_call():
                 outgoing.deliver(self._client_of_context(), data)
         except Exception as error:  # noqa: BLE001 - whatever the client raises, a picture is not worth a run
             if _is_away(error):
@@ -182,6 +184,17 @@ class ArtifactSender:
             )
             self._num_left_out = 0
         return True
+
+    def _one_try_a_call(self) -> SettingsContext:
+        """Prefect's settings without retries: the pauses are those of this thread.
+
+        Kept as long as the settings are the same, for Prefect takes 50 ms to make them, more than sending takes.
+        """
+        context = get_settings_context()
+        if self._settings is None or self._settings[0] is not context.settings:
+            once = context.settings.copy_with_update(updates={PREFECT_CLIENT_MAX_RETRIES: 0})
+            self._settings = context.settings, once
+        return SettingsContext(profile=context.profile, settings=self._settings[1])
 
     def _note_away(self, error: Exception) -> None:
         if not self._pause:

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from prefect.artifacts import Artifact, ImageArtifact, MarkdownArtifact, ProgressArtifact, TableArtifact
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress as Bar, TaskID
+from rich.progress import BarColumn, Progress as Bar, TaskID, TextColumn
+from rich.table import Column
 
 from rollout_core.base.ids import ContentId
+from rollout_core.base.processes import size_text
+from rollout_core.base.watching import watched
 from tasks.artifact_sender import SENDER, Outgoing
-from tasks.logs import stage_logger
+from tasks.logs import INTERVAL_SECONDS, Pace, stage_logger
 
 
 def draw_curve(
@@ -149,10 +153,20 @@ class Progress:
 
 
 class ProgressBar(Progress):
-    """The same, with a bar in a terminal, until the block ends."""
+    """The same, with a bar in a terminal and a line of the log every half minute elsewhere, until the block ends.
+
+    ``is_logged``: somebody else writes the lines.
+    """
 
     _bar: Bar | None = None
     _bar_task: TaskID
+
+    def __init__(self, key: str, description: str, *, is_logged: bool = False, in_bytes: bool = False) -> None:
+        super().__init__(key, description)
+        self._text: Callable[[int], str] = size_text if in_bytes else str
+        self._figures = ""
+        self._pace = Pace()
+        self._next_line = math.inf if is_logged else time.monotonic() + INTERVAL_SECONDS
 
     def __enter__(self) -> ProgressBar:
         return self
@@ -161,15 +175,49 @@ class ProgressBar(Progress):
         if self._bar is not None:
             self._bar.stop()
 
+    def show(self, done: int, total: int, figures: str = "") -> None:
+        """Show ``done`` of ``total``, and the latest ``figures``, if it is time."""
+        self._figures = figures
+        self._pace.note(done)
+        super().show(done, total)
+
     def _show(self, done: int, total: int) -> None:
         if sys.stderr.isatty():
-            if self._bar is None:
-                columns = (*Bar.get_default_columns(), MofNCompleteColumn())
-                self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
-                self._bar_task = self._bar.add_task(self._description, total=total)
-                self._bar.start()
-            self._bar.update(self._bar_task, completed=done, total=total)
+            self._show_bar(done, total)
+        elif time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + INTERVAL_SECONDS
+            more = "".join(f", {text}" for text in (self._figures, self._pace.left(total)) if text)
+            stage_logger().info("%s: %s of %s%s", self._description, self._text(done), self._text(total), more)
         super()._show(done, total)
+
+    def _show_bar(self, done: int, total: int) -> None:
+        if self._bar is None:
+            # Where a terminal is narrow, the figures give way.
+            longest = len(self._amount(total, total))
+            whole, cut = Column(no_wrap=True, min_width=longest, justify="right"), Column(no_wrap=True, ratio=4)
+            columns = (
+                TextColumn("{task.description}", table_column=Column(no_wrap=True, min_width=len(self._description))),
+                BarColumn(bar_width=None, table_column=Column(min_width=8, max_width=20, ratio=1)),
+                TextColumn("{task.fields[amount]}", table_column=whole),
+                TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True, min_width=len("0:00:00 left"))),
+                TextColumn("{task.fields[figures]}", table_column=cut),
+            )
+            self._bar = Bar(*columns, console=Console(stderr=True), transient=True, expand=True)
+            self._bar_task = self._bar.add_task(self._description, total=total, figures="", left="", amount="")
+            self._bar.start()
+        left = self._pace.left(total)
+        amount = self._amount(done, total)
+        self._bar.update(self._bar_task, completed=done, total=total, figures=self._figures, left=left, amount=amount)
+
+    def _amount(self, done: int, total: int) -> str:
+        return f"{self._text(done)}/{self._text(total)}"
+
+
+@contextmanager
+def import_progress(title: str) -> Iterator[None]:
+    """Inside the block a `ProgressBar` shows how many bytes of inputs were read."""
+    with ProgressBar("import-progress", title, in_bytes=True) as bar, watched(bar.show):
+        yield
 
 
 def _send(kind: type[Artifact], **fields: Any) -> None:

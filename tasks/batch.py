@@ -33,30 +33,37 @@ from rollout_core.inference.shards import (
     finished_ref,
     forget_import,
     import_shards,
+    record_shards,
 )
 from rollout_core.models.facts import max_positions
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import PromptShards, Record, ShardCompletions
 from tasks import artifacts, connections, events
+from tasks.arguments import Arguments
+from tasks.artifacts import import_progress
 from tasks.generate import Help, generator_id
 from tasks.logs import stage_logger
-from tasks.stage import Arguments, RunsTasks, Submitted, current_stage, stage
+from tasks.placing import RunsTasks, Submitted
+from tasks.stage import current_stage, stage
 
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
 
 
-@stage(version=1, cached=False)
+@stage(version=1, cached=False, imports=True)
 def import_prompts(config: InferBatchConfig) -> PromptShards:
     """Cut the input into shards in the object store; an input that was read before is not read again."""
     objects = current_stage().objects
     prompts = open_prompts(config.input, connections.working_folder(), objects)
-    source = prompts.identity()
-    record = import_shards(objects, prompts.rows(), shard_size=config.workers.shard_size, source=source)
+    with import_progress(f"Prompts of {config.input.glob} are looked at"):
+        source = prompts.identity()
+    with import_progress(f"Prompts of {config.input.glob}"):
+        record = import_shards(objects, prompts.rows(), shard_size=config.workers.shard_size, source=source)
     if prompts.identity() != source:
         if source is not None:
             forget_import(objects, source, config.workers.shard_size)
         raise Recoverable("the input changed while it was read; it is read again")
+    record_shards(objects, record, prompts.source())
     stage_logger().info("%d prompts in shards of %d", record.num_rows, record.shard_size)
     return record
 

@@ -23,12 +23,16 @@ from rollout_core.objects import ObjectStore
 from rollout_core.store import SqlLightningStore
 from rollout_core.store.connections import Connections
 from rollout_core.store.sql.by_url import is_postgres
+from tasks.rehearsing import current_rehearsal
 
 BlockT = TypeVar("BlockT", bound=Block)
 
 
 def result_storage() -> ContentAddressedStorage:
-    """The block that ``ROLLOUT_STORAGE`` names; also where Prefect keeps stage results."""
+    """The block that ``ROLLOUT_STORAGE`` names; also where Prefect keeps stage results. In a rehearsal, its copy."""
+    rehearsal = current_rehearsal()
+    if rehearsal is not None:
+        return rehearsal.storage
     return storage_at(locations().storage)
 
 

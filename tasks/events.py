@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from rollout_core.base import traces
 from rollout_core.base.settings import locations
 from tasks import prefect_events
-from tasks.logs import stage_logger
+from tasks.logs import Learning, current_journal, stage_logger, title_of
 
 STDERR = "stderr"
 """In place of a file's name."""
@@ -251,8 +251,9 @@ BATCH_SECONDS = 1.0
 class Training:
     """Tells of one update of a learner."""
 
-    def __init__(self, algorithm: str, label: str) -> None:
+    def __init__(self, stage: str, algorithm: str, label: str) -> None:
         self._algorithm, self._label = algorithm, label
+        self._title, self._journal = title_of(stage, label), current_journal()
         self._num_steps = 0
         self._last: Mapping[str, float] | None = None
         self._stage = traces.current_traceparent()
@@ -262,11 +263,15 @@ class Training:
         """It begins at step ``first`` of ``last``."""
         self._num_steps = last
         self._since = time.monotonic()
+        if self._journal is not None:
+            self._journal.learning = Learning(self._title, last)
         emit(TrainStart(algorithm=self._algorithm, label=self._label, step=first, num_steps=last))
 
     def step(self, row: Mapping[str, float]) -> None:
         """It has done a step, of which ``row["step"]`` is the number."""
         self._last = row
+        if self._journal is not None and self._journal.learning is not None:
+            self._journal.learning.rows.append(row)
         done = TrainStep(
             algorithm=self._algorithm,
             label=self._label,
@@ -288,6 +293,8 @@ class Training:
     def end(self) -> None:
         """It has done what it was to do; tells nothing where there was nothing to do."""
         row = self._last
+        if self._journal is not None:
+            self._journal.learning = None
         if row is not None:
             step, figures = int(row["step"]), _figures(row)
             emit(TrainEnd(algorithm=self._algorithm, label=self._label, step=step, figures=figures))

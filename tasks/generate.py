@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from rollout_core.base.stopping import run_async
 from rollout_core.config import BackendConfig, SamplingParams, identity
 from rollout_core.data.datasets import PromptRow, parse_rows
 from rollout_core.data.examples import positions_between
-from rollout_core.data.samples import decode_samples, encode_samples, make_samples
+from rollout_core.data.samples import Sample, decode_samples, encode_samples, make_samples
 from rollout_core.inference.base import ModelRef
 from rollout_core.inference.batch import BatchOptions, Progress, Work, assist
 from rollout_core.inference.engines import EngineOf
@@ -25,12 +26,13 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions, PromptSet, Record
 from rollout_core.store.types import RolloutMode
 from tasks import artifacts, connections, events
-from tasks.logs import stage_logger
+from tasks.curriculum import OpenPrompts
+from tasks.logs import Speed, stage_logger
 from tasks.placing import shared_with
 from tasks.stage import current_stage, stage
 
 
-@stage(version=1, optional=("seed",))
+@stage(version=1, optional=("seed", "opened"))
 def enqueue_prompts(
     prompts: ContentId,
     model: ContentId,
@@ -42,17 +44,19 @@ def enqueue_prompts(
     seed: int | None = None,
     max_model_len: int | None = None,
     mode: RolloutMode = "train",
+    opened: OpenPrompts | None = None,
     label: str = "",
 ) -> PromptSet:
     """Turn prompt rows into samples of a model and enqueue them in the store.
 
     ``first`` and ``count`` choose rows, going around the end of the file; with a ``seed`` each time around is in an
-    order of its own, which follows from it. Enqueueing a sample twice is one rollout.
+    order of its own, which follows from it. With ``opened`` they are drawn from what is open then. Enqueueing a sample
+    twice is one rollout.
     """
     objects = current_stage().objects
     rows = parse_rows(objects.get_bytes(prompts), f"prompts {prompts.short}", PromptRow)
     last = len(rows) if count is None else first + count
-    order = _order(last, len(rows), seed)
+    order = _order(last, len(rows), seed) if opened is None else opened.positions(objects, last, seed=seed or 0)
     folder = objects.local_tree(model, connections.cache_folder())
     limit = max_model_len or max_positions(folder)
     samples = make_samples(
@@ -65,13 +69,7 @@ def enqueue_prompts(
         earlier=[rows[position] for position in order[:first]],
     )
     blob = objects.put_bytes(encode_samples(samples))
-
-    async def enqueue() -> None:
-        async with connections.open_store() as store:
-            ledger = SampleLedger(store, objects, worker_id="enqueue", stale_after_seconds=0.0)
-            await ledger.enqueue(samples, mode=mode, source=blob)
-
-    run_async(enqueue())
+    enqueue(samples, source=blob, mode=mode)
     stage_logger().info("%d samples enqueued for model %s", len(samples), model.short)
     artifacts.origin("prompts", f"Prompts {label}".strip(), {"samples": blob}, {"prompt file": prompts, "model": model})
     return PromptSet(
@@ -80,6 +78,18 @@ def enqueue_prompts(
         num_samples=len(samples),
         num_prompt_tokens=sum(len(sample.prompt_token_ids) for sample in samples),
     )
+
+
+def enqueue(samples: Sequence[Sample], *, source: ContentId, mode: RolloutMode) -> None:
+    """Make samples of the running stage, which blob ``source`` holds, known as rollouts of the store."""
+    objects = current_stage().objects
+
+    async def add() -> None:
+        async with connections.open_store() as store:
+            ledger = SampleLedger(store, objects, worker_id="enqueue", stale_after_seconds=0.0)
+            await ledger.enqueue(samples, mode=mode, source=source)
+
+    run_async(add())
 
 
 def _order(count: int, num_rows: int, seed: int | None) -> list[int]:
@@ -209,7 +219,8 @@ def generate(
     run = _Generation(prompts, sampling, backend)
 
     def on_progress(progress: Progress) -> None:
-        bar.show(progress.done, progress.total)
+        speed.note(time.monotonic(), progress.samples, progress.tokens)
+        bar.show(progress.done, progress.total, speed.figures)
         run.note(progress)
         if shared_with() is not None:  # the fleet asks how much is left to help with
             tally(current_stage().run_id).note(prompts.samples, progress)
@@ -228,6 +239,7 @@ def generate(
                 on_progress=on_progress,
             )
 
+    speed = Speed()
     # Other settings of the same samples are another stage with another key, which may run at the same time.
     lock = connections.lock_folder() / f"samples-{prompts.samples}.lock"
     alone = exclusive(lock) if run.is_exclusive else nullcontext()

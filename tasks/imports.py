@@ -4,49 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rollout_core.base.ids import ContentId
-from rollout_core.config import DatasetSource, HeldOutRows, ModelSource, RunInfo
+from rollout_core.base.ids import ContentId, is_content_id
+from rollout_core.config import DatasetSource, HeldOutRows, ModelSource, RunInfo, StoredDataset
 from rollout_core.config.rewards import RewardSpec, with_models
-from rollout_core.data.dataset_sources import import_dataset, read_dataset
+from rollout_core.data.dataset_sources import import_dataset, read_dataset, source_of_rows
 from rollout_core.data.datasets import PairRow, PromptRow, Row, SftRow, TaskRow, UnpairedRow
-from rollout_core.models.locating import import_model as file_model
-from rollout_core.objects.records import Dataset, Model
+from rollout_core.models.locating import import_model as file_model, locate_model
+from rollout_core.objects.addresses import complete_object_id
+from rollout_core.objects.imports import record_import
+from rollout_core.objects.records import Dataset, Model, record_derivation
 from rollout_core.objects.snapshots import find_start
 from tasks import connections
+from tasks.artifacts import import_progress
+from tasks.logs import stage_logger
 from tasks.stage import current_stage, stage
 
 
-@stage(version=1, cached=False)
+@stage(version=1, cached=False, imports=True)
 def import_model(source: ModelSource) -> Model:
     """File a model folder or hub model in the object store; unchanged files are only hashed."""
-    return Model(model=file_model(source, current_stage().objects, connections.working_folder()))
+    if locate_model(source, connections.working_folder(), download=False) is None and not is_content_id(source.uri):
+        stage_logger().info("model %s is downloaded from the hub", source.uri)
+    with import_progress(f"Model {source.uri}"):
+        return Model(model=file_model(source, current_stage().objects, connections.working_folder()))
 
 
-@stage(version=1, cached=False)
+@stage(version=1, cached=False, imports=True)
 def import_prompts(source: DatasetSource, *, label: str = "") -> Dataset:
     """File prompt rows in the object store in canonical form."""
     return _import(source, PromptRow)
 
 
-@stage(version=1, cached=False)
+@stage(version=1, cached=False, imports=True)
 def import_sft(source: DatasetSource) -> Dataset:
     """File SFT rows in the object store in canonical form."""
     return _import(source, SftRow)
 
 
-@stage(version=1, cached=False)
+@stage(version=1, cached=False, imports=True)
 def import_pairs(source: DatasetSource) -> Dataset:
     """File preference pairs in the object store in canonical form."""
     return _import(source, PairRow)
 
 
-@stage(version=1, cached=False)
+@stage(version=1, cached=False, imports=True)
 def import_unpaired(source: DatasetSource) -> Dataset:
     """File labelled answers in the object store in canonical form."""
     return _import(source, UnpairedRow)
 
 
-@stage(version=1, cached=False)
+@stage(version=1, cached=False, imports=True)
 def import_tasks(source: DatasetSource, *, label: str = "") -> Dataset:
     """File an agent's tasks in the object store in canonical form."""
     return _import(source, TaskRow)
@@ -59,7 +66,7 @@ def import_held_out(
     return None if evaluation is None else import_rows(evaluation.dataset).data
 
 
-def start_snapshot(run: RunInfo, algorithm: str, *, steps_per_iteration: int = 1) -> ContentId | None:
+def start_snapshot(run: RunInfo, algorithm: str, *, steps_per_iteration: int | None = 1) -> ContentId | None:
     """The snapshot that a run's configuration has it start from, if any; raises as `find_start` does."""
     if run.resume is None:
         return None
@@ -73,5 +80,15 @@ def import_reward(spec: RewardSpec) -> RewardSpec:
 
 
 def _import(source: DatasetSource, model: type[Row]) -> Dataset:
-    objects = current_stage().objects
-    return import_dataset(objects, read_dataset(source, model, base=connections.working_folder(), objects=objects))
+    objects, base = current_stage().objects, connections.working_folder()
+    rows = read_dataset(source, model, base=base, objects=objects)
+    with import_progress(f"Rows of {source.address}"):
+        dataset = import_dataset(objects, rows)
+    if isinstance(source, StoredDataset):
+        stored = complete_object_id(objects, source.id)
+        if stored != dataset.data:
+            record_derivation(objects, "read_rows", {"rows": stored}, (dataset.data,))
+    else:
+        found = source_of_rows(source, base, rows.commit, objects.size(dataset.data))
+        record_import(objects, dataset.data, found)
+    return dataset

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from prefect.runtime import flow_run
 
-from rollout_core.algorithms.context import UpdateContext
+from rollout_core.algorithms.context import HeldStates, UpdateContext
+from rollout_core.base.determinism import is_portable_here, release_gpu_memory
+from rollout_core.base.errors import Fatal
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.base.stopping import is_stopping
 from rollout_core.config import (
@@ -26,12 +29,13 @@ from rollout_core.config import (
     identity,
 )
 from rollout_core.data.tokenized import DataReport
+from rollout_core.inference.engines import rest_engine
 from rollout_core.launch import run_update
 from rollout_core.launch.launcher import UpdateName
 from rollout_core.objects.records import Checkpoint, Scores
 from tasks import artifacts, connections, events
-from tasks.logs import StepLog, stage_logger
-from tasks.stage import StageRun, current_stage, stage
+from tasks.logs import StepLog, stage_logger, step_figures
+from tasks.stage import StageRun, current_stage, progress_ref, stage
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,32 @@ class UpdateJob:
         return {name.replace("_", " "): value for name, value in self.inputs.items() if not isinstance(value, Scores)}
 
 
-@stage(version=3, concurrency="learner", optional=("held_out", "start_from"))
+@dataclass(frozen=True)
+class StatesHere:
+    """What becomes of the training state of an update that this process computes, or has a process of its machine
+    compute. Elsewhere nothing is known of it, and each state is stored."""
+
+    held: HeldStates | None
+    """Where it goes if it is not stored."""
+    stores: bool
+    expected: Checkpoint | None = None
+    """What an earlier run named as the outcome, and has no state of any more."""
+
+
+_states_here: ContextVar[StatesHere | None] = ContextVar("rollout_states_here", default=None)
+
+
+@contextmanager
+def states_here(states: StatesHere) -> Iterator[None]:
+    """Updates that are called inside the block do so with their states."""
+    token = _states_here.set(states)
+    try:
+        yield
+    finally:
+        _states_here.reset(token)
+
+
+@stage(version=3, concurrency="learner", optional=("held_out", "start_from", "teacher"))
 def sft_update(
     model: ContentId,
     dataset: ContentId,
@@ -69,10 +98,11 @@ def sft_update(
     num_threads: int | None = None,
     held_out: ContentId | None = None,
     start_from: ContentId | None = None,
+    teacher: ContentId | None = None,
     label: str = "",
 ) -> Checkpoint:
     """Fine-tune a model on prompt/completion or chat rows; resumes from its last snapshot."""
-    inputs = {"model": model, "dataset": dataset, "held_out": held_out}
+    inputs = {"model": model, "dataset": dataset, "held_out": held_out, "teacher": teacher}
     return _learn_from_rows(UpdateJob("sft", settings, inputs, seed, num_threads, label, start_from))
 
 
@@ -151,7 +181,7 @@ def _show_data(kind: str, report: DataReport) -> None:
     stage_logger().info("data: %s", ", ".join(f"{name} {value}" for name, value in figures.items()))
 
 
-@stage(version=3, concurrency="learner")
+@stage(version=3, concurrency="learner", optional=("replayed",))
 def ppo_update(
     model: ContentId,
     train_state: ContentId | None,
@@ -162,14 +192,16 @@ def ppo_update(
     *,
     seed: int,
     num_threads: int | None = None,
+    replayed: ContentId | None = None,
     label: str = "",
 ) -> Checkpoint:
     """One PPO iteration over scored completions of ``model``; resumes from its last snapshot."""
     inputs = {"model": model, "train_state": train_state, "reference": reference, "scores": scores, "samples": samples}
+    inputs["replayed"] = replayed
     return _learn_on_policy(UpdateJob("ppo", settings, inputs, seed, num_threads, label))
 
 
-@stage(version=2, concurrency="learner")
+@stage(version=2, concurrency="learner", optional=("teacher", "replayed"))
 def grpo_update(
     model: ContentId,
     train_state: ContentId | None,
@@ -180,10 +212,13 @@ def grpo_update(
     *,
     seed: int,
     num_threads: int | None = None,
+    teacher: ContentId | None = None,
+    replayed: ContentId | None = None,
     label: str = "",
 ) -> Checkpoint:
     """One GRPO iteration over scored groups of completions of ``model``; resumes from its last snapshot."""
     inputs = {"model": model, "train_state": train_state, "reference": reference, "scores": scores, "samples": samples}
+    inputs |= {"teacher": teacher, "replayed": replayed}
     return _learn_on_policy(UpdateJob("grpo", settings, inputs, seed, num_threads, label))
 
 
@@ -194,17 +229,44 @@ def _learn_on_policy(job: UpdateJob) -> Checkpoint:
     title = f"{job.update.upper()} {job.label}".strip()
     with _update_context(run, job, title, base_model=reference, series=series) as context:
         checkpoint = _update(job, context)
+    try:
+        _check_named(title, checkpoint)
+    except Fatal:
+        run.objects.delete_ref(progress_ref(run.key))  # the next try, elsewhere, goes on from nothing that is wrong
+        raise
     rows = [{"figure": figure, "value": value} for figure, value in checkpoint.summary.items()]
     artifacts.table(job.update, rows, title)
-    made_from = {name: value for name, value in job.made_from.items() if name != "samples"}
+    made_from = {name: value for name, value in job.made_from.items() if name not in ("samples", "replayed")}
     scores = job.inputs["scores"].scores
     _show(checkpoint, {**made_from, "scores": scores}, f"{job.update.upper()} checkpoint {job.label}".strip())
     return checkpoint
 
 
+def _check_named(title: str, checkpoint: Checkpoint) -> None:
+    """Raises Fatal where the outcome was named before, is another now, and arithmetic should not tell."""
+    here = _states_here.get()
+    if here is None or here.expected is None or here.expected.cache_identity() == checkpoint.cache_identity():
+        return
+    found = f"{title}: computed again, the training state is {checkpoint.train_state.short}, and was named as "
+    found += here.expected.train_state.short
+    if is_portable_here():
+        raise Fatal(
+            f"{found}. With portable numerics both should be the same: look for a machine that computes wrongly, or "
+            "start over by run.refresh = true"
+        )
+    stage_logger().warning("%s: other arithmetic, such as another CPU or GPU. What follows is computed from it", found)
+
+
 def _update(job: UpdateJob, context: UpdateContext, **options: Any) -> Any:
-    """What the update returns; the output of processes of its own goes to the run's log."""
-    return run_update(job.update, context, on_line=stage_logger().info, settings=job.settings, **job.inputs, **options)
+    """What the update returns; the output of processes of its own goes to the run's log. An engine that can leaves the
+    GPU to it."""
+    rest_engine()
+    try:
+        return run_update(
+            job.update, context, on_line=stage_logger().info, settings=job.settings, **job.inputs, **options
+        )
+    finally:
+        release_gpu_memory()
 
 
 @contextmanager
@@ -220,14 +282,15 @@ def _update_context(
         if first:
             stage_logger().info("%s resumes at step %d of %d", title, first, last)
 
-    lines, told = StepLog(title), events.Training(job.kind, job.label)
+    here = _states_here.get()
+    lines, told = StepLog(title), events.Training(run.name, job.kind, job.label)
 
     def on_step(row: dict[str, float]) -> None:
-        bar.show(int(row["step"]), last_step)
+        bar.show(int(row["step"]), last_step, step_figures(row))
         lines.note(row, last_step)
         told.step(row)
 
-    with artifacts.ProgressBar(f"{run.name.replace('_', '-')}-progress", title) as bar:
+    with artifacts.ProgressBar(f"{run.name.replace('_', '-')}-progress", title, is_logged=True) as bar:
         yield UpdateContext(
             objects=run.objects,
             cache=connections.cache_folder(),
@@ -240,6 +303,8 @@ def _update_context(
             series=series,
             base_model=base_model,
             num_threads=job.num_threads,
+            held=None if here is None else here.held,
+            stores_state=here is None or here.stores,
             is_stopping=is_stopping,
             check=run.check,
             on_step=on_step,

@@ -6,23 +6,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
 from rollout_core.base.ids import ContentId
+from rollout_core.objects.records import Record
 
 CHECKED = "Checked"
 """State of a stage that always checks and rarely has to act: an import of unchanged files, a promotion."""
 CACHED = "Cached"
 MOST_OF_A_LABEL = 80
 _MOST_PERIODS = 1000
+MOST_ROWS = 1000
+"""Steps of an update under way whose figures are kept."""
 
 
 def title_of(stage: str, label: str) -> str:
@@ -42,6 +46,9 @@ class StageEntry:
     seconds: float
     inputs: tuple[ContentId, ...]
     outputs: tuple[ContentId, ...]
+    result: Record | None = field(default=None, compare=False, repr=False)
+    ended: float = field(default_factory=time.time, compare=False)
+    """Seconds since the epoch."""
 
     @property
     def computed(self) -> bool:
@@ -115,6 +122,17 @@ class Outcome:
 
 
 @dataclass
+class Learning:
+    """An update under way."""
+
+    title: str
+    """Of the call of its stage."""
+    num_steps: int
+    rows: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=MOST_ROWS))
+    """Figures of its last steps."""
+
+
+@dataclass
 class Journal:
     """What the stages of a flow run did, and what came of it."""
 
@@ -124,6 +142,8 @@ class Journal:
     """By stage."""
     outcome: Outcome | None = None
     """Once there is one."""
+    learning: Learning | None = None
+    """While an update is made in this process."""
 
     def add(self, entry: StageEntry) -> None:
         """Note one call, which has just ended."""
@@ -151,6 +171,7 @@ def current_journal() -> Journal | None:
 
 
 INTERVAL_SECONDS = 30.0
+SPEED_SECONDS = 30.0
 _STEP_FIGURES = {
     "loss": "loss",
     "mean_token_accuracy": "token accuracy",
@@ -182,22 +203,82 @@ def stage_logger() -> logging.Logger | logging.LoggerAdapter[Any]:
         return logging.getLogger("rollout")
 
 
+class Pace:
+    """How fast work goes, for how long it will take: from the first amount that was noted on, so that what was done
+    before does not count."""
+
+    def __init__(self) -> None:
+        self._first: tuple[float, int] | None = None
+        self._last = (0.0, 0)
+
+    def note(self, done: int) -> None:
+        """So much is done now."""
+        self._last = time.monotonic(), done
+        self._first = self._first or self._last
+
+    def left(self, total: int) -> str:
+        """Such as ``0:01:30 left``; empty where nothing is known yet, or nothing is left."""
+        if self._first is None:
+            return ""
+        seconds, done = self._last[0] - self._first[0], self._last[1] - self._first[1]
+        if seconds <= 0 or done <= 0 or self._last[1] >= total:
+            return ""
+        return f"{timedelta(seconds=round((total - self._last[1]) * seconds / done))} left"
+
+
+class Speed:
+    """Recent speed: over the last half minute, from the first sample on."""
+
+    def __init__(self) -> None:
+        self._noted: deque[tuple[float, int, int]] = deque()
+
+    def note(self, seconds: float, samples: int, tokens: int) -> None:
+        """``samples`` and ``tokens`` were generated until ``seconds`` of a monotonic clock."""
+        if samples == 0 and self._noted:
+            self._noted.clear()
+        self._noted.append((seconds, samples, tokens))
+        while len(self._noted) > 2 and seconds - self._noted[1][0] > SPEED_SECONDS:
+            self._noted.popleft()
+
+    @property
+    def figures(self) -> str:
+        """`per_second` for a line."""
+        samples, tokens = self.per_second
+        return f"{samples:,.0f} samples/s, {tokens:,.0f} tokens/s"
+
+    @property
+    def per_second(self) -> tuple[float, float]:
+        """Samples and tokens a second; zeros where nothing is known yet."""
+        if len(self._noted) < 2:
+            return 0.0, 0.0
+        (start, samples, tokens), (now, more_samples, more_tokens) = self._noted[0], self._noted[-1]
+        return (more_samples - samples) / (now - start), (more_tokens - tokens) / (now - start)
+
+
 class StepLog:
     """A line for the first and the last step, for each evaluation, and else at most one in half a minute."""
 
     def __init__(self, title: str) -> None:
         self._title = title
         self._next = 0.0
+        self._pace = Pace()
 
     def note(self, row: Mapping[str, float], last_step: int) -> None:
         """Take the figures of a step; ``row["step"]`` counts up to ``last_step``."""
         step, now = int(row["step"]), time.monotonic()
+        self._pace.note(step)
         evaluated = [name for name in row if name.startswith(_EVALUATION)]
         if now < self._next and not evaluated and step < last_step:
             return
         self._next = now + INTERVAL_SECONDS
         names = {**_STEP_FIGURES, **{name: name for name in evaluated}}
-        stage_logger().info("%s: step %d of %d: %s", self._title, step, last_step, figures_text(row, names))
+        figures = ", ".join(filter(None, (figures_text(row, names), self._pace.left(last_step))))
+        stage_logger().info("%s: step %d of %d: %s", self._title, step, last_step, figures)
+
+
+def step_figures(row: Mapping[str, float]) -> str:
+    """Those of an optimizer step that people follow, for a line."""
+    return figures_text(row, _STEP_FIGURES)
 
 
 def log_iteration(title: str, summary: Mapping[str, float]) -> None:

@@ -7,12 +7,20 @@ help with the stage, so what it takes for itself has to be kept where they see i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
+
+from prefect import Task
+from prefect.client.schemas.objects import State
+from prefect.futures import PrefectFuture
 
 from rollout_core.config import WorkersConfig
+from rollout_core.objects.records import Record
+
+R = TypeVar("R", bound=Record)
 
 Place = Callable[[Any, dict[str, Any]], Any]
 """Runs a stage with these arguments, by name, and returns its record."""
@@ -50,3 +58,29 @@ def sharing(workers: WorkersConfig | None) -> Iterator[None]:
 def shared_with() -> WorkersConfig | None:
     """How the running stage shares its work with helpers; None: it has none."""
     return _sharing.get()
+
+
+class RunsTasks(Protocol):
+    """A started task runner, or a place on one."""
+
+    def submit(self, task: Task[..., Any], parameters: dict[str, Any]) -> PrefectFuture[Any]:
+        """Start a task and return at once."""
+        ...
+
+
+class Submitted(Generic[R]):
+    """A stage that runs on a task runner."""
+
+    def __init__(self, future: PrefectFuture[Any], finish: Callable[[State[Any], float], R]) -> None:
+        self._future = future
+        self._finish = finish
+        self._started = time.monotonic()
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call, from any thread, once `result` would not wait."""
+        self._future.add_done_callback(lambda _: call())
+
+    def result(self) -> R:
+        """Wait for the record. Raises what the stage raised."""
+        self._future.wait()
+        return self._finish(self._future.state, time.monotonic() - self._started)

@@ -17,6 +17,7 @@ from rollout_core.base.ids import content_id
 from rollout_core.base.settings import Redaction, require_secret
 from rollout_core.base.stopping import run_async
 from rollout_core.config import CriticConfig, TemplateSource
+from rollout_core.objects.imports import record_import, source_of_files
 from rollout_core.objects.records import AgentPrompt, AgentRollouts, BlobId, Record
 from tasks import artifacts, connections
 from tasks.agents import template_of
@@ -48,11 +49,15 @@ class PromptPromotion(Record):
     reason: str
 
 
-@stage(version=1, cached=False)
+@stage(version=1, cached=False, imports=True)
 def import_prompt(source: TemplateSource) -> AgentPrompt:
     """File the template to begin with."""
-    template = read_source(source, connections.working_folder())
-    text = current_stage().objects.put_bytes(template.template.encode())
+    base, objects = connections.working_folder(), current_stage().objects
+    template = read_source(source, base)
+    text = objects.put_bytes(template.template.encode())
+    if source.path is not None:
+        path = base / source.path
+        record_import(objects, text, source_of_files("template", source.path, [path], place=str(path.resolve())))
     return AgentPrompt(name=source.name, engine=source.engine, text=text)
 
 

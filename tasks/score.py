@@ -23,7 +23,7 @@ from rollout_core.objects.records import Completions, EvalReport, PromptSet, Sco
 from rollout_core.promotion.evidence import Divergence
 from rollout_core.rewards.loading import load_reward
 from rollout_core.rewards.scoring import RewardFunction, RewardInput, score
-from rollout_core.rewards.source_ids import source_of
+from rollout_core.rewards.source_ids import record_code, source_of
 from rollout_core.store import AttemptedRollout, Span
 from rollout_core.store.semconv import AGL_ANNOTATION, AGL_REWARD
 from tasks import artifacts, connections
@@ -56,6 +56,7 @@ def open_reward(reward: RewardSpec, reward_source: ContentId) -> RewardFunction:
     key = reward_source, reward.model_dump_json(), str(base)
     with _lock:
         if key not in _kept:
+            record_code(objects, reward, source)
             _kept[key] = load_reward(
                 reward,
                 base=base,

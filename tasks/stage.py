@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast, get_type_hints
+from typing import Any, Generic, ParamSpec, TypeVar, cast, get_type_hints
 from uuid import UUID
 
 from prefect import Task
@@ -25,28 +25,29 @@ from prefect.cache_policies import CacheKeyFnPolicy
 from prefect.client.schemas.objects import State
 from prefect.context import TagsContext, TaskRunContext
 from prefect.exceptions import TerminationSignal
-from prefect.futures import PrefectFuture
 from prefect.results import get_result_store
 from prefect.task_engine import run_task_sync
 
 from blocks import ContentAddressedStorage
 from rollout_core.base import traces
 from rollout_core.base.determinism import arithmetic
-from rollout_core.base.errors import ConfigError, CorruptObject, CorruptRef, MissingObject, Recoverable, RolloutError
+from rollout_core.base.errors import CorruptObject, CorruptRef, MissingObject, NotFound, Recoverable, RolloutError
 from rollout_core.base.ids import ContentId, content_id, is_content_id
 from rollout_core.base.settings import locations
 from rollout_core.base.stopping import is_stopping, run_interruptibly
-from rollout_core.config import identity
+from rollout_core.config import beside_identity, identity
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.leases import renew_snapshot
 from rollout_core.objects.records import Lineage, Record, record_lineage, software_versions
-from rollout_core.objects.snapshots import PROGRESS_REFS, SnapshotStore
+from rollout_core.objects.snapshots import PROGRESS_REFS, SnapshotStore, is_whole
 from tasks import connections
+from tasks.arguments import spread_arguments
 from tasks.artifact_sender import SENDER
 from tasks.events import WorkEnd, WorkStart, emit
 from tasks.leases import alone
 from tasks.logs import CACHED, CHECKED, StageEntry, current_journal, stage_logger, title_of
-from tasks.placing import place_of
+from tasks.placing import RunsTasks, Submitted, place_of
+from tasks.rehearsing import current_rehearsal
 from tasks.time_limits import in_time, seconds_for
 
 P = ParamSpec("P")
@@ -61,6 +62,7 @@ REFRESH, TIMEOUT = "refresh_name", "timeout_seconds"
 _BY_NAME = inspect.Parameter.KEYWORD_ONLY
 
 _refresh: ContextVar[str | None] = ContextVar("rollout_refresh", default=None)
+_computes_again: ContextVar[bool] = ContextVar("rollout_computes_again", default=False)
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,19 @@ def is_refreshing() -> bool:
     return _refresh.get() is not None
 
 
+@contextmanager
+def computing_again() -> Iterator[None]:
+    """Stages that this process runs inside the block are computed, under the keys that they have anyway.
+
+    A stored result stays until the new one replaces it, so what ends on the way leaves it as it was.
+    """
+    token = _computes_again.set(True)
+    try:
+        yield
+    finally:
+        _computes_again.reset(token)
+
+
 def stage(
     *,
     version: int,
@@ -111,6 +126,7 @@ def stage(
     retries: int = RETRIES,
     concurrency: str | None = None,
     optional: tuple[str, ...] = (),
+    imports: bool = False,
 ) -> Callable[[Callable[P, R]], Stage[P, R]]:
     """Make a function from ids and small settings to a `Record` a stage.
 
@@ -118,11 +134,12 @@ def stage(
     an effect outside the object store are not ``cached``. ``concurrency`` names a limit: where ``ROLLOUT_LIMITS`` lists
     it, the Prefect server holds runs to ``prefect concurrency-limit create rollout:NAME N``. A parameter named
     ``label`` is for people only and stays out of the cache key, and so do the ``optional`` ones while they are None.
-    The fields of a dataclass count as arguments of their own.
+    The fields of a dataclass count as arguments of their own. One that ``imports`` changes nothing but the object
+    store, and is quick: a rehearsal does it on a copy.
     """
 
     def decorate(function: Callable[P, R]) -> Stage[P, R]:
-        return Stage(function, version, cached, retries, concurrency, optional)
+        return Stage(function, version, cached, retries, concurrency, optional, imports)
 
     return decorate
 
@@ -138,14 +155,16 @@ class Stage(Generic[P, R]):
         retries: int,
         concurrency: str | None,
         optional: tuple[str, ...] = (),
+        imports: bool = False,
     ) -> None:
         functools.update_wrapper(self, function)
         self.name = function.__name__
         self.version = version
         self.cached = cached
+        self.imports = imports
         self._function = function
         self._signature = inspect.signature(function)
-        self._record: type[R] = get_type_hints(function)["return"]
+        self.record: type[R] = get_type_hints(function)["return"]
         self._concurrency = concurrency
         self._optional = optional
         self._task: Task[..., dict[str, Any]] = Task(
@@ -166,6 +185,8 @@ class Stage(Generic[P, R]):
         if is_stopping():
             raise stop_signal()
         inputs = self._bind(args, kwargs)
+        if (rehearsal := current_rehearsal()) is not None:
+            return cast(R, rehearsal.call(self, inputs))
         place = place_of(self.name)
         if place is not None and not self._is_stored(inputs):
             return place(self, inputs)
@@ -210,7 +231,8 @@ class Stage(Generic[P, R]):
         # A tag costs a call to the server for each task run (and, where that keeps its data in SQLite, now and then a
         # refusal and a pause of 2 s), so there is one only where a limit is wanted; those of the flow run stay with it.
         limited = self._concurrency in locations().limits
-        prepared = self._task.with_options(tags=[f"rollout:{self._concurrency}"] if limited else [])
+        tags = [f"rollout:{self._concurrency}"] if limited else []
+        prepared = self._task.with_options(tags=tags, refresh_cache=_computes_again.get())
         # Set here, not by with_options, which takes saved blocks only; this one is built from this process's settings.
         prepared.result_storage = storage
         return prepared
@@ -223,14 +245,14 @@ class Stage(Generic[P, R]):
 
     def _result(self, inputs: dict[str, Any], state: State[dict[str, Any]], seconds: float, span: traces.Span) -> R:
         if state.is_completed():
-            record = self._record.model_validate(state.result())
+            record = self.record.model_validate(state.result())
             name = (state.name or "") if self.cached else CHECKED
-            self._note(inputs, name, seconds, record.outputs())
+            self._note(inputs, name, seconds, record)
             counts = {count: getattr(record, f"num_{count}", None) for count in ("samples", "tokens")}
             span.set(state=name, cached=name == CACHED, **counts)
             span.end()
             return record
-        self._note(inputs, state.name or "Failed", seconds, ())
+        self._note(inputs, state.name or "Failed", seconds, None)
         span.set(state=state.name, cached=False)
         span.fail(state.message or state.name or "")
         span.end()
@@ -308,7 +330,7 @@ class Stage(Generic[P, R]):
         with alone(run.key, self.name) as check, in_time(self.name, timeout_seconds):
             run = replace(run, check=check)
             _current_run.set(run)
-            record = self._stored(run.storage, run.key)
+            record = None if _computes_again.get() else self._stored(run.storage, run.key)
             if record is None:
                 record = self._compute(run, inputs)
                 self._store(run, inputs, record)
@@ -322,6 +344,7 @@ class Stage(Generic[P, R]):
             version=self.version,
             key=run.key,
             inputs=identity(spread_arguments(inputs)),
+            arguments=beside_identity(spread_arguments(inputs)),
             outputs=record.outputs(),
             created_at=datetime.now(UTC),
             software=software_versions(),
@@ -357,9 +380,9 @@ class Stage(Generic[P, R]):
             document = json.loads(data)
             if document["metadata"]["storage_key"] != key:
                 raise UnreadableResult(f"it is the result of key {document['metadata']['storage_key']}, not of {key}")
-            return self._record.model_validate(json.loads(document["result"]))
+            return self.record.model_validate(json.loads(document["result"]))
         except (ValueError, KeyError, TypeError) as error:
-            raise UnreadableResult(f"it is no {self._record.__name__}: {' '.join(str(error).split())}") from error
+            raise UnreadableResult(f"it is no {self.record.__name__}: {' '.join(str(error).split())}") from error
 
     def _is_stored(self, inputs: dict[str, Any]) -> bool:
         """Whether the call needs no worker, because its result is there."""
@@ -367,6 +390,32 @@ class Stage(Generic[P, R]):
         if self.cached:
             retry(lambda: self._forget_if_broken(storage, key))
         return self.cached and retry(lambda: self._stored(storage, key)) is not None
+
+    def find(self, inputs: dict[str, Any]) -> R | None:
+        """The stored result of a call, if it counts; nothing is changed."""
+        storage, key = connections.result_storage(), self.key(inputs)
+        try:
+            record = self._parsed(storage.read_path(key), key)
+        except (MissingObject, CorruptObject, CorruptRef, UnreadableResult):
+            return None
+        return record if record.is_final and is_whole(record, storage.objects()) else None
+
+    def step_done(self, inputs: dict[str, Any]) -> int | None:
+        """The step of the last snapshot of a call that was interrupted."""
+        objects = connections.objects()
+        snapshot = objects.cached_ref(progress_ref(self.key(inputs)))
+        try:
+            return None if snapshot is None else SnapshotStore(objects).get(snapshot).step
+        except (NotFound, CorruptObject):  # the run starts over, too
+            return None
+
+    def carry_out(self, inputs: dict[str, Any]) -> R:
+        """Call the function outside of a run: only for stages that import."""
+        token = _current_run.set(StageRun(self.name, self.key(inputs), connections.result_storage(), "rehearsal"))
+        try:
+            return self._function(**inputs)  # pyright: ignore[reportCallIssue]
+        finally:
+            _current_run.reset(token)
 
     def _forget_if_broken(self, storage: ContentAddressedStorage, key: ContentId) -> None:
         record = self._stored(storage, key)
@@ -383,16 +432,15 @@ class Stage(Generic[P, R]):
             )
         storage.forget(key)
 
-    def _note(self, inputs: dict[str, Any], state: str, seconds: float, outputs: tuple[ContentId, ...]) -> None:
-        label = str(spread_arguments(inputs).get(LABEL, ""))
+    def _note(self, inputs: dict[str, Any], state: str, seconds: float, result: R | None) -> None:
+        inputs = spread_arguments(inputs)
+        label = str(inputs.get(LABEL, ""))
         emit(WorkEnd(stage=self.name, label=label, state=state, seconds=seconds))
-        journal = current_journal()
-        if journal is not None:
-            inputs = spread_arguments(inputs)
+        if (journal := current_journal()) is not None:
             ids = tuple(ContentId(value) for value in inputs.values() if is_content_id(value))
             records = (item for value in inputs.values() if isinstance(value, Record) for item in value.outputs())
-            entry = StageEntry(self.name, label, state, seconds, (*ids, *records), outputs)
-            journal.add(entry)
+            outputs = () if result is None else result.outputs()
+            journal.add(StageEntry(self.name, label, state, seconds, (*ids, *records), outputs, result))
 
 
 def _parted(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], str | None, float | None]:
@@ -401,73 +449,13 @@ def _parted(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], str | None, floa
     return call, call.pop(REFRESH), call.pop(TIMEOUT)
 
 
-class Arguments:
-    """Base of dataclasses that carry arguments of a stage together.
-
-    In the stage's key, lineage and journal each field counts as an argument of the field's name, so no other argument
-    of the stage may be called like it.
-    """
-
-
-def spread_arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, those in `Arguments` one by one. Raises ConfigError if a name occurs twice."""
-    found: dict[str, Any] = {}
-    for name, value in inputs.items():
-        spread = {name: value}
-        if isinstance(value, Arguments) and is_dataclass(value):
-            spread = {field.name: getattr(value, field.name) for field in fields(value)}
-        if twice := found.keys() & spread.keys():
-            raise ConfigError(
-                f"argument {name!r} brings {', '.join(sorted(twice))}, which the stage has already; two arguments of "
-                "one name would share a place in its key: rename one"
-            )
-        found |= spread
-    return found
-
-
 class UnreadableResult(RolloutError):
     """What is stored under a stage's key is not its result."""
-
-
-class RunsTasks(Protocol):
-    """A started task runner, or a place on one."""
-
-    def submit(self, task: Task[..., Any], parameters: dict[str, Any]) -> PrefectFuture[Any]:
-        """Start a task and return at once."""
-        ...
-
-
-class Submitted(Generic[R]):
-    """A stage that runs on a task runner."""
-
-    def __init__(self, future: PrefectFuture[Any], finish: Callable[[State[Any], float], R]) -> None:
-        self._future = future
-        self._finish = finish
-        self._started = time.monotonic()
-
-    def when_done(self, call: Callable[[], None]) -> None:
-        """Call, from any thread, once `result` would not wait."""
-        self._future.add_done_callback(lambda _: call())
-
-    def result(self) -> R:
-        """Wait for the record. Raises what the stage raised."""
-        self._future.wait()
-        return self._finish(self._future.state, time.monotonic() - self._started)
 
 
 def progress_ref(key: ContentId) -> str:
     """Ref of the last snapshot of an unfinished stage."""
     return f"{PROGRESS_REFS}/{key}"
-
-
-def is_whole(record: Record, objects: ObjectStore) -> bool:
-    """Whether object storage still holds everything ``record`` names (sizes are compared, content is not read)."""
-    checks: dict[str, Callable[[ContentId], bool]] = {
-        "blob": objects.exists,
-        "tree": objects.tree_is_present,
-        "snapshot": SnapshotStore(objects).counts,
-    }
-    return all(checks[kind](reference) for kind, reference in record.references())
 
 
 def stop_signal() -> TerminationSignal:

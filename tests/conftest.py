@@ -25,6 +25,8 @@ os.environ.update(
         "TQDM_DISABLE": "1",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "PYTHONHASHSEED": "0",
+        # As `RemoteFiles` has it: otherwise gcsfs asks Google for the kind of a bucket, and the first write stalls.
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
         # See flows/__init__.py: tests run beside servers and each other's processes.
         "OMP_WAIT_POLICY": "passive",
     }
@@ -36,10 +38,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import pytest
 
+from tests.gcp_server import GoogleCloud, google_cloud
+from tests.object_files import BUCKET
 from tests.server_logs import ServerLogs
 
-BUCKET = "objects"
-"""On the S3 server of the tests."""
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(PROJECT / "examples"), str(PROJECT / "examples" / "library")]
 
@@ -195,6 +197,19 @@ def s3() -> Iterator[dict[str, Any]]:
     finally:
         server.kill()
         server.wait()
+
+
+@pytest.fixture(scope="session")
+def google() -> Iterator[GoogleCloud]:
+    """A stand-in for Google Cloud, with one bucket."""
+    with google_cloud(BUCKET) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def gcs(google: GoogleCloud) -> dict[str, Any]:
+    """Storage options for its buckets."""
+    return {"endpoint_url": google.url, "token": "anon"}
 
 
 @pytest.fixture

@@ -7,10 +7,24 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from rollout_core.base.ids import hash_bytes
 from rollout_core.objects import ObjectStore
 
+BUCKET = "objects"
+"""On the servers of the tests."""
 NOTHING = hash_bytes(b"nothing has these bytes")
+
+
+def empty_store(request: pytest.FixtureRequest, kind: str, tmp_path: Path) -> ObjectStore:
+    """A store of a kind: ``local``, ``memory``, ``s3`` or ``gcs``."""
+    if kind == "local":
+        return ObjectStore.from_url(f"file://{tmp_path}/store")
+    if kind == "memory":
+        return ObjectStore.from_url(f"memory://{tmp_path.name}")
+    url = f"{'gs' if kind == 'gcs' else kind}://{BUCKET}/{tmp_path.name}"
+    return ObjectStore.from_url(url, storage_options=request.getfixturevalue(kind))
 
 
 def write_tree(folder: Path, files: dict[str, bytes]) -> Path:

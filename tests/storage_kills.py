@@ -1,6 +1,6 @@
-"""Kills of writers, housekeeping and restores, at random moments, in a folder or in a bucket (moto's S3).
+"""Kills of writers, housekeeping and restores, at random moments, in a folder, on S3 (moto) or on GCS (the stand-in).
 
-Run: python -m tests.storage_kills [--kills 200] [--seed 1] [--s3] [--pause 3]
+Run: python -m tests.storage_kills [--store folder|s3|gcs] [--kills 200] [--seed 1] [--pause 3]
 
 Two runs, two housekeepers and a reader work on one store; each is killed and started again and again. Days are seconds
 here, and so are the grace period and what goes with it; the rest is as in earnest. A run puts the same few bytes again
@@ -22,6 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,9 @@ from rollout_core.base.ids import ContentId, content_id
 from rollout_core.config.retention import Retention
 from rollout_core.housekeeping import cleaning
 from rollout_core.housekeeping.usage import measure
-from rollout_core.objects import ObjectStore, SnapshotStore, backends, leases, store
+from rollout_core.objects import ObjectStore, SnapshotStore, backends, buckets, leases, store
 from rollout_core.objects.verification import verify_store
+from tests.gcp_server import google_cloud
 
 GRACE_SECONDS = 3.0
 RULES = Retention(keep_states=1, state_days=2.0, result_days=4.0, note_days=30.0, grace_hours=GRACE_SECONDS / 3600)
@@ -41,9 +44,9 @@ BUCKET = "kills"
 def scale_down() -> None:
     """A day takes a second."""
     cleaning._DAY, cleaning.MIN_GRACE_HOURS = 1.0, 0.0
-    for module in (backends, store, leases):
+    for module in (backends, buckets, store, leases):
         module.TOUCH_AFTER_SECONDS = 0.0
-    leases._MARGIN_SECONDS, backends.REMOTE_SETTLE_SECONDS, backends.LocalFiles.settle_seconds = 1.0, 1.0, 0.3
+    leases._MARGIN_SECONDS, buckets.REMOTE_SETTLE_SECONDS, backends.LocalFiles.settle_seconds = 1.0, 1.0, 0.3
 
 
 def weights(number: int) -> bytes:
@@ -180,11 +183,48 @@ def tell(objects: ObjectStore, folder: Path, counts: dict[str, int], acknowledge
         raise SystemExit(1)
 
 
+@contextmanager
+def in_a_folder(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield f"{folder}/store", {}
+
+
+@contextmanager
+def on_s3(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with (folder / "moto.log").open("wb") as output:
+        command = [str(Path(sys.executable).parent / "moto_server"), "-H", "127.0.0.1", "-p", str(port)]
+        server = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        options = {"endpoint_url": f"http://127.0.0.1:{port}", "key": "k", "secret": "s"}
+        objects = ObjectStore.from_url(f"s3://{BUCKET}/store", storage_options=options)
+        for _ in range(200):
+            try:
+                objects.files.fs.call_s3("create_bucket", Bucket=BUCKET)  # type: ignore[attr-defined]
+                break
+            except OSError:
+                time.sleep(0.2)
+        yield objects.url, options
+    finally:
+        server.kill()
+        server.wait()
+
+
+@contextmanager
+def on_gcs(_: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with google_cloud(BUCKET) as server:
+        yield f"gs://{BUCKET}/store", {"endpoint_url": server.url, "token": "anon"}
+
+
+STORES = {"folder": in_a_folder, "s3": on_s3, "gcs": on_gcs}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--s3", action="store_true")
+    parser.add_argument("--store", choices=STORES, default="folder")
     parser.add_argument("--pause", type=float, default=3.0, help="most seconds between kills; more on a busy machine")
     parser.add_argument("--act", nargs=6)
     given = parser.parse_args()
@@ -192,29 +232,8 @@ def main() -> None:
         role, url, options, scratch, seed, acknowledged = given.act
         act(role, url, json.loads(options), Path(scratch), int(seed), Path(acknowledged))
         return
-    with tempfile.TemporaryDirectory() as name:
-        if not given.s3:
-            campaign(f"{name}/store", {}, Path(name), given.kills, given.seed, given.pause)
-            return
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        with open(f"{name}/moto.log", "wb") as output:
-            command = [str(Path(sys.executable).parent / "moto_server"), "-H", "127.0.0.1", "-p", str(port)]
-            server = subprocess.Popen(command, stdout=output, stderr=output)
-        try:
-            options = {"endpoint_url": f"http://127.0.0.1:{port}", "key": "k", "secret": "s"}
-            objects = ObjectStore.from_url(f"s3://{BUCKET}/store", storage_options=options)
-            for _ in range(200):
-                try:
-                    objects.files.fs.call_s3("create_bucket", Bucket=BUCKET)  # type: ignore[attr-defined]
-                    break
-                except OSError:
-                    time.sleep(0.2)
-            campaign(objects.url, options, Path(name), given.kills, given.seed, given.pause)
-        finally:
-            server.kill()
-            server.wait()
+    with tempfile.TemporaryDirectory() as name, STORES[given.store](Path(name)) as (url, options):
+        campaign(url, options, Path(name), given.kills, given.seed, given.pause)
 
 
 if __name__ == "__main__":

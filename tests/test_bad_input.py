@@ -15,9 +15,9 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.config import CONFIG_KINDS, apply_overrides, parse_config
 from rollout_core.config.rewards import FunctionReward
 from rollout_core.models.facts import ModelSize
-from rollout_core.plans import plan as resources
+from rollout_core.plans import resources
 from rollout_core.plans.learner_plan import plan_training
-from rollout_core.plans.plan import Training, estimate_memory, readable, state_bytes
+from rollout_core.plans.resources import Training, estimate_memory, readable, state_bytes
 from rollout_core.rewards.loading import load_reward
 from rollout_core.rewards.scoring import RewardInput, score
 from rollout_core.store.connections import plain_connections
@@ -233,13 +233,14 @@ def test_a_model_that_cannot_fit_is_refused_and_one_that_may_not_is_told(monkeyp
     assert message.endswith("here has 1.0 MiB; choose a smaller model or an optimizer with less state")
 
 
-def test_a_disk_that_cannot_hold_one_snapshot_is_refused(monkeypatch: pytest.MonkeyPatch, work: Path):
+def test_a_disk_that_cannot_hold_the_last_state_is_refused(monkeypatch: pytest.MonkeyPatch, work: Path):
     monkeypatch.setattr(resources, "free_disk", lambda folder: 2**20)
     message = refusal("sft")
-    assert message.startswith("sft: a snapshot and the model take ")
-    assert message.endswith(f"the object store in {work}/objects has 1.0 MiB free; make room or choose another place")
+    assert message.startswith("sft: the model and a training state take ")
+    assert f"the object store in {work}/objects has 1.0 MiB free; make room" in message
     monkeypatch.setattr(resources, "free_disk", lambda folder: 4 * 2**20)
-    assert plan("sft")["resources"]["sft disk (estimate)"].endswith("; free 4.0 MiB (may not fit)")
+    told = plan("sft", budget={"max_steps": 500}, snapshots={"every_steps": 50})["resources"]
+    assert told["sft disk (estimate)"].endswith("; free 4.0 MiB (may not fit)")
 
 
 def test_the_estimate_counts_what_each_way_of_training_holds():
@@ -260,4 +261,12 @@ def test_the_estimate_counts_what_each_way_of_training_holds():
     assert [estimate_memory(model, four).fixed for four in (replicas, shards)] == [64_000, 16_000], "on one CPU"
     assert [estimate_memory(model, four, "cuda").fixed for four in (replicas, shards)] == [16_000, 4_000], "on each GPU"
     assert estimate_memory(model, shards).activations == 4 * estimate_memory(model, plain).activations
+    rounded, moved = (Training(100, "adamw", **{name: True}) for name in ("rounded", "offloaded"))
+    assert estimate_memory(model, rounded, "cuda").fixed == 2_000 + 16_000, "beside masters"
+    apart = estimate_memory(model, moved, "cuda")
+    assert (apart.fixed, apart.host) == (4_000, 16_000) and estimate_memory(model, moved).fixed == 20_000
+    adapted = Training(100, "adamw", trained_parameters=10, frozen_models=1, rounded=True)
+    assert estimate_memory(model, adapted, "cuda").fixed == 2 * 2_000 + 4 * 40, "frozen weights have no masters"
+    cut = Training(100, "adamw", processes=4, sharded=True, offloaded=True)
+    assert (estimate_memory(model, cut, "cuda").fixed, estimate_memory(model, cut, "cuda").host) == (4_000, 16_000)
     assert [readable(size) for size in (5, 2048, 3 * 2**29)] == ["5 B", "2.0 KiB", "1.5 GiB"]

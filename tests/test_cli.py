@@ -17,7 +17,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from flows.cli import app
+from deployments.cli import app
 from rollout_core import config as config_package
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import CONFIG_KINDS
@@ -25,8 +25,8 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Lineage, record_lineage
 from rollout_core.objects.snapshots import Snapshot, SnapshotStore
 from rollout_core.store import SqlLightningStore
-from tests.conftest import BUCKET
 from tests.flows.conftest import write_toml
+from tests.object_files import BUCKET
 
 COMMANDS = {
     "train-sft": ["train", "sft"],
@@ -477,7 +477,7 @@ def test_the_first_digits_of_an_id_stand_for_it_as_long_as_they_are_one_ids(save
     for digits in (8, 12, 63):
         shown = rollout("snapshot", "show", saved[0].id[:digits])
         assert shown.exit_code == 0 and Snapshot.model_validate_json(shown.stdout) == saved[0]
-        traced = rollout("lineage", saved[0].files[:digits])
+        traced = rollout("lineage", saved[0].files[:digits], "--format", "json")
         assert traced.exit_code == 0 and json.loads(traced.stdout)[0]["stage"] == "sft_update"
     message = refused(rollout("lineage", "a" * 20))
     assert message.startswith(f"2 ids begin with {'a' * 20}, {'a' * 64} and ") and message.endswith("give more digits")

@@ -14,6 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from rollout_core.base import watching
 from rollout_core.base.errors import ConfigError, DataError
 from rollout_core.config import (
     DatasetSource,
@@ -111,6 +112,21 @@ def test_a_folder_of_data_files_is_read_through_datasets(
     write_jsonl(tmp_path / "same.jsonl", ROWS[PairRow])
     same = read_dataset(JsonlDataset(path="same.jsonl"), PairRow, base=tmp_path)
     assert list(read_dataset(source, PairRow, base=tmp_path)) == list(same)
+
+
+def test_whoever_watches_sees_how_many_bytes_of_every_form_were_read(
+    tmp_path: Path, objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(watching, "STEP_BYTES", 1)
+    for name, source in sources_of(tmp_path, ROWS[PromptRow], objects).items():
+        seen: list[tuple[int, int]] = []
+        with watching.watched(lambda done, total, seen=seen: seen.append((done, total))):
+            read_dataset(source, PromptRow, base=tmp_path, objects=objects).check()
+        assert seen, name
+        done, total = seen[-1]
+        assert 0.9 * total < done <= total and len({total for _, total in seen}) == 1, (name, seen)
+    read_dataset(source, PromptRow, base=tmp_path, objects=objects).check()
+    assert seen[-1] == (done, total), "nobody watches any more"
 
 
 def refusal(source: DatasetSource, base: Path, model: type[Row] = SftRow, **options: Any) -> str:

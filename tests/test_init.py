@@ -65,6 +65,20 @@ def test_models_and_rows_are_found_and_nothing_else(project: Path):
     assert {file.path for file in found.files} == set(ROWS)
 
 
+def test_rows_under_other_names_come_with_the_command_that_makes_them_rows(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("qa.csv").write_text('Question,answer,source\n"What is 1+1?",2,a book\n')
+    Path("notes.jsonl").write_text('{"title": "a", "body": "b"}\n')
+    written = rollout("init", "sft")
+    assert "note: notes.jsonl has body, title; rows need prompt, completion" in written
+    (hint,) = (line for line in written.splitlines() if line.startswith("note: qa.csv"))
+    command = hint.partition("to make rows of it: ")[2].removeprefix('python -c "').removesuffix('"')
+    subprocess.run([sys.executable, "-c", command], check=True, capture_output=True)
+    row = {"prompt": "What is 1+1?", "completion": "2", "source": "a book"}
+    assert json.loads(Path("qa-rows.jsonl").read_text()) == row
+    assert "rows qa-rows.jsonl" in rollout("init", "sft", "--force")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_first_configuration_is_one_of_its_kind(kind: str, project: Path):
     written = rollout("init", kind)

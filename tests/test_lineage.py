@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+import json
+from datetime import UTC, datetime, timedelta
+from itertools import permutations
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
+from openlineage.client.event_v2 import Job, Run, RunEvent
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId, content_id, hash_bytes
 from rollout_core.objects import ObjectStore
+from rollout_core.objects.gc import collect_garbage
+from rollout_core.objects.imports import (
+    MAX_SOURCES,
+    Imported,
+    Source,
+    code_behind,
+    ids_at,
+    imports_behind,
+    record_import,
+    source_of_files,
+    sources_of,
+)
+from rollout_core.objects.layered import lay_out, layers_of
+from rollout_core.objects.lineage_graph import as_mermaid, as_svg, as_text, lineage_graph
+from rollout_core.objects.openlineage import events
 from rollout_core.objects.records import (
     Lineage,
-    lineage_graph,
     lineage_of,
     record_lineage,
     software_versions,
     trace_descendants,
     trace_lineage,
 )
+from rollout_core.objects.verification import verify_store
 
 PROMPTS, SAMPLES, SCORES, MODEL, MODEL_AFTER = (hash_bytes(bytes([n])) for n in range(5))
 
@@ -98,7 +118,7 @@ def test_what_was_made_from_an_id_is_found_whoever_else_made_what(objects: Objec
 def test_a_graph_has_a_box_for_each_stage_and_arrows_along_what_it_took(objects: ObjectStore) -> None:
     record_lineage(objects, made("generate", {"prompts": {"data": PROMPTS}, "label": '<"1">'}, SAMPLES))
     record_lineage(objects, made("score", {"samples": [SAMPLES], "again": SAMPLES}, SCORES))
-    assert lineage_graph(trace_lineage(objects, SCORES)).splitlines() == [
+    assert as_mermaid(lineage_graph(trace_lineage(objects, SCORES))).splitlines() == [
         "flowchart TD",
         f'    s0["score<br>{SCORES[:12]}"]',
         f'    s1["generate #lt;#quot;1#quot;#gt;<br>{SAMPLES[:12]}"]',
@@ -106,6 +126,114 @@ def test_a_graph_has_a_box_for_each_stage_and_arrows_along_what_it_took(objects:
         "    s1 --> s0",
         f"    i{PROMPTS[:12]} --> s1",
     ]
+
+
+def test_a_text_names_where_everything_came_from(objects: ObjectStore) -> None:
+    record_lineage(objects, made("generate", {"prompts": {"data": PROMPTS}, "label": "a\x1b[31m"}, SAMPLES))
+    record_lineage(objects, made("score", {"samples": [SAMPLES, MODEL], "seed": 7, "by": "it"}, SCORES))
+    source = Source(
+        kind="data", address="p.jsonl", place="/data/p.jsonl", size_bytes=1500, num_files=1, hub_id="org/set"
+    )
+    record_import(objects, PROMPTS, source.model_copy(update={"imported_at": datetime(2026, 1, 1, tzinfo=UTC)}))
+    found = trace_lineage(objects, SCORES)
+    text = as_text(found, imports_behind(objects, SCORES, found), asked=SCORES)
+    assert text.splitlines() == [
+        f"{SCORES.short}* was made by 2 stages",
+        "",
+        "score  2026-01-01 00:00 UTC",
+        f"  made {SCORES.short}*",
+        f"  from samples      {SAMPLES.short}  generate a?[31m",
+        f"       samples      {MODEL.short}",
+        "  with by it, seed 7",
+        "",
+        "generate a?[31m  2026-01-01 00:00 UTC",
+        f"  made {SAMPLES.short}",
+        f"  from prompts      {PROMPTS.short}  p.jsonl",
+        "",
+        "brought in",
+        f"  {PROMPTS.short}  data p.jsonl, 1.5 kB, first 2026-01-01 00:00 UTC",
+        f"  {'':13} /data/p.jsonl",
+        f"  {'':13} org/set",
+    ]
+    down = as_text(trace_descendants(objects, PROMPTS), asked=PROMPTS, down=True)
+    assert down.startswith(f"{PROMPTS.short}* led to 2 stages\n\ngenerate")
+    assert f"prompts      {PROMPTS.short}*\n" in down
+
+
+def test_an_image_shows_every_stage_once_and_inputs_near_what_takes_them() -> None:
+    ids = [hash_bytes(f"{number}".encode()) for number in range(40)]
+    found = [made("update", {"model": ids[n - 1], "base": MODEL, "label": f"<{n}>"}, ids[n]) for n in range(1, 40)]
+    address = "https://example.org/a?b=<1>&c=" + "x" * 60
+    source = Source(kind="data", address=address, size_bytes=1, num_files=1)
+    image = as_svg(
+        lineage_graph(found, [Imported(outputs=(ids[0],), sources=(source,))]),
+        asked=ids[39],
+        link=lambda one: f"/m/{one}",
+    )
+    root = ElementTree.fromstring(image)
+    space = "{http://www.w3.org/2000/svg}"
+    titles = [group.findtext(f"{space}title", "").split("\n") for group in root.iter(f"{space}g")]
+    assert [title for title in titles if title[0] == "update <7>"] == [["update <7>", ids[7]]]
+    assert [title for title in titles if title[0] == "model"] == [["model", address, ids[0]]]
+    assert 1 < sum(title[0] == "base" for title in titles) < 10
+    assert [link.get("href") for link in root.iter(f"{space}a")].count(f"/m/{ids[39]}") == 1
+    assert sum("asked" in group.get("class", "") for group in root.iter(f"{space}g")) == 1
+    boxes = [{name: float(rect.get(name, "")) for name in ("x", "y", "width")} for rect in root.iter(f"{space}rect")]
+    assert all(box["x"] >= 0 and box["x"] + box["width"] <= float(root.get("width", "")) for box in boxes)
+    assert not any(
+        one["y"] == other["y"] and one["x"] <= other["x"] < one["x"] + one["width"]
+        for one, other in permutations(boxes, 2)
+    )
+
+
+def test_layers_alone_are_those_of_a_layout() -> None:
+    edges = [(f"n{n}", f"n{n + step}") for n in range(60) for step in (1, 7, 30) if n + step < 60] + [("n9", "n3")]
+    names = {node: 10.0 for edge in edges for node in edge}
+    assert layers_of(names, edges) == lay_out(names, edges).layers
+
+
+def test_events_of_openlineage_are_what_its_library_takes() -> None:
+    found = [
+        made("update", {"model": MODEL, "scores": SCORES, "settings": {"lr": 0.1}}, MODEL_AFTER),
+        made("score", {"samples": SAMPLES}, SCORES),
+    ]
+    places = ["s3://bucket/prompts/*.jsonl", "/data/prompts.jsonl"]
+    sources = tuple(Source(kind="data", address=place, place=place, size_bytes=1, num_files=1) for place in places)
+    lines = list(events(found, [Imported(outputs=(SAMPLES,), sources=sources)]))
+    assert lines == list(events(found, [Imported(outputs=(SAMPLES,), sources=sources)]))
+    documents = [json.loads(line) for line in lines]
+    by_job = {document["job"]["name"]: document for document in documents}
+    score, update = by_job["score/1"], by_job["update/1"]
+    assert [one["name"] for one in score["outputs"]] == [SCORES] and SCORES in [one["name"] for one in update["inputs"]]
+    assert [(link["namespace"], link["name"]) for link in score["inputs"][0]["facets"]["symlinks"]["identifiers"]] == [
+        ("s3://bucket", "prompts/*.jsonl"),
+        ("file", "/data/prompts.jsonl"),
+    ]
+    parameters = {one["key"]: one.get("value") for one in update["run"]["facets"]["executionParameters"]["parameters"]}
+    assert parameters["settings"] == '{"lr": 0.1}' and "software.python" in parameters
+    for document in documents:
+        assert (
+            document["schemaURL"].endswith("OpenLineage.json#/$defs/RunEvent") and document["eventType"] == "COMPLETE"
+        )
+        kept = {name: document[name] for name in ("eventTime", "producer")}
+        run, job = document["run"], document["job"]
+        again = RunEvent(run=Run(run["runId"]), job=Job(job["namespace"], job["name"]), **kept)  # which it checks
+        assert again.run.runId == run["runId"]
+
+
+def test_arrows_run_downwards_and_cross_only_where_they_must() -> None:
+    edges = [("a", "x"), ("b", "y"), ("c", "z"), ("a", "deep"), ("x", "deep"), ("z", "a2"), ("a2", "z")]
+    widths = dict.fromkeys(["c", "b", "a", "z", "x", "y", "deep", "a2"], 50.0)
+    found = lay_out(widths, edges)
+    assert found == lay_out(widths, edges)
+    down = [edge for edge in edges if edge != ("a2", "z")]  # one of a circle's arrows points upwards
+    assert all(found.layers[start] < found.layers[end] for start, end in down)
+    assert [len(found.ways[edge]) for edge in down] == [
+        found.layers[end] - found.layers[start] + 1 for start, end in down
+    ]
+    order = sorted("abc", key=lambda name: found.centres[name])
+    assert sorted("xyz", key=lambda name: found.centres[name]) == ["xyz"["abc".index(name)] for name in order]
+    assert lay_out({}, []).width == 0
 
 
 def test_a_record_that_is_lost_or_damaged_ends_the_trace(objects: ObjectStore) -> None:
@@ -121,3 +249,61 @@ def test_a_record_that_is_lost_or_damaged_ends_the_trace(objects: ObjectStore) -
 
 def test_software_versions_name_python_and_what_computes() -> None:
     assert {"python", "torch"} <= software_versions().keys()
+
+
+def test_what_is_passed_on_keeps_the_record_of_how_it_was_made(objects: ObjectStore) -> None:
+    """Completions name the samples that they are of: lineage goes on through these to the prompts."""
+    record_lineage(objects, made("enqueue_prompts", {"prompts": PROMPTS}, SAMPLES))
+    record_lineage(objects, made("batch_inference", {"prompts": {"samples": SAMPLES}}, SCORES, SAMPLES))
+    assert stages(trace_lineage(objects, SCORES)) == ["batch_inference", "enqueue_prompts"]
+    assert stages(trace_descendants(objects, PROMPTS)) == ["enqueue_prompts", "batch_inference"]
+
+
+def test_sources_are_listed_once_each_and_never_hide_how_something_was_made(objects: ObjectStore) -> None:
+    data = objects.put_bytes(b"{}\n")
+
+    def brought_in(address: str, **fields: Any) -> None:
+        record_import(objects, data, Source(kind="data", address=address, size_bytes=3, num_files=1, **fields))
+
+    record_lineage(objects, made("join", {"of": SCORES}, data))
+    for address in ("rows.jsonl", "copy.jsonl", "rows.jsonl"):
+        brought_in(address)
+    first, second = sources_of(objects, data)
+    assert [first.address, second.address] == ["rows.jsonl", "copy.jsonl"]
+    assert stages(trace_lineage(objects, data)) == ["join"]
+    assert [item.sources for item in imports_behind(objects, data, [])] == [(first, second)]
+    # What was made of it leads to it, and an address to what was read from there.
+    assert imports_behind(objects, MODEL, [made("sft_update", {"dataset": data}, MODEL)])[0].outputs == (data,)
+    assert ids_at(objects, "copy.jsonl", Path.cwd()) == [data] and ids_at(objects, "other.jsonl", Path.cwd()) == []
+    for number in range(MAX_SOURCES + 3):
+        brought_in("hub/rows", revision=str(number))
+    assert len(sources_of(objects, data)) == MAX_SOURCES
+    # A record that is lost is left out, and written again by the next import.
+    objects.delete_ref(objects.ref_names(f"imports/{data}")[0])
+    objects.set_ref(f"imports/{data}/damaged", objects.put_json({"kind": 1}))
+    assert len(sources_of(objects, data)) == MAX_SOURCES - 1
+
+
+def test_sources_live_as_long_as_what_they_are_about(objects: ObjectStore) -> None:
+    """Also those of code, which has no blob of its own: its files are kept for what was scored by it."""
+    data, lost, code = (objects.put_bytes(text) for text in (b"{}\n", b"{ }\n", b'{"main": null}'))
+    reward = content_id("reward/1", "code")
+    for content, files in ((data, {}), (lost, {}), (reward, {"score": code})):
+        record_import(objects, content, Source(kind="data", address="x", size_bytes=3, num_files=1, code=files))
+    scores = objects.put_bytes(b"[1.0]")
+    record_lineage(objects, made("score_rewards", {"reward_source": reward, "rows": data}, scores))
+    objects.set_ref("labels/kept", scores)
+    collect_garbage(objects, min_age=timedelta(0))
+    assert [len(sources_of(objects, content)) for content in (data, lost, reward)] == [1, 0, 1]
+    assert code_behind(objects, reward) == {"score": code} and objects.exists(code)
+    assert not verify_store(objects).damage
+
+
+def test_secrets_of_addresses_are_in_no_record(tmp_path: Path) -> None:
+    for address in (
+        "https://user:pass-word@host/x?sig=abc",
+        "s3://bucket/x?AWSSecretKey=abc",
+        "https://host/x?token=abc",
+    ):
+        shown = source_of_files("data", address, []).model_dump_json()
+        assert "pass-word" not in shown and "abc" not in shown

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import rollout_core.models.pretrained
 from rollout_core.algorithms.supervised import load_reward_model
+from rollout_core.base import watching
 from rollout_core.base.errors import ConfigError, Conflict
 from rollout_core.base.ids import hash_bytes, is_content_id
 from rollout_core.config import ModelSource
@@ -224,12 +225,18 @@ def hub(tiny_model, tmp_path, monkeypatch) -> Iterator[type[Hub]]:
 
 
 def test_of_a_model_on_the_hub_the_small_files_are_checked_first_and_the_rest_comes_later(
-    hub, tiny_model, tmp_path, objects
+    hub, tiny_model, tmp_path, objects, monkeypatch
 ):
     for _ in range(2):
         assert check_model(source("somebody/tiny"), tmp_path) == inspect_model(tiny_model)
     assert "tokenizer.json" in hub.asked and "model.safetensors" not in hub.asked
-    stored = import_model(source("somebody/tiny"), objects, tmp_path)
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(watching, "STEP_BYTES", 1)
+    with watching.watched(lambda *amount: seen.append(amount)):
+        stored = import_model(source("somebody/tiny"), objects, tmp_path)
+    size = (tiny_model / "model.safetensors").stat().st_size
+    assert (size, size) in seen, "what is downloaded"
+    assert 2 * size < seen[-1][0] <= seen[-1][1], "then hashed and stored"
     assert stored == import_model(source(tiny_model), objects, tmp_path)
 
 

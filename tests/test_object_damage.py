@@ -13,19 +13,13 @@ from rollout_core.base.ids import ContentId
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.backends import LocalFiles
 from rollout_core.objects.store import blob_key
-from tests.conftest import BUCKET
-from tests.object_files import NOTHING, in_pieces, keys, write_tree
+from tests.object_files import NOTHING, empty_store, in_pieces, keys, write_tree
 
 
-@pytest.fixture(params=["local", "memory", "s3"])
+@pytest.fixture(params=["local", "memory", "s3", "gcs"])
 def objects(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     """An empty store of each kind."""
-    if request.param == "local":
-        return ObjectStore.from_url(f"file://{tmp_path}/store")
-    if request.param == "memory":
-        return ObjectStore.from_url(f"memory://{tmp_path.name}")
-    url = f"s3://{BUCKET}/{tmp_path.name}"
-    return ObjectStore.from_url(url, storage_options=request.getfixturevalue("s3"))
+    return empty_store(request, request.param, tmp_path)
 
 
 @pytest.fixture

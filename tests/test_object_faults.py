@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import binascii
 import os
 import pickle
 import shutil
@@ -109,19 +110,16 @@ def error_in_unprivileged_child(function: Callable[[], object]) -> Exception | N
 
 
 @pytest.fixture(scope="module")
-def broken_s3() -> Iterator[tuple[dict, list[int]]]:
-    """Options for a server that answers every request with the status in the list."""
-    status = [503]
-    codes = {503: "SlowDown", 403: "AccessDenied"}
+def broken_s3() -> Iterator[tuple[dict, list]]:
+    """Options for a server that answers every request with the status and code in the list."""
+    status: list = [503, "SlowDown"]
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"  # clients wait for "100 Continue" before they send a body
 
         def answer(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            body = (
-                f"<Error><Code>{codes[status[0]]}</Code><Message>{codes[status[0]]}, said the server</Message></Error>"
-            )
+            body = f"<Error><Code>{status[1]}</Code><Message>{status[1]}, said the server</Message></Error>"
             self.send_response(status[0])
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -142,13 +140,44 @@ def broken_s3() -> Iterator[tuple[dict, list[int]]]:
 def test_a_throttled_bucket_is_recoverable_and_a_refused_one_a_config_error(broken_s3) -> None:
     options, status = broken_s3
     objects = ObjectStore.from_url("s3://bucket", storage_options=options)
-    status[0] = 503
+    status[:] = 503, "SlowDown"
     with pytest.raises(Recoverable, match=r"cannot write s3://bucket/cas/.*SlowDown.*try again"):
         objects.put_bytes(b"x")
-    status[0] = 403
+    status[:] = 403, "AccessDenied"
     for attempt in (lambda: objects.put_bytes(b"x"), lambda: objects.get_bytes(NOTHING), lambda: objects.get_ref("a")):
         with pytest.raises(ConfigError, match=r"cannot .*; expected a place this process may read and write"):
             attempt()
+
+
+def test_who_may_not_list_uploads_gives_up_none(broken_s3, caplog: pytest.LogCaptureFixture) -> None:
+    options, status = broken_s3
+    status[:] = 403, "AccessDenied"
+    assert ObjectStore.from_url("s3://bucket", storage_options=options).files.drop_uploads(1e12, dry_run=False) == 0
+    assert "uploads that nobody completed stay where they are: cannot give up old uploads" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("status_code", "code", "advice"),
+    [
+        (400, "ExpiredToken", r"credentials are wrong or have expired \(ExpiredToken\): renew them"),
+        (403, "InvalidAccessKeyId", r"credentials are wrong or have expired \(InvalidAccessKeyId\): renew them"),
+        (403, "SignatureDoesNotMatch", "credentials are wrong or have expired"),
+        (400, "AuthorizationHeaderMalformed", r"in another region .*: set AWS_DEFAULT_REGION"),
+        (403, "RequestTimeTooSkewed", "clock is wrong .*: keep it by NTP"),
+    ],
+)
+def test_what_trying_again_does_not_help_is_told_with_the_remedy(
+    broken_s3, status_code: int, code: str, advice: str
+) -> None:
+    options, status = broken_s3
+    objects = ObjectStore.from_url("s3://bucket", storage_options=options)
+    status[:] = status_code, code
+    for attempt in (lambda: objects.put_bytes(b"x"), lambda: objects.get_ref("a")):
+        with pytest.raises(ConfigError, match=advice):
+            attempt()
+    if status_code == 400:  # the answer to HEAD says no more
+        with pytest.raises(ConfigError, match="the credentials are wrong or have expired: renew them"):
+            objects.exists(NOTHING)
 
 
 def test_a_missing_bucket_is_a_config_error_when_writing(s3: dict) -> None:
@@ -178,6 +207,7 @@ def test_errors_of_cloud_clients_are_ours_and_bugs_are_not_hidden() -> None:
         (OSError("Forbidden: bucket/x\nno access"), ConfigError, "may read and write"),
         (HttpError({"code": 429, "message": "slow down"}), Recoverable, "try again"),
         (ReadTimeoutError(endpoint_url="http://x"), Recoverable, "try again"),
+        (binascii.Error("a checksum that was damaged on its way"), Recoverable, "try again"),
         (TypeError("a bug"), TypeError, "a bug"),
     ]
     for error, kind, text in expected:

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import signal
 import tempfile
 import time
@@ -25,20 +26,14 @@ from rollout_core.objects.backends import LocalFiles
 from rollout_core.objects.files import TOUCH_AFTER_SECONDS
 from rollout_core.objects.snapshots import SnapshotStore
 from rollout_core.objects.store import blob_key
-from rollout_core.objects.trees import forget_local_tree
-from tests.conftest import BUCKET
-from tests.object_files import NOTHING, TREE, in_pieces, keys, python, read_tree, write_tree
+from rollout_core.objects.trees import forget_local_tree, keep_local_tree
+from tests.object_files import BUCKET, NOTHING, TREE, empty_store, in_pieces, keys, python, read_tree, write_tree
 
 
-@pytest.fixture(params=["local", "memory", "s3"])
+@pytest.fixture(params=["local", "memory", "s3", "gcs"])
 def objects(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     """An empty store of each kind."""
-    if request.param == "local":
-        return ObjectStore.from_url(f"file://{tmp_path}/store")
-    if request.param == "memory":
-        return ObjectStore.from_url(f"memory://{tmp_path.name}")
-    url = f"s3://{BUCKET}/{tmp_path.name}"
-    return ObjectStore.from_url(url, storage_options=request.getfixturevalue("s3"))
+    return empty_store(request, request.param, tmp_path)
 
 
 @pytest.fixture
@@ -78,8 +73,11 @@ def test_a_stream_is_stored_as_the_same_blob_as_its_bytes(objects: ObjectStore) 
     assert keys(objects, "tmp") == []
 
 
-def test_a_stream_of_several_parts_goes_to_s3_and_back(s3: dict, tmp_path: Path) -> None:
-    objects = ObjectStore.from_url(f"s3://{BUCKET}/parts", storage_options=s3)
+@pytest.mark.parametrize("kind", ["s3", "gcs"])
+def test_a_stream_of_several_parts_goes_there_and_back(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    objects = empty_store(request, kind, tmp_path)
     data = random.Random(2).randbytes(2**20) * 40
     content_id = objects.put_stream(in_pieces(data, 3_000_000))
     assert content_id == hash_bytes(data)
@@ -375,6 +373,28 @@ def test_a_cached_tree_is_fetched_once_and_repaired_when_files_are_lost(local: O
     assert read_tree(local.local_tree(content_id, cache)) == TREE
 
 
+def test_a_tree_that_was_put_is_kept_in_the_cache_and_not_fetched_until_it_is_damaged(
+    local: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, cache = write_tree(tmp_path / "source", TREE), tmp_path / "cache"
+    content_id = local.put_tree(source)
+    manifest = local.manifest(content_id)
+    keep_local_tree(content_id, manifest, source, cache)
+    inode = (source / "config.json").stat().st_ino
+    keep_local_tree(content_id, manifest, tmp_path / "nowhere", cache)  # it is there
+    with monkeypatch.context() as patch:
+        patch.setattr(type(local), "get_tree", lambda *_: pytest.fail("fetched"))
+        folder = local.local_tree(content_id, cache)
+        shutil.rmtree(source)
+        assert read_tree(local.local_tree(content_id, cache)) == TREE
+    assert (folder / "config.json").stat().st_ino == inode
+    (folder / "config.json").chmod(0o644)
+    (folder / "config.json").write_bytes(b"[]")
+    assert read_tree(local.local_tree(content_id, cache)) == TREE
+    keep_local_tree(hash_bytes(b"other"), manifest, tmp_path / "nowhere", cache)
+    assert not (cache / hash_bytes(b"other")).exists(), "what cannot be kept is fetched"
+
+
 # Refs
 
 
@@ -569,7 +589,7 @@ ObjectStore.from_url(sys.argv[1]).put_stream(slow())
     assert keys(local, "tmp") == []
 
 
-def test_a_producer_that_fails_leaves_nothing_behind(objects: ObjectStore) -> None:
+def test_a_producer_that_fails_leaves_nothing_behind(objects: ObjectStore, request: pytest.FixtureRequest) -> None:
     def failing() -> Iterator[bytes]:
         for _ in range(9):
             yield bytes(5 * 2**20)
@@ -579,13 +599,20 @@ def test_a_producer_that_fails_leaves_nothing_behind(objects: ObjectStore) -> No
         objects.put_stream(failing())
     assert keys(objects, "tmp") == []
     assert dict(objects.blobs()) == {}
+    if objects.url.startswith("gs"):
+        assert request.getfixturevalue("google").open_uploads == []
     if objects.url.startswith("s3"):
-        uploads = objects.files.fs.call_s3("list_multipart_uploads", Bucket=BUCKET)  # type: ignore[attr-defined]
+        uploads = objects.files.fs.call_s3(
+            "list_multipart_uploads", Bucket=BUCKET, Prefix=objects.url.rpartition("/")[2]
+        )  # type: ignore[attr-defined]
         assert not uploads.get("Uploads")
 
 
-def test_a_snapshot_saved_to_s3_is_restored_byte_for_byte(s3: dict, tmp_path: Path) -> None:
-    bucket = SnapshotStore(ObjectStore.from_url(f"s3://{BUCKET}/snapshots", storage_options=s3))
+@pytest.mark.parametrize("kind", ["s3", "gcs"])
+def test_a_snapshot_saved_to_a_bucket_is_restored_byte_for_byte(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    bucket = SnapshotStore(empty_store(request, kind, tmp_path))
     folder = write_tree(tmp_path / "state", TREE)
     saved = bucket.save(folder, run_id="run", step=3, algorithm="sft", meta={"kl": 0.1})
     assert (

@@ -28,9 +28,11 @@ from rollout_core.promotion.evidence import (
     Divergence,
     Evidence,
     GuardFinding,
+    PolicyRewards,
     compare,
     judge_guard,
     judge_kl,
+    reward_hacking,
     rewards_by_prompt,
 )
 from tests.evaluations import evaluation
@@ -246,3 +248,24 @@ def test_a_guard_that_fails_keeps_a_model_from_promotion_and_is_told():
         "to 1.0000 over 2 prompts (paired bootstrap)",
         "guard refused: too long",
     ]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "is_hacked"),
+    [
+        ([(0.1, 0.5), (0.2, 0.6), (0.3, 0.5), (0.4, 0.4)], True),
+        ([(0.1, 0.5), (0.2, 0.6), (0.3, 0.5)], False),  # once
+        ([(0.1, 0.5), (0.2, 0.6), (0.3, 0.5), (0.4, 0.6)], False),  # it came back
+        ([(0.1, 0.5), (0.2, 0.6), (0.1, 0.5), (0.1, 0.4)], False),  # both fell
+        ([(0.1, 0.5), (0.2, 0.6), (0.3, 0.57), (0.4, 0.56)], False),  # within the bound
+        ([(0.3, 0.6), (0.4, 0.5), (0.5, 0.7), (0.6, 0.6)], False),  # against the best so far, once
+        ([(0.1, 0.6)], False),
+    ],
+)
+def test_a_reward_is_hacked_where_it_rises_while_another_falls(pairs, is_hacked):
+    found = [PolicyRewards(number, SOME, *pair) for number, pair in enumerate(pairs, start=1)]
+    told = reward_hacking(found, max_fall=0.05, evaluations=2)
+    assert (told is not None) == is_hacked
+    if told is not None:
+        assert told.startswith("in the last 2 evaluations the training reward is above that of iteration 2 (0.2)")
+        assert "3: 0.3, 0.5; 4: 0.4, 0.4" in told and SOME in told

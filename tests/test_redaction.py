@@ -38,6 +38,12 @@ def test_a_password_is_hidden_in_an_address_and_in_a_text_about_it(address, show
         assert without_passwords(f"cannot open '{address}': refused") == f"cannot open '{shown}': refused"
 
 
+def test_a_token_in_a_part_of_an_address_is_hidden():
+    told = "HTTPSConnectionPool(host='x', port=443): with url: /tokeninfo?access_token=ya29.abc (Caused by ...)"
+    assert "?access_token=*** (Caused" in without_passwords(told)
+    assert without_passwords("set max_tokens=16 and key=5") == "set max_tokens=16 and key=5"
+
+
 @pytest.mark.parametrize(
     "address",
     [

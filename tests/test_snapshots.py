@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from blake3 import blake3
@@ -24,7 +25,7 @@ from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.gc import GcReport, named_ids
 from rollout_core.objects.records import Lineage, lineage_of, record_lineage
-from rollout_core.objects.snapshots import Snapshot, SnapshotStore
+from rollout_core.objects.snapshots import Snapshot, SnapshotStore, find_start
 from rollout_core.objects.store import blob_key
 from rollout_core.objects.trees import tar_stream
 
@@ -248,6 +249,21 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(
         snapshots.save(state, run_id="run", step=1, algorithm="sft", meta={"nan": float("nan")})
     assert snapshots.list() == []
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("kind", ["episodic_memory", "process"])
+def test_states_of_other_programs_are_kept_and_no_update_takes_them_for_its_own(
+    kind: Literal["episodic_memory", "process"], snapshots: SnapshotStore, objects: ObjectStore, tmp_path: Path
+) -> None:
+    memory = write(tmp_path / "memory", {"beam.json": b"[]", "notes/1.txt": b"a critic's"})
+    saved = snapshots.save(memory, kind=kind, run_id="search", step=2, algorithm="apo", label="kept")
+    assert snapshots.list(kind=kind) == [saved] and snapshots.list(kind="train_state") == []
+    snapshots.restore(saved.id, tmp_path / "elsewhere")
+    assert read(tmp_path / "elsewhere") == read(memory)
+    with pytest.raises(ConfigError, match=f"is a {kind} of apo; this run trains sft"):
+        find_start(objects, saved.id, algorithm="sft", run_name="search")
+    with pytest.raises(NotFound, match="no apo snapshot of a run named 'search'"):
+        find_start(objects, "latest", algorithm="apo", run_name="search")
 
 
 def test_an_existing_folder_is_not_restored_over(snapshots: SnapshotStore, state: Path) -> None:

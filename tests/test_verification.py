@@ -19,8 +19,7 @@ from rollout_core.objects.records import Lineage, record_lineage
 from rollout_core.objects.snapshots import Snapshot, SnapshotStore
 from rollout_core.objects.store import blob_key
 from rollout_core.objects.verification import Damage, add_checks, repair_store, verify_store
-from tests.conftest import BUCKET
-from tests.object_files import NOTHING, TREE, keys, write_tree
+from tests.object_files import NOTHING, TREE, empty_store, keys, write_tree
 
 KEY = hash_bytes(b"key of a stage")
 
@@ -155,8 +154,11 @@ def test_repair_sets_aside_what_is_damaged_and_what_needs_it(stored: Stored) -> 
     assert stored.found() == []
 
 
-def test_a_bucket_is_verified_and_repaired_like_a_folder(s3: dict, tmp_path: Path) -> None:
-    objects = ObjectStore.from_url(f"s3://{BUCKET}/{tmp_path.name}", storage_options=s3)
+@pytest.mark.parametrize("kind", ["s3", "gcs"])
+def test_a_bucket_is_verified_and_repaired_like_a_folder(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    objects = empty_store(request, kind, tmp_path)
     stored = Stored(objects, tmp_path)
     assert stored.found() == []
     stored.flip(stored.weights)

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli import agents, init, promotion, runs, snapshots, storage
+from flows.cli import agents, completion, init, lineage, plan, promotion, results, runs, snapshots, storage
 from flows.cli.common import one_line_errors
 
 app = typer.Typer(
@@ -29,11 +29,20 @@ app.add_typer(snapshots.snapshot_app, name="snapshot")
 app.add_typer(storage.storage_app, name="storage")
 app.add_typer(storage.store_app, name="store")
 app.command("init")(init.init)
+app.command("plan")(plan.plan)
 app.command("nightly")(runs.nightly)
-app.command("lineage")(storage.lineage)
+app.command("runs")(results.runs)
+app.command("show")(results.show)
+app.command("compare")(results.compare)
+app.command("samples")(results.samples)
+app.command("tail")(results.tail)
+app.command("lineage")(lineage.lineage)
+app.command("export")(lineage.export)
+app.command("reproduce")(lineage.reproduce)
 app.command("promotions")(promotion.promotions)
 app.command("promote")(promotion.promote)
 app.command("rollback")(promotion.rollback)
+app.command("completion")(completion.completion)
 
 
 def _print_version(wanted: bool) -> None:
@@ -76,4 +85,5 @@ def main() -> None:
         # A character that the terminal cannot show is no reason for a traceback.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    completion.answer_shells()
     app()

@@ -83,7 +83,9 @@ def load_tables(
     """`load_run` of tables that were read from ``name``."""
     from rollout_core.base.determinism import hold_numerics
     from rollout_core.config.base import apply_overrides, parse_config
+    from rollout_core.config.cloud import take_cloud
 
+    tables = take_cloud(tables, name)
     # Before anything is validated, which may import torch.
     hold_numerics(apply_overrides(tables, overrides).get("numerics"))
     return _whole_ids(parse_config(tables, model, name=name, overrides=overrides, options=options))
@@ -99,10 +101,16 @@ def _whole_ids(config: RunT) -> RunT:
 
 
 def print_plan(facts: Mapping[str, Any]) -> None:
+    """What a dry run found."""
+    print_facts("dry-run", facts)
+
+
+def print_facts(what: str, facts: Mapping[str, Any]) -> None:
+    """What was found by the checks of ``what``: one line, then the tables among the facts."""
     # What was not checked needs room: it comes last.
     pairs = dict(sorted(facts.items(), key=lambda fact: fact[0] == "not checked"))
     tables = {name: pairs.pop(name) for name in list(pairs) if isinstance(pairs[name], Mapping)}
-    typer.echo("dry-run OK: " + " ".join(f"{name.replace(' ', '_')}={value}" for name, value in pairs.items()))
+    typer.echo(f"{what} OK: " + " ".join(f"{name.replace(' ', '_')}={value}" for name, value in pairs.items()))
     for title, figures in tables.items():
         typer.echo(f"{title}:")
         width = max(map(len, figures), default=0)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flows.cli.common import Debug, one_line_errors
+from flows.cli.completion import kinds
 
 if TYPE_CHECKING:
     from rollout_core.plans.surroundings import ModelFolder, RowFile
@@ -26,7 +27,7 @@ RewardCallable = Annotated[
 
 
 def init(
-    kind: Annotated[str, typer.Argument(metavar="KIND", help=f"{KIND_NAMES}.")],
+    kind: Annotated[str, typer.Argument(metavar="KIND", help=f"{KIND_NAMES}.", autocompletion=kinds)],
     model: ModelAddress = None,
     data: DataPath = None,
     folder: Annotated[Path, typer.Option("--folder", help="Where to look, and to write.")] = Path(),
@@ -53,6 +54,8 @@ def init(
             )
         for what in choice.missing:
             typer.echo(f"not found here: {what}")
+        for hint in choice.hints:
+            typer.echo(f"note: {hint}")
         typer.echo(f"next: rollout {KINDS[kind].command} --config {name} --dry-run")
 
 

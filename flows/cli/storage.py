@@ -1,15 +1,15 @@
-"""`rollout lineage` and `storage`: what the object store holds, whether it is whole, and what goes; `rollout store`."""
+"""`rollout storage`: what the object store holds, whether it is whole, and what goes; `rollout store`."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,6 +25,8 @@ store_app = typer.Typer(no_args_is_help=True, help="Run the store of rollouts, a
 
 LOG_SECONDS = 30.0
 SHOWN_HOLDERS = 4
+BRIDGE_WAIT_SECONDS = 300.0
+"""After a start of a machine others, with queue and store, start as well."""
 
 StoragePath = Annotated[
     str | None,
@@ -39,37 +41,6 @@ ShortId = Annotated[str, typer.Argument(help="Content id, or its first digits, a
 DatabaseURL = Annotated[
     str, typer.Option("--database", help="sqlite:///path/to/file.db, or postgresql://user@host/name.")
 ]
-
-
-def lineage(
-    content_id: ShortId,
-    down: Annotated[
-        bool, typer.Option("--down", help="What was made from it instead, such as the checkpoints of a data file.")
-    ] = False,
-    form: Annotated[
-        Literal["json", "mermaid"], typer.Option("--format", help="mermaid: a flow chart, as Markdown shows it.")
-    ] = "json",
-    storage: StoragePath = None,
-    debug: Debug = False,
-) -> None:
-    """Print what made a checkpoint or any other result, back to the first inputs; or what came of it."""
-    with one_line_errors(debug):
-        from flows.connections import object_store
-        from rollout_core.base.errors import NotFound
-        from rollout_core.objects.addresses import complete_lineage_id, complete_object_id
-        from rollout_core.objects.records import lineage_graph, trace_descendants, trace_lineage
-
-        with object_store(storage) as objects:
-            if down:  # of a file or base model, too, which no stage made
-                found = trace_descendants(objects, complete_object_id(objects, content_id))
-            else:
-                found = trace_lineage(objects, complete_lineage_id(objects, content_id))
-        if not found:
-            raise NotFound(f"no stage recorded that it {'used' if down else 'made'} {content_id}")
-        if form == "mermaid":
-            typer.echo(lineage_graph(found))
-        else:
-            typer.echo(json.dumps([item.model_dump(mode="json") for item in found], indent=2))
 
 
 @storage_app.command("verify")
@@ -257,28 +228,52 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
         yield show
 
 
-@store_app.command("serve")
-def store_serve(
-    database: DatabaseURL,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on; beyond loopback only with a key.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 4747,
-    workers: Annotated[int, typer.Option("--workers", min=1, help="Server processes.")] = 1,
+@store_app.command("bridge")
+def store_bridge(
+    config: Annotated[
+        Path | None, typer.Option("--config", help="TOML file with a table [cloud.sqs] or [cloud.pubsub].")
+    ] = None,
+    queue: Annotated[
+        str | None,
+        typer.Option(
+            "--queue",
+            help="URL of an SQS queue, or projects/PROJECT/subscriptions/NAME of Pub/Sub; default: ROLLOUT_QUEUE.",
+        ),
+    ] = None,
+    database: Annotated[
+        str | None, typer.Option("--database", help="The store's database; default: ROLLOUT_DATABASE.")
+    ] = None,
+    server: Annotated[
+        str | None, typer.Option("--server", help="URL of `rollout store serve` instead of a database.")
+    ] = None,
     api_key_env: Annotated[
-        str | None, typer.Option("--api-key-env", help="Environment variable that holds the API key.")
+        str | None, typer.Option("--api-key-env", help="Environment variable that holds the server's key.")
     ] = None,
-    cors_allow_origin: Annotated[
-        list[str] | None, typer.Option("--cors-allow-origin", help="Origin of web pages to let in; *: all. Repeatable.")
-    ] = None,
+    wait: Annotated[
+        float, typer.Option("--wait", min=0.0, help="Seconds that queue and store may be away at the start.")
+    ] = BRIDGE_WAIT_SECONDS,
     debug: Debug = False,
 ) -> None:
-    """Serve a store over HTTP until SIGTERM or Ctrl-C."""
-    with one_line_errors(debug):
-        from rollout_core.store.http.serve import ServeSettings, serve
+    """Make each message of a cloud's queue a rollout of the store, until SIGTERM or Ctrl-C.
 
-        settings = ServeSettings(database, host, port, workers, api_key_env, tuple(cors_allow_origin or ()))
-        serve(settings, typer.echo)
+    Messages are acknowledged once their rollout is stored. Any number of bridges may run on one queue.
+    """
+    with one_line_errors(debug):
+        from rollout_core.base.errors import ConfigError
+        from rollout_core.base.queue_settings import queue_settings
+        from rollout_core.config.base import read_toml
+        from rollout_core.config.cloud import take_cloud
+        from rollout_core.store.bridge.running import bridge_forever
+
+        if config is not None:
+            take_cloud(read_toml(config), str(config))
+        if server is not None and database is not None:
+            raise ConfigError("--server and --database each say which store is fed; give one of them")
+        key = os.environ.get(api_key_env) if api_key_env else None
+        if api_key_env and not key:
+            raise ConfigError(f"the environment variable {api_key_env} is not set; put the server's key there")
+        tally = bridge_forever(queue_settings(queue), server or database, key, typer.echo, wait)
+        typer.echo(f"bridge ended: {tally}")
 
 
 @store_app.command("migrate")

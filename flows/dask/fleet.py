@@ -41,7 +41,8 @@ from rollout_core.plans.cluster import LOCAL_CLUSTERS, in_words, offers
 from tasks import connections, events
 from tasks.batch import FanOut, R, T
 from tasks.logs import stage_logger
-from tasks.stage import Submitted, retry
+from tasks.placing import Submitted
+from tasks.stage import retry
 
 SHARDS_PER_WORKER = 2
 LOOK_SECONDS = 1.0
@@ -351,13 +352,18 @@ def _left(known: Progress) -> int:
 
 def _flow_context() -> dict[str, Any]:
     """Prefect's context of this flow run, less what workers have themselves: the flow's code and where results go."""
-    context = FlowRunContext.get()
-    assert context is not None and context.flow is not None, "called inside the flow"
     run = serialize_context()["flow_run_context"]
     return {
-        "flow": address_of(context.flow.fn),
+        "flow": _flow_address(),
         "flow_run_context": {name: value for name, value in run.items() if name not in ("flow", "result_store")},
     }
+
+
+def _flow_address() -> str:
+    """Where this run's flow is found."""
+    context = FlowRunContext.get()
+    assert context is not None and context.flow is not None, "called inside the flow"
+    return address_of(context.flow.fn)
 
 
 class OpenCluster:
@@ -400,7 +406,7 @@ def dask_cluster(config: DaskCluster, run_id: str, *, key: str) -> Iterator[Open
     with dask.config.set(CLUSTER_SETTINGS), _runner(config) as runner:
         client = _client(runner, config, key)
         driver = introduce(run_id)
-        keeper = EngineKeeper(run_id, workers_end=config.cluster is not None)
+        keeper = EngineKeeper(run_id, _flow_address(), workers_end=config.cluster is not None)
         try:
             _register(client, keeper)
             cluster = OpenCluster(client, driver)

@@ -37,9 +37,10 @@ from rollout_core.inference.engines import close_engine
 from rollout_core.inference.runs import forget_tally, tally
 from rollout_core.models.pretrained import prepare_transformers
 from tasks import connections
+from tasks.arguments import spread_arguments
 from tasks.placing import sharing
 from tasks.score import close_rewards
-from tasks.stage import Stage, retry, spread_arguments
+from tasks.stage import Stage, retry
 
 IDLE_SECONDS = 300.0
 """An engine that had nothing to do for this long is closed: a driver that was killed cannot ask for it."""
@@ -200,17 +201,21 @@ def _name() -> str:
 class EngineKeeper(WorkerPlugin):
     """Keeps a worker's engine warm while a run lasts, and closes it afterwards.
 
-    ``workers_end``: the workers end with the run.
+    ``flow``: where the run's flow is found. ``workers_end``: the workers end with the run.
     """
 
-    def __init__(self, run_id: str, *, workers_end: bool) -> None:
+    def __init__(self, run_id: str, flow: str, *, workers_end: bool) -> None:
         self.name = f"rollout-{run_id}"
         self._run_id = run_id
+        self._flow = flow
         self._workers_end = workers_end
         self._watch: asyncio.Task[None] | None = None
 
     async def setup(self, worker: Worker) -> None:
         _use.runs.add(self._run_id)
+        # First, and by this thread alone: both imports read Python source, and where two threads do so at once, Python
+        # before 3.11.8 may find its parser's depth wrong (gh-106905) and the worker would end.
+        _find(self._flow)
         # Takes seconds, in which the first shard is on its way.
         threading.Thread(target=prepare_transformers, name="rollout-imports", daemon=True).start()
         self._watch = asyncio.create_task(self._close_when_idle())

@@ -13,7 +13,8 @@ from rollout_core.base.errors import ConfigError, near
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.base.isolation.child import Child, Ended
 from rollout_core.base.processes import Limits
-from rollout_core.rewards.source_ids import read_code
+from rollout_core.objects import ObjectStore
+from rollout_core.rewards.source_ids import file_code, read_code
 from rollout_core.rewards.user_code import UserCode, importable, load_module
 
 
@@ -41,6 +42,10 @@ class AgentCode:
     def document(self) -> dict[str, Any]:
         """As JSON values."""
         return self.code.document()
+
+    def file(self, objects: ObjectStore) -> ContentId:
+        """File the document, and note where the code was read; the document's id."""
+        return file_code(objects, self.id, self.code, "agent")
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> AgentCode:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.data.packing import Layout
+from rollout_core.data.packing import Document, Layout, pack
 
 PACKED_ATTENTION = "rollout_packed"
 PADDING_WORTH_A_CALL = 2**15
@@ -221,6 +221,22 @@ def _varlen_index(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor,
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+
+
+@torch.no_grad()
+def try_packed(model: Any, **options: Any) -> None:
+    """Two tiny documents through ``model``, with autocast where weights are in half precision, as in training; further
+    arguments go to its trunk. Raises what that raises."""
+    batch = pack([Document([1, 2]), Document([1])]).to(model.device)
+    halves = {parameter.dtype for parameter in model.parameters()} & {torch.bfloat16, torch.float16}
+    with torch.autocast(model.device.type, dtype=next(iter(halves), torch.bfloat16), enabled=bool(halves)):
+        model.base_model(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.position_ids[None],
+            use_cache=False,
+            layout=batch.layout,
+            **options,
+        )
 
 
 def product_dtype(tensor: Tensor) -> torch.dtype:

@@ -1,13 +1,31 @@
-"""Where an update reads and writes, what identifies it, and who hears of its progress."""
+"""Where an update reads and writes, what identifies it, and who hears of its progress; and training states that are
+held on this machine instead of being stored.
+
+What a state's id names is the same either way, so results and whatever follows from them do not tell which it was. The
+object store has a note that it knows of the state and does not have it; who needs it when its holder is gone has it
+computed again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import logging
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from rollout_core.base.ids import ContentId
+from rollout_core.base.ids import ContentId, canonical_json
+from rollout_core.base.locks import scratch_folder
 from rollout_core.objects import ObjectStore
+from rollout_core.objects.snapshots import Snapshot, SnapshotStore, identify
+from rollout_core.objects.trees import files_of
+
+log = logging.getLogger(__name__)
+
+STATE, ABOUT = "state", "about.json"
 
 
 @dataclass(frozen=True)
@@ -32,6 +50,10 @@ class UpdateContext:
     base_model: ContentId | None = None
     """What the run began with; trackers name it."""
     num_threads: int | None = None
+    held: HeldStates | None = None
+    """Where training states are that are not stored."""
+    stores_state: bool = True
+    """False: the state at the end is held there, and there are none on the way but where the update is stopped."""
     is_stopping: Callable[[], bool] = field(default=lambda: False)
     """Asked after each step. Once it says True, here or in another process, the update keeps its state and ends."""
     check: Callable[[], None] = field(default=lambda: None)
@@ -40,6 +62,71 @@ class UpdateContext:
     on_start: Callable[[int, int], None] = field(default=lambda first_step, last_step: None)
     """Called with the step training starts at and the one it ends at."""
 
+    @contextmanager
+    def state(self, state_id: ContentId) -> Iterator[Path]:
+        """A folder with a training state, held or stored. Raises as `SnapshotStore.restore`."""
+        held = None if self.held is None else self.held.find(state_id)
+        if held is not None:
+            yield held
+            return
+        with scratch_folder("restore") as scratch:
+            SnapshotStore(self.objects).restore(state_id, scratch / "state")
+            yield scratch / "state"
+
     def model(self, content_id: ContentId) -> Path:
         """Local folder of a model."""
         return self.objects.local_tree(content_id, self.cache)
+
+
+class HeldStates:
+    """Those below one folder, which ends with the process that made it; other processes of the machine may use it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def hold(self, written: Path, objects: ObjectStore, **about: Any) -> ContentId:
+        """Take over a state that was ``written`` on the same file system, and note in ``objects`` that it has none.
+
+        ``about`` is what `SnapshotStore.save` is to be told of it, should it be stored after all. Returns its id.
+        """
+        state_id = _identify(written)
+        place = self.folder / state_id
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        (place / ABOUT).write_bytes(canonical_json(about))
+        written.rename(place / STATE)
+        SnapshotStore(objects).name_only(state_id, **{name: about[name] for name in ("run_id", "step", "algorithm")})
+        return state_id
+
+    def has(self, state_id: ContentId) -> bool:
+        """Whether it is held; its files are not read."""
+        return (self.folder / state_id / STATE).is_dir()
+
+    def find(self, state_id: ContentId) -> Path | None:
+        """Its folder, if it is held and has the bytes that its id stands for."""
+        if not self.has(state_id):
+            return None
+        state = self.folder / state_id / STATE
+        found = _identify(state)
+        if found != state_id:
+            log.warning("the training state held as %s has the hash %s; it is not used", state_id.short, found.short)
+            return None
+        return state
+
+    def keep_only(self, state_ids: Collection[ContentId]) -> None:
+        """Remove all others."""
+        for place in self.folder.iterdir():
+            if place.name not in state_ids:
+                shutil.rmtree(place, ignore_errors=True)
+
+    def store(self, state_id: ContentId, objects: ObjectStore) -> Snapshot | None:
+        """Put it into ``objects`` after all; None where it is not held whole."""
+        state = self.find(state_id)
+        if state is None:
+            return None
+        about = json.loads((self.folder / state_id / ABOUT).read_bytes())
+        return SnapshotStore(objects).save(state, **about)
+
+
+def _identify(folder: Path) -> ContentId:
+    return identify(files_of(folder))[0]

@@ -19,9 +19,11 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from rollout_core.algorithms.context import UpdateContext
+from rollout_core.algorithms.layers import layer_rates
 from rollout_core.algorithms.loop import build_accelerator, build_optimizer
-from rollout_core.algorithms.parallel import divided, shard
-from rollout_core.algorithms.policy import Policy
+from rollout_core.algorithms.masters import lay_out
+from rollout_core.algorithms.parallel import divided, is_sharded, load_to_train, shard
+from rollout_core.algorithms.policy import Policy, Teacher
 from rollout_core.algorithms.preference import DPO, KTO, pair_documents, reference_logprobs, unpaired_documents
 from rollout_core.algorithms.state import TrainState
 from rollout_core.algorithms.supervised import (
@@ -33,27 +35,29 @@ from rollout_core.algorithms.supervised import (
     set_padding,
     until_eos,
 )
-from rollout_core.algorithms.training import evaluation_of, train_to_end
+from rollout_core.algorithms.training import Evaluation, evaluation_of, train_to_end
 from rollout_core.base.determinism import seed_everything
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.config import (
     DatasetSettings,
     DPOSettings,
+    GRPOSettings,
     IPOSettings,
     KTOSettings,
     PreferenceSettings,
     RewardModelSettings,
     SFTSettings,
 )
+from rollout_core.data.curriculum import sorted_rows
 from rollout_core.data.examples import Example
 from rollout_core.data.packing import Document
 from rollout_core.data.preference_data import Pair, PreferenceReport
 from rollout_core.data.tokenized import DataReport, ItemTable, Mapped
 from rollout_core.data.training_data import RowForm, pair_form, sft_form, training_items, unpaired_form
 from rollout_core.models.architecture import WithoutAdapters, with_lora
-from rollout_core.models.facts import check_reference
-from rollout_core.models.pretrained import load_causal_lm, load_tokenizer
+from rollout_core.models.facts import check_reference, check_teacher
+from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects.records import Checkpoint
 
 ItemT = TypeVar("ItemT")
@@ -67,29 +71,33 @@ def sft_update(
     context: UpdateContext,
     *,
     held_out: ContentId | None = None,
+    teacher: ContentId | None = None,
     on_data: Callable[[DataReport], None] = lambda report: None,
 ) -> tuple[Checkpoint, DataReport]:
     """Fine-tune ``model`` on the rows of ``dataset``; ``on_data`` is called with what became of them before training
     starts.
 
-    The rows ``held_out`` are evaluated as ``settings.evaluation`` says. Raises ConfigError when rows and tokenizer do
-    not fit.
+    The rows ``held_out`` are evaluated as ``settings.evaluation`` says; ``teacher`` is that of
+    ``settings.distillation``. Raises ConfigError when rows, tokenizer and models do not fit.
     """
     folder = context.model(model)
-    examples, others, report = _read_rows(sft_form(settings), dataset, held_out, folder, context, on_data)
+    examples, others, report = _read_rows(settings, sft_form(settings), dataset, held_out, folder, context, on_data)
     seed_everything(context.seed, num_threads=context.num_threads)
-    accelerator = build_accelerator(settings.precision)
+    accelerator = build_accelerator(settings.precision, settings.parallel)
     settings = divided(settings)
-    trained = with_lora(load_causal_lm(folder), settings.lora, seed=context.seed).to(accelerator.device).train()
+    loaded = load_to_train(folder, settings.parallel, accelerator.device)
+    trained = with_lora(loaded, settings.lora, seed=context.seed).train()
     longest = max(int(table.lengths("token_ids").max()) for table in (examples, others or examples))
     check_sequence_length(trained, longest)
-    policy = shard(Policy(trained), settings.parallel, accelerator.device)
+    policy = shard(Policy(trained), settings, accelerator.device)
+    options: Any = {"seed": context.seed, "device": accelerator.device}
+    options["teacher"] = load_teacher(folder, teacher, settings, context, accelerator.device, longest)
 
     def algorithm(rows: Sequence[Example]) -> SFT:
-        return SFT(policy, rows, settings, seed=context.seed, device=accelerator.device)
+        return SFT(policy, rows, settings, **options)
 
-    held_out_algorithm = None if others is None else algorithm(others)
-    return _train(algorithm(examples), held_out_algorithm, trained, settings, accelerator, model, context), report
+    evaluation = evaluation_of(None if others is None else algorithm(others), held_out, settings, accelerator)
+    return _train(algorithm(examples), evaluation, trained, settings, accelerator, model, context), report
 
 
 def rm_update(
@@ -113,23 +121,26 @@ def rm_update(
         return Pair(pair.prompt, chosen, rejected, pair.margin)
 
     form = pair_form(settings, need_prompts=False)
-    rows, other_rows, report = _read_rows(form, dataset, held_out, folder, context, on_data)
+    rows, other_rows, report = _read_rows(settings, form, dataset, held_out, folder, context, on_data)
     pairs, others = Mapped(rows, ended), Mapped(other_rows or (), ended)
     seed_everything(context.seed, num_threads=context.num_threads)
-    accelerator = build_accelerator(settings.precision)
+    accelerator = build_accelerator(settings.precision, settings.parallel)
     settings = divided(settings)
-    trained = with_lora(load_reward_model(folder, new_head=True), settings.lora, seed=context.seed)
-    trained = trained.to(accelerator.device).eval()  # no dropout
+    if is_sharded(settings.parallel):
+        loaded = load_reward_model(folder, new_head=True, deferred_to=accelerator.device)
+    else:
+        loaded = load_reward_model(folder, new_head=True).to(accelerator.device)
+    trained = with_lora(loaded, settings.lora, seed=context.seed).eval()  # no dropout
     set_padding(trained, tokenizer)
     longest = max(len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) for pair in chain(pairs, others))
     check_sequence_length(trained, longest)
-    scorer = shard(RewardModel(trained), settings.parallel, accelerator.device)
+    scorer = shard(RewardModel(trained), settings, accelerator.device)
 
     def algorithm(items: Sequence[Pair]) -> BradleyTerry:
         return BradleyTerry(scorer, items, settings, seed=context.seed, device=accelerator.device)
 
-    held_out_algorithm = algorithm(others) if others else None
-    return _train(algorithm(pairs), held_out_algorithm, trained, settings, accelerator, model, context), report
+    evaluation = evaluation_of(algorithm(others) if others else None, held_out, settings, accelerator)
+    return _train(algorithm(pairs), evaluation, trained, settings, accelerator, model, context), report
 
 
 def preference_update(
@@ -155,23 +166,44 @@ def preference_update(
     else:
         form, documents_of = pair_form(settings, need_prompts=True), pair_documents
     folder = context.model(model)
-    items, other_items, report = _read_rows(form, dataset, held_out, folder, context, on_data)
+    items, other_items, report = _read_rows(settings, form, dataset, held_out, folder, context, on_data)
     others = other_items or ()
     documents = documents_of(items), documents_of(others)
     start = _start if settings.needs_reference else _start_alone
-    accelerator, trained, ref_logps, ref_others = start(model, reference, *documents, settings, context)
+    accelerator, policy, ref_logps, ref_others = start(model, reference, *documents, settings, context)
     settings = divided(settings)
-    policy = shard(Policy(trained), settings.parallel, accelerator.device)
 
     def algorithm(rows: Sequence[Any], logps: Tensor) -> DatasetAlgorithm[Any]:
         return kind(policy, rows, logps, settings, seed=context.seed, device=accelerator.device)
 
     held_out_algorithm = algorithm(others, ref_others) if others else None
+    evaluation = evaluation_of(held_out_algorithm, held_out, settings, accelerator)
     trainer = algorithm(items, ref_logps)
-    return _train(trainer, held_out_algorithm, trained, settings, accelerator, model, context), report
+    return _train(trainer, evaluation, policy.model, settings, accelerator, model, context), report
+
+
+def load_teacher(
+    student: Path,
+    teacher: ContentId | None,
+    settings: SFTSettings | GRPOSettings,
+    context: UpdateContext,
+    device: torch.device,
+    longest: int,
+) -> Teacher | None:
+    """The teacher of ``settings.distillation``, where there is one, for rows of up to ``longest`` tokens. Draws no
+    random numbers. Raises ConfigError for one that was not given, or that does not fit the student."""
+    if settings.distillation is None:
+        return None
+    if teacher is None:
+        raise ConfigError("distillation needs the content id of its teacher, and none was given")
+    check_teacher(student, context.model(teacher), longest)
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        loaded = load_to_train(context.model(teacher), settings.parallel, device)
+    return Teacher(loaded, settings.distillation, settings, device)
 
 
 def _read_rows(
+    settings: DatasetSettings,
     form: RowForm[ItemT, ReportT],
     dataset: ContentId,
     held_out: ContentId | None,
@@ -180,6 +212,9 @@ def _read_rows(
     on_data: Callable[[ReportT], None],
 ) -> tuple[ItemTable[ItemT], ItemTable[ItemT] | None, ReportT]:
     """The items of both sets of rows, and what became of the rows to train on, which ``on_data`` gets first."""
+    curriculum = settings.curriculum
+    if curriculum is not None and curriculum.key is not None:
+        dataset = sorted_rows(context.objects, dataset, form.row, curriculum.key)
     items, report = training_items(context.objects, context.cache, dataset, folder, form)
     on_data(report)
     if held_out is None:
@@ -195,31 +230,35 @@ def _start(
     held_out: Sequence[Document],
     settings: PreferenceSettings,
     context: UpdateContext,
-) -> tuple[Accelerator, Any, Tensor, Tensor]:
-    """The accelerator, the model to train, and the reference's log-probabilities of both sets of documents."""
+) -> tuple[Accelerator, Policy, Tensor, Tensor]:
+    """The accelerator, the policy to train, and the reference's log-probabilities of both sets of documents."""
     check_reference(context.model(model), context.model(reference))
     seed_everything(context.seed, num_threads=context.num_threads)
-    accelerator = build_accelerator(settings.precision)
+    accelerator = build_accelerator(settings.precision, settings.parallel)
     device = accelerator.device
 
-    def load_trained() -> Any:
-        loaded = with_lora(load_causal_lm(context.model(model)), settings.lora, seed=context.seed)
-        return loaded.to(device).eval()  # no dropout: the reference has none
+    def load_policy() -> Policy:
+        loaded = load_to_train(context.model(model), settings.parallel, device)
+        trained = with_lora(loaded, settings.lora, seed=context.seed)
+        lay_out(trained, settings)  # before it is compared with itself: the reference is these weights, rounded
+        return shard(Policy(trained.eval()), settings, device)  # no dropout: the reference has none
 
     # Adapters that are switched off leave the reference itself. Otherwise the two are not in memory together.
-    trained = load_trained() if settings.lora is not None and model == reference else None
+    policy = load_policy() if settings.lora is not None and model == reference else None
 
     @cache
     def load_reference() -> nn.Module:
-        loaded = trained
-        if loaded is None:
-            loaded = load_causal_lm(context.model(reference)).to(device).eval().requires_grad_(False)
+        if policy is not None:
+            check_sequence_length(policy.model, _longest(documents, held_out))
+            return WithoutAdapters(policy)
+        loaded = load_to_train(context.model(reference), settings.parallel, device)
         check_sequence_length(loaded, _longest(documents, held_out))
-        policy = Policy(loaded)
-        return shard(policy, settings.parallel, device) if trained is None else WithoutAdapters(policy)
+        loaded.eval().requires_grad_(False)
+        lay_out(loaded, settings)
+        return shard(Policy(loaded), settings, device)
 
     options: Any = {
-        "precision": f"{accelerator.mixed_precision}/{device.type}",
+        "precision": "/".join([accelerator.mixed_precision, device.type, *_other_weights(settings, policy)]),
         "autocast": lambda: accelerator.autocast(),
         "device": device,
     }
@@ -229,7 +268,16 @@ def _start(
     )
     # Loading the reference may or may not have drawn random numbers.
     seed_everything(context.seed, num_threads=context.num_threads)
-    return accelerator, load_trained() if trained is None else trained, logps, others
+    return accelerator, load_policy() if policy is None else policy, logps, others
+
+
+def _other_weights(settings: PreferenceSettings, shared: Policy | None) -> list[str]:
+    """In what the reference's weights differ from its files, for the name under which its log-probabilities are kept;
+    ``shared`` is the policy whose adapters are switched off for it."""
+    found = [] if settings.weights == "float32" else [settings.weights]
+    if shared is not None and settings.lora is not None and settings.lora.quantization != "none":
+        found.append(settings.lora.quantization)
+    return found
 
 
 def _start_alone(
@@ -239,14 +287,16 @@ def _start_alone(
     held_out: Sequence[Document],
     settings: PreferenceSettings,
     context: UpdateContext,
-) -> tuple[Accelerator, Any, Tensor, Tensor]:
+) -> tuple[Accelerator, Policy, Tensor, Tensor]:
     """As `_start` for a loss without a reference, which is not loaded: its log-probabilities are zeros."""
     seed_everything(context.seed, num_threads=context.num_threads)
-    accelerator = build_accelerator(settings.precision)
-    trained = with_lora(load_causal_lm(context.model(model)), settings.lora, seed=context.seed)
+    accelerator = build_accelerator(settings.precision, settings.parallel)
+    loaded = load_to_train(context.model(model), settings.parallel, accelerator.device)
+    trained = with_lora(loaded, settings.lora, seed=context.seed)
     check_sequence_length(trained, _longest(documents, held_out))
+    policy = shard(Policy(trained.eval()), settings, accelerator.device)
     none, none_held_out = (torch.zeros(sum(len(item.branches) for item in items)) for items in (documents, held_out))
-    return accelerator, trained.to(accelerator.device).eval(), none, none_held_out
+    return accelerator, policy, none, none_held_out
 
 
 def _longest(documents: Sequence[Document], held_out: Sequence[Document]) -> int:
@@ -255,14 +305,17 @@ def _longest(documents: Sequence[Document], held_out: Sequence[Document]) -> int
 
 def _train(
     algorithm: DatasetAlgorithm[Any],
-    held_out: DatasetAlgorithm[Any] | None,
+    evaluation: Evaluation[Any] | None,
     trained: Any,
     settings: DatasetSettings,
     accelerator: Accelerator,
     model: ContentId,
     context: UpdateContext,
 ) -> Checkpoint:
-    state = TrainState(trained, build_optimizer(settings.optimizer, list(trained.parameters())), seed=context.seed)
+    lay_out(trained, settings)
+    rates = layer_rates(settings.optimizer, trained)
+    optimizer = build_optimizer(settings.optimizer, list(trained.parameters()), rates)
+    state = TrainState(trained, optimizer, seed=context.seed, ema_decay=settings.ema_decay, device=accelerator.device)
     return train_to_end(
         algorithm,
         state,
@@ -271,7 +324,7 @@ def _train(
         context,
         context.model(model),
         max_minutes=settings.budget.max_minutes,
-        evaluation=evaluation_of(held_out, settings, accelerator),
+        evaluation=evaluation,
     )
 
 

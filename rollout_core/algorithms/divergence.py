@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rollout_core.algorithms.policy import Policy, TokenDivergence, token_divergence
+from rollout_core.algorithms.output_layer import TokenDivergence, token_divergence
+from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.policy_losses import kl_estimate
 from rollout_core.base.determinism import probe_device, seed_everything
 from rollout_core.base.errors import ConfigError, Fatal
@@ -106,6 +107,6 @@ def _divergence(
     policy: Policy, other: Policy, rows: Sequence[tuple[list[int], list[int]]], temperature: float, device: Any
 ) -> TokenDivergence:
     batch = pack_completions(*zip(*rows, strict=True)).to(device)
-    hidden, ref_hidden = (model.trunk(batch)[batch.predictors] for model in (policy, other))
+    hidden, ref_hidden = (model.hidden_states(batch, batch.predictors) for model in (policy, other))
     layer, ref_layer = (model.model.get_output_embeddings() for model in (policy, other))
     return token_divergence(hidden, ref_hidden, layer, ref_layer, batch.targets, temperature=temperature)

@@ -15,10 +15,13 @@ from rollout_core.algorithms.parallel import all_reduce_sum, split_across_ranks,
 from rollout_core.algorithms.policy import Policy
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.config import ImportanceCorrection, OnPolicySettings
+from rollout_core.data.advantages import encode_advantages
 from rollout_core.data.examples import epoch_order
 from rollout_core.data.packing import pack_completions
 
 SettingsT = TypeVar("SettingsT", bound=OnPolicySettings)
+REPLAY_WEIGHTS = "replay_weights"
+"""Column of a batch: what advantages count, where some are replayed."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class Trajectory:
     written: Sequence[Sequence[int]] | None = None
     """First token and one past the last of each part of ``token_ids`` that the policy wrote; None: all of it. Between
     them stands what it was given: later turns of a conversation."""
+    weight: float = 1.0
+    """What its advantages count; below 1 where it is replayed more often than others."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,11 @@ class PolicyBatch:
     def column(self, name: str, device: torch.device) -> Tensor:
         """One column, where it is computed with."""
         return self.columns[name].to(device)
+
+    def weighed(self, advantages: Tensor) -> Tensor:
+        """[N,C]: advantages with what they count in a batch that holds replayed completions."""
+        weights = self.columns.get(REPLAY_WEIGHTS)
+        return advantages if weights is None else advantages * weights
 
     @property
     def num_tokens(self) -> int:
@@ -130,13 +140,16 @@ def build_batch(trajectories: Sequence[Trajectory], *, missing_eos_penalty: floa
         for start, stop in _written(item):
             mask[row, start:stop] = True
             old_logprobs[row, start:stop] = torch.tensor(item.logprobs[start:stop], dtype=torch.float32)
+    columns = {"old_logprobs": old_logprobs}
+    if any(item.weight != 1.0 for item in trajectories):
+        columns[REPLAY_WEIGHTS] = torch.tensor([item.weight for item in trajectories])[:, None] * mask
     return PolicyBatch(
         tuple(item.prompt_token_ids for item in trajectories),
         tuple(item.token_ids for item in trajectories),
         mask,
         torch.tensor([item.score - missing_eos_penalty * item.truncated for item in trajectories]).float(),
         torch.tensor([item.truncated for item in trajectories]),
-        {"old_logprobs": old_logprobs},
+        columns,
     )
 
 
@@ -318,6 +331,18 @@ class OnPolicyUpdate(Generic[SettingsT]):
     def _trained(self, batch: PolicyBatch) -> Tensor:
         """[N,C] bool: completion tokens that count in the loss."""
         return batch.mask & ~batch.truncated[:, None] if self._settings.truncated == "mask" else batch.mask
+
+    def kept_advantages(self) -> bytes | None:
+        """`encode_advantages` of all trajectories, as the loss has them: whitened, with importance weights and what
+        replayed ones count. None where it learns without advantages."""
+        if "advantages" not in self._batch.columns:
+            return None
+        advantages, mask = self._batch.columns["advantages"].numpy(), self._batch.mask.numpy()
+        trained, lengths = self._trained(self._batch).any(1).tolist(), map(len, self._batch.completions)
+        return encode_advantages(
+            (advantages[row, :length], mask[row, :length]) if trained[row] else None
+            for row, length in enumerate(lengths)
+        )
 
     def _token_share(self, batch: PolicyBatch, batches: Sequence[PolicyBatch]) -> float:
         """Share of ``batch`` in the trained tokens of all ``batches``."""

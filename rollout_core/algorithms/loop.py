@@ -14,31 +14,30 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
-from itertools import chain
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
+from rollout_core.algorithms.layers import RATE_SCALE, LayerRate
 from rollout_core.algorithms.parallel import (
     GradientSum,
     all_reduce_sum,
     broadcast_from_rank0,
     clip_gradients,
+    is_sharded,
     seed_step,
     split_across_ranks,
     world_size,
 )
-from rollout_core.algorithms.state import TrainState
+from rollout_core.algorithms.state import TrainState, master_of
 from rollout_core.base.determinism import check_numerics, mixed_precision, probe_device
-from rollout_core.base.errors import ConfigError, Fatal
+from rollout_core.base.errors import Fatal
 from rollout_core.base.ids import ContentId, canonical_json, hash_bytes
-from rollout_core.config import LearnerSettings, OptimizerConfig, SpikeRule
-from rollout_core.config.learning import OTHER_KERNELS, optimizer_class
+from rollout_core.config import LearnerSettings, OptimizerConfig, ParallelConfig, SnapshotPolicy, SpikeRule
+from rollout_core.config.optimizers import EIGHT_BITS, OTHER_KERNELS, optimizer_class
 
 log = logging.getLogger(__name__)
 BatchT = TypeVar("BatchT")
@@ -46,6 +45,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _LARGEST_FROM_HEAP = 2**25
 """Bytes; glibc takes no more. Larger tensors come from and go to the kernel by themselves."""
+_MAPPED_APART = 2**20
 KEPT_BYTES = 2**28
 """Of free memory at the top of the heap."""
 
@@ -90,21 +90,26 @@ class LoopHooks:
 
     evaluate: Callable[[TrainState, bool], dict[str, float]] = lambda state, is_last: {}
     """After each optimizer step, with whether it was the last; gives further figures for its row."""
+    is_over: Callable[[TrainState], bool] = lambda state: False
+    """Whether training has come to its end before its last step."""
     on_step: Callable[[dict[str, float]], None] = lambda row: None
     """After each optimizer step, with its row of figures."""
     on_snapshot: Callable[[TrainState], None] = lambda state: None
-    """Every ``snapshots.every_steps`` steps, not after the last."""
+    """When ``snapshots`` says that one is due, not after the last step."""
     on_failure: Callable[[TrainState], None] = lambda state: None
     """When a step is not finite, with the state before it."""
     keep_batch: Callable[[list[list[int]]], ContentId] = lambda sequences: hash_bytes(canonical_json(sequences))
     """Then also with the token ids of each minibatch; gives the content id by which they can be looked at."""
 
 
-def build_accelerator(precision: str) -> Accelerator:
+def build_accelerator(precision: str, parallel: ParallelConfig | None = None) -> Accelerator:
     """An accelerator for one update; ``auto`` means bfloat16 where a GPU has it, else float32."""
     check_numerics(mixed_precision(precision))
     if probe_device() == "cpu":
-        keep_freed_memory()
+        if parallel is not None and is_sharded(parallel):
+            map_tensors_apart()
+        else:
+            keep_freed_memory()
     # accelerate refuses another precision than that of the first update of the process.
     AcceleratorState._reset_state()
     return Accelerator(
@@ -113,32 +118,58 @@ def build_accelerator(precision: str) -> Accelerator:
     )
 
 
-def build_optimizer(config: OptimizerConfig, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def build_optimizer(
+    config: OptimizerConfig,
+    parameters: Sequence[torch.nn.Parameter],
+    rates: Mapping[torch.nn.Parameter, LayerRate] | None = None,
+) -> torch.optim.Optimizer:
     """The optimizer ``config`` names, over what of ``parameters`` is trained, in order; Adam in one fused kernel.
 
     Weights decay, embeddings included; norms and biases, which are vectors, do not: as transformers' Trainer has it.
+    ``rates`` are those of `layer_rates`: parameters of one rate are a group of their own, with its name. Where a
+    parameter has a master, that is what is optimized.
     """
-    cls, arguments = optimizer_class(config.kind), config.arguments()
+    cls, arguments = _eight_bits() if config.kind == EIGHT_BITS else optimizer_class(config.kind), config.arguments()
     if cls in (torch.optim.Adam, torch.optim.AdamW) and not OTHER_KERNELS & arguments.keys():
         arguments["fused"] = True
     trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if rates:
+        return cls(_groups_by_rate(trained, rates, decays=bool(arguments.get("weight_decay"))), **arguments)
     if not arguments.get("weight_decay"):
-        return cls(trained, **arguments)
-    weights = [parameter for parameter in trained if parameter.dim() > 1]
-    vectors = [parameter for parameter in trained if parameter.dim() <= 1]
+        return cls(list(map(master_of, trained)), **arguments)
+    weights = [master_of(parameter) for parameter in trained if parameter.dim() > 1]
+    vectors = [master_of(parameter) for parameter in trained if parameter.dim() <= 1]
     groups = [{"params": weights}, {"params": vectors, "weight_decay": 0.0}]
     return cls([group for group in groups if group["params"]], **arguments)
 
 
+def _groups_by_rate(
+    trained: Sequence[torch.nn.Parameter], rates: Mapping[torch.nn.Parameter, LayerRate], *, decays: bool
+) -> list[dict[str, Any]]:
+    groups: dict[tuple[LayerRate, bool], dict[str, Any]] = {}
+    for parameter in trained:
+        rate, spared = rates[parameter], decays and parameter.dim() <= 1
+        name = f"{rate.name}, without decay" if spared else rate.name
+        group = {"params": [], "name": name, RATE_SCALE: rate.scale, **({"weight_decay": 0.0} if spared else {})}
+        groups.setdefault((rate, spared), group)["params"].append(master_of(parameter))
+    return list(groups.values())
+
+
+def _eight_bits() -> type[torch.optim.Optimizer]:
+    from bitsandbytes.optim.adamw import AdamW8bit  # pyright: ignore[reportMissingImports]
+
+    return AdamW8bit
+
+
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     """Rate of optimizer step ``step`` (from 0): linear warm-up, then constant, or linear or cosine decay to ``min_lr``
-    at step ``num_steps``, which is never taken."""
+    at step ``num_steps``, where it stays; a run of so many steps never takes that one."""
     warmup_steps = config.warmup_steps or math.ceil(config.warmup_ratio * num_steps)
     if step < warmup_steps:
         return config.lr * (step + 1) / warmup_steps
     if config.schedule == "constant":
         return config.lr
-    progress = (step - warmup_steps) / max(1, num_steps - warmup_steps)
+    progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
     falling = config.lr - config.min_lr
     if config.schedule == "linear":
         return config.min_lr + falling * (1.0 - progress)
@@ -149,6 +180,27 @@ def is_spike(grad_norm: float, rows: Sequence[Mapping[str, float]], rule: SpikeR
     """Whether ``grad_norm`` is above ``rule.factor`` times the median of the last steps, of which ``rows`` tell."""
     before = [row["grad_norm"] for row in rows if not row.get("skipped")][-rule.window :]
     return len(before) >= rule.after_steps and grad_norm > rule.factor * statistics.median(before)
+
+
+class SnapshotDue:
+    """Whether steps, tokens or seconds since the last snapshot make one due; the same on all ranks, whose figures are
+    those of all."""
+
+    def __init__(self, policy: SnapshotPolicy, seconds: float) -> None:
+        self._policy, self._tokens, self._since = policy, 0, seconds
+
+    def after_step(self, state: TrainState, num_tokens: int) -> bool:
+        """Asked once after each step, with its trained tokens."""
+        policy = self._policy
+        self._tokens += num_tokens
+        is_due = (
+            state.step % policy.every_steps == 0
+            or (policy.every_tokens is not None and self._tokens >= policy.every_tokens)
+            or (policy.every_seconds is not None and state.seconds - self._since >= policy.every_seconds)
+        )
+        if is_due:
+            self._tokens, self._since = 0, state.seconds
+        return is_due
 
 
 def train(
@@ -174,28 +226,27 @@ def train(
     parameters = [parameter for _, parameter in state.trained_parameters()]
     gradients = GradientSum(parameters)
     started = clock() - state.seconds
+    due = SnapshotDue(settings.snapshots, state.seconds)
 
     def is_over() -> bool:
-        return state.step >= algorithm.num_steps or (max_seconds is not None and state.seconds >= max_seconds)
+        is_late = max_seconds is not None and state.seconds >= max_seconds
+        return is_late or state.step >= algorithm.num_steps or hooks.is_over(state)
 
     over = is_over()
     while not over:
         step = state.step
         rate = learning_rate(settings.optimizer, step, total_steps)
         for group in state.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get(RATE_SCALE, 1.0)
 
         seed_step(state.seed, step)
         batches = algorithm.minibatches(step)
         row = _accumulate(algorithm, batches, accelerator, gradients)
         row["grad_norm"] = clip_gradients(parameters, settings.optimizer.max_grad_norm)
         if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
-            state.optimizer.zero_grad(set_to_none=True)
-            hooks.on_failure(state)
-            kept = [hooks.keep_batch(algorithm.sequences(batch)) for batch in batches]
-            raise _not_finite(f"{algorithm.name} step {step + 1}", row, kept)
+            raise _not_finite(algorithm, batches, row, state, hooks)
         if not _skips(f"{algorithm.name} step {step + 1}", row, state, settings.skip_spikes):
-            state.optimizer.step()
+            _change_weights(state)
         state.optimizer.zero_grad(set_to_none=True)
         state.step += 1
         state.seconds = broadcast_from_rank0(clock() - started, accelerator.device)
@@ -204,12 +255,25 @@ def train(
         row |= {"step": state.step, "learning_rate": rate}
         row["num_tokens"] = sum(algorithm.num_tokens(batch) for batch in batches)
         row |= hooks.evaluate(state, over)
+        over = is_over()
         state.metrics.append(row)
         hooks.on_step(row)
-        if state.step % settings.snapshots.every_steps == 0 and not over:
+        if due.after_step(state, int(row["num_tokens"])) and not over:
             hooks.on_snapshot(state)
     if state.step < algorithm.num_steps:
-        log.info("%s: wall time is used up at step %d of %d", algorithm.name, state.step, algorithm.num_steps)
+        _tell_end(algorithm, state, hooks)
+
+
+def _change_weights(state: TrainState) -> None:
+    """By the optimizer, and then what is kept beside the weights."""
+    state.optimizer.step()
+    state.average()
+    state.round_masters()
+
+
+def _tell_end(algorithm: Algorithm[Any], state: TrainState, hooks: LoopHooks) -> None:
+    why = "no lower held-out loss for long enough" if hooks.is_over(state) else "wall time is used up"
+    log.info("%s: %s at step %d of %d", algorithm.name, why, state.step, algorithm.num_steps)
 
 
 def _skips(step: str, row: dict[str, float], state: TrainState, rule: SpikeRule | None) -> bool:
@@ -224,11 +288,21 @@ def _skips(step: str, row: dict[str, float], state: TrainState, rule: SpikeRule 
     return bool(row["skipped"])
 
 
-def _not_finite(step: str, row: Mapping[str, float], kept: Sequence[ContentId]) -> Fatal:
+def _not_finite(
+    algorithm: Algorithm[BatchT],
+    batches: Sequence[BatchT],
+    row: Mapping[str, float],
+    state: TrainState,
+    hooks: LoopHooks,
+) -> Fatal:
+    """The error of a step, once the state before it and its minibatches are kept."""
+    state.optimizer.zero_grad(set_to_none=True)
+    hooks.on_failure(state)
+    kept = [hooks.keep_batch(algorithm.sequences(batch)) for batch in batches]
     return Fatal(
-        f"{step}: loss {row['loss']}, gradient norm {row['grad_norm']}; both must be finite. The last snapshot is from "
-        "before this step; lower optimizer.lr or look at the token ids of its minibatches, JSON in the object store: "
-        + ", ".join(kept)
+        f"{algorithm.name} step {state.step + 1}: loss {row['loss']}, gradient norm {row['grad_norm']}; both must be "
+        "finite. The last snapshot is from before this step; lower optimizer.lr or look at the token ids of its "
+        "minibatches, JSON in the object store: " + ", ".join(kept)
     )
 
 
@@ -294,42 +368,19 @@ def keep_freed_memory() -> bool:
     the kernel each time, and the next step then waits for the kernel to map and clear the pages again: 4 to 6 % of a
     small model's step.
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
-    if mallopt is None:
-        return False
     # Naming one threshold stops glibc from adapting the other, so both are named.
-    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP) and mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES))
+    return _mallopt(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP) and _mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
-def checkpoint_layers(model: nn.Module, *others: nn.Module) -> None:
-    """Trade time for memory in every layer of ``model``, and of modules beside it (arXiv:1604.06174): only a layer's
-    input is kept, the rest is computed again in the backward pass. Gradients stay as they are.
+def map_tensors_apart() -> bool:
+    """Have glibc take tensors of a MiB or more from the kernel one by one, and give each back; whether it will.
 
-    transformers' own switch works in training mode only, while most learners here switch dropout off by evaluation
-    mode. So the layers that transformers marks for it are wrapped here, whatever the mode.
-    Raises ConfigError for a model without layers that transformers marks for this.
+    Where weights are sharded, those of a layer come and go between activations that stay, and a heap of both was twice
+    as large as what was in use.
     """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    own, *more = (
-        [module for module in root.modules() if isinstance(module, GradientCheckpointingLayer)]
-        for root in (model, *others)
-    )
-    if not own:
-        raise ConfigError(
-            f"{type(model).__name__} has no layers that can be checkpointed; set gradient_checkpointing = false"
-        )
-    for layer in chain(own, *more):
-        layer.forward = _checkpointed(layer.forward)
+    return _mallopt(_M_MMAP_THRESHOLD, _MAPPED_APART)
 
 
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    return run
+def _mallopt(option: int, value: int) -> bool:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
+    return mallopt is not None and bool(mallopt(option, value))  # other C libraries have none

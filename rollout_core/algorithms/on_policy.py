@@ -1,7 +1,7 @@
 """Learning on completions of the policy itself: proximal policy optimization (PPO; arXiv:1707.06347, for language
 models arXiv:1909.08593) and group relative policy optimization (GRPO, arXiv:2402.03300) with its kin: dr_grpo
 (arXiv:2503.20783), dapo (arXiv:2503.14476), GSPO (arXiv:2507.18071), CISPO (arXiv:2506.13585), RLOO (arXiv:2402.14740),
-REINFORCE++ (arXiv:2501.03262).
+REINFORCE++ (arXiv:2501.03262); online DPO (arXiv:2402.04792) and on-policy distillation (GKD, arXiv:2306.13649).
 
 PPO: an action is a token, a state its prefix. The reward of token t is -kl_coef * (log pi_old - log pi_ref); the last
 token also gets the score of the completion. Values come from a linear head on the policy's trunk or from a model of
@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +36,12 @@ from rollout_core.algorithms.experience import (
     score_completions,
 )
 from rollout_core.algorithms.loop import MinibatchLoss
-from rollout_core.algorithms.policy import Policy
-from rollout_core.algorithms.policy_losses import grpo_loss, ppo_policy_loss, ppo_value_loss
+from rollout_core.algorithms.losses import dpo_loss, mean_of
+from rollout_core.algorithms.policy import Policy, Teacher
+from rollout_core.algorithms.policy_losses import SurrogateName, grpo_loss, ppo_policy_loss, ppo_value_loss
 from rollout_core.base.errors import Fatal
 from rollout_core.config import AdaptiveKL, GRPOSettings, PPOSettings
+from rollout_core.data.packing import pack_completions
 
 
 class KLController:
@@ -90,6 +93,7 @@ def assign_credit(
     columns = {"returns": returns, "old_values": old_values, "old_logprobs": old_logprobs}
     if settings.correction is not None:
         advantages = advantages * importance_weights(own.logprobs, engine_logprobs, mask, settings.correction)
+    advantages = batch.weighed(advantages)
     figures = {
         **batch.figures(),
         **logprob_differences(own.logprobs, engine_logprobs, mask),
@@ -161,6 +165,37 @@ class PPO(OnPolicyUpdate[PPOSettings]):
                 **({"clip_ratio/dual": (policy.clip_fraction_dual, tokens)} if settings.dual_clip else {}),
                 "clip_ratio/value": (value.clip_fraction, tokens),
                 "approx_kl": (policy.approx_kl, tokens),
+            },
+        )
+
+
+class GKD(OnPolicyUpdate[GRPOSettings]):
+    """`Algorithm` of one update by on-policy distillation: the divergence from a teacher at the tokens that the student
+    wrote, a mean over those of a step (arXiv:2306.13649, algorithm 1 with lambda = 1)."""
+
+    name = "grpo"
+
+    def __init__(
+        self, policy: Policy, teacher: Teacher, batch: PolicyBatch, settings: GRPOSettings, **options: Any
+    ) -> None:
+        super().__init__(policy, batch, settings, **options)
+        self._teacher = teacher
+
+    def loss(self, batch: PolicyBatch, step_batches: Sequence[PolicyBatch]) -> MinibatchLoss:
+        packed = pack_completions(batch.prompts, batch.completions).to(self._device)
+        trained = self._trained(batch).to(self._device)[packed.rows, packed.columns].float()
+        tokens, total = int(trained.sum()), sum(int(self._trained(other).sum()) for other in step_batches)
+        found = self._policy(packed, distill=self._teacher.target(packed, trained / max(1, total)))
+
+        def mean(values: Tensor) -> tuple[Tensor, float]:
+            return (trained * values).sum() / max(1, tokens), tokens
+
+        return MinibatchLoss(
+            found.loss,
+            {
+                "divergence": mean(found.divergence),
+                "entropy": mean(-found.logprobs),
+                "mean_token_accuracy": mean(found.is_best),
             },
         )
 
@@ -272,11 +307,92 @@ def compare_groups(
     figures |= parts.figures() if parts is not None else {}
     if weights is not None:
         advantages = advantages * weights
-    if settings.samples_per_prompt > 1:
-        deviations = scores.view(-1, settings.samples_per_prompt).std(1, correction=1)
-        figures["reward_std"] = float(deviations.mean())
-        figures["frac_reward_zero_std"] = float((deviations == 0).float().mean())
-    return batch.with_columns(advantages=advantages, **columns), figures
+    advantages = batch.weighed(advantages)
+    return batch.with_columns(advantages=advantages, **columns), figures | _spread(scores, settings)
+
+
+def _spread(scores: Tensor, settings: GRPOSettings) -> dict[str, float]:
+    """How far the scores of a group are apart."""
+    if settings.samples_per_prompt < 2:
+        return {}
+    deviations = scores.view(-1, settings.samples_per_prompt).std(1, correction=1)
+    zero = float((deviations == 0).float().mean())
+    return {"reward_std": float(deviations.mean()), "frac_reward_zero_std": zero}
+
+
+def best_and_worst(
+    reference: nn.Module, batch: PolicyBatch, settings: GRPOSettings, *, device: torch.device, **options: Any
+) -> tuple[PolicyBatch, dict[str, float]]:
+    """Of each group the completion of the highest score and that of the lowest, as neighbours, with the column
+    ``ref_logprobs``; and the figures of the whole batch. Of equal scores the first counts. No gradient.
+
+    ``options``: ``first_step`` and ``seed`` of the update.
+    """
+    size = settings.samples_per_prompt
+    scores = batch.scores.view(-1, size)
+    ends = torch.stack([scores.argmax(1), scores.argmin(1)], 1) + size * torch.arange(len(scores))[:, None]
+    pairs = batch.rows(ends.flatten().tolist())
+    algorithm = OnlineDPO(None, pairs, settings, device=device, **options)
+    temperature = settings.sampling.temperature
+    ref_logprobs = score_completions(
+        reference, pairs, algorithm.first_pass(), temperature=temperature, device=device
+    ).logprobs
+    figures = batch.figures() | _spread(batch.scores, settings)
+    return pairs.with_columns(ref_logprobs=ref_logprobs), figures
+
+
+class OnlineDPO(OnPolicyUpdate[GRPOSettings]):
+    """`Algorithm` of one update by online DPO (arXiv:2402.04792): DPO on the best and the worst completion of each
+    prompt, over a batch that `best_and_worst` has made. The loss of a step is the mean over its pairs.
+
+    Pairs of equal scores do not count, nor with ``truncated = "mask"`` those with a completion that was cut.
+    """
+
+    name = "grpo"
+
+    def __init__(self, policy: Any, batch: PolicyBatch, settings: GRPOSettings, **options: Any) -> None:
+        self._beta = settings.beta
+        # A minibatch of so many pairs has twice as many rows.
+        settings = settings.model_copy(update={"minibatch_size": 2 * settings.minibatch_size})
+        super().__init__(policy, batch, settings, groups=Groups.of_neighbours(len(batch.mask), 2), **options)
+
+    def first_pass(self) -> list[list[int]]:
+        """Rows of every minibatch of the first pass, in which a reference is best computed."""
+        steps = pass_steps(self._batch, self._groups, self._settings, seed=self._seed, epoch=self._first_step)
+        return list(chain(*steps))
+
+    def _counted(self, batch: PolicyBatch) -> Tensor:
+        """[P] bool."""
+        chosen, rejected = batch.scores.view(-1, 2).T
+        return (chosen > rejected) & self._trained(batch).any(1).view(-1, 2).all(1)
+
+    def loss(self, batch: PolicyBatch, step_batches: Sequence[PolicyBatch]) -> MinibatchLoss:
+        temperature = self._settings.sampling.temperature
+        output = completion_forward(self._policy, batch, temperature=temperature, device=self._device)
+        mask, counted = batch.mask.to(self._device), self._counted(batch).to(self._device)
+        policy, ref = (
+            (logprobs * mask).sum(1).view(-1, 2)[counted]
+            for logprobs in (output.logprobs, batch.column("ref_logprobs", self._device))
+        )
+        pairs, total = len(policy), sum(int(self._counted(other).sum()) for other in step_batches)
+        loss = dpo_loss(*policy.T, *ref.T, beta=self._beta)
+        chosen, rejected = (self._beta * (policy - ref)).detach().T
+        figures = {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margins": chosen - rejected,
+            "rewards/accuracies": (chosen > rejected).float(),
+            "logps/chosen": policy[:, 0].detach(),
+            "logps/rejected": policy[:, 1].detach(),
+        }
+        means: dict[str, Any] = {name: (mean_of(values), pairs) for name, values in figures.items()}
+        means["entropy"] = drawn_entropy(output.logprobs, mask), batch.num_actions
+        return MinibatchLoss(pairs / max(1, total) * loss, means)
+
+
+def _surrogate_name(settings: GRPOSettings) -> SurrogateName:
+    assert settings.loss not in ("gkd", "online_dpo"), "algorithms of their own"
+    return settings.loss
 
 
 class GRPO(OnPolicyUpdate[GRPOSettings]):
@@ -321,7 +437,7 @@ class GRPO(OnPolicyUpdate[GRPOSettings]):
             beta=settings.kl_coef if settings.kl_in == "loss" else 0.0,
             clip_low=settings.clip_low,
             clip_high=settings.clip_high,
-            loss=settings.loss,
+            loss=_surrogate_name(settings),
             loss_type=settings.loss_type,
             entropy=output.entropy if settings.entropy_coef else None,
             entropy_coef=settings.entropy_coef,

@@ -16,24 +16,42 @@ from torch import nn
 
 from rollout_core.algorithms.advantages import Groups
 from rollout_core.algorithms.context import UpdateContext
-from rollout_core.algorithms.experience import Trajectory, build_batch, punish_overlong
+from rollout_core.algorithms.dataset_updates import load_teacher
+from rollout_core.algorithms.experience import OnPolicyUpdate, Trajectory, build_batch, punish_overlong
+from rollout_core.algorithms.layers import layer_rates
 from rollout_core.algorithms.loop import build_accelerator, build_optimizer
-from rollout_core.algorithms.on_policy import GRPO, PPO, KLController, RewardParts, assign_credit, compare_groups
-from rollout_core.algorithms.parallel import divided, parts_per_minibatch, shard, world_size
+from rollout_core.algorithms.masters import lay_out
+from rollout_core.algorithms.on_policy import (
+    GKD,
+    GRPO,
+    PPO,
+    KLController,
+    OnlineDPO,
+    RewardParts,
+    assign_credit,
+    best_and_worst,
+    compare_groups,
+)
+from rollout_core.algorithms.parallel import (
+    divided,
+    is_first,
+    is_sharded,
+    load_to_train,
+    parts_per_minibatch,
+    shard,
+    world_size,
+)
 from rollout_core.algorithms.policy import Policy, ValueModel, zero_head
 from rollout_core.algorithms.state import TrainState, load_state
 from rollout_core.algorithms.training import train_to_end
 from rollout_core.base.determinism import seed_everything
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.ids import ContentId
-from rollout_core.base.locks import scratch_folder
 from rollout_core.config import GRPOSettings, OnPolicySettings, PPOSettings
 from rollout_core.data.samples import decode_completions_blob, decode_samples
 from rollout_core.models.architecture import WithoutAdapters, with_lora
-from rollout_core.models.pretrained import load_causal_lm
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint, Scores
-from rollout_core.objects.snapshots import SnapshotStore
 
 VALUES = "value_function"  # "values" is a method of ModuleDict
 
@@ -46,25 +64,33 @@ def ppo_update(
     samples: ContentId,
     settings: PPOSettings,
     context: UpdateContext,
+    *,
+    replayed: ContentId | None = None,
 ) -> Checkpoint:
     """One PPO iteration on scored completions of ``model``.
 
     ``train_state`` is the previous iteration's (optimizer, values, KL coefficient); None for the first iteration.
+    ``replayed`` says what completions count, where some are replayed.
     """
-    trajectories = punish_overlong(load_trajectories(context.objects, samples, scores), settings)
+    trajectories = punish_overlong(load_trajectories(context.objects, samples, scores, replayed), settings)
     seed_everything(context.seed, num_threads=context.num_threads)
-    accelerator = build_accelerator(settings.precision)
+    accelerator = build_accelerator(settings.precision, settings.parallel)
     device, settings = accelerator.device, divided(settings)
-    trained = load_on_policy(model, reference, settings, context).to(device)
-    values = ValueModel(copy.deepcopy(trained.base_model)) if settings.values == "model" else zero_head(trained)
-    policy = shard(Policy(trained, values.to(device)), settings.parallel, device)
-    state = _on_policy_state(trained, {VALUES: values}, train_state, settings, context)
+    trained = load_on_policy(model, reference, settings, context, device)
+    if settings.values == "head":
+        values = zero_head(trained)
+    elif is_sharded(settings.parallel):  # of weights that are still to be read there is no copy
+        values = ValueModel(load_on_policy(model, reference, settings, context, device).base_model)
+    else:
+        values = ValueModel(copy.deepcopy(trained.base_model))
+    policy = shard(Policy(trained, values), settings, device)
+    state = _on_policy_state(trained, {VALUES: values}, train_state, settings, context, device)
     controller = KLController(settings.kl, state.extras.get("kl_coef"))
     options = {"first_step": state.step, "seed": context.seed, "device": device}
     with accelerator.autocast():  # as the loss will be computed
         batch, figures, mean_kl = assign_credit(
             policy,
-            _reference_policy(trained, reference, settings, context, device),
+            _reference_policy(policy, reference, settings, context, device),
             build_batch(trajectories, missing_eos_penalty=settings.missing_eos_penalty),
             settings,
             kl_coef=controller.coef,
@@ -73,10 +99,11 @@ def ppo_update(
     controller.update(mean_kl, len(trajectories))
     state.extras = {"kl_coef": controller.coef}
     algorithm = PPO(policy, batch, settings, **options)
-    figures["completions/num_left_out"] = scores.num_left_out
+    figures |= {"completions/num_left_out": scores.num_left_out, **replay_figures(context.objects, replayed)}
     check_guards(figures, settings, scores)
     options = {"total_steps": settings.total_steps, "figures": figures}
-    return train_to_end(algorithm, state, settings, accelerator, context, context.model(model), **options)
+    checkpoint = train_to_end(algorithm, state, settings, accelerator, context, context.model(model), **options)
+    return _with_advantages(checkpoint, algorithm, context.objects)
 
 
 def grpo_update(
@@ -87,38 +114,57 @@ def grpo_update(
     samples: ContentId,
     settings: GRPOSettings,
     context: UpdateContext,
+    *,
+    teacher: ContentId | None = None,
+    replayed: ContentId | None = None,
 ) -> Checkpoint:
-    """One GRPO iteration on scored groups of completions of ``model``; ``reference`` counts only where kl_coef is set.
+    """One GRPO iteration on scored groups of completions of ``model``; ``reference`` counts only where kl_coef is set
+    or with online_dpo, ``teacher`` only with ``settings.distillation``. ``replayed`` says what completions count, where
+    some are replayed.
 
     ``train_state`` is the previous iteration's optimizer; None for the first iteration. Raises ConfigError for scores
-    that were gathered in groups of another size.
+    that were gathered in groups of another size, or a teacher that does not fit.
     """
-    trajectories = punish_overlong(load_trajectories(context.objects, samples, scores), settings)
+    trajectories = punish_overlong(load_trajectories(context.objects, samples, scores, replayed), settings)
     groups = load_groups(context.objects, scores, settings)
     seed_everything(context.seed, num_threads=context.num_threads)
-    accelerator = build_accelerator(settings.precision)
+    accelerator = build_accelerator(settings.precision, settings.parallel)
     device = accelerator.device
     parts = parts_per_minibatch(settings.minibatch_size, settings.gradient_accumulation, world_size())
     settings = divided(settings)
-    trained = load_on_policy(model, reference, settings, context).to(device)
-    policy = shard(Policy(trained), settings.parallel, device)
-    state = _on_policy_state(trained, {}, train_state, settings, context)
-    parts_of_reward = load_parts(context.objects, scores) if settings.reward_normalization == "each" else None
-    options = {"groups": groups, "first_step": state.step, "seed": context.seed, "device": device}
-    with accelerator.autocast():  # as the loss will be computed
-        batch, figures = compare_groups(
-            policy,
-            _reference_policy(trained, reference, settings, context, device) if settings.kl_coef else None,
-            build_batch(trajectories, missing_eos_penalty=settings.missing_eos_penalty),
-            settings,
-            parts=parts_of_reward,
-            **options,
-        )
-    algorithm = GRPO(policy, batch, settings, parts=parts, **options)
-    figures["completions/num_left_out"] = scores.num_left_out
+    trained = load_on_policy(model, reference, settings, context, device)
+    policy = shard(Policy(trained), settings, device)
+    state = _on_policy_state(trained, {}, train_state, settings, context, device)
+    batch = build_batch(trajectories, missing_eos_penalty=settings.missing_eos_penalty)
+    options: dict[str, Any] = {"groups": groups, "first_step": state.step, "seed": context.seed, "device": device}
+    if settings.loss == "gkd":
+        longest = max(len(item.prompt_token_ids) + len(item.token_ids) for item in trajectories)
+        loaded = load_teacher(context.model(model), teacher, settings, context, device, longest)
+        assert loaded is not None, "validated"
+        algorithm, figures = GKD(policy, loaded, batch, settings, **options), batch.figures()
+    elif settings.loss == "online_dpo":
+        del options["groups"]
+        held_to = _reference_policy(policy, reference, settings, context, device)
+        with accelerator.autocast():
+            pairs, figures = best_and_worst(held_to, batch, settings, **options)
+        algorithm = OnlineDPO(policy, pairs, settings, **options)
+    else:
+        parts_of_reward = load_parts(context.objects, scores) if settings.reward_normalization == "each" else None
+        held_to = _reference_policy(policy, reference, settings, context, device) if settings.kl_coef else None
+        with accelerator.autocast():  # as the loss will be computed
+            batch, figures = compare_groups(policy, held_to, batch, settings, parts=parts_of_reward, **options)
+        algorithm = GRPO(policy, batch, settings, parts=parts, **options)
+    figures |= {"completions/num_left_out": scores.num_left_out, **replay_figures(context.objects, replayed)}
     check_guards(figures, settings, scores)
     options = {"total_steps": settings.total_steps, "figures": figures}
-    return train_to_end(algorithm, state, settings, accelerator, context, context.model(model), **options)
+    checkpoint = train_to_end(algorithm, state, settings, accelerator, context, context.model(model), **options)
+    return _with_advantages(checkpoint, algorithm, context.objects)
+
+
+def _with_advantages(checkpoint: Checkpoint, algorithm: OnPolicyUpdate[Any], objects: ObjectStore) -> Checkpoint:
+    """The same, with the advantages that were learned from kept beside its figures."""
+    kept = algorithm.kept_advantages() if is_first() else None  # the first process returns the outcome
+    return checkpoint if kept is None else checkpoint.model_copy(update={"advantages": objects.put_bytes(kept)})
 
 
 def check_guards(figures: Mapping[str, float], settings: OnPolicySettings, scores: Scores) -> None:
@@ -138,7 +184,9 @@ def check_guards(figures: Mapping[str, float], settings: OnPolicySettings, score
             )
 
 
-def load_on_policy(model: ContentId, reference: ContentId, settings: OnPolicySettings, context: UpdateContext) -> Any:
+def load_on_policy(
+    model: ContentId, reference: ContentId, settings: OnPolicySettings, context: UpdateContext, device: torch.device
+) -> Any:
     """The model that drew an iteration's completions, without dropout: the engine had none, and with it the ratio of
     new to old probabilities would not start at 1.
 
@@ -146,17 +194,21 @@ def load_on_policy(model: ContentId, reference: ContentId, settings: OnPolicySet
     ``model`` has them merged.
     """
     start = model if settings.lora is None else reference
-    return with_lora(load_causal_lm(context.model(start)), settings.lora, seed=context.seed).eval()
+    loaded = load_to_train(context.model(start), settings.parallel, device)
+    return with_lora(loaded, settings.lora, seed=context.seed).eval()
 
 
 def _reference_policy(
-    trained: Any, reference: ContentId, settings: OnPolicySettings, context: UpdateContext, device: torch.device
+    policy: Policy, reference: ContentId, settings: OnPolicySettings, context: UpdateContext, device: torch.device
 ) -> nn.Module:
     """What the policy is held close to; with adapters, which are put into it, no second model."""
     if settings.lora is not None:
-        return WithoutAdapters(Policy(trained))
-    frozen = load_causal_lm(context.model(reference)).to(device).eval().requires_grad_(False)
-    return shard(Policy(frozen), settings.parallel, device)
+        # Weights that are cut are whole only in a call of what they were cut for. Elsewhere values need no pass.
+        return WithoutAdapters(policy if is_sharded(settings.parallel) else Policy(policy.model))
+    frozen = load_to_train(context.model(reference), settings.parallel, device).eval()
+    frozen.requires_grad_(False)
+    lay_out(frozen, settings)
+    return shard(Policy(frozen), settings, device)
 
 
 def _on_policy_state(
@@ -165,25 +217,29 @@ def _on_policy_state(
     train_state: ContentId | None,
     settings: OnPolicySettings,
     context: UpdateContext,
+    device: torch.device,
 ) -> TrainState:
     """The state an iteration starts from: that of the iteration before, without its rows of figures."""
     extra = nn.ModuleDict(modules)
-    optimizer = build_optimizer(settings.optimizer, [*trained.parameters(), *extra.parameters()])
-    state = TrainState(trained, optimizer, extra, seed=context.seed)
+    lay_out(trained, settings)
+    rates = layer_rates(settings.optimizer, trained, *extra.values())
+    optimizer = build_optimizer(settings.optimizer, [*trained.parameters(), *extra.parameters()], rates)
+    state = TrainState(trained, optimizer, extra, seed=context.seed, device=device)
     if train_state is not None:
-        with scratch_folder("restore") as scratch:
-            folder = scratch / "state"
-            SnapshotStore(context.objects).restore(train_state, folder)
+        with context.state(train_state) as folder:
             load_state(state, folder)
     state.metrics = []
     return state
 
 
-def load_trajectories(objects: ObjectStore, samples: ContentId, scores: Scores) -> list[Trajectory]:
+def load_trajectories(
+    objects: ObjectStore, samples: ContentId, scores: Scores, replayed: ContentId | None = None
+) -> list[Trajectory]:
     """Prompts, completions and scores of an iteration, token ids as the engine gave them."""
     prompts = decode_samples(objects.get_bytes(samples))
     completions = decode_completions_blob(objects.get_bytes(scores.completions))
     values: Sequence[float] = json.loads(objects.get_bytes(scores.scores))
+    weights = [1.0] * len(values) if replayed is None else objects.get_json(replayed)["weights"]
     return [
         Trajectory(
             prompt_token_ids=sample.prompt_token_ids,
@@ -192,9 +248,20 @@ def load_trajectories(objects: ObjectStore, samples: ContentId, scores: Scores) 
             score=value,
             truncated=completion.finish_reason == "length",
             written=completion.written,
+            weight=weight,
         )
-        for sample, completion, value in zip(prompts, completions, values, strict=True)
+        for sample, completion, value, weight in zip(prompts, completions, values, weights, strict=True)
     ]
+
+
+def replay_figures(objects: ObjectStore, replayed: ContentId | None) -> dict[str, float]:
+    """How many of the completions are replayed, and what they count in the mean."""
+    if replayed is None:
+        return {}
+    found = objects.get_json(replayed)
+    again = found["weights"][found["num_fresh"] :]
+    mean = sum(again) / len(again) if again else 0.0
+    return {"replay/share": len(again) / len(found["weights"]), "replay/weight_mean": mean}
 
 
 def load_parts(objects: ObjectStore, scores: Scores) -> RewardParts:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rollout_core.config import LearnerSettings, ParallelConfig
+from rollout_core.models.deferred import load_deferred, read_deferred
+from rollout_core.models.pretrained import load_causal_lm
 
 T = TypeVar("T")
 SettingsT = TypeVar("SettingsT", bound=LearnerSettings)
@@ -151,24 +154,43 @@ def seed_step(seed: int, step: int) -> None:
         torch.manual_seed(((seed * 1_000_003 + step) * world_size() + rank()) % 2**63)
 
 
-def shard(module: ModuleT, config: ParallelConfig, device: torch.device) -> ModuleT:
-    """Cut the weights of ``module`` among the ranks if ``config`` says so (ZeRO stage 3, arXiv:1910.02054).
+def is_sharded(config: ParallelConfig) -> bool:
+    """Whether each rank has a part of the weights."""
+    return world_size() > 1 and config.kind == "fsdp2"
+
+
+def load_to_train(folder: Path, config: ParallelConfig, device: torch.device) -> Any:
+    """The causal language model of a folder on ``device``, deferred where it is to be cut among the ranks."""
+    return load_deferred(folder, device) if is_sharded(config) else load_causal_lm(folder).to(device)
+
+
+def shard(module: ModuleT, settings: LearnerSettings, device: torch.device) -> ModuleT:
+    """Cut the weights of ``module`` among the ranks if ``settings`` say so (ZeRO stage 3, arXiv:1910.02054).
 
     ``module`` must be what is called in training; parameters become DTensors in place, so this comes before the
-    optimizer. Layers that transformers marks are gathered one at a time, what is left with the call itself. Collective.
+    optimizer. Layers that transformers marks are gathered one at a time, what is left with the call itself. Of a
+    deferred model a layer is read and cut before the next is, so no rank ever holds it whole. The shards stay float32;
+    with ``weights = "bfloat16"`` what is gathered of them is in bfloat16, and gradients are summed in float32; with
+    ``offload`` they, their gradients and the optimizer's state are in the host's memory. Collective.
     """
-    if world_size() == 1 or config.kind != "fsdp2":
+    if not is_sharded(settings.parallel):
         return module
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     mesh = init_device_mesh(device.type, (world_size(),))
+    rounds = settings.weights == "bfloat16"
+    options: Any = {
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32) if rounds else MixedPrecisionPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu") if settings.offload else OffloadPolicy(),
+    }
     layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
     for part in (*layers, module):
+        read_deferred(part)
         # Also the outermost part gives its whole weights up after each call: a pass without gradient, as for a
         # reference or an evaluation, is followed by no backward pass that would do it, and by a change of the shards.
-        fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        fully_shard(part, mesh=mesh, reshard_after_forward=True, **options)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
@@ -183,17 +205,27 @@ def host_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     made: dict[int, Tensor] = {}
     for number, tensor in {id(tensor): tensor for tensor in tensors.values()}.items():
-        plain = tensor.detach()
-        if isinstance(plain, DTensor):
-            plain = plain.full_tensor()
+        plain = whole(tensor)
         if is_first():
             made[number] = plain.to("cpu", copy=True).contiguous()
     return {name: made[id(tensor)] for name, tensor in tensors.items()} if is_first() else {}
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of ``tensor``, which may be sharded, without gradient. Collective."""
+    plain = tensor.detach()
+    return plain.full_tensor() if isinstance(plain, DTensor) else plain
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of ``tensor``, which may be all of it; shares its memory, without gradient."""
+    plain = tensor.detach()
+    return plain.to_local() if isinstance(plain, DTensor) else plain
+
+
 def laid_out_like(tensor: Tensor, other: Tensor) -> Tensor:
     """This rank's part of the whole ``tensor``, where ``other`` has only a part; all ranks hold the same whole."""
-    if not isinstance(other, DTensor):
+    if not isinstance(other, DTensor) or isinstance(tensor, DTensor):
         return tensor
     return distribute_tensor(
         tensor.to(other.device, other.dtype), other.device_mesh, other.placements, src_data_rank=None

@@ -1,252 +1,39 @@
 """A language model as a trainer uses it: packed tokens in, log-probabilities of the targets and values out, without the
-logits of a whole batch in memory.
+logits of a whole batch in memory (`output_layer`).
 
-The output layer of a language model makes [tokens, vocabulary] logits, often the largest tensor of a training step.
-Here they exist a chunk of tokens at a time: `target_logprobs` keeps them only where they are small and recomputes them
-in the backward pass otherwise; `weighted_nll`, whose gradient is known as soon as the loss is, never needs them twice.
+A learner reads few of the last layer's outputs: those that predict its targets, of a reward model one a row. Layers
+below need every token, for later ones attend to it. The last one needs keys and values of all, but its feed-forward
+part, two thirds of a layer's products, works token by token: for the others it is left out, forwards and backwards.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from rollout_core.algorithms.attention import PACKED_ATTENTION, product_dtype
+from rollout_core.algorithms.attention import PACKED_ATTENTION, try_packed
+from rollout_core.algorithms.masters import lay_out
+from rollout_core.algorithms.output_layer import (
+    StudentDivergence,
+    TeacherOutput,
+    target_logprobs,
+    weighted_jsd,
+    weighted_nll,
+)
+from rollout_core.algorithms.parallel import shard, whole
+from rollout_core.base.determinism import is_portable_here
 from rollout_core.base.errors import ConfigError
-from rollout_core.data.packing import Document, PackedTokens, pack, unpacked_rows
+from rollout_core.config import Distillation, LearnerSettings
+from rollout_core.data.packing import PackedTokens, unpacked_rows
 from rollout_core.models.architecture import check_output_layer
 
-CHUNK_ELEMENTS = 2**23
-"""Logits of a chunk on a CPU: 32 MiB in float32."""
-CHUNK_ELEMENTS_ACCELERATOR = 2**27
-KEPT_ELEMENTS = 2**25
-"""Logits up to so many are kept for the backward pass: 128 MiB in float32."""
-
-
-class TargetLogprobs(NamedTuple):
-    """What the model says of M targets; all [M] float32."""
-
-    logprobs: Tensor
-    """log softmax(logits / temperature)[target], nats."""
-    entropy: Tensor
-    """Of the whole distribution, nats; zeros unless asked for."""
-    is_best: Tensor
-    """bool: no token has a higher logit. Carries no gradient."""
-
-
-def target_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    *,
-    temperature: float = 1.0,
-    entropy: bool = False,
-) -> TargetLogprobs:
-    """Log-probabilities of ``targets`` under ``softmax((hidden @ weight.T + bias) / temperature)``.
-
-    hidden: [M,H]; weight: [V,H]; bias: [V]; targets: [M] int64. Logits are made in the dtype of autocast, where that is
-    on, else in that of ``hidden``, and summed in float32 (float64 for float64). First derivatives only.
-    """
-    return TargetLogprobs(*_TargetLogprobs.apply(hidden, weight, bias, targets, temperature, entropy))  # pyright: ignore[reportGeneralTypeIssues]
-
-
-class TokenDivergence(NamedTuple):
-    """What two models say of the same M targets; all [M] float32, nats."""
-
-    logprobs: Tensor
-    """Of the targets under the first model."""
-    ref_logprobs: Tensor
-    """The same under the second."""
-    kl: Tensor
-    """KL(first || second) of the distributions that the targets stand for: sum over V of p (log p - log q)."""
-
-
-@torch.no_grad()
-def token_divergence(
-    hidden: Tensor, ref_hidden: Tensor, layer: nn.Linear, ref_layer: nn.Linear, targets: Tensor, *, temperature: float
-) -> TokenDivergence:
-    """Both models' softmax(logits / temperature), a chunk of tokens at a time.
-
-    hidden: [M,H] and ref_hidden: [M,H']; the layers' weights: [V,H] and [V,H']; targets: [M] int64. Raises ConfigError
-    where the two have outputs for different numbers of tokens.
-    """
-    if len(layer.weight) != len(ref_layer.weight):
-        raise ConfigError(
-            f"it has outputs for {len(layer.weight)} tokens, and the model that it is compared with for "
-            f"{len(ref_layer.weight)}, so their distributions are of different things"
-        )
-    count = len(targets)
-    found = TokenDivergence(*(hidden.new_zeros(count, dtype=torch.float32) for _ in range(3)))
-    # Half as many tokens at a time: there are logits of two models.
-    for chunk in _chunks(count, 2 * len(layer.weight), hidden.device):
-        logs, ref_logs = (
-            (_logits(states[chunk], head.weight, head.bias) / temperature).log_softmax(dim=1)
-            for states, head in ((hidden, layer), (ref_hidden, ref_layer))
-        )
-        found.logprobs[chunk] = logs.gather(1, targets[chunk, None]).squeeze(1)
-        found.ref_logprobs[chunk] = ref_logs.gather(1, targets[chunk, None]).squeeze(1)
-        found.kl[chunk] = (logs.exp() * (logs - ref_logs)).sum(dim=1).clamp(min=0)
-    return found
-
-
-def weighted_nll(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, weights: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Loss ``-sum(weights * log p(targets))`` and [M] bool, whether each target has the highest logit.
-
-    Shapes as in `target_logprobs`; weights: [M] float, without gradient.
-    """
-    return _WeightedNLL.apply(hidden, weight, bias, targets, weights)  # pyright: ignore[reportReturnType]
-
-
-def _chunks(count: int, vocabulary: int, device: torch.device) -> list[slice]:
-    elements = CHUNK_ELEMENTS if device.type == "cpu" else CHUNK_ELEMENTS_ACCELERATOR
-    size = max(1, elements // vocabulary)
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
-
-
-def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Any, ...]:
-    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    logits = F.linear(hidden, weight, bias)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-class _TargetLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        want_entropy: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.hidden_dtype = hidden.dtype
-        hidden, cast, cast_bias = _cast(product_dtype(hidden), hidden, weight, bias)
-        with torch.autocast(hidden.device.type, enabled=False):
-            count, vocabulary = len(targets), len(weight)
-            dtype = torch.promote_types(hidden.dtype, torch.float32)
-            logprobs, entropy, logsums = (hidden.new_zeros(count, dtype=dtype) for _ in range(3))
-            is_best = torch.zeros_like(targets, dtype=torch.bool)
-            keep = any(ctx.needs_input_grad) and count * vocabulary <= KEPT_ELEMENTS
-            kept = hidden.new_empty(count, vocabulary, dtype=dtype) if keep else None
-            for chunk in _chunks(count, vocabulary, hidden.device):
-                part = _logits(hidden[chunk], cast, cast_bias)
-                if temperature != 1.0:
-                    part /= temperature
-                maxima = part.amax(dim=1, keepdim=True)
-                # Subtracting the maximum before the sum, not after, keeps the last digits when logits are large.
-                part -= maxima
-                chosen = part.gather(1, targets[chunk, None]).squeeze(1)
-                weights = part.exp()
-                sums = weights.sum(dim=1)
-                log_sums = sums.log()
-                logprobs[chunk] = chosen - log_sums
-                is_best[chunk] = chosen == 0
-                if want_entropy:
-                    entropy[chunk] = log_sums - (weights * part).sum(dim=1) / sums
-                if kept is not None:
-                    torch.div(weights, sums[:, None], out=kept[chunk])
-                else:
-                    logsums[chunk] = log_sums + maxima.squeeze(1)
-        ctx.temperature = temperature
-        ctx.save_for_backward(hidden, weight, bias, targets, logsums, entropy, kept)
-        ctx.mark_non_differentiable(is_best)
-        ctx.set_materialize_grads(False)  # an entropy that is only looked at costs no backward pass
-        return logprobs, entropy, is_best
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: Any) -> tuple[Any, ...]:
-        if grad_logprobs is None and grad_entropy is None:
-            return (None,) * 6
-        hidden, weight, bias, targets, logsums, entropy, kept = ctx.saved_tensors
-        cast, cast_bias = _cast(hidden.dtype, weight, bias)
-        grads = _HeadGrads(hidden, weight, bias, ctx.hidden_dtype)
-        for chunk in _chunks(len(targets), len(weight), hidden.device):
-            if kept is not None:
-                probabilities = kept[chunk]
-            else:
-                logits = _logits(hidden[chunk], cast, cast_bias) / ctx.temperature
-                probabilities = logits.sub_(logsums[chunk, None]).exp_()
-            if grad_logprobs is None:
-                grad = torch.zeros_like(probabilities)
-            else:
-                grad = probabilities * -grad_logprobs[chunk, None]
-                grad[torch.arange(len(grad), device=grad.device), targets[chunk]] += grad_logprobs[chunk]
-            if grad_entropy is not None:
-                # d entropy / d logit = -p (log p + entropy)
-                surprise = torch.xlogy(probabilities, probabilities) + probabilities * entropy[chunk, None]
-                grad -= surprise.mul_(grad_entropy[chunk, None])
-            if ctx.temperature != 1.0:
-                grad /= ctx.temperature
-            grads.add(chunk, grad, cast)
-        return grads.hidden, grads.weight, grads.bias, None, None, None
-
-
-class _WeightedNLL(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, weights: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        hidden_dtype = hidden.dtype
-        hidden, cast, cast_bias = _cast(product_dtype(hidden), hidden, weight, bias)
-        with torch.autocast(hidden.device.type, enabled=False):
-            grads = _HeadGrads(hidden, weight, bias, hidden_dtype) if any(ctx.needs_input_grad) else None
-            logprobs = hidden.new_zeros(len(targets), dtype=torch.promote_types(hidden.dtype, torch.float32))
-            is_best = torch.zeros_like(targets, dtype=torch.bool)
-            for chunk in _chunks(len(targets), len(weight), hidden.device):
-                part = _logits(hidden[chunk], cast, cast_bias)
-                part -= part.amax(dim=1, keepdim=True)
-                chosen = part.gather(1, targets[chunk, None]).squeeze(1)
-                sums = part.exp_().sum(dim=1)
-                logprobs[chunk] = chosen - sums.log()
-                is_best[chunk] = chosen == 0
-                if grads is not None:
-                    part.mul_((weights[chunk] / sums)[:, None])
-                    part[torch.arange(len(part), device=part.device), targets[chunk]] -= weights[chunk]
-                    grads.add(chunk, part, cast)
-        if grads is not None:
-            ctx.save_for_backward(grads.hidden, grads.weight, grads.bias)
-        ctx.mark_non_differentiable(is_best)
-        return -(weights * logprobs).sum(), is_best
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor, _: Any) -> tuple[Any, ...]:
-        grads = (None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors)
-        return *grads, None, None
-
-
-class _HeadGrads:
-    """Gradients of the output layer's inputs, gathered chunk by chunk; ``hidden`` as it was multiplied."""
-
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, hidden_dtype: torch.dtype) -> None:
-        self._inputs = hidden
-        self.hidden = torch.empty_like(hidden, dtype=hidden_dtype)
-        self.weight = torch.zeros_like(weight)
-        self.bias = None if bias is None else torch.zeros_like(bias)
-
-    def add(self, chunk: slice, grad_logits: Tensor, cast: Tensor) -> None:
-        """Account for the gradient [c,V] of the logits of ``chunk``; ``cast`` is the weight as it was multiplied."""
-        if self.bias is not None:
-            self.bias += grad_logits.sum(dim=0).to(self.bias.dtype)
-        grad = grad_logits.to(cast.dtype)
-        self.hidden[chunk] = grad @ cast
-        if self.weight.dtype == cast.dtype:
-            self.weight.addmm_(grad.T, self._inputs[chunk])
-        else:
-            self.weight += grad.T @ self._inputs[chunk]
+_TAUGHT = "_rollout_reads_alone"
+"""Attribute of a feed-forward part that has these hooks: with them twice it would select from what it has selected."""
+WORTH_SELECTING = 0.8
+"""Above this share of the tokens, taking them out and putting them back costs what it spares."""
 
 
 def scalar_head(head: nn.Linear, hidden: Tensor) -> Tensor:
@@ -280,29 +67,46 @@ class NLLOutput:
     """[M] bool, True = no token has a higher logit."""
 
 
+@dataclass(frozen=True)
+class DistillationTarget:
+    """What a student is to come close to in one batch, as `weighted_jsd` takes it."""
+
+    teacher: TeacherOutput
+    weights: Tensor
+    """[M] float."""
+    beta: float
+    temperature: float
+
+
 class PackedModel(nn.Module):
     """A transformers model whose trunk runs over `PackedTokens`.
 
-    Models of plain causal attention run packed: no padding, no mask, shared prefixes once. Others (or all, with
-    ``packed=False``) run over padded rows; the results are the same to rounding.
+    Models of plain causal attention run packed: no padding, no mask, shared prefixes once, and in the last layer no
+    feed-forward part for tokens whose hidden states nobody reads. Others (or all, with ``packed=False``) run over
+    padded rows; the results are the same to rounding.
     """
 
     def __init__(self, model: Any, *, packed: bool = True) -> None:
         super().__init__()
         self.model = model
         self.packed = packed and can_pack(model)
+        # Products of fewer rows are rounded otherwise, and portable results are to stay what they are.
+        self._reads_alone = self.packed and not is_portable_here() and compute_read_tokens_alone(model)
 
-    def trunk(self, batch: PackedTokens) -> Tensor:
-        """[N,H] hidden states after the last norm, of every packed token."""
+    def hidden_states(self, batch: PackedTokens, read: Tensor) -> Tensor:
+        """[M,H] after the last norm, of the packed tokens ``read`` [M] int64, which may name one twice."""
         trunk = self.model.base_model
         if not self.packed:
-            return self._padded_trunk(trunk, batch)
-        return trunk(
+            return self._padded_trunk(trunk, batch)[read]
+        options = {"read_tokens": read_tokens(batch, read)} if self._reads_alone else {}
+        found = trunk(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
             use_cache=False,
             layout=batch.layout,
-        ).last_hidden_state.squeeze(0)
+            **options,
+        )
+        return found.last_hidden_state.squeeze(0)[read]
 
     def _padded_trunk(self, trunk: Any, batch: PackedTokens) -> Tensor:
         rows = unpacked_rows(batch.layout)
@@ -326,7 +130,7 @@ class ValueModel(PackedModel):
 
     def forward(self, batch: PackedTokens) -> Tensor:
         """[M] float32."""
-        return scalar_head(self.head, self.trunk(batch)[batch.predictors])
+        return scalar_head(self.head, self.hidden_states(batch, batch.predictors))
 
 
 class Policy(PackedModel):
@@ -342,16 +146,22 @@ class Policy(PackedModel):
         batch: PackedTokens,
         *,
         nll_weights: Tensor | None = None,
+        distill: DistillationTarget | None = None,
         temperature: float = 1.0,
         entropy: bool = False,
-    ) -> PolicyOutput | NLLOutput:
-        """Log-probabilities of the targets; with ``nll_weights`` [M] instead the loss ``-sum(weights * logprobs)``."""
-        hidden = self.trunk(batch)
-        predictors = hidden[batch.predictors]
+    ) -> PolicyOutput | NLLOutput | StudentDivergence:
+        """Log-probabilities of the targets; with ``nll_weights`` [M] instead the loss ``-sum(weights * logprobs)``,
+        with ``distill`` the divergence from a teacher."""
+        predictors = self.hidden_states(batch, batch.predictors)
         layer = self.model.get_output_embeddings()
         if nll_weights is not None:
             loss, is_best = weighted_nll(predictors, layer.weight, layer.bias, batch.targets, nll_weights)
             return NLLOutput(loss, is_best)
+        if distill is not None:
+            options: Any = {"beta": distill.beta, "temperature": distill.temperature}
+            return weighted_jsd(
+                predictors, layer.weight, layer.bias, distill.teacher, batch.targets, distill.weights, **options
+            )
         found = target_logprobs(
             predictors, layer.weight, layer.bias, batch.targets, temperature=temperature, entropy=entropy
         )
@@ -366,12 +176,41 @@ class Policy(PackedModel):
         return scalar_head(self.values, predictors)
 
 
+class TeacherTrunk(PackedModel):
+    """A frozen causal language model up to its output layer."""
+
+    def forward(self, batch: PackedTokens) -> Tensor:
+        """[M,H] hidden states that predict the targets."""
+        return self.hidden_states(batch, batch.predictors)
+
+
+class Teacher:
+    """A frozen model whose distributions a student learns."""
+
+    def __init__(self, model: Any, settings: Distillation, learner: LearnerSettings, device: torch.device) -> None:
+        """Takes ``model``, which is on ``device``, laid out as that of ``learner``. Collective."""
+        check_output_layer(model)
+        model = model.eval().requires_grad_(False)
+        lay_out(model, learner)
+        self._trunk = shard(TeacherTrunk(model), learner, device)
+        # Outside the trunk's own call its weights are in parts.
+        layer = model.get_output_embeddings()
+        self._weight, self._bias = whole(layer.weight), None if layer.bias is None else whole(layer.bias)
+        self._settings = settings
+
+    @torch.no_grad()
+    def target(self, batch: PackedTokens, weights: Tensor) -> DistillationTarget:
+        """What it says of the targets of ``batch``, with the [M] ``weights`` of these in the loss. Collective."""
+        output = TeacherOutput(self._trunk(batch), self._weight, self._bias)
+        return DistillationTarget(output, weights, self._settings.beta, self._settings.temperature)
+
+
 def zero_head(model: Any) -> nn.Linear:
     """A linear head of one output on a model's trunk, zero at first: the first advantages are then plain returns."""
     head = nn.Linear(model.config.get_text_config().hidden_size, 1)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
-    return head
+    return head.to(next(model.parameters()).device)
 
 
 def can_pack(model: Any) -> bool:
@@ -387,16 +226,84 @@ def can_pack(model: Any) -> bool:
     before = model.config._attn_implementation
     model.config._attn_implementation = PACKED_ATTENTION
     try:
-        _try_packed(model)
+        try_packed(model)
     except (ConfigError, TypeError):  # its attention asks for more, or its layers do not hand on what they are given
         model.config._attn_implementation = before
         return False
     return True
 
 
-@torch.no_grad()
-def _try_packed(model: Any) -> None:
-    batch = pack([Document([1, 2]), Document([1])]).to(model.device)
-    model.base_model(
-        input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False, layout=batch.layout
-    )
+class _FeedForward:
+    """Hooks on a layer's attention, which hears of the tokens, and on the feed-forward part that follows it.
+
+    The tokens come from the attention's own arguments, which transformers hands down from the model's call, and not
+    from whoever calls the model: a checkpointed layer is computed again in the backward pass, when another batch may
+    be next, and its attention is then given the same arguments.
+    """
+
+    def __init__(self, attention: nn.Module, part: nn.Module) -> None:
+        self.tokens: Tensor | None = None
+        """Between attention and feed-forward part of one call."""
+        self._shape: tuple[int, ...] = ()
+        self._handles = (
+            attention.register_forward_pre_hook(self._hear, with_kwargs=True),
+            part.register_forward_pre_hook(self._select),
+            part.register_forward_hook(self._put_back),
+        )
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _hear(self, _: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+        self.tokens = kwargs.get("read_tokens")
+
+    def _select(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self.tokens is None:
+            return None
+        hidden, *others = args
+        self._shape = hidden.shape
+        return hidden.index_select(1, self.tokens), *others
+
+    def _put_back(self, _: nn.Module, __: Any, output: Any) -> Tensor | None:
+        if self.tokens is None:
+            return None
+        if not isinstance(output, Tensor):
+            raise TypeError(f"the feed-forward part of a layer gives a {type(output).__name__}, not a tensor")
+        tokens, self.tokens = self.tokens, None
+        return output.new_zeros(self._shape).index_copy(1, tokens, output)
+
+
+def compute_read_tokens_alone(model: Any) -> bool:
+    """Have the last layer of ``model``, which runs packed, compute ``read_tokens`` of its call alone; whether it will.
+
+    Models whose last layer is not an attention ``self_attn`` and then a part ``mlp`` that gives one tensor compute
+    every token as before.
+    """
+    layers = getattr(model.base_model, "layers", None)
+    last = layers[-1] if isinstance(layers, nn.ModuleList) and len(layers) else None
+    attention, part = getattr(last, "self_attn", None), getattr(last, "mlp", None)
+    if attention is None or part is None:
+        return False
+    if hasattr(part, _TAUGHT):  # by another policy around the same model, such as a reference without its adapters
+        return True
+    hooks = _FeedForward(attention, part)
+    try:
+        try_packed(model, read_tokens=torch.tensor([1], device=model.device))
+    except (ConfigError, TypeError):
+        is_able = False
+    else:
+        is_able = hooks.tokens is None  # the feed-forward part came after the attention and took them
+    if is_able:
+        setattr(part, _TAUGHT, True)
+    else:
+        hooks.remove()
+    return is_able
+
+
+def read_tokens(batch: PackedTokens, read: Tensor) -> Tensor | None:
+    """[K] int64, rising: which packed tokens ``read`` [M] names, or None where they are so many that all may be
+    computed."""
+    if len(read) > WORTH_SELECTING * len(batch.input_ids):  # without repetitions they may be fewer, by one a row
+        return None
+    return torch.unique(read)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -21,14 +22,16 @@ from torch import Tensor
 from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.losses import bradley_terry_loss
 from rollout_core.algorithms.parallel import token_microbatches, world_size
-from rollout_core.algorithms.policy import PackedModel, scalar_head
+from rollout_core.algorithms.policy import PackedModel, Teacher, scalar_head
 from rollout_core.base.determinism import check_numerics, cpu_threads, default_threads
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import DatasetSettings
+from rollout_core.data.curriculum import easiest_first, num_open, open_positions
 from rollout_core.data.examples import Example, epoch_order, positions_at
 from rollout_core.data.packing import Document, PackedTokens, num_branch_tokens, pack, pack_branches
 from rollout_core.data.preference_data import Pair
 from rollout_core.models.architecture import check_score_head
+from rollout_core.models.deferred import defer
 from rollout_core.models.pretrained import load_model, without_load_report
 
 BatchT = TypeVar("BatchT")
@@ -56,8 +59,18 @@ class DatasetAlgorithm(Generic[BatchT]):
 
     def minibatches(self, step: int) -> list[BatchT]:
         per_step = self._settings.minibatch_size * self._settings.gradient_accumulation
-        positions = positions_at(step, num_items=self.num_items, per_step=per_step, seed=self._seed)
-        return self.cut(positions)
+        curriculum = self._settings.curriculum
+        if curriculum is None:
+            return self.cut(positions_at(step, num_items=self.num_items, per_step=per_step, seed=self._seed))
+        first, last = step * per_step, (step + 1) * per_step
+        opened = num_open(step, self.num_steps, self.num_items, curriculum)
+        return self.cut(open_positions(first, last, order=self._easiest_first, num_open=opened, seed=self._seed))
+
+    @cached_property
+    def _easiest_first(self) -> Sequence[int]:
+        """Positions of all items in the order of the curriculum; one by a key has the rows sorted already."""
+        by_length = self._settings.curriculum.by == "length"
+        return easiest_first(map(self.item_tokens, range(self.num_items))) if by_length else range(self.num_items)
 
     def cut(self, positions: Sequence[int]) -> list[BatchT]:
         """Minibatches of the items at ``positions``: of so many items each, or of so many tokens."""
@@ -131,10 +144,16 @@ class SFT(DatasetAlgorithm[PackedTokens]):
     """`Algorithm` over tokenised examples.
 
     The loss of a step sums over the trained tokens of all its minibatches and divides by their number, so gradient
-    accumulation gives the gradient of the whole.
+    accumulation gives the gradient of the whole. With a teacher it is the divergence from it at these tokens, likewise.
     """
 
     name = "sft"
+
+    def __init__(
+        self, model: Any, items: Sequence[Any], settings: Any, *, teacher: Teacher | None = None, **options: Any
+    ) -> None:
+        self._teacher = teacher
+        super().__init__(model, items, settings, **options)
 
     def item_tokens(self, position: int) -> int:
         return len(self._items[position].token_ids)
@@ -146,9 +165,15 @@ class SFT(DatasetAlgorithm[PackedTokens]):
     def loss(self, batch: PackedTokens, step_batches: Sequence[PackedTokens]) -> MinibatchLoss:
         num_targets = sum(other.num_targets for other in step_batches)
         weights = torch.full((batch.num_targets,), 1.0 / num_targets, device=self._device)
-        found = self._model(batch.to(self._device), nll_weights=weights)
-        accuracy = found.is_best.float().mean()
-        return MinibatchLoss(found.loss, {"mean_token_accuracy": (accuracy, batch.num_targets)})
+        tokens = batch.to(self._device)
+        if self._teacher is None:
+            found = self._model(tokens, nll_weights=weights)
+        else:
+            found = self._model(tokens, distill=self._teacher.target(tokens, weights))
+        figures: dict[str, Any] = {"mean_token_accuracy": (found.is_best.float().mean(), batch.num_targets)}
+        if self._teacher is not None:
+            figures["nll"] = (-found.logprobs.mean(), batch.num_targets)
+        return MinibatchLoss(found.loss, figures)
 
     def tokens_of(self, batch: PackedTokens) -> PackedTokens:
         return batch
@@ -159,7 +184,7 @@ class RewardModel(PackedModel):
 
     def forward(self, batch: PackedTokens) -> Tensor:
         """[R] float32: the score of every row."""
-        return scalar_head(self.model.score, self.trunk(batch)[batch.ends])
+        return scalar_head(self.model.score, self.hidden_states(batch, batch.ends))
 
 
 @dataclass(frozen=True)
@@ -211,19 +236,23 @@ def _shared_document(pair: Pair) -> Document:
     return Document(chosen[:shared], (chosen[shared:], rejected[shared:]))
 
 
-def load_reward_model(folder: Path, *, new_head: bool = False) -> Any:
+def load_reward_model(folder: Path, *, new_head: bool = False, deferred_to: torch.device | None = None) -> Any:
     """The sequence classifier of a Hugging Face folder, float32.
 
     With ``new_head`` the folder may be a causal language model: its trunk gets a head drawn from torch's generator.
+    With ``deferred_to`` its weights are still to be read on that device, as of `load_deferred`.
     Raises ConfigError for a folder that is no such model.
     """
     from transformers import AutoModelForSequenceClassification
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    options: dict[str, Any] = {"num_labels": 1, "dtype": torch.float32}
+    if deferred_to is not None:
+        options["device_map"] = "meta"
     try:
         with without_load_report():  # also that the head is new
-            model, found = load_model(AutoModelForSequenceClassification, folder, num_labels=1, dtype=torch.float32)
+            model, found = load_model(AutoModelForSequenceClassification, folder, **options)
     except ConfigError:
         raise
     except (OSError, ValueError, RuntimeError) as error:
@@ -235,7 +264,9 @@ def load_reward_model(folder: Path, *, new_head: bool = False) -> Any:
             f"model in {folder} is no reward model: it lacks {', '.join(sorted(missing)[:3])}; "
             "train one with `rollout train rm`"
         )
-    return model
+    if deferred_to is not None:
+        model = defer(model, folder, deferred_to, new=found["missing_keys"])
+    return load_reward_model(folder, new_head=new_head).to(deferred_to) if model is None else model
 
 
 def until_eos(token_ids: list[int], eos: int) -> list[int]:

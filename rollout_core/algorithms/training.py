@@ -24,13 +24,15 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, MLflowTracker, TensorBoardTracker, WandBTracker
 
 from rollout_core.algorithms.context import UpdateContext
-from rollout_core.algorithms.loop import Algorithm, LoopHooks, StepFigures, checkpoint_layers, train
+from rollout_core.algorithms.layers import checkpoint_layers
+from rollout_core.algorithms.loop import Algorithm, LoopHooks, StepFigures, train
 from rollout_core.algorithms.parallel import any_rank, is_first, split_across_ranks
-from rollout_core.algorithms.state import Origin, Resumption, TrainState
+from rollout_core.algorithms.resumption import BEST, Origin, Resumption
+from rollout_core.algorithms.state import TrainState
 from rollout_core.algorithms.supervised import DatasetAlgorithm
 from rollout_core.base.errors import ConfigError, Fatal, Stopped
 from rollout_core.base.ids import ContentId
-from rollout_core.config import DatasetSettings, LearnerSettings, Settings, TrackerName
+from rollout_core.config import DatasetSettings, HeldOutRows, LearnerSettings, Settings, TrackerName
 from rollout_core.objects.records import Checkpoint
 
 log = logging.getLogger(__name__)
@@ -67,15 +69,13 @@ def train_to_end(
         Resumption(context, algorithm.name, settings, tokenizer_from) as resumption,
         Tracking(settings.trackers if is_first() else (), series) as tracking,
     ):
-        if resumption.restore(state) is Origin.GIVEN and state.step >= algorithm.num_steps:
-            raise ConfigError(
-                f"the snapshot to start from is of step {state.step}, and the budget ends at step "
-                f"{algorithm.num_steps}; raise algorithm.budget"
-            )
+        _restore(state, resumption, algorithm, evaluation)
         tracking.catch_up({**row, **(figures or {})} for row in state.metrics)
         context.on_start(state.step - first_step, algorithm.num_steps - first_step)
 
         def on_step(row: dict[str, float]) -> None:
+            if evaluation is not None and evaluation.selects(state):
+                resumption.save_best(state)
             if state.step < algorithm.num_steps:
                 resumption.after_step(state)
             tracking.log({**row, **(figures or {})})
@@ -89,6 +89,7 @@ def train_to_end(
 
         hooks = LoopHooks(
             evaluate=evaluation.after_step if evaluation is not None else lambda state, is_last: {},
+            is_over=evaluation.is_over if evaluation is not None else lambda state: False,
             on_step=on_step,
             on_snapshot=resumption.save,
             on_failure=resumption.save_now,
@@ -98,6 +99,19 @@ def train_to_end(
         for row in state.metrics:
             row.update(figures or {})
         return resumption.finish(state)
+
+
+def _restore(
+    state: TrainState, resumption: Resumption, algorithm: Algorithm[Any], evaluation: Evaluation[Any] | None
+) -> None:
+    """Bring ``state`` to where the update is, or is to start. Raises ConfigError where that is behind its end."""
+    if resumption.restore(state) is Origin.GIVEN and state.step >= algorithm.num_steps:
+        raise ConfigError(
+            f"the snapshot to start from is of step {state.step}, and the budget ends at step "
+            f"{algorithm.num_steps}; raise algorithm.budget"
+        )
+    if evaluation is None or not evaluation.compares(state):
+        state.extras.pop(BEST, None)
 
 
 def _series(algorithm: str, settings: LearnerSettings, context: UpdateContext) -> Series:
@@ -118,21 +132,51 @@ class Evaluation(Generic[BatchT]):
         self,
         algorithm: DatasetAlgorithm[BatchT],
         accelerator: Accelerator,
-        *,
-        every_steps: int | None = None,
+        settings: HeldOutRows,
+        rows: ContentId,
     ) -> None:
+        """rows: content id of the held-out rows."""
         self._algorithm = algorithm
         self._accelerator = accelerator
-        self._every_steps = every_steps
+        self.settings = settings
+        self._rows = rows
 
     def after_step(self, state: TrainState, is_last: bool) -> dict[str, float]:
         """Figures for the row of the step that was just done; none where no evaluation is due.
 
-        Raises Fatal where the loss is not finite.
+        Where evaluations are compared, ``state.extras`` say which was the best. Raises Fatal where the loss is not
+        finite.
         """
-        if is_last or (self._every_steps is not None and state.step % self._every_steps == 0):
-            return self.run(state)
-        return {}
+        every = self.settings.every_steps
+        if not is_last and (every is None or state.step % every):
+            return {}
+        figures = self.run(state)
+        if self.settings.select == "best" or self.settings.patience is not None:
+            figures |= self._compared(state, figures[f"{PREFIX}loss"])
+        return figures
+
+    def _compared(self, state: TrainState, loss: float) -> dict[str, float]:
+        best = state.extras.get(BEST)
+        if best is None or loss < best["loss"]:
+            best = {"step": state.step, "loss": loss, "rows": self._rows, "since": 0}
+        else:
+            best = {**best, "since": best["since"] + 1}
+        state.extras[BEST] = best
+        return {f"{PREFIX}best_loss": best["loss"], f"{PREFIX}best_step": best["step"]}
+
+    def compares(self, state: TrainState) -> bool:
+        """Whether what the state says of the best evaluation is of these rows, and wanted."""
+        wanted = self.settings.select == "best" or self.settings.patience is not None
+        return wanted and state.extras.get(BEST, {}).get("rows") == self._rows
+
+    def selects(self, state: TrainState) -> bool:
+        """Whether the step that was just done is the best one so far, and that is to be the result."""
+        return self.settings.select == "best" and state.extras.get(BEST, {}).get("step") == state.step
+
+    def is_over(self, state: TrainState) -> bool:
+        """Whether there was no better evaluation for as long as ``patience`` says."""
+        patience = self.settings.patience
+        return patience is not None and state.extras.get(BEST, {}).get("since", 0) >= patience
 
     @torch.no_grad()
     def run(self, state: TrainState) -> dict[str, float]:
@@ -144,7 +188,7 @@ class Evaluation(Generic[BatchT]):
         was_training = state.model.training
         state.model.eval()
         figures = StepFigures()
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        with state.averaged(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             for batch, counts in split_across_ranks(batches):
                 with self._accelerator.autocast():
                     figures.add(self._algorithm.loss(batch, batches), counts=counts)
@@ -159,13 +203,15 @@ class Evaluation(Generic[BatchT]):
 
 
 def evaluation_of(
-    held_out: DatasetAlgorithm[BatchT] | None, settings: DatasetSettings, accelerator: Accelerator
+    held_out: DatasetAlgorithm[BatchT] | None,
+    rows: ContentId | None,
+    settings: DatasetSettings,
+    accelerator: Accelerator,
 ) -> Evaluation[BatchT] | None:
-    """What ``settings`` say of an algorithm over held-out items; None where there is none."""
-    if held_out is None or settings.evaluation is None:
+    """What ``settings`` say of an algorithm over the held-out items of ``rows``; None where there is none."""
+    if held_out is None or rows is None or settings.evaluation is None:
         return None
-    every_steps = settings.evaluation.every_steps
-    return Evaluation(held_out, accelerator, every_steps=every_steps)
+    return Evaluation(held_out, accelerator, settings.evaluation, rows)
 
 
 SETTINGS_LENGTH = 80

@@ -14,6 +14,7 @@ devices over to another process.
 from __future__ import annotations
 
 import base64
+import gc
 import importlib.util
 import os
 import random
@@ -41,6 +42,15 @@ def probe_device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def release_gpu_memory() -> None:
+    """Give back what torch keeps of the GPU's memory in this process for tensors to come: an engine may need it."""
+    if "torch" in sys.modules and probe_device() == "cuda":
+        import torch
+
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _may_have_gpus() -> bool:

@@ -89,6 +89,20 @@ class MissingObject(NotFound):
         return type(self), (self.content_id, self.args[0])
 
 
+class OtherOutcome(MissingObject):
+    """``what`` was computed again and is another than before, so what follows from it has to be computed, too.
+
+    ``content_id`` is what it was before.
+    """
+
+    def __init__(self, content_id: str, message: str, what: str) -> None:
+        self.what = what
+        super().__init__(content_id, message)
+
+    def __reduce__(self):
+        return type(self), (self.content_id, self.args[0], self.what)
+
+
 class Recoverable(RolloutError, RuntimeError):
     """A passing fault (throttling, a lost connection, storage briefly gone); trying again is right."""
 

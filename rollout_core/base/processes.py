@@ -18,7 +18,8 @@ from pathlib import Path
 from blake3 import blake3
 
 from rollout_core.base.determinism import machine_memory
-from rollout_core.base.settings import SECRET_LIST, SECRET_PREFIX, allowed_secrets
+from rollout_core.base.secret_sources import SECRET_PREFIX
+from rollout_core.base.settings import SECRET_LIST, allowed_secrets
 
 PROC = Path("/proc")
 _ENDED = {"Z", "X"}

@@ -9,12 +9,15 @@ the folder of trackers (default ``./data/tracking``).
 none), ``ROLLOUT_EVENTS`` is a file for events of runs, or ``stderr`` (default none), ``ROLLOUT_PREFECT_EVENTS`` says
 whether the Prefect server is told of them (``on``, the default, or ``off``), ``ROLLOUT_STOP_SECONDS`` is how long a run
 may take to end after a stop signal (default 10), and ``ROLLOUT_LEASE_SECONDS`` how long a machine that is not heard of
-keeps others from its work (default 20). They say where, never what: no setting enters a cache key.
+keeps others from its work (default 20). ``ROLLOUT_UPLOAD_PART_BYTES`` is the size of the parts in which large files go
+to a bucket (default 16 MiB), and ``ROLLOUT_MAX_BLOB_BYTES`` refuses to store larger ones there (default: no limit).
+``ROLLOUT_UI_URL`` is where people reach the pages of `rollout ui`, for links to runs (default: none).
+They say where, never what: no setting enters a cache key.
 (``ROLLOUT_NUMERICS``, which does, is read by `determinism`.)
 
-A secret is ``ROLLOUT_SECRET_<NAME>`` there, and only names on the list are read: a configuration names secrets and
-may come from anyone who can start a run; the list is the worker's own, so nobody can have a secret sent where it is not
-meant to go by naming it. Values are never logged.
+A secret is ``ROLLOUT_SECRET_<NAME>`` there, or elsewhere (see `secret_sources`), and only names on the list are read: a
+configuration names secrets and may come from anyone who can start a run; the list is the worker's own, so nobody can
+have a secret sent where it is not meant to go by naming it. Values are never logged.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from pathlib import Path
 from urllib.parse import quote, quote_plus
 
 from rollout_core.base.errors import ConfigError
+from rollout_core.base.secret_sources import SECRET_PREFIX, block_name, find_secret, source_names
 
 DEFAULT_STORAGE = "file://./data/objects"
 DEFAULT_DATABASE = "sqlite:///./data/rollout.db"
@@ -38,6 +42,7 @@ DEFAULT_TRACKING = "./data/tracking"
 DEFAULT_STOP_SECONDS = 10.0
 DEFAULT_CACHE_GIB = 100.0
 DEFAULT_LEASE_SECONDS = 20.0
+DEFAULT_PART_BYTES = 16 * 2**20
 BLOCK_PREFIX = "block:"
 """Begins an address that is the slug and name of a block on the Prefect server."""
 
@@ -70,6 +75,22 @@ def locations() -> Locations:
     )
 
 
+def ui_address() -> str | None:
+    """Where people reach the pages of `rollout ui`, without a slash at its end; None where nobody said.
+
+    Raises ConfigError for what is no address of a web page, and for one with a user or key: it is shown.
+    """
+    address = os.environ.get("ROLLOUT_UI_URL", "").strip().rstrip("/")
+    if not address:
+        return None
+    if not re.fullmatch(r"https?://[^\s<>()\[\]\"'`\\]+", address):
+        raise ConfigError(
+            f"ROLLOUT_UI_URL is {without_password(address)!r}; expected the address of the pages of `rollout ui`, such "
+            "as http://runs.example:4300, or http://runs.example:4747/ui of a store's server"
+        )
+    return refuse_credentials(address)
+
+
 def stop_seconds() -> float:
     """From a stop signal to the end of the process, at the latest. Raises ConfigError for no positive number."""
     return _positive("ROLLOUT_STOP_SECONDS", DEFAULT_STOP_SECONDS, "seconds, such as 10")
@@ -78,6 +99,11 @@ def stop_seconds() -> float:
 def cache_bytes() -> int:
     """How large the local cache may grow. Raises ConfigError for no positive number."""
     return int(_positive("ROLLOUT_CACHE_GIB", DEFAULT_CACHE_GIB, "GiB, such as 100") * 2**30)
+
+
+def checks_disk() -> bool:
+    """Whether a run that the disk of its object store, or of TMPDIR, cannot hold is refused before it starts."""
+    return os.environ.get("ROLLOUT_DISK_CHECK", "on").strip().lower() not in ("off", "0", "false")
 
 
 def lease_seconds() -> float:
@@ -96,16 +122,44 @@ def _positive(name: str, default: float, what: str) -> float:
     return number
 
 
-SECRET_PREFIX = "ROLLOUT_SECRET_"
+def upload_part_bytes() -> int:
+    """Of uploads to buckets in parts. Raises ConfigError for less than S3 takes."""
+    return _whole("ROLLOUT_UPLOAD_PART_BYTES", 5 * 2**20, "S3's minimum of 5 MiB") or DEFAULT_PART_BYTES
+
+
+def max_blob_bytes() -> int | None:
+    """Above which nothing is stored in a bucket; None: no limit. Raises ConfigError for no positive number."""
+    return _whole("ROLLOUT_MAX_BLOB_BYTES", 1, "one byte")
+
+
+def _whole(name: str, least: int, what: str) -> int | None:
+    text = os.environ.get(name, "")
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise ConfigError(f"{name} is {text!r}; expected a whole number of bytes")
+    if int(text) < least:
+        raise ConfigError(f"{name} is {text}, below {what}")
+    return int(text)
+
+
 SECRET_LIST = "ROLLOUT_SECRETS"
-"""Setting with the further names that may be asked for, separated by commas."""
+"""Setting with the further names that may be asked for, separated by commas. ``NAME=ID`` where a secret manager knows
+it by another name, such as ``HF_TOKEN=rollout/hf-token``."""
 ALLOWED = frozenset({"HF_TOKEN"})
 """Names that always may be."""
 
 
 def allowed_secrets() -> frozenset[str]:
-    """Names that may be asked for; what else begins with the prefix is never read."""
-    return ALLOWED | frozenset(filter(None, os.environ.get(SECRET_LIST, "").replace(" ", "").split(",")))
+    """Names that may be asked for; what else begins with the prefix, or is in a secret manager, is never read."""
+    return ALLOWED | _listed().keys()
+
+
+def _listed() -> dict[str, str]:
+    """What `SECRET_LIST` holds: names, each with the id that a secret manager knows it by."""
+    entries = filter(None, os.environ.get(SECRET_LIST, "").replace(" ", "").split(","))
+    pairs = (entry.partition("=") for entry in entries)
+    return {name: secret_id or name for name, _, secret_id in pairs}
 
 
 def read_secret(name: str) -> str | None:
@@ -116,9 +170,9 @@ def read_secret(name: str) -> str | None:
             f"secret {name!r} is not among those allowed here ({', '.join(sorted(allowed))}); its owner adds it to "
             f"{SECRET_LIST} in the environment of the worker"
         )
-    secret = os.environ.get(SECRET_PREFIX + name, "").strip()  # a mounted file often ends with a line feed
+    secret = (find_secret(name, _listed().get(name)) or "").strip()  # a mounted file often ends with a line feed
     if not (secret.isascii() and secret.isprintable()):
-        raise ConfigError(f"secret {name!r} holds what no key does; expected printable ASCII in {SECRET_PREFIX}{name}")
+        raise ConfigError(f"secret {name!r} holds what no key does; expected printable ASCII in {_where(name)}")
     return secret or None
 
 
@@ -126,8 +180,22 @@ def require_secret(name: str) -> str:
     """As `read_secret`, and ConfigError where it is not set."""
     secret = read_secret(name)
     if secret is None:
-        raise ConfigError(f"secret {name!r} is not set; set {SECRET_PREFIX}{name} in the environment of the worker")
+        raise ConfigError(f"secret {name!r} is not set; set it in {_where(name)}")
     return secret
+
+
+def _where(name: str) -> str:
+    """Where a secret is looked for, for people."""
+    here, secret_id = f"{SECRET_PREFIX}{name} in the environment of the worker", _listed().get(name)
+    if secret_id is None:
+        return here
+    places = {
+        "environment": here,
+        "prefect": f"the Prefect server's secret block {block_name(secret_id)}",
+        "aws": f"AWS Secrets Manager as {secret_id}",
+        "gcp": f"Google's Secret Manager as {secret_id}",
+    }
+    return " or ".join(places[source] for source in source_names())
 
 
 HIDDEN = "***"
@@ -141,6 +209,8 @@ MOST_TEXT = 65_536
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/{1,3}[^\s'\"<>`]+")
 _HOST_FIRST = re.compile(r"[^@:/?#]*(:\d*)?([/?#]|$)")
 _OPTION = re.compile(r"(?i)([\w.-]*(?:passw|pwd|secret|token|key|signature|sig|credential|auth)[\w.-]*=)[^&;\s'\"]+")
+_QUERY_OPTION = re.compile(r"(?i)([?&][\w.-]*(?:secret|token|key|signature|sig|credential)=)[^&;\s'\")]+")
+"""In a part of an address, such as a path that a client tells."""
 _PASSWORD = re.compile(r"(?i)(\bpass(?:word|wd)?=)[^&;\s'\"]+")
 _WEB = ("http", "https")
 _NAMED_USERS = ("postgresql", "postgres")
@@ -185,8 +255,10 @@ def _without_user(scheme: str, rest: str) -> str:
 
 
 def without_passwords(text: str) -> str:
-    """A text for people, such as another program's error, with every address in it as `without_password` shows it."""
-    return _PASSWORD.sub(rf"\g<1>{HIDDEN}", _ADDRESS.sub(lambda found: without_password(found[0]), text))
+    """A text for people, such as another program's error, with every address in it as `without_password` shows it, and
+    parts of addresses without secret options."""
+    text = _ADDRESS.sub(lambda found: without_password(found[0]), text)
+    return _PASSWORD.sub(rf"\g<1>{HIDDEN}", _QUERY_OPTION.sub(rf"\g<1>{HIDDEN}", text))
 
 
 def refuse_credentials(address: str) -> str:

@@ -28,9 +28,20 @@ from .base import (
     StageTimeouts as StageTimeouts,
     StoredDataset as StoredDataset,
     apply_overrides as apply_overrides,
+    beside_identity as beside_identity,
     identity as identity,
     load_config as load_config,
     parse_config as parse_config,
+)
+from .curriculum import Curriculum as Curriculum, PromptCurriculum as PromptCurriculum
+from .experience import (
+    DynamicSampling as DynamicSampling,
+    ImportanceCorrection as ImportanceCorrection,
+    OverlongPenalty as OverlongPenalty,
+    PartialRollouts as PartialRollouts,
+    Replay as Replay,
+    RewardHackingGuard as RewardHackingGuard,
+    StopGuards as StopGuards,
 )
 from .inference import (
     AdaptConfig as AdaptConfig,
@@ -60,6 +71,7 @@ from .kinds import (
 from .learning import (
     BudgetConfig as BudgetConfig,
     DatasetSettings as DatasetSettings,
+    Distillation as Distillation,
     DPOSettings as DPOSettings,
     HeldOutRows as HeldOutRows,
     IPOSettings as IPOSettings,
@@ -67,7 +79,6 @@ from .learning import (
     LearnerSettings as LearnerSettings,
     LoRAConfig as LoRAConfig,
     LossOn as LossOn,
-    OptimizerConfig as OptimizerConfig,
     ParallelConfig as ParallelConfig,
     PreferenceSettings as PreferenceSettings,
     RewardModelSettings as RewardModelSettings,
@@ -79,14 +90,11 @@ from .learning import (
 )
 from .on_policy import (
     AdaptiveKL as AdaptiveKL,
-    DynamicSampling as DynamicSampling,
     GRPOSettings as GRPOSettings,
-    ImportanceCorrection as ImportanceCorrection,
     OnPolicySettings as OnPolicySettings,
-    OverlongPenalty as OverlongPenalty,
     PPOSettings as PPOSettings,
-    StopGuards as StopGuards,
 )
+from .optimizers import OptimizerConfig as OptimizerConfig
 from .promotion import (
     FinishGuard as FinishGuard,
     KLGuard as KLGuard,

@@ -8,8 +8,9 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from rollout_core.config.base import Address, DatasetSource, JsonlDataset, ModelSource, RunInfo, Settings
+from rollout_core.config.experience import ImportanceCorrection
 from rollout_core.config.inference import SCHEDULER_ADDRESS, EndpointAddress, EngineConfig, SamplingParams, VLLMBackend
-from rollout_core.config.on_policy import GRPOSettings, ImportanceCorrection, OnPolicySettings, PPOSettings
+from rollout_core.config.on_policy import GRPOSettings, OnPolicySettings, PPOSettings
 from rollout_core.config.promotion import PromotionConfig
 from rollout_core.config.runs import Run, TrainingRun
 
@@ -117,19 +118,38 @@ class RunnersConfig(Settings):
         return None
 
 
+def _refuse_what_prompts_have(settings: OnPolicySettings) -> None:
+    if settings.guards.reward_hacking is not None:
+        raise ValueError("guards.reward_hacking completes held-out prompts, and agents have tasks; leave it out")
+    if settings.curriculum is not None:
+        raise ValueError("curriculum orders prompts, and agents have tasks; leave it out")
+    if settings.replay is not None:
+        raise ValueError("replay is of completions of prompts, which agents' rollouts are not; leave it out")
+
+
 class AgentGRPO(GRPOSettings):
     """`[algorithm] kind = "grpo"`. ``prompts`` are the tasks: rows of any keys, each given to the agent as it is."""
 
     kind: Literal["grpo"] = "grpo"
     base_model: ModelSource
+    """The model to train, which is also the reference of the KL penalty."""
     failed: Literal["stop", "leave_out"] = "leave_out"
     async_depth: Literal[0] = 0
     """Agents' rollouts are not drawn ahead of training."""
+    partial_rollouts: None = None
+    """Nor are they cut."""
+    state_every: Literal[1] = 1
+    """All training states are stored."""
 
     @model_validator(mode="after")
     def _rollouts_are_not_drawn_again(self) -> AgentGRPO:
+        _refuse_what_prompts_have(self)
         if self.reward_normalization == "each":
             raise ValueError("agents' rollouts have one reward each; leave reward_normalization out")
+        if self.loss in ("gkd", "online_dpo"):
+            raise ValueError(
+                f'loss = "{self.loss}" is of single completions of prompts, which agents\' rollouts are not'
+            )
         if self.dynamic_sampling is not None:
             raise ValueError(
                 "dynamic_sampling draws completions of prompts again, and agents' rollouts are not; leave it out"
@@ -142,16 +162,28 @@ class AgentPPO(PPOSettings):
 
     kind: Literal["ppo"] = "ppo"
     base_model: ModelSource
+    """The model to train, which is also the reference of the KL penalty."""
     failed: Literal["stop", "leave_out"] = "leave_out"
     async_depth: Literal[0] = 0
     """Agents' rollouts are not drawn ahead of training."""
+    partial_rollouts: None = None
+    """Nor are they cut."""
+    state_every: Literal[1] = 1
+    """All training states are stored."""
+
+    @model_validator(mode="after")
+    def _no_held_out_prompts(self) -> AgentPPO:
+        _refuse_what_prompts_have(self)
+        return self
 
 
 class AgentEvaluation(Settings):
     """Held-out tasks that decide whether a checkpoint is better."""
 
     tasks: DatasetSource
+    """Held-out tasks."""
     sampling: SamplingParams = SamplingParams(temperature=0.0, max_tokens=256)
+    """How the model answers in them."""
 
 
 class TrainAgentConfig(TrainingRun):
@@ -160,7 +192,9 @@ class TrainAgentConfig(TrainingRun):
     run: RunInfo = RunInfo(name="agent")
     agent: AgentConfig
     algorithm: AgentGRPO | AgentPPO
+    """How the model learns, and from which tasks."""
     backend: EngineConfig = VLLMBackend()
+    """What serves the model that the agent calls."""
     runners: RunnersConfig = RunnersConfig()
     evaluation: AgentEvaluation | None = None
     promotion: PromotionConfig = PromotionConfig(enabled=False)
@@ -245,6 +279,7 @@ class OnlineEvaluation(Settings):
     because the new weights answer those too while they are tried: there is one engine."""
 
     tasks: DatasetSource
+    """Held-out tasks."""
 
 
 class LearnOnlineConfig(TrainingRun):
@@ -252,6 +287,7 @@ class LearnOnlineConfig(TrainingRun):
 
     run: RunInfo = RunInfo(name="online")
     algorithm: OnlineGRPO | OnlinePPO
+    """How the model learns, from which tasks."""
     live: LiveTraffic = LiveTraffic()
     form: Literal["trajectory", "transition"] = "trajectory"
     """Whether turns of a rollout that continue each other are one training sample, or each turn is one."""
@@ -262,6 +298,7 @@ class LearnOnlineConfig(TrainingRun):
     work_live: bool = False
     """Whether runners of this run work on live rollouts as well. Otherwise the live service has runners of its own."""
     backend: EngineConfig = VLLMBackend()
+    """What serves the model that live agents call."""
     runners: RunnersConfig = RunnersConfig()
     """``host``, ``model_port`` and ``api_key`` are where live agents find the model."""
     evaluation: OnlineEvaluation | None = None
@@ -310,6 +347,7 @@ class TemplateSource(Settings):
     engine: Literal["f-string", "jinja"] = "f-string"
     """Syntax of its placeholders."""
     text: str | None = Field(default=None, min_length=1)
+    """The template itself."""
     path: Address | None = Field(default=None, min_length=1)
     """Of a file with the text; either this or ``text``."""
 
@@ -335,6 +373,7 @@ class CriticConfig(Settings):
     """NAME of the secret that is the endpoint's key: ``ROLLOUT_SECRET_<NAME>`` in the worker's environment, where
     ``ROLLOUT_SECRETS`` must list it."""
     temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature of the critic."""
     max_asks: int = Field(default=3, ge=1)
     """How often an answer that cannot be used, or a call that fails, is asked for."""
     timeout_seconds: float = Field(default=300.0, gt=0)
@@ -354,6 +393,7 @@ class PromptSearch(Settings):
     """`[search]`: a beam search over templates."""
 
     rounds: int = Field(default=3, ge=1)
+    """Rounds of critique and edit."""
     beam_width: int = Field(default=4, ge=1)
     """Templates that a round leaves."""
     branch_factor: int = Field(default=4, ge=1)
@@ -369,6 +409,7 @@ class TunePromptConfig(Run):
 
     run: RunInfo = RunInfo(name="prompt")
     seed: int = Field(default=0, ge=0, lt=2**31)
+    """Of all random numbers of the run."""
     agent: AgentConfig
     model: ModelSource
     """Behind the agent."""
@@ -382,6 +423,7 @@ class TunePromptConfig(Run):
     critic: CriticConfig
     search: PromptSearch = PromptSearch()
     backend: EngineConfig = VLLMBackend()
+    """What serves the model that the agent calls."""
     runners: RunnersConfig = RunnersConfig()
     promote: bool = True
     """Publish the best template in the store's latest resources if its held-out reward is higher than the first's."""

@@ -55,6 +55,21 @@ def identity(value: Any) -> Any:
     )
 
 
+def beside_identity(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a stage's inputs, those that `identity` does not tell in full, whole and as JSON: with both, the stage can be
+    called again."""
+    whole = {name: _whole(value) for name, value in inputs.items()}
+    return {name: value for name, value in whole.items() if value != identity(inputs[name])}
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, Mapping):
+        return {str(key): _whole(item) for key, item in value.items()}
+    return [_whole(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 class RunInfo(Settings):
     """How people call this run."""
 
@@ -173,6 +188,7 @@ class HuggingFaceDataset(_Dataset):
     uri: Address = Field(min_length=1)
     """A folder of ``save_to_disk``, a folder of data files, or a hub id such as ``trl-lib/ultrafeedback_binarized``."""
     split: str = "train"
+    """Which split of the data set."""
     subset: str | None = None
     """Which of a hub id's configurations, where it has several."""
     revision: str | None = None

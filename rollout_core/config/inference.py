@@ -58,6 +58,7 @@ class RegexOutput(Settings):
 
     kind: Literal["regex"] = "regex"
     pattern: str = Field(min_length=1)
+    """What the whole completion matches."""
 
     @field_validator("pattern")
     @classmethod
@@ -74,6 +75,7 @@ class ChoiceOutput(Settings):
 
     kind: Literal["choice"] = "choice"
     choices: tuple[Annotated[str, Field(min_length=1)], ...] = Field(min_length=1)
+    """The completion is one of these."""
 
 
 class GrammarOutput(Settings):
@@ -107,6 +109,7 @@ class SamplingParams(Settings):
     temperature: float = Field(default=1.0, ge=0)
     """0 is greedy decoding."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling: the likeliest tokens that together have this probability."""
     top_k: int = Field(default=-1, ge=-1)
     """-1 switches it off."""
     max_tokens: int = Field(default=16, ge=1)
@@ -172,7 +175,11 @@ class VLLMBackend(Settings):
     """Key/value cache on a CPU, in GiB. Changes speed only."""
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
     """Share of the GPU's memory the engine may take. Changes speed only."""
+    sleep: bool = False
+    """Give the GPU's memory back while a learner of the same process trains, weights included, which are read again for
+    the next samples. Changes speed only; on a CPU nothing."""
     tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs that share one copy of the model."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of the engine, on whose number last bits of a logprob may depend. Default: one a core, but for one
     core that is left to the rest, or 1 with portable numerics."""
@@ -227,7 +234,9 @@ class TransformersBackend(Settings):
 
     kind: Literal["transformers"] = "transformers"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Number format of the weights."""
     max_model_len: int | None = Field(default=None, ge=2)
+    """Longest prompt plus completion, in tokens. Default: the model's positions."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of generation, whatever the trainer uses: last bits of a logprob depend on their number."""
     start_timeout_seconds: float = Field(default=900.0, gt=0)
@@ -327,7 +336,9 @@ class AdaptConfig(Settings):
     """A cluster that grows and shrinks with the work there is."""
 
     minimum: int = Field(default=0, ge=0)
+    """Fewest workers."""
     maximum: int = Field(ge=1)
+    """Most workers."""
 
     @model_validator(mode="after")
     def _in_order(self) -> AdaptConfig:
@@ -405,6 +416,7 @@ class PlacementConfig(Settings):
     """
 
     dask: DaskCluster
+    """The cluster whose workers run them."""
     generation: SharedPlacement | None = None
     """Completions of PPO's and GRPO's prompts, of evaluations and of batch inference."""
     scoring: SharedPlacement | None = None

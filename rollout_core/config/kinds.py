@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from rollout_core.base.errors import ConfigError
 from rollout_core.config.agents import LearnOnlineConfig, TrainAgentConfig, TunePromptConfig
+from rollout_core.config.base import parse_config
 from rollout_core.config.runs import (
     InferBatchConfig,
     NightlyConfig,
@@ -32,6 +35,25 @@ CONFIG_KINDS: dict[str, type[Run]] = {
     "tune-prompt": TunePromptConfig,
     "learn-online": LearnOnlineConfig,
 }
+
+
+def kind_of(tables: Mapping[str, Any], name: str) -> str:
+    """The kind of run that a file's tables are of. Raises ConfigError where that cannot be told, or with what is wrong
+    with them as the kind that they come nearest to."""
+    wrong: dict[str, ConfigError] = {}
+    fitting = []
+    for kind, model in CONFIG_KINDS.items():
+        try:
+            parse_config(tables, model, name=name)
+            fitting.append(kind)
+        except ConfigError as error:
+            wrong[kind] = error
+    if len(fitting) == 1:
+        return fitting[0]
+    if not fitting:
+        nearest = min(wrong, key=lambda kind: len(wrong[kind].violations or (wrong[kind],)))
+        raise ConfigError(f"as a configuration of {nearest}: {wrong[nearest]}", wrong[nearest].violations)
+    raise ConfigError(f"{name} fits several kinds of runs ({', '.join(fitting)}); say which by --kind")
 
 
 def json_schema() -> dict[str, Any]:

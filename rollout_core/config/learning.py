@@ -1,181 +1,20 @@
-"""Settings of the learners: optimizers by name, budgets, snapshots, processes, adapters; and in full of those that
-learn from data sets: SFT, reward models, DPO, IPO and KTO.
-
-Torch is imported only for what is asked of it, so that reading a configuration stays quick.
+"""Settings of the learners: budgets, snapshots, processes, adapters; and in full of those that learn from data sets:
+SFT, reward models, DPO, IPO and KTO.
 """
 
 from __future__ import annotations
 
-import difflib
-import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from rollout_core.base.determinism import is_portable_here, mixed_precision, numerics_identity, probe_device
-from rollout_core.config.base import EXPLAINED, DatasetSource, Settings
+from rollout_core.config.base import EXPLAINED, DatasetSource, ModelSource, Settings
+from rollout_core.config.curriculum import Curriculum
+from rollout_core.config.optimizers import EIGHT_BITS, WHOLE_MATRICES, OptimizerConfig
 
-if TYPE_CHECKING:
-    import torch
-
-
-OWN_KEYS = ("lr", "weight_decay")
-"""Arguments of every optimizer that have a key of their own in a configuration."""
-ADAM_KEYS = ("betas", "eps")
-"""Those that adam and adamw have besides."""
-_KNOWN = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
-_UNFIT = {
-    "LBFGS": "it evaluates the loss several times a step",
-    "SparseAdam": "it takes sparse gradients only",
-    "Muon": "it takes matrices only, and models have vectors too",
-}
-_SQUARE_ROOTS = ("Adadelta", "Adagrad", "NAdam", "RAdam", "RMSprop")
-"""They take them by MKL, whose portable branch rounds them as the CPU's maker does; Adam and AdamW only where they are
-not fused."""
-FUSED = ("Adam", "AdamW")
-OTHER_KERNELS = {"fused", "foreach", "differentiable"}
-"""Options by which Adam is not one fused kernel."""
-
-
-def optimizer_class(kind: str) -> type[torch.optim.Optimizer]:
-    """The class that ``kind`` names: ``adamw``, ``Adafactor``, ``torch.optim.RAdam``. Raises ValueError for another."""
-    import torch
-
-    name = _KNOWN.get(kind, kind.removeprefix("torch.optim."))
-    found = {
-        key: value
-        for key, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
-    }
-    if name in _UNFIT:
-        raise ValueError(f"torch.optim.{name} cannot train here: {_UNFIT[name]}")
-    if name not in found:
-        fit = [*_KNOWN, *sorted(found.keys() - _UNFIT.keys())]
-        near = difflib.get_close_matches(name, fit, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(fit)}"
-        raise ValueError(f"no optimizer {kind!r} in torch.optim; {hint}")
-    return found[name]
-
-
-def optimizer_arguments(
-    kind: str, *, lr: float, weight_decay: float, betas: tuple[float, float], eps: float, options: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Keyword arguments of the optimizer's class.
-
-    ``betas`` and ``eps`` are those of adam and adamw; for others they are left out. Raises ValueError for an option
-    that the class does not have, or that has a key of its own.
-    """
-    cls = optimizer_class(kind)
-    parameters = inspect.signature(cls.__init__).parameters
-    arguments: dict[str, Any] = {"lr": lr}
-    if "weight_decay" in parameters:
-        arguments["weight_decay"] = weight_decay
-    elif weight_decay:
-        raise ValueError(f"{cls.__name__} has no weight_decay; leave it out")
-    own = OWN_KEYS
-    if cls.__name__ in ("Adam", "AdamW"):
-        arguments |= {"betas": betas, "eps": eps}
-        own = (*OWN_KEYS, *ADAM_KEYS)
-    for name in options:
-        if name in own:
-            raise ValueError(f"options.{name}: write optimizer.{name} instead")
-        if name not in parameters or name in ("self", "params"):
-            names = [other for other in parameters if other not in ("self", "params", *own)]
-            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(names)}"
-            raise ValueError(f"options.{name}: {cls.__name__} has no such argument; {hint}")
-    _refuse_unportable(cls.__name__, options)
-    return arguments | dict(options)
-
-
-def _refuse_unportable(name: str, options: Mapping[str, Any]) -> None:
-    if is_portable_here() and (name in _SQUARE_ROOTS or (name in FUSED and OTHER_KERNELS & options.keys())):
-        raise ValueError(
-            f"torch.optim.{name}{f' with options {dict(options)}' if name in FUSED else ''} takes square roots that "
-            "differ from one make of CPU to another; with portable numerics use adamw, adam, sgd or Adafactor"
-        )
-
-
-def check_optimizer(kind: str, **settings: Any) -> None:
-    """Raises ValueError where no such optimizer can be made; torch's own words say why a value is refused."""
-    import torch
-
-    cls, arguments = optimizer_class(kind), optimizer_arguments(kind, **settings)
-    try:
-        cls([torch.nn.Parameter(torch.zeros(2, 2))], **arguments)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise ValueError(f"{cls.__name__} refuses its settings: {error}") from error
-
-
-PLAIN_OPTIMIZERS = ("adamw", "adam", "sgd")
-"""Known without asking torch."""
-WHOLE_MATRICES = ("Adafactor",)
-"""Optimizers whose state does not have the shape of its parameter."""
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
-AveragingRate = Annotated[float, Field(ge=0, lt=1)]
-
-
-class OptimizerConfig(Settings):
-    """Optimizer and learning-rate schedule."""
-
-    identity_without_default = frozenset({"options", "warmup_ratio", "min_lr"})
-
-    kind: str = "adamw"
-    """``adamw``, ``adam`` or ``sgd``, or a class of torch.optim by its name, such as ``Adafactor``."""
-    lr: float = Field(gt=0)
-    """Peak learning rate."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    betas: tuple[AveragingRate, AveragingRate] = (0.9, 0.999)
-    """Of adam and adamw; others have theirs among the options."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Of adam and adamw; others have theirs among the options."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """More arguments of the optimizer's class, such as ``{momentum = 0.9}`` of sgd."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warm-up from 0."""
-    warmup_ratio: float = Field(default=0.0, ge=0, lt=1)
-    """Those steps as a share of all that the schedule spans, rounded up; instead of their number."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After warm-up; linear and cosine fall towards ``min_lr``, which the step after the last would have."""
-    min_lr: float = Field(default=0.0, ge=0)
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """Gradients are scaled down to this global L2 norm."""
-
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the optimizer's class."""
-        return optimizer_arguments(self.kind, **self._own())
-
-    def _own(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in (*OWN_KEYS, *ADAM_KEYS, "options")}
-
-    @field_validator("kind")
-    @classmethod
-    def _known_to_torch(cls, kind: str) -> str:
-        if kind not in PLAIN_OPTIMIZERS:
-            optimizer_class(kind)
-        return kind
-
-    @model_validator(mode="after")
-    def _one_warm_up_and_a_rate_to_fall_to(self) -> OptimizerConfig:
-        if self.warmup_steps and self.warmup_ratio:
-            raise ValueError("warmup_steps and warmup_ratio are two ways to say one thing; give one of them")
-        if self.min_lr and self.schedule == "constant":
-            raise ValueError("min_lr is what linear and cosine schedules fall towards, and schedule is constant")
-        if self.min_lr > self.lr:
-            raise ValueError(f"min_lr is {self.min_lr}, above lr {self.lr}; the schedule falls from lr towards min_lr")
-        return self
-
-    @model_validator(mode="after")
-    def _taken_by_torch(self) -> OptimizerConfig:
-        if self.kind in PLAIN_OPTIMIZERS and not self.options:
-            return self
-        for name in ADAM_KEYS:
-            default = type(self).model_fields[name].default
-            if self.kind not in PLAIN_OPTIMIZERS and getattr(self, name) != default:
-                raise ValueError(f"{name} is of adam and adamw; what {self.kind} takes belongs into its options")
-        check_optimizer(self.kind, **self._own())
-        return self
 
 
 class BudgetConfig(Settings):
@@ -214,6 +53,10 @@ class SnapshotPolicy(Settings):
     every_steps: int = Field(default=100, ge=1)
     """Optimizer steps between train-state snapshots. They are written beside training: one that falls due while
     another is being written is taken as soon as that is done."""
+    every_tokens: int | None = Field(default=None, ge=1)
+    """A snapshot is due after so many trained tokens, too, whichever comes first."""
+    every_seconds: float | None = Field(default=None, gt=0)
+    """And after so many seconds of training."""
     keep_last: int = Field(default=3, ge=1)
     """Of the run. Older ones are dropped from the list, but for labelled ones and those an update in progress needs."""
     keep_every: int | None = Field(default=None, ge=1)
@@ -226,10 +69,26 @@ class SnapshotPolicy(Settings):
 class HeldOutRows(Settings):
     """Rows that are not trained, whose loss is evaluated after the last step and, if asked for, in between."""
 
+    identity_without_default = frozenset({"select", "patience"})
+
     dataset: DatasetSource
     """In the form of the training rows."""
     every_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps between evaluations; default: only after the last."""
+    select: Literal["last", "best"] = "last"
+    """Which step's model is the result: the last one's, or that of the evaluation with the lowest loss. A training
+    state of that step is kept, whatever ``snapshots`` say."""
+    patience: int | None = Field(default=None, ge=1)
+    """Training ends after so many evaluations in a row without a new lowest loss."""
+
+    @model_validator(mode="after")
+    def _several_evaluations(self) -> HeldOutRows:
+        if self.every_steps is None and (self.select == "best" or self.patience is not None):
+            asked = f"patience = {self.patience}" if self.select == "last" else 'select = "best"'
+            raise ValueError(
+                f"{asked} compares evaluations, and there is only the one after the last step; set every_steps"
+            )
+        return self
 
 
 class LossOn(Settings):
@@ -255,6 +114,8 @@ class ParallelConfig(Settings):
 class LoRAConfig(Settings):
     """Low-rank adapters (arXiv:2106.09685): the model's own weights stay as they are."""
 
+    identity_without_default = frozenset({"quantization"})
+
     r: int = Field(default=16, ge=1)
     """Rank of a change of weights."""
     alpha: float = Field(default=32.0, gt=0)
@@ -265,6 +126,15 @@ class LoRAConfig(Settings):
     """Of an adapter's input, in SFT only: other learners train without dropout."""
     target_modules: tuple[str, ...] = ()
     """Last parts of the names of the layers that get one; default: every linear layer but the output."""
+    quantization: Literal["none", "nf4"] = "none"
+    """``nf4``: the own weights of these layers are stored in four bits (QLoRA, arXiv:2305.14314), and it is what these
+    stand for that is trained on; an extra."""
+
+    @model_validator(mode="after")
+    def _quantized_where_bits_may_differ(self) -> LoRAConfig:
+        if self.quantization != "none" and is_portable_here():
+            raise ValueError("lora.quantization computes by kernels that are not portable; leave it out")
+        return self
 
 
 class SpikeRule(Settings):
@@ -282,7 +152,7 @@ class SpikeRule(Settings):
 class LearnerSettings(Settings):
     """What every learner shares."""
 
-    identity_without_default = frozenset({"max_tokens_per_microbatch", "skip_spikes"})
+    identity_without_default = frozenset({"max_tokens_per_microbatch", "skip_spikes", "weights", "offload"})
 
     optimizer: OptimizerConfig
     minibatch_size: int = Field(default=8, ge=1)
@@ -294,6 +164,11 @@ class LearnerSettings(Settings):
     equally long, instead of equally many rows; a longer row is a pass by itself. Gradients stay those of the step."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """``auto``: bfloat16 autocast where the GPU has it, else float32."""
+    weights: Literal["float32", "bfloat16"] = "float32"
+    """What the device computes with: ``bfloat16`` are those of the optimizer, rounded, which stay float32; frozen
+    ones, such as a model's with adapters or a reference's, are in bfloat16 alone. Needs bfloat16 as precision."""
+    offload: bool = False
+    """Keep float32 weights, gradients and the optimizer's state in the host's memory, where the optimizer steps."""
     gradient_checkpointing: bool = False
     """Keep only the input of each layer and compute the rest again in the backward pass: less memory, more time, the
     same gradients."""
@@ -321,6 +196,23 @@ class LearnerSettings(Settings):
         return {**named, "precision": [probe_device(), mixed_precision(self.precision)], **numerics_identity()}
 
     @model_validator(mode="after")
+    def _weights_and_where_they_are(self) -> LearnerSettings:
+        if self.weights == "bfloat16" and self.precision != "bfloat16":
+            raise ValueError(
+                f'weights are bfloat16, but precision is "{self.precision}"; with them it must be "bfloat16"'
+            )
+        quantized = self.lora is not None and self.lora.quantization != "none"
+        if quantized and self.parallel.nproc > 1 and self.parallel.kind == "fsdp2":
+            raise ValueError('lora.quantization: fsdp2 cuts no weights of four bits; use parallel.kind = "ddp"')
+        if self.offload and self.optimizer.kind == EIGHT_BITS:
+            raise ValueError(f"offload: the state of {EIGHT_BITS} is where its weights are computed with; use adamw")
+        if self.offload and self.parallel.nproc > 1 and self.parallel.kind == "ddp":
+            raise ValueError(
+                'offload: with "ddp" every process would keep all weights on the host; use parallel.kind = "fsdp2"'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _work_for_every_process(self) -> LearnerSettings:
         rows, parallel = self.minibatch_size * self.gradient_accumulation, self.parallel
         if parallel.nproc > rows:
@@ -328,8 +220,6 @@ class LearnerSettings(Settings):
                 f"parallel.nproc is {parallel.nproc}, but a step has {rows} rows (minibatch_size times "
                 "gradient_accumulation), which the processes share; take fewer processes or larger steps"
             )
-        if parallel.nproc > 1 and parallel.kind == "fsdp2" and self.lora is not None:
-            raise ValueError('adapters are not sharded: with lora, set parallel.kind = "ddp"')
         if parallel.nproc > 1 and parallel.kind == "fsdp2" and self.optimizer.kind.rpartition(".")[2] in WHOLE_MATRICES:
             raise ValueError(
                 f"optimizer.kind {self.optimizer.kind} needs whole matrices, which fsdp2 cuts up; use adamw or "
@@ -341,12 +231,26 @@ class LearnerSettings(Settings):
 class DatasetSettings(LearnerSettings):
     """What learners from a data set share."""
 
-    identity_without_default = LearnerSettings.identity_without_default | {"evaluation"}
+    identity_without_default = LearnerSettings.identity_without_default | {"evaluation", "ema_decay", "curriculum"}
 
     dataset: DatasetSource
     sequence: SequenceConfig = SequenceConfig()
     budget: BudgetConfig = BudgetConfig()
     evaluation: HeldOutRows | None = None
+    ema_decay: float | None = Field(default=None, gt=0, lt=1)
+    """Keep an exponential moving average of the trained weights: after each step so much of the average stays, and the
+    rest is the new weights. It is what is evaluated and what the result is; training goes on from the weights."""
+    curriculum: Curriculum | None = None
+    """Train on easy rows first."""
+
+    @model_validator(mode="after")
+    def _steps_that_a_curriculum_spans(self) -> DatasetSettings:
+        if self.curriculum is not None and self.budget.max_tokens is not None:
+            raise ValueError(
+                "curriculum and budget.max_tokens: it opens rows by share of the steps, whose number would depend on "
+                "them; give budget.max_steps or epochs"
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -363,12 +267,29 @@ class DatasetSettings(LearnerSettings):
         return named
 
 
+class Distillation(Settings):
+    """Learn a teacher's distributions of tokens: generalized knowledge distillation (GKD, arXiv:2306.13649)."""
+
+    teacher: ModelSource
+    """A language model that reads the same token ids as the student."""
+    beta: float = Field(default=0.5, ge=0, le=1)
+    """Of the generalized Jensen-Shannon divergence: 0 is the forward KL, which covers all that the teacher would write,
+    1 the reverse KL, which keeps to what it finds most likely."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Both distributions are softmax(logits / temperature)."""
+
+
 class SFTSettings(DatasetSettings):
     """Supervised fine-tuning. Steps of 8 rows of up to 1,024 tokens are TRL's default, too; TRL makes 3 epochs."""
+
+    identity_without_default = DatasetSettings.identity_without_default | {"distillation"}
 
     dataset: DatasetSource
     """Rows ``{prompt, completion}`` or ``{messages: [...]}``."""
     loss_on: LossOn = LossOn()
+    """Which tokens are trained."""
+    distillation: Distillation | None = None
+    """Learn a teacher's distribution of each trained token instead of the token (supervised GKD)."""
 
 
 class PreferenceSettings(DatasetSettings):
@@ -449,5 +370,6 @@ class KTOSettings(ReferencedSettings):
     dataset: DatasetSource
     """Rows ``{prompt, completion, label}``; label true = desirable."""
     desirable_weight: float = Field(default=1.0, gt=0)
+    """Weight of the losses of good answers."""
     undesirable_weight: float = Field(default=1.0, gt=0)
     """With the desirable one it should make up for unequal counts: weight times count in a ratio of 1:1 to 4:3."""

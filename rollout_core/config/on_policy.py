@@ -9,14 +9,24 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from rollout_core.config.base import DatasetSource, Settings
+from rollout_core.config.curriculum import PromptCurriculum
+from rollout_core.config.experience import (
+    DynamicSampling,
+    ImportanceCorrection,
+    OverlongPenalty,
+    PartialRollouts,
+    Replay,
+    StopGuards,
+)
 from rollout_core.config.inference import SamplingParams
-from rollout_core.config.learning import LearnerSettings
+from rollout_core.config.learning import Distillation, LearnerSettings
 
 
 class AdaptiveKL(Settings):
     """Controller of the KL coefficient (arXiv:1909.08593, section 2.2)."""
 
     init_coef: float = Field(default=0.05, ge=0)
+    """The coefficient at the start."""
     target: float = Field(default=6.0, gt=0)
     """Wished-for KL to the reference policy, nats per sequence; the default is that of the paper's code and of TRL."""
     horizon: int = Field(default=10_000, ge=1)
@@ -25,71 +35,27 @@ class AdaptiveKL(Settings):
     """False keeps the coefficient at init_coef."""
 
 
-class ImportanceCorrection(Settings):
-    """Truncated importance sampling for the difference between the distribution that drew the tokens (the engine's, or
-    that of earlier weights) and the trainer's."""
-
-    identity_without_default = frozenset({"floor"})
-
-    level: Literal["token", "sequence"] = "token"
-    """Whose probability ratio weighs a token: its own, or that of its whole completion."""
-    mode: Literal["truncate", "mask"] = "truncate"
-    """Ratios above the cap are lowered to it and those below the floor raised to it, or their tokens left out."""
-    cap: float = Field(default=2.0, ge=1)
-    floor: float = Field(default=0.0, ge=0, le=1)
-
-
-class OverlongPenalty(Settings):
-    """Soft overlong punishment (DAPO, arXiv:2503.14476, eq. 13): a reward falls with each token of the last
-    ``cache`` ones before the limit, and by ``penalty`` in all."""
-
-    cache: int = Field(ge=1)
-    """Tokens before the limit in which the penalty grows from 0."""
-    max_length: int | None = Field(default=None, ge=1)
-    """The limit, in tokens that the policy wrote; default: sampling.max_tokens."""
-    penalty: float = Field(default=1.0, gt=0)
-    """Taken off the reward at the limit and beyond."""
-
-
-class DynamicSampling(Settings):
-    """Groups in which all rewards are alike teach nothing; others are drawn in their place (DAPO, arXiv:2503.14476,
-    eq. 11), in further rounds of generation that are stages of their own."""
-
-    max_rounds: int = Field(default=10, ge=1)
-    """Rounds of generation in an iteration, the first included. An iteration has so many times
-    ``prompts_per_iteration`` places in the order of prompts, and takes as many as it needs."""
-    min_spread: float = Field(default=0.0, ge=0)
-    """Groups count whose largest reward is above the smallest by more than this."""
-    when_short: Literal["stop", "fewer"] = "stop"
-    """Where max_rounds are not enough, the run ends, or learns from fewer groups. Without any it ends."""
-
-
-class StopGuards(Settings):
-    """Bounds of what a policy may come to. They are looked at before each update, on the completions that it would
-    learn from; where one is passed the run ends, and says what it saw."""
-
-    max_kl: float | None = Field(default=None, gt=0)
-    """Mean KL to the starting policy, nats per completion; with GRPO it needs a ``kl_coef``."""
-    max_mean_length: float | None = Field(default=None, gt=0)
-    """Mean length of completions, tokens."""
-
-    def cache_identity(self) -> Any:
-        """They let an update be, or end the run."""
-        return None
-
-
 class OnPolicySettings(LearnerSettings):
     """What learners share that train on completions of the policy itself."""
 
-    identity_without_default = LearnerSettings.identity_without_default | {"overlong", "guards"}
+    identity_without_default = LearnerSettings.identity_without_default | {
+        "overlong",
+        "guards",
+        "curriculum",
+        "replay",
+        "partial_rollouts",
+    }
 
     prompts: DatasetSource
     """Training prompts: ``{prompt}`` or ``{messages}`` a line; other keys reach the reward."""
     iterations: int = Field(default=10, ge=1)
     """Rounds of generate, score, update."""
     prompts_per_iteration: int = Field(default=128, ge=1)
+    """Prompts drawn in each iteration."""
     samples_per_prompt: int = Field(default=1, ge=1)
+    """Completions of each prompt."""
     sampling: SamplingParams = SamplingParams()
+    """How training prompts are completed."""
     epochs: int = Field(default=1, ge=1)
     """Passes over each iteration's samples."""
     missing_eos_penalty: float = Field(default=0.0, ge=0)
@@ -108,12 +74,38 @@ class OnPolicySettings(LearnerSettings):
     """Lower the reward of completions that come near the length limit."""
     guards: StopGuards = StopGuards()
     """Bounds that end the run."""
+    curriculum: PromptCurriculum | None = None
+    """Draw completions of easy prompts first."""
+    replay: Replay | None = None
+    """Learn from completions of earlier iterations again."""
+    partial_rollouts: PartialRollouts | None = None
+    """Cut long completions at the end of an iteration and go on with them in the next."""
     correction: ImportanceCorrection | None = None
     """Old log-probabilities are then the trainer's own, and tokens weighed by how likely the engine drew them. On by
-    default where samples are drawn ahead of training."""
+    default where samples are drawn ahead of training, replayed or carried over, or the learner's weights are of four
+    bits."""
     async_depth: int = Field(default=0, ge=0)
     """Iterations that samples are drawn ahead of training: those of iteration i are drawn by the weights that iteration
     i - 1 - async_depth ended with, the first ones by the starting weights, while the iterations between are trained."""
+
+    state_every: int = Field(default=1, ge=1)
+    """Iterations from one training state that is stored to the next; the last one's is, too, and that of a run that is
+    stopped. Others are in temporary files until the next iteration has ended, and computed again where a run goes on
+    without them. Changes no result."""
+
+    def stores_state(self, number: int) -> bool:
+        """Whether the training state of iteration ``number`` (from 0) is stored."""
+        return (number + 1) % self.state_every == 0 or number + 1 == self.iterations
+
+    @property
+    def stored_states(self) -> int:
+        """Iterations whose training states are stored."""
+        return sum(map(self.stores_state, range(self.iterations)))
+
+    @property
+    def loads_reference(self) -> bool:
+        """Whether an update compares the policy with its start."""
+        return True
 
     def steps_per_epoch(self, num_trajectories: int) -> int:
         """Optimizer steps of one pass over an iteration's completions."""
@@ -134,20 +126,76 @@ class OnPolicySettings(LearnerSettings):
         """Optimizer steps of all iterations."""
         return self.iterations * self.steps_per_iteration
 
+    @property
+    def group_size(self) -> int:
+        """Completions of a prompt that are scored and learned from together."""
+        return 1
+
+    @property
+    def part_sampling(self) -> SamplingParams:
+        """What an iteration draws of a completion."""
+        partial = self.partial_rollouts
+        if partial is None:
+            return self.sampling
+        return self.sampling.model_copy(update={"max_tokens": partial.max_tokens_per_iteration})
+
+    @property
+    def parts_per_completion(self) -> int:
+        """The most iterations that draw a completion."""
+        return self.sampling.max_tokens // self.part_sampling.max_tokens
+
+    @property
+    def parts_in_words(self) -> str:
+        """For people, where completions are cut."""
+        tokens, most = self.part_sampling.max_tokens, self.parts_per_completion
+        return f"{tokens} tokens of a completion in an iteration, so that it takes up to {most}"
+
+    @property
+    def known_steps_per_iteration(self) -> int | None:
+        """As `steps_per_iteration`, but None where iterations have as many as there are whole groups."""
+        return self.steps_per_iteration if self.partial_rollouts is None else None
+
     def cache_identity(self) -> Any:
         """Without the number of iterations, where no schedule spans them: one more leaves those before as they are."""
         named = super().cache_identity()
         if self.optimizer.schedule == "constant" and not self.optimizer.warmup_ratio:
             del named["iterations"]
+        del named["state_every"]
         del named["async_depth"]  # which weights drew the samples is in the samples' own identity
+        for name in ("curriculum", "replay", "partial_rollouts"):  # and so are prompts, what is drawn again, parts
+            named.pop(name, None)
         return named
 
     @model_validator(mode="before")
     @classmethod
-    def _corrected_where_drawn_ahead(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and data.get("async_depth") and "correction" not in data:
-            return {**data, "correction": {}}
-        return data
+    def _corrected_where_others_drew(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping) or "correction" in data:
+            return data
+        lora = data.get("lora")
+        quantization = lora.get("quantization") if isinstance(lora, Mapping) else getattr(lora, "quantization", None)
+        # The engine draws by weights that are whole, the learner computes with those of four bits.
+        drawn_before = data.get("async_depth") or data.get("replay") or data.get("partial_rollouts")
+        is_other = drawn_before or quantization not in (None, "none")
+        return {**data, "correction": {}} if is_other else data
+
+    @model_validator(mode="after")
+    def _replayed_with_a_correction(self) -> OnPolicySettings:
+        if self.replay is not None and self.replay.groups >= self.prompts_per_iteration:
+            raise ValueError(
+                f"replay.groups is {self.replay.groups} of {self.prompts_per_iteration} prompts_per_iteration; at "
+                "least one must be fresh"
+            )
+        if self.replay is not None and self.correction is None:
+            raise ValueError(
+                "replay needs a correction, for older weights drew what is replayed; give one, or none of both"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _parts_that_join(self) -> OnPolicySettings:
+        if self.partial_rollouts is not None:
+            _check_parts_join(self, self.partial_rollouts.max_tokens_per_iteration)
+        return self
 
     @model_validator(mode="after")
     def _penalty_within_the_limit(self) -> OnPolicySettings:
@@ -158,6 +206,15 @@ class OnPolicySettings(LearnerSettings):
                     f"overlong.cache is {self.overlong.cache}, more than the {limit} tokens of a completion; "
                     "lower it, or raise sampling.max_tokens (or overlong.max_length)"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluated_between_iterations(self) -> OnPolicySettings:
+        if self.guards.reward_hacking is not None and self.async_depth:
+            raise ValueError(
+                "guards.reward_hacking and async_depth: the engine that completes held-out prompts draws samples ahead "
+                "at the same time; leave out one of them"
+            )
         return self
 
     @model_validator(mode="after")
@@ -184,6 +241,7 @@ class PPOSettings(OnPolicySettings):
     """
 
     prompts_per_iteration: int = Field(default=512, ge=1)
+    """Prompts drawn in each iteration."""
     gradient_accumulation: int = Field(default=8, ge=1)
     """Minibatches in one optimizer step."""
     values: Literal["head", "model"] = "head"
@@ -195,15 +253,26 @@ class PPOSettings(OnPolicySettings):
     clip: float = Field(default=0.2, gt=0)
     """Clip range of the policy ratio."""
     value_clip: float = Field(default=0.2, gt=0)
+    """Clip range of the value loss, on the scale of the returns."""
     value_coef: float = Field(default=0.5, ge=0)
+    """Weight of the value loss."""
     entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus."""
     kl: AdaptiveKL = AdaptiveKL()
     whiten_advantages: bool = True
+    """Bring the advantages of an iteration to mean 0 and variance 1."""
 
     @model_validator(mode="after")
     def _dual_clip_above_the_clip_range(self) -> PPOSettings:
         _check_dual_clip(self.dual_clip, "clip", self.clip)
         return self
+
+
+_OF_SURROGATES = (
+    "baseline", "advantage_scaling", "reward_normalization", "kl_coef", "entropy_coef", "dual_clip", "loss_type",
+    "clip_low", "clip_high", "correction",
+)  # fmt: skip
+"""Keys of losses that weigh log-probabilities by advantages."""
 
 
 class GRPOSettings(OnPolicySettings):
@@ -220,6 +289,8 @@ class GRPOSettings(OnPolicySettings):
         "entropy_coef",
         "dynamic_sampling",
         "reward_normalization",
+        "distillation",
+        "beta",
     }
 
     samples_per_prompt: int = Field(default=8, ge=1)
@@ -227,10 +298,16 @@ class GRPOSettings(OnPolicySettings):
     ``baseline`` compares none."""
     gradient_accumulation: int = Field(default=128, ge=1)
     """Minibatches in one optimizer step."""
-    loss: Literal["grpo", "gspo", "cispo", "reinforce"] = "grpo"
+    loss: Literal["grpo", "gspo", "cispo", "reinforce", "gkd", "online_dpo"] = "grpo"
     """What a token adds to the loss: the clipped ratio times its advantage; the same with the ratio of its whole
     sequence (arXiv:2507.18071, whose clip ranges are 3e-4 and 4e-4); its log-probability weighed by the clipped ratio
-    (arXiv:2506.13585); or that without a ratio, as RLOO has it."""
+    (arXiv:2506.13585); or that without a ratio, as RLOO has it. ``gkd``: how far its distribution is from a teacher's;
+    rewards are looked at only (on-policy GKD, arXiv:2306.13649). ``online_dpo``: DPO on the best and the worst
+    completion of each prompt (arXiv:2402.04792); ``minibatch_size`` then counts these pairs."""
+    beta: float = Field(default=0.1, gt=0)
+    """Of ``online_dpo``: how closely the policy keeps to the starting one, as in DPO."""
+    distillation: Distillation | None = None
+    """The teacher of ``gkd``."""
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "grpo"
     """What the loss of a step is divided by: sequence by sequence, the minibatch's tokens, a constant, all tokens."""
     baseline: Literal["group", "leave_one_out", "none"] = "group"
@@ -264,11 +341,55 @@ class GRPOSettings(OnPolicySettings):
         return self
 
     @model_validator(mode="after")
+    def _a_teacher_or_rewards(self) -> GRPOSettings:
+        if (self.loss == "gkd") != (self.distillation is not None):
+            raise ValueError(
+                'distillation and loss = "gkd" belong together: give a table distillation with a teacher, or neither'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _keys_of_its_loss(self) -> GRPOSettings:
+        foreign = {*_OF_SURROGATES, "replay"} if self.loss in ("gkd", "online_dpo") else {"beta"}
+        if self.loss == "gkd":
+            foreign |= {"overlong", "dynamic_sampling", "missing_eos_penalty", "beta"}
+        if self.loss == "online_dpo":
+            foreign |= {"max_tokens_per_microbatch"}
+        if self.async_depth or self.replay is not None or self.partial_rollouts is not None:
+            foreign -= {"correction"}  # which is on by default there
+        fields = type(self).model_fields
+        asked = [name for name in fields if name in foreign and getattr(self, name) != fields[name].default]
+        if asked:
+            raise ValueError(f'loss = "{self.loss}" has no use for {", ".join(asked)}; leave out what it does not know')
+        return self
+
+    @property
+    def group_size(self) -> int:
+        return self.samples_per_prompt
+
+    @property
+    def loads_reference(self) -> bool:
+        return bool(self.kl_coef) or self.loss == "online_dpo"
+
+    @property
+    def steps_per_iteration(self) -> int:
+        items = self.prompts_per_iteration * (1 if self.loss == "online_dpo" else self.samples_per_prompt)
+        return self.epochs * self.steps_per_epoch(items)
+
+    @model_validator(mode="after")
     def _something_to_compare_with(self) -> GRPOSettings:
+        if self.loss == "gkd":
+            return self
         if self.samples_per_prompt < 2 and self.baseline != "none":
+            without = "" if self.loss == "online_dpo" else ', or baseline = "none"'
             raise ValueError(
                 f"samples_per_prompt is {self.samples_per_prompt}, but a completion is compared with others of its "
-                'prompt; take 2 or more, or baseline = "none"'
+                f"prompt; take 2 or more{without}"
+            )
+        if self.dynamic_sampling is not None and self.partial_rollouts is not None:
+            raise ValueError(
+                "partial_rollouts and dynamic_sampling: which groups are replaced shows once they are whole, "
+                "iterations later; choose one"
             )
         if self.baseline == "none" and self.advantage_scaling == "group":
             raise ValueError(
@@ -286,11 +407,50 @@ class GRPOSettings(OnPolicySettings):
             )
         if self.reward_normalization == "each" and self.baseline == "none":
             raise ValueError('reward_normalization = "each" compares parts of a reward in groups; baseline is "none"')
+        if self.reward_normalization == "each" and self.replay is not None:
+            raise ValueError('replay and reward_normalization = "each": replayed completions have no parts; choose one')
         if self.guards.max_kl is not None and not self.kl_coef:
             raise ValueError("guards.max_kl needs the starting policy, which kl_coef = 0 does not load; set kl_coef")
         if self.kl_in == "reward" and not self.kl_coef:
             raise ValueError('kl_in is "reward", but kl_coef is 0; set kl_coef, or leave kl_in out')
         return self
+
+
+def _check_parts_join(settings: OnPolicySettings, max_tokens: int) -> None:
+    """Raises ValueError where completions cannot be drawn in parts of ``max_tokens``."""
+    sampling, name = settings.sampling, "partial_rollouts.max_tokens_per_iteration"
+    if max_tokens >= sampling.max_tokens or sampling.max_tokens % max_tokens:
+        raise ValueError(
+            f"{name} is {max_tokens}, and sampling.max_tokens {sampling.max_tokens}; expected a half, a third or "
+            "another whole part of it"
+        )
+    if settings.correction is None:
+        raise ValueError(
+            "partial_rollouts need a correction, for earlier weights drew the first parts; give one, or none of both"
+        )
+    if sampling.stop:
+        raise ValueError(
+            "partial_rollouts and sampling.stop: a stop string may begin in one part and end in the next, where no "
+            "engine finds it; take sampling.stop_token_ids, or leave out one of them"
+        )
+    if settings.failed != "stop":
+        raise ValueError(
+            'partial_rollouts and failed = "leave_out": of a completion that goes on, parts are there that others are '
+            'compared with; take failed = "stop"'
+        )
+    for key in ("schedule", "warmup_ratio"):
+        value, default = getattr(settings.optimizer, key), type(settings.optimizer).model_fields[key].default
+        if value != default:
+            raise ValueError(
+                f"partial_rollouts and optimizer.{key} = {value!r}: nobody knows how many steps iterations of whole "
+                f"groups have; leave it out (the default is {default!r})"
+                + (", or take optimizer.warmup_steps" if key == "warmup_ratio" else "")
+            )
+    if settings.replay is not None:
+        raise ValueError(
+            "partial_rollouts and replay: the buffer knows one id of weights for all completions of an iteration; "
+            "choose one"
+        )
 
 
 def check_parts(settings: GRPOSettings, reward_kind: str) -> None:

@@ -37,6 +37,7 @@ class RewardGuard(Settings):
 
     kind: Literal["reward"]
     reward: RewardSpec
+    """The reward that must not fall."""
     max_drop: float = Field(default=0.0, ge=0)
     """By so much its mean may fall."""
 
@@ -46,6 +47,7 @@ class PromptsGuard(Settings):
 
     kind: Literal["prompts"]
     prompts: DatasetSource
+    """Prompts on which the reward must not fall."""
     reward: RewardSpec | None = None
     """Default: the run's ``reward``."""
     max_drop: float = Field(default=0.0, ge=0)
@@ -73,6 +75,7 @@ class PromotionConfig(Settings):
     than the model the run started from, and than the one that is latest now, and every guard lets it pass."""
 
     enabled: bool = True
+    """Whether a checkpoint may become the latest."""
     resource: str = Field(default="policy", pattern=r"^[A-Za-z0-9._-]+$")
     """Name of the model among the resources."""
     min_gain: float = Field(default=0.0, ge=0)

@@ -152,6 +152,7 @@ class ExactMatchReward(_Spec):
     strip: bool = True
     """White space around completion and answer does not count."""
     ignore_case: bool = False
+    """Upper and lower case count as the same."""
 
 
 class FunctionReward(_Spec):
@@ -210,7 +211,9 @@ class WeightedReward(_Spec):
     """A reward and how much it counts."""
 
     weight: float = Field(default=1.0, allow_inf_nan=False)
+    """Factor of the reward in the sum."""
     reward: PlainReward
+    """What is weighted."""
 
 
 class CompositeReward(_Spec):
@@ -218,6 +221,7 @@ class CompositeReward(_Spec):
 
     kind: Literal["composite"] = "composite"
     parts: tuple[WeightedReward, ...] = Field(min_length=1)
+    """Rewards with their weights; a sample earns the weighted sum."""
 
 
 class ExpressionReward(_Spec):
@@ -227,6 +231,7 @@ class ExpressionReward(_Spec):
     expression: str = Field(min_length=1)
     """Names are those of ``rewards``, ``num_tokens``, ``num_characters`` and ``truncated`` (1 or 0)."""
     rewards: dict[str, PlainReward] = {}
+    """Rewards by the names that the expression has for them."""
 
     @model_validator(mode="after")
     def _compiles(self) -> ExpressionReward:

@@ -47,6 +47,7 @@ class SFTAlgorithm(SFTSettings):
 
     kind: Literal["sft"] = "sft"
     base_model: ModelSource
+    """The model to train."""
 
 
 class PPOAlgorithm(PPOSettings):
@@ -54,7 +55,9 @@ class PPOAlgorithm(PPOSettings):
 
     kind: Literal["ppo"] = "ppo"
     base_model: ModelSource
+    """The model to train, which is also the reference of the KL penalty."""
     reward: RewardSpec = ExactMatchReward()
+    """What a completion earns."""
 
 
 class GRPOAlgorithm(GRPOSettings):
@@ -62,7 +65,9 @@ class GRPOAlgorithm(GRPOSettings):
 
     kind: Literal["grpo"] = "grpo"
     base_model: ModelSource
+    """The model to train, which is also the reference of the KL penalty."""
     reward: RewardSpec = ExactMatchReward()
+    """What a completion earns."""
 
     @model_validator(mode="after")
     def _a_reward_of_parts(self) -> GRPOAlgorithm:
@@ -82,6 +87,7 @@ class ReferencedAlgorithm(ReferencedSettings):
     """What learners share that hold a model close to a reference."""
 
     base_model: ModelSource
+    """The model to train."""
     reference: ModelSource | None = None
     """Default: the base model."""
 
@@ -108,6 +114,7 @@ class Run(Settings):
     """What every run has."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
+    """Version of the file format; there is one so far."""
     run: RunInfo = RunInfo()
     cost: RunCost = RunCost()
     timeouts: StageTimeouts = StageTimeouts()
@@ -138,6 +145,7 @@ class TrainingRun(Run):
     """What every run that trains has."""
 
     seed: int = Field(default=0, ge=0, lt=2**31)
+    """Of all random numbers of the run."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of the trainer; fixed threads make CPU training repeatable bit for bit. Default: as many as the
     machine has cores, or 1 with portable numerics."""
@@ -147,6 +155,7 @@ class TrainConfig(TrainingRun, Generic[AlgorithmT]):
     """A run that trains one model by one algorithm."""
 
     algorithm: AlgorithmT
+    """The algorithm, the model it starts from, and its data."""
 
 
 class PlacedRun(Run):
@@ -156,8 +165,15 @@ class PlacedRun(Run):
     """Where generation, scoring and learning run. Default: in the flow's process."""
 
     @model_validator(mode="after")
-    def _drawn_ahead_in_the_flows_process(self) -> PlacedRun:
+    def _in_the_flows_process(self) -> PlacedRun:
         learners = [value for _, value in self if isinstance(value, GRPOSettings | PPOSettings)]
+        if self.placement is not None and self.placement.learning is not None:
+            for learner in learners:
+                if learner.state_every > 1:
+                    raise ValueError(
+                        f"placement.learning and state_every = {learner.state_every}: workers have no common place for "
+                        "states that are not stored; leave out one of them"
+                    )
         if self.placement is not None and any(learner.async_depth for learner in learners):
             raise ValueError("placement and async_depth: stages on workers are not drawn ahead; leave out one of them")
         return self
@@ -174,6 +190,7 @@ class TrainPPOConfig(TrainConfig[PPOAlgorithm], PlacedRun):
 
     run: RunInfo = RunInfo(name="ppo")
     backend: EngineConfig = VLLMBackend()
+    """What generates completions."""
 
 
 class TrainGRPOConfig(TrainConfig[GRPOAlgorithm], PlacedRun):
@@ -181,6 +198,7 @@ class TrainGRPOConfig(TrainConfig[GRPOAlgorithm], PlacedRun):
 
     run: RunInfo = RunInfo(name="grpo")
     backend: EngineConfig = VLLMBackend()
+    """What generates completions."""
 
 
 class TrainRMConfig(TrainConfig[RewardModelAlgorithm]):
@@ -256,6 +274,7 @@ class InferBatchConfig(Run):
 
     run: RunInfo = RunInfo(name="batch")
     model: ModelSource
+    """The model that completes."""
     sampling: BatchSampling
     input: InputGlob
     output: OutputDir
@@ -264,6 +283,7 @@ class InferBatchConfig(Run):
     """What `[workers.dask]` says, in the words of the runs that train: shards go where ``generation`` does."""
     failures: FailurePolicy = FailurePolicy()
     backend: BackendConfig = VLLMBackend()
+    """What generates completions."""
 
     @model_validator(mode="after")
     def _one_cluster(self) -> InferBatchConfig:
@@ -285,7 +305,9 @@ class EvaluationConfig(Settings):
     """Held-out prompts that decide whether a checkpoint is better."""
 
     prompts: DatasetSource
+    """Held-out prompts."""
     sampling: SamplingParams = SamplingParams(temperature=0.0)
+    """How they are completed."""
 
 
 class NightlyConfig(TrainingRun, PlacedRun):
@@ -293,17 +315,23 @@ class NightlyConfig(TrainingRun, PlacedRun):
 
     run: RunInfo = RunInfo(name="nightly")
     model: ModelSource
+    """The model that the night starts from."""
     reward: RewardSpec = ExactMatchReward()
     """What held-out completions are worth, and those of training where there is no ``rm``."""
     backend: EngineConfig = VLLMBackend()
+    """What generates completions."""
     sft: SFTSettings
+    """Supervised fine-tuning, which comes first."""
     rm: RewardModelSettings | None = None
     """A reward model, trained on pairs from the fine-tuned model, that ppo or grpo is rewarded by."""
     ppo: PPOSettings | None = None
+    """Learning on by PPO."""
     grpo: GRPOSettings | None = None
+    """Learning on by GRPO."""
     dpo: DPOSettings | None = None
     """Give one of ppo, grpo and dpo. The reference is the fine-tuned model."""
     evaluation: EvaluationConfig
+    """Held-out evaluation before, between and after."""
     promotion: PromotionConfig = PromotionConfig()
     report_dir: str = "data/report"
     """Folder of the report: an HTML page and the curves as PNG."""

@@ -22,6 +22,8 @@ from blake3 import blake3
 from rollout_core.base.errors import ConfigError, NotFound, Recoverable
 from rollout_core.base.ids import ContentId, content_id
 from rollout_core.base.locks import scratch_folder
+from rollout_core.base.settings import without_password
+from rollout_core.base.watching import current_amount
 from rollout_core.config import (
     DatasetSource,
     HuggingFaceDataset,
@@ -35,10 +37,12 @@ from rollout_core.data.datasets import (
     PromptRow,
     Row,
     RowT,
+    counted,
     jsonl_documents,
     matching_files,
     numbered_lines,
     parse_documents,
+    split_lines,
     to_line,
 )
 from rollout_core.models.locating import HubOutOfReach, Unchecked, looks_like_hub_id, without_token
@@ -52,10 +56,11 @@ from rollout_core.objects.addresses import (
     local_path,
     matching_urls,
 )
-from rollout_core.objects.backends import READ_BYTES, RemoteFiles
+from rollout_core.objects.buckets import READ_BYTES, RemoteFiles
 from rollout_core.objects.files import storage_faults
+from rollout_core.objects.imports import SHOWN_FILES, Source, source_of_files
 from rollout_core.objects.records import Dataset
-from rollout_core.objects.trees import hash_file
+from rollout_core.objects.trees import expected, hash_file
 
 TABLE_BATCH_ROWS = 500
 """Rows of a table that are in memory together."""
@@ -79,6 +84,8 @@ class RowStream(Generic[RowT]):
         self._names: list[str] = []
         self._first_rows: list[int] = []
         self._numbers = array("q")
+        self.commit: str | None = None
+        """Of the repository on the hub, where the last iteration read one and it is known."""
 
     def __iter__(self) -> Iterator[RowT]:
         self._names, self._first_rows, self._numbers = [], [], array("q")
@@ -116,15 +123,18 @@ def read_dataset(
     """
 
     def documents() -> Iterable[PlacedDocument]:
-        if isinstance(source, JsonlDataset):
-            return jsonl_documents(_files(source.path, base))
-        if isinstance(source, ParquetDataset):
-            return parquet_documents(_files(source.path, base))
+        if isinstance(source, JsonlDataset | ParquetDataset):
+            files = _files(source.path, base)
+            expected(path for _, path in files)
+            return jsonl_documents(files) if isinstance(source, JsonlDataset) else parquet_documents(files)
         if isinstance(source, HuggingFaceDataset):
-            return _hugging_face_documents(source, base, download)
+            table = _load_hugging_face(source, base / source.uri, download)
+            found.commit = _commit_of(table)
+            return _arrow_documents(source.uri, table)
         return stored_documents(source, objects)
 
-    return RowStream(documents, model, source.address)
+    found = RowStream(documents, model, source.address)
+    return found
 
 
 def stored_rows(objects: ObjectStore, dataset: ContentId, model: type[RowT]) -> RowStream[RowT]:
@@ -149,6 +159,29 @@ def import_dataset(objects: ObjectStore, rows: Iterable[Row]) -> Dataset:
 
     data = objects.put_stream(lines())
     return Dataset(data=data, num_rows=num_rows)
+
+
+def source_of_rows(
+    source: JsonlDataset | ParquetDataset | HuggingFaceDataset, base: Path, commit: str | None, filed_bytes: int
+) -> Source:
+    """Where a data set was read from. One of the hub counts as large as it is as it was filed."""
+    if not isinstance(source, HuggingFaceDataset):
+        paths = matching_files(source.path, base)
+        place = paths[0].resolve() if len(paths) == 1 else base.resolve() / source.path
+        return source_of_files("data", source.path, paths, place=str(place))
+    folder = base / source.uri
+    if folder.is_dir():
+        files = sorted(file for file in folder.rglob("*") if file.is_file())
+        return source_of_files("data", source.uri, files, place=str(folder.resolve()))
+    return Source(
+        kind="data",
+        address=source.uri,
+        hub_id=source.uri,
+        revision=source.revision,
+        commit=commit,
+        size_bytes=filed_bytes,
+        num_files=1,
+    )
 
 
 def hash_rows(rows: Iterable[Row]) -> ContentId:
@@ -186,19 +219,6 @@ def _files(path: str, base: Path) -> list[tuple[str, Path]]:
     return [(str(file if Path(path).is_absolute() else file.relative_to(base)), file) for file in found]
 
 
-def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Lines of a file that comes in chunks, without their ends; the last one is what follows the last end."""
-    begun: list[bytes] = []
-    for chunk in chunks:
-        first, *others = chunk.split(b"\n")
-        begun.append(first)
-        if others:
-            yield b"".join(begun)
-            yield from others[:-1]
-            begun = [others[-1]]
-    yield b"".join(begun)
-
-
 def parquet_documents(files: Iterable[tuple[str, Any]]) -> Iterator[PlacedDocument]:
     """Rows of Parquet files, each given as name and path, or as name and open file. Raises ConfigError for a file that
     cannot be read."""
@@ -208,16 +228,32 @@ def parquet_documents(files: Iterable[tuple[str, Any]]) -> Iterator[PlacedDocume
     for name, path in files:
         try:
             with pyarrow.parquet.ParquetFile(path, memory_map=isinstance(path, Path), pre_buffer=False) as file:
-                yield from _table_documents(name, file.iter_batches(batch_size=TABLE_BATCH_ROWS))
+                share = _size_of(path) / max(1, file.metadata.num_rows)
+                yield from _table_documents(name, file.iter_batches(batch_size=TABLE_BATCH_ROWS), row_bytes=share)
         # Times of other millennia are out of range, or overflow.
         except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:
             raise ConfigError(f"{name}: not readable as Parquet: {_one_line(error)}") from error
 
 
-def _table_documents(name: str, batches: Iterable[Any]) -> Iterator[PlacedDocument]:
-    """Rows of Arrow tables or record batches."""
-    number = 0
+def _size_of(file: Any) -> int:
+    """Bytes of a path or an open file of a bucket."""
+    return file.stat().st_size if isinstance(file, Path) else int(file.size)
+
+
+def _arrow_documents(name: str, table: Any) -> Iterator[PlacedDocument]:
+    """Rows of a ``datasets.Dataset``."""
+    size = int(table.data.nbytes)
+    current_amount().expect(size)
+    batches = table.with_format("arrow").iter(TABLE_BATCH_ROWS)
+    return _table_documents(name, batches, row_bytes=size / max(1, len(table)))
+
+
+def _table_documents(name: str, batches: Iterable[Any], *, row_bytes: float) -> Iterator[PlacedDocument]:
+    """Rows of Arrow tables or record batches; for each of them whoever watches is told ``row_bytes``."""
+    number, amount, done = 0, current_amount(), 0
     for batch in batches:
+        amount.add(round(row_bytes * (number + batch.num_rows)) - done)
+        done = round(row_bytes * (number + batch.num_rows))
         for document in batch.to_pylist():
             number += 1
             yield f"{name}:row ", number, _without_nulls(document)
@@ -229,9 +265,10 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _hugging_face_documents(source: HuggingFaceDataset, base: Path, download: bool) -> Iterator[PlacedDocument]:
-    table = _load_hugging_face(source, base / source.uri, download)
-    yield from _table_documents(source.uri, table.with_format("arrow").iter(TABLE_BATCH_ROWS))
+def _commit_of(table: Any) -> str | None:
+    """The commit of a data set of the hub, by which ``datasets`` names the folder that it keeps it in."""
+    names = (Path(file["filename"]).parent.name for file in table.cache_files)
+    return next((name for name in names if re.fullmatch("[0-9a-f]{40}", name)), None)
 
 
 def _load_hugging_face(source: HuggingFaceDataset, folder: Path, download: bool) -> Any:
@@ -283,24 +320,25 @@ def stored_documents(source: StoredDataset, objects: ObjectStore | None) -> Iter
         copy = scratch / "rows"
         if head.startswith(_PARQUET_MAGIC):
             objects.get_file(content_id, copy)
-            yield from parquet_documents([(name, copy)])
+            yield from parquet_documents([(name, expected([copy])[0])])
         elif is_folder(objects, content_id):
             objects.get_tree(content_id, copy)
             yield from _folder_documents(name, copy)
         else:
-            yield from numbered_lines(name, split_lines(objects.stream(content_id)))
+            current_amount().expect(objects.size(content_id))
+            yield from numbered_lines(name, split_lines(counted(objects.stream(content_id))))
 
 
 def _folder_documents(name: str, folder: Path) -> Iterator[PlacedDocument]:
     """Rows of a folder that ``datasets`` saved, or of its JSONL and Parquet files in order of their paths."""
     if any((folder / saved).is_file() for saved in _SAVED_BY_DATASETS):
         table = _load_hugging_face(HuggingFaceDataset(kind="hugging_face", uri=name), folder, download=False)
-        yield from _table_documents(name, table.with_format("arrow").iter(TABLE_BATCH_ROWS))
+        yield from _arrow_documents(name, table)
         return
     files = sorted(file for file in folder.rglob("*") if file.suffix in (".jsonl", ".parquet"))
     if not files:
         raise ConfigError(f"object {name} is a folder without a .jsonl or .parquet file")
-    for file in files:
+    for file in expected(files):
         read = jsonl_documents if file.suffix == ".jsonl" else parquet_documents
         yield from read([(f"{name}/{file.relative_to(folder).as_posix()}", file)])
 
@@ -316,6 +354,8 @@ class _Part:
     documents: Callable[[], Iterator[PlacedDocument]]
     identity: Callable[[], Any]
     """JSON that differs where the content does; None where that is unknown."""
+    num_bytes: int = 0
+    """To be read; 0 where that shows later."""
 
 
 class PromptFiles:
@@ -333,6 +373,7 @@ class PromptFiles:
         store that is not given.
         """
         row = None
+        current_amount().expect(sum(part.num_bytes for part in self._parts))
         documents = (document for part in self._parts for document in part.documents())
         for _, _, row in parse_documents(documents, PromptRow):
             yield row
@@ -362,6 +403,26 @@ class PromptFiles:
         identities = [part.identity() for part in self._parts]
         return None if None in identities else content_id("prompt-files/2", [self._source.format, identities])
 
+    def source(self) -> Source | None:
+        """Where the files are, with their sizes; None where they are in the object store."""
+        pattern = self._source.glob
+        if is_url(pattern):
+            files, key = files_at(pattern, self._objects)
+            found = matching_urls(files, key)
+            return Source(
+                kind="data",
+                address=without_password(pattern),
+                place=without_password(pattern),
+                size_bytes=sum(file.size for file in found),
+                num_files=len(found),
+                files=tuple(without_password(file.url) for file in found[:SHOWN_FILES]),
+            )
+        paths = matching_files(local_path(pattern), self._base)
+        if not paths:
+            return None
+        place = paths[0].resolve() if len(paths) == 1 else self._base.resolve() / local_path(pattern)
+        return source_of_files("data", pattern, paths, place=str(place))
+
     @cached_property
     def _parts(self) -> list[_Part]:
         pattern = self._source.glob
@@ -382,7 +443,8 @@ class PromptFiles:
         parquet = self._is_parquet(path.name)
         return _Part(
             partial(parquet_documents if parquet else jsonl_documents, [(str(path), path)]),
-            lambda: [parquet, hash_file(path)[1]],
+            lambda: [parquet, hash_file(*expected([path]))[1]],
+            path.stat().st_size if path.is_file() else 0,  # reading it says what is wrong
         )
 
     def _at_url(self, files: RemoteFiles, file: UrlFile) -> _Part:
@@ -391,6 +453,7 @@ class PromptFiles:
             partial(_parquet_at_url if parquet else _jsonl_at_url, files, file),
             # An entity tag tells versions of one object apart, not objects.
             lambda: None if file.mark is None else [parquet, file.url, file.mark],
+            file.size,
         )
 
     def _stored(self, digits: str) -> _Part:
@@ -420,7 +483,7 @@ def _part_regex(part: str) -> str:
 
 def _jsonl_at_url(files: RemoteFiles, file: UrlFile) -> Iterator[PlacedDocument]:
     try:
-        yield from numbered_lines(file.url, split_lines(files.read_chunks(file.key)))
+        yield from numbered_lines(file.url, split_lines(counted(files.read_chunks(file.key))))
     except FileNotFoundError as error:
         raise ConfigError(f"{file.url} is gone since the files were listed; run again") from error
 

@@ -37,6 +37,7 @@ from pydantic_core import to_jsonable_python
 from rollout_core.base.errors import ConfigError, DataError
 from rollout_core.base.ids import canonical_json
 from rollout_core.base.trusted import trusted
+from rollout_core.base.watching import current_amount
 from rollout_core.models.pretrained import ChatMessage
 
 MAX_VIOLATIONS = 20
@@ -252,9 +253,30 @@ def jsonl_documents(files: Iterable[tuple[str, Path]]) -> Iterator[PlacedDocumen
     for name, path in files:
         try:
             with path.open("rb") as file:
-                yield from numbered_lines(name, file)
+                yield from numbered_lines(name, counted(file))
         except OSError as error:
             raise ConfigError(f"{name}: not readable: {error.strerror or error}") from error
+
+
+def counted(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The same, told to whoever watches."""
+    amount = current_amount()
+    for chunk in chunks:
+        amount.add(len(chunk))
+        yield chunk
+
+
+def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Lines of a file that comes in chunks, without their ends; the last one is what follows the last end."""
+    begun: list[bytes] = []
+    for chunk in chunks:
+        first, *others = chunk.split(b"\n")
+        begun.append(first)
+        if others:
+            yield b"".join(begun)
+            yield from others[:-1]
+            begun = [others[-1]]
+    yield b"".join(begun)
 
 
 def numbered_lines(name: str, lines: Iterable[bytes]) -> Iterator[PlacedDocument]:

@@ -44,6 +44,8 @@ class Completion:
     written: Sequence[tuple[int, int]] | None = None
     """Parts of the tokens that the model wrote, from the first to one past the last; None: all. Between them stands
     what an agent's model was given in later turns, with log-probabilities of 0."""
+    model_ids: Sequence[str] | None = None
+    """Content ids of the weights that drew each of these parts, where they are not all the sample's."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,8 @@ class SampledCompletion:
     """The most likely tokens of each position and their log-probabilities, where they were asked for."""
     written: list[list[int]] | None = None
     """First token and one past the last of each part that the model wrote; None: it wrote all of them."""
+    model_ids: list[str] | None = None
+    """The weights that drew each of these parts, where they are not all the sample's."""
 
 
 def make_samples(
@@ -137,18 +141,19 @@ def identify(
     identities = SampleIds(model, params)
     samples = []
     for row, ids, occurrence in zip(rows, token_ids, occurrences, strict=True):
-        prompt = _prompt_value(row)
+        prompt = prompt_of(row)
         for index in range(occurrence * samples_per_prompt, (occurrence + 1) * samples_per_prompt):
             samples.append(Sample(identities.of(prompt, index), prompt, ids, index, row.id, row.extras))
     return samples
 
 
-def _prompt_value(row: PromptRow) -> Any:
+def prompt_of(row: PromptRow) -> Any:
+    """The text of a row, or its messages, as its samples have them."""
     return row.prompt if row.prompt is not None else [message.model_dump() for message in row.messages or ()]
 
 
 def _prompt_key(row: PromptRow) -> str | bytes:
-    return row.prompt if row.prompt is not None else orjson.dumps(_prompt_value(row), option=orjson.OPT_SORT_KEYS)
+    return row.prompt if row.prompt is not None else orjson.dumps(prompt_of(row), option=orjson.OPT_SORT_KEYS)
 
 
 def refuse_long_prompts(token_ids: Sequence[Sequence[int]], max_tokens: int, max_model_len: int) -> None:
@@ -196,6 +201,8 @@ def encode_completion(completion: Completion) -> bytes:
         row["top_logprobs"] = [[(token, np.float32(p)) for token, p in top] for top in completion.top_logprobs]
     if completion.written is not None:
         row["written"] = completion.written
+    if completion.model_ids is not None:
+        row["model_ids"] = completion.model_ids
     line = orjson.dumps(row, option=_DUMP)
     # NaN and infinities are written as null, which is quicker to look for than they are.
     if b"null" in line and not np.isfinite(logprobs).all():

@@ -19,7 +19,7 @@ from rollout_core.base.ids import ContentId, canonical_json, hash_bytes
 from rollout_core.base.processes import size_text
 from rollout_core.config.retention import Retention
 from rollout_core.objects import ObjectStore, Snapshot, SnapshotStore, TreeFile, TreeManifest
-from rollout_core.objects.files import EXPIRED_REFS, LET_GO_REFS, RESULT_REFS, SNAPSHOT_REFS
+from rollout_core.objects.files import EXPIRED_REFS, LET_GO_REFS, RESULT_REFS, RUN_RECORD_REFS, SNAPSHOT_REFS
 from rollout_core.objects.gc import GcReport, Scope, collect_garbage
 from rollout_core.objects.leases import live_leases, unused_before
 from rollout_core.objects.snapshots import MODEL_FOLDER, PROGRESS_REFS, RUN_NAME, expire_ref
@@ -74,6 +74,8 @@ class _Choice:
     num_kept: int
     results: tuple[str, ...]
     progress: tuple[str, ...]
+    records: tuple[str, ...]
+    """Of runs."""
     models: tuple[ContentId, ...]
     """Promoted before those that stay, and not given up by an earlier round."""
     back: tuple[ContentId, ...]
@@ -83,7 +85,7 @@ class _Choice:
 
     @property
     def refs(self) -> frozenset[str]:
-        return frozenset([*(state.ref for state in self.states), *self.results, *self.progress])
+        return frozenset([*(state.ref for state in self.states), *self.results, *self.progress, *self.records])
 
 
 def clean(
@@ -137,7 +139,7 @@ def _give_up(objects: ObjectStore, chosen: _Choice) -> None:
     snapshots = SnapshotStore(objects)
     for state in chosen.states:
         snapshots.let_go(state)
-    for name in (*chosen.results, *chosen.progress):
+    for name in (*chosen.results, *chosen.progress, *chosen.records):
         expire_ref(objects, name)
     for model in chosen.models:
         objects.set_ref(f"{LET_GO_REFS}/{model}", objects.put_json({"kind": "model/1"}))
@@ -172,6 +174,7 @@ def _choose(objects: ObjectStore, rules: Retention, in_use_since: float) -> _Cho
         num_kept=len(states) - len(states_to_go),
         results=tuple(results),
         progress=tuple(progress),
+        records=tuple(_set_before(objects, RUN_RECORD_REFS, min(before, now - rules.run_days * _DAY))),
         models=tuple(models),
         back=tuple(model for model in kept_models if model in given_up),
         entries=frozenset(entries),

@@ -105,13 +105,20 @@ class InferenceBackend(Protocol):
         """Use another model of the same architecture from now on. Raises Fatal when the parity check fails."""
         ...
 
+    def rest(self) -> None:
+        """Give memory back until the next `update_weights`, where the backend can. Nothing is streamed meanwhile."""
+        ...
+
     def close(self) -> None:
         """Free the engine. The backend is not used afterwards."""
         ...
 
 
 class GathersStream:
-    """`generate` in terms of `stream`."""
+    """`generate` in terms of `stream`; keeps its memory."""
+
+    def rest(self) -> None:
+        """See `InferenceBackend`."""
 
     def stream(self, requests: Iterable[Request | None]) -> Iterator[Outcome]:
         raise NotImplementedError("a backend implements stream")

@@ -29,7 +29,7 @@ from rollout_core.data.samples import (
     length_problem,
 )
 from rollout_core.inference.base import Request
-from rollout_core.inference.engines import Lane, Lanes
+from rollout_core.inference.lanes import Lane, Lanes
 from rollout_core.inference.ledger import Answer, SampleLedger, Standing
 from rollout_core.objects import ObjectStore
 from rollout_core.store import Attempt, LightningStore

@@ -13,7 +13,7 @@ from blake3 import blake3
 from rollout_core.base.errors import ConfigError
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.addresses import bucket_exists, files_at, is_url, local_path, mark_of
-from rollout_core.objects.backends import UPLOAD_PART_BYTES, RemoteFiles
+from rollout_core.objects.buckets import RemoteFiles
 from rollout_core.objects.files import storage_faults
 from rollout_core.objects.trees import file_beside, hash_file
 
@@ -141,7 +141,7 @@ class BucketFolder:
             if self._files.protocol == "memory":  # where a file that is being written is seen
                 self._files.fs.pipe_file(path, b"".join(chunks))
                 return self.mark(name)
-            file: Any = self._files.fs.open(path, "wb", block_size=UPLOAD_PART_BYTES)
+            file: Any = self._files.fs.open(path, "wb", block_size=self._files.part_bytes)
             try:
                 for chunk in chunks:
                     file.write(chunk)

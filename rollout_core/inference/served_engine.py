@@ -25,7 +25,8 @@ from rollout_core.data.samples import Failure, Outcome
 from rollout_core.data.text import render_chats
 from rollout_core.inference.base import ModelRef, Request, unsupported
 from rollout_core.inference.chat_api import Answered, ApiError, Ask, Prompt, Writer
-from rollout_core.inference.engines import EngineOf, Lanes
+from rollout_core.inference.engines import EngineOf
+from rollout_core.inference.lanes import Lanes
 from rollout_core.models.bounded.tokenizing import Chat, Problem, encode
 from rollout_core.models.pretrained import load_tokenizer
 

@@ -43,7 +43,8 @@ from rollout_core.inference.runs import EventLog
 from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.gc import FINISHED_REFS
-from rollout_core.objects.records import PromptShards, ShardCompletions
+from rollout_core.objects.imports import Source, record_import
+from rollout_core.objects.records import PromptShards, ShardCompletions, record_derivation
 from rollout_core.store import LightningStore
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,14 @@ def import_shards(
     return record
 
 
+def record_shards(objects: ObjectStore, prompts: PromptShards, source: Source | None) -> None:
+    """Note where a set came from, and of its shards that they are of this set."""
+    if source is not None:
+        record_import(objects, prompts.index, source)
+    shards = tuple(dict.fromkeys(shard for shard, _ in shards_of(objects, prompts)))
+    record_derivation(objects, "cut_shards", {"prompts": prompts.index}, shards)
+
+
 def imported_before(objects: ObjectStore, source: ContentId, shard_size: int) -> PromptShards | None:
     """What `import_shards` made of this source, if it did and all of it is still there."""
     return _imported(objects, _ref(source, shard_size))
@@ -108,7 +117,12 @@ def shards_of(objects: ObjectStore, prompts: PromptShards) -> list[tuple[Content
 
 def read_shard(objects: ObjectStore, shard: ContentId) -> list[ShardRow]:
     """Rows of one shard."""
-    return [_shard_row(_decoded(line)) for line in objects.get_bytes(shard).splitlines()]
+    return [shard_row(line) for line in objects.get_bytes(shard).splitlines()]
+
+
+def shard_row(line: bytes) -> ShardRow:
+    """A line of a shard."""
+    return _shard_row(_decoded(line))
 
 
 def shard_samples(

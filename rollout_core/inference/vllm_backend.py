@@ -61,6 +61,7 @@ class VLLMEngine(GathersStream):
                 self._llm = self._start(model)
             self._files = stack.pop_all()
         self._suspect = False
+        self._is_asleep = False
         self._try_out()
         self._watch.seconds = config.hang_timeout_seconds
 
@@ -82,6 +83,7 @@ class VLLMEngine(GathersStream):
         options: dict[str, Any] = {}
         if self._device == "cuda":
             options["gpu_memory_utilization"] = config.gpu_memory_utilization
+            options["enable_sleep_mode"] = config.sleep
         else:
             options["worker_extension_cls"] = _WORKER_EXTENSION
             # When vLLM prefills a prompt in chunks it rewinds the request's random generator, which a CPU's does not
@@ -248,13 +250,27 @@ class VLLMEngine(GathersStream):
         self._suspect = True
         # As long as a start, which loads weights too.
         with self._death_is_recoverable(), self._watch.waiting(self._config.start_timeout_seconds):
+            if self._is_asleep:
+                self._llm.wake_up(tags=["weights"])
             self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model.folder)})
+            if self._is_asleep:
+                # Last, for loading takes memory of its own.
+                self._llm.wake_up(tags=["kv_cache"])
+                self._is_asleep = False
             if self._config.enable_prefix_caching:
                 self._llm.reset_prefix_cache()
         self._tokenizer = load_tokenizer(model.folder)
         self._model = model
         self._check_parity()
         self._suspect = False
+
+    def rest(self) -> None:
+        if not self._config.sleep or self._is_asleep:
+            return
+        # At level 2 weights are dropped, not copied to the host: others are read at the next use.
+        self._suspect = self._is_asleep = True
+        with self._death_is_recoverable(), self._watch.waiting(self._config.start_timeout_seconds):
+            self._llm.sleep(level=2)
 
     @contextmanager
     def _death_is_recoverable(self) -> Iterator[None]:

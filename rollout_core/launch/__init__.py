@@ -1,5 +1,5 @@
 """Updates in processes of their own: the launcher that watches them, and the rank that works."""
 
-from rollout_core.launch.launcher import run_update
+from rollout_core.launch.launcher import kept_process, run_update
 
-__all__ = ["run_update"]
+__all__ = ["kept_process", "run_update"]

@@ -17,8 +17,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
@@ -43,6 +46,8 @@ log = logging.getLogger(__name__)
 LAST_LINES = 5
 SETTLE_SECONDS = 1.0
 """After the first failure: the time others', one of which may be the cause, get to arrive."""
+LINES_SECONDS = 0.05
+"""After the end of a job: the time that the last lines of a process that stays get to arrive."""
 GRACE_SECONDS = 5.0
 """From SIGTERM to SIGKILL where a rank has failed: the others wait for it and will not get to their next step."""
 UpdateName = Literal["sft", "rm", "preference", "ppo", "grpo"]
@@ -55,6 +60,8 @@ PIPE = "ROLLOUT_RANK_PIPE"
 """Environment variable: number of the open file that a rank's messages go to."""
 LAUNCHER = "ROLLOUT_RANK_LAUNCHER"
 """Environment variable: process id of the launcher, without which there is no reason to live."""
+STAYS = "ROLLOUT_RANK_STAYS"
+"""Environment variable, where set: more jobs may come by standard input, a line of JSON each, until that ends."""
 
 IDENTITY = ("key", "run_id", "seed", "run_name", "start_from", "series", "base_model")
 """Fields that ranks have of the caller's context as they are."""
@@ -95,10 +102,12 @@ def run_update(
             **{field: getattr(context, field) for field in IDENTITY},
             num_threads=context.num_threads and max(1, context.num_threads // nproc),
             nproc=nproc,
+            held=context.held and context.held.folder,
+            stores_state=context.stores_state,
             result=folder / "result.json",
         )
         (folder / "job.json").write_text(job.model_dump_json(indent=1), encoding="utf-8")
-        with _Ranks(job, folder, context.objects) as ranks:
+        with _ranks_for(job, folder, context.objects) as ranks:
             for message in ranks.messages(context.is_stopping):
                 if message.kind == "line":
                     on_line(message.content if nproc == 1 else f"rank {message.rank}: {message.content}")
@@ -111,11 +120,34 @@ def run_update(
         return outcome_type(name).validate_json(job.result.read_bytes())
 
 
+@contextmanager
+def kept_process() -> Iterator[None]:
+    """Inside the block an update that has one process of its own leaves it for the next one, which is spared its start:
+    imports take longer than a small update. The process ends with the block.
+
+    An update is the same in a process that has computed others: it sets all seeds itself.
+    """
+    with _kept.wanted():
+        yield
+
+
+@contextmanager
+def _ranks_for(job: Job, folder: Path, objects: ObjectStore) -> Iterator[_Ranks]:
+    """The processes of ``job``, at work; none is left at the end but one that is kept."""
+    environment = _environment(job, objects)
+    ranks = _kept.take(environment) if job.nproc == 1 else None
+    ranks = ranks or _Ranks(environment, _kept.starter if job.nproc == 1 else None)
+    with ranks.at_work(job, folder):
+        yield ranks
+    if ranks.stay:
+        _kept.keep(ranks)
+
+
 @dataclass(frozen=True)
 class _Message:
     rank: int
     kind: str
-    """``line``, ``data``, ``start``, ``step``, ``error``, or ``exit``."""
+    """``line``, ``data``, ``start``, ``step``, ``error``, ``done`` of a process that stays, or ``exit``."""
     content: Any
 
 
@@ -128,28 +160,41 @@ class _Rank:
 # Not torch.distributed.elastic: its agent meets by a TCP store, whose port another process may take, and its ranks
 # report by an error file at their end, not step by step.
 class _Ranks:
-    """The processes of a job; ends all of them when left, whatever the reason."""
+    """The processes of a job, or of one job after the other."""
 
-    def __init__(self, job: Job, folder: Path, objects: ObjectStore) -> None:
-        self._job = job
-        self._folder = folder
-        self._environment = _environment(job, folder, objects)
+    _job: Job
+
+    def __init__(self, environment: Mapping[str, str], starter: Executor | None) -> None:
+        """With a ``starter`` they stay when a job is done."""
+        self.environment = environment
+        self.stay = starter is not None
+        self._starter = starter
         self._ranks: list[_Rank] = []
         self._queue: queue.SimpleQueue[_Message] = queue.SimpleQueue()
 
-    def __enter__(self) -> _Ranks:
+    @contextmanager
+    def at_work(self, job: Job, folder: Path) -> Iterator[None]:
+        """Inside the block they work on ``job``. All are ended when it is left, whatever the reason, but where they
+        stay and nothing went wrong."""
+        self._job = job
         try:
-            for rank in range(self._job.nproc):
-                self._start(rank)
-        except BaseException:
-            self._end(GRACE_SECONDS)
+            if self._ranks:
+                self._give(folder)
+            else:
+                for rank in range(job.nproc):
+                    self._start(rank, folder)
+            yield
+        except BaseException as error:
+            # What is no Exception is a signal, or the flow's end: they are well, and can keep what they have done.
+            self.end(GRACE_SECONDS if isinstance(error, Exception) else stop_seconds())
             raise
-        return self
+        if not self.stay:
+            self.end(GRACE_SECONDS)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # What is no Exception is a signal, or the flow's end: the ranks are well, and can keep what they have done.
-        interrupted = kind is not None and not issubclass(kind, Exception)
-        self._end(stop_seconds() if interrupted else GRACE_SECONDS)
+    @property
+    def are_alive(self) -> bool:
+        """Whether none has ended."""
+        return all(rank.process.poll() is None for rank in self._ranks)
 
     def messages(self, is_stopping: Callable[[], bool]) -> Iterable[_Message]:
         """What the ranks write and report, until all are done. Raises the error of the one that failed.
@@ -165,18 +210,20 @@ class _Ranks:
                     rank.process.terminate()
             if message is None:
                 continue
-            if message.kind == "exit":
+            if message.kind in ("exit", "done"):
                 running.discard(message.rank)
             if message.kind == "error" or (message.kind == "exit" and message.content != 0):
                 failures = [message]
-                for later in self._settle():
+                for later in self._settle(SETTLE_SECONDS):
                     yield later
                     failures.append(later)
                 raise self._error(failures)
             yield message
+        if self.stay:
+            yield from self._settle(LINES_SECONDS)
 
-    def _settle(self) -> Iterable[_Message]:
-        deadline = time.monotonic() + SETTLE_SECONDS
+    def _settle(self, seconds: float) -> Iterable[_Message]:
+        deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             message = self._next(timeout=left)
             if message is not None:
@@ -217,22 +264,36 @@ class _Ranks:
             f"{where} {end}{others}. Run again, the update resumes from its last snapshot. Its last lines: {lines}"
         )
 
-    def _start(self, rank: int) -> None:
-        reading, writing = os.pipe()
+    def _give(self, folder: Path) -> None:
+        """The next job. Raises Recoverable where its process has just ended."""
+        [rank] = self._ranks
+        assert rank.process.stdin is not None, "piped"
+        told = {"job": str(folder / "job.json"), "traceparent": traces.environment().get(traces.TRACEPARENT)}
         try:
-            process = subprocess.Popen(
-                # -P: a module in the folder it runs in that is called like a dependency is not imported.
-                [sys.executable, "-P", "-m", "rollout_core.launch.rank", str(self._folder / "job.json")],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                env={**self._environment, **_place(rank, self._job.nproc), PIPE: str(writing)},
-                pass_fds=(writing,),
-                # Its own session: Ctrl-C in the terminal reaches the launcher, which ends the ranks.
-                start_new_session=True,
-            )
+            rank.process.stdin.write(json.dumps(told) + "\n")
+            rank.process.stdin.flush()
+        except OSError as error:
+            raise Recoverable(f"the process of the {self._job.algorithm} update ended before it: {error}") from error
+
+    def _start(self, rank: int, folder: Path) -> None:
+        reading, writing = os.pipe()
+        of_job = {RENDEZVOUS: f"file://{folder / 'rendezvous'}", **traces.environment(), PIPE: str(writing)}
+        start = partial(
+            subprocess.Popen,
+            # -P: a module in the folder it runs in that is called like a dependency is not imported.
+            [sys.executable, "-P", "-m", "rollout_core.launch.rank", str(folder / "job.json")],
+            stdin=subprocess.PIPE if self.stay else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env={**self.environment, **_place(rank, self._job.nproc), **of_job, **({STAYS: "1"} if self.stay else {})},
+            pass_fds=(writing,),
+            # Its own session: Ctrl-C in the terminal reaches the launcher, which ends the ranks.
+            start_new_session=True,
+        )
+        try:
+            process = start() if self._starter is None else self._starter.submit(start).result()
         except BaseException:
             os.close(reading)
             raise
@@ -268,10 +329,13 @@ class _Ranks:
                 reader.join(timeout=GRACE_SECONDS)
         self._queue.put(_Message(rank, "exit", code))
 
-    def _end(self, grace_seconds: float) -> None:
+    def end(self, grace_seconds: float = GRACE_SECONDS) -> None:
         """Ask the ranks to end, and then make them; also when this is interrupted itself."""
         for rank in self._ranks:
             rank.process.terminate()
+            if rank.process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    rank.process.stdin.close()
         deadline = time.monotonic() + grace_seconds
         try:
             for rank in self._ranks:
@@ -283,8 +347,59 @@ class _Ranks:
                 rank.process.wait()
 
 
-def _environment(job: Job, folder: Path, objects: ObjectStore) -> dict[str, str]:
-    """Of all ranks. Threads are shared out where nothing says how many there should be."""
+class _KeptProcess:
+    """The process of the last update that had one of its own, while somebody wants it kept. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wanted = 0
+        self._ranks: _Ranks | None = None
+        self.starter: Executor | None = None
+        """Its thread starts processes that stay: one that is to end with its parent ends with the thread of it that
+        started it, and an update may be asked for by a thread that is gone before the next one."""
+
+    @contextmanager
+    def wanted(self) -> Iterator[None]:
+        with self._lock:
+            self._wanted += 1
+            self.starter = self.starter or ThreadPoolExecutor(1, "rollout-launcher")
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._wanted -= 1
+                ranks = starter = None
+                if not self._wanted:
+                    ranks, self._ranks, starter, self.starter = self._ranks, None, self.starter, None
+            if ranks is not None:
+                ranks.end()
+            if starter is not None:
+                starter.shutdown()
+
+    def take(self, environment: Mapping[str, str]) -> _Ranks | None:
+        """The kept process, if it is alive and has this environment; another is ended."""
+        with self._lock:
+            ranks, self._ranks = self._ranks, None
+        if ranks is not None and not (ranks.are_alive and ranks.environment == environment):
+            ranks.end()
+            return None
+        return ranks
+
+    def keep(self, ranks: _Ranks) -> None:
+        """For the next update; ended at once where nobody wants it."""
+        with self._lock:
+            if self._wanted and self._ranks is None:
+                self._ranks = ranks
+                return
+        ranks.end()
+
+
+_kept = _KeptProcess()
+"""Of this process."""
+
+
+def _environment(job: Job, objects: ObjectStore) -> dict[str, str]:
+    """Of all ranks, but for what is a job's own. Threads are shared out where nothing says how many there should be."""
     threads = job.num_threads or default_threads() or max(1, (os.cpu_count() or 1) // job.nproc)
     environment = {
         "OMP_NUM_THREADS": str(threads),
@@ -294,8 +409,6 @@ def _environment(job: Job, folder: Path, objects: ObjectStore) -> dict[str, str]
         "PYTHONPATH": search_path(),
         "PYTHONUNBUFFERED": "1",
         LAUNCHER: str(os.getpid()),
-        RENDEZVOUS: f"file://{folder / 'rendezvous'}",
-        **traces.environment(),
     }
     if objects.storage_options:
         environment[STORAGE_OPTIONS] = json.dumps(objects.storage_options)
@@ -336,6 +449,9 @@ class Job(BaseModel):
     num_threads: int | None
     """CPU threads of each rank."""
     nproc: int
+    held: Path | None
+    """Folder of training states that are not stored."""
+    stores_state: bool
     result: Path
     """Where the first rank writes the outcome."""
 

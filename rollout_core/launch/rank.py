@@ -14,13 +14,13 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from rollout_core.base import traces
-from rollout_core.base.determinism import prepare_environment
+from rollout_core.base.determinism import prepare_environment, release_gpu_memory
 from rollout_core.base.errors import ConfigError, RolloutError, error_message
 from rollout_core.base.process_tree import signal_at_parents_end
 from rollout_core.launch.launcher import (
@@ -28,6 +28,7 @@ from rollout_core.launch.launcher import (
     LAUNCHER,
     PIPE,
     RENDEZVOUS,
+    STAYS,
     STORAGE_OPTIONS,
     Job,
     decode_inputs,
@@ -53,12 +54,17 @@ def main() -> None:
     try:
         if len(sys.argv) != 2:
             raise ConfigError("expected one argument: the path of a job file")
-        job = Job.model_validate_json(Path(sys.argv[1]).read_bytes())
-        with traces.part_of(os.environ.get(traces.TRACEPARENT)):
-            span = traces.start_span("rank", rank=rank, algorithm=job.algorithm)
-            with span.as_current():
-                run(job, messenger, is_stopping=stopping.is_set)
-            span.end()
+        options = json.loads(os.environ.pop(STORAGE_OPTIONS, "{}"))
+        for file, traceparent in _jobs():
+            job = Job.model_validate_json(file.read_bytes())
+            with traces.part_of(traceparent):
+                span = traces.start_span("rank", rank=rank, algorithm=job.algorithm)
+                with span.as_current():
+                    run(job, messenger, options, is_stopping=stopping.is_set)
+                span.end()
+            release_gpu_memory()
+            if STAYS in os.environ:
+                messenger.send("done", None)
     except Exception as error:  # noqa: BLE001 - reported to the launcher, whatever it is
         messenger.send("error", error_message(error))
         traces.flush(1.0)
@@ -68,6 +74,16 @@ def main() -> None:
         # Not by way of destructors: those of a communicator wait for ranks that will not answer any more.
         os._exit(2 if isinstance(error, ConfigError) else 1)
     traces.flush()
+
+
+def _jobs() -> Iterator[tuple[Path, str | None]]:
+    """The file of the job on the command line and then of those that come by standard input, each with the trace that
+    it is part of."""
+    yield Path(sys.argv[1]), os.environ.get(traces.TRACEPARENT)
+    if STAYS in os.environ:
+        for line in sys.stdin:
+            told = json.loads(line)
+            yield Path(told["job"]), told["traceparent"]
 
 
 def _heed_sigterm() -> threading.Event:
@@ -87,12 +103,12 @@ def end_with_launcher() -> None:
         os._exit(1)
 
 
-def run(job: Job, messenger: Messenger, *, is_stopping: Callable[[], bool] = lambda: False) -> None:
+def run(job: Job, messenger: Messenger, storage_options: Mapping[str, Any], *, is_stopping: Callable[[], bool]) -> None:
     """Take part in the update, until ``is_stopping`` says otherwise. Raises what the update raises, and ConfigError
     where the ranks are not as many."""
     import torch.distributed as dist
 
-    from rollout_core.algorithms.context import UpdateContext
+    from rollout_core.algorithms.context import HeldStates, UpdateContext
     from rollout_core.algorithms.parallel import is_first
     from rollout_core.objects import ObjectStore
 
@@ -100,13 +116,14 @@ def run(job: Job, messenger: Messenger, *, is_stopping: Callable[[], bool] = lam
     if processes != job.nproc:
         raise ConfigError(f"this job is for {job.nproc} processes, and {processes} were started")
     join()
-    options = json.loads(os.environ.pop(STORAGE_OPTIONS, "{}"))
     context = UpdateContext(
-        objects=ObjectStore.from_url(job.storage, storage_options=options),
+        objects=ObjectStore.from_url(job.storage, storage_options=storage_options),
         cache=job.cache,
         tracking=job.tracking,
         **{field: getattr(job, field) for field in IDENTITY},
         num_threads=job.num_threads,
+        held=job.held and HeldStates(job.held),
+        stores_state=job.stores_state,
         is_stopping=is_stopping,
         on_start=lambda first, last: messenger.send("start", [first, last]) if is_first() else None,
         on_step=lambda row: messenger.send("step", row) if is_first() else None,
@@ -138,7 +155,7 @@ def join() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if device is not None else "gloo",
+        "cpu:gloo,cuda:nccl" if device is not None else "gloo",  # what is offloaded is summed on the host
         init_method=os.environ.get(RENDEZVOUS, "env://"),
         rank=int(os.environ["RANK"]),
         world_size=processes,

@@ -21,6 +21,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.config import LoRAConfig
 from rollout_core.models.facts import blank_model
 from rollout_core.models.pretrained import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config, read_object
+from rollout_core.models.quantized import NF4Linear
 
 _TOKENS = 4
 _LARGEST_LOGIT = 100.0
@@ -157,7 +158,29 @@ def with_lora(model: ModelT, config: LoRAConfig | None, *, seed: int) -> ModelT:
         raise ConfigError("lora.target_modules names the output layer, which cannot have an adapter; leave it out")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_is_trained(name))
+    if config.quantization == "nf4":
+        _quantize(model)
     return model
+
+
+def _quantize(model: nn.Module) -> None:
+    """Store the own weights of layers with adapters in four bits; those on the meta device stay. Raises ConfigError for
+    layers that are no plain linear ones."""
+    for name, layer in _layers(model):
+        if not isinstance(layer.base_layer, nn.Linear):
+            raise ConfigError(
+                f"lora.quantization: {name} is a {type(layer.base_layer).__name__}, and only linear layers are stored "
+                "in four bits; leave it out, or name others as lora.target_modules"
+            )
+        if not layer.base_layer.weight.is_meta:
+            layer.base_layer = NF4Linear(layer.base_layer)
+
+
+def quantized_parameters(model: nn.Module, config: LoRAConfig) -> int:
+    """Weights of ``model``, which has adapters, that are stored in four bits."""
+    if config.quantization == "none":
+        return 0
+    return sum(layer.base_layer.weight.numel() for _, layer in _layers(model))
 
 
 def linear_layers(model: nn.Module) -> list[str]:

@@ -187,11 +187,27 @@ def check_reference(model: Path, reference: Path) -> None:
             f"the reference in {reference} is a {kinds[1]!r}, the model a {kinds[0]!r}; give an earlier checkpoint of "
             "the same architecture"
         )
-    vocabularies = [load_tokenizer(folder).get_vocab() for folder in (model, reference)]
+    _check_vocabularies("reference", model, reference)
+
+
+def check_teacher(model: Path, teacher: Path, longest: int) -> None:
+    """Raises ConfigError unless a teacher reads the same token ids as the model, rows of ``longest`` tokens among
+    them."""
+    _check_vocabularies("teacher", model, teacher)
+    positions = max_positions(teacher)
+    if positions is not None and longest > positions:
+        raise ConfigError(
+            f"the longest row has {longest} tokens, the teacher in {teacher} has {positions} positions; take shorter "
+            "rows, or another teacher"
+        )
+
+
+def _check_vocabularies(what: str, model: Path, other: Path) -> None:
+    vocabularies = [load_tokenizer(folder).get_vocab() for folder in (model, other)]
     if vocabularies[0] != vocabularies[1]:
         raise ConfigError(
-            f"the tokenizer of the reference in {reference} has another vocabulary ({len(vocabularies[1])} tokens) "
-            f"than the model's ({len(vocabularies[0])} tokens); give a reference that reads the same token ids"
+            f"the tokenizer of the {what} in {other} has another vocabulary ({len(vocabularies[1])} tokens) "
+            f"than the model's ({len(vocabularies[0])} tokens); give a {what} that reads the same token ids"
         )
 
 

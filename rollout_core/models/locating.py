@@ -15,11 +15,12 @@ import re
 import shutil
 import stat
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Literal
 
 from rollout_core.base.errors import ConfigError, Conflict, Recoverable
 from rollout_core.base.ids import ContentId, content_id, is_content_id
@@ -27,6 +28,7 @@ from rollout_core.base.locks import scratch_folder
 from rollout_core.base.settings import Redaction, read_secret, without_passwords
 from rollout_core.config import ModelSource
 from rollout_core.models.bounded.inspecting import check_adapter_fit, inspect_bounded
+from rollout_core.models.downloads import watched_downloads
 from rollout_core.models.facts import ModelFacts, mark_of, recall, remember
 from rollout_core.models.pretrained import (
     ADAPTER_CONFIG,
@@ -38,7 +40,10 @@ from rollout_core.models.pretrained import (
 )
 from rollout_core.objects import ObjectStore, TreeManifest
 from rollout_core.objects.addresses import is_short_id
+from rollout_core.objects.imports import Source, hub_commit, record_import, source_of_files
+from rollout_core.objects.records import record_derivation
 
+MERGE_STAGE = "merge_adapter"
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 _NEAR = 0.7
 """Similarity of names, as difflib has it."""
@@ -189,6 +194,7 @@ def fetch_from_hub(
                 revision=revision,
                 allow_patterns=list(patterns),
                 local_files_only=not download,
+                tqdm_class=watched_downloads(),
                 token=read_secret("HF_TOKEN"),  # without one, that of the environment or of a login
             )
         )
@@ -368,7 +374,22 @@ def _import_folder(source: ModelSource, objects: ObjectStore, base: Path) -> Con
         raise Conflict(f"model folder {folder} changed while it was read; run again when nobody writes to it")
     if facts is not None:
         remember(objects, mark, facts)
+    record_import(objects, filed, _source_of(folder, source.uri, files.values(), source.revision, "model"))
+    if source.tokenizer is not None:
+        own = tokenizer_files(tokenizer)
+        record_import(objects, filed, _source_of(tokenizer, source.tokenizer, own, None, "tokenizer"))
     return filed
+
+
+def _source_of(
+    folder: Path, uri: str, files: Iterable[Path], revision: str | None, kind: Literal["model", "tokenizer", "adapter"]
+) -> Source:
+    """Where files come from that were found in ``folder``, which ``uri`` names."""
+    commit = hub_commit(folder)
+    on_hub = commit is not None and looks_like_hub_id(uri)
+    place = None if on_hub else str(folder.resolve())
+    found = source_of_files(kind, uri, files, place=place, hub_id=uri if on_hub else None)
+    return found.model_copy(update={"revision": revision, "commit": commit})
 
 
 def check_adapter(uri: str, model_folder: Path, base: Path, objects: ObjectStore | None) -> None:
@@ -383,26 +404,41 @@ def check_adapter(uri: str, model_folder: Path, base: Path, objects: ObjectStore
 
 def import_adapted(model: ContentId, uri: str, objects: ObjectStore, base: Path) -> ContentId:
     """File the model ``model`` with the adapter at ``uri`` merged in, unless that was done before; its content id.
-
-    Needs memory and scratch space for the whole model. Raises ConfigError where there is no adapter that fits.
-    """
-    with _opened(uri, base, objects, whole=True) as folder:
-        files = {name: folder / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
-        # Without what else may lie beside them.
-        adapter = ContentId(uri) if is_content_id(uri) else objects.put_paths(files)
-    ref = f"merged-models/{content_id('merged-model/1', [model, adapter])}"
-    known = objects.cached_ref(ref)
-    if known is not None and objects.tree_is_present(known):
-        return known
-    # What was filed is merged, not what its folder holds by now: the result is kept under the adapter's id.
-    with _stored(adapter, objects) as folder, scratch_folder("merge") as scratch:
-        whole, merged = scratch / "model", scratch / "merged"
-        objects.get_tree(model, whole)
-        check_adapter_fit(folder, whole, whole=True)
-        _merge(whole, folder, merged)
-        filed = objects.put_tree(merged)
-    objects.set_ref(ref, filed)
+    Needs memory and scratch space for the whole model. Raises ConfigError where there is no adapter that fits."""
+    adapter = import_adapter(uri, objects, base)
+    filed = merged_before(model, adapter, objects)
+    if filed is None:
+        # What was filed is merged, not what its folder holds by now: the result is kept under the adapter's id.
+        with _stored(adapter, objects) as folder, scratch_folder("merge") as scratch:
+            whole, merged = scratch / "model", scratch / "merged"
+            objects.get_tree(model, whole)
+            check_adapter_fit(folder, whole, whole=True)
+            _merge(whole, folder, merged)
+            filed = objects.put_tree(merged)
+        objects.set_ref(_merged_ref(model, adapter), filed)
+    record_derivation(objects, MERGE_STAGE, {"model": model, "adapter": adapter}, (filed,))
     return filed
+
+
+def import_adapter(uri: str, objects: ObjectStore, base: Path) -> ContentId:
+    """File the adapter at ``uri``, without what else lies beside it. Raises ConfigError where there is none."""
+    with _opened(uri, base, objects, whole=True) as folder:
+        if is_content_id(uri):
+            return ContentId(uri)
+        files = {name: folder / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
+        adapter = objects.put_paths(files)
+        record_import(objects, adapter, _source_of(folder, uri, files.values(), None, "adapter"))
+        return adapter
+
+
+def merged_before(model: ContentId, adapter: ContentId, objects: ObjectStore) -> ContentId | None:
+    """What `import_adapted` made of the two, if it did and all of it is still there."""
+    known = objects.cached_ref(_merged_ref(model, adapter))
+    return known if known is not None and objects.tree_is_present(known) else None
+
+
+def _merged_ref(model: ContentId, adapter: ContentId) -> str:
+    return f"merged-models/{content_id('merged-model/1', [model, adapter])}"
 
 
 @contextmanager
@@ -416,11 +452,10 @@ def _opened(uri: str, base: Path, objects: ObjectStore | None, *, whole: bool) -
     elif not looks_like_hub_id(uri):
         raise ConfigError(f"adapter folder {uri!r} does not exist (looked at {base / uri}); give a folder or a hub id")
     else:
-        folder = fetch_from_hub(
-            uri, None, "adapter", (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if whole else (ADAPTER_CONFIG,), download=True
-        )
+        wanted = (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if whole else (ADAPTER_CONFIG,)
+        folder = fetch_from_hub(uri, None, "adapter", wanted, download=True)
         assert folder is not None, "what was downloaded has a folder"
-        yield _with_files(folder, (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if whole else (ADAPTER_CONFIG,))
+        yield _with_files(folder, wanted)
 
 
 @contextmanager
@@ -456,9 +491,8 @@ def _merge(model_folder: Path, adapter_folder: Path, target: Path) -> None:
     except ValueError as error:
         raise ConfigError(f"adapter {adapter_folder} cannot be merged: {' '.join(str(error).split())}") from error
     merged.save_pretrained(target)
-    for file in target.iterdir():
-        if not file.name.endswith((".safetensors", ".safetensors.index.json")):
-            file.unlink()
+    for file in [file for file in target.iterdir() if not is_weights(file.name)]:
+        file.unlink()
     for file in model_folder.iterdir():
-        if not file.name.endswith((".safetensors", ".safetensors.index.json")):
+        if not is_weights(file.name):
             shutil.copyfile(file, target / file.name)

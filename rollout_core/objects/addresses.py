@@ -11,6 +11,7 @@ import glob
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,8 +23,9 @@ from rollout_core.base.settings import refuse_credentials, without_password
 from rollout_core.config import ModelSource
 from rollout_core.config.rewards import ModelReward
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.backends import RemoteFiles
-from rollout_core.objects.files import LINEAGE_REFS, SNAPSHOT_REFS, storage_faults
+from rollout_core.objects.backends import remote_files
+from rollout_core.objects.buckets import RemoteFiles
+from rollout_core.objects.files import IMPORT_REFS, LINEAGE_REFS, SNAPSHOT_REFS, storage_faults
 from rollout_core.objects.trees import TREE_BEGINS
 
 MIN_DIGITS = 8
@@ -37,8 +39,16 @@ def complete_snapshot_id(objects: ObjectStore, digits: str) -> ContentId:
 
 
 def complete_lineage_id(objects: ObjectStore, digits: str) -> ContentId:
-    """The id with a record of lineage that begins with ``digits``; raises as `complete_id` does."""
-    return complete_id(digits, _names_below(objects, LINEAGE_REFS), "record of lineage")
+    """The id with a record of lineage, or of where it was brought in from, that begins with ``digits``; raises as
+    `complete_id` does."""
+    known = chain(_names_below(objects, LINEAGE_REFS), _names_below(objects, IMPORT_REFS))
+    return complete_id(digits, known, "record of lineage")
+
+
+def complete_input_id(objects: ObjectStore, digits: str) -> ContentId:
+    """The blob, or the code that was brought in, whose id begins with ``digits``; raises as `complete_id` does."""
+    known = chain(objects.blobs_beginning(digits), _names_below(objects, IMPORT_REFS)) if len(digits) > 3 else ()
+    return complete_id(digits, known, "object")
 
 
 def complete_object_id(objects: ObjectStore, digits: str) -> ContentId:
@@ -63,6 +73,15 @@ def is_folder(objects: ObjectStore, content_id: ContentId) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def copy_object(source: ObjectStore, target: ObjectStore, content_id: ContentId) -> None:
+    """Put a blob, and of a folder all its files, into another object store. Raises MissingObject, CorruptObject."""
+    if is_folder(source, content_id):
+        for file in source.manifest(content_id).files:
+            if not target.exists(file.content_id):
+                target.put_stream(source.stream(file.content_id))
+    target.put_stream(source.stream(content_id))
 
 
 def is_short_id(text: str) -> bool:
@@ -205,7 +224,7 @@ def files_at(url: str, objects: ObjectStore | None) -> tuple[RemoteFiles, str]:
         raise ConfigError(f"URL {url!r} names no place in a bucket; expected {scheme}://bucket/key")
     same = objects is not None and objects.url.startswith(f"{scheme}://")
     options: Mapping[str, Any] = objects.storage_options if same and objects is not None else {}
-    return RemoteFiles(scheme, f"/{bucket}" if scheme == "memory" else bucket, options), key.strip("/")
+    return remote_files(scheme, f"/{bucket}" if scheme == "memory" else bucket, options), key.strip("/")
 
 
 def bucket_exists(files: RemoteFiles) -> bool:

@@ -10,12 +10,13 @@ a ref counts while what it names is there; so does one that was cut to its first
 
 from __future__ import annotations
 
+import binascii
 import errno
 import json
 import os
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
@@ -111,8 +112,8 @@ class Files(Protocol):
         """Store ``data`` at ``key`` atomically and durably."""
         ...
 
-    def upload(self) -> Upload:
-        """Begin a file too large for memory."""
+    def upload(self, key: str | None = None) -> Upload:
+        """Begin a file too large for memory. Who knows the ``key`` to commit it as says so, which may save a copy."""
         ...
 
     def move(self, source: str, target: str) -> None:
@@ -121,6 +122,11 @@ class Files(Protocol):
 
     def delete(self, key: str) -> None:
         """Idempotent."""
+        ...
+
+    def drop_uploads(self, begun_before: float, *, dry_run: bool) -> int:
+        """Give up what was begun by `upload` before then, in seconds since the epoch, never ended, and is no file that
+        `list` shows; how many there were."""
         ...
 
     def list(self, folder: str) -> Iterator[tuple[str, FileStat]]:
@@ -138,7 +144,29 @@ def write_all(file: FileIO, chunk: bytes) -> None:
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _IN_THE_WAY = {errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.ENAMETOOLONG}
-_NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "RefreshError"}
+_NO_CREDENTIALS = {
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "CredentialRetrievalError",
+    "TokenRetrievalError",
+    "UnauthorizedSSOTokenError",
+    "DefaultCredentialsError",
+    "RefreshError",
+}
+_WRONG_CREDENTIALS = {
+    "ExpiredToken",
+    "ExpiredTokenException",
+    "InvalidAccessKeyId",
+    "InvalidClientTokenId",
+    "InvalidToken",
+    "SignatureDoesNotMatch",
+    "TokenRefreshRequired",
+    "UnrecognizedClientException",
+    "400",
+}
+"""Codes of AWS. 400 without a word is what S3 answers to HEAD with an expired token."""
+_ELSEWHERE = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException", "301"}
+_WRONG_CLOCK = {"RequestTimeTooSkewed", "RequestExpired"}
 _CLIENT_PACKAGES = {"botocore", "aiobotocore", "s3fs", "gcsfs", "google", "aiohttp", "requests"}
 
 
@@ -172,8 +200,11 @@ def _fault(error: Exception, what: str) -> RolloutError:
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     message = f"{what}: {' '.join(without_passwords(text).split())}"
     status = str(getattr(error, "code", ""))
+    refusal = _advice_of(error)
+    if refusal:
+        return ConfigError(f"{message}; {refusal}")
     if type(error).__name__ in _NO_CREDENTIALS or status == "401":
-        return ConfigError(f"{message}; expected credentials in the environment or in the storage options")
+        return ConfigError(f"{message}; expected valid credentials in the environment or in the storage options")
     # gcsfs gives 403 in the message only.
     refused = (
         isinstance(error, PermissionError) or number in _REFUSED or status == "403" or text.startswith("Forbidden")
@@ -182,13 +213,30 @@ def _fault(error: Exception, what: str) -> RolloutError:
         return ConfigError(f"{message}; expected a place this process may read and write")
     if isinstance(error, FileExistsError) or number in _IN_THE_WAY:
         return ConfigError(f"{message}; expected nothing else in its place: choose another storage URL or name")
-    if isinstance(error, ValueError):
+    if isinstance(error, ValueError) and not isinstance(error, _GARBLED):
         return ConfigError(f"{message}; expected a storage URL and storage options that the service understands")
     if number in _FULL:
         return Recoverable(f"{message}; free some space, then run again", RetryHint(30.0, 600.0))
     return Recoverable(f"{message}; a passing fault, try again", RetryHint(1.0, 60.0))
 
 
+def _advice_of(error: Exception) -> str | None:
+    """What to do about AWS's reason for refusing a request, where trying again would not help."""
+    # s3fs raises an error of Python's from the client's.
+    response = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
+    code = str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
+    if code in _WRONG_CREDENTIALS:
+        shown = "" if code == "400" else f" ({code})"
+        return f"the credentials are wrong or have expired{shown}: renew them in the environment or the storage options"
+    if code in _ELSEWHERE:
+        return f"the bucket is in another region ({code}): set AWS_DEFAULT_REGION to the bucket's"
+    if code in _WRONG_CLOCK:
+        return f"this machine's clock is wrong ({code}): keep it by NTP"
+    return None
+
+
+_GARBLED = (json.JSONDecodeError, UnicodeDecodeError, binascii.Error)
+"""Of an answer that was cut or damaged on its way."""
 _WORTH_A_THREAD_BYTES = 2**20
 
 
@@ -262,6 +310,45 @@ def hash_chunks(chunks: Iterable[bytes]) -> ContentId:
     return ContentId(hasher.hexdigest())
 
 
+FLUSH_BYTES = 32 * 2**20
+
+
+class Flushing:
+    """Has a file brought to the disk while it is being written, so that the fsync at its end is a short one.
+
+    Use as a context manager around all writes, within the file's own.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._unflushed = 0
+        self._pool: ThreadPoolExecutor | None = None
+        self._running: Future[None] | None = None
+
+    def __enter__(self) -> Flushing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()  # before the descriptor may become another file's
+
+    def wrote(self, num_bytes: int) -> None:
+        """Count bytes that were handed to the system. Raises OSError where earlier ones could not be written."""
+        self._unflushed += num_bytes
+        if self._unflushed < FLUSH_BYTES or (self._running is not None and not self._running.done()):
+            return
+        self.check()
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="object-flush")
+        self._unflushed = 0
+        self._running = self._pool.submit(os.fdatasync, self._descriptor)
+
+    def check(self) -> None:
+        """Raises OSError where something could not be written: the system tells that once, and not to a later fsync."""
+        if self._running is not None:
+            self._running.result()
+
+
 def fsync_folder(path: str | Path) -> None:
     """Make the entries of a folder durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -325,7 +412,12 @@ LINEAGE_REFS = "lineage"
 EXPIRED_REFS = "expired"
 """Below it stand refs that housekeeping took away, while a run is under way that may have read them before."""
 LET_GO_REFS = "let-go"
-"""Below it, under its id, stands a snapshot whose bytes housekeeping gave up, as `snapshots.LetGo`."""
+"""Below it, under its id, stands a snapshot whose bytes housekeeping gave up, or a state that was never stored, as
+`snapshots.LetGo`."""
+IMPORT_REFS = "imports"
+"""Below it, under its id, stands where content was brought in from, as `imports.Source`."""
+RUN_RECORD_REFS = "run-records"
+"""Below it stands the record of each flow run."""
 SELF_NAMED_REFS = (RESULT_REFS, SNAPSHOT_REFS, LINEAGE_REFS)
 RECORD_BYTES = 2**20
 """Records are rarely larger."""

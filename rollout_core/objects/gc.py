@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from rollout_core.base.errors import CorruptRef
 from rollout_core.base.ids import ContentId, canonical_json, is_content_id
 from rollout_core.objects.files import (
+    IMPORT_REFS,
     LET_GO_REFS,
     LINEAGE_REFS,
     RECORD_BYTES,
@@ -55,8 +56,8 @@ NOTE_REFS = (
 )
 """Refs below them only save work or describe a run; such a note expires when it has not been set for a while."""
 KEEP_NOTES = timedelta(days=30)
-ABOUT_REFS = (f"{LINEAGE_REFS}/", FINISHED_REFS, f"{LET_GO_REFS}/")
-"""Below them, under the id of a blob or snapshot, stands what is known of it."""
+ABOUT_REFS = (f"{LINEAGE_REFS}/", FINISHED_REFS, f"{LET_GO_REFS}/", f"{IMPORT_REFS}/")
+"""Below them, under an id, stands what is known of a blob, a snapshot or code."""
 _NAMED_ID = re.compile(rb'"([0-9a-f]{64})[\\"]')
 _NAMED_ID_BYTES = 66
 _END_BYTES = 64
@@ -78,7 +79,7 @@ class GcReport(BaseModel):
     deleted_bytes: int
     """Of the deleted blobs and leftovers."""
     deleted_leftovers: int
-    """Temporary files of killed writers, and corrupt blobs that had been set aside."""
+    """Temporary files and unfinished uploads of killed writers, and corrupt blobs that had been set aside."""
     deleted_notes: int
     """Refs that nobody used for long, or that described a blob that is gone."""
     unreadable: tuple[str, ...] = ()
@@ -155,7 +156,7 @@ def collect_garbage(
         young_blobs=len(blobs) - live_blobs - num_swept,
         deleted_blobs=num_swept,
         deleted_bytes=sum(size or 0 for size in freed + cleared),
-        deleted_leftovers=_count(cleared),
+        deleted_leftovers=_count(cleared) + objects.files.drop_uploads(spared_since, dry_run=dry_run),
         deleted_notes=_count(orphans + unused),
         unreadable=tuple(unreadable),
         dry_run=dry_run,
@@ -220,10 +221,10 @@ class Marking:
                 self.reached |= {named} & self._blobs.keys()
                 continue
             about = next((folder for folder in ABOUT_REFS if name.startswith(folder)), None)
-            if about is None or not is_content_id(name[len(about) :]):
+            if about is None or not is_content_id(_subject(name, about)):
                 roots.add(named)
                 continue
-            blob = ContentId(name[len(about) :])
+            blob = ContentId(_subject(name, about))
             notes = self._lineage if about == ABOUT_REFS[0] else self._about
             notes.setdefault(blob, set()).add(named)
             if about != FINISHED_REFS:
@@ -257,7 +258,7 @@ class Marking:
         return sorted(self.unreadable)
 
     def orphaned_notes(self) -> list[str]:
-        """Keys of the refs below `FINISHED_REFS` and `LET_GO_REFS` about what was not reached."""
+        """Keys of the refs below `ABOUT_REFS`, but for lineage, about what was not reached."""
         known = self.reached | self._seen | self._traced
         return [key for folder in ABOUT_REFS[1:] for key, blob in self._notes(folder) if blob not in known]
 
@@ -271,7 +272,7 @@ class Marking:
     def _notes(self, folder: str) -> Iterator[tuple[str, str]]:
         for name in self._objects.ref_names(folder.rstrip("/")):
             if name not in self._scope.absent:
-                yield f"refs/{name}", name[len(folder) :]
+                yield f"refs/{name}", _subject(name, folder)
 
     def reach(self, roots: Iterable[ContentId]) -> None:
         """Reach ``roots`` and, level by level, all that they name."""
@@ -342,6 +343,11 @@ class Marking:
         if size <= RECORD_BYTES or content_id in self._records:
             return False
         return not _ends_like_json(self._objects.files.read_part(key, size - _END_BYTES, _END_BYTES))
+
+
+def _subject(name: str, folder: str) -> str:
+    """What a ref below ``folder`` is about, if it is about something."""
+    return name[len(folder) :].partition("/")[0]
 
 
 def begins_like_json(start: bytes) -> bool:

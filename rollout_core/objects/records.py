@@ -11,11 +11,11 @@ counts: equal content can be made more than once.
 
 from __future__ import annotations
 
-import html
 import logging
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, Literal
@@ -23,8 +23,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
 from rollout_core import DISTRIBUTION
+from rollout_core.base.determinism import arithmetic
 from rollout_core.base.errors import ConfigError
-from rollout_core.base.ids import ContentId, canonical_json, is_content_id
+from rollout_core.base.ids import ContentId, canonical_json, content_id, is_content_id
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.files import LINEAGE_REFS
 from rollout_core.objects.gc import named_ids
@@ -278,6 +279,13 @@ class Checkpoint(Record):
     """The last figures, by the names practitioners know."""
     data_report: Annotated[ContentId | None, "blob"] = None
     """JSON: what became of the rows of the data set, where there was one."""
+    advantages: ContentId | None = None
+    """`rollout_core.data.advantages` of what it learned from, where there are any. It is for people to look at: nothing
+    stands on it, so that an update of an earlier version and the same one made again have the same outcome."""
+
+    def cache_identity(self) -> Any:
+        """What stages that are given it depend on."""
+        return self.model_dump(exclude={"advantages"})
 
 
 class SnapshotRecord(Record):
@@ -321,17 +329,42 @@ class Lineage(BaseModel):
     created_at: AwareDatetime
     software: dict[str, str]
     """Package name to version."""
+    arguments: dict[str, Any] = {}
+    """Those of ``inputs`` whose settings stand in the key only in part, in full; for `rollout reproduce`."""
     arithmetic: dict[str, Any] = {}
     """What decided over last bits where it was made: native or portable numerics, the instruction set in force, the
     CPU threads, or the GPU."""
 
 
 def record_lineage(objects: ObjectStore, lineage: Lineage) -> ContentId:
-    """File the record under each of its outputs and return the record's own id."""
-    content_id = objects.put_json(lineage)
+    """File the record under each of its outputs and return the record's own id.
+
+    A result may pass on what it was made of, such as completions their samples: that keeps its own record.
+    """
+    record = objects.put_json(lineage)
+    taken = set(named_ids([canonical_json(lineage.inputs)]))
     for output in lineage.outputs:
-        objects.set_ref(f"{LINEAGE_REFS}/{output}", content_id)
-    return content_id
+        ref = f"{LINEAGE_REFS}/{output}"
+        if output not in taken or objects.cached_ref(ref) is None:
+            objects.set_ref(ref, record)
+    return record
+
+
+def record_derivation(objects: ObjectStore, stage: str, inputs: dict[str, Any], outputs: tuple[ContentId, ...]) -> None:
+    """Lineage of what is made of ``inputs`` outside the cached stages, unless it is known how it came to be."""
+    if not outputs or lineage_of(objects, outputs[-1]) is not None:
+        return
+    made = Lineage(
+        stage=stage,
+        version=1,
+        key=content_id(f"derivation/{stage}/1", inputs),
+        inputs=inputs,
+        outputs=outputs,
+        created_at=datetime.now(UTC),
+        software=software_versions(),
+        arithmetic=arithmetic(),
+    )
+    record_lineage(objects, made)
 
 
 def lineage_of(objects: ObjectStore, content_id: ContentId) -> Lineage | None:
@@ -391,29 +424,6 @@ def trace_descendants(objects: ObjectStore, content_id: ContentId) -> list[Linea
                 found[key] = records[key]
                 waiting.extend(records[key].outputs)
     return list(found.values())
-
-
-def lineage_graph(found: Sequence[Lineage]) -> str:
-    """A Mermaid flow chart of records: a box for each stage, arrows along what one made and another took.
-
-    Inputs that no record of ``found`` made are round: files and base models, if all of a history is there.
-    """
-    made = {output: place for place, lineage in enumerate(found) for output in lineage.outputs}
-    lines = ["flowchart TD"]
-    for place, lineage in enumerate(found):
-        title = html.escape(f"{lineage.stage} {lineage.inputs.get('label') or ''}".strip()).replace("&", "#")
-        lines.append(f'    s{place}["{title}<br>{" ".join(output.short for output in lineage.outputs)}"]')
-    inputs: dict[ContentId, str] = {}
-    arrows: dict[str, None] = {}
-    for place, lineage in enumerate(found):
-        for name, value in lineage.inputs.items():
-            for named in dict.fromkeys(named_ids([canonical_json(value)])):
-                start = f"s{made[named]}" if named in made else f"i{named.short}"
-                if named not in made:
-                    inputs.setdefault(named, f'    {start}(["{html.escape(name)} {named.short}"])')
-                if made.get(named) != place:
-                    arrows[f"    {start} --> s{place}"] = None
-    return "\n".join([*lines, *inputs.values(), *arrows])
 
 
 @cache

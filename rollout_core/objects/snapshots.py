@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -23,9 +23,10 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 from rollout_core.base.errors import ConfigError, Conflict, CorruptObject, CorruptRef, MissingObject, NotFound
 from rollout_core.base.ids import ContentId, canonical_json
 from rollout_core.objects import ObjectStore, TreeFile, TreeManifest
-from rollout_core.objects.addresses import complete_snapshot_id
+from rollout_core.objects.addresses import complete_snapshot_id, copy_object
 from rollout_core.objects.files import EXPIRED_REFS, LET_GO_REFS, SNAPSHOT_REFS, ContentHasher, hash_chunks
 from rollout_core.objects.gc import GcReport, collect_garbage
+from rollout_core.objects.records import Record, lineage_of
 from rollout_core.objects.trees import appearing_folder, files_of, read_file, tar_stream
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class Snapshot(BaseModel):
 
 
 class LetGo(BaseModel):
-    """What stays of a snapshot that housekeeping gave up. It names no blob, or it would keep it."""
+    """What stays of a snapshot that was given up, or never stored. It names no blob, or it would keep it."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -86,6 +87,8 @@ class LetGo(BaseModel):
     algorithm: str
     created_at: AwareDatetime
     let_go_at: AwareDatetime
+    was_stored: bool = True
+    """False of a state that its run named and did not store, see `algorithms.context`."""
 
 
 FINISHED = "finished"
@@ -136,7 +139,7 @@ class SnapshotStore:
         _check_kind(kind)
         canonical_json(meta)  # pydantic would quietly turn NaN into null
         paths = files_of(folder)
-        snapshot_id, manifest = _identify(paths)
+        snapshot_id, manifest = identify(paths)
         ref = _ref(snapshot_id, run_id)
         if label in (None, FINISHED) and (before := self._record(ref)) is not None and before.label is not None:
             label = before.label
@@ -166,7 +169,7 @@ class SnapshotStore:
         except NotFound as error:
             if self.was_let_go(snapshot_id) is None:
                 raise
-            self._objects.delete_ref(f"{LET_GO_REFS}/{snapshot_id}")
+            self.forget(snapshot_id)
             raise MissingObject(snapshot_id, f"{error}; the stage that made it has to run again") from error
         manifest = self._objects.manifest(snapshot.files)
         with appearing_folder(folder) as temporary:
@@ -202,12 +205,23 @@ class SnapshotStore:
         if self._objects.ref_names(below):
             raise NotFound(f"snapshot {snapshot_id} cannot be read: its record is damaged or gone. {_REPAIR}")
         gone = self.was_let_go(snapshot_id)
+        if gone is not None and not gone.was_stored:
+            raise NotFound(
+                f"snapshot {snapshot_id} (step {gone.step} of {gone.algorithm}, run {gone.run_id}) was not stored "
+                "(state_every); `rollout snapshot list` has those around it"
+            )
         if gone is not None:
             raise NotFound(
                 f"snapshot {snapshot_id} (step {gone.step} of {gone.algorithm}, run {gone.run_id}) was let go by "
                 f"housekeeping on {gone.let_go_at:%Y-%m-%d}"
             )
         raise NotFound(f"snapshot not found: {snapshot_id}")
+
+    def copy(self, snapshot_id: ContentId, target: ObjectStore) -> None:
+        """Put a snapshot, as its newest record has it, into another object store. Raises NotFound, MissingObject."""
+        snapshot = self.get(snapshot_id)
+        copy_object(self._objects, target, snapshot.files)
+        target.set_ref(snapshot.ref, target.put_json(snapshot))
 
     def compare(self, first: ContentId, second: ContentId) -> SnapshotComparison:
         """In what two snapshots differ, by their records and manifests. Raises NotFound, MissingObject."""
@@ -295,12 +309,25 @@ class SnapshotStore:
     def let_go(self, snapshot: Snapshot) -> None:
         """Give up one run's snapshot. Results that name it stay cached; who needs its state has it computed again.
 
-        Its bytes stay until `gc`, and those that only it has at least until runs that are under way now have ended.
-        Killed anywhere, it is done again.
+        Its bytes stay until `gc`, what only it has until the runs now under way have ended. Killed, it is done again.
         """
-        gone = LetGo(let_go_at=datetime.now(UTC), **snapshot.model_dump(include=set(LetGo.model_fields)))
-        self._objects.set_ref(f"{LET_GO_REFS}/{snapshot.id}", self._objects.put_bytes(gone.model_dump_json().encode()))
+        known = snapshot.model_dump(include=set(LetGo.model_fields))
+        self._note(snapshot.id, LetGo(let_go_at=datetime.now(UTC), **known))
         expire_ref(self._objects, snapshot.ref)
+
+    def name_only(self, snapshot_id: ContentId, *, run_id: str, step: int, algorithm: str) -> None:
+        """Have results count that name a training state which is not stored; nothing changes where it is."""
+        if not self.is_present(snapshot_id):
+            now, about = datetime.now(UTC), {"run_id": run_id, "step": step, "algorithm": algorithm}
+            gone = LetGo(kind="train_state", created_at=now, let_go_at=now, was_stored=False, **about)
+            self._note(snapshot_id, gone)
+
+    def _note(self, snapshot_id: ContentId, gone: LetGo) -> None:
+        self._objects.set_ref(f"{LET_GO_REFS}/{snapshot_id}", self._objects.put_bytes(gone.model_dump_json().encode()))
+
+    def forget(self, snapshot_id: ContentId) -> None:
+        """Have results that name a snapshot which is not stored count no longer. Idempotent."""
+        self._objects.delete_ref(f"{LET_GO_REFS}/{ContentId(snapshot_id)}")
 
     def delete(self, snapshot_id: ContentId) -> None:
         """Drop the records of the snapshot, of every run. Its bytes stay until `gc`. Idempotent."""
@@ -385,7 +412,7 @@ def _check_kind(kind: str) -> None:
         raise ConfigError(f"unknown kind of snapshot: {kind!r}; expected one of {', '.join(get_args(SnapshotKind))}")
 
 
-def _identify(paths: dict[str, Path]) -> tuple[ContentId, TreeManifest]:
+def identify(paths: dict[str, Path]) -> tuple[ContentId, TreeManifest]:
     """Tar hash and manifest of a folder, from one and the same reading of its files."""
     sizes = {path: real.stat().st_size for path, real in paths.items()}
     content_ids: dict[str, ContentId] = {}
@@ -428,18 +455,23 @@ RUN_NAME = "run"
 
 
 def find_start(
-    objects: ObjectStore, wanted: str, *, algorithm: str, run_name: str, steps_per_iteration: int = 1
+    objects: ObjectStore, wanted: str, *, algorithm: str, run_name: str, steps_per_iteration: int | None = 1
 ) -> Snapshot:
     """The snapshot that ``wanted`` names: ``latest``, or its id or the first digits of it.
 
-    Iterations are continued from their ends only, whose steps ``steps_per_iteration`` divides. Raises ConfigError for
-    a snapshot of another algorithm or within an iteration, NotFound where there is none.
+    Iterations are continued from their ends only, whose steps ``steps_per_iteration`` divides; None: they have as many
+    as come, and their ends are what updates have on record that they left. Raises ConfigError for a snapshot of another
+    algorithm or within an iteration, NotFound where there is none.
     """
-    snapshots = SnapshotStore(objects)
+    snapshots, steps = SnapshotStore(objects), steps_per_iteration
+
+    def ends_iteration(snapshot: Snapshot) -> bool:
+        return lineage_of(objects, snapshot.id) is not None if steps is None else snapshot.step % steps == 0
+
     if wanted == LATEST:
         for snapshot in snapshots.list(kind="train_state"):
             own = snapshot.algorithm == algorithm and snapshot.meta.get(RUN_NAME) == run_name
-            if own and snapshot.step % steps_per_iteration == 0:
+            if own and ends_iteration(snapshot):
                 return snapshot
         raise NotFound(
             f"no {algorithm} snapshot of a run named {run_name!r}; give the id of one, or leave out the resume"
@@ -449,9 +481,20 @@ def find_start(
         raise ConfigError(
             f"snapshot {snapshot.id.short} is a {snapshot.kind} of {snapshot.algorithm}; this run trains {algorithm}"
         )
-    if snapshot.step % steps_per_iteration:
+    if not ends_iteration(snapshot):
+        of = ", or no update is on record that left it" if steps is None else f" of {steps} steps"
         raise ConfigError(
-            f"snapshot {snapshot.id.short} is of step {snapshot.step}, within an iteration of {steps_per_iteration} "
-            "steps; choose one from the end of an iteration"
+            f"snapshot {snapshot.id.short} is of step {snapshot.step}, within an iteration{of}; choose one from the "
+            "end of an iteration"
         )
     return snapshot
+
+
+def is_whole(record: Record, objects: ObjectStore) -> bool:
+    """Whether object storage still holds everything ``record`` names (sizes are compared, content is not read)."""
+    checks: dict[str, Callable[[ContentId], bool]] = {
+        "blob": objects.exists,
+        "tree": objects.tree_is_present,
+        "snapshot": SnapshotStore(objects).counts,
+    }
+    return all(checks[kind](reference) for kind, reference in record.references())

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +30,7 @@ from rollout_core.base.errors import (
 from rollout_core.base.ids import ContentId, canonical_json, hash_bytes
 from rollout_core.base.locks import exclusive, sweep
 from rollout_core.base.settings import cache_bytes, refuse_credentials, without_password
-from rollout_core.objects.backends import LocalFiles, RemoteFiles
+from rollout_core.objects.backends import LocalFiles, remote_files
 from rollout_core.objects.files import (
     SNAPSHOT_REFS,
     TOUCH_AFTER_SECONDS,
@@ -51,6 +52,7 @@ from rollout_core.objects.trees import (
     appearing_folder,
     damaged_file,
     evict_local_trees,
+    expected,
     file_beside,
     files_of,
     hash_file,
@@ -122,7 +124,7 @@ class ObjectStore:
             raise ConfigError(f"storage URL {shown!r} is malformed; expected {scheme}://name or {scheme}://name/prefix")
         options = dict(storage_options or {})
         path = f"/{root}" if scheme == "memory" else root
-        return cls(f"{scheme}://{root}", RemoteFiles(scheme, path, options), options)
+        return cls(f"{scheme}://{root}", remote_files(scheme, path, options), options)
 
     def __reduce__(self):
         return _rebuild, (self.url, self.storage_options)
@@ -169,8 +171,8 @@ class ObjectStore:
             data = self.files.read(blob_key(content_id))
         except FileNotFoundError as error:
             raise self._missing(content_id) from error
-        if hash_bytes(data) != content_id:
-            raise self._condemn(content_id)
+        if (found := hash_bytes(data)) != content_id:
+            raise self._condemn(content_id, found)
         return data
 
     def get_json(self, content_id: ContentId) -> Any:
@@ -195,7 +197,7 @@ class ObjectStore:
             except FileNotFoundError as error:
                 raise self._missing(content_id) from error
             if hasher.content_id != content_id:
-                raise self._condemn(content_id)
+                raise self._condemn(content_id, hasher.content_id)
         if held is not None:
             yield held
 
@@ -246,11 +248,9 @@ class ObjectStore:
 
     def put_paths(self, paths: Mapping[str, Path]) -> ContentId:
         """Store files under their names as one folder, wherever they lie and whatever links lead there."""
-        hashes = self.in_parallel(hash_file, paths.values())
-        files = tuple(
-            TreeFile(path=path, size=size, content_id=content_id)
-            for path, (size, content_id) in zip(paths, hashes, strict=True)
-        )
+        hashes = self.in_parallel(hash_file, expected(paths.values(), passes=2))  # hashed, then stored
+        named = zip(paths, hashes, strict=True)
+        files = tuple(TreeFile(path=path, size=size, content_id=content) for path, (size, content) in named)
         return self.put_files(TreeManifest(files=files), paths)
 
     def put_files(self, manifest: TreeManifest, paths: Mapping[str, Path]) -> ContentId:
@@ -338,9 +338,10 @@ class ObjectStore:
         """`get_ref`, with whether the file has a check. One without counts while what it names is there."""
         try:
             data = self.files.read(ref_key(name))
+            # Read again where it is no ref: the fault may have been on the way here.
+            content = decode_ref(name, data) or decode_ref(name, self.files.read(ref_key(name)))
         except FileNotFoundError:
             return None
-        content = decode_ref(name, data)
         if content is None or not (content.is_checked or self._can_be_named(content.named)):
             raise CorruptRef(
                 f"ref {name} at {self.files.where(ref_key(name))} is damaged, or was put there by something else: "
@@ -409,7 +410,7 @@ class ObjectStore:
             return [function(item) for item in items]
         pool = ThreadPoolExecutor(min(self.files.parallel, len(items)), thread_name_prefix="objects")
         try:
-            return [future.result() for future in [pool.submit(function, item) for item in items]]
+            return [future.result() for future in [pool.submit(copy_context().run, function, item) for item in items]]
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -444,7 +445,7 @@ class ObjectStore:
         self, chunks: Iterable[bytes], *, expected: ContentId | None = None, source: Path | None = None
     ) -> ContentId:
         size = 0
-        upload = self.files.upload()
+        upload = self.files.upload(None if expected is None else blob_key(expected))
         try:
             with ContentHasher() as hasher:
                 for chunk in chunks:
@@ -463,14 +464,14 @@ class ObjectStore:
         where = self.files.where(blob_key(content_id))
         return MissingObject(content_id, f"no blob {content_id} at {where}; run the stage that made it again")
 
-    def _condemn(self, content_id: ContentId) -> CorruptObject | Recoverable:
-        """The error for bytes that did not match; sets the blob aside when a second look confirms it.
+    def _condemn(self, content_id: ContentId, found: ContentId) -> CorruptObject | Recoverable:
+        """The error for bytes that did not match; sets the blob aside when a second look finds the same wrong bytes.
 
         Between the first look and this one the blob may have been made anew, or the fault was on the way here.
         """
         key = blob_key(content_id)
         try:
-            if hash_chunks(self.files.read_chunks(key)) == content_id:
+            if hash_chunks(self.files.read_chunks(key)) != found:
                 return Recoverable(f"blob {content_id} at {self.files.where(key)} was read wrongly once; read it again")
             aside = f"corrupt/{content_id}-{ULID()}"
             self.files.move(key, aside)

@@ -24,10 +24,12 @@ from blake3 import blake3
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from ulid import ULID
 
-from rollout_core.base.errors import ConfigError, Conflict, RolloutError
+from rollout_core.base.errors import ConfigError, Conflict, Recoverable, RolloutError
 from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.base.locks import exclusive, held, sweep, try_exclusive
-from rollout_core.objects.files import CHUNK_BYTES, fsync_folder, storage_faults, write_all
+from rollout_core.base.settings import cache_bytes
+from rollout_core.base.watching import current_amount
+from rollout_core.objects.files import CHUNK_BYTES, Flushing, fsync_folder, storage_faults, write_all
 
 
 def _safe_path(path: str) -> str:
@@ -175,10 +177,19 @@ def _utf8(path: str) -> str:
 
 
 def read_file(path: Path) -> Iterator[bytes]:
-    """Bytes of a local file in chunks. Raises ConfigError if it cannot be read."""
+    """Bytes of a local file in chunks, told to whoever watches. Raises ConfigError if it cannot be read."""
+    amount = current_amount()
     with reading(path), open(path, "rb", buffering=0) as file:
         while chunk := file.read(CHUNK_BYTES):
+            amount.add(len(chunk))
             yield chunk
+
+
+def expected(paths: Iterable[Path], *, passes: int = 1) -> list[Path]:
+    """The same, told to whoever watches as files that will be read so many times."""
+    found = list(paths)
+    current_amount().expect(passes * sum(path.stat().st_size for path in found if path.is_file()))
+    return found
 
 
 @contextmanager
@@ -206,22 +217,29 @@ def write_new_file(path: Path, chunks: Iterator[bytes]) -> None:
     """Write ``chunks`` to a file that must not exist, and fsync it."""
     with storage_faults("write", str(path)):
         file = FileIO(path, "x")
-    with file:
+    with file, Flushing(file.fileno()) as flushing:
         for chunk in chunks:
             with storage_faults("write", str(path)):
                 write_all(file, chunk)
+                flushing.wrote(len(chunk))
         with storage_faults("write", str(path)):
+            flushing.check()
             os.fsync(file.fileno())
 
 
 class FileBeside:
     """A file under a temporary name beside ``path``, which it takes when it is whole and on disk."""
 
-    def __init__(self, file: BinaryIO, temporary: Path, path: Path) -> None:
-        self.write = file.write
+    def __init__(self, file: BinaryIO, flushing: Flushing, temporary: Path, path: Path) -> None:
         self._file = file
+        self._flushing = flushing
         self._temporary = temporary
         self._path = path
+
+    def write(self, chunk: bytes) -> None:
+        """Append ``chunk``."""
+        self._file.write(chunk)
+        self._flushing.wrote(len(chunk))
 
     def appear(self) -> None:
         """Take the name, and the place of what has it."""
@@ -239,6 +257,7 @@ class FileBeside:
 
     def _sync(self) -> None:
         self._file.flush()
+        self._flushing.check()
         os.fsync(self._file.fileno())
 
 
@@ -260,8 +279,8 @@ def file_beside(path: Path) -> Iterator[FileBeside]:
         sweep(path.parent, f".{glob.escape(path.name)}.*.tmp")
         with held(make) as temporary:
             try:
-                with temporary.open("wb", buffering=WRITE_BYTES) as file:
-                    yield FileBeside(file, temporary, path)
+                with temporary.open("wb", buffering=WRITE_BYTES) as file, Flushing(file.fileno()) as flushing:
+                    yield FileBeside(file, flushing, temporary, path)
             finally:
                 temporary.unlink(missing_ok=True)
         fsync_folder(path.parent)
@@ -365,6 +384,28 @@ def evict_local_trees(cache: Path, limit_bytes: int) -> int:
         finally:
             os.close(descriptor)
     return freed
+
+
+def keep_local_tree(content_id: ContentId, manifest: TreeManifest, written: Path, cache: Path) -> None:
+    """Have `ObjectStore.local_tree` find a tree that was just put, instead of fetching it: links to the files that were
+    put, or copies where the cache is on another file system. Who uses them compares them with the manifest.
+
+    Does nothing where there is one, or no room: it would be fetched.
+    """
+    folder = cache / content_id
+    with suppress(OSError, Conflict, Recoverable), exclusive(tree_lock(cache, content_id)):
+        if folder.exists():
+            return
+        evict_local_trees(cache, cache_bytes() - manifest.size_bytes)
+        with appearing_folder(folder) as temporary:
+            for file in manifest.files:
+                target = temporary / file.path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    os.link(written / file.path, target)
+                except OSError:
+                    shutil.copyfile(written / file.path, target)
+            make_read_only(temporary, manifest)
 
 
 def _use_file(cache: Path, content_id: ContentId) -> Path:

@@ -254,6 +254,7 @@ CACHES = (
     "work",
     "fan-out",
     "agent-updates",
+    "imports",
 )
 """Folders of refs to what a run makes again when it finds nothing there."""
 

@@ -30,6 +30,7 @@ from rollout_core.inference.openai_http import try_endpoint
 from rollout_core.plans.cluster import check_cluster
 from rollout_core.plans.learner_plan import LearnerPlan
 from rollout_core.plans.plan import context_limit
+from rollout_core.plans.resources import states_of
 from rollout_core.store.connections import Connections
 from rollout_core.store.http.listening import listen
 
@@ -59,6 +60,7 @@ class AgentPlan(LearnerPlan):
             settings.kind,
             settings,
             context_limit(backend) or self.max_positions or 0,
+            states_of(settings, None, settings.iterations),
             trained_models=2 if is_ppo and settings.values == "model" else 1,
             frozen_models=1 if settings.lora is None and (is_ppo or settings.kl_coef) else 0,
         )

@@ -6,8 +6,9 @@ The same text is what `rollout init` writes and what a command without a configu
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from rollout_core.plans.surroundings import ModelFolder, RowFile, Surroundings
 
@@ -104,6 +105,8 @@ class Choice:
     ingredients: Ingredients
     missing: tuple[str, ...]
     """For people; a name that stands in for each is in the configuration."""
+    hints: tuple[str, ...] = ()
+    """For people: what else was found, and how it can be used."""
 
 
 def choose(kind: str, found: Surroundings, model: ModelFolder | None = None, rows: RowFile | None = None) -> Choice:
@@ -135,7 +138,55 @@ def choose(kind: str, found: Surroundings, model: ModelFolder | None = None, row
         held_out,
         f"{REWARD_FILE}:score" if kind in _WITH_REWARD else None,
     )
-    return Choice(ingredients, tuple(missing))
+    hints = [] if rows or fitting else list(_near_misses(kind, found))
+    others = [each.path for each in found.models if each.path != ingredients.model.path]
+    if model is None and others:
+        hints.append(f"other models are here; --model takes one: {', '.join(others)}")
+    return Choice(ingredients, tuple(missing), tuple(hints))
+
+
+_NEEDED = {
+    **dict.fromkeys(("sft", "nightly"), ("prompt", "completion")),
+    **dict.fromkeys(("rm", "dpo", "ipo"), ("prompt", "chosen", "rejected")),
+    "kto": ("prompt", "completion", "label"),
+}
+"""Keys of rows; of kinds that are not here, a prompt."""
+_CALLED = {
+    "prompt": ("question", "instruction", "query", "input", "problem", "prompts", "text"),
+    "completion": ("answer", "output", "response", "target", "solution", "completions"),
+    "chosen": ("preferred", "accepted", "winner", "better"),
+    "rejected": ("dispreferred", "refused", "loser", "worse"),
+    "label": ("desirable", "liked", "good"),
+}
+"""What people call them."""
+_MOST_HINTS = 3
+
+
+def _near_misses(kind: str, found: Surroundings) -> Iterator[str]:
+    """Files that are here and do not do as they are, each with what to do about it."""
+    needed = _NEEDED.get(kind, ("prompt",))
+    for file in (*found.files, *found.tables)[:_MOST_HINTS]:
+        here = {key.lower(): key for key in file.keys}
+        guessed = {key: next((here[name] for name in (key, *_CALLED[key]) if name in here), None) for key in needed}
+        lacking = [key for key, name in guessed.items() if name is None]
+        columns = f"{file.path} has {', '.join(sorted(file.keys))}"
+        if lacking:
+            yield f"{columns}; rows need {', '.join(needed)}"
+        else:
+            names = {name: key for key, name in guessed.items() if name is not None}
+            yield f"{columns}; to make rows of it: {_conversion(file, names)}"
+
+
+def _conversion(file: RowFile, names: Mapping[str, str]) -> str:
+    """The command that writes the rows of a file with other names as JSON lines."""
+    readers = {".csv": "csv('{}', dtype=str)", ".tsv": "csv('{}', sep='\\t', dtype=str)", ".parquet": "parquet('{}')"}
+    path = Path(file.path)
+    read = readers.get(path.suffix, "json('{}', lines=True, dtype=False)").format(file.path)
+    renamed = {name: key for name, key in names.items() if name != key}
+    rename = f".rename(columns={renamed})" if renamed else ""
+    target = path.with_name(f"{path.stem}-rows.jsonl").as_posix()
+    write = f".to_json('{target}', orient='records', lines=True, force_ascii=False)"
+    return f'python -c "import pandas; pandas.read_{read}{rename}{write}"'
 
 
 def _fitting(found: Surroundings, fits: Callable[[frozenset[str]], bool]) -> list[RowFile]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +14,16 @@ from rollout_core.base.determinism import num_gpus
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import (
     BackendConfig,
+    DatasetSettings,
     DatasetSource,
+    Distillation,
     GRPOSettings,
     HeldOutRows,
     KLGuard,
     LearnerSettings,
     ModelSource,
     NightlyConfig,
+    OnPolicySettings,
     PlacedRun,
     PPOSettings,
     PreferenceSettings,
@@ -35,6 +38,7 @@ from rollout_core.config import (
     TrainGRPOConfig,
     TrainPPOConfig,
 )
+from rollout_core.config.optimizers import EIGHT_BITS
 from rollout_core.config.promotion import MIN_PROMPTS, Guard
 from rollout_core.config.rewards import ExactMatchReward, ModelReward, RewardSpec, plain_rewards
 from rollout_core.config.runs import ReferencedAlgorithm
@@ -44,12 +48,25 @@ from rollout_core.models.facts import (
     blank_model,
     check_reference,
     check_reward_model,
+    check_teacher,
     is_known_trainable,
     remember_trainable,
 )
 from rollout_core.models.locating import describe, mark_of_source
+from rollout_core.objects import SnapshotStore
+from rollout_core.objects.snapshots import RUN_NAME
 from rollout_core.plans.cluster import check_placement
-from rollout_core.plans.plan import Plan, context_limit, disk_needs, memory_needs, row_tokens, training_of
+from rollout_core.plans.curricula import check_keys, in_words
+from rollout_core.plans.plan import Plan, context_limit
+from rollout_core.plans.resources import (
+    States,
+    disk_needs,
+    memory_needs,
+    row_tokens,
+    states_of,
+    steps_of_rows,
+    training_of,
+)
 from rollout_core.rewards.loading import load_reward
 from rollout_core.store.connections import Connections
 
@@ -67,12 +84,23 @@ RESOURCES = "resources"
 class LearnerPlan(Plan):
     """A plan of a run that trains."""
 
-    _trained_parameters: dict[str, int | None] = field(default_factory=dict)
-    """Of learners with adapters, by their keys."""
+    _adapted: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Of learners with adapters, by their keys, what `training_of` takes of them."""
+    run_name: str = ""
 
     def learner(self, what: str, settings: LearnerSettings) -> None:
         """What the settings of every learner ask of machine and model is there."""
         self._trackers(what, settings)
+        asked = {
+            f"optimizer.kind: {EIGHT_BITS}": settings.optimizer.kind == EIGHT_BITS,
+            "lora.quantization: nf4": settings.lora is not None and settings.lora.quantization == "nf4",
+        }
+        if "learning" not in self.placed and not find_spec("bitsandbytes"):
+            self.violations += [
+                f"{what}.{name} is of bitsandbytes, which is not installed; install {DISTRIBUTION}[{EIGHT_BITS}]"
+                for name, is_asked in asked.items()
+                if is_asked
+            ]
         self._processes(what, settings)
         self._adapters(what, settings)
         self._architecture(what, settings)
@@ -101,19 +129,23 @@ class LearnerPlan(Plan):
         source = self.model_source
         if settings.lora is None or self.model_facts is None or source is None:
             return
-        from rollout_core.models.architecture import with_lora
+        from rollout_core.models.architecture import quantized_parameters, with_lora
 
-        def look() -> int:
+        lora = settings.lora
+
+        def look() -> dict[str, int]:
             with describe(source, self.base, self.objects) as found:
-                model = with_lora(blank_model(found.folder), settings.lora, seed=0)
-            return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+                model = with_lora(blank_model(found.folder), lora, seed=0)
+            trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+            return {"trained_parameters": trained, "quantized_parameters": quantized_parameters(model, lora)}
 
-        self._trained_parameters[what] = self.check(what, look)
+        if (counted := self.check(what, look)) is not None:
+            self._adapted[what] = counted
 
     def _trackers(self, what: str, settings: LearnerSettings) -> None:
         """The software of every tracker is installed."""
         wanted = () if "learning" in self.placed else settings.trackers
-        missing = [name for name in wanted if importlib.util.find_spec(name) is None]
+        missing = [name for name in wanted if find_spec(name) is None]
         self.violations += [
             f"{what}.trackers: {name} is not installed; install {DISTRIBUTION}[{name}]" for name in missing
         ]
@@ -133,24 +165,57 @@ class LearnerPlan(Plan):
                 "only; set ROLLOUT_STORAGE to a folder or bucket, or leave out async_depth and parallel.nproc"
             )
 
-    def resources(self, what: str, name: str, settings: LearnerSettings, sequence_tokens: int, **models: int) -> None:
+    def resources(
+        self, what: str, name: str, settings: LearnerSettings, sequence_tokens: int, states: States, **models: int
+    ) -> None:
         """An estimate of memory and disk; an error only where the certain part of it exceeds all there is.
 
         ``what`` is the key of the learner, which `learner` has looked at; ``models`` as of `training_of`.
         """
         if self.model_facts is None:
             return
-        training = training_of(
-            settings, sequence_tokens, trained_parameters=self._trained_parameters.get(what), **models
-        )
+        training = training_of(settings, sequence_tokens, **self._adapted.get(what, {}), **models)
         needs = [] if "learning" in self.placed else memory_needs(self.model_facts.size, training)
-        if self.objects is not None and self.objects.url.startswith("file://"):
-            folder = Path(self.objects.url.removeprefix("file://"))
-            needs += disk_needs(self.model_facts.size, training, folder, settings.snapshots.keep_last)
+        url = "" if self.objects is None else self.objects.url
+        folder = Path(url.removeprefix("file://")) if url.startswith("file://") else None
+        found = disk_needs(self.model_facts.size, training, folder, states)
+        if folder and any(need.problem for need in found) and (stored := self._stored_states(settings)):
+            found = disk_needs(self.model_facts.size, training, folder, replace(states, stored_bytes=stored))
+        needs += found
         resources = self.facts.setdefault(RESOURCES, {}) if needs else {}
         for need in needs:
             resources[f"{name} {need.what} (estimate)"] = need.text
             self.violations += [f"{name}: {need.problem}"] if need.problem else []
+
+    def teacher(self, what: str, distillation: Distillation | None, longest: int) -> int:
+        """A teacher is there and reads the same token ids, ``longest`` of them; bytes of its weights as float32."""
+        own = self.model_source
+        if distillation is None or own is None:
+            return 0
+
+        def look() -> int:
+            with (
+                describe(own, self.base, self.objects) as model,
+                describe(distillation.teacher, self.base, self.objects) as teacher,
+            ):
+                facts = teacher.inspect()
+                if facts.is_reward_model:
+                    raise ConfigError(f"{distillation.teacher.uri} is a reward model, and a teacher writes text")
+                check_teacher(model.folder, teacher.folder, longest)
+                return facts.size.weight_bytes
+
+        return self.check(f"{what}.distillation.teacher", look) or 0
+
+    def _stored_states(self, settings: LearnerSettings) -> int:
+        """Bytes of the states that this run has stored already: one that was killed is not to be held up for them."""
+        assert self.objects is not None, "asked for where there is one"
+        kind = getattr(settings, "kind", None)
+        found = SnapshotStore(self.objects).list(kind="train_state")
+        return sum(
+            item.size_bytes
+            for item in found
+            if item.meta.get(RUN_NAME) == self.run_name and kind in (None, item.algorithm)
+        )
 
     def sequence_length(self, what: str, sequence: SequenceConfig) -> None:
         """Rows are cut at no more than the model has positions."""
@@ -173,8 +238,12 @@ class LearnerPlan(Plan):
             self.facts["trained tokens"] = report.num_trained_tokens
             self.facts["truncated rows"] = report.num_truncated
             self.facts[DATA_REPORT] = report.figures()
+        self.curriculum(what, settings, training_rows, report)
         self.held_out_rows(f"{what}.evaluation.dataset", settings.evaluation, training_rows)
-        self.resources(what, "sft", settings, row_tokens(report, settings.sequence.max_length))
+        longest = row_tokens(report, settings.sequence.max_length)
+        teacher = self.teacher(what, settings.distillation, longest)
+        states = states_of(settings, steps_of_rows(settings, report))
+        self.resources(what, "sft", settings, longest, states, frozen_bytes=teacher)
 
     def preferences(self, what: str, kind: str, settings: PreferenceSettings) -> DataReport | None:
         """Rows of a learner from preferences, of which ``kind`` is the usual name, and its settings."""
@@ -184,9 +253,11 @@ class LearnerPlan(Plan):
         self.sequence_length(what, settings.sequence)
         self.learner(what, settings)
         report = self.training_rows(f"{what}.dataset", settings.dataset, rows)
+        self.curriculum(what, settings, rows, report)
         self.held_out_rows(f"{what}.evaluation.dataset", settings.evaluation, rows)
         tokens = row_tokens(report, settings.sequence.max_length)
-        self.resources(what, kind, settings, tokens, rows=1 if kind == "kto" else 2)
+        states = states_of(settings, steps_of_rows(settings, report))
+        self.resources(what, kind, settings, tokens, states, rows=1 if kind == "kto" else 2)
         return report
 
     def training_rows(self, what: str, dataset: DatasetSource, asked: RowForm[Any, Any]) -> DataReport | None:
@@ -208,6 +279,18 @@ class LearnerPlan(Plan):
 
         return self.check(f"{what}.{dataset.address_key}", look)
 
+    def curriculum(
+        self, what: str, settings: DatasetSettings, asked: RowForm[Any, Any], report: DataReport | None
+    ) -> None:
+        """Rows have what the curriculum orders them by."""
+        curriculum = settings.curriculum
+        if curriculum is None or report is None:
+            return
+        rows = self.stream(settings.dataset, asked.row)
+        self.check(f"{what}.curriculum.key", lambda: check_keys(curriculum, rows, rows.place))
+        steps = steps_of_rows(settings, report)
+        self.facts["curriculum"] = in_words(curriculum, report.num_examples, steps, "step")
+
     def held_out_rows(self, what: str, evaluation: HeldOutRows | None, rows: RowForm[Any, Any]) -> None:
         """Rows of an evaluation during training, read and tokenised like the training rows."""
         report = None if evaluation is None else self.training_rows(what, evaluation.dataset, rows)
@@ -219,18 +302,30 @@ class LearnerPlan(Plan):
     ) -> Sequence[PromptRow] | None:
         """Training prompts."""
         rows = self.prompt_rows(f"{what}.prompts", settings.prompts)
-        self.sampling(f"{what}.sampling", settings.sampling, backend)
+        is_cut = settings.partial_rollouts is not None
+        self.sampling(f"{what}.sampling", settings.sampling, backend, in_parts=is_cut)
+        if (again := settings.replay) is not None:
+            self.facts["replay"] = f"{again.groups} prompts of each iteration, from the last {again.capacity}"
+        self.facts |= {"partial rollouts": settings.parts_in_words} if is_cut else {}
         self.facts["training prompts"] = len(rows or ())
+        curriculum = settings.curriculum
+        if curriculum is not None and rows is not None:
+            self.check(f"{what}.curriculum.key", lambda: check_keys(curriculum, rows))
+            self.facts["curriculum"] = in_words(curriculum, len(rows), settings.iterations, "iteration")
         self.learner(what, settings)
         where = f"{what}.prompts.{settings.prompts.address_key}"
         longest = self.prompts(where, rows, context_limit(backend), settings.sampling)
+        distillation = settings.distillation if isinstance(settings, GRPOSettings) else None
         self.resources(
             what,
             "ppo" if isinstance(settings, PPOSettings) else "grpo",
             settings,
             longest + settings.sampling.max_tokens,
+            states_of(settings, settings.steps_per_iteration, settings.iterations, stored=settings.stored_states),
             trained_models=2 if isinstance(settings, PPOSettings) and settings.values == "model" else 1,
-            frozen_models=1 if settings.lora is None and (isinstance(settings, PPOSettings) or settings.kl_coef) else 0,
+            frozen_bytes=self.teacher(what, distillation, longest + settings.sampling.max_tokens),
+            frozen_models=int(settings.lora is None and settings.loads_reference),
+            rows=2 if isinstance(settings, GRPOSettings) and settings.loss == "online_dpo" else 1,
         )
         return rows
 
@@ -253,6 +348,20 @@ class LearnerPlan(Plan):
                 f"the tokenizer of reward model {uri!r} has another vocabulary than the policy's, whose token ids it "
                 "is to score; train it from a model with the policy's tokenizer"
             )
+
+    def hacking_guard(self, what: str, settings: OnPolicySettings, reward: RewardSpec, backend: BackendConfig) -> None:
+        """What a guard against reward hacking looks at is there; ``reward`` is that of training."""
+        guard, what = settings.guards.reward_hacking, f"{what}.guards.reward_hacking"
+        if guard is None:
+            return
+        if guard.reward is not None:
+            self.reward(f"{what}.reward", guard.reward)
+        key = f"{what}.prompts.{guard.prompts.address_key}"
+        rows = self.prompt_rows(f"{what}.prompts", guard.prompts)
+        if rows is not None and not rows:
+            self.violations.append(f"{key}: {guard.prompts.address} has no rows; expected held-out prompts")
+        self.prompts(key, rows, context_limit(backend), settings.sampling)
+        self.answers(key, rows, guard.reward or reward)
 
     def evidence(self, what: str, promotion: PromotionConfig, num_held_out: int | None) -> None:
         """An interval can be had of so many held-out prompts; None: their number is not known."""
@@ -280,19 +389,19 @@ def plan_training(
 
     ``keep`` in the object store what was tokenised for it and what was found, and trust what was found before.
     """
-    plan, settings = LearnerPlan(base, connections, trusts_notes=keep), config.algorithm
+    plan, settings = LearnerPlan(base, connections, trusts_notes=keep, run_name=config.run.name), config.algorithm
     plan.places()
     on_policy = isinstance(config, TrainPPOConfig | TrainGRPOConfig)
     if isinstance(config, PlacedRun):
         _placement(plan, config)
-    steps_per_iteration = config.algorithm.steps_per_iteration if on_policy else 1
-    plan.resume(config.run, settings.kind, steps_per_iteration=steps_per_iteration)
+    plan.resume(config.run, settings.kind, config.algorithm if on_policy else None)
     plan.known_model("algorithm.base_model", settings.base_model, may_be_reward_model=settings.kind == "rm")
     if on_policy:
         plan.backend("backend", config.backend)
         rows = plan.on_policy("algorithm", config.algorithm, config.backend)
         plan.reward("algorithm.reward", settings.reward)
         plan.answers(f"algorithm.prompts.{settings.prompts.address_key}", rows, settings.reward)
+        plan.hacking_guard("algorithm", settings, settings.reward, config.backend)
     elif isinstance(settings, SFTSettings):
         plan.sft("algorithm", settings)
     else:
@@ -327,7 +436,7 @@ def plan_nightly(
     config: NightlyConfig, base: Path, connections: Connections | None = None, *, keep: bool = False
 ) -> dict[str, Any]:
     """Check a nightly run; ``keep`` as of `plan_training`. Raises ConfigError naming all that is wrong."""
-    plan = LearnerPlan(base, connections, trusts_notes=keep)
+    plan = LearnerPlan(base, connections, trusts_notes=keep, run_name=config.run.name)
     plan.places()
     _placement(plan, config)
     plan.known_model("model", config.model)
@@ -346,6 +455,7 @@ def plan_nightly(
     if on_policy is not None:
         policy = "ppo" if config.ppo is not None else "grpo"
         rows = plan.on_policy(policy, on_policy, config.backend)
+        plan.hacking_guard(policy, on_policy, ModelReward(model="rm") if config.rm else config.reward, config.backend)
         if config.rm is None:
             plan.answers(f"{policy}.prompts.{on_policy.prompts.address_key}", rows, config.reward)
     plan.answers(held_out_key, held_out, config.reward)

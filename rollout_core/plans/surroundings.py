@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ MAX_ENTRIES = 20_000
 """Files and folders that are looked at; a folder that holds more is not a project's."""
 MAX_LINE_BYTES = 1 << 20
 _NOT_LOOKED_INTO = frozenset({"node_modules", "__pycache__", "site-packages", "objects", "cache", "prefect"})
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _HELD_OUT = ("held", "eval", "test", "valid", "dev")
 """Parts of the names of files that are kept from training."""
 
@@ -54,6 +56,8 @@ class Surroundings:
 
     models: tuple[ModelFolder, ...]
     files: tuple[RowFile, ...]
+    tables: tuple[RowFile, ...] = ()
+    """Comma- and tab-separated files, which runs do not read."""
 
 
 def look_around(folder: Path) -> Surroundings:
@@ -61,6 +65,7 @@ def look_around(folder: Path) -> Surroundings:
     rollout keeps, and what cannot be read."""
     models: list[ModelFolder] = []
     files: list[RowFile] = []
+    tables: list[RowFile] = []
     for path in _entries(folder):
         name = path.relative_to(folder).as_posix()
         if path.name == "config.json" and any(path.parent.glob("*.safetensors")):
@@ -68,7 +73,10 @@ def look_around(folder: Path) -> Surroundings:
         elif path.suffix in (".jsonl", ".parquet"):
             keys = _keys_of(path)
             files += [RowFile(name, keys)] if keys else []
-    return Surroundings(tuple(models), tuple(files))
+        elif path.suffix in _SEPARATORS:
+            columns = _columns_of(path)
+            tables += [RowFile(name, columns)] if columns else []
+    return Surroundings(tuple(models), tuple(files), tuple(tables))
 
 
 def row_file(path: Path, name: str) -> RowFile:
@@ -113,6 +121,16 @@ def _max_positions(config: Path) -> int | None:
         return None
     found = document.get("max_position_embeddings") if isinstance(document, dict) else None
     return found if isinstance(found, int) and found > 1 else None
+
+
+def _columns_of(path: Path) -> frozenset[str]:
+    """Of a table, by its first line."""
+    try:
+        with path.open(encoding="utf-8", newline="") as lines:
+            row = next(csv.reader([lines.readline(MAX_LINE_BYTES)], delimiter=_SEPARATORS[path.suffix]), [])
+    except (OSError, ValueError, csv.Error):
+        return frozenset()
+    return frozenset(filter(None, row))
 
 
 def _keys_of(path: Path) -> frozenset[str] | None:

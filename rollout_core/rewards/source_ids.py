@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from rollout_core.base.errors import ConfigError, near
 from rollout_core.base.ids import ContentId, content_id
@@ -23,6 +24,8 @@ from rollout_core.config.rewards import (
     RewardSpec,
     plain_rewards,
 )
+from rollout_core.objects import ObjectStore
+from rollout_core.objects.imports import SHOWN_FILES, Source, record_import
 from rollout_core.rewards.user_code import OWN_PACKAGES, PROJECT, SourceFile, UserCode, is_installed
 
 HELD_SOURCES = 32
@@ -54,12 +57,29 @@ def source_id(spec: RewardSpec, base: Path | None = None) -> ContentId:
     by its address, so give its content id. Raises ConfigError if the source cannot be found; runs none of it.
     """
     source = read_source(spec, base)
+    _hold(source)
+    return source.id
+
+
+def hold_source(spec: RewardSpec, codes: Mapping[str, UserCode]) -> ContentId:
+    """Have this process run such code for a reward, as it was filed, wherever its files are now; the reward's id.
+
+    Raises ConfigError where code of a function is not given.
+    """
+    functions = [part.callable for part in plain_rewards(spec) if isinstance(part, FunctionReward)]
+    if missing := [name for name in functions if name not in codes]:
+        raise ConfigError(f"the code of reward {', '.join(missing)} is not filed; runs of earlier versions did not")
+    source = RewardSource(_source_id(spec, codes), codes)
+    _hold(source)
+    return source.id
+
+
+def _hold(source: RewardSource) -> None:
     with _held_lock:
         _held.pop(source.id, None)
         _held[source.id] = source
         while len(_held) > HELD_SOURCES:
             del _held[next(iter(_held))]
-    return source.id
 
 
 def source_of(spec: RewardSpec, base: Path | None, wanted: ContentId) -> RewardSource:
@@ -82,6 +102,31 @@ def source_of(spec: RewardSpec, base: Path | None, wanted: ContentId) -> RewardS
             "again to score with the code as it is now"
         )
     return source
+
+
+def record_code(objects: ObjectStore, spec: RewardSpec, source: RewardSource) -> None:
+    """File the code of a reward, and note where it was read. A reward without code of its own is noted by its kind."""
+    for code in source.codes.values():
+        file_code(objects, source.id, code, "reward")
+    if not source.codes:
+        record_import(objects, source.id, Source(kind="reward", address=spec.kind, size_bytes=0, num_files=0))
+
+
+def file_code(objects: ObjectStore, content: ContentId, code: UserCode, kind: Literal["reward", "agent"]) -> ContentId:
+    """File the files of some code as a document, and note where they were read for ``content``; the document's id."""
+    filed = objects.put_json(code.document())
+    files = [*([code.main] if code.main else []), *code.imported.values()]
+    found = Source(
+        kind=kind,
+        address=code.callable,
+        place=str(code.main.path) if code.main else None,
+        size_bytes=sum(len(file.code) for file in files),
+        num_files=len(files),
+        files=tuple(file.path.name for file in files[:SHOWN_FILES]),
+        code={code.callable: filed},
+    )
+    record_import(objects, content, found)
+    return filed
 
 
 def _source_id(spec: RewardSpec, codes: Mapping[str, UserCode]) -> ContentId:

@@ -10,13 +10,14 @@ from typing import Any, Literal, NamedTuple, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.store.checks import check_id_list, check_ids, check_page, check_statuses, check_texts
 from rollout_core.store.codec import encode_stored
 from rollout_core.store.resources import ResourcesUpdate
 from rollout_core.store.spans import Span
 from rollout_core.store.types import (
     Attempt,
+    BrowsedPage,
     FilterLogic,
     PaginatedResult,
     Rollout,
@@ -46,6 +47,27 @@ class RolloutsQuery(NamedTuple):
         if self.rollout_id_in is not None:
             check_id_list(self.rollout_id_in)
         _check(self, Rollout, self.filter_logic)
+        return self
+
+
+class RolloutsBrowse(NamedTuple):
+    """See ``LightningStore.browse_rollouts``."""
+
+    before: str | None = None
+    status_in: Sequence[RolloutStatus] | None = None
+    text: str | None = None
+    limit: int = 100
+    within: int = 10_000
+
+    def checked(self) -> Self:
+        """This query. Raises ConfigError if it means nothing."""
+        check_ids(self.before)
+        check_texts(self.text)
+        check_statuses(self.status_in, RolloutStatus)
+        for name, number in (("limit", self.limit), ("within", self.within)):
+            check_page(number, 0)
+            if number < 1:
+                raise ConfigError(f"{name} is {number}; expected 1 or more")
         return self
 
 
@@ -189,6 +211,41 @@ class Queries:
         """What ``query_rollouts`` asks for."""
         raise self._lacks("query_rollouts")
 
+    async def browse_rollouts(
+        self,
+        *,
+        before: str | None = None,
+        status_in: Sequence[RolloutStatus] | None = None,
+        text: str | None = None,
+        limit: int = 100,
+        within: int = 10_000,
+    ) -> BrowsedPage[Rollout]:
+        """Rollouts with their latest attempts, those stored last first, for people who look through millions of them.
+
+        Nothing is counted and nothing skipped: a page goes on after the rollout ``before``, wherever that is. ``text``
+        is a part of the id, or of the input as JSON, case and all. A page ends with ``limit`` rollouts, or earlier,
+        where it may have looked at ``within`` of them; ``next`` is what the next page is to have as ``before``.
+
+        Raises NotFound where ``before`` is no rollout of this store.
+        """
+        return await self.find_browsed(RolloutsBrowse(before, status_in, text, limit, within).checked())
+
+    async def find_browsed(self, query: RolloutsBrowse) -> BrowsedPage[Rollout]:
+        """What ``browse_rollouts`` asks for. A store that is not large may go through all it has, as this does."""
+        found = list(reversed((await self.query_rollouts()).items))
+        if query.before is not None:
+            place = next((n for n, each in enumerate(found) if each.rollout_id == query.before), None)
+            if place is None:
+                raise NotFound(f"there is no rollout {query.before!r} to go on after")
+            found = found[place + 1 :]
+        items: list[Rollout] = []
+        for looked, each in enumerate(found[: query.within], start=1):
+            if _is_browsed(each, query):
+                items.append(each)
+            if len(items) == query.limit:
+                return BrowsedPage(items=items, next=each.rollout_id if looked < len(found) else None)
+        return BrowsedPage(items=items, next=found[query.within - 1].rollout_id if query.within < len(found) else None)
+
     async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
         """One rollout, with its latest attempt if it has one; None if it is unknown."""
         found = await self.query_rollouts(rollout_id_in=[rollout_id])
@@ -322,6 +379,14 @@ class Queries:
 
     def _lacks(self, *names: str) -> NotImplementedError:
         return NotImplementedError(f"{type(self).__name__} does not define {' or '.join(names)}")
+
+
+def _is_browsed(rollout: Rollout, query: RolloutsBrowse) -> bool:
+    if query.status_in is not None and rollout.status not in query.status_in:
+        return False
+    if query.text is None:
+        return True
+    return query.text in rollout.rollout_id or query.text in encode_stored(rollout.input).decode()
 
 
 def _check(

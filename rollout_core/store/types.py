@@ -184,6 +184,14 @@ class PaginatedResult(BaseModel, Sequence[Item], Generic[Item]):
         return iter(self.items)
 
 
+class BrowsedPage(BaseModel, Generic[Item]):
+    """Some items, the newest first, and where to go on."""
+
+    items: list[Item]
+    next: str | None
+    """Id of the last item that was looked at; None where all were."""
+
+
 class LightningStoreCapabilities(TypedDict, total=False):
     """What a store can do; a missing key means no."""
 

@@ -44,7 +44,7 @@ def serve(port: int, tmp_path: Path, server_logs) -> Iterator[Serve]:
         command = ["store", "serve", "--database", f"sqlite:///{tmp_path}/rollout.db", "--port", str(port)]
         with log_file.open("a") as log:
             process = subprocess.Popen(
-                [sys.executable, "-c", "from flows.cli import main; main()", *command],
+                [sys.executable, "-c", "from deployments.cli import main; main()", *command],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,

@@ -14,10 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from updates import (
+    LORA,
     PPO_SETTINGS,
     StepCounter,
     preference_update,
+    replayed_completions,
     scored_completions,
     sft_rows,
     sft_settings,
@@ -27,13 +30,25 @@ from updates import (
 from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.dataset_updates import sft_update
 from rollout_core.algorithms.on_policy_updates import grpo_update, ppo_update
+from rollout_core.algorithms.parallel import is_first, world_size
 from rollout_core.base.ids import hash_bytes
-from rollout_core.config import BudgetConfig, GRPOSettings, HeldOutRows, OptimizerConfig, ParallelConfig
+from rollout_core.config import (
+    BudgetConfig,
+    Curriculum,
+    Distillation,
+    GRPOSettings,
+    HeldOutRows,
+    ImportanceCorrection,
+    OptimizerConfig,
+    ParallelConfig,
+    Replay,
+)
 from rollout_core.data.datasets import to_jsonl
+from rollout_core.models.pretrained import copy_tokenizer, load_causal_lm
 from rollout_core.objects.records import Checkpoint
 
 KINDS = ("ddp", "fsdp2")
-INTERRUPTED = ("sft", "ppo")
+INTERRUPTED = ("sft", "sft, adapters", "ppo")
 """Updates that are also left by some processes and taken up by others."""
 
 
@@ -47,6 +62,8 @@ class Case:
 
     update: Callable[..., Checkpoint]
     changes: dict[str, Any]
+    kinds: tuple[str, ...] = KINDS
+    tolerance: float = 1e-4
 
     def run(self, place: UpdateContext, model: Path, parallel: ParallelConfig) -> Checkpoint:
         """Train in the processes there are."""
@@ -62,14 +79,44 @@ def sft(place: UpdateContext, model: Path, changes: dict[str, Any]) -> Checkpoin
     return sft_update(place.objects.put_tree(model), dataset, settings, place, held_out=held_out)[0]
 
 
+def sft_by_level(place: UpdateContext, model: Path, changes: dict[str, Any]) -> Checkpoint:
+    """Easy rows first."""
+    rows = [row.model_copy(update={"extras": {"level": 7 * n % 20}}) for n, row in enumerate(sft_rows(20))]
+    curriculum = Curriculum(by="key", key="level", initial=0.4, until=0.8)
+    settings = sft_settings(curriculum=curriculum, **changes)
+    return sft_update(place.objects.put_tree(model), place.objects.put_bytes(to_jsonl(rows)), settings, place)[0]
+
+
+def taught(place: UpdateContext, model: Path, changes: dict[str, Any]) -> Checkpoint:
+    """SFT towards a model of other weights."""
+    teacher = load_causal_lm(model)
+    for parameter in teacher.parameters():
+        parameter.data.mul_(1.5)
+    folder = place.cache / "teacher"
+    if is_first():
+        teacher.save_pretrained(folder)
+        copy_tokenizer(model, folder)
+        place.objects.put_tree(folder)
+    if world_size() > 1:
+        dist.barrier()
+    distillation = Distillation.model_validate({"teacher": {"uri": "x"}})
+    settings = sft_settings(distillation=distillation, **changes)
+    dataset = place.objects.put_bytes(to_jsonl(sft_rows(20)))
+    student, other = (place.objects.put_tree(which) for which in (model, folder))
+    return sft_update(student, dataset, settings, place, teacher=other)[0]
+
+
 def on_policy(update: Callable[..., Checkpoint], settings: Any) -> Callable[..., Checkpoint]:
     def run(place: UpdateContext, model: Path, changes: dict[str, Any]) -> Checkpoint:
         start = place.objects.put_tree(model)
         policy, train_state, checkpoint = start, None, None
         for iteration in (1, 2):
             scores, samples = scored_completions(place.objects, seed=iteration)
+            asked, again = settings.model_copy(update=changes), {}
+            if asked.replay is not None and iteration == 2:
+                scores, samples, again["replayed"] = replayed_completions(place.objects)
             own = replace(place, key=hash_bytes(b"iteration %d" % iteration), seed=iteration)
-            checkpoint = update(policy, train_state, start, scores, samples, settings.model_copy(update=changes), own)
+            checkpoint = update(policy, train_state, start, scores, samples, asked, own, **again)
             policy, train_state = checkpoint.model, checkpoint.train_state
         assert checkpoint is not None
         return checkpoint
@@ -103,15 +150,40 @@ CASES = {
     "sft, three minibatches": Case(sft, {"minibatch_size": 3, "gradient_accumulation": 3}),
     "sft, cut by tokens": Case(sft, {"max_tokens_per_microbatch": 40}),
     "sft, layers computed twice": Case(sft, {"gradient_checkpointing": True, "budget": BudgetConfig(max_steps=2)}),
+    "sft, rates by layer": Case(
+        sft, {"optimizer": OptimizerConfig(lr=1e-3, layer_decay=0.5), "budget": BudgetConfig(max_steps=2)}
+    ),
+    "sft, averaged weights": Case(sft, {"ema_decay": 0.5, "budget": BudgetConfig(max_steps=2)}),
+    "sft, weights of bfloat16": Case(
+        sft,
+        {"weights": "bfloat16", "precision": "bfloat16", "budget": BudgetConfig(max_steps=2)},
+        tolerance=0.02,  # bfloat16 rounds other sums otherwise
+    ),
+    "sft, offloaded": Case(sft, {"offload": True, "budget": BudgetConfig(max_steps=2)}, kinds=("fsdp2",)),
+    "sft, taught": Case(taught, {"budget": BudgetConfig(max_steps=2)}),
+    "sft, adapters": Case(sft, {"lora": LORA.model_copy(update={"dropout": 0.0})}),
+    "sft, easy rows first": Case(sft_by_level, {"budget": BudgetConfig(max_steps=3)}),
+    "sft, adapters on four bits": Case(
+        sft,
+        {
+            "lora": LORA.model_copy(update={"dropout": 0.0, "quantization": "nf4"}),
+            "budget": BudgetConfig(max_steps=2),
+        },
+        kinds=("ddp",),
+    ),
     "rm": Case(preferences("rm"), {}),
     "dpo": Case(preferences("dpo"), {}),
+    "dpo, adapters": Case(preferences("dpo"), {"lora": LORA}),
     "ipo": Case(preferences("ipo"), {"minibatch_size": 5, "gradient_accumulation": 1}),
     "kto": Case(preferences("kto"), {"minibatch_size": 8, "gradient_accumulation": 1}),
     "ppo": Case(ppo, {}),
     "ppo, value model": Case(ppo, {"values": "model", "minibatch_size": 8, "gradient_accumulation": 1}),
+    "ppo, adapters": Case(ppo, {"lora": LORA}),
     "grpo": Case(grpo, {}),
     "grpo, bnpo": Case(grpo, {"loss_type": "bnpo", "minibatch_size": 3, "gradient_accumulation": 3}),
     "grpo, dapo": Case(grpo, {"loss_type": "dapo"}),
+    "grpo, replayed": Case(grpo, {"replay": Replay(groups=1), "correction": ImportanceCorrection(), "epochs": 1}),
+    "grpo, online dpo": Case(grpo, {"loss": "online_dpo", "kl_coef": 0.0, "minibatch_size": 2}),
 }
 
 
@@ -130,25 +202,28 @@ def place_of(folder: Path, kind: str, name: str) -> Path:
 
 
 def main() -> None:
-    import torch.distributed as dist
-
     from rollout_core.algorithms import parallel
-    from rollout_core.algorithms.parallel import is_first, world_size
     from rollout_core.launch.rank import join
 
     folder, model = map(Path, sys.argv[1:])
     parallel.BUCKET_BYTES = 2**17  # so that these small models have several
     join()
-    made: dict[str, dict[str, Any]] = {"whole": {}, "taken up": {}}
+    made: dict[str, dict[str, Any]] = {"whole": {}, "taken up": {}, "resumed": {}}
     for kind in KINDS:
         parallel = ParallelConfig(nproc=world_size(), kind=kind)
         for name, case in CASES.items():
+            if kind not in case.kinds:
+                continue
             checkpoint = case.run(update_context(place_of(folder, kind, name)), model, parallel)
             made["whole"][f"{kind} {name}"] = checkpoint.model_dump(mode="json")
         for name in INTERRUPTED:
             leave(name, place_of(folder / "left by two", kind, name), model, parallel)
             place = update_context(place_of(folder / "left by one", kind, name))
             made["taken up"][f"{kind} {name}"] = CASES[name].run(place, model, parallel).model_dump(mode="json")
+            again = update_context(place_of(folder / "left by two", kind, f"{name}, again"))
+            leave(name, again.cache.parent, model, parallel)
+            dist.barrier()  # the first may still be writing what both are to take up
+            made["resumed"][f"{kind} {name}"] = CASES[name].run(again, model, parallel).model_dump(mode="json")
     if is_first():
         (folder / "checkpoints.json").write_text(json.dumps(made))
     dist.destroy_process_group()

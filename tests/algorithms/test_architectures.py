@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rollout_core.algorithms.layers import checkpoint_layers
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.supervised import RewardModel, load_reward_model
 from rollout_core.base.errors import ConfigError
@@ -45,6 +47,8 @@ PADDED = ["gpt_oss", "bloom", "nemotron"]
 """Attention with sinks or ALiBi, and layers that do not hand on what they are given."""
 REFUSED = ["gemma2", "cohere"]
 """They cap or scale their logits."""
+PARTLY = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3", "olmo2", "qwen2_moe", "qwen3_moe"]
+"""Their last layer is attention and then a feed-forward part, which is computed where its output is read."""
 DOCUMENTS = [Document(list(range(3, 12))), Document([5, 6, 7], [[7, 8, 9], [20, 21]]), Document([4, 9, 8, 7])]
 
 
@@ -108,3 +112,39 @@ def test_a_reward_model_is_judged_alike(kind: str, folder: Path):
     AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
     check_training(folder, is_reward_model=True)
     RewardModel(load_reward_model(folder))
+
+
+def read_of(policy: Policy, seen: list[int] | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probabilities after long prompts, and the gradients of their sum; ``seen`` gets how many tokens pass through
+    the last layer's feed-forward part."""
+    batches = [
+        pack([Document(list(range(3, 23)), [[7, 8, 9], [20, 21]])]),
+        pack([Document(list(range(9, 40)), [[7], [2, 21]])]),
+    ]
+    if seen is not None:
+        part = policy.model.base_model.layers[-1].mlp
+        part.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    # Backward passes come after both forward ones: with checkpointing each computes its own layers again.
+    logprobs = [policy(batch).logprobs for batch in batches]
+    for found in logprobs:
+        found.sum().backward()
+    named = {name: parameter.grad for name, parameter in policy.named_parameters() if parameter.grad is not None}
+    return torch.cat(logprobs).detach(), named
+
+
+@pytest.mark.parametrize("kind", PARTLY)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_last_layer_is_computed_where_it_is_read_with_the_gradients_of_the_whole(
+    kind: str, checkpointed: bool, folder: Path
+):
+    make(kind, folder)
+    whole = read_of(Policy(load_causal_lm(folder).eval(), packed=False))
+    model = load_causal_lm(folder).eval()
+    Policy(model)  # more than one may be made of a model
+    policy = Policy(copy.deepcopy(model))
+    if checkpointed:
+        checkpoint_layers(policy.model)
+    seen: list[int] = []
+    found = read_of(policy, seen)
+    assert seen[:2] == [4, 2] and set(seen) == {4, 2}, "of 25 and 34 tokens those that predict a target"
+    torch.testing.assert_close(found, whole, atol=1e-5, rtol=1e-4)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from updates import sft, update_context
 
-from rollout_core.algorithms import state
+from rollout_core.algorithms import resumption
 from rollout_core.algorithms.context import UpdateContext
-from rollout_core.algorithms.state import ARITHMETIC
+from rollout_core.algorithms.resumption import ARITHMETIC
 from rollout_core.base.determinism import arithmetic
 from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.base.ids import hash_bytes
@@ -37,7 +37,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def of_another_process(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     """What a machine or a version that cannot be had here would say of itself."""
-    monkeypatch.setattr(state, "arithmetic", lambda: {**arithmetic(), **changes})
+    monkeypatch.setattr(resumption, "arithmetic", lambda: {**arithmetic(), **changes})
 
 
 def test_the_same_arithmetic_is_no_news(begun: UpdateContext, tiny_model: Path, caplog: pytest.LogCaptureFixture):
@@ -74,7 +74,7 @@ def test_portable_training_refuses_to_go_on_under_another_torch_and_says_what_to
     begun: UpdateContext, tiny_model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     of_another_process(monkeypatch, torch="9.9")
-    monkeypatch.setattr(state, "is_portable_here", lambda: True)
+    monkeypatch.setattr(resumption, "is_portable_here", lambda: True)
     with pytest.raises(ConfigError, match=r"started with torch .* \(here 9\.9\)") as caught:
         sft(begun, tiny_model)
     snapshot = SnapshotStore(begun.objects).list()[0]

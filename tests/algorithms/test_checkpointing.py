@@ -10,7 +10,7 @@ import pytest
 import torch
 from updates import ppo, preference_update as update, sft_settings, update_context
 
-from rollout_core.algorithms.loop import checkpoint_layers
+from rollout_core.algorithms.layers import checkpoint_layers
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.supervised import SFT
 from rollout_core.base.errors import ConfigError

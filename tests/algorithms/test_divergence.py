@@ -14,7 +14,7 @@ from updates import save_state
 from rollout_core.algorithms import divergence
 from rollout_core.algorithms.divergence import mean_kl
 from rollout_core.algorithms.loop import build_optimizer
-from rollout_core.algorithms.policy import token_divergence
+from rollout_core.algorithms.output_layer import token_divergence
 from rollout_core.algorithms.policy_losses import kl_estimate
 from rollout_core.algorithms.state import TrainState
 from rollout_core.base.errors import ConfigError

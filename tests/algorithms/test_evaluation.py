@@ -9,16 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from updates import KINDS, preference_data, preference_update as update, rows_of, sft_rows, sft_settings, update_context
 
 from rollout_core.algorithms import training
 from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.dataset_updates import sft_update
 from rollout_core.base.errors import Fatal
-from rollout_core.config import HeldOutRows, JsonlDataset, identity
+from rollout_core.config import BudgetConfig, HeldOutRows, JsonlDataset, OptimizerConfig, SnapshotPolicy, identity
 from rollout_core.data.datasets import to_jsonl
 from rollout_core.models.pretrained import load_causal_lm, load_tokenizer
 from rollout_core.objects.records import Checkpoint
+from rollout_core.objects.snapshots import SnapshotStore
 from tests.rows import tokenize_sft
 
 HELD_OUT = HeldOutRows(dataset=JsonlDataset(path="x"), every_steps=2)
@@ -112,3 +114,85 @@ def test_a_run_without_evaluation_keeps_its_identity():
     assert "evaluation" not in identity(sft_settings())
     named = identity(sft_settings(evaluation=HELD_OUT))
     assert named["evaluation"] == {"dataset": None, "every_steps": 2}
+
+
+BEST = HELD_OUT.model_copy(update={"every_steps": 1, "select": "best"})
+FALLS_THEN_RISES: dict[str, Any] = {
+    "optimizer": OptimizerConfig(lr=3e-2),
+    "budget": BudgetConfig(max_steps=8),
+    "snapshots": SnapshotPolicy(every_steps=1, keep_last=1),
+}
+
+
+def losses(checkpoint: Checkpoint, place: UpdateContext) -> dict[int, float]:
+    return {int(row["step"]): row["eval_loss"] for row in rows_of(checkpoint, place.objects) if "eval_loss" in row}
+
+
+def test_the_best_step_is_the_result_and_stays_though_later_snapshots_push_it_out(tiny_model: Path, tmp_path: Path):
+    place = update_context(tmp_path / "best")
+    checkpoint = sft(place, tiny_model, BEST, **FALLS_THEN_RISES)
+    found = losses(checkpoint, place)
+    best = min(found, key=found.__getitem__)
+    assert 1 < best < 7 and len(found) == 8, "or it tests nothing"
+    assert (checkpoint.step, checkpoint.summary["last_step"]) == (best, 8)
+    assert checkpoint.summary["eval_loss"] == checkpoint.summary["eval_best_loss"] == found[best]
+    assert [row["eval_best_step"] for row in rows_of(checkpoint, place.objects)][best - 1 :] == [best] * (9 - best)
+    snapshots = SnapshotStore(place.objects)
+    assert sorted(item.step for item in snapshots.list()) == [best, 8]
+    assert snapshots.subtree(checkpoint.train_state, "model") == checkpoint.model
+    assert [name for name in place.objects.ref_names("progress") if name.endswith("best")] == []
+
+    ended = update_context(tmp_path / "ended")
+    shorter = FALLS_THEN_RISES | {"budget": BudgetConfig(max_steps=best)}
+    assert sft(ended, tiny_model, None, **shorter).model == checkpoint.model
+
+
+def test_an_interrupted_run_chooses_the_same_step(tiny_model: Path, tmp_path: Path):
+    class Interrupted(Exception):
+        pass
+
+    def stop(row: dict[str, float]) -> None:
+        if row["step"] == 7:
+            raise Interrupted
+
+    expected = sft(update_context(tmp_path / "quiet"), tiny_model, BEST, **FALLS_THEN_RISES)
+    with pytest.raises(Interrupted):
+        sft(update_context(tmp_path / "disturbed", on_step=stop), tiny_model, BEST, **FALLS_THEN_RISES)
+    starts: list[int] = []
+    place = update_context(tmp_path / "disturbed", on_start=lambda first, last: starts.append(first))
+    assert sft(place, tiny_model, BEST, **FALLS_THEN_RISES) == expected
+    assert starts[0] > 0
+    assert sft(place, tiny_model, BEST, **FALLS_THEN_RISES) == expected, "finished, and its record was lost"
+
+
+def test_without_the_snapshot_of_its_best_step_an_update_starts_over(tiny_model: Path, tmp_path: Path):
+    place = update_context(tmp_path)
+    expected = sft(place, tiny_model, BEST, **FALLS_THEN_RISES)
+    assert expected.step < 8
+    SnapshotStore(place.objects).delete(expected.train_state)
+    starts: list[int] = []
+    place = update_context(tmp_path, on_start=lambda first, last: starts.append(first))
+    assert sft(place, tiny_model, BEST, **FALLS_THEN_RISES) == expected
+    assert starts == [0]
+
+
+def test_patience_ends_a_run_whose_held_out_loss_falls_no_more(tiny_model: Path, tmp_path: Path):
+    rows = HELD_OUT.model_copy(update={"every_steps": 1, "patience": 2})
+    place = update_context(tmp_path)
+    checkpoint = sft(place, tiny_model, rows, **FALLS_THEN_RISES)
+    found = losses(checkpoint, place)
+    best = min(found, key=found.__getitem__)
+    assert checkpoint.step == max(found) == best + 2 < 8, "the last step is the result, unless the best is asked for"
+    assert sft(place, tiny_model, rows, **FALLS_THEN_RISES) == checkpoint, "also when it is taken up at its end"
+
+
+@pytest.mark.parametrize("keys", [{"select": "best"}, {"patience": 2}])
+def test_a_comparison_needs_several_evaluations(keys: dict[str, Any]):
+    with pytest.raises(ValidationError, match=r"compares evaluations, .*; set every_steps"):
+        HeldOutRows.model_validate({"dataset": {"path": "x"}, **keys})
+
+
+def test_another_choice_is_another_result():
+    plain, best = sft_settings(evaluation=HELD_OUT), sft_settings(evaluation=BEST)
+    assert identity(plain)["evaluation"] == {"dataset": None, "every_steps": 2}
+    assert identity(best)["evaluation"] == {"dataset": None, "every_steps": 1, "select": "best"}

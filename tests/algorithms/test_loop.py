@@ -119,6 +119,12 @@ def test_rates_by_hand(config: dict[str, Any], num_steps: int, expected: list[fl
     ) == pytest.approx(3 * expected[1])
 
 
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_run_of_more_steps_than_were_planned_stays_at_the_lowest_rate(schedule: Any):
+    made = OptimizerConfig(lr=1.0, schedule=schedule, min_lr=0.2)
+    assert [learning_rate(made, step, 4) for step in (4, 5, 9)] == pytest.approx([0.2, 0.2, 0.2])
+
+
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
@@ -359,6 +365,20 @@ def test_snapshots_come_every_so_many_steps_but_not_after_the_last():
     taken: list[int] = []
     run(algorithm, state, settings(), hooks=LoopHooks(on_snapshot=lambda at: taken.append(at.step)))
     assert taken == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [({"every_seconds": 30.0}, [3, 6]), ({"every_tokens": 1}, [1, 2, 3, 4, 5, 6]), ({"every_tokens": 10**6}, [])],
+)
+def test_snapshots_come_by_tokens_and_by_seconds_too(more: dict[str, float], expected: list[int]):
+    algorithm, state = start(num_steps=7)
+    ticks = iter(range(0, 1000, 10))
+    taken: list[int] = []
+    policy = SnapshotPolicy.model_validate({"every_steps": 100, **more})
+    hooks = LoopHooks(on_snapshot=lambda at: taken.append(at.step))
+    run(algorithm, state, settings().model_copy(update={"snapshots": policy}), hooks=hooks, clock=lambda: next(ticks))
+    assert taken == expected
 
 
 def test_training_goes_on_from_the_states_step_and_ends_in_the_same_weights():

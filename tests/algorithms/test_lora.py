@@ -15,7 +15,7 @@ from rollout_core.algorithms.loop import build_optimizer
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.state import TrainState, load_state
 from rollout_core.base.errors import ConfigError
-from rollout_core.config import LoRAConfig, OptimizerConfig, ParallelConfig, RewardModelSettings, parse_config
+from rollout_core.config import LoRAConfig, OptimizerConfig, RewardModelSettings
 from rollout_core.data.datasets import PairRow, to_jsonl
 from rollout_core.data.packing import pack_completions
 from rollout_core.models.architecture import WithoutAdapters, has_lora, merged_weights, with_lora
@@ -81,12 +81,6 @@ def test_layers_that_cannot_have_an_adapter_are_refused(tiny_model: Path, target
     assert "lm_head" not in str(caught.value), "what it offers can be chosen"
 
 
-def test_adapters_are_not_sharded():
-    with pytest.raises(ConfigError, match=r"with lora, set parallel\.kind"):
-        document = sft_settings(lora=LoRAConfig(), parallel=ParallelConfig(kind="fsdp2", nproc=2)).model_dump()
-        parse_config(document, type(sft_settings()))
-
-
 def test_without_lora_the_identity_is_as_it_was():
     assert "lora" not in sft_settings().cache_identity()
     assert sft_settings(lora=LoRAConfig()).cache_identity()["lora"] is not None
@@ -149,12 +143,12 @@ def test_with_adapters_the_reference_is_no_second_model(tiny_model: Path, tmp_pa
     """Each update loads one model, and its reference's log-probabilities are those of a run with two."""
     loaded: list[Path] = []
 
-    def load(folder: Path):
+    def load(folder: Path, *_):
         loaded.append(folder)
         return load_causal_lm(folder)
 
-    monkeypatch.setattr(on_policy_updates, "load_causal_lm", load)
-    monkeypatch.setattr(dataset_updates, "load_causal_lm", load)
+    monkeypatch.setattr(on_policy_updates, "load_to_train", load)
+    monkeypatch.setattr(dataset_updates, "load_to_train", load)
     place, other = update_context(tmp_path / "with"), update_context(tmp_path / "without")
     if name in ("ppo", "grpo"):
         update = {"ppo": ppo, "grpo": grpo}[name]

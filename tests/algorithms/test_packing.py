@@ -18,7 +18,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from rollout_core.algorithms.policy import Policy, target_logprobs, weighted_nll
+from rollout_core.algorithms.output_layer import target_logprobs, weighted_nll
+from rollout_core.algorithms.policy import Policy
 from rollout_core.base.errors import ConfigError
 from rollout_core.data.packing import Document, pack, pack_completions, unpacked_rows
 
@@ -172,12 +173,12 @@ def test_an_empty_sequence_is_refused(document):
 
 @pytest.fixture(params=["whole", "in chunks, kept", "in chunks, made anew"])
 def chunked(request, monkeypatch):
-    from rollout_core.algorithms import policy
+    from rollout_core.algorithms import output_layer
 
     if request.param != "whole":
-        monkeypatch.setattr(policy, "CHUNK_ELEMENTS", 21)
+        monkeypatch.setattr(output_layer, "CHUNK_ELEMENTS", 21)
     if request.param == "in chunks, made anew":
-        monkeypatch.setattr(policy, "KEPT_ELEMENTS", 0)
+        monkeypatch.setattr(output_layer, "KEPT_ELEMENTS", 0)
 
 
 def head_inputs(bias: bool) -> tuple:

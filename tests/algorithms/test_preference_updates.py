@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,11 +78,11 @@ def test_the_reference_is_read_once_for_all_epochs_runs_and_algorithms(tiny_mode
 
     loaded = []
 
-    def load(folder: Path):
+    def load(folder: Path, *_):
         loaded.append(folder)
         return load_causal_lm(folder)
 
-    monkeypatch.setattr(dataset_updates, "load_causal_lm", load)
+    monkeypatch.setattr(dataset_updates, "load_to_train", load)
     update("ipo", tiny_model, update_context(tmp_path, key=hash_bytes(b"other"), run_id="other"))
     assert len(loaded) == 1, "the policy alone"
 
@@ -93,6 +94,26 @@ def documents(count: int) -> list[Document]:
         return [rng.randrange(2, 250) for _ in range(length)]
 
     return [Document(some(rng.randrange(1, 30)), (some(3), some(rng.randrange(1, 9)))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_a_reference_with_rounded_weights_is_kept_apart_and_the_policy_begins_as_its_reference(
+    kind, tiny_model, tmp_path
+):
+    lora = {"r": 4, "alpha": 8}
+    forms = {
+        "adapters": {"lora": lora, "precision": "bfloat16"},
+        "four bits": {"lora": {**lora, "quantization": "nf4"}, "precision": "bfloat16"},
+        "rounded": {"lora": lora, "weights": "bfloat16", "precision": "bfloat16"},
+        "rounded, all trained": {"weights": "bfloat16", "precision": "bfloat16"},
+    }
+    losses = {}
+    for name, changes in forms.items():  # over one store, so that each could take what another left
+        place = replace(update_context(tmp_path), key=hash_bytes(name.encode()))
+        rows = rows_of(update(kind, tiny_model, place, budget={"max_steps": 2}, **changes), place.objects)
+        losses[name] = rows[1]["loss"]
+        assert rows[0]["rewards/margins"] == pytest.approx(0, abs=1e-3), name
+    assert len(set(losses.values())) == len(losses)
 
 
 def test_reference_logprobs_are_kept_chunk_by_chunk_and_made_again_when_damaged(tiny_model, tmp_path, monkeypatch):

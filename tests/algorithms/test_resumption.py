@@ -12,9 +12,10 @@ import torch
 from test_state import build, contents, train_one
 from updates import save_state, sft_settings, update_context
 
-from rollout_core.algorithms import state as module
+from rollout_core.algorithms import resumption as module
 from rollout_core.algorithms.context import UpdateContext
-from rollout_core.algorithms.state import Resumption, TrainState
+from rollout_core.algorithms.resumption import Resumption
+from rollout_core.algorithms.state import TrainState
 from rollout_core.config import SnapshotPolicy
 from rollout_core.objects.snapshots import Snapshot, SnapshotStore
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from rollout_core.config import OptimizerConfig
 from rollout_core.models.pretrained import load_causal_lm
 from rollout_core.objects.snapshots import MODEL_FOLDER
 
-DECAYING = ("sgd", "adam", "adamw", "Adafactor")
+DECAYING = ("sgd", "adam", "adamw", "Adafactor", "adamw8bit")
 """With two groups of parameters, whose order in the optimizer is another than in the model."""
 
 
@@ -67,9 +68,14 @@ def other_shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 OPTIMIZERS = ["sgd", "adam", "adamw", "Adafactor", "NAdam", "RAdam", "Adagrad", "RMSprop", "Rprop", "ASGD"]
+EIGHT_BITS = pytest.param(
+    "adamw8bit", 1, marks=pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="an extra: bitsandbytes")
+)
 
 
-@pytest.mark.parametrize(("kind", "head"), [*((kind, 1) for kind in OPTIMIZERS), ("sgd", None), ("adamw", None)])
+@pytest.mark.parametrize(
+    ("kind", "head"), [*((kind, 1) for kind in OPTIMIZERS), ("sgd", None), ("adamw", None), EIGHT_BITS]
+)
 def test_a_loaded_state_goes_on_bit_for_bit(tiny_model: Path, tmp_path: Path, kind: str, head: int | None):
     """The next batch is drawn by torch's own generator, which is part of the state."""
     state = build(tiny_model, kind=kind, head=head, steps=2)

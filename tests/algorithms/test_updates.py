@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
-from updates import grpo, ppo, rows_of, sft_settings, update_context
+from updates import PPO_SETTINGS, grpo, ppo, rows_of, scored_completions, sft_settings, update_context
 
-from rollout_core.algorithms import on_policy_updates
 from rollout_core.algorithms.dataset_updates import sft_update
 from rollout_core.algorithms.experience import Trajectory, build_batch, completion_forward, drawn_entropy
 from rollout_core.algorithms.on_policy import PPO, KLController, assign_credit
@@ -26,10 +25,13 @@ from rollout_core.config import (
     PPOSettings,
     SamplingParams,
 )
+from rollout_core.data.advantages import decode_advantages
 from rollout_core.data.datasets import to_jsonl
 from rollout_core.data.examples import Example, epoch_order, positions_at, positions_between
 from rollout_core.data.packing import Document, pack
+from rollout_core.data.samples import SampledCompletion, decode_completions_blob
 from rollout_core.models.pretrained import load_causal_lm, load_tokenizer
+from rollout_core.objects import SnapshotStore
 from tests.rows import parse_sft, tokenize_sft
 
 CPU = torch.device("cpu")
@@ -39,6 +41,43 @@ CPU = torch.device("cpu")
 def policy(tiny_model):
     torch.manual_seed(0)
     return load_causal_lm(tiny_model)
+
+
+def kept_advantages(update, tiny_model, folder: Path, **changes) -> list[tuple[SampledCompletion, Any]]:
+    """Of the last iteration, with the completions."""
+    place = update_context(folder)
+    checkpoint = update(place, tiny_model, **changes)
+    scores, _ = scored_completions(place.objects, seed=2)
+    completions = decode_completions_blob(place.objects.get_bytes(scores.completions))
+    assert checkpoint.advantages is not None and checkpoint.advantages not in checkpoint.outputs()
+    lines = place.objects.get_bytes(checkpoint.advantages).splitlines()
+    return [
+        (completion, decode_advantages(line, len(completion.token_ids)))
+        for completion, line in zip(completions, lines, strict=True)
+    ]
+
+
+def test_an_update_keeps_the_advantages_of_its_samples(tiny_model, tmp_path):
+    by_hand = 0.5 / (0.5**0.5 + 1e-4)  # rewards of 0 and 1 beside each other, and their deviation with ddof 1
+    for number, (completion, advantages) in enumerate(kept_advantages(grpo, tiny_model, tmp_path / "grpo")):
+        sign = 1 if number % 2 else -1
+        assert advantages == pytest.approx([sign * by_hand] * len(completion.token_ids), abs=1e-5)
+    whitened = [value for _, values in kept_advantages(ppo, tiny_model, tmp_path / "ppo") for value in values]
+    assert np.mean(whitened) == pytest.approx(0, abs=1e-5) and np.var(whitened, ddof=1) == pytest.approx(1, abs=1e-4)
+    assert len(set(whitened)) > 10, "each token has its own"
+
+
+def test_what_is_masked_counts_in_no_loss_and_keeps_no_advantage():
+    trajectories = [
+        Trajectory([2], [3, 4, 5], [-1.0] * 3, 1.0, cut, written)
+        for cut, written in ((True, None), (False, [(0, 1), (2, 3)]))
+    ]
+    batch = build_batch(trajectories)
+    batch = batch.with_columns(advantages=torch.tensor([[0.5, 0.5, 0.5], [0.1, 0.0, 0.3]]))
+    settings = PPO_SETTINGS.model_copy(update={"truncated": "mask"})
+    algorithm = PPO(None, batch, settings, first_step=0, seed=0, device=CPU)  # pyright: ignore[reportArgumentType]
+    assert algorithm.kept_advantages() == b"null\n[0.1,0.0,0.3]\n"
+    assert PPO(None, build_batch(trajectories), settings, first_step=0, seed=0, device=CPU).kept_advantages() is None  # pyright: ignore[reportArgumentType]
 
 
 def ragged_examples() -> list[Example]:
@@ -285,8 +324,6 @@ def test_the_checkpoint_is_a_usable_model_and_nothing_in_a_state_is_pickled(tiny
     assert losses[-1] < losses[0]
     names = {
         file.path
-        for file in place.objects.manifest(
-            on_policy_updates.SnapshotStore(place.objects).get(checkpoint.train_state).files
-        ).files
+        for file in place.objects.manifest(SnapshotStore(place.objects).get(checkpoint.train_state).files).files
     }
     assert {Path(name).suffix for name in names} <= {".safetensors", ".json", ".jsonl", ".jinja"}

@@ -27,20 +27,25 @@ from rollout_core.algorithms.state import TrainState, copy_state, write_state
 from rollout_core.base.ids import ContentId, canonical_json, hash_bytes
 from rollout_core.config import (
     BudgetConfig,
+    Curriculum,
     DPOSettings,
     GRPOSettings,
+    HeldOutRows,
+    ImportanceCorrection,
     IPOSettings,
     JsonlDataset,
     KTOSettings,
     LoRAConfig,
     OptimizerConfig,
     PPOSettings,
+    Replay,
     RewardModelSettings,
     SFTSettings,
     SnapshotPolicy,
     SpikeRule,
 )
 from rollout_core.data.datasets import PairRow, SftRow, UnpairedRow, parse_rows, to_jsonl
+from rollout_core.data.replay import Buffer, Drawn, mix
 from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
 from rollout_core.objects import ObjectStore, TreeManifest
 from rollout_core.objects.records import Checkpoint, Scores
@@ -83,9 +88,24 @@ def sgd(place: UpdateContext, model: Path) -> Checkpoint:
 
 
 def sft_rules(place: UpdateContext, model: Path) -> Checkpoint:
-    """Steps cut by tokens, and skipped where their gradient is above that of the step before, which snapshots tell."""
+    """Rates by layer; steps cut by tokens, and skipped where their gradient is above that of the step before, which
+    snapshots tell; easy rows first."""
     rule = SpikeRule(factor=1.01, window=2, after_steps=1)
-    settings = sft_settings(skip_spikes=rule, max_tokens_per_microbatch=48)
+    optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1, layer_decay=0.5)
+    settings = sft_settings(
+        skip_spikes=rule,
+        max_tokens_per_microbatch=48,
+        optimizer=optimizer,
+        curriculum=Curriculum(by="key", key="level", initial=0.4, until=0.8),
+    )
+    rows = [row.model_copy(update={"extras": {"level": 7 * n % 20}}) for n, row in enumerate(sft_rows(20))]
+    dataset = place.objects.put_bytes(to_jsonl(rows))
+    return sft_update(place.objects.put_tree(model), dataset, settings, place)[0]
+
+
+def sft_masters(place: UpdateContext, model: Path) -> Checkpoint:
+    """Weights in bfloat16 with float32 masters on the host, and their average."""
+    settings = sft_settings(weights="bfloat16", precision="bfloat16", offload=True, ema_decay=0.5)
     dataset = place.objects.put_bytes(to_jsonl(sft_rows(20)))
     return sft_update(place.objects.put_tree(model), dataset, settings, place)[0]
 
@@ -93,10 +113,19 @@ def sft_rules(place: UpdateContext, model: Path) -> Checkpoint:
 LORA = LoRAConfig(r=4, dropout=0.1)
 
 
-def sft_lora(place: UpdateContext, model: Path) -> Checkpoint:
+def sft_lora(place: UpdateContext, model: Path, lora: LoRAConfig = LORA) -> Checkpoint:
     """Adapters with dropout."""
     dataset = place.objects.put_bytes(to_jsonl(sft_rows(20)))
-    return sft_update(place.objects.put_tree(model), dataset, sft_settings(lora=LORA), place)[0]
+    return sft_update(place.objects.put_tree(model), dataset, sft_settings(lora=lora), place)[0]
+
+
+def sft_chosen(place: UpdateContext, model: Path) -> Checkpoint:
+    """A moving average of adapters, and the step at which it does best on other rows."""
+    evaluation = HeldOutRows(dataset=JsonlDataset(path="x"), every_steps=1, select="best")
+    lora = LORA.model_copy(update={"dropout": 0.0})
+    settings = sft_settings(lora=lora, ema_decay=0.5, evaluation=evaluation, optimizer=OptimizerConfig(lr=0.1))
+    dataset, held_out = (place.objects.put_bytes(to_jsonl(sft_rows(count))) for count in (20, 4))
+    return sft_update(place.objects.put_tree(model), dataset, settings, place, held_out=held_out)[0]
 
 
 PPO_SETTINGS = PPOSettings(
@@ -159,8 +188,11 @@ def grpo(
     policy, train_state, checkpoint = start, None, None
     for iteration in (1, 2):
         scores, samples = scored_completions(place.objects, seed=iteration)
+        again = None
+        if settings.replay is not None and iteration == 2:
+            scores, samples, again = replayed_completions(place.objects)
         own = replace(place, key=hash_bytes(b"iteration %d" % iteration), seed=iteration)
-        checkpoint = grpo_update(policy, train_state, start, scores, samples, settings, own)
+        checkpoint = grpo_update(policy, train_state, start, scores, samples, settings, own, replayed=again)
         on_checkpoint(checkpoint)
         policy, train_state = checkpoint.model, checkpoint.train_state
     assert checkpoint is not None
@@ -189,6 +221,25 @@ def scored_completions(objects: ObjectStore, *, seed: int) -> tuple[Scores, Any]
         std=0.5,
     )
     return scores, objects.put_bytes(encode_samples(samples))
+
+
+def replayed_completions(objects: ObjectStore) -> tuple[Scores, Any, Any]:
+    """The completions of the second iteration, and two groups of the first; and what they count."""
+    settings, drawn = Replay(groups=2), []
+    for number in (0, 1):
+        scores, samples = scored_completions(objects, seed=number + 1)
+        lines = [objects.get_bytes(blob).splitlines(keepends=True) for blob in (samples, scores.completions)]
+        values = objects.get_json(scores.scores)
+        drawn.append(Drawn(number, hash_bytes(b"weights %d" % number), *lines, values))
+    mixed = mix(Buffer(2).with_iteration(drawn[0], settings), drawn[1], settings, "seed")
+    scores = Scores(
+        scores=objects.put_bytes(canonical_json(mixed.scores)),
+        completions=objects.put_bytes(mixed.completions),
+        num_samples=len(mixed.scores),
+        mean=0.5,
+        std=0.5,
+    )
+    return scores, objects.put_bytes(mixed.samples), objects.put_json(mixed.document)
 
 
 KINDS = ("rm", "dpo", "ipo", "kto")
@@ -242,13 +293,17 @@ UPDATES: dict[str, Callable[[UpdateContext, Path], Checkpoint]] = {
     "sgd": sgd,
     "sft-rules": sft_rules,
     "sft-lora": sft_lora,
+    "sft-nf4": partial(sft_lora, lora=LORA.model_copy(update={"quantization": "nf4"})),
+    "sft-masters": sft_masters,
+    "sft-chosen": sft_chosen,
     "ppo": ppo,
     "grpo": grpo,
     "grpo-lora": partial(grpo, lora=LORA),
+    "grpo-replay": partial(grpo, replay=Replay(groups=2), correction=ImportanceCorrection()),
     **{kind: partial(_preference, kind) for kind in KINDS},
     "orpo": partial(_preference, "dpo", loss="orpo"),
 }
-ON_POLICY = ("ppo", "grpo", "grpo-lora")
+ON_POLICY = ("ppo", "grpo", "grpo-lora", "grpo-replay")
 
 
 class StepCounter:

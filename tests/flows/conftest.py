@@ -118,3 +118,22 @@ def snapshots_of(algorithm: str) -> list[Any]:
     from rollout_core.objects.snapshots import SnapshotStore
 
     return [snapshot for snapshot in SnapshotStore(objects()).list() if snapshot.algorithm == algorithm]
+
+
+def small_grpo(tiny_model: Path, sorting_task: Any, name: str, **algorithm: Any) -> dict[str, Any]:
+    """The configuration of a GRPO run of seconds; ``algorithm`` are the keys by which one differs from another."""
+    return {
+        "schema_version": 1,
+        "seed": 5,
+        "num_threads": 1,
+        "run": {"name": name},
+        "backend": {"kind": "transformers"},
+        "algorithm": {
+            "kind": "grpo",
+            "gradient_accumulation": 1,
+            "base_model": {"uri": str(tiny_model)},
+            "prompts": {"path": str(sorting_task.prompts)},
+            "reward": {"kind": "expression", "expression": "num_characters / 10"},
+            **algorithm,
+        },
+    }

@@ -1,4 +1,5 @@
-"""Samples drawn ahead of training: by which weights, beside what, and that a killed run comes to the same bytes."""
+"""Samples drawn ahead of training: by which weights, beside what, and that a killed run comes to the same bytes; with
+easy prompts first, and samples that are learned from again."""
 
 from __future__ import annotations
 
@@ -10,15 +11,21 @@ from typing import Any
 import psutil
 import pytest
 
-from flows.ahead import SamplesAhead
+from flows.iterations import SamplesAhead
+from flows.replay import buffer_behind
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.base.stopping import raise_if_stopping
 from rollout_core.config import GRPOSettings, ImportanceCorrection, TrainGRPOConfig, parse_config
 from rollout_core.objects.records import trace_lineage
-from tests.flows.conftest import finished_samples, objects, wait_for, write_toml
+from rollout_core.objects.snapshots import RUN_NAME, SnapshotStore
+from tests.flows.conftest import finished_samples, objects, small_grpo, wait_for, write_toml
 from tests.flows.test_resume import ROLLOUT, kill
 
-SAMPLES = 160
+MEASURED = 64 * 2
+FIRST = MEASURED + 40 * 4 - 40 * 2
+"""Samples of the curriculum and the first iteration, which takes those that are there already."""
+SECOND = 32 * 2
+"""At least so many more are of the second."""
 
 
 def model(name: object) -> ContentId:
@@ -92,30 +99,23 @@ def test_a_correction_is_the_default_where_samples_are_drawn_ahead():
 
 
 def grpo(tiny_model: Path, sorting_task: Any, depth: int) -> dict[str, Any]:
-    return {
-        "schema_version": 1,
-        "seed": 5,
-        "num_threads": 1,
-        "run": {"name": "ahead"},
-        "backend": {"kind": "transformers"},
-        "algorithm": {
-            "kind": "grpo",
-            "async_depth": depth,
-            "iterations": 2,
-            "prompts_per_iteration": 40,
-            "samples_per_prompt": 4,
-            "epochs": 2,
-            "minibatch_size": 40,
-            "gradient_accumulation": 1,
-            "correction": {"cap": 2.0, "floor": 0.5},
-            "base_model": {"uri": str(tiny_model)},
-            "prompts": {"path": str(sorting_task.prompts)},
-            "sampling": {"max_tokens": 14},
-            "optimizer": {"lr": 1e-3},
-            "reward": {"kind": "expression", "expression": "num_characters / 10"},
-            "snapshots": {"every_steps": 1},
-        },
-    }
+    return small_grpo(
+        tiny_model,
+        sorting_task,
+        "ahead",
+        async_depth=depth,
+        iterations=2,
+        prompts_per_iteration=40,
+        samples_per_prompt=4,
+        curriculum={"by": "reward", "samples": 2, "initial": 0.75, "until": 1.0},
+        replay={"groups": 8},
+        epochs=2,
+        minibatch_size=40,
+        correction={"cap": 2.0, "floor": 0.5},
+        sampling={"max_tokens": 14},
+        optimizer={"lr": 1e-3},
+        snapshots={"every_steps": 1},
+    )
 
 
 def models_of(last: str) -> tuple[str, set[ContentId]]:
@@ -134,18 +134,30 @@ def test_killed_while_it_samples_beside_an_update_a_run_comes_to_the_same_bytes(
     config = parse_config(document, TrainGRPOConfig)
     monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{tmp_path / 'undisturbed'}")
     monkeypatch.setenv("ROLLOUT_DATABASE", f"sqlite:///{tmp_path / 'undisturbed.db'}")
-    expected = models_of(train_grpo(config)["model"])
+    finished = train_grpo(config)
+    expected = models_of(finished["model"])
+    buffers = SnapshotStore(objects()).list(kind="buffer")
+    assert [(buffer.step, buffer.algorithm, buffer.meta[RUN_NAME]) for buffer in buffers] == [
+        (2, "grpo", "ahead"),
+        (1, "grpo", "ahead"),
+    ]
+    assert buffer_behind(objects(), ContentId(finished["train_state"])) == buffers[0].id, "what --resume takes up"
     assert len(expected[1] - {expected[0]}) == 2, "each of the two updates has changed the weights"
 
     monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{tmp_path / 'killed'}")
     monkeypatch.setenv("ROLLOUT_DATABASE", f"sqlite:///{tmp_path / 'killed.db'}")
+    document["algorithm"]["state_every"] = 2  # the process beside takes up what it left itself
     command = ("train", "grpo", "--config", str(write_toml(tmp_path / "ahead.toml", document)))
     killed = start_process(*ROLLOUT, *command, env={"PREFECT_API_URL": prefect_server})
 
     def samples_beside_an_update() -> bool:
         learners = [child for child in psutil.Process(killed.pid).children() if "rank" in " ".join(child.cmdline())]
-        return bool(learners) and SAMPLES < finished_samples() < 2 * SAMPLES
+        return bool(learners) and FIRST < finished_samples() < FIRST + SECOND
 
     wait_for(samples_beside_an_update, "the second iteration's samples, beside the first's update", process=killed)
     kill(killed)
-    assert models_of(train_grpo(config)["model"]) == expected
+    again = train_grpo(parse_config(document, TrainGRPOConfig))
+    assert models_of(again["model"]) == expected and again["train_state"] == finished["train_state"]
+    stored = [state.step for state in SnapshotStore(objects()).list(kind="train_state")]
+    assert min(stored) > finished["step"] / 2, "none of the first iteration"
+    assert [buffer.id for buffer in SnapshotStore(objects()).list(kind="buffer")] == [buffer.id for buffer in buffers]

@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.conftest import BUCKET
 from tests.flows.conftest import wait_for, write_toml
+from tests.object_files import BUCKET
 
 pytestmark = pytest.mark.server
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from flows.batch import SPEED_SECONDS, Speed, closing_figures
+from flows.batch import closing_figures
 from rollout_core.base.ids import hash_bytes
 from rollout_core.config import InferBatchConfig, parse_config
 from rollout_core.inference.batch import Progress, Work
 from rollout_core.inference.runs import RunWork, Tally
 from rollout_core.objects.records import ShardCompletions
+from tasks.logs import SPEED_SECONDS, Speed
 
 
 def test_speed_counts_from_the_first_sample_and_forgets_what_is_long_ago():

@@ -56,6 +56,7 @@ def test_every_flow_is_deployed_once_on_the_pool_that_is_chosen():
         "flows/candidate.py:promote_candidate",
         "flows/canary.py:canary",
         "flows/housekeeping.py:housekeeping",
+        "deployments/cloud_check.py:cloud_doctor",
     }
     assert sorted(item["entrypoint"] for item in items) == sorted(flows | light)
     assert {item["work_pool"]["name"] for item in items} == {"{{ $ROLLOUT_POOL }}"}

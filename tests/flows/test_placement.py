@@ -201,6 +201,8 @@ def test_a_placement_that_cannot_be_is_one_error_each(small):
     assert "placement.learning.workers" in violations({"dask": dask, "learning": {"workers": 2}})
     ahead = violations({"dask": dask, "learning": {}}, ppo={**small["ppo"], "async_depth": 1})
     assert "placement and async_depth: stages on workers are not drawn ahead" in ahead
+    rare = violations({"dask": dask, "learning": {}}, ppo={**small["ppo"], "state_every": 2})
+    assert "placement.learning and state_every = 2: workers have no common place" in rare
     batch = {
         "model": {"uri": "m"}, "sampling": {"max_tokens": 4}, "input": {"glob": "*"}, "output": {"dir": "out"},
     }  # fmt: skip

@@ -26,10 +26,12 @@ from rollout_core.config import (
 )
 from rollout_core.data.samples import decode_samples
 from rollout_core.plans.learner_plan import plan_nightly, plan_training
+from rollout_core.runs.records import RunHead
 from tests.flows.conftest import objects, snapshots_of
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 KINDS = ("rm", "dpo", "ipo", "kto")
+GZIP = b"\x1f\x8b"
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +86,12 @@ def test_the_example_trains_and_a_second_run_is_cached(kind, tiny_model, prefere
     assert result["train_state"] in {snapshot.id for snapshot in snapshots_of(kind)}
     before = set(dict(objects().blobs()))
     assert flow(config) == result
-    written = [objects().get_json(found) for found in set(dict(objects().blobs())) - before]
-    assert [set(document) for document in written] == [{"holder", "process"}], "its own lease and nothing else"
+    written = [objects().get_bytes(found) for found in set(dict(objects().blobs())) - before]
+    documents = [set(json.loads(data)) for data in written if not data.startswith(GZIP)]
+    assert len(written) - len(documents) == 1, "the detail of its record"
+    assert sorted(documents, key=len) == [{"holder", "process"}, set(RunHead.model_fields)], (
+        "its own lease, the head of its record and nothing else"
+    )
 
 
 @pytest.mark.server
@@ -283,7 +289,7 @@ def test_groups_without_spread_are_drawn_anew_in_rounds_that_an_interrupted_run_
         return load_config(PROJECT / "examples" / "dapo-tiny.toml", TrainGRPOConfig, overrides)
 
     drawn, learned = [], []
-    score, update = train.score_rewards, train.grpo_update
+    score, update = train.score_rewards, train.TrainingStates.update
 
     def scoring(completions, *arguments, **options):
         drawn.append(completions.num_samples)
@@ -291,12 +297,12 @@ def test_groups_without_spread_are_drawn_anew_in_rounds_that_an_interrupted_run_
             raise KeyboardInterrupt("killed in the second round")
         return score(completions, *arguments, **options)
 
-    def updating(model, state, reference, scores, samples, *arguments, **options):
+    def updating(self, number, stage, model, state, reference, scores, samples, *arguments, **options):
         learned.append((scores, samples))
-        return update(model, state, reference, scores, samples, *arguments, **options)
+        return update(self, number, stage, model, state, reference, scores, samples, *arguments, **options)
 
     monkeypatch.setattr(train, "score_rewards", scoring)
-    monkeypatch.setattr(train, "grpo_update", updating)
+    monkeypatch.setattr(train.TrainingStates, "update", updating)
     with pytest.raises(KeyboardInterrupt):
         train.train_grpo(config())
     resumed = train.train_grpo(config())
@@ -317,6 +323,61 @@ def test_groups_without_spread_are_drawn_anew_in_rounds_that_an_interrupted_run_
 
     with pytest.raises(Fatal, match=r"iteration 1: in 1 rounds \d of 4 groups have rewards that differ, .* needs 4"):
         train.train_grpo(config(**{"algorithm.dynamic_sampling": {"max_rounds": 1}, "run.name": "short"}))
+
+
+HACKED = """
+from rollout_core.rewards import RewardInput
+
+def training(sample: RewardInput) -> float:
+    '''What a policy finds out within a few steps: low token ids. It begins with the highest as the most likely ones.'''
+    return 1.0 - sum(sample.token_ids) / max(1, len(sample.token_ids)) / 262
+
+def wanted(sample: RewardInput) -> float:
+    return 1.0 - training(sample)
+"""
+
+
+@pytest.mark.server
+def test_a_run_ends_when_its_training_reward_rises_and_that_on_held_out_prompts_falls(
+    tiny_model, sorting_task, prefect_server, tmp_path
+):
+    from flows import train
+
+    (tmp_path / "hacked.py").write_text(HACKED)
+    guard = {
+        "prompts": {"path": str(sorting_task.held_out)},
+        "reward": {"kind": "function", "callable": f"{tmp_path / 'hacked.py'}:wanted"},
+        "evaluations": 2,
+    }
+
+    def config(**changes):
+        overrides = {
+            "algorithm.base_model.uri": str(tiny_model),
+            "algorithm.prompts.path": str(sorting_task.prompts),
+            "algorithm.iterations": 6,
+            "algorithm.prompts_per_iteration": 8,
+            "algorithm.samples_per_prompt": 4,
+            "algorithm.minibatch_size": 8,
+            "algorithm.optimizer.lr": 1e-2,
+            "algorithm.sampling.max_tokens": 6,
+            "algorithm.reward": {"kind": "function", "callable": f"{tmp_path / 'hacked.py'}:training"},
+            "backend": {"kind": "transformers"},
+            "num_threads": 1,
+            "numerics": "native",
+            "run.name": "hacked",
+            **changes,
+        }
+        return load_config(PROJECT / "examples" / "grpo-tiny.toml", TrainGRPOConfig, overrides)
+
+    with pytest.raises(Fatal, match=r"guards\.reward_hacking: in the last 2 evaluations the training reward") as told:
+        train.train_grpo(config(**{"algorithm.guards": {"reward_hacking": guard}}))
+    assert "Training and held-out reward by iteration: 1: 0." in str(told.value)
+    mends = {"reward_hacking": {**guard, "max_fall": 5.0}}
+    assert len(train.train_grpo(config(**{"algorithm.guards": mends, "algorithm.iterations": 2}))["rewards"]) == 2
+
+    missing = {"reward_hacking": {**guard, "prompts": {"path": "nowhere.jsonl"}}}
+    with pytest.raises(ConfigError, match=r"algorithm\.guards\.reward_hacking\.prompts\.path: .*nowhere\.jsonl"):
+        train.train_grpo(config(**{"algorithm.guards": missing}))
 
 
 @pytest.mark.server

@@ -7,13 +7,19 @@ import re
 import shutil
 import signal
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollout_core.config import NightlyConfig, load_config
+from rollout_core.runs.figures import curves_of
+from rollout_core.runs.records import RunHead, RunRecords, runs_under_way, shown_state
+from rollout_core.runs.samples import sample_sets
 from tests.flows.conftest import finished_samples, objects, snapshots_of, wait_for, write_toml
+from tests.pages import chromium, serving
 
 pytestmark = pytest.mark.server
 
@@ -32,9 +38,11 @@ STAGES = (
 )
 
 
-def nightly(start_process, config: Path, prefect_server: str, **settings: str) -> subprocess.Popen[str]:
+def nightly(
+    start_process, config: Path, prefect_server: str, *, stdout: Any = subprocess.PIPE, **settings: str
+) -> subprocess.Popen[str]:
     environment = {"PREFECT_API_URL": prefect_server, "COLUMNS": "200", **settings}
-    return start_process(*ROLLOUT, "nightly", "--config", str(config), env=environment)
+    return start_process(*ROLLOUT, "nightly", "--config", str(config), env=environment, stdout=stdout)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[str, list[tuple[str, str, str]]]:
@@ -138,6 +146,42 @@ def test_killed_in_sft_in_generation_and_in_a_ppo_update_the_next_run_ends_in_th
     imported = set(re.findall(r"^import time: .*\| +([\w.]+)$", output, re.MULTILINE))
     assert "flows.nightly" in imported and not imported & HEAVY, "what computes nothing needs none of them"
     assert pictures and pictures == {path.name: path.read_bytes() for path in (tmp_path / "report").glob("*.png")}
+
+    records = RunRecords(objects())
+    alive = runs_under_way(objects())
+    assert [shown_state(head, alive) for head in records.heads()] == ["completed", "completed", "lost", "lost", "lost"]
+    head, detail = records.detail(records.find("latest"))
+    assert [moment.name for moment in head.held_out] == ["before", "after SFT", "after PPO"]
+    assert (detail.facts["checkpoint"], head.counts.get("computed", 0)) == (expected, 0)
+    assert [each.label for each in sample_sets(detail)][:3] == ["before", "after SFT", "after PPO"]
+    curves = curves_of(objects(), head, detail)
+    assert curves["sft_update: loss"].x == list(range(1, 25))
+    assert len(curves["reward of iterations"].y) == 2
+    with chromium() as browser:
+        if browser is not None:
+            look_at_runs(browser, serving(start_process, tmp_path / "ui.log"), records.heads())
+
+
+def look_at_runs(browser: Any, address: str, heads: Sequence[RunHead]) -> None:
+    """The pages of killed runs and of the one that went on from what they had."""
+    page = browser.new_page(viewport={"width": 1180, "height": 980}, color_scheme="light")
+    problems: list[str] = []
+    page.on("console", lambda message: problems.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.goto(address)
+    states = page.locator("tbody .state").all_inner_texts()
+    assert states == ["completed", "completed", "lost", "lost", "lost"]
+    page.goto(f"{address}/runs/{heads[-1].id}")
+    assert page.get_by_text("Run the same command again").count() == 1
+    page.goto(f"{address}/compare?run={heads[1].id}&run={heads[2].id}")
+    page.wait_for_selector(".chart canvas")
+    page.goto(f"{address}/runs/{heads[1].id}/samples/0?label=iteration+1&by=advantage")
+    assert page.get_by_text("As the loss of ppo_update iteration 1 had them").count() == 1
+    assert "advantage " in (page.locator("pre.tokens span").first.get_attribute("title") or "")
+    page.goto(f"{address}/runs/{heads[1].id}")
+    page.wait_for_selector(".chart canvas")
+    assert page.locator(".timeline rect.Cached").count() > 3, "what those before had done"
+    assert problems == []
 
 
 @pytest.mark.campaign

@@ -16,7 +16,7 @@ from rollout_core.data.datasets import PromptRow
 from rollout_core.data.samples import Completion, Sample, encode_samples, make_samples
 from rollout_core.inference.base import ModelRef, Request, ScriptedEngine
 from rollout_core.inference.batch import BatchOptions, Progress, Work
-from rollout_core.inference.engines import Lanes
+from rollout_core.inference.lanes import Lanes
 from rollout_core.inference.training_samples import complete_batch
 from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects import ObjectStore

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import BUCKET
+from tests.gcp_server import GoogleCloud
+from tests.object_files import BUCKET
 
 
 def use_s3(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
@@ -18,6 +19,12 @@ def use_s3(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
 
 
+def use_gcs(monkeypatch: pytest.MonkeyPatch, google: GoogleCloud) -> None:
+    """As `use_s3`, of the stand-in for Google Cloud."""
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", google.url)
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
+
+
 def address_of(kind: str, folder: Path) -> str:
     """A place of that kind which no other test uses."""
     name = f"{folder.parent.name}-{folder.name}"
@@ -26,4 +33,5 @@ def address_of(kind: str, folder: Path) -> str:
         "file": f"file://{folder}/place",
         "memory": f"memory://{name}/place",
         "s3": f"s3://{BUCKET}/{name}/place",
+        "gcs": f"gs://{BUCKET}/{name}/place",
     }[kind]

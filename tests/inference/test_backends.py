@@ -13,12 +13,12 @@ import torch
 from batches import ref
 from transformers import AutoModelForCausalLM, TopKLogitsWarper, TopPLogitsWarper
 
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.config import SamplingParams, ScriptedBackend, TransformersBackend, VLLMBackend
 from rollout_core.data.samples import Completion
 from rollout_core.inference import engines
 from rollout_core.inference.base import ModelRef, Request, ScriptedEngine
-from rollout_core.inference.engines import EngineOf, close_engine, engine
+from rollout_core.inference.engines import EngineOf, close_engine, engine, rest_engine
 from rollout_core.inference.hf import TransformersEngine, _distribution, _draw
 
 PROMPTS = ["sort 3 1 2 =", "sort 9 9 0 4 4 1 =", "0", "hello world", "sort 5 5 5 ="]
@@ -343,3 +343,38 @@ def test_the_start_of_an_engine_is_told_and_its_reuse_is_not(tiny):
             pass
     assert said[0] == "starting the transformers engine ..."
     assert re.fullmatch(r"transformers engine ready in \d+ s", said[1]) and len(said) == 2
+
+
+class Resting(ScriptedEngine):
+    """Tells what it was asked."""
+
+    fault: Exception | None = None
+
+    def __init__(self, config, model):
+        self.told: list[str] = []
+        super().__init__(config, model)
+
+    def update_weights(self, model):
+        self.told.append("weights")
+        super().update_weights(model)
+
+    def rest(self):
+        self.told.append("rest")
+        if self.fault is not None:
+            raise self.fault
+
+
+def test_an_engine_rests_where_nobody_uses_it_and_is_woken_by_its_next_use(tiny, monkeypatch):
+    monkeypatch.setattr(engines, "build_backend", Resting)
+    rest_engine()  # there is none
+    with engine(SCRIPTED, tiny) as first:
+        assert isinstance(first, Resting)
+        rest_engine()
+    assert "rest" not in first.told, "it was in use"
+    rest_engine()
+    with engine(SCRIPTED, tiny) as again:
+        assert again is first and first.told[-2:] == ["rest", "weights"]
+    first.fault = Recoverable("the engine died in its sleep")
+    rest_engine()
+    with engine(SCRIPTED, tiny) as other:
+        assert other is not first

@@ -315,7 +315,7 @@ def test_the_key_comes_from_a_secret_that_is_allowed_and_is_never_shown(
     with pytest.raises(ConfigError, match="is secret 'OTHER' its key") as caught:
         engine_of(api_key="OTHER")
     monkeypatch.delenv("ROLLOUT_SECRET_OTHER")
-    with pytest.raises(ConfigError, match="set ROLLOUT_SECRET_OTHER"):
+    with pytest.raises(ConfigError, match="set it in ROLLOUT_SECRET_OTHER"):
         engine_of(api_key="OTHER")
     assert "sk-" not in caplog.text + str(caught.value) + repr(caught.value.__cause__)
 

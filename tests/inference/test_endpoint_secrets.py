@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 import asyncpg
 import pytest
+from botocore.session import get_session
 from endpoint_server import FaultyServer, config_of, requests, reset, send
 from places import use_s3
 
@@ -24,7 +25,7 @@ from rollout_core.base.errors import ConfigError
 from rollout_core.config import InferBatchConfig, parse_config
 from rollout_core.data.samples import Failure
 from rollout_core.inference.openai_http import OpenAIEngine
-from tests.conftest import BUCKET
+from tests.object_files import BUCKET
 from tests.store.postgres import PostgresServer
 
 ENDPOINT_KEY = "sk-proj/Qm7+vX2pLr9Tz4Wk8Yn3Bd6Hf1Js5Gc0"
@@ -97,10 +98,12 @@ def repetitions(key: str) -> dict[str, Callable[[BaseHTTPRequestHandler], None]]
 
 @pytest.fixture
 def secrets(monkeypatch: pytest.MonkeyPatch, s3: dict[str, Any]) -> None:
-    monkeypatch.setenv("ROLLOUT_SECRETS", "ENDPOINT")
-    monkeypatch.setenv("ROLLOUT_SECRET_ENDPOINT", ENDPOINT_KEY)
+    """The endpoint's key is kept by a secret manager."""
+    monkeypatch.setenv("ROLLOUT_SECRETS", "ENDPOINT=planted/endpoint")
+    monkeypatch.setenv("ROLLOUT_SECRETS_FROM", "environment,aws")
     monkeypatch.setenv("ROLLOUT_SECRET_OTHER", OTHER_KEY)
     use_s3(monkeypatch, {**s3, "secret": STORAGE_SECRET})
+    get_session().create_client("secretsmanager").create_secret(Name="planted/endpoint", SecretString=ENDPOINT_KEY)
 
 
 @pytest.mark.parametrize("way", repetitions(ENDPOINT_KEY))

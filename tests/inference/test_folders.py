@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from places import address_of, use_s3
+from places import address_of, use_gcs, use_s3
 
 from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.inference import folders
@@ -15,10 +15,13 @@ from rollout_core.inference.folders import OutputFolder, output_folder
 from rollout_core.objects import ObjectStore
 
 
-@pytest.fixture(params=["path", "file", "memory", "s3"])
+@pytest.fixture(params=["path", "file", "memory", "s3", "gcs"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OutputFolder:
+    monkeypatch.setenv("ROLLOUT_UPLOAD_PART_BYTES", str(5 * 2**20))
     if request.param == "s3":
         use_s3(monkeypatch, request.getfixturevalue("s3"))
+    if request.param == "gcs":
+        use_gcs(monkeypatch, request.getfixturevalue("google"))
     return output_folder(address_of(request.param, tmp_path), Path("/nowhere"))
 
 
@@ -35,7 +38,6 @@ def test_a_file_is_replaced_whole_and_its_mark_changes_with_it(folder: OutputFol
 
 
 def test_a_file_whose_writing_fails_is_left_as_it_was(folder: OutputFolder, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(folders, "UPLOAD_PART_BYTES", 5 * 2**20)
     folder.replace("f", [b"old"])
 
     def broken():
@@ -51,7 +53,6 @@ def test_a_file_whose_writing_fails_is_left_as_it_was(folder: OutputFolder, monk
 
 
 def test_a_large_file_arrives_whole(folder: OutputFolder, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(folders, "UPLOAD_PART_BYTES", 5 * 2**20)
     pieces = [bytes([number]) * 2**20 for number in range(13)]
     folder.replace("f", pieces)
     assert folder.read("f") == b"".join(pieces)

@@ -10,7 +10,7 @@ from batches import PARAMS
 
 from rollout_core.data.samples import Completion
 from rollout_core.inference.base import Request
-from rollout_core.inference.engines import Lane, Lanes
+from rollout_core.inference.lanes import Lane, Lanes
 
 
 def requests(*keys: str) -> list[Request]:

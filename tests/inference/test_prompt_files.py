@@ -10,7 +10,7 @@ import fsspec
 import pyarrow
 import pyarrow.parquet
 import pytest
-from places import address_of, use_s3
+from places import address_of, use_gcs, use_s3
 
 from rollout_core.base.errors import ConfigError, DataError
 from rollout_core.config import InputGlob
@@ -43,12 +43,15 @@ class Place:
         return open_prompts(InputGlob(glob=f"{self.address}/{pattern}", **options), Path("/nowhere"))
 
 
-@pytest.fixture(params=["path", "file", "memory", "s3"])
+@pytest.fixture(params=["path", "file", "memory", "s3", "gcs"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     options = {}
     if request.param == "s3":
         options = request.getfixturevalue("s3")
         use_s3(monkeypatch, options)
+    if request.param == "gcs":
+        options = request.getfixturevalue("gcs")
+        use_gcs(monkeypatch, request.getfixturevalue("google"))
     return Place(address_of(request.param, tmp_path), options)
 
 
@@ -88,7 +91,7 @@ def test_the_form_that_is_asked_for_counts_before_the_name(place: Place):
 
 
 def test_a_file_of_many_chunks_is_read_whole(place: Place, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rollout_core.objects.backends.READ_BYTES", 1000)
+    monkeypatch.setattr("rollout_core.objects.buckets.READ_BYTES", 1000)
     rows = [{"prompt": f"{number} " + "ü" * (number % 50)} for number in range(500)]
     place.write("many.jsonl", jsonl(rows))
     assert documents(place.open("many.jsonl")) == rows

@@ -274,3 +274,22 @@ def test_a_model_that_ends_the_engine_at_its_first_token_is_a_config_error(vllm_
     with pytest.raises(ConfigError, match=r"vLLM loads the model .* but cannot run it"):
         vllm_engine._try_out()
     assert closed
+
+
+def test_an_engine_that_slept_reads_its_weights_again_and_answers_as_before(vllm_engine, other_small, small, tokenizer):
+    """On a CPU vLLM takes the calls and keeps its memory; the order of calls and the weights are the same."""
+    asked = requests(tokenizer, GREEDY)
+    before = vllm_engine.generate(asked)
+    vllm_engine.rest()
+    assert not vllm_engine._is_asleep, "it was not asked for"
+    vllm_engine._config = vllm_engine._config.model_copy(update={"sleep": True})
+    try:
+        for model in (small, other_small, small):
+            vllm_engine.rest()
+            vllm_engine.rest()
+            assert vllm_engine._is_asleep
+            vllm_engine.update_weights(model)
+            assert not vllm_engine._is_asleep
+        assert vllm_engine.generate(asked) == before
+    finally:
+        vllm_engine._config = vllm_engine._config.model_copy(update={"sleep": False})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,7 +29,7 @@ from rollout_core.base.ids import hash_bytes
 from rollout_core.config import DPOSettings, GRPOAlgorithm, GRPOSettings, SFTSettings, TrainGRPOConfig
 from rollout_core.data.datasets import SftRow, to_jsonl
 from rollout_core.data.tokenized import DataReport
-from rollout_core.launch import run_update
+from rollout_core.launch import kept_process, run_update
 from rollout_core.launch.launcher import decode_inputs, encode_inputs, outcome_type
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint, Scores
@@ -125,6 +126,35 @@ def test_a_killed_rank_is_named_nothing_is_left_and_the_next_run_ends_in_the_sam
     assert again == quiet
     assert 0 < firsts[0] < 120, "it went on from a snapshot"
     assert any(line.startswith("rank 0: INFO") and "resumes at step" in line for line in lines)
+
+
+def test_a_kept_process_computes_one_update_after_the_other_and_each_in_the_bytes_of_a_new_one(
+    tiny_model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(SFTSettings, "has_own_processes", True)
+    short = {"budget": {"max_steps": 6}, "parallel": {"nproc": 1}}
+    longer = {"budget": {"max_steps": 8}, "parallel": {"nproc": 1}}
+    alone, _ = update(tmp_path / "alone", tiny_model, changes=longer)
+    assert not ranks_of(psutil.Process()), "nobody asked for it to stay"
+    with kept_process():
+        # Its starter is gone before the next update: as with tasks that have a thread each.
+        asked = threading.Thread(target=update, args=(tmp_path / "first", tiny_model, print, None, short))
+        asked.start()
+        asked.join()
+        [first] = ranks_of(psutil.Process()).values()
+        second, report = update(tmp_path / "second", tiny_model, changes=longer)
+        assert list(ranks_of(psutil.Process()).values()) == [first], "the same process"
+        assert (second.model, second.train_state, second.step) == (alone.model, alone.train_state, 8)
+        assert report.num_examples == 20
+        first.kill()
+        first.wait(10)
+        third, _ = update(tmp_path / "third", tiny_model, changes=longer)
+        assert third.model == alone.model
+        with pytest.raises(ConfigError, match="none of 20 rows has a token"):
+            update(tmp_path / "wrong", tiny_model, changes={**longer, "sequence": {"max_length": 2}})
+        assert not ranks_of(psutil.Process()), "an update that fails leaves no process"
+        update(tmp_path / "after", tiny_model, changes=short)
+    assert not ranks_of(psutil.Process()), "it ends with the block"
 
 
 def test_ranks_do_not_outlive_a_launcher_that_was_killed(tiny_model, tmp_path, start_process):

@@ -25,7 +25,7 @@ import psutil
 import pytest
 
 from deployments.cli import EXIT_DRAINED
-from deployments.spot import AWSMetadata, GCEMetadata, SpotWatch, metadata
+from deployments.spot import AWSMetadata, GCEMetadata, SpotWatch, machine_type, metadata
 from flows.flow_run import HANDED_BACK
 from rollout_core.base.errors import ConfigError
 from rollout_core.objects.snapshots import SnapshotStore
@@ -71,7 +71,11 @@ class Cloud:
                 return 200, json.dumps({"action": "terminate", "time": f"{self.end:%Y-%m-%dT%H:%M:%SZ}"}), {}
             if path.endswith("recommendations/rebalance") and self.is_at_risk:
                 return 200, json.dumps({"noticeTime": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"}), {}
+            if path.endswith("meta-data/instance-type"):
+                return 200, "m7i.2xlarge\n", {}
             return 404, "", {}
+        if path == "/computeMetadata/v1/instance/machine-type" and headers.get("Metadata-Flavor") == "Google":
+            return 200, "projects/12345/machineTypes/n2-standard-8", {}
         if path == "/computeMetadata/v1/instance/preempted":
             if headers.get("Metadata-Flavor") != "Google":
                 return 403, "", {}
@@ -424,6 +428,15 @@ def test_a_wrong_clock_makes_the_time_no_longer_than_the_cloud_gives_and_leaves_
     cloud.take_back(left)
     notice = AWSMetadata().notice(wait=False)
     assert notice is not None and least < notice.seconds_left <= most
+
+
+def test_the_cloud_names_the_kind_of_its_machine(cloud: Cloud, monkeypatch: pytest.MonkeyPatch):
+    assert machine_type(AWSMetadata()) == "m7i.2xlarge"
+    assert machine_type(GCEMetadata()) == "n2-standard-8"
+    with cloud_at() as (_, host):
+        pass  # nobody listens there any more
+    monkeypatch.setenv("GCE_METADATA_HOST", host)
+    assert machine_type(GCEMetadata()) is None
 
 
 def test_a_silent_service_is_told_once_and_when_it_answers_again(monkeypatch: pytest.MonkeyPatch):

@@ -20,8 +20,8 @@ import pytest
 
 from rollout_core.objects.snapshots import SnapshotStore
 from rollout_core.objects.store import ObjectStore
-from tests.conftest import BUCKET
 from tests.flows.conftest import wait_for
+from tests.object_files import BUCKET
 from tests.operations.conftest import PROJECT, SETTINGS, Machine, end
 from tests.operations.test_nights import kill_run, nightly, shortest
 from tests.server_logs import ServerLogs

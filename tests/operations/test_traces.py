@@ -129,7 +129,7 @@ def test_tries_of_a_run_are_one_trace_of_flow_stages_and_batches(prefect_server,
 
     @stage(version=1)
     def train_some(steps: int) -> Counted:
-        told = Training("sft", "")
+        told = Training("sft_update", "sft", "")
         told.start(0, steps)
         for step in range(1, steps + 1):
             told.step({"step": step, "loss": 1 / step, "num_tokens": 7})

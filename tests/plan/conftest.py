@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rollout_core.algorithms import state
 from rollout_core.inference import engines
+from rollout_core.models import deferred
 from tests.plan.planning import jsonl
 
 
@@ -22,7 +22,7 @@ def nothing_is_built(monkeypatch: pytest.MonkeyPatch, weights_stay_unread: None)
 
     for owner, name in (
         (engines, "build_backend"),
-        (state, "load_file"),
+        (deferred, "safe_open"),
     ):
         monkeypatch.setattr(owner, name, refuse)
 

@@ -6,6 +6,7 @@ import importlib
 import json
 import shutil
 import sqlite3
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,95 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedTokenizerFas
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import hash_bytes
 from rollout_core.config import CONFIG_KINDS, ModelSource, apply_overrides, parse_config
+from rollout_core.models.facts import ModelSize
 from rollout_core.models.locating import import_model
-from rollout_core.objects import ObjectStore
+from rollout_core.objects import ObjectStore, SnapshotStore
+from rollout_core.plans import resources
 from rollout_core.plans.learner_plan import plan_nightly, plan_training
+from rollout_core.plans.resources import Need, States, Training
 from rollout_core.store.connections import plain_connections
 from tests.plan.planning import CHAT, LONG, PLANS, TEMPLATE, cache_hub_model, document, files, jsonl, plan, refusal
 
 SOLUTION = {"kind": "exact_match", "answer_key": "solution"}
+
+
+def test_a_disk_that_cannot_hold_the_states_of_all_iterations_is_refused(work: Path, monkeypatch: pytest.MonkeyPatch):
+    """But not for those that an earlier try of the run has stored, nor where the check is switched off."""
+    fact = plan("train-grpo", work)["resources"]["grpo disk (estimate)"]
+    assert " training states of " in fact
+    config = parse_config(document("train-grpo"), CONFIG_KINDS["train-grpo"])
+    monkeypatch.setattr("rollout_core.plans.resources.free_disk", lambda folder: 2**20)
+
+    def planned() -> dict[str, Any]:
+        return plan_training(config, work, plain_connections())
+
+    with pytest.raises(ConfigError, match=r"grpo: the model and .* training states? take .* 1.0 MiB free; make room"):
+        planned()
+    monkeypatch.setenv("ROLLOUT_DISK_CHECK", "off")
+    assert "free 1.0 MiB (may not fit)" in planned()["resources"]["grpo disk (estimate)"]
+    monkeypatch.delenv("ROLLOUT_DISK_CHECK")
+    state = work / "state"
+    state.mkdir()
+    (state / "weights").write_bytes(bytes(2**26))
+    snapshots = SnapshotStore(plain_connections().open_objects())
+    snapshots.save(state, run_id="one", step=1, algorithm="grpo", meta={"run": config.run.name})
+    assert "of which 64.0 MiB are there; free 65.0 MiB" in planned()["resources"]["grpo disk (estimate)"]
+
+
+def test_states_that_are_not_stored_are_no_part_of_the_estimate(work: Path):
+    def told(every: int) -> str:
+        changes = {"algorithm__iterations": 8, "algorithm__snapshots__every_steps": 1000}
+        found = plan("train-grpo", work, **changes, algorithm__state_every=every)["resources"]
+        assert ("grpo temporary disk (estimate)" in found) == (every > 1)
+        return found["grpo disk (estimate)"]
+
+    assert " for 8 training states of " in told(1) and " and the model;" in told(1)
+    assert " for 3 training states of " in told(3) and " and 6 models of " in told(3)
+
+
+def test_states_that_are_not_stored_need_room_for_two_beside_what_is_stored_on_the_same_disk(tmp_path, monkeypatch):
+    model = ModelSize(num_parameters=2**20, num_layers=2, hidden_size=10, intermediate_size=40)
+    training = Training(tokens_per_pass=100, optimizer="adamw")
+    states = States(ends=2, most=3, models=7, held=2)  # of 12 MiB, models of 4 MiB
+    store, place = tmp_path / "store", Path(tempfile.gettempdir())
+
+    def needs(stored_mib: int, temporary_mib: int, *, same: bool, folder: Path | None = store) -> list[Need]:
+        free = {store: stored_mib * 2**20, place: temporary_mib * 2**20}
+        monkeypatch.setattr(resources, "free_disk", free.__getitem__)
+        monkeypatch.setattr(resources, "_device", lambda folder: 1 if same else folder)
+        return resources.disk_needs(model, training, folder, states)
+
+    def refused(*mib: int, same: bool) -> list[str]:
+        return [need.what for need in needs(*mib, same=same) if need.problem]
+
+    assert refused(52, 24, same=False) == refused(76, 76, same=True) == []
+    assert refused(52, 23, same=False) == refused(75, 75, same=True) == ["temporary disk"]
+    assert refused(51, 24, same=False) == refused(51, 51, same=True) == ["disk"]
+    [need] = needs(0, 23, same=True, folder=None)  # a bucket
+    assert need.problem is not None and " take 24.0 MiB, but " in need.problem and "TMPDIR" in need.problem
+    _, need = needs(80, 80, same=True)
+    assert f"24.0 MiB in {place} (TMPDIR) for 2 training states that are not stored, beside 64.0 MiB of" in need.text
+    assert "; free 80.0 MiB (may not fit); " in need.text
+    assert "within 10 s (ROLLOUT_STOP_SECONDS) where it writes 1.2 MiB a second" in need.text
+    monkeypatch.setenv("ROLLOUT_DISK_CHECK", "off")
+    assert refused(51, 23, same=False) == []
+    states = States(ends=2, most=3)
+    assert [need.what for need in needs(52, 0, same=False)] == ["disk"], "where all are stored none is held"
+
+
+def test_states_by_tokens_and_seconds_are_more_than_steps_tell(work: Path):
+    def told(**changes: Any) -> str:
+        return plan("train-sft", work, **changes)["resources"]["sft disk (estimate)"]
+
+    steps = {"algorithm__budget__max_steps": 8, "algorithm__snapshots__every_steps": 4}
+    assert told(**steps).startswith("up to ")
+    asked = {"algorithm__snapshots__every_tokens": 10, "algorithm__snapshots__every_seconds": 60.0}
+    found = told(**steps, **asked)
+    assert not found.startswith("up to ")
+    assert " for 2 training states " in found
+    assert "snapshots.every_tokens and snapshots.every_seconds" in found
+    each = steps | {"algorithm__snapshots__every_steps": 1}  # there cannot be more
+    assert told(**each, **asked) == told(**each)
 
 
 @pytest.mark.parametrize("kind", PLANS)
@@ -206,8 +289,8 @@ def test_what_an_earlier_run_found_of_the_same_files_is_not_looked_at_again(
         return plan_nightly(config, work, plain_connections(), keep=True)
 
     # What is free may change from one plan to the next.
-    monkeypatch.setattr("rollout_core.plans.plan.device_memory", lambda: (2**33, 2**34))
-    monkeypatch.setattr("rollout_core.plans.plan.free_disk", lambda folder: 2**36)
+    monkeypatch.setattr("rollout_core.plans.resources.device_memory", lambda: (2**33, 2**34))
+    monkeypatch.setattr("rollout_core.plans.resources.free_disk", lambda folder: 2**36)
     facts = planned()
     import_model(ModelSource(uri="model"), ObjectStore.from_url(str(work / "objects")), work)  # as the run does then
     looked: list[str] = []
@@ -358,6 +441,16 @@ def test_room_for_the_completion_counts_and_so_does_the_backends_own_limit(work:
     assert "context of 20 tokens" in refusal("train-ppo", work, backend__max_model_len=20)
     message = refusal("infer-batch", work, backend__max_model_len=512)
     assert message == "backend.max_model_len: 512 tokens, but the model has 256 positions"
+
+
+def test_completions_in_parts_are_told_and_refused_where_an_engine_does_not_go_on_from_tokens(work: Path):
+    cut = {"algorithm__sampling__max_tokens": 30, "algorithm__partial_rollouts__max_tokens_per_iteration": 10}
+    told = plan("train-ppo", work, **cut)["partial rollouts"]
+    assert told == "10 tokens of a completion in an iteration, so that it takes up to 3"
+    backend = {"kind": "scripted", "text": "1 2"}
+    message = refusal("train-ppo", work, backend=backend, **cut)
+    assert message.startswith("algorithm.sampling: partial_rollouts and backend 'scripted': a completion goes on from")
+    assert "context of" in refusal("train-ppo", work, backend__max_model_len=20, **cut), "whole completions have room"
 
 
 def test_a_prompt_without_tokens_is_refused(work: Path):

@@ -194,4 +194,4 @@ def test_an_endpoint_that_is_out_of_reach_is_named_and_one_without_its_key_refus
         "infer-batch", work, backend={**VLLM_SERVER, "api_key": "A_KEY"}
     )
     monkeypatch.setenv("ROLLOUT_SECRETS", "A_KEY")
-    assert "set ROLLOUT_SECRET_A_KEY" in refusal("infer-batch", work, backend={**VLLM_SERVER, "api_key": "A_KEY"})
+    assert "set it in ROLLOUT_SECRET_A_KEY" in refusal("infer-batch", work, backend={**VLLM_SERVER, "api_key": "A_KEY"})

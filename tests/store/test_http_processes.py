@@ -19,7 +19,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli import app
+from deployments.cli import app
 from rollout_core.base.errors import Recoverable
 from rollout_core.store import AttemptedRollout, LightningStoreClient, SqlLightningStore
 
@@ -62,7 +62,7 @@ def start(*command: str, stderr: int = subprocess.PIPE, **environment: str) -> s
 
 def serve(url: str, *options: str, **environment: str) -> tuple[subprocess.Popen[str], str]:
     """A server process and its address."""
-    command = ["-c", "from flows.cli import main; main()", "store", "serve", "--database", url, *options]
+    command = ["-c", "from deployments.cli import main; main()", "store", "serve", "--database", url, *options]
     with LOGS[-1].open("a") as log:
         process = start(*command, stderr=log.fileno(), **environment)
     assert process.stdout is not None
@@ -240,7 +240,7 @@ def start_workers(url: str, tmp_path: Path, slow: float) -> subprocess.Popen[str
     path = os.pathsep.join([str(tmp_path / "site"), str(ROOT)])
     with LOGS[-1].open("a") as log:
         return start(
-            "-c", "from flows.cli import main; main()", *command,
+            "-c", "from deployments.cli import main; main()", *command,
             stderr=log.fileno(), PYTHONPATH=path, SLOW=str(slow),
         )  # fmt: skip
 
@@ -345,7 +345,7 @@ def test_bad_arguments_end_with_2_and_a_reason(tmp_path, options, reason):
 
 
 def test_a_database_that_is_away_ends_the_server_with_one_line(tmp_path):
-    command = ["-c", "from flows.cli import main; main()", "store", "serve", "--port", "0", "--database"]
+    command = ["-c", "from deployments.cli import main; main()", "store", "serve", "--port", "0", "--database"]
     for address in ("postgresql://user:secret@127.0.0.1:1/store", f"postgresql://user:secret@/store?host={tmp_path}"):
         process = start(*command, address)
         output, errors = process.communicate(timeout=60)

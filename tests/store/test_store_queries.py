@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import pytest_asyncio
 
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.store import LLM, AttemptedRollout, PaginatedResult, PromptTemplate, ProxyLLM, Rollout
 
 pytestmark = pytest.mark.asyncio
@@ -72,6 +72,47 @@ async def test_pages_add_up_to_the_whole(store, five):
     assert (len(nothing), nothing.total) == (0, 2)
     rest = await store.query_rollouts(offset=3)
     assert ([rollout.rollout_id for rollout in rest], rest.total, rest.limit) == (["r3", "r4"], 5, -1)
+
+
+async def _browse(store, **query) -> tuple[list[str], str | None]:
+    page = await store.browse_rollouts(**query)
+    return [rollout.rollout_id for rollout in page.items], page.next
+
+
+async def test_rollouts_are_browsed_from_the_last_one_back(store, five):
+    assert await _browse(store) == (["r4", "r3", "r2", "r1", "r0"], None)
+    assert [type(each) for each in (await store.browse_rollouts()).items[1:3]] == [Rollout, AttemptedRollout]
+    assert await _browse(store, limit=2) == (["r4", "r3"], "r3")
+    await store.enqueue_rollout("later", rollout_id="r5")
+    assert await _browse(store, limit=2, before="r3") == (["r2", "r1"], "r1"), "what came meanwhile shifts nothing"
+    assert await _browse(store, limit=2, before="r1") == (["r0"], None)
+    assert await _browse(store, limit=1, before="r1") == (["r0"], None)
+    assert await _browse(store, before="r0") == ([], None)
+    assert await _browse(store, status_in=["queuing"], before="r5") == (["r4", "r0"], None)
+    assert await _browse(store, status_in=["queuing"], limit=2) == (["r5", "r4"], "r4")
+    assert await _browse(store, status_in=["queuing", "running"], before="r5") == (["r4", "r1", "r0"], None)
+    assert await _browse(store, status_in=[]) == ([], None)
+    with pytest.raises(NotFound, match="no rollout 'gone'"):
+        await store.browse_rollouts(before="gone")
+
+
+async def test_browsed_rollouts_are_searched_a_part_at_a_time(store, five):
+    """By id and by input, which is written as JSON; a page says how far it looked."""
+    await store.enqueue_rollout({"prompt": 'say "H\u00e4"%_'}, rollout_id="r5")
+    assert await _browse(store, text="r3") == (["r3"], None)
+    assert await _browse(store, text='\\"H\u00e4') == (["r5"], None)
+    assert await _browse(store, text="h\u00e4") == ([], None), "case counts"
+    assert await _browse(store, text="%") == (["r5"], None) and await _browse(store, text="' OR 1=1 --") == ([], None)
+    assert await _browse(store, text="r1", within=2) == ([], "r4")
+    assert await _browse(store, text="r1", within=2, before="r4") == ([], "r2")
+    assert await _browse(store, text="r1", within=2, before="r2") == (["r1"], None)
+    assert await _browse(store, text="r", within=3, limit=2) == (["r5", "r4"], "r4")
+
+
+@pytest.mark.parametrize("bad", [{"limit": 0}, {"within": 0}, {"limit": -1}, {"status_in": ["no"]}, {"text": "\0"}])
+async def test_browsing_refuses_what_means_nothing(store, bad):
+    with pytest.raises(ConfigError):
+        await store.browse_rollouts(**bad)
 
 
 @pytest.mark.parametrize(

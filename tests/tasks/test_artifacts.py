@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import hash_bytes
+from rollout_core.base.settings import ui_address
 from rollout_core.config import Run, RunInfo
 from rollout_core.objects.records import Dataset
 from tests.flows.conftest import wait_for
@@ -66,7 +68,7 @@ def test_what_a_run_shows_is_at_the_server_when_it_ends(prefect_server, monkeypa
     assert "the artifact Not A Key could not be made" in caplog.text + capfd.readouterr().err
 
 
-def test_the_summary_of_a_failed_run_names_stage_and_error_and_another_try_goes_on_with_it(prefect_server):
+def test_the_summary_of_a_failed_run_names_stage_and_error_and_another_try_goes_on_with_it(prefect_server, monkeypatch):
     from prefect import flow
     from prefect.runtime import flow_run
 
@@ -102,13 +104,26 @@ def test_the_summary_of_a_failed_run_names_stage_and_error_and_another_try_goes_
     )
     assert expected in summary.splitlines()
     assert "held-out" not in summary and "- **stages**: 1 failed" in summary
+    assert "curves and samples" not in summary, "nobody said where the pages of runs are"
 
     tries.clear()
+    monkeypatch.setenv("ROLLOUT_UI_URL", "http://runs.example:4747/ui/")
     work(retries=1)()
     assert len(tries) == 2 and len(set(tries)) == 1
     lines = shown(prefect_server, tries[0])["summary"].splitlines()
     rewards = {"- **held-out reward before**: **0.5000**", "- **held-out reward after**: **0.2500** (-0.2500)"}
-    assert {"- **state**: completed", "- **what**: rows", *rewards} <= set(lines)
+    page = f"- **curves and samples**: http://runs.example:4747/ui/runs/{tries[0]}"
+    assert {"- **state**: completed", "- **what**: rows", page, *rewards} <= set(lines)
+
+
+@pytest.mark.parametrize(
+    "address", ["runs.example", "javascript:alert(1)", "http://ann:sesame@host/", "http://a/)[x](y"]
+)
+def test_the_address_of_the_pages_is_one_that_may_be_shown(monkeypatch, address):
+    monkeypatch.setenv("ROLLOUT_UI_URL", address)
+    with pytest.raises(ConfigError) as refused:
+        ui_address()
+    assert "sesame" not in str(refused.value)
 
 
 PROGRAM = """

@@ -147,7 +147,7 @@ def test_other_inputs_are_computed(stages, run):
 
 
 def test_arguments_that_travel_together_count_one_by_one(prefect_server):
-    from tasks.stage import Arguments, spread_arguments
+    from tasks.arguments import Arguments, spread_arguments
 
     sides = make_dataclass("Sides", ["left", ("label", str, "")], bases=(Arguments,), frozen=True)
     plain = make_dataclass("Plain", ["left"], frozen=True)

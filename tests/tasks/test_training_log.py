@@ -23,9 +23,9 @@ def test_first_and_last_step_and_evaluations_have_lines_and_others_one_in_an_int
             log.note({"step": step, "loss": 1.0 / step, "learning_rate": 1e-3, **evaluated}, 10)
     assert lines(caplog) == [
         "SFT nightly: step 1 of 10: loss 1, learning rate 0.001",
-        "SFT nightly: step 3 of 10: loss 0.3333, learning rate 0.001, eval_loss 0.5",
-        "SFT nightly: step 6 of 10: loss 0.1667, learning rate 0.001",
-        "SFT nightly: step 9 of 10: loss 0.1111, learning rate 0.001",
+        "SFT nightly: step 3 of 10: loss 0.3333, learning rate 0.001, eval_loss 0.5, 0:01:10 left",
+        "SFT nightly: step 6 of 10: loss 0.1667, learning rate 0.001, 0:00:40 left",
+        "SFT nightly: step 9 of 10: loss 0.1111, learning rate 0.001, 0:00:10 left",
         "SFT nightly: step 10 of 10: loss 0.1, learning rate 0.001",
     ]
 

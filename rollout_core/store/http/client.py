@@ -90,7 +90,7 @@ def _sent(method: Method, repeat: Callable[[dict[str, Any]], Repeat] = lambda gi
                 return None
         body = _body(route, given)
         # The server refuses empty pages, as the one that it stands in for; the contract wants their total.
-        is_empty = body.get("limit") == 0
+        is_empty = body.get("limit") == 0 and "offset" in body
         data = _json({**body, "limit": 1} if is_empty else body, name)
         found = adapter.validate_json(await transport.post(path, data, repeat(given)))
         return found.model_copy(update={"items": [], "limit": 0}) if is_empty else found
@@ -328,6 +328,7 @@ class LightningStoreClient(LightningStore):
     # Queries
 
     query_rollouts = _sent(LightningStore.query_rollouts)
+    browse_rollouts = _sent(LightningStore.browse_rollouts)
     get_rollout_by_id = _sent(LightningStore.get_rollout_by_id)
     query_attempts = _sent(LightningStore.query_attempts)
     get_latest_attempt = _sent(LightningStore.get_latest_attempt)

@@ -333,8 +333,10 @@ class Gate:
 
     def refusal(self, scope: Scope) -> Exception | None:
         """Why this request is not let in, whose path is as it was sent; None where it is."""
-        if scope["path"] == wire.HEALTH_PATH:
-            return None
+        return None if scope["path"] == wire.HEALTH_PATH else self.stranger(scope)
+
+    def stranger(self, scope: Scope) -> Exception | None:
+        """Why who sends this request is not let in; None where they are."""
         if self._authorization is None:
             return self._foreign(scope)
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")

@@ -256,6 +256,15 @@ _query(
     gives=wire.RolloutPage,
 )
 _pass(
+    "POST /rollouts/browse",
+    "browse_rollouts",
+    "Some rollouts, those stored last first, after the rollout that is named.",
+    "browse_rollouts",
+    takes=wire.BrowseRequest,
+    gives=wire.BrowsedRollouts,
+    remembered=False,
+)
+_pass(
     "POST /rollouts/attempts",
     "start_attempts",
     "Start a new attempt of each of these rollouts, all or none.",

@@ -12,14 +12,17 @@ from dataclasses import asdict, dataclass
 
 import orjson
 import uvicorn
-from fastapi import FastAPI
+from starlette.responses import RedirectResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import STARTUP_FAILURE
+from uvicorn.importer import import_from_string
 from uvicorn.supervisors import Multiprocess
 from uvicorn.supervisors.multiprocess import Process
 
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.base.locks import scratch_folder
 from rollout_core.base.processes import signal_name
+from rollout_core.store.base import LightningStore
 from rollout_core.store.http.app import AppSettings, create_app
 from rollout_core.store.http.listening import (
     MULTIPROCESS_FOLDER,
@@ -32,6 +35,8 @@ from rollout_core.store.http.listening import (
 )
 from rollout_core.store.sql.store import SqlLightningStore
 
+PAGES_PATH = "/ui"
+"""Below it a server may show pages."""
 START_SECONDS = 300
 """From a worker's start to its first answer; on a busy machine the imports alone take long."""
 HANG_SECONDS = 60.0
@@ -140,6 +145,8 @@ class ServeSettings:
     workers: int = 1
     api_key_env: str | None = None
     cors_allow_origins: Sequence[str] = ()
+    pages: str | None = None
+    """``module:function`` of what makes, of the store and the key, an application for all below `PAGES_PATH`."""
 
     def app_settings(self) -> AppSettings:
         """The application's part, the key included. Raises ConfigError if the key's variable is not set."""
@@ -168,7 +175,7 @@ def serve(settings: ServeSettings, announce: Callable[[str], None]) -> None:
     listener = listen(settings.host, settings.port)
     address = url_of(settings.host, listener.getsockname()[1])
     if settings.workers == 1:
-        app = create_app(store, app_settings, lifespan=lambda _: serving(store))
+        app = with_pages(create_app(store, app_settings, lifespan=lambda _: serving(store)), store, settings)
         MainServer(uvicorn_config(app), lambda: announce(f"serving at {address}")).run(sockets=[listener])
         return
     asyncio.run(store.close())  # each worker opens its own
@@ -191,10 +198,29 @@ def _supervise(workers: int, listener: socket.socket, address: str, announce: Ca
     Supervisor(config, [listener], on_serving).run()
 
 
-def create_worker_app() -> FastAPI:
+def create_worker_app() -> ASGIApp:
     """The application of one worker process, from the environment."""
     settings = ServeSettings(**orjson.loads(os.environ[SETTINGS_VARIABLE]))
     store = SqlLightningStore.from_url(settings.database)
-    return create_app(
+    app = create_app(
         store, settings.app_settings(), lifespan=lambda _: serving(store, int(os.environ[PARENT_VARIABLE]))
     )
+    return with_pages(app, store, settings)
+
+
+def with_pages(app: ASGIApp, store: LightningStore, settings: ServeSettings) -> ASGIApp:
+    """``app``, beside which the pages that ``settings`` name are shown; they stand before all that is the store's own:
+    origins that may use the store may not read pages."""
+    if settings.pages is None:
+        return app
+    pages = import_from_string(settings.pages)(store, settings.app_settings().api_key)
+
+    async def beside(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not (scope["path"] + "/").startswith(f"{PAGES_PATH}/"):
+            await app(scope, receive, send)
+        elif scope["path"] == PAGES_PATH:
+            await RedirectResponse(f"{PAGES_PATH}/")(scope, receive, send)
+        else:
+            await pages({**scope, "root_path": PAGES_PATH}, receive, send)
+
+    return beside

@@ -24,6 +24,7 @@ from rollout_core.store.types import (
     Attempt,
     AttemptedRollout,
     AttemptStatus,
+    BrowsedPage,
     EnqueueRolloutRequest,
     PaginatedResult,
     Rollout,
@@ -299,6 +300,20 @@ class HeartbeatRequest(Changes):
 
 class RolloutPage(PaginatedResult[AnyRollout]):
     """One page of rollouts."""
+
+
+class BrowseRequest(BaseModel):
+    """See ``LightningStore.browse_rollouts``."""
+
+    before: str | None = None
+    status_in: list[RolloutStatus] | None = None
+    text: str | None = None
+    limit: int = Field(default=100, le=MAX_RECORDS)
+    within: int = 10_000
+
+
+class BrowsedRollouts(BrowsedPage[AnyRollout]):
+    """Some rollouts, and where to go on."""
 
 
 def dump_spans(spans: Sequence[Span]) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, NotFound
 from rollout_core.store.checks import LARGEST_NUMBER, check_page
 from rollout_core.store.lifecycle import FINISHED
 from rollout_core.store.resources import ResourcesUpdate
@@ -22,6 +22,7 @@ from rollout_core.store.sql.rows import (
 )
 from rollout_core.store.types import (
     Attempt,
+    BrowsedPage,
     FilterLogic,
     LightningStoreStatistics,
     PaginatedResult,
@@ -221,6 +222,42 @@ def find_rollouts(
         key="r.key",
         count=(lambda: _count_rollouts(tx, status_in)) if by_status_alone else None,
     )
+
+
+def browse_rollouts(
+    tx: Transaction, *, before: str | None, status_in: Sequence[str] | None, text: str | None, limit: int, within: int
+) -> BrowsedPage[Rollout]:
+    """See ``LightningStore.browse_rollouts``."""
+    filter = Filter(tx)
+    if before is not None:
+        after = tx.row("SELECT key FROM rollouts WHERE rollout_id = ?", before)
+        if after is None:
+            raise NotFound(f"there is no rollout {before!r} to go on after")
+        filter.always("r.key < ?", after[0])
+    # Of one status an index has all, in order; those of several are looked for.
+    if status_in is not None and len(status_in) == 1:
+        filter.always("r.status = ?", status_in[0])
+        status_in = None
+    lowest = None
+    if text is not None or status_in is not None:
+        keys = f"{SELECT}r.key, r.rollout_id FROM rollouts r{filter.where} ORDER BY r.key DESC LIMIT 2 OFFSET ?"
+        last = tx.rows(keys, *filter.parameters, within - 1)
+        if len(last) == 2:  # there are others behind the last one that is looked at
+            lowest = last[0]
+            filter.always("r.key >= ?", lowest[0])
+    if status_in is not None:
+        filter.within("r.status", status_in)
+    if text is not None:
+        has_part = tx.dialect.contains
+        part = f"({has_part.format(column='r.rollout_id')} OR {has_part.format(column='p.input')})"
+        filter.always(part, text, text)
+    # One more than wanted shows whether there are more.
+    page = f"{ROLLOUTS_WITH_ATTEMPT}{filter.where} ORDER BY r.key DESC LIMIT ?"
+    rows = tx.rows(page, *filter.parameters, min(limit + 1, LARGEST_NUMBER))
+    items = [rollout_model(row) for row in rows[:limit]]
+    if len(rows) > limit:
+        return BrowsedPage(items=items, next=items[-1].rollout_id)
+    return BrowsedPage(items=items, next=None if lowest is None else lowest[1])
 
 
 def find_rollout(tx: Transaction, rollout_id: str) -> Rollout | None:

@@ -30,7 +30,14 @@ from rollout_core.store.codec import encode
 from rollout_core.store.encoded_spans import EncodedSpan, encode_fields, encode_last
 from rollout_core.store.loops import Bell, Waiters
 from rollout_core.store.operations import new_rollouts
-from rollout_core.store.queries import AttemptsQuery, ResourcesQuery, RolloutsQuery, SpansQuery, WorkersQuery
+from rollout_core.store.queries import (
+    AttemptsQuery,
+    ResourcesQuery,
+    RolloutsBrowse,
+    RolloutsQuery,
+    SpansQuery,
+    WorkersQuery,
+)
 from rollout_core.store.resources import NamedResources, ResourcesUpdate
 from rollout_core.store.span_fields import SpanFields, span_fields
 from rollout_core.store.spans import Span
@@ -45,6 +52,7 @@ from rollout_core.store.types import (
     Attempt,
     AttemptedRollout,
     AttemptUpdate,
+    BrowsedPage,
     EnqueueRolloutRequest,
     LightningStoreCapabilities,
     LightningStoreStatistics,
@@ -283,6 +291,9 @@ class SqlLightningStore(LightningStore):
 
     async def find_rollouts(self, query: RolloutsQuery) -> PaginatedResult[Rollout]:
         return await self._watched_read(lambda tx: queries.find_rollouts(tx, **query._asdict()))
+
+    async def find_browsed(self, query: RolloutsBrowse) -> BrowsedPage[Rollout]:
+        return await self._watched_read(lambda tx: queries.browse_rollouts(tx, **query._asdict()))
 
     async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
         check_ids(rollout_id)

@@ -1,0 +1,155 @@
+"""`rollout plan`: what a run would do, which of it is cached, and what the rest takes, without doing anything."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flows.cli.common import ConfigPath, Debug, Overrides, load_run, one_line_errors, parse_overrides, print_facts
+from flows.cli.results import AsJson, duration
+
+if TYPE_CHECKING:
+    from flows.planning import RunPlan, StagePlan
+
+_MOST_KEYS = 4
+_STATES = {"cached": "cached", "continued": "goes on", "computed": "to compute", "checked": "looked at"}
+"""By the state of a rehearsed call, the column of the table."""
+
+
+def plan(
+    config: ConfigPath,
+    kind: Annotated[
+        str | None, typer.Option("--kind", help="Kind of the run, such as train-sft, where the file fits several.")
+    ] = None,
+    set_: Overrides = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Print what a run would do: its checks, its stages and which are cached, time, memory, disk and cost.
+
+    It makes the checks that the run makes at its beginning, then walks through the run's own code with every stage
+    looked up instead of computed. Nothing is changed. Times are those of earlier runs.
+    """
+    with one_line_errors(debug):
+        from flows.connections import storage_and_database
+        from rollout_core.base.errors import ConfigError
+        from rollout_core.config import CONFIG_KINDS, apply_overrides
+        from rollout_core.config.base import read_toml
+        from rollout_core.config.cloud import take_cloud
+        from rollout_core.config.kinds import kind_of
+
+        overrides = parse_overrides(set_)
+        if kind is None:
+            kind = kind_of(apply_overrides(take_cloud(read_toml(config), str(config)), overrides), str(config))
+        if kind not in CONFIG_KINDS:
+            raise ConfigError(f"--kind {kind}: expected one of {', '.join(CONFIG_KINDS)}")
+        parsed = load_run(config, CONFIG_KINDS[kind], overrides)
+        with storage_and_database():
+            from flows.planning import plan_run
+
+            found = plan_run(kind, parsed)
+        if as_json:
+            typer.echo(json.dumps(_document(found), indent=2, default=str))
+        else:
+            _print(found)
+
+
+def _print(found: RunPlan) -> None:
+    from rich.table import Table
+
+    from flows.cli.results import print_table
+
+    print_facts("plan", {"kind": found.kind, **found.facts})
+    shown = [state for state in _STATES if any(state in stage.counts for stage in found.stages)]
+    table = Table(box=None, pad_edge=False)
+    for column in ("stage", *(_STATES[state] for state in shown), "seconds each", "seconds"):
+        table.add_column(column, justify="left" if column == "stage" else "right", no_wrap=True)
+    for stage in found.stages:
+        counts = (str(stage.counts.get(state, "")) for state in shown)
+        table.add_row(stage.stage, *counts, *_times(stage))
+    typer.echo("stages:")
+    print_table(table)
+    for name, value in _estimates(found).items():
+        typer.echo(f"{name + ':':12} {value}")
+    for remark in found.remarks:
+        typer.echo(f"{'not known:':12} {remark}")
+
+
+def _times(stage: StagePlan) -> tuple[str, str]:
+    if not stage.num_to_compute:
+        return "", ""
+    if stage.time is None:
+        return "?", "?"
+    return f"{stage.time.seconds:.1f}", f"{stage.num_to_compute * stage.time.seconds:.1f}"
+
+
+def _estimates(found: RunPlan) -> dict[str, str]:
+    totals, untimed = found.totals, found.untimed
+    to_compute = totals["computed"] + totals["continued"]
+    lines = {
+        "calls": ", ".join(f"{totals[state]} {name}" for state, name in _STATES.items() if totals[state]),
+    }
+    goes_on = [call for call in found.calls if call.step is not None]
+    if goes_on:
+        lines["goes on"] = "; ".join(
+            f"{call.stage} {call.label}".rstrip() + f" at step {call.step}" for call in goes_on
+        )
+    if found.is_open:
+        lines["time"] = "not known: stages follow that nobody knows yet"
+    elif not to_compute:
+        lines["time"] = "nothing is to be computed"
+    elif len(untimed) == len([stage for stage in found.stages if stage.num_to_compute]):
+        lines["time"] = "not known: no earlier run of this name, or of this model, computed these stages"
+    else:
+        beside = f", beside {', '.join(untimed)}, which no earlier run computed" if untimed else ""
+        lines["time"] = f"about {duration(found.seconds)}{beside} (estimate, by {_sources(found)})"
+    if found.price is None:
+        lines["cost"] = "not known: set per_hour or per_gpu_hour in the table [cost]"
+    elif found.seconds:
+        lines["cost"] = f"about {found.price:.4f} {found.currency} for that time"
+    return lines
+
+
+def _sources(found: RunPlan) -> str:
+    """The runs that times were taken from, and where their configurations differ."""
+    runs = {stage.time.run.id: stage.time for stage in found.stages if stage.time is not None}
+    texts = []
+    for time in runs.values():
+        keys = ", ".join(time.differing[:_MOST_KEYS]) + (
+            f" and {len(time.differing) - _MOST_KEYS} more keys" if len(time.differing) > _MOST_KEYS else ""
+        )
+        differs = f", which differed in {keys}" if keys else ""
+        texts.append(f"run {time.run.id[:8]} {time.run.name} of {time.run.began.astimezone(UTC):%m-%d %H:%M}{differs}")
+    return "; ".join(texts)
+
+
+def _document(found: RunPlan) -> dict[str, Any]:
+    totals = found.totals
+    return {
+        "kind": found.kind,
+        "facts": dict(found.facts),
+        "calls": [
+            {"stage": call.stage, "label": call.label, "state": _STATES[call.state], "goes_on_at_step": call.step}
+            for call in found.calls
+        ],
+        "counts": {name: totals[state] for state, name in _STATES.items()},
+        "stages": [
+            {
+                "stage": stage.stage,
+                **{_STATES[state]: count for state, count in stage.counts.items()},
+                "seconds_each": None if stage.time is None else stage.time.seconds,
+                "by_run": None if stage.time is None else stage.time.run.id,
+                "configuration_differs_in": None if stage.time is None else stage.time.differing,
+            }
+            for stage in found.stages
+        ],
+        "seconds": found.seconds,
+        "stages_without_a_time": found.untimed,
+        "price": found.price,
+        "currency": found.currency,
+        "not_known": list(found.remarks),
+        "stages_follow": found.is_open,
+    }

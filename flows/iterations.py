@@ -1,0 +1,247 @@
+"""What the iterations of a run hand on to each other: samples of later ones, which a thread of its own draws while this
+one trains; and training states, of which not each is stored.
+
+Which weights draw the samples of which iteration follows from the settings alone, never from what was faster, so a run
+that is killed and tried again asks for the same samples and comes to the same bytes.
+
+A state that is not stored is held in temporary files of this machine until the iteration that goes on from it has
+ended. Where it is gone, as after a kill, the iterations since the last one that is there are computed again, from the
+same samples, and must come to what they came to before.
+"""
+
+from __future__ import annotations
+
+import inspect
+import queue
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+from rollout_core.algorithms.context import HeldStates
+from rollout_core.base.errors import CorruptObject, MissingObject, OtherOutcome, RolloutError
+from rollout_core.base.ids import ContentId
+from rollout_core.base.locks import scratch_folder
+from rollout_core.base.stopping import Interruption, in_thread, run_interruptibly
+from rollout_core.config import OnPolicySettings
+from rollout_core.objects import ObjectStore, SnapshotStore
+from rollout_core.objects.records import Checkpoint
+from tasks.learn import StatesHere, states_here
+from tasks.logs import stage_logger
+from tasks.placing import place_of
+from tasks.rehearsing import RehearsedCall, current_rehearsal, is_stand_in, rehearsal_remark
+from tasks.stage import computing_again, stop_signal
+
+T = TypeVar("T")
+
+
+class SamplesAhead(Generic[T]):
+    """What ``draw`` makes of each of ``iterations`` and a model: of iteration i the one that iteration
+    i - 1 - ``depth`` ended with, of the first ones ``start``. With a ``depth`` of 0 it draws when it is asked.
+    """
+
+    def __init__(self, draw: Callable[[int, ContentId], T], iterations: range, *, depth: int, start: ContentId) -> None:
+        self._draw = draw
+        self._iterations = iterations
+        self._depth = depth
+        self._start = start
+        self._models: dict[int, ContentId] = {}
+        """Of iterations whose samples are drawn when they are asked for."""
+        self._drawn: dict[int, Future[T]] = {}
+        self._asked: queue.SimpleQueue[_Asked[T] | None] = queue.SimpleQueue()
+        self._drawing = Interruption()
+        self._has_ended: Future[None] | None = None
+        """Of the thread that draws ahead."""
+
+    def __enter__(self) -> SamplesAhead[T]:
+        if self._depth:
+            self._has_ended = in_thread(partial(run_interruptibly, self._work, stop_signal, self._drawing))
+        for number in self._iterations[: self._depth + 1]:
+            self._ask(number, self._start)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._has_ended is None:
+            return
+        for drawn in self._drawn.values():
+            drawn.cancel()
+        if kind is not None:
+            self._drawing.request(RolloutError("the run that these samples were for has ended"))
+        self._asked.put(None)
+        wait([self._has_ended])
+
+    def learned(self, number: int, model: ContentId) -> None:
+        """Iteration ``number`` has ended with ``model``, which draws the samples of a later one from now on."""
+        later = number + 1 + self._depth
+        if later in self._iterations:
+            self._ask(later, model)
+
+    def take(self, number: int) -> T:
+        """The samples of iteration ``number``; waits for them. Raises what drawing them raised."""
+        if not self._depth:
+            return self._draw(number, self._models.pop(number))
+        return run_interruptibly(self._drawn.pop(number).result, stop_signal)
+
+    def _ask(self, number: int, model: ContentId) -> None:
+        if not self._depth:
+            self._models[number] = model
+            return
+        asked = _Asked[T](number, model)
+        self._drawn[number] = asked.drawn
+        self._asked.put(asked)
+
+    def _work(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            if not asked.drawn.set_running_or_notify_cancel():
+                continue
+            try:
+                asked.drawn.set_result(self._draw(asked.number, asked.model))
+            except BaseException as error:  # noqa: BLE001 - raised where the samples are taken
+                asked.drawn.set_exception(error)
+
+
+@dataclass(frozen=True)
+class _Asked(Generic[T]):
+    number: int
+    model: ContentId
+    drawn: Future[T] = field(default_factory=Future)
+
+
+class UpdateStage(Protocol):
+    """What is asked of an update, see `tasks.stage.Stage`."""
+
+    name: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Checkpoint: ...
+
+    def find(self, inputs: dict[str, Any]) -> Checkpoint | None: ...
+
+
+@dataclass(frozen=True)
+class _Done:
+    """An update of this run with its outcome."""
+
+    number: int
+    stage: str
+    label: str
+    train_state: ContentId | None
+    """That it started from."""
+    compute: Callable[[], Checkpoint]
+    checkpoint: Checkpoint
+
+
+class TrainingStates:
+    """Those of the iterations of one run. As a context manager it stores the last one on the way out by an error or a
+    signal."""
+
+    def __init__(self, settings: OnPolicySettings, objects: ObjectStore) -> None:
+        self._settings = settings
+        self._objects = objects
+        self._snapshots = SnapshotStore(objects)
+        self._done: dict[ContentId, _Done] = {}
+        """By the states that they left."""
+        self._last: ContentId | None = None
+        self._held: HeldStates | None = None
+        """None where all are stored."""
+        self._scratch = ExitStack()
+
+    def __enter__(self) -> TrainingStates:
+        if self._settings.state_every > 1 and current_rehearsal() is None:
+            self._held = HeldStates(self._scratch.enter_context(scratch_folder("states")))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._scratch:
+            # Of what is damaged or missing the run's body is run again at once.
+            if kind is not None and not issubclass(kind, MissingObject | CorruptObject):
+                self._store_last("the run ends here")
+
+    def update(self, number: int, stage: UpdateStage, *inputs: Any, **options: Any) -> Checkpoint:
+        """The update of iteration ``number`` (from 0), whose second argument is the state that it starts from."""
+        train_state: ContentId | None = inputs[1]
+
+        def compute() -> Checkpoint:
+            return stage(*inputs, **options)
+
+        missing = self._missing(train_state)
+        if missing:
+            bound = inspect.signature(stage).bind(*inputs, **options)
+            bound.apply_defaults()
+            if stage.find(dict(bound.arguments)) is None:
+                self._compute_again(missing)
+        checkpoint = self._run(number, compute)
+        done = _Done(number, stage.name, options["label"], train_state, compute, checkpoint)
+        self._done[checkpoint.train_state] = done
+        self._last = checkpoint.train_state
+        if number + 1 == self._settings.iterations and self._is_named_only(self._last):  # by a run of more iterations
+            self._compute_again(self._missing(self._last))
+        return checkpoint
+
+    def is_stored(self, number: int, checkpoint: Checkpoint) -> bool:
+        """Whether the state that iteration ``number`` left is stored, which an earlier run may have left out."""
+        return self._settings.stores_state(number) and not self._is_named_only(checkpoint.train_state)
+
+    def _is_named_only(self, state: ContentId) -> bool:
+        noted = self._snapshots.was_let_go(state)
+        return noted is not None and not noted.was_stored and not self._snapshots.is_present(state)
+
+    def _run(self, number: int, compute: Callable[[], Checkpoint], expected: Checkpoint | None = None) -> Checkpoint:
+        with states_here(StatesHere(self._held, self._settings.stores_state(number), expected)):
+            checkpoint = compute()
+        if self._held is not None:
+            self._held.keep_only({checkpoint.train_state})
+        return checkpoint
+
+    def _is_there(self, state: ContentId) -> bool:
+        return (self._held is not None and self._held.has(state)) or self._snapshots.is_present(state)
+
+    def _missing(self, state: ContentId | None) -> list[_Done]:
+        """Updates of this run, in order, since the last state that is there, up to the one that left ``state``."""
+        found: list[_Done] = []
+        while state is not None and not is_stand_in(state) and not self._is_there(state):
+            done = self._done.get(state)
+            if done is None:  # of an earlier run: its stage is found to have lost it
+                break
+            found.insert(0, done)
+            state = done.train_state
+        return found
+
+    def _compute_again(self, missing: list[_Done]) -> None:
+        labels = ", ".join(done.label for done in missing)
+        rehearsal = current_rehearsal()
+        if rehearsal is not None:
+            rehearsal.calls += [RehearsedCall(done.stage, done.label, "computed") for done in missing]
+            rehearsal_remark(f"training states that are not stored are computed again first: {labels}")
+            return
+        stage_logger().info("training states that are not stored are computed again: %s", labels)
+        for done in missing:
+            named = done.checkpoint.train_state
+            if place_of(done.stage) is not None:  # a worker computes only what does not count any more
+                self._snapshots.forget(named)
+            with computing_again():
+                again = self._run(done.number, done.compute, expected=done.checkpoint)
+            self._last = again.train_state
+            if again.cache_identity() == done.checkpoint.cache_identity():
+                continue
+            # Computed once more it may be a third one, so the run's body, which is run again, needs this very one.
+            self._store_last("what follows starts from it")
+            self._snapshots.forget(named)
+            raise OtherOutcome(
+                named,
+                f"{done.label} comes to training state {self._last.short} here, and came to {named.short} before",
+                done.label,
+            )
+
+    def _store_last(self, why: str) -> None:
+        held, last = self._held, self._last
+        if held is None or last is None or not held.has(last) or self._snapshots.is_present(last):
+            return
+        try:
+            stored = held.store(last, self._objects)
+        except Exception as error:  # noqa: BLE001 - on the way out by another error, which says more
+            stage_logger().warning("the last training state is not stored, so it will be computed again: %s", error)
+            return
+        if stored is not None:
+            stage_logger().info("%s: training state %s of step %d is stored", why, last.short, stored.step)

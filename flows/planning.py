@@ -1,0 +1,201 @@
+"""What a run would do: its flow is rehearsed, and the time of what is not stored is estimated from earlier runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prefect import Flow
+
+from blocks import ContentAddressedStorage
+from flows.agent import train_agent
+from flows.batch import batch_inference
+from flows.nightly import nightly
+from flows.online import learn_online
+from flows.prompts import tune_prompt
+from flows.summary import about
+from flows.train import train_dpo, train_grpo, train_ipo, train_kto, train_ppo, train_rm, train_sft
+from rollout_core.base.determinism import num_gpus
+from rollout_core.base.errors import MissingObject
+from rollout_core.base.ids import ContentId, is_content_id
+from rollout_core.base.locks import scratch_folder
+from rollout_core.config import HuggingFaceDataset, InferBatchConfig, ModelSource, Run, RunCost
+from rollout_core.models.locating import (
+    import_adapter,
+    import_model as file_model,
+    locate_model,
+    locate_tokenizer,
+    merged_before,
+)
+from rollout_core.objects.overlay import overlaid
+from rollout_core.objects.records import Model
+from rollout_core.promotion.history import history_of
+from rollout_core.runs.estimates import StageTime, stage_times
+from rollout_core.runs.records import RunRecords
+from tasks.connections import result_storage, working_folder
+from tasks.imports import import_model
+from tasks.promotion import Latest, latest_model
+from tasks.rehearsing import Rehearsal, RehearsedCall, StagesEnd, rehearsal_remark, rehearsing
+
+FLOWS: Mapping[str, Flow[..., Any]] = {
+    "nightly": nightly,
+    "train-sft": train_sft,
+    "train-ppo": train_ppo,
+    "train-grpo": train_grpo,
+    "train-rm": train_rm,
+    "train-dpo": train_dpo,
+    "train-ipo": train_ipo,
+    "train-kto": train_kto,
+    "infer-batch": batch_inference,
+    "train-agent": train_agent,
+    "tune-prompt": tune_prompt,
+    "learn-online": learn_online,
+}
+"""By the kind of configuration that each runs."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The calls of a stage."""
+
+    stage: str
+    counts: Mapping[str, int]
+    """By what would become of them, as of `RehearsedCall`."""
+    time: StageTime | None
+    """Of one call, by an earlier run; None where none computed it, or none is to be computed."""
+
+    @property
+    def num_to_compute(self) -> int:
+        """Calls of which no result is stored."""
+        return self.counts.get("computed", 0) + self.counts.get("continued", 0)
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run would do."""
+
+    kind: str
+    facts: Mapping[str, Any]
+    """What the run's own checks found, resources among it."""
+    calls: Sequence[RehearsedCall]
+    stages: Sequence[StagePlan]
+    """In order of their first calls."""
+    seconds: float
+    """Of the stages that are to be computed and whose time is known."""
+    price: float | None
+    """Of these seconds; None where the configuration has no prices."""
+    currency: str
+    remarks: Sequence[str]
+    """What is not known before the run."""
+    is_open: bool
+    """Whether more stages follow than these, nobody knows how many."""
+
+    @property
+    def untimed(self) -> list[str]:
+        """Stages that are to be computed and were in no earlier run."""
+        return [stage.stage for stage in self.stages if stage.num_to_compute and stage.time is None]
+
+    @property
+    def totals(self) -> Counter[str]:
+        """Calls by what would become of them."""
+        return Counter(call.state for call in self.calls)
+
+
+def plan_run(kind: str, config: Run) -> RunPlan:
+    """Rehearse a run of ``kind``. Raises ConfigError naming all that is wrong with it; changes nothing."""
+    storage = result_storage()
+    with scratch_folder("plan") as folder:
+        copy = ContentAddressedStorage.over(overlaid(storage.objects(), folder))
+        rehearsal = Rehearsal(copy, {latest_model.name: _latest_model, import_model.name: _import_model}, _out_of_reach)
+        with rehearsing(rehearsal):
+            try:
+                FLOWS[kind].fn(config)
+            except StagesEnd:
+                pass
+            except MissingObject as error:
+                if rehearsal.stands_in(error.content_id):
+                    rehearsal.remarks.append("what follows depends on results that are not there yet")
+                elif copy.objects().exists(ContentId(error.content_id)):  # noted, and not kept
+                    rehearsal.remarks.append("what follows depends on large files, which a plan does not keep")
+                else:
+                    raise
+    return _estimated(kind, config, rehearsal, RunRecords(storage.objects()))
+
+
+def _out_of_reach(inputs: dict[str, Any]) -> str | None:
+    """Why an import would have to download something first."""
+    source, base = inputs.get("source"), working_folder()
+    if isinstance(source, HuggingFaceDataset) and not (base / source.uri).is_dir():
+        return f"{source.uri}: read from the hub when the run starts; what is made of it counts as not cached"
+    if not isinstance(source, ModelSource):
+        return None
+    found = is_content_id(source.uri) or locate_model(source, base, download=False)
+    if found and source.tokenizer is not None:
+        found = locate_tokenizer(source, base, download=False)
+    if found and source.adapter is not None:
+        found = is_content_id(source.adapter) or (base / source.adapter).is_dir()
+    named = ", ".join(filter(None, (source.uri, source.tokenizer, source.adapter)))
+    return None if found else f"{named}: downloaded when the run starts; what is made of it counts as not cached"
+
+
+def _import_model(inputs: dict[str, Any]) -> Model | None:
+    """As `import_model` does, but an adapter is not merged in, which takes the whole files and the time of a run."""
+    source: ModelSource = inputs["source"]
+    objects, base = result_storage().objects(), working_folder()
+    model = file_model(source.model_copy(update={"adapter": None}), objects, base)
+    if source.adapter is None:
+        return Model(model=model)
+    merged = merged_before(model, import_adapter(source.adapter, objects, base), objects)
+    if merged is None:
+        rehearsal_remark(
+            f"{source.uri}: the adapter {source.adapter} is merged in when the run starts; what is made of it counts "
+            "as not cached"
+        )
+        return None
+    return Model(model=merged)
+
+
+def _latest_model(inputs: dict[str, Any]) -> Latest:
+    """By the history, which needs no database."""
+    entries = history_of(result_storage().objects(), inputs["resource"], last=1)
+    model = entries[-1].model if entries else None
+    return Latest(model=model if model is not None and result_storage().objects().tree_is_present(model) else None)
+
+
+def _estimated(kind: str, config: Run, rehearsal: Rehearsal, records: RunRecords) -> RunPlan:
+    times = stage_times(
+        records,
+        FLOWS[kind].name,
+        config.run.name,
+        about(config).get("model"),
+        config.model_dump(mode="json", exclude_none=True),
+    )
+    counts: dict[str, Counter[str]] = {}
+    for call in rehearsal.calls:
+        counts.setdefault(call.stage, Counter())[call.state] += 1
+    stages = [
+        StagePlan(stage, dict(of), times.get(stage) if of["computed"] + of["continued"] else None)
+        for stage, of in counts.items()
+    ]
+    workers = config.workers.count if isinstance(config, InferBatchConfig) else 1
+    seconds = sum(stage.num_to_compute * stage.time.seconds for stage in stages if stage.time) / workers
+    return RunPlan(
+        kind=kind,
+        facts=rehearsal.facts,
+        calls=rehearsal.calls,
+        stages=stages,
+        seconds=seconds,
+        price=_price(config.cost, seconds),
+        currency=config.cost.currency,
+        remarks=tuple(dict.fromkeys(rehearsal.remarks)),
+        is_open=rehearsal.is_open,
+    )
+
+
+def _price(cost: RunCost, seconds: float) -> float | None:
+    if not (cost.per_hour or cost.per_gpu_hour):
+        return None
+    gpus = num_gpus() if cost.per_gpu_hour else 0
+    return seconds / 3600 * (cost.per_hour + gpus * cost.per_gpu_hour)

@@ -1,0 +1,61 @@
+"""Competence-based curricula (Platanios and others, arXiv:1903.09848): what is open to training, and in which order.
+
+What a step or an iteration draws is a pure function of its number, so a resumed run needs nothing else. Where all rows
+are open it is what a run without a curriculum draws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from rollout_core.base.errors import ConfigError
+from rollout_core.base.ids import ContentId
+from rollout_core.config import Curriculum
+from rollout_core.data.dataset_sources import stored_rows
+from rollout_core.data.datasets import Row, to_line
+from rollout_core.data.examples import positions_between
+from rollout_core.objects import ObjectStore
+
+
+def competence(progress: float, curriculum: Curriculum) -> float:
+    """Share of the rows that is open at ``progress``, the share of training that is done.
+
+    c(t) = min(1, (t / T (1 - c0^p) + c0^p)^(1/p)) with c0 = ``initial``, T = ``until``, p = ``power``; eq. 7 of
+    arXiv:1903.09848 for p = 2, eq. 6 for p = 1.
+    """
+    start = curriculum.initial**curriculum.power
+    return min(1.0, (progress / curriculum.until * (1.0 - start) + start) ** (1.0 / curriculum.power))
+
+
+def num_open(number: int, total: int, num_items: int, curriculum: Curriculum) -> int:
+    """Of ``num_items``, those open in step or iteration ``number`` (from 0) of ``total``; at least one."""
+    share = competence(number / max(1, total), curriculum)
+    return min(num_items, max(1, math.ceil(share * num_items)))
+
+
+def open_positions(first: int, last: int, *, order: Sequence[int], num_open: int, seed: int) -> list[int]:
+    """Places ``first`` up to ``last`` of endless passes over the ``num_open`` easiest items; ``order`` has the
+    positions of all, the easiest first."""
+    return [order[rank] for rank in positions_between(first, last, num_items=num_open, seed=seed)]
+
+
+def easiest_first(difficulties: Iterable[float]) -> list[int]:
+    """Positions of items by how hard they are; equal ones as they stand."""
+    return [position for _, position in sorted((value, position) for position, value in enumerate(difficulties))]
+
+
+def difficulty(row: Row, key: str, where: str) -> float:
+    """The number that a row has under ``key``. Raises ConfigError, naming the row, where it has none."""
+    value = row.extras.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        found = "nothing" if value is None else repr(value)
+        raise ConfigError(f"{where} has {found} as {key!r}, and a curriculum by key needs a number there")
+    return float(value)
+
+
+def sorted_rows(objects: ObjectStore, dataset: ContentId, row: type[Row], key: str) -> ContentId:
+    """The same rows by what they have under ``key``, the smallest first; in memory while they are sorted."""
+    rows = stored_rows(objects, dataset, row)
+    keyed = [(difficulty(one, key, rows.place(position)), position, to_line(one)) for position, one in enumerate(rows)]
+    return objects.put_stream(line for _, _, line in sorted(keyed))

@@ -1,0 +1,108 @@
+"""Models taken out: as a Hugging Face folder with a model card written from lineage, and from there to the hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,  # pyright: ignore[reportPrivateImportUsage] - of the client that the installed version is built on
+    LocalTokenNotFoundError,
+)
+
+from rollout_core.base.errors import ConfigError, NotFound, Recoverable
+from rollout_core.base.ids import ContentId, is_content_id
+from rollout_core.base.settings import read_secret
+from rollout_core.models.locating import without_token
+from rollout_core.objects import ObjectStore, SnapshotStore, TreeManifest
+from rollout_core.objects.addresses import complete_id, is_short_id
+from rollout_core.objects.files import SNAPSHOT_REFS
+from rollout_core.objects.snapshots import MODEL_FOLDER
+from rollout_core.objects.trees import appearing_folder
+from rollout_core.promotion.gguf_file import FILE as GGUF, write_gguf
+from rollout_core.promotion.history import model_to_promote
+from rollout_core.promotion.model_card import ModelHistory, history_of_model, model_card
+
+CARD, RECORDS, METRICS = "README.md", "lineage.json", "training-metrics.jsonl"
+REFUSED = (401, 403)
+
+
+def model_to_export(objects: ObjectStore, digits: str) -> ContentId:
+    """The model of that id: a model's own, or that of a training state, whose model it is then; by their first digits.
+
+    Raises ConfigError or NotFound where the object store has none that is whole.
+    """
+    states = {name.split("/")[1] for name in objects.ref_names(SNAPSHOT_REFS)}
+    found = {state for state in states if state.startswith(digits)}
+    if found and (is_content_id(digits) or is_short_id(digits)):
+        state = complete_id(digits, found, "snapshot")
+        if not SnapshotStore(objects).is_present(state):
+            raise NotFound(f"files of the snapshot {state} are missing in the object store {objects.url}")
+        return model_to_promote(objects, SnapshotStore(objects).subtree(state, MODEL_FOLDER))
+    return model_to_promote(objects, digits)
+
+
+def export_model(
+    objects: ObjectStore, model: ContentId, folder: Path, *, name: str | None = None, as_gguf: bool = False
+) -> ModelHistory:
+    """Write a model's files to ``folder``, with a card, the records of its lineage and its figures; what the card says.
+
+    ``folder`` must not exist, or be empty; it appears whole and verified, or not at all. ``name`` is the card's title.
+    ``as_gguf`` adds the model as one file, `gguf_file.FILE`.
+    Raises Conflict, MissingObject or CorruptObject, ConfigError as `write_gguf`.
+    """
+    manifest = objects.manifest(model)
+    own = (CARD, RECORDS, METRICS, *([GGUF] if as_gguf else []))
+    title = name or folder.resolve().name
+    manifest = TreeManifest(files=tuple(file for file in manifest.files if file.path not in own))
+    history = history_of_model(objects, model)
+    with appearing_folder(folder) as temporary:
+        objects.get_files(manifest, temporary)
+        (temporary / CARD).write_text(model_card(history, title), encoding="utf-8")
+        (temporary / RECORDS).write_text(json.dumps(_records(history), indent=2), encoding="utf-8")
+        lines = "".join(json.dumps(row) + "\n" for row in history.metrics)
+        if lines:
+            (temporary / METRICS).write_text(lines, encoding="utf-8")
+        if as_gguf:
+            write_gguf(temporary, temporary / GGUF, name=title)
+    return history
+
+
+def _records(history: ModelHistory) -> list[Mapping[str, Any]]:
+    """The trace, without where files lay on somebody's machine."""
+    imports = [item.model_dump(mode="json", exclude={"sources": {"__all__": {"place"}}}) for item in history.imports]
+    return [*(item.model_dump(mode="json", exclude={"arguments"}) for item in history.made), *imports]
+
+
+def push_to_hub(
+    folder: Path, repository: str, *, private: bool = True, revision: str | None = None, message: str = "Upload model"
+) -> str:
+    """Upload an exported folder to a repository on the hub, which is made where there is none; the commit's address.
+
+    The token is that of ``ROLLOUT_SECRET_HF_TOKEN``, or the hub's own. Raises ConfigError for a name or token that the
+    hub refuses, Recoverable where it cannot be reached or answers with an error.
+    """
+    api = HfApi(token=read_secret("HF_TOKEN"), library_name="rollout")
+    try:
+        made = api.create_repo(repository, private=private, exist_ok=True, repo_type="model")
+        done = api.upload_folder(
+            repo_id=made.repo_id, folder_path=folder, commit_message=message, revision=revision, repo_type="model"
+        )
+    except HFValidationError as error:
+        raise ConfigError(f"{repository!r} is no name of a repository on the hub: {without_token(error)}") from None
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        text = f"{repository!r}: the hub answered with an error: {without_token(error)}"
+        if status in REFUSED:
+            raise ConfigError(f"{text}; set ROLLOUT_SECRET_HF_TOKEN to a token that may write there") from None
+        raise Recoverable(text) from None
+    except LocalTokenNotFoundError:
+        raise ConfigError(f"{repository!r}: the hub asks for a token; set ROLLOUT_SECRET_HF_TOKEN") from None
+    except (HTTPError, OSError) as error:  # what the client raises where nobody answers
+        raise Recoverable(f"{repository!r}: the hub cannot be reached: {without_token(error)}") from None
+    return str(done.commit_url)

@@ -1,0 +1,170 @@
+"""A rehearsal: a flow's own code runs, and none of its stages does.
+
+A stage whose result is stored gives that; what only brings inputs in is done on a copy of the object store; any other
+gives a stand-in, a record of the right class whose content ids belong to nothing. A stage that is given such an id has
+a key that nothing is stored under. So every call is looked up under the very key that the run would use, as far as the
+ids are known, and the rest is counted as work to do.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from pydantic import BaseModel
+
+from blocks import ContentAddressedStorage
+from rollout_core.base.ids import ContentId, content_id
+from rollout_core.objects.records import Record
+from tasks.arguments import spread_arguments
+
+CallState = Literal["cached", "continued", "computed", "checked"]
+
+
+class RehearsedStage(Protocol):
+    """What a rehearsal asks of a stage, see `tasks.stage.Stage`."""
+
+    name: str
+    cached: bool
+    imports: bool
+    record: Any
+
+    def find(self, inputs: dict[str, Any]) -> Record | None: ...
+
+    def step_done(self, inputs: dict[str, Any]) -> int | None: ...
+
+    def carry_out(self, inputs: dict[str, Any]) -> Record: ...
+
+
+@dataclass(frozen=True)
+class RehearsedCall:
+    """A call of a stage, and what the run would do at it."""
+
+    stage: str
+    label: str
+    state: CallState
+    """``checked``: what is never cached, and rarely has to act."""
+    step: int | None = None
+    """Where an interrupted update goes on."""
+
+
+class StagesEnd(Exception):
+    """What follows in the flow calls no stage."""
+
+
+@dataclass
+class Rehearsal:
+    """A rehearsal under way."""
+
+    storage: ContentAddressedStorage
+    """Over a copy that takes what is written."""
+    instead: Mapping[str, Callable[[dict[str, Any]], Record | None]] = field(default_factory=dict)
+    """What takes the place of functions of stages that are never cached, by the stages' names; None: a stand-in."""
+    out_of_reach: Callable[[dict[str, Any]], str | None] = lambda inputs: None
+    """Why an import with these arguments cannot be done now, if so."""
+    calls: list[RehearsedCall] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    """What cannot be known before the run, as sentences."""
+    is_open: bool = False
+    """Whether nobody knows which stages follow."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What the flow's own plan found."""
+    _stand_ins: set[str] = field(default_factory=set)
+
+    def call(self, stage: RehearsedStage, inputs: dict[str, Any]) -> Record:
+        """Take the place of a call."""
+        label = str(spread_arguments(inputs).get("label", ""))
+        if not stage.cached:
+            self.calls.append(RehearsedCall(stage.name, label, "checked"))
+            found = self._unstored(stage, inputs)
+        else:
+            found = stage.find(inputs)
+            step = None if found is not None else stage.step_done(inputs)
+            state = "cached" if found is not None else "computed" if step is None else "continued"
+            self.calls.append(RehearsedCall(stage.name, label, state, step))
+        return self.stand_in(stage.record) if found is None else found
+
+    def _unstored(self, stage: RehearsedStage, inputs: dict[str, Any]) -> Record | None:
+        why = self.out_of_reach(inputs) if stage.imports else None
+        if why is not None:
+            self.remarks.append(why)
+            return None
+        if stage.name in self.instead:
+            return self.instead[stage.name](inputs)
+        return stage.carry_out(inputs) if stage.imports else None
+
+    def stand_in(self, kind: type[Any]) -> Any:
+        """A record whose ids belong to nothing; its figures are zeros."""
+        hints = typing.get_type_hints(kind, include_extras=False)
+        return kind.model_construct(**{name: self._value(hints[name]) for name in kind.model_fields})
+
+    def _value(self, annotation: Any) -> Any:
+        origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+        if origin in (typing.Union, types.UnionType):
+            return None if type(None) in arguments else self._value(arguments[0])
+        if origin is Literal:
+            return arguments[0]
+        kind = origin or annotation
+        if kind is ContentId:
+            made = content_id("stand-in/1", len(self._stand_ins))
+            self._stand_ins.add(made)
+            return made
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return self.stand_in(kind)
+        return {} if kind is Mapping else kind()
+
+    def stands_in(self, content: str) -> bool:
+        """Whether this id belongs to nothing."""
+        return content in self._stand_ins
+
+
+_current: ContextVar[Rehearsal | None] = ContextVar("rollout_rehearsal", default=None)
+
+
+@contextmanager
+def rehearsing(rehearsal: Rehearsal) -> Iterator[None]:
+    """Stages that are called inside the block are rehearsed."""
+    token = _current.set(rehearsal)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current_rehearsal() -> Rehearsal | None:
+    """The rehearsal that this is part of; None: the stages run."""
+    return _current.get()
+
+
+def stages_end(remark: str = "") -> None:
+    """What follows in a flow calls no stage, or nobody knows which, as ``remark`` says: a rehearsal ends here."""
+    rehearsal = _current.get()
+    if rehearsal is not None:
+        rehearsal.remarks += [remark] if remark else []
+        rehearsal.is_open = bool(remark)
+        raise StagesEnd
+
+
+def planned(facts: dict[str, Any]) -> None:
+    """What a flow's plan found before its first stage."""
+    rehearsal = _current.get()
+    if rehearsal is not None:
+        rehearsal.facts = facts
+
+
+def is_stand_in(content: str) -> bool:
+    """Whether this id is of a result that a rehearsal does not have."""
+    rehearsal = _current.get()
+    return rehearsal is not None and rehearsal.stands_in(content)
+
+
+def rehearsal_remark(text: str) -> None:
+    """Say something that cannot be known before the run."""
+    rehearsal = _current.get()
+    if rehearsal is not None:
+        rehearsal.remarks.append(text)

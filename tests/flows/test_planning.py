@@ -1,0 +1,347 @@
+"""`rollout plan` walks through a flow: what it says is cached is what the run finds cached, and it changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from blocks import ContentAddressedStorage
+from flows.cli import app
+from rollout_core.base.errors import ConfigError, Fatal, MissingObject
+from rollout_core.base.ids import ContentId, hash_bytes
+from rollout_core.config import ModelSource, parse_config
+from rollout_core.config.kinds import CONFIG_KINDS
+from rollout_core.config.runs import NightlyConfig
+from rollout_core.inference.shards import import_shards, shards_of
+from rollout_core.models import locating
+from rollout_core.objects import ObjectStore
+from rollout_core.objects.overlay import overlaid
+from rollout_core.objects.records import EvalReport, Record, Scores
+from tests.conftest import PROJECT
+from tests.plan.planning import TEMPLATE
+from tests.test_adapters import make_adapter
+
+
+class Trained(Record):
+    """What a stage of these tests returns."""
+
+    number: int
+
+
+def prompts(count: int) -> str:
+    return "".join(json.dumps({"prompt": f"sort {n} 1 =", "answer": f"1 {n}"}) + "\n" for n in range(count))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    own = tmp_path / "own"
+    own.mkdir()
+    monkeypatch.chdir(own)
+    (own / "model").symlink_to(tiny_model)
+    (own / "sft.jsonl").write_text(
+        "".join(json.dumps({"prompt": "sort 2 1 =", "completion": " 1 2"}) + "\n" for _ in range(8))
+    )
+    (own / "prompts.jsonl").write_text(prompts(8))
+    (own / "held-out.jsonl").write_text(prompts(4))
+    return own
+
+
+def nightly(**changes: Any) -> NightlyConfig:
+    few = {"max_tokens": 4}
+    document = {
+        "num_threads": 1,
+        "run": {"name": "own"},
+        "model": {"uri": "model"},
+        "backend": {"kind": "transformers"},
+        "sft": {
+            "dataset": {"path": "sft.jsonl"},
+            "budget": {"max_steps": 2},
+            "optimizer": {"lr": 1e-3},
+            "sequence": {"max_length": 64},
+        },
+        "grpo": {
+            "prompts": {"path": "prompts.jsonl"},
+            "iterations": 2,
+            "prompts_per_iteration": 2,
+            "samples_per_prompt": 2,
+            "sampling": few,
+            "optimizer": {"lr": 1e-4},
+        },
+        # Rewards that differ: without them an update leaves the model as it is, and what follows is cached after all.
+        "reward": {"kind": "expression", "expression": "num_characters / 10"},
+        "evaluation": {"prompts": {"path": "held-out.jsonl"}, "sampling": {**few, "temperature": 0.0}},
+        "cost": {"per_hour": 3600.0},
+    }
+    return parse_config(document, NightlyConfig, name="test", overrides=changes)
+
+
+def files_below(folder: Path) -> dict[str, float]:
+    return {str(file): file.stat().st_mtime for file in folder.rglob("*") if file.is_file()}
+
+
+def test_a_plan_knows_what_a_run_will_find_cached(folder: Path, prefect_server: str, tmp_path: Path):
+    from flows.nightly import nightly as flow
+    from flows.planning import plan_run
+
+    before = plan_run("nightly", nightly())
+    assert list(folder.glob("*/")) == [folder / "model"]
+    assert not (tmp_path / "objects").exists()
+    assert not (tmp_path / "rollout.db").exists()
+    assert before.totals["cached"] == 0
+    assert before.untimed
+    assert before.price == 0
+
+    result = flow(nightly())
+    stages = [(row["stage"], row["label"]) for row in result["stages"]]
+    assert [(call.stage, call.label) for call in before.calls] == stages  # the very calls, though nothing was known
+
+    kept = files_below(tmp_path)
+    again = plan_run("nightly", nightly())
+    assert files_below(tmp_path) == kept
+    assert again.totals["computed"] == 0
+    assert again.totals["cached"] == before.totals["computed"]
+    assert again.seconds == 0
+
+    # Another learning rate of GRPO: all before its first update is cached, and what follows is not known by its ids.
+    changed = nightly(**{"grpo.optimizer.lr": 1e-3})
+    planned = plan_run("nightly", changed)
+    assert planned.untimed == []
+    assert planned.price == pytest.approx(planned.seconds)
+    differing = {key for stage in planned.stages if stage.time is not None for key in stage.time.differing}
+    assert "grpo.optimizer.lr" in differing
+    found = {(row["stage"], row["label"]): row["state"] for row in flow(changed)["stages"]}
+    states = {"cached": "cached", "computed": "completed", "checked": "checked"}
+    assert {(call.stage, call.label): states[call.state] for call in planned.calls}.items() <= found.items()
+    assert found[("grpo_update", "iteration 1")] == "completed"
+    assert found[("batch_inference", "iteration 1")] == "cached"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CONFIG_KINDS if kind.startswith("train-") and kind != "train-agent"])
+def test_every_kind_of_training_is_planned(kind: str, folder: Path, tmp_path: Path):
+    from flows.planning import plan_run
+
+    algorithm: dict[str, Any] = {
+        "base_model": {"uri": "model"},
+        "optimizer": {"lr": 1e-3},
+        "kind": kind.removeprefix("train-"),
+    }
+    if kind in ("train-ppo", "train-grpo"):
+        algorithm |= {"prompts": {"path": "prompts.jsonl"}, "iterations": 2, "sampling": {"max_tokens": 4}}
+    else:
+        keys = {"prompt": "a", "completion": "b", "chosen": "b", "rejected": "c"}
+        wanted = {"train-sft": ("prompt", "completion"), "train-kto": ("prompt", "completion", "label")}
+        own = wanted.get(kind, ("prompt", "chosen", "rejected"))
+        documents = [{key: {**keys, "label": number > 1}[key] for key in own} for number in range(4)]
+        (folder / "rows.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+        algorithm |= {"dataset": {"path": "rows.jsonl"}, "sequence": {"max_length": 64}}
+    document: dict[str, Any] = {"algorithm": algorithm}
+    if kind in ("train-ppo", "train-grpo"):
+        document["backend"] = {"kind": "transformers"}
+    found = plan_run(kind, parse_config(document, CONFIG_KINDS[kind], name="test"))
+    update = next(call for call in found.calls if call.stage.endswith("_update"))
+    assert update.state == "computed"
+    assert found.remarks == ()
+    assert not (tmp_path / "objects").exists()
+
+
+@pytest.mark.parametrize("example", ["train-lookup", "online-lookup"])
+def test_runs_of_agents_are_planned_as_their_examples_say(example: str, folder: Path):
+    (folder / "examples").symlink_to(PROJECT / "examples")
+    (folder / "tasks.jsonl").write_text('{"question": "?", "answer": "a", "records": {}}\n' * 20)
+    shutil.copytree(folder / "model", folder / "chat-model")
+    (folder / "chat-model" / "chat_template.jinja").write_text(TEMPLATE)
+    changes = ["algorithm.base_model.uri=chat-model", "backend.max_model_len=64"]
+    if example == "train-lookup":
+        changes += ["algorithm.prompts.path=tasks.jsonl", "evaluation.tasks.path=tasks.jsonl", "algorithm.iterations=2"]
+    options = [option for change in changes for option in ("--set", change)]
+    asked = ["plan", "--config", f"examples/agents/{example}.toml", *options]
+    done = CliRunner().invoke(app, [*asked, "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    shown = CliRunner().invoke(app, asked).stdout
+    calls = Counter(call["stage"] for call in found["calls"] if call["state"] == "to compute")
+    if example == "train-lookup":
+        assert calls == dict.fromkeys(("enqueue_tasks", "run_agents"), 4) | dict.fromkeys(
+            ("collect_samples", "grpo_update", "snapshot"), 2
+        )
+        assert not found["stages_follow"] and not found["not_known"]
+    else:
+        assert not calls and found["stages_follow"]
+        assert "time:        not known: stages follow" in shown and "what live agents do" in shown
+
+
+def test_a_placed_run_is_planned_by_what_its_workers_offer(folder: Path):
+    from distributed import LocalCluster
+
+    from flows.planning import plan_run
+
+    options: dict[str, Any] = {
+        "dashboard_address": None,
+        "resources": {"GPU": 1},
+        "protocol": "tcp://",
+        "host": "127.0.0.1",
+    }
+    with LocalCluster(processes=False, n_workers=1, **options) as cluster:
+        placement = {"dask": {"address": cluster.scheduler_address}, "generation": {"resources": {"GPU": 1}}}
+        found = plan_run("nightly", nightly(placement=placement))
+        assert "1 of 1 workers" in str(found.facts["placement"])
+        assert {"batch_inference", "evaluate", "grpo_update"} <= {stage.stage for stage in found.stages}
+        with pytest.raises(ConfigError, match=r"none of the 1 workers of .* offers LEARNER=1; they offer GPU=1"):
+            plan_run("nightly", nightly(placement={**placement, "learning": {"resources": {"LEARNER": 1}}}))
+
+
+def test_the_command_says_what_is_wrong_and_tells_kinds_apart(folder: Path):
+    (folder / "batch.toml").write_text(
+        '[model]\nuri = "model"\n[sampling]\nmax_tokens = 4\n[input]\nglob = "prompts.jsonl"\n[output]\ndir = "out"\n'
+        '[backend]\nkind = "transformers"\n'
+    )
+    done = CliRunner().invoke(app, ["plan", "--config", "batch.toml", "--json"])
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    assert document["kind"] == "infer-batch"
+    assert document["counts"]["to compute"] == 1
+    assert {call["stage"] for call in document["calls"]} == {"import_model", "import_prompts", "infer_shard"}
+    assert not (folder / "out").exists()
+    wrong = CliRunner().invoke(app, ["plan", "--config", "batch.toml", "--set", "sampling.max_token=3"])
+    assert wrong.exit_code == 2
+    assert "max_token" in wrong.stderr
+    missing = CliRunner().invoke(app, ["plan", "--config", "batch.toml", "--set", "input.glob=none.jsonl"])
+    assert missing.exit_code == 2
+    assert "none.jsonl" in missing.stderr
+
+
+def test_a_copy_takes_what_is_written_and_the_store_stays_as_it_is(tmp_path: Path):
+    store = ObjectStore.from_url(f"file://{tmp_path / 'store'}")
+    old, kept = store.put_bytes(b"old"), store.put_bytes(b"kept")
+    store.set_ref("a/b", old)
+    before = files_below(tmp_path / "store")
+    copy = overlaid(store, tmp_path / "copy")
+    new = copy.put_bytes(b"new")
+    large = copy.put_stream(os.urandom(2**20) for _ in range(6))
+    copy.set_ref("a/b", new)
+    copy.set_ref("a/c", old)
+    copy.delete(kept)
+    assert copy.get_bytes(new) == b"new"
+    assert copy.get_bytes(old) == b"old"
+    assert copy.get_ref("a/b") == new
+    assert copy.ref_names("a") == ["a/b", "a/c"]
+    assert copy.exists(large)
+    assert copy.size(large) == 6 * 2**20
+    assert not copy.exists(kept)
+    assert sum(1 for _ in copy.blobs()) == 3
+    copy.delete_ref("a/b")
+    assert copy.get_ref("a/b") is None
+    assert store.get_ref("a/b") == old
+    assert not store.exists(ContentId(new))
+    assert files_below(tmp_path / "store") == before
+
+
+def test_an_input_of_any_size_takes_little_room_and_its_index_stays_readable(tmp_path: Path):
+    from rollout_core.data.datasets import PromptRow
+
+    store = ObjectStore.from_url(f"file://{tmp_path / 'store'}")
+    copy = overlaid(store, tmp_path / "copy", kept_bytes=20_000)
+    rows = (PromptRow(prompt=f"{number} {'x' * 1000}") for number in range(100))
+    prompts = import_shards(copy, rows, shard_size=2)
+    shards = [shard for shard, _ in shards_of(copy, prompts)]
+    assert len(set(shards)) == 50
+    assert all(copy.exists(shard) and copy.size(shard) > 2000 for shard in shards)
+    assert copy.get_bytes(shards[0]) == b"".join(copy.stream(shards[0]))
+    assert copy.get_bytes(shards[-1]) == b"".join(copy.stream(shards[-1]))  # from memory
+    with pytest.raises(MissingObject):
+        copy.get_bytes(shards[20])
+    assert sum(file.stat().st_size for file in (tmp_path / "copy").rglob("*") if file.is_file()) <= 20_000
+    assert not (tmp_path / "store").exists()
+    copy.delete(shards[-1])
+    assert not copy.exists(shards[-1])
+
+
+def test_a_plan_merges_no_adapter_and_knows_one_that_was_merged(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from flows.planning import plan_run
+
+    make_adapter(folder / "model", folder / "adapter", task_type="CAUSAL_LM", r=2048)
+    assert (folder / "adapter" / "adapter_model.safetensors").stat().st_size > 4 * 2**20
+    source = {"uri": "model", "adapter": "adapter"}
+    rows = {"dataset": {"path": "sft.jsonl"}, "sequence": {"max_length": 64}, "optimizer": {"lr": 1e-3}}
+    config = parse_config(
+        {"algorithm": {"kind": "sft", "base_model": source, **rows}}, CONFIG_KINDS["train-sft"], name="test"
+    )
+
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("a plan merges nothing")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(locating, "_merge", refuse)
+        found = plan_run("train-sft", config)
+    assert not (tmp_path / "objects").exists()
+    assert [call.stage for call in found.calls if call.state == "computed"][:1] == ["sft_update"]
+    assert found.remarks == (
+        "model: the adapter adapter is merged in when the run starts; what is made of it counts as not cached",
+    )
+    objects = ObjectStore.from_url(f"file://{tmp_path / 'objects'}")
+    locating.import_model(ModelSource(**source), objects, folder)
+    monkeypatch.setattr(locating, "_merge", refuse)
+    assert plan_run("train-sft", config).remarks == ()
+
+
+def test_zeros_of_what_is_not_there_are_no_evidence_of_hacking(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    from flows import train
+    from tasks.rehearsing import Rehearsal, rehearsing
+
+    config = nightly(**{"grpo.guards": {"reward_hacking": {"prompts": {"path": "held-out.jsonl"}, "evaluations": 1}}})
+    settings, source = config.grpo, hash_bytes(b"reward")
+    assert settings is not None
+    rehearsal = Rehearsal(ContentAddressedStorage.over(ObjectStore.from_url("memory://hacking")))
+    report = EvalReport(
+        model=source, completions=source, samples=source, scores=source, num_samples=4, mean_reward=0.8, num_tokens=9
+    )
+    reports = iter([report, rehearsal.stand_in(EvalReport), report.model_copy(update={"mean_reward": 0.5})])
+    monkeypatch.setattr(train, "evaluate", lambda *arguments, **options: next(reports))
+
+    def drawn(mean: float) -> train._Experience:
+        scores = Scores(scores=source, completions=source, num_samples=4, mean=mean, std=0.1)
+        return train._Experience(scores, source, mean, source)
+
+    with rehearsing(rehearsal):
+        carrying = train.Carrying(settings)
+        sampler = train._Sampler(
+            source, settings, config.backend, config.reward, source, 0, lambda number: None, lambda number: 2, carrying
+        )
+        watch = train._HackingWatch(settings.guards.reward_hacking, sampler)
+        watch.look(0, source, drawn(0.1))
+        watch.look(1, source, drawn(0.2))  # whose held-out reward, a stand-in's, is 0
+        with pytest.raises(Fatal, match="reward_hacking"):
+            watch.look(2, source, drawn(0.3))
+
+
+def test_an_update_whose_snapshot_has_no_record_is_to_be_computed(tmp_path: Path):
+    from rollout_core.objects import SnapshotStore
+    from tasks.rehearsing import Rehearsal, rehearsing
+    from tasks.stage import progress_ref, stage
+
+    @stage(version=1)
+    def train_some(number: int) -> Trained:
+        """Never called."""
+        raise AssertionError
+
+    objects = ObjectStore.from_url(f"file://{tmp_path / 'objects'}")
+    state = tmp_path / "state"
+    state.mkdir()
+    (state / "weights").write_bytes(b"1")
+    saved = SnapshotStore(objects).save(state, run_id="one", step=7, algorithm="sft", meta={})
+    rehearsal = Rehearsal(ContentAddressedStorage.over(overlaid(objects, tmp_path / "copy")))
+    with rehearsing(rehearsal):
+        objects.set_ref(progress_ref(train_some.key({"number": 1})), saved.id)
+        train_some(1)
+        objects.delete_ref(saved.ref)
+        train_some(1)
+    assert [(call.state, call.step) for call in rehearsal.calls] == [("continued", 7), ("computed", None)]

@@ -1,0 +1,409 @@
+"""Training states that are stored every so many iterations: which are, and that a run which lost the others, killed
+wherever it was, ends in the bytes of one that stores all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable
+from functools import cache, partial
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+from uuid import uuid4
+
+import pytest
+from hypothesis import given, settings as hypothesis_settings, strategies as st
+
+from flows.flow_run import _repeat
+from flows.iterations import TrainingStates
+from flows.summary import RunSummary
+from rollout_core.algorithms.context import HeldStates, UpdateContext
+from rollout_core.base.errors import ConfigError, Fatal, MissingObject, NotFound
+from rollout_core.base.ids import ContentId, content_id, hash_bytes
+from rollout_core.config import GRPOSettings, TrainGRPOConfig, identity, parse_config
+from rollout_core.objects import ObjectStore, SnapshotStore
+from rollout_core.objects.records import Checkpoint, Scores
+from rollout_core.objects.snapshots import is_whole
+from tasks import learn
+from tasks.logs import Journal
+from tasks.stage import _computes_again
+from tests.flows.conftest import finished_samples, objects, small_grpo, wait_for, write_toml
+from tests.flows.test_resume import ROLLOUT, kill, output_of
+
+SAMPLES = 80
+
+
+def grpo(iterations: int, every: int) -> GRPOSettings:
+    fields = {"prompts": {"path": "x"}, "optimizer": {"lr": 1e-4}, "iterations": iterations}
+    return GRPOSettings.model_validate({**fields, "state_every": every})
+
+
+def test_every_so_many_and_the_last_are_stored_and_no_identity_tells():
+    def stored(every: int) -> list[int]:
+        return [number + 1 for number in range(8) if grpo(8, every).stores_state(number)]
+
+    assert (stored(1), stored(3), stored(4), stored(9)) == (list(range(1, 9)), [3, 6, 8], [4, 8], [8])
+    assert identity(grpo(8, 1)) == identity(grpo(8, 4))
+
+
+def write_state(folder: Path, text: str) -> Path:
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "weights").write_text(f"weights {text}")
+    (folder / "state.json").write_text(json.dumps(text))
+    return folder
+
+
+ABOUT = {"run_id": "run", "step": 7, "algorithm": "GRPO", "label": "finished", "meta": {"run": "night"}}
+
+
+def test_a_held_state_has_the_id_that_it_would_be_stored_under_and_counts_without_being_there(tmp_path: Path):
+    store, held = new_store(), HeldStates(tmp_path / "held")
+    snapshots = SnapshotStore(store)
+    state_id = held.hold(write_state(tmp_path / "one", "a"), store, **ABOUT)
+    assert held.has(state_id) and snapshots.counts(state_id) and not snapshots.is_present(state_id)
+    with pytest.raises(NotFound, match=r"was not stored \(state_every\)"):
+        snapshots.get(state_id)
+    context = UpdateContext(store, tmp_path / "cache", hash_bytes(b"key"), "run", 1, held=held)
+    with context.state(state_id) as folder:
+        assert json.loads((folder / "state.json").read_text()) == "a"
+
+    again = HeldStates(tmp_path / "again")
+    assert again.hold(write_state(tmp_path / "two", "a"), store, **ABOUT) == state_id
+    stored = again.store(state_id, store)
+    assert stored is not None and (stored.id, stored.step, stored.label) == (state_id, 7, "finished")
+    assert stored.meta == {"run": "night"} and snapshots.is_present(state_id)
+
+    other = held.hold(write_state(tmp_path / "three", "b"), store, **ABOUT)
+    held.keep_only({other})
+    assert not held.has(state_id) and held.has(other)
+    (held.folder / other / "state" / "state.json").write_text("damaged")
+    assert held.find(other) is None and held.store(other, store) is None
+    with pytest.raises(MissingObject), UpdateContext(store, tmp_path, other, "run", 1, held=held).state(other):
+        pass
+    assert not snapshots.counts(other), "the stage that made it runs again"
+
+
+class Killed(BaseException):
+    """What nobody gets to handle."""
+
+
+class Updates:
+    """Updates whose states are hashes of what they come of, and a table of results that outlives a process."""
+
+    name = "grpo_update"
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.store = store
+        self.results: dict[ContentId, Checkpoint] = {}
+        self.computed: list[int] = []
+        self.advantages: ContentId | None = None
+        self.noise: Callable[[], object] = str
+        """What each state takes up, beside what it comes of."""
+        self.ends: dict[int, type[BaseException]] = {}
+        """How the process ends at computing an update, by its number (from 1)."""
+
+    def find(self, inputs: dict[str, Any]) -> Checkpoint | None:
+        found = self.results.get(content_id("key/1", [inputs["model"], inputs["train_state"], inputs["number"]]))
+        return found if found is not None and is_whole(found, self.store) else None
+
+    def __call__(self, model: ContentId, train_state: ContentId | None, number: int, *, label: str = "") -> Checkpoint:
+        found = self.find({"model": model, "train_state": train_state, "number": number})
+        if found is not None and not _computes_again.get():
+            return found
+        if number + 1 in self.ends:
+            raise self.ends[number + 1]("here")
+        here = learn._states_here.get()
+        assert here is not None
+        context = UpdateContext(self.store, Path("cache"), hash_bytes(b"key"), "run", 1, held=here.held)
+        before = ""
+        if train_state is not None:
+            with context.state(train_state) as folder:
+                before = json.loads((folder / "state.json").read_text())
+        self.computed.append(number + 1)
+        with tempfile.TemporaryDirectory() as scratch:
+            written = write_state(Path(scratch) / "state", hash_bytes(f"{before} {number}{self.noise()}".encode()))
+            tree, metrics = self.store.put_tree(written / "model"), self.store.put_bytes(b"{}\n")
+            about = {**ABOUT, "step": number + 1}
+            if here.stores:
+                state_id = SnapshotStore(self.store).save(written, **about).id
+            else:
+                assert here.held is not None
+                state_id = here.held.hold(written, self.store, **about)
+        checkpoint = Checkpoint(
+            model=tree,
+            train_state=state_id,
+            metrics=metrics,
+            algorithm="GRPO",
+            step=number + 1,
+            summary={},
+            advantages=self.advantages,
+        )
+        learn._check_named(label, checkpoint)
+        self.results[content_id("key/1", [model, train_state, number])] = checkpoint
+        return checkpoint
+
+    def run(self, iterations: int, every: int, end: int | None = None, how: type[BaseException] = Killed) -> Checkpoint:
+        """A run that ends before it gets to iteration ``end`` (from 0)."""
+        states = TrainingStates(grpo(iterations, every), self.store)
+        with tempfile.TemporaryDirectory() as folder:
+            states.__enter__()
+            try:
+                model, train_state, last = hash_bytes(b"start"), None, None
+                for number in range(iterations):
+                    if number == end:
+                        raise how("here")
+                    last = states.update(number, self, model, train_state, number, label=f"iteration {number + 1}")
+                    model, train_state = last.model, last.train_state
+            except Killed:
+                shutil.rmtree(Path(folder), ignore_errors=True)
+                states._scratch.close()
+                raise
+            except BaseException as error:
+                states.__exit__(type(error), error, None)
+                raise
+        states.__exit__(None, None, None)
+        assert last is not None
+        return last
+
+    def stored(self) -> set[int]:
+        return {snapshot.step for snapshot in SnapshotStore(self.store).list()}
+
+
+def new_store() -> ObjectStore:
+    return ObjectStore.from_url(f"memory://{uuid4()}")
+
+
+@cache
+def expected(iterations: int) -> Checkpoint:
+    """Of a run that stores all and that nothing happens to."""
+    return Updates(new_store()).run(iterations, 1)
+
+
+ends = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9), st.sampled_from([Killed, ConfigError])), max_size=4)
+
+
+@hypothesis_settings(max_examples=30, deadline=None)
+@given(ends=ends, iterations=st.integers(1, 9), every=st.integers(1, 5))
+def test_however_often_a_run_ends_it_comes_to_the_same_state_and_computes_from_the_last_that_is_stored(
+    ends, iterations, every
+):
+    updates = Updates(new_store())
+    for other_every, end, how in ends:
+        before, updates.computed = updates.stored(), []
+        if end < iterations:
+            with pytest.raises(how):
+                updates.run(iterations, other_every, end, how)
+            first = max((step for step in before if step <= end), default=0) + 1
+            assert updates.computed == sorted(updates.computed), "each after the one before"
+            assert all(number >= first for number in updates.computed), "never behind what is stored"
+            if how is not Killed and end:
+                assert end in updates.stored() or end not in updates.computed, (
+                    "a run that can still store its last state"
+                )
+    assert updates.run(iterations, every) == expected(iterations)
+    assert iterations in updates.stored()
+    assert updates.run(iterations, every) == expected(iterations)
+
+
+def test_what_is_stored_and_computed_by_hand():
+    updates = Updates(new_store())
+    with pytest.raises(Killed):
+        updates.run(8, 3, 5)
+    assert (updates.computed, updates.stored()) == ([1, 2, 3, 4, 5], {3})
+    with pytest.raises(Fatal):
+        updates.run(8, 3, 5, Fatal)
+    assert updates.computed == [1, 2, 3, 4, 5], "what is not asked for is not computed again"
+    updates.computed = []
+    assert updates.run(8, 3) == expected(8)
+    assert (updates.computed, updates.stored()) == ([4, 5, 6, 7, 8], {3, 6, 8})
+    updates.computed = []
+    assert updates.run(7, 3) == expected(7)
+    assert (updates.computed, updates.stored()) == ([7], {3, 6, 7, 8}), "the last state of a shorter run is stored, too"
+
+
+def killed_after(computed: int, *, every: int) -> Updates:
+    """What a run of more updates leaves that was killed when so many were done."""
+    updates = Updates(new_store())
+    with pytest.raises(Killed):
+        updates.run(computed + 1, every, computed)
+    updates.computed = []
+    return updates
+
+
+def test_what_stops_while_states_are_computed_again_stores_the_last_of_them():
+    updates = killed_after(7, every=8)
+    updates.ends = {5: ConfigError}
+    with pytest.raises(ConfigError):
+        updates.run(8, 8)
+    assert (updates.computed, updates.stored()) == ([1, 2, 3, 4], {4})
+    updates.computed, updates.ends = [], {}
+    assert updates.run(8, 8) == expected(8)
+    assert (updates.computed, updates.stored()) == ([5, 6, 7, 8], {4, 8})
+
+
+@pytest.fixture
+def portable(monkeypatch):
+    monkeypatch.setattr(learn, "is_portable_here", lambda: True)
+
+
+def test_an_outcome_of_an_earlier_version_is_the_same_without_what_later_ones_show(portable):
+    updates = killed_after(2, every=4)
+    updates.advantages = hash_bytes(b"what later versions let people look at")
+    assert updates.run(4, 4).train_state == expected(4).train_state
+    assert updates.computed == [1, 2, 3, 4]
+
+
+def test_a_portable_state_that_comes_out_otherwise_ends_each_run_until_it_is_as_it_was(portable):
+    updates = killed_after(3, every=4)
+    named = dict(updates.results)
+    updates.noise = lambda: "a machine that computes wrongly"
+    for dies in (False, True, False):
+        updates.ends = {1: Killed} if dies else {}
+        with pytest.raises(Killed if dies else Fatal, match="here" if dies else "iteration 1: computed again"):
+            updates.run(4, 4)
+        assert updates.results == named, "what the next run compares with"
+    updates.noise, updates.ends = str, {2: Killed}
+    with pytest.raises(Killed):
+        updates.run(4, 4)
+    updates.ends, updates.noise = {}, lambda: "" if len(updates.computed) < 3 else "wrong"
+    updates.computed = []
+    with pytest.raises(Fatal, match="iteration 3: computed again"):
+        updates.run(4, 4)
+    assert (updates.computed, updates.stored()) == ([1, 2, 3], {2}), "and what was right is stored"
+    updates.noise = str
+    assert updates.run(4, 4) == expected(4)
+
+
+class Journals:
+    """Of a run; its summary, as far as running its body again needs it."""
+
+    def __init__(self) -> None:
+        self.noted: list[Journal] = []
+        self.note = self.noted.append
+
+
+def test_with_native_numerics_a_run_goes_on_from_what_comes_out_otherwise():
+    """Also where an update never comes to the same state twice."""
+    updates = killed_after(3, every=4)
+    updates.noise = partial(next, count())
+    journals = Journals()
+    last = _repeat(lambda _: updates.run(4, 4), None, cast(RunSummary, journals))
+    assert (updates.computed, len(journals.noted)) == ([1, 2, 3, 4], 2)
+    assert updates.stored() == {1, 4} and last != expected(4)
+
+
+def test_what_comes_out_otherwise_each_time_and_cannot_be_kept_ends_in_one_clear_error(monkeypatch):
+    updates = killed_after(3, every=4)
+    updates.noise = partial(next, count())
+
+    def full(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(HeldStates, "store", full)
+    with pytest.raises(Fatal, match=r"iteration 1 comes to training state .* 3 times in this run .* state_every = 1"):
+        _repeat(lambda _: updates.run(4, 4), None, cast(RunSummary, Journals()))
+    assert updates.computed == [1, 1, 1]
+
+
+@pytest.mark.server
+def test_a_stage_that_is_computed_again_keeps_its_result_until_there_is_another(prefect_server):
+    from prefect import flow
+
+    from tasks.stage import computing_again, current_stage, refreshing, stage
+
+    texts = iter(["first", "second", "third", "fourth"])
+
+    @stage(version=1)
+    def make(number: int) -> Scores:
+        text = next(texts)
+        if text == "second":
+            raise Fatal("it is another")
+        blob = current_stage().objects.put_bytes(text.encode())
+        return Scores(scores=blob, completions=blob, num_samples=1, mean=0.0, std=0.0)
+
+    def text_of(made: Scores) -> str:
+        return objects().get_bytes(made.scores).decode()
+
+    @flow(persist_result=False)
+    def body() -> list[str]:
+        found = [text_of(make(1))]
+        with computing_again(), pytest.raises(Fatal):
+            make(1)
+        found.append(text_of(make(1)))
+        with computing_again():
+            found.append(text_of(make(1)))
+        found.append(text_of(make(1)))
+        with refreshing("night"), computing_again():
+            make(1)
+            assert text_of(make.find({"number": 1}) or make(1)) == "fourth"
+        return [*found, text_of(make(1))]
+
+    assert body() == ["first", "first", "third", "third", "fourth"]
+
+
+def config(tiny_model: Path, sorting_task: Any, every: int) -> dict[str, Any]:
+    return small_grpo(
+        tiny_model,
+        sorting_task,
+        "states",
+        state_every=every,
+        iterations=4,
+        prompts_per_iteration=20,
+        samples_per_prompt=4,
+        minibatch_size=40,
+        sampling={"max_tokens": 14},
+        optimizer={"lr": 1e-3},
+        snapshots={"every_steps": 1},
+    )
+
+
+def ends_of_iterations(steps: int) -> dict[int, ContentId]:
+    """States by the iteration that they are the end of."""
+    found = SnapshotStore(objects()).list(kind="train_state")
+    return {snapshot.step // steps: snapshot.id for snapshot in found if snapshot.step % steps == 0}
+
+
+@pytest.mark.server
+def test_killed_and_stopped_between_stored_states_a_run_comes_to_the_bytes_of_one_that_stores_all(
+    tiny_model, sorting_task, tmp_path, start_process, prefect_server, monkeypatch
+):
+    from flows.train import train_grpo
+
+    def use(name: str) -> None:
+        monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{tmp_path / name}")
+        monkeypatch.setenv("ROLLOUT_DATABASE", f"sqlite:///{tmp_path / name}.db")
+
+    def started(iterations: int) -> Any:
+        """The command, once so many iterations are done and samples of the next one are being drawn."""
+        process = start_process(*command, env={"PREFECT_API_URL": prefect_server})
+        first = SAMPLES * iterations
+        wait_for(lambda: first < finished_samples() < first + SAMPLES, "samples", process=process)
+        return process
+
+    use("all")
+    whole = train_grpo(parse_config(config(tiny_model, sorting_task, 1), TrainGRPOConfig))
+    steps = whole["step"] // 4
+    every = ends_of_iterations(steps)
+    assert sorted(every) == [1, 2, 3, 4]
+
+    use("some")
+    document = write_toml(tmp_path / "states.toml", config(tiny_model, sorting_task, 3))
+    command = (*ROLLOUT, "train", "grpo", "--config", str(document))
+    kill(started(1))
+    assert SnapshotStore(objects()).list() == [], "neither at ends nor on the way"
+    stopped = started(2)
+    stopped.send_signal(signal.SIGTERM)
+    output, _ = stopped.communicate(timeout=120)
+    assert stopped.returncode != 0
+    assert "computed again: iteration 1\n" in output
+    assert "the run ends here: training state" in output
+    assert ends_of_iterations(steps) == {number: every[number] for number in (2,)}
+    planned = output_of(start_process(*command, "--dry-run", env={"PREFECT_API_URL": prefect_server}))
+    assert "4 training states of" in planned and "and 3 models of" in planned
+    output = output_of(start_process(*command, env={"PREFECT_API_URL": prefect_server}))
+    assert "computed again" not in output
+    assert ends_of_iterations(steps) == {number: every[number] for number in (2, 3, 4)}
+    assert all(whole[name] in output for name in ("model", "train_state"))
