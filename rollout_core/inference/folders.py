@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from blake3 import blake3
 
@@ -136,19 +135,16 @@ class BucketFolder:
         return True
 
     def replace(self, name: str, chunks: Iterable[bytes]) -> str | None:
-        path = self._files.path(self._key(name))
-        with self._files.writing(self._key(name)):
-            if self._files.protocol == "memory":  # where a file that is being written is seen
-                self._files.fs.pipe_file(path, b"".join(chunks))
-                return self.mark(name)
-            file: Any = self._files.fs.open(path, "wb", block_size=self._files.part_bytes)
-            try:
+        key = self._key(name)
+        upload = self._files.upload(key)
+        try:
+            with self._files.writing(key):
                 for chunk in chunks:
-                    file.write(chunk)
-                file.close()
-            except BaseException:
-                self._abandon(file)
-                raise
+                    upload.write(chunk)
+            upload.commit(key)
+        except BaseException:
+            upload.abort()
+            raise
         return self.mark(name)
 
     def mark(self, name: str) -> str | None:
@@ -160,11 +156,3 @@ class BucketFolder:
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}"
-
-    @staticmethod
-    def _abandon(file: Any) -> None:
-        with suppress(Exception):
-            file.discard()
-        # fsspec's finaliser would otherwise close the file, and closing it completes the upload.
-        with suppress(AttributeError):
-            file.closed = True

@@ -38,9 +38,10 @@ _swept: set[str] = set()
 """Roots of the stores whose ``tmp/`` this process has swept."""
 
 
-def remote_files(protocol: str, root: str, options: Mapping[str, Any]) -> RemoteFiles:
-    """Files below ``root``, a bucket with or without a prefix, of ``s3``, ``gs`` or ``memory``."""
-    return (S3Files if protocol == "s3" else RemoteFiles)(protocol, root, options)
+def remote_files(protocol: str, root: str, options: Mapping[str, Any], *, max_bytes: int | None = None) -> RemoteFiles:
+    """Files of up to ``max_bytes`` each below ``root``, a bucket with or without a prefix, of ``s3``, ``gs`` or
+    ``memory``."""
+    return (S3Files if protocol == "s3" else RemoteFiles)(protocol, root, options, max_bytes)
 
 
 class LocalFiles:

@@ -24,7 +24,7 @@ from ulid import ULID
 from rollout_core import DISTRIBUTION
 from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.base.ids import ContentId
-from rollout_core.base.settings import max_blob_bytes, upload_part_bytes
+from rollout_core.base.settings import upload_part_bytes
 from rollout_core.objects.files import (
     TOUCH_AFTER_SECONDS,
     FileStat,
@@ -62,14 +62,14 @@ class RemoteFiles:
     read_bytes = 6 * 2**20
     """Of a large file in one request; aiohttp has each twice in memory for a moment."""
 
-    def __init__(self, protocol: str, root: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, protocol: str, root: str, options: Mapping[str, Any], max_bytes: int | None = None) -> None:
         self.settle_seconds = 0.0 if protocol == "memory" else REMOTE_SETTLE_SECONDS
         self.protocol = protocol
         """``s3``, ``gs`` or ``memory``."""
         self.part_bytes = upload_part_bytes()
         if protocol == "gs":
             self.part_bytes -= self.part_bytes % GCS_PART_UNIT_BYTES
-        self._max_bytes = max_blob_bytes()
+        self._max_bytes = max_bytes
         self._root = root
         self._options = options
         self._fs: Any = None

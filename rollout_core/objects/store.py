@@ -29,7 +29,7 @@ from rollout_core.base.errors import (
 )
 from rollout_core.base.ids import ContentId, canonical_json, hash_bytes
 from rollout_core.base.locks import exclusive, sweep
-from rollout_core.base.settings import cache_bytes, refuse_credentials, without_password
+from rollout_core.base.settings import cache_bytes, max_blob_bytes, refuse_credentials, without_password
 from rollout_core.objects.backends import LocalFiles, remote_files
 from rollout_core.objects.files import (
     SNAPSHOT_REFS,
@@ -124,7 +124,7 @@ class ObjectStore:
             raise ConfigError(f"storage URL {shown!r} is malformed; expected {scheme}://name or {scheme}://name/prefix")
         options = dict(storage_options or {})
         path = f"/{root}" if scheme == "memory" else root
-        return cls(f"{scheme}://{root}", remote_files(scheme, path, options), options)
+        return cls(f"{scheme}://{root}", remote_files(scheme, path, options, max_bytes=max_blob_bytes()), options)
 
     def __reduce__(self):
         return _rebuild, (self.url, self.storage_options)

@@ -110,6 +110,32 @@ def test_parts_are_drawn_by_the_weights_they_name_and_a_killed_run_comes_to_the_
 
 
 @pytest.mark.server
+def test_parts_drawn_ahead_of_training_come_to_the_same_bytes_after_a_kill(
+    tiny_model, sorting_task, tmp_path, start_process, prefect_server, monkeypatch
+):
+    from flows.train import train_grpo
+
+    asked = document(tiny_model, sorting_task, iterations=3, async_depth=1)
+    monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{tmp_path / 'undisturbed'}")
+    monkeypatch.setenv("ROLLOUT_DATABASE", f"sqlite:///{tmp_path / 'undisturbed.db'}")
+    finished = train_grpo(parse_config(asked, TrainGRPOConfig))
+    store, updates = objects(), updates_behind(finished["model"])
+    start, first = (update.inputs["model"] for update in updates[:2])
+    rows = [row for update in updates for _, row in learned_from(store, update)]
+    # The starting weights draw the parts of two iterations, those of the first update go on in the third.
+    assert {tuple(row.model_ids or ()) for row in rows} >= {(start,), (start, first)}
+
+    monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{tmp_path / 'killed'}")
+    monkeypatch.setenv("ROLLOUT_DATABASE", f"sqlite:///{tmp_path / 'killed.db'}")
+    command = ("train", "grpo", "--config", str(write_toml(tmp_path / "ahead.toml", asked)))
+    killed = start_process(*ROLLOUT, *command, env={"PREFECT_API_URL": prefect_server})
+    wait_for(lambda: finished_samples() > FIRST, "samples of the second iteration", process=killed)
+    kill(killed)
+    again = train_grpo(parse_config(asked, TrainGRPOConfig))
+    assert (again["model"], again["train_state"]) == (finished["model"], finished["train_state"])
+
+
+@pytest.mark.server
 def test_what_is_left_is_told_and_runs_go_on_from_ends_of_partial_rollouts_only(
     tiny_model, sorting_task, tmp_path, prefect_server, monkeypatch, caplog
 ):

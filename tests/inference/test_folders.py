@@ -18,6 +18,7 @@ from rollout_core.objects import ObjectStore
 @pytest.fixture(params=["path", "file", "memory", "s3", "gcs"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OutputFolder:
     monkeypatch.setenv("ROLLOUT_UPLOAD_PART_BYTES", str(5 * 2**20))
+    monkeypatch.setenv("ROLLOUT_MAX_BLOB_BYTES", "1000")  # of what the object store holds, so none here
     if request.param == "s3":
         use_s3(monkeypatch, request.getfixturevalue("s3"))
     if request.param == "gcs":
