@@ -1,11 +1,14 @@
 """GRPO with samples drawn ahead of training against drawing and training in turns: wall time and held-out reward.
 
 Each run is `rollout nightly` on the example's model and task: supervised fine-tuning, which both sides of a seed
-share, then iterations of GRPO, then evaluation. Engine and learner have a thread each, so that side by side they keep
-two cores busy. Time is that of an iteration after the first: from the end of one update to the end of the next. The
-other side draws and trains in turns, once with a thread each and once with all threads for whoever is at work.
+share, then iterations of GRPO, then evaluation. Engine and learner have a thread each. Time is that of an iteration
+after the first: from the end of one update to the end of the next.
 
-Run: python benchmarks/ahead.py [--quick] [--seeds 5] [--iterations 6] [--prompts 192]
+Pinned apart, the engine's processes have one core and everything else has another, on both sides, as an engine and a
+learner have with a GPU each. The first seed also runs on cores that both share, where the side in turns draws and
+trains once with a thread each and once with all threads for whoever is at work.
+
+Run: python benchmarks/ahead.py [--quick] [--seeds 5] [--iterations 5] [--prompts 192]
 """
 
 from __future__ import annotations
@@ -15,10 +18,14 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
 from harness import PROJECT, Figures, own_place
 
 GROUP = 8
@@ -31,6 +38,7 @@ class Side:
     what: str
     depth: int
     threads: int
+    is_pinned: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,14 +52,49 @@ class Outcome:
     """Held-out reward after SFT and at the end."""
 
 
-AHEAD = Side("drawn one iteration ahead", 1, 1)
+APART = Side("ahead, pinned apart", 1, 1, is_pinned=True)
+APART_IN_TURNS = Side("in turns, pinned apart", 0, 1, is_pinned=True)
+AHEAD = Side("ahead", 1, 1)
 IN_TURNS = Side("in turns, a thread each", 0, 1)
 ALL_THREADS = Side("in turns, all threads", 0, os.cpu_count() or 2)
+PINNING_SECONDS = 0.2
+"""From one look for new processes to the next."""
+
+
+@contextmanager
+def pinned_apart(process: int) -> Iterator[None]:
+    """Inside the block vLLM's processes below ``process`` have one core, and all others another."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise SystemExit(f"pinning apart takes two cores; this process may use {cores} only")
+    ended = threading.Event()
+
+    def pin() -> None:
+        while not ended.wait(PINNING_SECONDS):
+            with suppress(psutil.NoSuchProcess):
+                for each in psutil.Process(process).children(recursive=True):
+                    with suppress(psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):
+                        core = cores[0] if is_engine(each) else cores[1]
+                        for thread in each.threads():
+                            os.sched_setaffinity(thread.id, {core})
+
+    watching = threading.Thread(target=pin, daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watching.join()
+
+
+def is_engine(process: psutil.Process) -> bool:
+    """Whether a process is vLLM's, or was started by one that is."""
+    return any("VLLM::" in " ".join(each.cmdline()) for each in (process, *process.parents()))
 
 
 def run(side: Side, seed: int, asked: argparse.Namespace) -> Outcome:
     """The outcome of the night of one side; raises CalledProcessError where it fails."""
-    name = f"ahead-{side.depth}-{side.threads}-{seed}"
+    name = f"ahead-{side.depth}-{side.threads}-{seed}{'-pinned' if side.is_pinned else ''}"
     changes = {
         "run.name": f'"{name}"',
         "seed": seed,
@@ -80,9 +123,11 @@ snapshots = {{ every_steps = 100 }}
     Path(f"{name}.toml").write_text(start + grpo + end, encoding="utf-8")
     command = [str(Path(sys.executable).with_name("rollout")), "nightly", "--config", f"{name}.toml"]
     command += [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{side.what}, seed {seed}, ended with {done.returncode}: {done.stderr[-2000:]}")
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        with pinned_apart(process.pid) if side.is_pinned else nullcontext():
+            _, errors = process.communicate()
+    if process.returncode:
+        raise SystemExit(f"{side.what}, seed {seed}, ended with {process.returncode}: {errors[-2000:]}")
     return outcome_of(name)
 
 
@@ -102,26 +147,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one seed and few prompts, to see that it runs")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--iterations", type=int, default=6)
+    parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=192, help=f"an iteration, {GROUP} completions each")
     parser.add_argument("--sft-steps", type=int, default=60)
     asked = parser.parse_args()
     if asked.quick:
         asked.seeds, asked.iterations, asked.prompts, asked.sft_steps = 1, 3, 8, 5
     figures = Figures("Samples drawn ahead of training (ours) against in turns (baseline)")
+    sides = (APART, APART_IN_TURNS, AHEAD, IN_TURNS, ALL_THREADS)
+    found: dict[Side, list[Outcome]] = {side: [] for side in sides}
     with own_place():
         subprocess.run([sys.executable, PROJECT / "examples" / "make_tiny.py"], check=True, capture_output=True)
-        found = {
-            side: [run(side, seed, asked) for seed in range(1, 1 + (1 if side is ALL_THREADS else asked.seeds))]
-            for side in (AHEAD, IN_TURNS, ALL_THREADS)
-        }
-    ahead = found[AHEAD]
-    for side in (IN_TURNS, ALL_THREADS):
-        other = found[side]
-        seconds = [[one.seconds for one in each] for each in (ahead[: len(other)], other)]
-        figures.compare(f"an iteration, s, against {side.what}", *seconds, form="{:.1f}")
+        for seed in range(1, 1 + asked.seeds):
+            for side in sides if seed == 1 else sides[:2]:
+                found[side].append(run(side, seed, asked))
+    for ours, other in ((APART, APART_IN_TURNS), (AHEAD, IN_TURNS), (AHEAD, ALL_THREADS)):
+        seconds = [[one.seconds for one in found[side]] for side in (ours, other)]
+        figures.compare(f"an iteration, s: {ours.what} against {other.what}", *seconds, form="{:.1f}")
     for what in ("before", "after"):
-        rewards = [[getattr(one, what) for one in each] for each in (ahead, found[IN_TURNS])]
+        rewards = [[getattr(one, what) for one in found[side]] for side in (APART, APART_IN_TURNS)]
         ours, other = (f"{statistics.mean(each):.3f} ± {statistics.pstdev(each):.3f}" for each in rewards)
         figures.add(f"held-out reward {what} GRPO, mean ± deviation over seeds", ours, other, rounds=asked.seeds)
     figures.show("The smaller the ratio of seconds, the more time is saved.")

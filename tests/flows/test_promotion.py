@@ -15,6 +15,7 @@ from flows.cli import app
 from flows.summary import plain
 from rollout_core.base.ids import ContentId
 from tests.flows.conftest import objects
+from tests.task_runs import ended_task_runs
 
 
 def rollout(*arguments: str, code: int = 0) -> Result:
@@ -88,28 +89,21 @@ def test_the_flow_goes_back_and_says_so_in_the_history(prefect_server, models):
     assert rollback("judge", second[:8])["model"] == second
 
 
-def seen_of_the_last_run(name: str) -> tuple[list[str], dict[str, str]]:
+def seen_of_the_last_run(name: str, num_stages: int) -> tuple[list[str], dict[str, str]]:
     """Names of the task runs of the latest flow run of a name, sorted; and the rows of its summary, its only artifact
     beside those of stages."""
     from prefect import get_client
-    from prefect.client.schemas.filters import (
-        ArtifactFilter,
-        ArtifactFilterFlowRunId,
-        FlowRunFilter,
-        FlowRunFilterId,
-        FlowRunFilterName,
-    )
+    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, FlowRunFilter, FlowRunFilterName
     from prefect.client.schemas.sorting import FlowRunSort
 
     with get_client(sync_client=True) as client:
         named = FlowRunFilter(name=FlowRunFilterName(any_=[name]))
         run = client.read_flow_runs(flow_run_filter=named, sort=FlowRunSort.START_TIME_DESC)[0]
-        tasks = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id])))
         own = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[run.id]))
         [summary] = [found for found in client.read_artifacts(artifact_filter=own) if found.task_run_id is None]
     assert summary.key == "summary" and "![guarded: mean training reward](data:image" not in str(summary.data)
     points = re.findall(r"^- \*\*(.+?)\*\*: (.*)$", str(summary.data), re.MULTILINE)
-    return sorted(task.name for task in tasks), dict(points)
+    return sorted(task.name for task in ended_task_runs(run.id, num_stages)), dict(points)
 
 
 def assert_summary(summary: dict[str, str], result: Any) -> None:
@@ -155,7 +149,7 @@ def test_guards_of_a_nightly_run_are_evaluated_reported_and_refuse(
     small_nightly["evaluation"]["prompts"]["path"] = str(tmp_path / "rows.jsonl")
 
     first = nightly(parse_config(small_nightly, NightlyConfig))
-    names, summary = seen_of_the_last_run("guarded")
+    names, summary = seen_of_the_last_run("guarded", len(first["stages"]))
     assert names == sorted(f"{row['stage']} {row['label']}".strip() for row in first["stages"])
     assert_summary(summary, first)
     seconds = sum(float(row["seconds"]) for row in first["stages"] if row["state"] == "completed")
@@ -172,7 +166,7 @@ def test_guards_of_a_nightly_run_are_evaluated_reported_and_refuse(
     assert expected | {("evaluate", f"guard 4, {moment}") for moment in ("before", "after")} <= labels
     again = nightly(parse_config(small_nightly, NightlyConfig))
     assert {row["state"] for row in again["stages"]} == {"cached", "checked"}
-    names, summary = seen_of_the_last_run("guarded")
+    names, summary = seen_of_the_last_run("guarded", len(first["stages"]))
     assert names == sorted(f"{row['stage']} {row['label']}".strip() for row in first["stages"])
     assert {"evaluate before", "sft_update", "ppo_update iteration 1", "evaluate_by guard 3, after"} <= set(names)
     assert len(again["stages"]) == len(names)

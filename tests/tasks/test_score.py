@@ -16,6 +16,7 @@ from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions
 from rollout_core.rewards import source_ids
 from rollout_core.rewards.source_ids import source_id
+from tests.task_runs import ended_task_runs
 
 pytestmark = pytest.mark.server
 SPEC = FunctionReward(callable="mine.py:reward")
@@ -109,7 +110,6 @@ def test_a_reward_whose_error_cannot_be_encoded_fails_its_run_like_any_other(pre
     """A reply cut in the middle of a character is enough; the run must not stay Running for ever."""
     from prefect import flow
     from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
     from prefect.logging.handlers import APILogHandler
 
     from tasks.score import close_rewards, score_rewards
@@ -129,6 +129,6 @@ def test_a_reward_whose_error_cannot_be_encoded_fails_its_run_like_any_other(pre
     with get_client(sync_client=True) as client:
         run = client.read_flow_run(state.state_details.flow_run_id)
         assert run.state is not None and run.state.is_failed()
-        [task] = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id])))
-        assert task.state is not None and task.state.is_failed()
+    [task] = ended_task_runs(run.id, 1)
+    assert task.state.is_failed()
     assert "Error logging to API" not in capfd.readouterr().err

@@ -21,6 +21,7 @@ from rollout_core.base.stopping import is_stopping, raise_if_stopping
 from rollout_core.config import Run, RunInfo, SnapshotPolicy, StageTimeouts
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import BlobId, Checkpoint, Record, lineage_of, trace_lineage
+from tests.task_runs import ended_task_runs
 
 pytestmark = pytest.mark.server
 
@@ -166,8 +167,6 @@ def test_labels_and_settings_of_speed_do_not_enter_the_key(stages, run):
 
 
 def test_a_task_run_is_called_by_stage_and_label_also_when_retried_or_cached(stages, run):
-    from prefect import get_client
-    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
     from prefect.runtime import flow_run
 
     def body():
@@ -179,8 +178,7 @@ def test_a_task_run_is_called_by_stage_and_label_also_when_retried_or_cached(sta
 
     run_id, states = run(body)
     assert states == ["Completed", "Cached", "Completed", "Completed"]
-    with get_client(sync_client=True) as client:
-        found = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run_id])))
+    found = ended_task_runs(run_id, 4)
     long = "make " + ("long " * 100)[:77] + "..."
     assert {task.name for task in found} == {"make before", "make iteration 3 of many", long, "stumble"}
     assert len({task.dynamic_key for task in found}) == 4
