@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-SECONDS = 120.0
+from tests.flows.conftest import wait_for
 
 
 def ended_task_runs(run_id: Any, count: int) -> list[Any]:
@@ -13,14 +12,15 @@ def ended_task_runs(run_id: Any, count: int) -> list[Any]:
     from prefect import get_client
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 
-    deadline = time.monotonic() + SECONDS
+    seen: list[Any] = []
+
+    def look() -> bool:
+        seen[:] = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run_id])))
+        return len(seen) == count and all(task.state is not None and task.state.is_final() for task in seen)
+
     with get_client(sync_client=True) as client:
-        while True:
-            found = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run_id])))
-            states = [task.state for task in found]
-            if len(found) == count and all(state is not None and state.is_final() for state in states):
-                return found
-            if time.monotonic() > deadline:
-                shown = sorted((task.name, task.state_name) for task in found)
-                raise AssertionError(f"after {SECONDS} s {len(found)} task runs, of {count}, are on record: {shown}")
-            time.sleep(0.2)
+        try:
+            wait_for(look, f"the record of {count} task runs that have ended")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{sorted((task.name, task.state_name) for task in seen)}") from None
+    return seen

@@ -79,12 +79,16 @@ def write_toml(path: Path, document: dict[str, Any]) -> Path:
     return path
 
 
+PATIENCE_SECONDS = 300.0
+"""With what may be slow on a busy machine and is no less right for it; what never comes is told by then."""
+
+
 def wait_for(
     condition: Callable[[], Any],
     what: str,
     *,
     process: subprocess.Popen[str] | None = None,
-    seconds: float = 120.0,
+    seconds: float = PATIENCE_SECONDS,
 ) -> Any:
     """The first true value of ``condition``, while ``process`` runs."""
     deadline = time.monotonic() + seconds

@@ -24,7 +24,7 @@ import pytest
 import yaml
 
 from flows.connections import LOG, SERVER_SETTINGS, prefect_server
-from tests.flows.conftest import small_nightly, wait_for
+from tests.flows.conftest import PATIENCE_SECONDS, small_nightly, wait_for
 from tests.server_logs import ServerLogs
 
 __all__ = ["small_nightly"]  # a fixture
@@ -123,7 +123,7 @@ class Machine:
         found = self.ask(f"flow_run_states/?flow_run_id={run_id}")
         return sorted(found, key=lambda state: state["timestamp"])
 
-    def wait(self, run_id: str, *names: str, seconds: float = 120.0) -> dict[str, Any]:
+    def wait(self, run_id: str, *names: str, seconds: float = PATIENCE_SECONDS) -> dict[str, Any]:
         """The run once its state has one of the names."""
 
         def look() -> dict[str, Any] | None:
