@@ -135,7 +135,8 @@ def healing(silent_seconds: float = SILENT_SECONDS) -> list[AutomationCore]:
 
 
 def notifying(block: UUID, is_webhook: bool) -> list[AutomationCore]:
-    """Automations that tell a person, once each: a run failed, crashed for the last time, or did not start in time.
+    """Automations that tell a person: a run failed, crashed for the last time, or did not start in time. Once each,
+    but where the server is so busy that it acts twice.
 
     Args:
         block: a webhook or notification block of the server, by the id of its document.
