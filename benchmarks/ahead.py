@@ -8,7 +8,7 @@ Pinned apart, the engine's processes have one core and everything else has anoth
 learner have with a GPU each. The first seed also runs on cores that both share, where the side in turns draws and
 trains once with a thread each and once with all threads for whoever is at work.
 
-Run: python benchmarks/ahead.py [--quick] [--seeds 5] [--iterations 5] [--prompts 192]
+Run: python benchmarks/ahead.py [--quick] [--seeds 5] [--iterations 5] [--prompts 192] [--only-apart]
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ PINNING_SECONDS = 0.2
 
 @contextmanager
 def pinned_apart(process: int) -> Iterator[None]:
-    """Inside the block vLLM's processes below ``process`` have one core, and all others another."""
+    """Inside the block vLLM's processes below ``process`` have one core, and it and all others another."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit(f"pinning apart takes two cores; this process may use {cores} only")
@@ -72,7 +72,8 @@ def pinned_apart(process: int) -> Iterator[None]:
     def pin() -> None:
         while not ended.wait(PINNING_SECONDS):
             with suppress(psutil.NoSuchProcess):
-                for each in psutil.Process(process).children(recursive=True):
+                top = psutil.Process(process)
+                for each in (top, *top.children(recursive=True)):
                     with suppress(psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):
                         core = cores[0] if is_engine(each) else cores[1]
                         for thread in each.threads():
@@ -150,18 +151,20 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=192, help=f"an iteration, {GROUP} completions each")
     parser.add_argument("--sft-steps", type=int, default=60)
+    parser.add_argument("--only-apart", action="store_true", help="nothing on cores that both sides share")
     asked = parser.parse_args()
     if asked.quick:
         asked.seeds, asked.iterations, asked.prompts, asked.sft_steps = 1, 3, 8, 5
     figures = Figures("Samples drawn ahead of training (ours) against in turns (baseline)")
-    sides = (APART, APART_IN_TURNS, AHEAD, IN_TURNS, ALL_THREADS)
+    pairs = [(APART, APART_IN_TURNS)] + [(AHEAD, IN_TURNS), (AHEAD, ALL_THREADS)] * (not asked.only_apart)
+    sides = list(dict.fromkeys(side for pair in pairs for side in pair))
     found: dict[Side, list[Outcome]] = {side: [] for side in sides}
     with own_place():
         subprocess.run([sys.executable, PROJECT / "examples" / "make_tiny.py"], check=True, capture_output=True)
         for seed in range(1, 1 + asked.seeds):
             for side in sides if seed == 1 else sides[:2]:
                 found[side].append(run(side, seed, asked))
-    for ours, other in ((APART, APART_IN_TURNS), (AHEAD, IN_TURNS), (AHEAD, ALL_THREADS)):
+    for ours, other in pairs:
         seconds = [[one.seconds for one in found[side]] for side in (ours, other)]
         figures.compare(f"an iteration, s: {ours.what} against {other.what}", *seconds, form="{:.1f}")
     for what in ("before", "after"):
