@@ -67,7 +67,7 @@ def pinned_apart(process: int) -> Iterator[None]:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit(f"pinning apart takes two cores; this process may use {cores} only")
-    ended = threading.Event()
+    ended, engines = threading.Event(), set[int]()
 
     def pin() -> None:
         while not ended.wait(PINNING_SECONDS):
@@ -75,7 +75,8 @@ def pinned_apart(process: int) -> Iterator[None]:
                 top = psutil.Process(process)
                 for each in (top, *top.children(recursive=True)):
                     with suppress(psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):
-                        core = cores[0] if is_engine(each) else cores[1]
+                        engines.update({each.pid} if is_engine(each) else ())
+                        core = cores[0] if each.pid in engines else cores[1]
                         for thread in each.threads():
                             os.sched_setaffinity(thread.id, {core})
 
@@ -86,6 +87,8 @@ def pinned_apart(process: int) -> Iterator[None]:
     finally:
         ended.set()
         watching.join()
+    if not engines:
+        raise SystemExit("no process of vLLM was found, so nothing was pinned apart")
 
 
 def is_engine(process: psutil.Process) -> bool:
@@ -94,7 +97,7 @@ def is_engine(process: psutil.Process) -> bool:
 
 
 def run(side: Side, seed: int, asked: argparse.Namespace) -> Outcome:
-    """The outcome of the night of one side; raises CalledProcessError where it fails."""
+    """The outcome of the night of one side; raises SystemExit where it fails."""
     name = f"ahead-{side.depth}-{side.threads}-{seed}{'-pinned' if side.is_pinned else ''}"
     changes = {
         "run.name": f'"{name}"',
@@ -127,8 +130,8 @@ snapshots = {{ every_steps = 100 }}
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         with pinned_apart(process.pid) if side.is_pinned else nullcontext():
             _, errors = process.communicate()
-    if process.returncode:
-        raise SystemExit(f"{side.what}, seed {seed}, ended with {process.returncode}: {errors[-2000:]}")
+            if process.returncode:
+                raise SystemExit(f"{side.what}, seed {seed}, ended with {process.returncode}: {errors[-2000:]}")
     return outcome_of(name)
 
 

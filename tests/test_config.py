@@ -36,6 +36,7 @@ EXAMPLES = {
     "grpo-tiny.toml": TrainGRPOConfig,
     "grpo-dask.toml": TrainGRPOConfig,
     "dapo-tiny.toml": TrainGRPOConfig,
+    "replay-tiny.toml": TrainGRPOConfig,
     "gspo-tiny.toml": TrainGRPOConfig,
     "cispo-tiny.toml": TrainGRPOConfig,
     "online-dpo-tiny.toml": TrainGRPOConfig,

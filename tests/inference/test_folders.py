@@ -51,6 +51,12 @@ def test_a_file_whose_writing_fails_is_left_as_it_was(folder: OutputFolder, monk
     assert folder.read("f") == b"old"
     if isinstance(folder, folders.LocalFolder):
         assert os.listdir(Path(folder.where("f")).parent) == ["f"], "no leftovers"
+        return
+    assert isinstance(folder, folders.BucketFolder)
+    files = folder._files
+    assert list(files.list("tmp")) == []
+    if files.protocol == "s3":
+        assert not files.fs.call_s3("list_multipart_uploads", Bucket=files.path("").strip("/")).get("Uploads")
 
 
 def test_a_large_file_arrives_whole(folder: OutputFolder, monkeypatch: pytest.MonkeyPatch):

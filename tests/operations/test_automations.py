@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -51,6 +52,8 @@ def hangs_once():
         time.sleep(600)
 """
 KILLED = "exited with status code: -9|crashed"
+MOST_DELIVERIES = 4
+"""Prefect's broker hands a message over again, up to three times, where what follows an action fails."""
 STARTED_TWICE = (
     "Lost connection to flow run 'once' infrastructure|Flow run 'once' - (.Errno 2.|Unexpected exception)|"
     "StepExecutionError: Encountered error while running prefect.deployments.steps.set_working_directory"
@@ -151,9 +154,9 @@ def test_killed_runs_are_tried_again_and_only_the_hopeless_are_told(installed: M
     late = installed.start_run("fails", name="late", state=scheduled(ago=60))
     wait_for(lambda: told_of(installed, late, "Late"), "word of the run that nobody takes")
     # On a busy machine others may have been late, too, and Prefect acts at least once: word may come again.
-    assert {(told["run"], told["state"]) for told in installed.told if told["state"] != "Late"} == {
-        ("always", "Crashed"), ("failing", "Failed"),
-    }  # fmt: skip
+    times = Counter((told["run"], told["state"]) for told in installed.told if told["state"] != "Late")
+    assert set(times) == {("always", "Crashed"), ("failing", "Failed")}
+    assert max(times.values()) <= MOST_DELIVERIES, times
     word, *again = told_of(installed, failing, "Failed")
     assert all(other == word for other in again)
     assert word["flow"] == "fails" and failing in word["url"] and 'said "no"' in word["text"]
