@@ -240,8 +240,9 @@ def _start(
     def load_policy() -> Policy:
         loaded = load_to_train(context.model(model), settings.parallel, device)
         trained = with_lora(loaded, settings.lora, seed=context.seed)
+        policy = shard(Policy(trained.eval()), settings, device)  # no dropout: the reference has none
         lay_out(trained, settings)  # before it is compared with itself: the reference is these weights, rounded
-        return shard(Policy(trained.eval()), settings, device)  # no dropout: the reference has none
+        return policy
 
     # Adapters that are switched off leave the reference itself. Otherwise the two are not in memory together.
     policy = load_policy() if settings.lora is not None and model == reference else None
@@ -254,8 +255,9 @@ def _start(
         loaded = load_to_train(context.model(reference), settings.parallel, device)
         check_sequence_length(loaded, _longest(documents, held_out))
         loaded.eval().requires_grad_(False)
+        held_to = shard(Policy(loaded), settings, device)
         lay_out(loaded, settings)
-        return shard(Policy(loaded), settings, device)
+        return held_to
 
     options: Any = {
         "precision": "/".join([accelerator.mixed_precision, device.type, *_other_weights(settings, policy)]),

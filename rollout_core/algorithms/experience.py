@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout_core.algorithms.advantages import Groups
-from rollout_core.algorithms.parallel import all_reduce_sum, split_across_ranks, token_microbatches, world_size
+from rollout_core.algorithms.parallel import all_reduce_sum, data_ranks, split_across_ranks, token_microbatches
 from rollout_core.algorithms.policy import Policy
 from rollout_core.base.errors import ConfigError, Fatal
 from rollout_core.config import ImportanceCorrection, OnPolicySettings
@@ -292,7 +292,7 @@ def _cut_by_tokens(batch: PolicyBatch, step: Sequence[Sequence[int]], max_tokens
         else:
             units.append([row])
             sizes.append(len(prompt) + length)
-    parts = token_microbatches(sizes, max_tokens, world_size())
+    parts = token_microbatches(sizes, max_tokens, data_ranks())
     return [[row for number in part for row in units[number]] for part in parts]
 
 

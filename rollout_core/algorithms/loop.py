@@ -12,7 +12,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -25,11 +25,14 @@ from rollout_core.algorithms.layers import RATE_SCALE, LayerRate
 from rollout_core.algorithms.parallel import (
     GradientSum,
     all_reduce_sum,
+    arrange_ranks,
     broadcast_from_rank0,
     clip_gradients,
-    is_sharded,
+    data_ranks,
+    is_gathered,
     seed_step,
     split_across_ranks,
+    whole_and_cut,
     world_size,
 )
 from rollout_core.algorithms.state import TrainState, master_of
@@ -105,8 +108,9 @@ class LoopHooks:
 def build_accelerator(precision: str, parallel: ParallelConfig | None = None) -> Accelerator:
     """An accelerator for one update; ``auto`` means bfloat16 where a GPU has it, else float32."""
     check_numerics(mixed_precision(precision))
+    arrange_ranks(parallel)
     if probe_device() == "cpu":
-        if parallel is not None and is_sharded(parallel):
+        if parallel is not None and is_gathered(parallel):
             map_tensors_apart()
         else:
             keep_freed_memory()
@@ -136,11 +140,16 @@ def build_optimizer(
     if rates:
         return cls(_groups_by_rate(trained, rates, decays=bool(arguments.get("weight_decay"))), **arguments)
     if not arguments.get("weight_decay"):
-        return cls(list(map(master_of, trained)), **arguments)
+        return cls(_of_one_kind([{"params": list(map(master_of, trained))}]), **arguments)
     weights = [master_of(parameter) for parameter in trained if parameter.dim() > 1]
     vectors = [master_of(parameter) for parameter in trained if parameter.dim() <= 1]
     groups = [{"params": weights}, {"params": vectors, "weight_decay": 0.0}]
-    return cls([group for group in groups if group["params"]], **arguments)
+    return cls(_of_one_kind(groups), **arguments)
+
+
+def _of_one_kind(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same groups, each with parameters that one kernel can step together."""
+    return [{**group, "params": part} for group in groups for part in whole_and_cut(group["params"])]
 
 
 def _groups_by_rate(
@@ -152,7 +161,7 @@ def _groups_by_rate(
         name = f"{rate.name}, without decay" if spared else rate.name
         group = {"params": [], "name": name, RATE_SCALE: rate.scale, **({"weight_decay": 0.0} if spared else {})}
         groups.setdefault((rate, spared), group)["params"].append(master_of(parameter))
-    return list(groups.values())
+    return _of_one_kind(groups.values())
 
 
 def _eight_bits() -> type[torch.optim.Optimizer]:
@@ -345,7 +354,7 @@ class StepFigures:
 
     def row(self) -> dict[str, float]:
         """The loss, and the weighted mean of every other figure, of all processes. Collective."""
-        if world_size() > 1:
+        if data_ranks() > 1:
             self._reduce_over_ranks()
         means = {
             name: float(total) / self._weights[name] if self._weights[name] else 0.0

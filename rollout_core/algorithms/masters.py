@@ -5,7 +5,8 @@ A parameter with a master is only computed with. Its gradient goes to the master
 float32, so sums over minibatches and processes are float32 and no gradient stays on the device. After each step the
 parameter is the master, rounded. Masters are what training states hold.
 
-Where weights are cut among processes FSDP2 does both by itself: the shards are the masters.
+Where weights are cut among processes to be gathered FSDP2 does both by itself: the shards are the masters. With tensor
+parallelism each part of a matrix has the same part of its master.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rollout_core.algorithms.parallel import is_sharded
+from rollout_core.algorithms.parallel import is_gathered
 from rollout_core.algorithms.state import MASTER, master_of
 from rollout_core.config import LearnerSettings
 
@@ -25,7 +26,7 @@ def lay_out(model: nn.Module, settings: LearnerSettings) -> None:
     adapters, which are trained as they are. What is trained and rounded has a master, with ``offload`` all that is
     trained, there on the CPU. Comes before the optimizer. What is laid out already stays as it is.
     """
-    if is_sharded(settings.parallel):
+    if is_gathered(settings.parallel):
         return
     rounds = settings.weights == "bfloat16"
     for name, parameter in model.named_parameters():

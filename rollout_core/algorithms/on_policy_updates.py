@@ -33,13 +33,13 @@ from rollout_core.algorithms.on_policy import (
     compare_groups,
 )
 from rollout_core.algorithms.parallel import (
+    data_ranks,
     divided,
     is_first,
     is_sharded,
     load_to_train,
     parts_per_minibatch,
     shard,
-    world_size,
 )
 from rollout_core.algorithms.policy import Policy, ValueModel, zero_head
 from rollout_core.algorithms.state import TrainState, load_state
@@ -130,7 +130,7 @@ def grpo_update(
     seed_everything(context.seed, num_threads=context.num_threads)
     accelerator = build_accelerator(settings.precision, settings.parallel)
     device = accelerator.device
-    parts = parts_per_minibatch(settings.minibatch_size, settings.gradient_accumulation, world_size())
+    parts = parts_per_minibatch(settings.minibatch_size, settings.gradient_accumulation, data_ranks())
     settings = divided(settings)
     trained = load_on_policy(model, reference, settings, context, device)
     policy = shard(Policy(trained), settings, device)
@@ -207,8 +207,9 @@ def _reference_policy(
         return WithoutAdapters(policy if is_sharded(settings.parallel) else Policy(policy.model))
     frozen = load_to_train(context.model(reference), settings.parallel, device).eval()
     frozen.requires_grad_(False)
+    held_to = shard(Policy(frozen), settings, device)
     lay_out(frozen, settings)
-    return shard(Policy(frozen), settings, device)
+    return held_to
 
 
 def _on_policy_state(

@@ -4,6 +4,9 @@ Every rank knows every minibatch of a step, and losses are normalised over the w
 minibatches among themselves and *sum* gradients and figures; nothing is averaged, and the sum is that of one process to
 rounding. In a process by itself all of this does nothing. Functions that say so are collective: every rank has to call
 them, in the same order.
+
+With tensor parallelism the ranks are one data rank: all of them see every row, compute a part of each layer, and have the
+same figures and the same gradients of what is whole on each.
 """
 
 from __future__ import annotations
@@ -20,13 +23,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rollout_core.config import LearnerSettings, ParallelConfig
+from rollout_core.models.architecture import SUMMED, cut_layers
 from rollout_core.models.deferred import load_deferred, read_deferred
 from rollout_core.models.pretrained import load_causal_lm
 
 T = TypeVar("T")
 SettingsT = TypeVar("SettingsT", bound=LearnerSettings)
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+TensorT = TypeVar("TensorT", bound=Tensor)
 BUCKET_BYTES = 2**25
+_PARTIAL = "_rollout_partial_gradient"
+"""Attribute of a whole parameter that works on a rank's part of a row: so its gradient is a part, too."""
+_all_see_each_row = False
+"""Whether the ranks of the update that is computed now are one data rank."""
 
 
 def world_size() -> int:
@@ -44,6 +53,22 @@ def is_first() -> bool:
     return rank() == 0
 
 
+def arrange_ranks(config: ParallelConfig | None) -> None:
+    """Say how the ranks share the work of the update that begins, before it deals out any."""
+    global _all_see_each_row
+    _all_see_each_row = config is not None and config.kind == "tensor"
+
+
+def data_ranks() -> int:
+    """Among how many the rows of a step are shared out."""
+    return 1 if _all_see_each_row else world_size()
+
+
+def data_rank() -> int:
+    """Whose share of the rows this process has, from 0."""
+    return 0 if _all_see_each_row else rank()
+
+
 def parts_per_minibatch(minibatch_size: int, gradient_accumulation: int, processes: int) -> int:
     """Into how many equal parts each minibatch is cut, so that the busiest of ``processes`` has the fewest rows."""
 
@@ -57,7 +82,7 @@ def parts_per_minibatch(minibatch_size: int, gradient_accumulation: int, process
 def divided(settings: SettingsT) -> SettingsT:
     """The same rows a step, in minibatches that can be shared evenly."""
     size, count = settings.minibatch_size, settings.gradient_accumulation
-    parts = parts_per_minibatch(size, count, world_size())
+    parts = parts_per_minibatch(size, count, data_ranks())
     return settings.model_copy(update={"minibatch_size": size // parts, "gradient_accumulation": count * parts})
 
 
@@ -93,14 +118,14 @@ def split_across_ranks(items: Sequence[T]) -> Iterator[tuple[T, bool]]:
     All ranks get equally many, for sharded weights are gathered by all or none: where a share is short, it ends in an
     item that counts elsewhere already.
     """
-    for start in range(0, len(items), world_size()):
-        place = start + rank()
+    for start in range(0, len(items), data_ranks()):
+        place = start + data_rank()
         yield items[min(place, len(items) - 1)], place < len(items)
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:
-    """Sum of the ranks' tensors, in place. Collective."""
-    if world_size() > 1:
+    """Sum of the data ranks' tensors, in place. Collective."""
+    if data_ranks() > 1:
         dist.all_reduce(tensor)
     return tensor
 
@@ -137,25 +162,34 @@ def all_ranks_equal(value: float, device: torch.device) -> bool:
 
 def all_ranks(here: bool, device: torch.device) -> bool:
     """Whether ``here`` is true on all ranks. Collective."""
-    return int(all_reduce_sum(torch.tensor(int(here), device=device))) == world_size()
+    return not any_rank(not here, device)
 
 
 def any_rank(here: bool, device: torch.device) -> bool:
     """Whether ``here`` is true on any rank. Collective."""
-    return int(all_reduce_sum(torch.tensor(int(here), device=device))) > 0
+    count = torch.tensor(int(here), device=device)
+    if world_size() > 1:
+        dist.all_reduce(count)
+    return int(count) > 0
 
 
 def seed_step(seed: int, step: int) -> None:
-    """Dropout of a step follows from seed, step and rank alone, so a resumed run needs no rank's generator but one's.
+    """Dropout of a step follows from seed, step and data rank alone, so a resumed run needs no rank's generator but
+    one's.
 
     A single process keeps the generator it has.
     """
     if world_size() > 1:
-        torch.manual_seed(((seed * 1_000_003 + step) * world_size() + rank()) % 2**63)
+        torch.manual_seed(((seed * 1_000_003 + step) * data_ranks() + data_rank()) % 2**63)
 
 
 def is_sharded(config: ParallelConfig) -> bool:
     """Whether each rank has a part of the weights."""
+    return world_size() > 1 and config.kind != "ddp"
+
+
+def is_gathered(config: ParallelConfig) -> bool:
+    """Whether each rank has a part of the weights, and all of a layer's while it computes with them."""
     return world_size() > 1 and config.kind == "fsdp2"
 
 
@@ -165,16 +199,47 @@ def load_to_train(folder: Path, config: ParallelConfig, device: torch.device) ->
 
 
 def shard(module: ModuleT, settings: LearnerSettings, device: torch.device) -> ModuleT:
-    """Cut the weights of ``module`` among the ranks if ``settings`` say so (ZeRO stage 3, arXiv:1910.02054).
+    """Cut the weights of ``module`` among the ranks if ``settings`` say so.
 
     ``module`` must be what is called in training; parameters become DTensors in place, so this comes before the
-    optimizer. Layers that transformers marks are gathered one at a time, what is left with the call itself. Of a
-    deferred model a layer is read and cut before the next is, so no rank ever holds it whole. The shards stay float32;
-    with ``weights = "bfloat16"`` what is gathered of them is in bfloat16, and gradients are summed in float32; with
-    ``offload`` they, their gradients and the optimizer's state are in the host's memory. Collective.
+    optimizer. Of a deferred model a layer is read and cut before the next is, so no rank ever holds it whole. Raises
+    ConfigError as `cut_layers` does. Collective.
     """
-    if not is_sharded(settings.parallel):
-        return module
+    if is_gathered(settings.parallel):
+        _shard_to_gather(module, settings, device)
+    elif is_sharded(settings.parallel):
+        _cut_matrices(module, device)
+    return module
+
+
+def _cut_matrices(module: nn.Module, device: torch.device) -> None:
+    """Tensor parallelism (Megatron-LM, arXiv:1909.08053, section 3): what comes into a layer is whole on every rank,
+    the first matrix of attention and MLP makes a part of its columns there, the second takes these and the parts' sums
+    come out. Embeddings, norms and output layer stay whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from transformers import PreTrainedModel
+
+    mesh = init_device_mesh(device.type, (world_size(),))
+    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    trunks = [part for part in module.modules() if isinstance(part, PreTrainedModel) and part.base_model is part]
+    for trunk in trunks:
+        for name, how in cut_layers(trunk, world_size()).items():
+            layer = trunk.get_submodule(name)
+            read_deferred(layer)
+            if how in styles:
+                parallelize_module(layer, mesh, styles[how](), src_data_rank=None)  # all have read the same
+            elif how == SUMMED:
+                for parameter in layer.parameters():
+                    setattr(parameter, _PARTIAL, True)
+    read_deferred(module)
+
+
+def _shard_to_gather(module: nn.Module, settings: LearnerSettings, device: torch.device) -> None:
+    """ZeRO stage 3 (arXiv:1910.02054): layers that transformers marks are gathered one at a time, what is left with the
+    call itself. The shards stay float32; with ``weights = "bfloat16"`` what is gathered of them is in bfloat16, and
+    gradients are summed in float32; with ``offload`` they, their gradients and the optimizer's state are in the host's
+    memory."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -195,7 +260,6 @@ def shard(module: ModuleT, settings: LearnerSettings, device: torch.device) -> M
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo has no other
-    return module
 
 
 def host_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -234,12 +298,22 @@ def laid_out_like(tensor: Tensor, other: Tensor) -> Tensor:
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
     """Scale gradients down to the global L2 norm ``max_norm``; the norm before, over all ranks. Collective."""
-    parameters = list(parameters)
-    norm: Any = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    parts = whole_and_cut(parameters)
+    norms: list[Any] = [torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in parts]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    for part in parts:
+        torch.nn.utils.clip_grads_with_norm_(part, max_norm, norm)
     return float(norm)
+
+
+def whole_and_cut(parameters: Iterable[TensorT]) -> list[list[TensorT]]:
+    """``parameters`` that every rank has, and those that each has a part of, as far as there are any: torch's kernels
+    for many tensors at once take one kind or the other."""
+    parts: list[list[TensorT]] = [[], []]
+    for parameter in parameters:
+        parts[isinstance(parameter, DTensor)].append(parameter)
+    return [part for part in parts if part]
 
 
 class GradientSum:
@@ -251,11 +325,13 @@ class GradientSum:
 
     Buckets go out in one fixed order, from the last layer to the first: what is added in which order, and so the last
     bits, do not depend on which gradient was ready first. Sharded parameters are left alone: they are summed by
-    whoever sharded them.
+    whoever sharded them. So is, with tensor parallelism, what has its whole gradient on every rank.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = [p for p in parameters if world_size() > 1 and not isinstance(p, DTensor)]
+        self._parameters = [
+            p for p in parameters if not isinstance(p, DTensor) and (data_ranks() > 1 or hasattr(p, _PARTIAL))
+        ]
         self._buckets: list[list[nn.Parameter]] | None = None
         self._bucket_of: dict[nn.Parameter, int] = {}
         self._missing: list[int] = []
@@ -302,7 +378,8 @@ class GradientSum:
         """After the first step's passes: parameters that no rank has a gradient of are never sent, and keep none."""
         device = self._parameters[0].device
         here = torch.tensor([float(p.grad is not None) for p in self._parameters], device=device)
-        used = all_reduce_sum(here).tolist()
+        dist.all_reduce(here)
+        used = here.tolist()
         self._buckets, size = [], BUCKET_BYTES
         last: nn.Parameter | None = None
         for parameter, ranks in reversed(list(zip(self._parameters, used, strict=True))):

@@ -191,8 +191,8 @@ class Teacher:
         """Takes ``model``, which is on ``device``, laid out as that of ``learner``. Collective."""
         check_output_layer(model)
         model = model.eval().requires_grad_(False)
-        lay_out(model, learner)
         self._trunk = shard(TeacherTrunk(model), learner, device)
+        lay_out(model, learner)
         # Outside the trunk's own call its weights are in parts.
         layer = model.get_output_embeddings()
         self._weight, self._bias = whole(layer.weight), None if layer.bias is None else whole(layer.bias)

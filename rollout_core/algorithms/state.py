@@ -233,7 +233,7 @@ def load_state(state: TrainState, folder: Path) -> None:
     with torch.no_grad():
         for name, parameter in state.model.named_parameters():
             if (master := master_of(parameter)) is not parameter:
-                master.copy_(weights[name])
+                master.copy_(laid_out_like(weights[name], master))
     for name, parameter in state.trained_parameters():
         if name in state.averages:
             state.averages[name] = parameter.detach().clone()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rollout_core.algorithms.loop import MinibatchLoss
 from rollout_core.algorithms.losses import bradley_terry_loss
-from rollout_core.algorithms.parallel import token_microbatches, world_size
+from rollout_core.algorithms.parallel import data_ranks, token_microbatches
 from rollout_core.algorithms.policy import PackedModel, Teacher, scalar_head
 from rollout_core.base.determinism import check_numerics, cpu_threads, default_threads
 from rollout_core.base.errors import ConfigError
@@ -77,7 +77,7 @@ class DatasetAlgorithm(Generic[BatchT]):
         size, max_tokens = self._settings.minibatch_size, self._settings.max_tokens_per_microbatch
         if max_tokens is None:
             return [self.minibatch(positions[start : start + size]) for start in range(0, len(positions), size)]
-        parts = token_microbatches([self.item_tokens(position) for position in positions], max_tokens, world_size())
+        parts = token_microbatches([self.item_tokens(position) for position in positions], max_tokens, data_ranks())
         return [self.minibatch([positions[number] for number in part]) for part in parts]
 
     def minibatch(self, positions: Sequence[int]) -> BatchT:

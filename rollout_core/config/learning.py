@@ -103,8 +103,15 @@ class ParallelConfig(Settings):
 
     nproc: int = Field(default=1, ge=1)
     """Processes that share the rows of every step; one a GPU where there are GPUs."""
-    kind: Literal["ddp", "fsdp2"] = "ddp"
-    """``ddp``: every process has the whole weights. ``fsdp2``: weights, gradients and optimizer are cut among them."""
+    kind: Literal["ddp", "fsdp2", "tensor"] = "ddp"
+    """``ddp``: every process has the whole weights. ``fsdp2``: weights, gradients and optimizer are cut among them, and
+    gathered to compute. ``tensor``: the matrices of attention and MLP are cut and stay so; every process computes its
+    part of every row (arXiv:1909.08053)."""
+
+    @property
+    def cuts_matrices(self) -> bool:
+        """Whether the processes compute each row together."""
+        return self.nproc > 1 and self.kind == "tensor"
 
     def cache_identity(self) -> Any:
         """Sums over processes differ in their last bits, so other processes are another result."""
@@ -215,7 +222,7 @@ class LearnerSettings(Settings):
     @model_validator(mode="after")
     def _work_for_every_process(self) -> LearnerSettings:
         rows, parallel = self.minibatch_size * self.gradient_accumulation, self.parallel
-        if parallel.nproc > rows:
+        if parallel.nproc > rows and not parallel.cuts_matrices:
             raise ValueError(
                 f"parallel.nproc is {parallel.nproc}, but a step has {rows} rows (minibatch_size times "
                 "gradient_accumulation), which the processes share; take fewer processes or larger steps"
@@ -225,6 +232,25 @@ class LearnerSettings(Settings):
                 f"optimizer.kind {self.optimizer.kind} needs whole matrices, which fsdp2 cuts up; use adamw or "
                 'parallel.kind = "ddp"'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _what_can_be_computed_in_parts(self) -> LearnerSettings:
+        if not self.parallel.cuts_matrices:
+            return self
+        kind = self.optimizer.kind
+        quantized = self.lora is not None and self.lora.quantization != "none"
+        refused = {
+            "lora": (self.lora is not None, "ddp" if quantized else "fsdp2"),
+            "offload": (self.offload, "fsdp2"),
+            f"optimizer.kind {kind}": (kind.rpartition(".")[2] in WHOLE_MATRICES, "ddp"),
+        }
+        for name, (is_asked, instead) in refused.items():
+            if is_asked:
+                raise ValueError(
+                    f'{name}: with parallel.kind = "tensor" every process computes with its part of a matrix, which '
+                    f'leaves this out; use parallel.kind = "{instead}"'
+                )
         return self
 
 

@@ -8,6 +8,7 @@ merged weights, usable as they are; a train state the adapters too, because merg
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -111,6 +112,64 @@ def _standing_in(module: nn.Module, forward: Any) -> Iterator[None]:
             del module.forward
         else:
             module.forward = own
+
+
+SUMMED = "replicated_with_grad_allreduce"
+"""transformers' word for norms of each head by itself: whole on every process, which sees a part of the heads."""
+_HOW_CUT = {"colwise": "out_features", "rowwise": "in_features"}
+"""transformers' words for what is cut of a linear layer."""
+_HEADS_OF = ("num_attention_heads", "num_key_value_heads")
+
+
+def cut_layers(model: Any, processes: int) -> dict[str, str]:
+    """The layers that tensor parallelism among ``processes`` cuts in the trunk of ``model``, by their names there: those
+    ``colwise`` by their outputs, those ``rowwise`` by their inputs; and norms of `SUMMED` gradients.
+
+    As transformers' plan for the architecture has them (``base_model_tp_plan``). Raises ConfigError where it has none,
+    or one of other parts than these; where heads or widths cannot be shared out evenly; and for dropout of attention,
+    whose masks would be the same for heads of different processes.
+    """
+    trunk = model.base_model
+    plan, config = trunk.config.base_model_tp_plan or {}, trunk.config.get_text_config()
+    other = sorted({how for how in plan.values() if how not in _HOW_CUT and how != SUMMED})
+    if not plan or other:
+        raise _not_cut(model, f"transformers has no plan for it{f' but one with {other[0]}' if other else ''}")
+    found = {path: plan[key] for path, _ in trunk.named_modules() if (key := re.sub(r"\d+", "*", path)) in plan}
+    if alone := _whole_beside_cut(trunk, found):
+        raise _not_cut(model, f"{alone} would work on a part of its input, and transformers' plan does not say how")
+    shared = {key: getattr(config, key, None) or processes for key in _HEADS_OF}
+    for path, how in found.items():
+        layer = trunk.get_submodule(path)
+        if how != SUMMED and not isinstance(layer, nn.Linear):
+            raise _not_cut(model, f"{path} is a {type(layer).__name__}, and only linear layers are cut")
+        shared |= {} if how == SUMMED else {f"{_HOW_CUT[how]} of {path}": getattr(layer, _HOW_CUT[how])}
+    if uneven := {key: number for key, number in shared.items() if number % processes}:
+        key, number = next(iter(uneven.items()))
+        raise _not_cut(model, f"{key} is {number}, which {processes} processes cannot share evenly")
+    if dropout := getattr(config, "attention_dropout", 0.0):
+        raise _not_cut(model, f"attention_dropout is {dropout}, and heads of different processes would have one mask")
+    return found
+
+
+def _whole_beside_cut(trunk: nn.Module, found: Mapping[str, str]) -> str | None:
+    """A parameter of an attention or MLP with cut layers that the plan does not name."""
+    parents = {path.rpartition(".")[0] for path in found}
+    named = (
+        (f"{path}.{name}", f"{path}.{name}".rpartition(".")[0])
+        for path in sorted(parents)
+        for name, _ in trunk.get_submodule(path).named_parameters()
+    )
+    return next((name for name, layer in named if layer not in found), None)
+
+
+def _not_cut(model: Any, why: str) -> ConfigError:
+    return ConfigError(f'parallel.kind = "tensor" cannot cut a {type(model).__name__}: {why}; use "fsdp2"')
+
+
+def cut_parameters(model: Any, processes: int) -> int:
+    """Weights of ``model`` of which each of ``processes`` has a part."""
+    layers = cut_layers(model, processes)
+    return sum(model.base_model.get_submodule(path).weight.numel() for path, how in layers.items() if how != SUMMED)
 
 
 _ADAPTER = "default"
