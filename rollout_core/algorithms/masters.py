@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rollout_core.algorithms.parallel import is_gathered
 from rollout_core.algorithms.state import MASTER, master_of
@@ -33,13 +34,24 @@ def lay_out(model: nn.Module, settings: LearnerSettings) -> None:
         if hasattr(parameter, MASTER):
             continue
         is_rounded = rounds and parameter.dim() > 1 and ".lora_" not in name
+        master: nn.Parameter | None = None
         if parameter.requires_grad and (is_rounded or settings.offload):
             device = torch.device("cpu") if settings.offload else parameter.device
-            setattr(parameter, MASTER, nn.Parameter(parameter.detach().to(device, torch.float32, copy=True)))
+            master = nn.Parameter(parameter.detach().to(device, torch.float32, copy=True))
         if is_rounded:
-            parameter.data = parameter.data.to(torch.bfloat16)
+            _round(parameter)
+        if master is not None:
+            setattr(parameter, MASTER, master)
         if master_of(parameter) is not parameter:
             parameter.register_post_accumulate_grad_hook(_hand_over)
+
+
+def _round(parameter: nn.Parameter) -> None:
+    rounded = parameter.detach().to(torch.bfloat16)
+    if isinstance(parameter, DTensor):  # whose data is in another tensor than the one that ``data`` would change
+        torch.utils.swap_tensors(parameter, nn.Parameter(rounded, requires_grad=parameter.requires_grad))
+    else:
+        parameter.data = rounded
 
 
 def _hand_over(parameter: Tensor) -> None:

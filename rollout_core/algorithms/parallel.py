@@ -5,8 +5,8 @@ minibatches among themselves and *sum* gradients and figures; nothing is average
 rounding. In a process by itself all of this does nothing. Functions that say so are collective: every rank has to call
 them, in the same order.
 
-With tensor parallelism the ranks are one data rank: all of them see every row, compute a part of each layer, and have the
-same figures and the same gradients of what is whole on each.
+With tensor parallelism the ranks are one data rank: all of them see every row, compute a part of each layer, and have
+the same figures and the same gradients of what is whole on each.
 """
 
 from __future__ import annotations

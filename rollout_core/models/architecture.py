@@ -118,19 +118,21 @@ SUMMED = "replicated_with_grad_allreduce"
 """transformers' word for norms of each head by itself: whole on every process, which sees a part of the heads."""
 _HOW_CUT = {"colwise": "out_features", "rowwise": "in_features"}
 """transformers' words for what is cut of a linear layer."""
+_LEFT_WHOLE = "embedding_rowwise"
 _HEADS_OF = ("num_attention_heads", "num_key_value_heads")
 
 
 def cut_layers(model: Any, processes: int) -> dict[str, str]:
-    """The layers that tensor parallelism among ``processes`` cuts in the trunk of ``model``, by their names there: those
-    ``colwise`` by their outputs, those ``rowwise`` by their inputs; and norms of `SUMMED` gradients.
+    """The layers that tensor parallelism among ``processes`` cuts in the trunk of ``model``, by their names there:
+    those ``colwise`` by their outputs, those ``rowwise`` by their inputs; and norms of `SUMMED` gradients.
 
     As transformers' plan for the architecture has them (``base_model_tp_plan``). Raises ConfigError where it has none,
     or one of other parts than these; where heads or widths cannot be shared out evenly; and for dropout of attention,
     whose masks would be the same for heads of different processes.
     """
     trunk = model.base_model
-    plan, config = trunk.config.base_model_tp_plan or {}, trunk.config.get_text_config()
+    config, plan = trunk.config.get_text_config(), trunk.config.base_model_tp_plan or {}
+    plan = {path: how for path, how in plan.items() if how != _LEFT_WHOLE}
     other = sorted({how for how in plan.values() if how not in _HOW_CUT and how != SUMMED})
     if not plan or other:
         raise _not_cut(model, f"transformers has no plan for it{f' but one with {other[0]}' if other else ''}")
