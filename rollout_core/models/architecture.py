@@ -136,7 +136,13 @@ def cut_layers(model: Any, processes: int) -> dict[str, str]:
     other = sorted({how for how in plan.values() if how not in _HOW_CUT and how != SUMMED})
     if not plan or other:
         raise _not_cut(model, f"transformers has no plan for it{f' but one with {other[0]}' if other else ''}")
-    found = {path: plan[key] for path, _ in trunk.named_modules() if (key := re.sub(r"\d+", "*", path)) in plan}
+    patterns = {re.escape(key).replace(r"\*", r"\d+"): how for key, how in plan.items()}
+    found = {
+        path: how
+        for path, _ in trunk.named_modules()
+        for pattern, how in patterns.items()
+        if re.fullmatch(pattern, path)
+    }
     if alone := _whole_beside_cut(trunk, found):
         raise _not_cut(model, f"{alone} would work on a part of its input, and transformers' plan does not say how")
     shared = {key: getattr(config, key, None) or processes for key in _HEADS_OF}

@@ -1,7 +1,8 @@
 """Small updates by several processes: ``python -m torch.distributed.run --nproc-per-node 2 ranks.py FOLDER MODEL``.
 
-Every update runs with replicated and with sharded weights in one pair of processes, most of whose time goes into
+Every update runs with replicated, sharded and cut weights in one pair of processes, most of whose time goes into
 importing torch. Each has a folder of its own below FOLDER; the first process writes what they made to checkpoints.json.
+With names after MODEL these updates alone run, with cut weights.
 """
 
 from __future__ import annotations
@@ -47,9 +48,8 @@ from rollout_core.data.datasets import to_jsonl
 from rollout_core.models.pretrained import copy_tokenizer, load_causal_lm
 from rollout_core.objects.records import Checkpoint
 
-KINDS = ("ddp", "fsdp2")
-INTERRUPTED = ("sft", "sft, adapters", "ppo")
-"""Updates that are also left by some processes and taken up by others."""
+KINDS = ("ddp", "fsdp2", "tensor")
+SHARING_ROWS = ("ddp", "fsdp2")
 
 
 class Interrupted(Exception):
@@ -147,7 +147,7 @@ ppo = on_policy(ppo_update, PPO_SETTINGS)
 grpo = on_policy(grpo_update, GRPO_SETTINGS)
 CASES = {
     "sft": Case(sft, {}),
-    "sft, three minibatches": Case(sft, {"minibatch_size": 3, "gradient_accumulation": 3}),
+    "sft, three minibatches": Case(sft, {"minibatch_size": 3, "gradient_accumulation": 3}, kinds=SHARING_ROWS),
     "sft, cut by tokens": Case(sft, {"max_tokens_per_microbatch": 40}),
     "sft, layers computed twice": Case(sft, {"gradient_checkpointing": True, "budget": BudgetConfig(max_steps=2)}),
     "sft, rates by layer": Case(
@@ -161,8 +161,8 @@ CASES = {
     ),
     "sft, offloaded": Case(sft, {"offload": True, "budget": BudgetConfig(max_steps=2)}, kinds=("fsdp2",)),
     "sft, taught": Case(taught, {"budget": BudgetConfig(max_steps=2)}),
-    "sft, adapters": Case(sft, {"lora": LORA.model_copy(update={"dropout": 0.0})}),
-    "sft, easy rows first": Case(sft_by_level, {"budget": BudgetConfig(max_steps=3)}),
+    "sft, adapters": Case(sft, {"lora": LORA.model_copy(update={"dropout": 0.0})}, kinds=SHARING_ROWS),
+    "sft, easy rows first": Case(sft_by_level, {"budget": BudgetConfig(max_steps=3)}, kinds=SHARING_ROWS),
     "sft, adapters on four bits": Case(
         sft,
         {
@@ -173,18 +173,28 @@ CASES = {
     ),
     "rm": Case(preferences("rm"), {}),
     "dpo": Case(preferences("dpo"), {}),
-    "dpo, adapters": Case(preferences("dpo"), {"lora": LORA}),
-    "ipo": Case(preferences("ipo"), {"minibatch_size": 5, "gradient_accumulation": 1}),
+    "dpo, adapters": Case(preferences("dpo"), {"lora": LORA}, kinds=SHARING_ROWS),
+    "ipo": Case(preferences("ipo"), {"minibatch_size": 5, "gradient_accumulation": 1}, kinds=SHARING_ROWS),
     "kto": Case(preferences("kto"), {"minibatch_size": 8, "gradient_accumulation": 1}),
     "ppo": Case(ppo, {}),
     "ppo, value model": Case(ppo, {"values": "model", "minibatch_size": 8, "gradient_accumulation": 1}),
-    "ppo, adapters": Case(ppo, {"lora": LORA}),
+    "ppo, adapters": Case(ppo, {"lora": LORA}, kinds=SHARING_ROWS),
     "grpo": Case(grpo, {}),
-    "grpo, bnpo": Case(grpo, {"loss_type": "bnpo", "minibatch_size": 3, "gradient_accumulation": 3}),
-    "grpo, dapo": Case(grpo, {"loss_type": "dapo"}),
-    "grpo, replayed": Case(grpo, {"replay": Replay(groups=1), "correction": ImportanceCorrection(), "epochs": 1}),
-    "grpo, online dpo": Case(grpo, {"loss": "online_dpo", "kl_coef": 0.0, "minibatch_size": 2}),
+    "grpo, bnpo": Case(
+        grpo, {"loss_type": "bnpo", "minibatch_size": 3, "gradient_accumulation": 3}, kinds=SHARING_ROWS
+    ),
+    "grpo, dapo": Case(grpo, {"loss_type": "dapo"}, kinds=SHARING_ROWS),
+    "grpo, replayed": Case(
+        grpo,
+        {"replay": Replay(groups=1), "correction": ImportanceCorrection(), "epochs": 1},
+        kinds=SHARING_ROWS,
+    ),
+    "grpo, online dpo": Case(grpo, {"loss": "online_dpo", "kl_coef": 0.0, "minibatch_size": 2}, kinds=SHARING_ROWS),
 }
+INTERRUPTED = tuple(
+    (kind, name) for name in ("sft", "sft, adapters", "ppo") for kind in KINDS if kind in CASES[name].kinds
+)
+"""Updates that are also left by some processes and taken up by others."""
 
 
 def leave(name: str, folder: Path, model: Path, parallel: ParallelConfig) -> None:
@@ -205,18 +215,17 @@ def main() -> None:
     from rollout_core.algorithms import parallel
     from rollout_core.launch.rank import join
 
-    folder, model = map(Path, sys.argv[1:])
+    folder, model = map(Path, sys.argv[1:3])
+    asked = sys.argv[3:]
     parallel.BUCKET_BYTES = 2**17  # so that these small models have several
     join()
     made: dict[str, dict[str, Any]] = {"whole": {}, "taken up": {}, "resumed": {}}
-    for kind in KINDS:
+    for kind in KINDS if not asked else ("tensor",):
         parallel = ParallelConfig(nproc=world_size(), kind=kind)
-        for name, case in CASES.items():
-            if kind not in case.kinds:
-                continue
-            checkpoint = case.run(update_context(place_of(folder, kind, name)), model, parallel)
+        for name in asked or [name for name, case in CASES.items() if kind in case.kinds]:
+            checkpoint = CASES[name].run(update_context(place_of(folder, kind, name)), model, parallel)
             made["whole"][f"{kind} {name}"] = checkpoint.model_dump(mode="json")
-        for name in INTERRUPTED:
+        for name in [name for left, name in INTERRUPTED if left == kind and not asked]:
             leave(name, place_of(folder / "left by two", kind, name), model, parallel)
             place = update_context(place_of(folder / "left by one", kind, name))
             made["taken up"][f"{kind} {name}"] = CASES[name].run(place, model, parallel).model_dump(mode="json")
