@@ -46,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "SFT, two ranks, DDP": {"parallel": {"nproc": 2, "kind": "ddp"}},
     "SFT, two ranks, FSDP2": {"parallel": {"nproc": 2, "kind": "fsdp2"}},
     "SFT, two ranks, FSDP2, LoRA": {"parallel": {"nproc": 2, "kind": "fsdp2"}, "lora": {"r": 16}},
+    "SFT, two ranks, tensor": {"parallel": {"nproc": 2, "kind": "tensor"}, "gradient_accumulation": 1},
 }
 
 
@@ -184,7 +185,7 @@ def run_case(case: str, folder: Path) -> dict[str, int]:
     training = training_of(
         settings, TOKENS, rows=2 if is_dpo else 1, trained_parameters=lora if settings.lora else None,
         quantized_parameters=own if settings.lora and settings.lora.quantization == "nf4" else 0,
-        frozen_models=int(is_dpo),
+        frozen_models=int(is_dpo), cut_parameters=own if settings.parallel.cuts_matrices else 0,
     )  # fmt: skip
     estimate = estimate_memory(size, training)
     with watched() as peak:

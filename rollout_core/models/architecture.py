@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout_core.base.errors import ConfigError
-from rollout_core.config import LoRAConfig
+from rollout_core.config import LoRAConfig, ParallelConfig
 from rollout_core.models.facts import blank_model
 from rollout_core.models.pretrained import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config, read_object
 from rollout_core.models.quantized import NF4Linear
@@ -174,10 +174,19 @@ def _not_cut(model: Any, why: str) -> ConfigError:
     return ConfigError(f'parallel.kind = "tensor" cannot cut a {type(model).__name__}: {why}; use "fsdp2"')
 
 
-def cut_parameters(model: Any, processes: int) -> int:
-    """Weights of ``model`` of which each of ``processes`` has a part."""
-    layers = cut_layers(model, processes)
-    return sum(model.base_model.get_submodule(path).weight.numel() for path, how in layers.items() if how != SUMMED)
+def count_parameters(folder: Path, lora: LoRAConfig | None, parallel: ParallelConfig) -> dict[str, int]:
+    """Of the model of a folder: with adapters how many are trained and how many stored in four bits, with tensor
+    parallelism how many are cut. Raises ConfigError where the layers for it are not there."""
+    model = blank_model(folder)
+    if parallel.cuts_matrices:
+        layers = cut_layers(model, parallel.nproc)
+        cut = (model.base_model.get_submodule(path).weight.numel() for path, how in layers.items() if how != SUMMED)
+        return {"cut_parameters": sum(cut)}
+    if lora is None:
+        return {}
+    adapted = with_lora(model, lora, seed=0)
+    trained = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
+    return {"trained_parameters": trained, "quantized_parameters": quantized_parameters(adapted, lora)}
 
 
 _ADAPTER = "default"

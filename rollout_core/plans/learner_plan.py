@@ -45,7 +45,6 @@ from rollout_core.config.runs import ReferencedAlgorithm
 from rollout_core.data.datasets import PromptRow
 from rollout_core.models.bounded.inspecting import check_training
 from rollout_core.models.facts import (
-    blank_model,
     check_reference,
     check_reward_model,
     check_teacher,
@@ -84,8 +83,8 @@ RESOURCES = "resources"
 class LearnerPlan(Plan):
     """A plan of a run that trains."""
 
-    _adapted: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Of learners with adapters, by their keys, what `training_of` takes of them."""
+    _counted: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By the keys of learners, how many parameters `training_of` takes to have adapters, or to be cut."""
     run_name: str = ""
 
     def learner(self, what: str, settings: LearnerSettings) -> None:
@@ -102,7 +101,7 @@ class LearnerPlan(Plan):
                 if is_asked
             ]
         self._processes(what, settings)
-        self._adapters(what, settings)
+        self._layers(what, settings)
         self._architecture(what, settings)
 
     def _architecture(self, what: str, settings: LearnerSettings) -> None:
@@ -124,23 +123,19 @@ class LearnerPlan(Plan):
 
         self.check(what, look)
 
-    def _adapters(self, what: str, settings: LearnerSettings) -> None:
-        """The layers that are to have adapters are there; what is trained of them is counted."""
-        source = self.model_source
-        if settings.lora is None or self.model_facts is None or source is None:
+    def _layers(self, what: str, settings: LearnerSettings) -> None:
+        """The layers that are to have adapters, or to be cut, are there and are counted."""
+        source, is_plain = self.model_source, settings.lora is None and not settings.parallel.cuts_matrices
+        if is_plain or self.model_facts is None or source is None:
             return
-        from rollout_core.models.architecture import quantized_parameters, with_lora
-
-        lora = settings.lora
+        from rollout_core.models.architecture import count_parameters
 
         def look() -> dict[str, int]:
             with describe(source, self.base, self.objects) as found:
-                model = with_lora(blank_model(found.folder), lora, seed=0)
-            trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-            return {"trained_parameters": trained, "quantized_parameters": quantized_parameters(model, lora)}
+                return count_parameters(found.folder, settings.lora, settings.parallel)
 
         if (counted := self.check(what, look)) is not None:
-            self._adapted[what] = counted
+            self._counted[what] = counted
 
     def _trackers(self, what: str, settings: LearnerSettings) -> None:
         """The software of every tracker is installed."""
@@ -174,7 +169,7 @@ class LearnerPlan(Plan):
         """
         if self.model_facts is None:
             return
-        training = training_of(settings, sequence_tokens, **self._adapted.get(what, {}), **models)
+        training = training_of(settings, sequence_tokens, **self._counted.get(what, {}), **models)
         needs = [] if "learning" in self.placed else memory_needs(self.model_facts.size, training)
         url = "" if self.objects is None else self.objects.url
         folder = Path(url.removeprefix("file://")) if url.startswith("file://") else None

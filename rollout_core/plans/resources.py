@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _HIDDEN_VECTORS = 14
 _MLP_VECTORS = 4
+_HEADS_VECTORS = 5
+"""Of the hidden ones: queries, keys, values and what attention makes of them, which tensor parallelism cuts."""
 _CHECKPOINTED_SHARE = 1 / 16
 _NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Of a weight in four bits, with a scale of a byte for 64 and one of four bytes for 256 of these."""
@@ -60,6 +62,8 @@ class Training:
     processes: int = 1
     sharded: bool = False
     """Weights, gradients and optimizer state are cut among the processes."""
+    cut_parameters: int = 0
+    """With tensor parallelism, those of which each process has its part; each computes with all tokens."""
     rounded: bool = False
     """What is computed with is bfloat16: of trained weights beside float32 ones."""
     offloaded: bool = False
@@ -124,8 +128,12 @@ def estimate_memory(model: ModelSize, training: Training, device: str = "cpu") -
     """What a run will need: all processes of a CPU together, or the one process of a GPU."""
     state = state_bytes(model, training)
     computed, optimized = _fixed_bytes(model, training)
-    fixed = computed + optimized
-    numbers = _HIDDEN_VECTORS * model.hidden_size + _MLP_VECTORS * model.intermediate_size
+    others = training.cut_parameters * (training.processes - 1) // training.processes
+    fixed = (computed + optimized) * (model.num_parameters - others) // model.num_parameters
+    # With checkpointing what is kept are inputs of layers, which are whole.
+    parts = training.processes if training.cut_parameters and not training.gradient_checkpointing else 1
+    whole = (_HIDDEN_VECTORS - _HEADS_VECTORS) * model.hidden_size
+    numbers = whole + (_HEADS_VECTORS * model.hidden_size + _MLP_VECTORS * model.intermediate_size) // parts
     share = _CHECKPOINTED_SHARE if training.gradient_checkpointing else 1.0
     if mixed_precision(training.precision) == "bfloat16":
         share /= 2
@@ -292,7 +300,7 @@ def training_of(
     """What an estimate needs of the settings; a minibatch has ``rows`` sequences for each of its items."""
     parallel = settings.parallel
     items = settings.minibatch_size
-    if parallel.nproc > 1:  # a minibatch that cannot be dealt out evenly is cut into parts
+    if parallel.nproc > 1 and not parallel.cuts_matrices:  # what cannot be dealt out evenly is cut into parts
         steps_items = items * settings.gradient_accumulation
         items = min(items, math.ceil(steps_items / parallel.nproc))
     tokens_per_pass = items * rows * sequence_tokens
