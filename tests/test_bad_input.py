@@ -269,4 +269,7 @@ def test_the_estimate_counts_what_each_way_of_training_holds():
     assert estimate_memory(model, adapted, "cuda").fixed == 2 * 2_000 + 4 * 40, "frozen weights have no masters"
     cut = Training(100, "adamw", processes=4, sharded=True, offloaded=True)
     assert (estimate_memory(model, cut, "cuda").fixed, estimate_memory(model, cut, "cuda").host) == (4_000, 16_000)
+    parts = Training(100, "adamw", precision="float32", processes=4, cut_parameters=800)
+    assert (estimate_memory(model, parts).fixed, estimate_memory(model, parts, "cuda").fixed) == (25_600, 6_400)
+    assert estimate_memory(model, parts, "cuda").activations == 100 * 2 * (90 + (50 + 160) // 4) * 4, "of all tokens"
     assert [readable(size) for size in (5, 2048, 3 * 2**29)] == ["5 B", "2.0 KiB", "1.5 GiB"]

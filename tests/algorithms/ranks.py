@@ -1,8 +1,8 @@
-"""Small updates by several processes: ``python -m torch.distributed.run --nproc-per-node 2 ranks.py FOLDER MODEL``.
+"""Small updates by several processes: ``python -m torch.distributed.run --nproc-per-node 2 ranks.py FOLDER MODEL KINDS``.
 
-Every update runs with replicated, sharded and cut weights in one pair of processes, most of whose time goes into
-importing torch. Each has a folder of its own below FOLDER; the first process writes what they made to checkpoints.json.
-With names after MODEL these updates alone run, with cut weights.
+Every update runs with each of the comma-separated KINDS in one pair of processes, most of whose time goes into importing
+torch; with names after KINDS these alone. Each has a folder of its own below FOLDER; the first process writes what they
+made to checkpoints.json.
 """
 
 from __future__ import annotations
@@ -216,12 +216,12 @@ def main() -> None:
     from rollout_core.launch.rank import join
 
     folder, model = map(Path, sys.argv[1:3])
-    asked = sys.argv[3:]
+    kinds, asked = sys.argv[3].split(","), sys.argv[4:]
     parallel.BUCKET_BYTES = 2**17  # so that these small models have several
     join()
     made: dict[str, dict[str, Any]] = {"whole": {}, "taken up": {}, "resumed": {}}
-    for kind in KINDS if not asked else ("tensor",):
-        parallel = ParallelConfig(nproc=world_size(), kind=kind)
+    for kind in kinds:
+        parallel = ParallelConfig.model_validate({"nproc": world_size(), "kind": kind})
         for name in asked or [name for name, case in CASES.items() if kind in case.kinds]:
             checkpoint = CASES[name].run(update_context(place_of(folder, kind, name)), model, parallel)
             made["whole"][f"{kind} {name}"] = checkpoint.model_dump(mode="json")

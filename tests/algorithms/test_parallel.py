@@ -12,12 +12,16 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from ranks import CASES, INTERRUPTED, KINDS, leave, place_of
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
+from ranks import CASES, INTERRUPTED, KINDS, SHARING_ROWS, leave, place_of
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM, CohereConfig, GPT2Config, Phi3Config, PhiConfig, Qwen3Config
 from updates import rows_of, sft_settings, update_context
 
-from rollout_core.algorithms.parallel import parts_per_minibatch, split_across_ranks
+from rollout_core.algorithms.parallel import clip_gradients, parts_per_minibatch, split_across_ranks, whole
+from rollout_core.base.errors import ConfigError
 from rollout_core.config import OptimizerConfig, ParallelConfig, SFTSettings, identity
+from rollout_core.models.architecture import SUMMED, cut_layers
 from rollout_core.models.pretrained import copy_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint
@@ -32,19 +36,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def by_two(folder: Path, tiny_model: Path, run_process: Callable[..., str]) -> dict[str, dict[str, Checkpoint]]:
-    """What two processes made of every case, and of what one process had left."""
-    for kind, name in INTERRUPTED:
-        leave(name, place_of(folder / "left by one", kind, name), tiny_model, ONE)
-    return made_by(2, run_process, folder, tiny_model)
+def by_two(
+    folder: Path, tiny_model: Path, run_process: Callable[..., str]
+) -> Callable[[str], dict[str, dict[str, Checkpoint]]]:
+    """What two processes of a kind made of every case, and of what one process had left; computed once."""
+    found: dict[str, dict[str, dict[str, Checkpoint]]] = {}
+
+    def compute(kind: str) -> dict[str, dict[str, Checkpoint]]:
+        kinds = SHARING_ROWS if kind in SHARING_ROWS else (kind,)
+        if kind not in found:
+            for left, name in INTERRUPTED:
+                if left in kinds:
+                    leave(name, place_of(folder / "left by one", left, name), tiny_model, ONE)
+            found.update(dict.fromkeys(kinds, made_by(2, run_process, folder, tiny_model, ",".join(kinds))))
+        return found[kind]
+
+    return compute
 
 
 def made_by(
-    nproc: int, run_process: Callable[..., str], folder: Path, model: Path, *names: str
+    nproc: int, run_process: Callable[..., str], folder: Path, model: Path, kinds: str, *names: str
 ) -> dict[str, dict[str, Checkpoint]]:
     script = str(Path(__file__).with_name("ranks.py"))
     options = ("--standalone", "--nproc-per-node", str(nproc))
-    run_process("-m", "torch.distributed.run", *options, script, str(folder), str(model), *names)
+    run_process("-m", "torch.distributed.run", *options, script, str(folder), str(model), kinds, *names)
     made = json.loads((folder / "checkpoints.json").read_text())
     return {
         part: {name: Checkpoint.model_validate(checkpoint) for name, checkpoint in checkpoints.items()}
@@ -91,7 +106,7 @@ def assert_same_training(
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for name, case in CASES.items() for kind in case.kinds])
 def test_two_processes_train_like_one(kind, name, by_one, by_two, folder):
-    checkpoint, expected = by_two["whole"][f"{kind} {name}"], by_one(name)
+    checkpoint, expected = by_two(kind)["whole"][f"{kind} {name}"], by_one(name)
     stores = objects(folder, kind, name), objects(folder, "one", name)
     assert_same_training(checkpoint, stores[0], expected, stores[1], CASES[name].tolerance)
 
@@ -102,7 +117,7 @@ def test_their_checkpoint_is_a_plain_model_with_the_weights_of_one_process(kind,
     own, other = (
         AutoModelForCausalLM.from_pretrained(store.local_tree(checkpoint.model, folder / "models")).state_dict()
         for checkpoint, store in (
-            (by_two["whole"][f"{kind} {name}"], objects(folder, kind, name)),
+            (by_two(kind)["whole"][f"{kind} {name}"], objects(folder, kind, name)),
             (by_one(name), objects(folder, "one", name)),
         )
     )
@@ -126,12 +141,12 @@ def test_what_two_processes_leave_one_takes_up(kind, name, by_one, by_two, folde
 @pytest.mark.parametrize(("kind", "name"), INTERRUPTED)
 def test_what_one_process_leaves_two_take_up(kind, name, by_one, by_two, folder):
     store = objects(folder / "left by one", kind, name)
-    assert_same_training(by_two["taken up"][f"{kind} {name}"], store, by_one(name), objects(folder, "one", name))
+    assert_same_training(by_two(kind)["taken up"][f"{kind} {name}"], store, by_one(name), objects(folder, "one", name))
 
 
 @pytest.mark.parametrize(("kind", "name"), INTERRUPTED)
 def test_what_two_processes_leave_two_take_up_to_the_last_bit(kind, name, by_two):
-    whole, resumed = (by_two[part][f"{kind} {name}"] for part in ("whole", "resumed"))
+    whole, resumed = (by_two(kind)[part][f"{kind} {name}"] for part in ("whole", "resumed"))
     assert (resumed.model, resumed.train_state) == (whole.model, whole.train_state)
 
 
@@ -153,7 +168,7 @@ def grouped_model(folder: Path, tiny_model: Path) -> Path:
 
 def test_four_processes_compute_every_row_together(folder, grouped_model, run_process):
     names = ("sft", "dpo", "grpo")
-    by_four = made_by(4, run_process, folder / "four", grouped_model, *names)["whole"]
+    by_four = made_by(4, run_process, folder / "four", grouped_model, "tensor", *names)["whole"]
     for name in names:
         place = update_context(place_of(folder, "one of grouped heads", name))
         expected = CASES[name].run(place, grouped_model, ONE)
@@ -196,6 +211,85 @@ def test_more_processes_than_rows_and_optimizers_of_whole_matrices_are_refused()
         settings(parallel={"nproc": 2, "kind": "fsdp2"}, optimizer=OptimizerConfig(kind="adamw8bit", lr=1e-3))
     with pytest.raises(ValidationError, match="options: adamw8bit takes none"):
         OptimizerConfig(kind="adamw8bit", lr=1e-3, options={"fused": True})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora": {"r": 4}}, r'lora: with parallel.kind = "tensor" .* use parallel.kind = "fsdp2"'),
+        ({"lora": {"quantization": "nf4"}}, 'lora: .* use parallel.kind = "ddp"'),
+        ({"offload": True}, 'offload: .* use parallel.kind = "fsdp2"'),
+        ({"optimizer": {"kind": "Adafactor", "lr": 1e-3}}, 'optimizer.kind Adafactor: .* use parallel.kind = "ddp"'),
+    ],
+)
+def test_what_cannot_be_computed_in_parts_is_refused(changes, message):
+    with pytest.raises(ValidationError, match=message):
+        settings(parallel={"nproc": 2, "kind": "tensor"}, **changes)
+    settings(parallel={"nproc": 1, "kind": "tensor"}, **changes)
+
+
+def test_processes_that_see_every_row_may_be_more_than_rows():
+    assert settings(parallel={"nproc": 8, "kind": "tensor"}).parallel.cuts_matrices
+
+
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 300, "pad_token_id": 0}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "processes", "why"),
+    [
+        (GPT2Config(n_embd=64, n_head=4, n_layer=2), 2, "transformers has no plan for it"),
+        (Phi3Config(**SMALL, **HEADS), 2, "no plan for it but one with colwise_gather_output"),
+        (CohereConfig(**SMALL, **HEADS, use_qk_norm=True), 2, "q_norm.weight would work on a part of its input"),
+        (Qwen3Config(**SMALL, **HEADS), 8, "num_key_value_heads is 4, which 8 processes cannot share evenly"),
+        (
+            Qwen3Config(**{**SMALL, "intermediate_size": 130}, **HEADS),
+            4,
+            "out_features of layers.0.mlp.gate_proj is 130",
+        ),
+        (Qwen3Config(**SMALL, **HEADS, attention_dropout=0.1), 4, "attention_dropout is 0.1"),
+    ],
+)
+def test_models_that_cannot_be_cut_are_refused(config, processes, why):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match=f'cannot cut a {type(model).__name__}: .*{why}.*; use "fsdp2"'):
+        cut_layers(model, processes)
+
+
+def test_layers_are_cut_as_transformers_has_them():
+    with torch.device("meta"):
+        models = [
+            AutoModelForCausalLM.from_config(config) for config in (Qwen3Config(**SMALL, **HEADS), PhiConfig(**SMALL))
+        ]
+    kinds = [{name.rpartition(".")[2]: how for name, how in cut_layers(model, 4).items()} for model in models]
+    columns, rows = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise"), "rowwise"
+    mlp = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": rows}
+    assert kinds[0] == {**columns, "q_norm": SUMMED, "k_norm": SUMMED, "o_proj": rows, **mlp}
+    assert kinds[1] == {**columns, "dense": rows, "fc1": "colwise", "fc2": rows}
+
+
+def test_gradients_of_whole_and_cut_parameters_are_clipped_by_their_common_norm(tmp_path: Path):
+    torch.manual_seed(0)
+    grads = [3.0 * torch.randn(4, 6), torch.randn(6), torch.randn(2, 4), None]
+    expected = torch.cat([grad.flatten() for grad in grads if grad is not None]).norm()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        cuts = [[Shard(0)], None, [Shard(1)], None]
+        parameters = []
+        for grad, cut in zip(grads, cuts, strict=True):
+            plain = torch.zeros(4, 6) if grad is None else torch.zeros_like(grad)
+            parameters.append(torch.nn.Parameter(distribute_tensor(plain, mesh, cut) if cut else plain))
+            parameters[-1].grad = distribute_tensor(grad, mesh, cut) if cut and grad is not None else grad
+        assert clip_gradients(parameters, 1.0) == pytest.approx(float(expected), rel=1e-6)
+        for parameter, grad in zip(parameters, grads, strict=True):
+            if grad is not None:
+                assert parameter.grad is not None
+                assert torch.allclose(whole(parameter.grad), grad / (expected + 1e-6), rtol=1e-6)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

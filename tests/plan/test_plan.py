@@ -619,3 +619,15 @@ def test_layers_that_are_to_have_adapters_are_looked_up(work: Path, kind: str, w
     plan(kind, work, **{f"{what}.lora": {"r": 4}})
     message = refusal(kind, work, **{f"{what}.lora": {"target_modules": ["query"]}})
     assert message.startswith(f"{what}: lora.target_modules ['query'] names no layer of Qwen2ForCausalLM; its linear")
+
+
+def test_layers_that_are_to_be_cut_among_processes_are_looked_up(work: Path, weights_stay_unread: None):
+    tensor = {"algorithm.parallel": {"nproc": 2, "kind": "tensor"}}
+    whole = plan("train-sft", work)["resources"]["sft memory (estimate)"]
+    cut = plan("train-sft", work, **tensor)["resources"]["sft memory (estimate)"]
+    assert whole != cut and cut.startswith("2 processes together")
+    message = refusal("train-sft", work, **{"algorithm.parallel": {"nproc": 3, "kind": "tensor"}})
+    assert message == (
+        'algorithm: parallel.kind = "tensor" cannot cut a Qwen2ForCausalLM: num_attention_heads is 4, which '
+        '3 processes cannot share evenly; use "fsdp2"'
+    )
