@@ -1,8 +1,8 @@
-"""Small updates by several processes: ``python -m torch.distributed.run --nproc-per-node 2 ranks.py FOLDER MODEL KINDS``.
+"""Small updates by several processes: ``python -m torch.distributed.run ... ranks.py FOLDER MODEL KINDS [NAMES]``.
 
-Every update runs with each of the comma-separated KINDS in one pair of processes, most of whose time goes into importing
-torch; with names after KINDS these alone. Each has a folder of its own below FOLDER; the first process writes what they
-made to checkpoints.json.
+Every update runs with each of the comma-separated KINDS in the same processes, most of whose time goes into importing
+torch; NAMES are those of some updates alone. Each has a folder of its own below FOLDER; the first process writes what
+they made to checkpoints.json.
 """
 
 from __future__ import annotations
