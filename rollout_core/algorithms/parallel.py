@@ -227,11 +227,11 @@ def _cut_matrices(module: nn.Module, device: torch.device) -> None:
         for name, how in cut_layers(trunk, world_size()).items():
             layer = trunk.get_submodule(name)
             read_deferred(layer)
-            if how in styles:
-                parallelize_module(layer, mesh, styles[how](), src_data_rank=None)  # all have read the same
-            elif how == SUMMED:
+            if how == SUMMED:
                 for parameter in layer.parameters():
                     setattr(parameter, _PARTIAL, True)
+            else:
+                parallelize_module(layer, mesh, styles[how](), src_data_rank=None)  # all have read the same
     read_deferred(module)
 
 
