@@ -167,7 +167,7 @@ def grouped_model(folder: Path, tiny_model: Path) -> Path:
 
 
 def test_four_processes_compute_every_row_together(folder, grouped_model, run_process):
-    names = ("sft", "dpo", "grpo")
+    names = ("sft, layers computed twice", "dpo", "grpo")
     by_four = made_by(4, run_process, folder / "four", grouped_model, "tensor", *names)["whole"]
     for name in names:
         place = update_context(place_of(folder, "one of grouped heads", name))
@@ -282,7 +282,8 @@ def test_gradients_of_whole_and_cut_parameters_are_clipped_by_their_common_norm(
         for grad, cut in zip(grads, cuts, strict=True):
             plain = torch.zeros(4, 6) if grad is None else torch.zeros_like(grad)
             parameters.append(torch.nn.Parameter(distribute_tensor(plain, mesh, cut) if cut else plain))
-            parameters[-1].grad = distribute_tensor(grad, mesh, cut) if cut and grad is not None else grad
+            own = None if grad is None else grad.clone()
+            parameters[-1].grad = distribute_tensor(own, mesh, cut) if cut and own is not None else own
         assert clip_gradients(parameters, 1.0) == pytest.approx(float(expected), rel=1e-6)
         for parameter, grad in zip(parameters, grads, strict=True):
             if grad is not None:
