@@ -29,7 +29,7 @@ from rollout_core.algorithms.parallel import (
     broadcast_from_rank0,
     clip_gradients,
     data_ranks,
-    is_gathered,
+    is_sharded,
     seed_step,
     split_across_ranks,
     whole_and_cut,
@@ -110,7 +110,7 @@ def build_accelerator(precision: str, parallel: ParallelConfig | None = None) ->
     check_numerics(mixed_precision(precision))
     arrange_ranks(parallel)
     if probe_device() == "cpu":
-        if parallel is not None and is_gathered(parallel):
+        if parallel is not None and is_sharded(parallel):
             map_tensors_apart()
         else:
             keep_freed_memory()
