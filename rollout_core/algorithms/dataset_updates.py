@@ -260,7 +260,7 @@ def _start(
         return held_to
 
     options: Any = {
-        "precision": "/".join([accelerator.mixed_precision, device.type, *_other_weights(settings, policy)]),
+        "precision": "/".join([accelerator.mixed_precision, device.type, *_computed_otherwise(settings, policy)]),
         "autocast": lambda: accelerator.autocast(),
         "device": device,
     }
@@ -273,10 +273,12 @@ def _start(
     return accelerator, load_policy() if policy is None else policy, logps, others
 
 
-def _other_weights(settings: PreferenceSettings, shared: Policy | None) -> list[str]:
-    """In what the reference's weights differ from its files, for the name under which its log-probabilities are kept;
-    ``shared`` is the policy whose adapters are switched off for it."""
+def _computed_otherwise(settings: PreferenceSettings, shared: Policy | None) -> list[str]:
+    """In what the reference's weights differ from its files, and whether several processes add up a row's sums, for the
+    name under which its log-probabilities are kept; ``shared`` is the policy whose adapters are switched off for it."""
     found = [] if settings.weights == "float32" else [settings.weights]
+    if settings.parallel.cuts_matrices:
+        found.append(f"tensor {settings.parallel.nproc}")
     if shared is not None and settings.lora is not None and settings.lora.quantization != "none":
         found.append(settings.lora.quantization)
     return found

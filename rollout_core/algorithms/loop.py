@@ -384,8 +384,8 @@ def keep_freed_memory() -> bool:
 def map_tensors_apart() -> bool:
     """Have glibc take tensors of a MiB or more from the kernel one by one, and give each back; whether it will.
 
-    Where weights are sharded, those of a layer come and go between activations that stay, and a heap of both was twice
-    as large as what was in use.
+    Where weights are sharded, those of a layer come and go between activations that stay, and so do, where matrices are
+    cut, the sums of their parts; a heap of both was twice as large as what was in use.
     """
     return _mallopt(_M_MMAP_THRESHOLD, _MAPPED_APART)
 

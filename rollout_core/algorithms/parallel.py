@@ -220,6 +220,7 @@ def _cut_matrices(module: nn.Module, device: torch.device) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
     from transformers import PreTrainedModel
 
+    assert data_ranks() == 1, "arrange_ranks comes first, or ranks share out rows that they compute together"
     mesh = init_device_mesh(device.type, (world_size(),))
     styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
     trunks = [part for part in module.modules() if isinstance(part, PreTrainedModel) and part.base_model is part]
@@ -325,7 +326,8 @@ class GradientSum:
 
     Buckets go out in one fixed order, from the last layer to the first: what is added in which order, and so the last
     bits, do not depend on which gradient was ready first. Sharded parameters are left alone: they are summed by
-    whoever sharded them. So is, with tensor parallelism, what has its whole gradient on every rank.
+    whoever sharded them. With tensor parallelism whole parameters have the same gradient on every rank, and only those
+    of `SUMMED` layers are summed.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:

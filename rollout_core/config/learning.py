@@ -249,7 +249,7 @@ class LearnerSettings(Settings):
             if is_asked:
                 raise ValueError(
                     f'{name}: with parallel.kind = "tensor" every process computes with its part of a matrix, which '
-                    f'leaves this out; use parallel.kind = "{instead}"'
+                    f'this cannot; use parallel.kind = "{instead}"'
                 )
         return self
 

@@ -127,8 +127,8 @@ def cut_layers(model: Any, processes: int) -> dict[str, str]:
     those ``colwise`` by their outputs, those ``rowwise`` by their inputs; and norms of `SUMMED` gradients.
 
     As transformers' plan for the architecture has them (``base_model_tp_plan``). Raises ConfigError where it has none,
-    or one of other parts than these; where heads or widths cannot be shared out evenly; and for dropout of attention,
-    whose masks would be the same for heads of different processes.
+    one of other parts than these, or one that does not fit every layer; where heads or widths cannot be shared out
+    evenly; and for dropout of attention, whose masks would be the same for heads of different processes.
     """
     trunk = model.base_model
     config, plan = trunk.config.get_text_config(), trunk.config.base_model_tp_plan or {}
@@ -136,13 +136,17 @@ def cut_layers(model: Any, processes: int) -> dict[str, str]:
     other = sorted({how for how in plan.values() if how not in _HOW_CUT and how != SUMMED})
     if not plan or other:
         raise _not_cut(model, f"transformers has no plan for it{f' but one with {other[0]}' if other else ''}")
-    patterns = {re.escape(key).replace(r"\*", r"\d+"): how for key, how in plan.items()}
+    patterns = {_pattern(key): how for key, how in plan.items()}
     found = {
         path: how
         for path, _ in trunk.named_modules()
         for pattern, how in patterns.items()
         if re.fullmatch(pattern, path)
     }
+    for key, how in plan.items():
+        matching = sum(re.fullmatch(_pattern(key), path) is not None for path in found)
+        if how in _HOW_CUT and "*" in key and matching != config.num_hidden_layers:
+            raise _not_cut(model, f"{matching} of its {config.num_hidden_layers} layers have a {key}")
     if alone := _whole_beside_cut(trunk, found):
         raise _not_cut(model, f"{alone} would work on a part of its input, and transformers' plan does not say how")
     shared = {key: getattr(config, key, None) or processes for key in _HEADS_OF}
@@ -157,6 +161,10 @@ def cut_layers(model: Any, processes: int) -> dict[str, str]:
     if dropout := getattr(config, "attention_dropout", 0.0):
         raise _not_cut(model, f"attention_dropout is {dropout}, and heads of different processes would have one mask")
     return found
+
+
+def _pattern(key: str) -> str:
+    return re.escape(key).replace(r"\*", r"\d+")
 
 
 def _whole_beside_cut(trunk: nn.Module, found: Mapping[str, str]) -> str | None:
@@ -174,17 +182,20 @@ def _not_cut(model: Any, why: str) -> ConfigError:
     return ConfigError(f'parallel.kind = "tensor" cannot cut a {type(model).__name__}: {why}; use "fsdp2"')
 
 
-def count_parameters(folder: Path, lora: LoRAConfig | None, parallel: ParallelConfig) -> dict[str, int]:
-    """Of the model of a folder: with adapters how many are trained and how many stored in four bits, with tensor
-    parallelism how many are cut. Raises ConfigError where the layers for it are not there."""
+def count_cut(folder: Path, parallel: ParallelConfig) -> int:
+    """How many parameters of the model of a folder the processes cut among themselves, none without tensor parallelism.
+    Raises ConfigError as `cut_layers` does."""
+    if not parallel.cuts_matrices:
+        return 0
     model = blank_model(folder)
-    if parallel.cuts_matrices:
-        layers = cut_layers(model, parallel.nproc)
-        cut = (model.base_model.get_submodule(path).weight.numel() for path, how in layers.items() if how != SUMMED)
-        return {"cut_parameters": sum(cut)}
-    if lora is None:
-        return {}
-    adapted = with_lora(model, lora, seed=0)
+    layers = cut_layers(model, parallel.nproc)
+    return sum(model.base_model.get_submodule(path).weight.numel() for path, how in layers.items() if how != SUMMED)
+
+
+def count_adapted(folder: Path, lora: LoRAConfig) -> dict[str, int]:
+    """How many parameters of the model of a folder are trained with adapters, and how many stored in four bits. Raises
+    ConfigError where the layers for them are not there."""
+    adapted = with_lora(blank_model(folder), lora, seed=0)
     trained = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
     return {"trained_parameters": trained, "quantized_parameters": quantized_parameters(adapted, lora)}
 

@@ -128,14 +128,15 @@ class LearnerPlan(Plan):
         source, is_plain = self.model_source, settings.lora is None and not settings.parallel.cuts_matrices
         if is_plain or self.model_facts is None or source is None:
             return
-        from rollout_core.models.architecture import count_parameters
+        from rollout_core.models.architecture import count_adapted, count_cut
 
         def look() -> dict[str, int]:
             with describe(source, self.base, self.objects) as found:
-                return count_parameters(found.folder, settings.lora, settings.parallel)
+                if settings.lora is not None:
+                    return count_adapted(found.folder, settings.lora)
+                return {"cut_parameters": count_cut(found.folder, settings.parallel)}
 
-        if (counted := self.check(what, look)) is not None:
-            self._counted[what] = counted
+        self._counted[what] = self.check(what, look) or {}
 
     def _trackers(self, what: str, settings: LearnerSettings) -> None:
         """The software of every tracker is installed."""
@@ -170,21 +171,22 @@ class LearnerPlan(Plan):
         if self.model_facts is None:
             return
         training = training_of(settings, sequence_tokens, **self._counted.get(what, {}), **models)
-        needs = [] if "learning" in self.placed else memory_needs(self.model_facts.size, training)
         url = "" if self.objects is None else self.objects.url
         folder = Path(url.removeprefix("file://")) if url.startswith("file://") else None
         found = disk_needs(self.model_facts.size, training, folder, states)
         if folder and any(need.problem for need in found) and (stored := self._stored_states(settings)):
             found = disk_needs(self.model_facts.size, training, folder, replace(states, stored_bytes=stored))
-        needs += found
+        needs = ([] if "learning" in self.placed else memory_needs(self.model_facts.size, training)) + found
         resources = self.facts.setdefault(RESOURCES, {}) if needs else {}
         for need in needs:
             resources[f"{name} {need.what} (estimate)"] = need.text
             self.violations += [f"{name}: {need.problem}"] if need.problem else []
 
-    def teacher(self, what: str, distillation: Distillation | None, longest: int) -> int:
-        """A teacher is there and reads the same token ids, ``longest`` of them; bytes of its weights as float32."""
+    def teacher(self, what: str, distillation: Distillation | None, longest: int, settings: LearnerSettings) -> int:
+        """A teacher is there, reads the same ``longest`` token ids, and is cut as the student; its bytes as float32."""
         own = self.model_source
+        from rollout_core.models.architecture import count_cut
+
         if distillation is None or own is None:
             return 0
 
@@ -197,6 +199,7 @@ class LearnerPlan(Plan):
                 if facts.is_reward_model:
                     raise ConfigError(f"{distillation.teacher.uri} is a reward model, and a teacher writes text")
                 check_teacher(model.folder, teacher.folder, longest)
+                count_cut(teacher.folder, settings.parallel)
                 return facts.size.weight_bytes
 
         return self.check(f"{what}.distillation.teacher", look) or 0
@@ -236,7 +239,7 @@ class LearnerPlan(Plan):
         self.curriculum(what, settings, training_rows, report)
         self.held_out_rows(f"{what}.evaluation.dataset", settings.evaluation, training_rows)
         longest = row_tokens(report, settings.sequence.max_length)
-        teacher = self.teacher(what, settings.distillation, longest)
+        teacher = self.teacher(what, settings.distillation, longest, settings)
         states = states_of(settings, steps_of_rows(settings, report))
         self.resources(what, "sft", settings, longest, states, frozen_bytes=teacher)
 
@@ -318,7 +321,7 @@ class LearnerPlan(Plan):
             longest + settings.sampling.max_tokens,
             states_of(settings, settings.steps_per_iteration, settings.iterations, stored=settings.stored_states),
             trained_models=2 if isinstance(settings, PPOSettings) and settings.values == "model" else 1,
-            frozen_bytes=self.teacher(what, distillation, longest + settings.sampling.max_tokens),
+            frozen_bytes=self.teacher(what, distillation, longest + settings.sampling.max_tokens, settings),
             frozen_models=int(settings.lora is None and settings.loads_reference),
             rows=2 if isinstance(settings, GRPOSettings) and settings.loss == "online_dpo" else 1,
         )
@@ -418,11 +421,14 @@ def _reference(plan: LearnerPlan, settings: PreferenceSettings) -> None:
     """The reference is there, of the model's architecture, and reads the same token ids."""
     if not isinstance(settings, ReferencedAlgorithm) or settings.reference is None:
         return
+    from rollout_core.models.architecture import count_cut
+
     source, own = settings.reference, settings.base_model
 
     def look() -> None:
         with describe(own, plan.base, plan.objects) as model, describe(source, plan.base, plan.objects) as reference:
             check_reference(model.folder, reference.folder)
+            count_cut(reference.folder, settings.parallel)
 
     plan.check("algorithm.reference", look)
 

@@ -15,12 +15,22 @@ from pydantic import ValidationError
 from ranks import CASES, INTERRUPTED, KINDS, SHARING_ROWS, leave, place_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM, CohereConfig, GPT2Config, Phi3Config, PhiConfig, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CohereConfig,
+    GPT2Config,
+    Phi3Config,
+    PhiConfig,
+    Qwen2MoeConfig,
+    Qwen3Config,
+)
 from updates import rows_of, sft_settings, update_context
 
+from rollout_core.algorithms.dataset_updates import _computed_otherwise
 from rollout_core.algorithms.parallel import clip_gradients, parts_per_minibatch, split_across_ranks, whole
 from rollout_core.base.errors import ConfigError
-from rollout_core.config import OptimizerConfig, ParallelConfig, SFTSettings, identity
+from rollout_core.config import DPOSettings, OptimizerConfig, ParallelConfig, SFTSettings, identity
 from rollout_core.models.architecture import SUMMED, cut_layers
 from rollout_core.models.pretrained import copy_tokenizer
 from rollout_core.objects import ObjectStore
@@ -242,6 +252,7 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
         (GPT2Config(n_embd=64, n_head=4, n_layer=2), 2, "transformers has no plan for it"),
         (Phi3Config(**SMALL, **HEADS), 2, "no plan for it but one with colwise_gather_output"),
         (CohereConfig(**SMALL, **HEADS, use_qk_norm=True), 2, "q_norm.weight would work on a part of its input"),
+        (Qwen2MoeConfig(**SMALL, **HEADS, num_experts=4), 2, r"0 of its 2 layers have a layers\.\*\.mlp\.gate_proj"),
         (Qwen3Config(**SMALL, **HEADS), 8, "num_key_value_heads is 4, which 8 processes cannot share evenly"),
         (
             Qwen3Config(**{**SMALL, "intermediate_size": 130}, **HEADS),
@@ -312,3 +323,12 @@ def run_process() -> Callable[..., str]:
         return done.stdout
 
     return run
+
+
+def test_log_probabilities_of_a_reference_in_parts_are_kept_apart_from_those_of_a_whole_one():
+    given = {"dataset": {"path": "x"}, "optimizer": {"lr": 1e-3}, "minibatch_size": 2}
+    names = [
+        _computed_otherwise(DPOSettings.model_validate({**given, "parallel": {"nproc": 2, "kind": kind}}), None)
+        for kind in KINDS
+    ]
+    assert names == [[], [], ["tensor 2"]]

@@ -631,3 +631,16 @@ def test_layers_that_are_to_be_cut_among_processes_are_looked_up(work: Path, wei
         'algorithm: parallel.kind = "tensor" cannot cut a Qwen2ForCausalLM: num_attention_heads is 4, which '
         '3 processes cannot share evenly; use "fsdp2"'
     )
+
+
+def test_a_teacher_that_cannot_be_cut_is_refused(work: Path, weights_stay_unread: None):
+    shutil.copytree(work / "model", work / "teacher")
+    config = json.loads((work / "teacher" / "config.json").read_text())
+    (work / "teacher" / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.1}))
+    taught = {"algorithm.distillation": {"teacher": {"uri": str(work / "teacher")}}}
+    plan("train-sft", work, **taught)
+    message = refusal("train-sft", work, **taught, **{"algorithm.parallel": {"nproc": 2, "kind": "tensor"}})
+    assert message.startswith(
+        'algorithm.distillation.teacher: parallel.kind = "tensor" cannot cut a Qwen2ForCausalLM: '
+    )
+    assert "attention_dropout is 0.1" in message
