@@ -248,6 +248,8 @@ class Resumption:
             # Until the caller has filed this outcome, a retry finds the finished state here and need not train again.
             objects.set_ref(self._ref, last)
         objects.delete_ref(self._best_ref)
+        if self._context.stores_state:
+            self._drop_older()  # how many are left does not depend on how fast the last steps were
         figures = next((row for row in reversed(state.metrics) if row["step"] == step), {})
         return Checkpoint(
             model=model,
@@ -270,6 +272,9 @@ class Resumption:
         self._context.objects.set_ref(self._ref, snapshot.id)
         if is_best:  # until here an update that is taken up needs the one before
             self._keep_best(snapshot.id)
+        self._drop_older()
+
+    def _drop_older(self) -> None:
         policy = self._settings.snapshots
         in_use = {snapshot_id for _, snapshot_id in self._context.objects.list_refs(PROGRESS_REFS)}
         self._snapshots.prune(

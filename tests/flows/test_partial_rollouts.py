@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,30 @@ def check_parts(store: ObjectStore, cache: Path, prompt: list[int], row: Sampled
         assert row.logprobs[start:end] == pytest.approx(expected, abs=2e-4)
 
 
+@pytest.fixture
+def killed_and_run_again(
+    tmp_path: Path, start_process: Any, prefect_server: str, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Runs a configuration in a store of its own, kills it in its second iteration, and runs it once more; the result
+    of that."""
+
+    def run(asked: dict[str, Any]) -> dict[str, Any]:
+        from flows.train import train_grpo
+
+        monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{tmp_path / 'killed'}")
+        monkeypatch.setenv("ROLLOUT_DATABASE", f"sqlite:///{tmp_path / 'killed.db'}")
+        command = ("train", "grpo", "--config", str(write_toml(tmp_path / "killed.toml", asked)))
+        killed = start_process(*ROLLOUT, *command, env={"PREFECT_API_URL": prefect_server})
+        wait_for(lambda: finished_samples() > FIRST, "samples of the second iteration", process=killed)
+        kill(killed)
+        return train_grpo(parse_config(asked, TrainGRPOConfig))
+
+    return run
+
+
 @pytest.mark.server
 def test_parts_are_drawn_by_the_weights_they_name_and_a_killed_run_comes_to_the_same_bytes(
-    tiny_model, sorting_task, tmp_path, start_process, prefect_server, monkeypatch
+    tiny_model, sorting_task, tmp_path, prefect_server, monkeypatch, killed_and_run_again
 ):
     from flows.train import train_grpo
 
@@ -92,13 +114,7 @@ def test_parts_are_drawn_by_the_weights_they_name_and_a_killed_run_comes_to_the_
     left = carried_behind(store, ContentId(finished["train_state"]), group_size=2)
     assert left.number == ITERATIONS - 1 and left.partials is not None
 
-    monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{tmp_path / 'killed'}")
-    monkeypatch.setenv("ROLLOUT_DATABASE", f"sqlite:///{tmp_path / 'killed.db'}")
-    command = ("train", "grpo", "--config", str(write_toml(tmp_path / "cut.toml", asked)))
-    killed = start_process(*ROLLOUT, *command, env={"PREFECT_API_URL": prefect_server})
-    wait_for(lambda: finished_samples() > FIRST, "samples of the second iteration", process=killed)
-    kill(killed)
-    again = train_grpo(parse_config(asked, TrainGRPOConfig))
+    again = killed_and_run_again(asked)
     assert (again["model"], again["train_state"]) == (finished["model"], finished["train_state"])
 
     # A run that goes on takes up what was carried over, and comes to what one longer run comes to.
@@ -111,7 +127,7 @@ def test_parts_are_drawn_by_the_weights_they_name_and_a_killed_run_comes_to_the_
 
 @pytest.mark.server
 def test_parts_drawn_ahead_of_training_come_to_the_same_bytes_after_a_kill(
-    tiny_model, sorting_task, tmp_path, start_process, prefect_server, monkeypatch
+    tiny_model, sorting_task, tmp_path, prefect_server, monkeypatch, killed_and_run_again
 ):
     from flows.train import train_grpo
 
@@ -125,13 +141,7 @@ def test_parts_drawn_ahead_of_training_come_to_the_same_bytes_after_a_kill(
     # The starting weights draw the parts of two iterations, those of the first update go on in the third.
     assert {tuple(row.model_ids or ()) for row in rows} >= {(start,), (start, first)}
 
-    monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{tmp_path / 'killed'}")
-    monkeypatch.setenv("ROLLOUT_DATABASE", f"sqlite:///{tmp_path / 'killed.db'}")
-    command = ("train", "grpo", "--config", str(write_toml(tmp_path / "ahead.toml", asked)))
-    killed = start_process(*ROLLOUT, *command, env={"PREFECT_API_URL": prefect_server})
-    wait_for(lambda: finished_samples() > FIRST, "samples of the second iteration", process=killed)
-    kill(killed)
-    again = train_grpo(parse_config(asked, TrainGRPOConfig))
+    again = killed_and_run_again(asked)
     assert (again["model"], again["train_state"]) == (finished["model"], finished["train_state"])
 
 
