@@ -52,8 +52,6 @@ from rollout_core.models.facts import (
     remember_trainable,
 )
 from rollout_core.models.locating import describe, mark_of_source
-from rollout_core.objects import SnapshotStore
-from rollout_core.objects.snapshots import RUN_NAME
 from rollout_core.plans.cluster import check_placement
 from rollout_core.plans.curricula import check_keys, in_words
 from rollout_core.plans.plan import Plan, context_limit
@@ -64,6 +62,7 @@ from rollout_core.plans.resources import (
     row_tokens,
     states_of,
     steps_of_rows,
+    stored_states,
     training_of,
 )
 from rollout_core.rewards.loading import load_reward
@@ -174,8 +173,9 @@ class LearnerPlan(Plan):
         url = "" if self.objects is None else self.objects.url
         folder = Path(url.removeprefix("file://")) if url.startswith("file://") else None
         found = disk_needs(self.model_facts.size, training, folder, states)
-        if folder and any(need.problem for need in found) and (stored := self._stored_states(settings)):
-            found = disk_needs(self.model_facts.size, training, folder, replace(states, stored_bytes=stored))
+        if folder is not None and self.objects is not None and any(need.problem for need in found):
+            states = replace(states, stored_bytes=stored_states(self.objects, self.run_name, settings))
+            found = disk_needs(self.model_facts.size, training, folder, states)
         needs = ([] if "learning" in self.placed else memory_needs(self.model_facts.size, training)) + found
         resources = self.facts.setdefault(RESOURCES, {}) if needs else {}
         for need in needs:
@@ -185,8 +185,6 @@ class LearnerPlan(Plan):
     def teacher(self, what: str, distillation: Distillation | None, longest: int, settings: LearnerSettings) -> int:
         """A teacher is there, reads the same ``longest`` token ids, and is cut as the student; its bytes as float32."""
         own = self.model_source
-        from rollout_core.models.architecture import count_cut
-
         if distillation is None or own is None:
             return 0
 
@@ -199,21 +197,10 @@ class LearnerPlan(Plan):
                 if facts.is_reward_model:
                     raise ConfigError(f"{distillation.teacher.uri} is a reward model, and a teacher writes text")
                 check_teacher(model.folder, teacher.folder, longest)
-                count_cut(teacher.folder, settings.parallel)
+                _check_cut(teacher.folder, settings)
                 return facts.size.weight_bytes
 
         return self.check(f"{what}.distillation.teacher", look) or 0
-
-    def _stored_states(self, settings: LearnerSettings) -> int:
-        """Bytes of the states that this run has stored already: one that was killed is not to be held up for them."""
-        assert self.objects is not None, "asked for where there is one"
-        kind = getattr(settings, "kind", None)
-        found = SnapshotStore(self.objects).list(kind="train_state")
-        return sum(
-            item.size_bytes
-            for item in found
-            if item.meta.get(RUN_NAME) == self.run_name and kind in (None, item.algorithm)
-        )
 
     def sequence_length(self, what: str, sequence: SequenceConfig) -> None:
         """Rows are cut at no more than the model has positions."""
@@ -421,16 +408,22 @@ def _reference(plan: LearnerPlan, settings: PreferenceSettings) -> None:
     """The reference is there, of the model's architecture, and reads the same token ids."""
     if not isinstance(settings, ReferencedAlgorithm) or settings.reference is None:
         return
-    from rollout_core.models.architecture import count_cut
-
     source, own = settings.reference, settings.base_model
 
     def look() -> None:
         with describe(own, plan.base, plan.objects) as model, describe(source, plan.base, plan.objects) as reference:
             check_reference(model.folder, reference.folder)
-            count_cut(reference.folder, settings.parallel)
+            _check_cut(reference.folder, settings)
 
     plan.check("algorithm.reference", look)
+
+
+def _check_cut(folder: Path, settings: LearnerSettings) -> None:
+    """A model that is read beside the one that is trained can be cut as that one is."""
+    if settings.parallel.cuts_matrices:
+        from rollout_core.models.architecture import count_cut
+
+        count_cut(folder, settings.parallel)
 
 
 def plan_nightly(

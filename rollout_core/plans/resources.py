@@ -24,6 +24,8 @@ from rollout_core.base.settings import checks_disk, stop_seconds
 from rollout_core.config import DatasetSettings, LearnerSettings
 from rollout_core.config.optimizers import EIGHT_BITS
 from rollout_core.models.facts import FLOAT32_BYTES, ModelSize
+from rollout_core.objects import ObjectStore, SnapshotStore
+from rollout_core.objects.snapshots import RUN_NAME
 
 if TYPE_CHECKING:
     from rollout_core.data.tokenized import DataReport
@@ -321,6 +323,14 @@ def training_of(
         offloaded=settings.offload,
         **models,
     )
+
+
+def stored_states(objects: ObjectStore, run_name: str, settings: LearnerSettings) -> int:
+    """Bytes of the states that a run has stored already: one that was killed is not to be held up for them."""
+    kind = getattr(settings, "kind", None)
+    found = SnapshotStore(objects).list(kind="train_state")
+    own = (each for each in found if each.meta.get(RUN_NAME) == run_name and kind in (None, each.algorithm))
+    return sum(each.size_bytes for each in own)
 
 
 def steps_of_rows(settings: DatasetSettings, report: DataReport | None) -> int | None:
