@@ -6,6 +6,8 @@ import importlib
 import json
 import shutil
 import sqlite3
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -329,6 +331,24 @@ def noting(calls: list[str], name: str, real: Callable[..., Any]) -> Callable[..
         return real(*given, **options)
 
     return call
+
+
+def test_a_plan_of_what_is_known_does_without_the_heavy_libraries(work: Path):
+    """A run that finds everything in its caches starts in a second, not in ten."""
+    config = parse_config(document("nightly"), CONFIG_KINDS["nightly"])
+    plan_nightly(config, work, plain_connections(), keep=True)
+    import_model(config.model, ObjectStore.from_url(str(work / "objects")), work)
+    program = f"""
+import sys
+from pathlib import Path
+from rollout_core.config import CONFIG_KINDS, parse_config
+from rollout_core.plans.learner_plan import plan_nightly
+from rollout_core.store.connections import plain_connections
+plan_nightly(parse_config({document("nightly")!r}, CONFIG_KINDS["nightly"]), Path(), plain_connections(), keep=True)
+print(*sorted({{"torch", "vllm", "transformers", "matplotlib"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=work, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
 
 
 def test_a_dry_run_looks_at_everything_again(work: Path, monkeypatch: pytest.MonkeyPatch):
