@@ -160,6 +160,27 @@ def all_ranks_equal(value: float, device: torch.device) -> bool:
     return float(bounds.sum()) == 0
 
 
+def differing_replicas(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of those ``tensors`` that every rank has whole and that are not the same on all of them, bit for bit.
+    Collective.
+
+    Of each only the sum of its bit patterns is compared, which one changed bit changes, and rounding otherwise all but
+    certainly does. It takes one pass over the weights, less than copying them to the host.
+    """
+    names = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
+    if world_size() == 1 or not names:
+        return []
+    sums = torch.stack([_sum_of_bits(tensors[name]) for name in names])
+    bounds = torch.stack([sums, -sums])
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+    return [name for name, width in zip(names, bounds.sum(0).tolist(), strict=True) if width]
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().contiguous().view(integers).sum(dtype=torch.int64)
+
+
 def all_ranks(here: bool, device: torch.device) -> bool:
     """Whether ``here`` is true on all ranks. Collective."""
     return not any_rank(not here, device)

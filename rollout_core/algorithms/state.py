@@ -25,12 +25,14 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from rollout_core.algorithms.parallel import (
+    differing_replicas,
     host_copies,
     laid_out_like,
     own_part,
+    world_size,
 )
 from rollout_core.base.determinism import RngState, capture_rng, restore_rng
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.base.ids import canonical_json
 from rollout_core.models.architecture import adapter_weights, has_lora, merged_weights
 from rollout_core.models.deferred import StoredTensors, named_tensors
@@ -155,8 +157,17 @@ def device_of(state: TrainState) -> torch.device:
 def copy_state(state: TrainState) -> StateCopy:
     """Copy ``state`` and the RNGs. Rewinds the generators of random and numpy to where they will be after `load_state`.
 
-    Of several processes only the first one gets a copy, of whole tensors whoever holds their parts. Collective.
+    Of several processes only the first one gets a copy, of whole tensors whoever holds their parts. Raises Recoverable
+    where a weight that all of them have whole is not the same in all: what would be saved is then not what was trained.
+    Collective.
     """
+    differing = differing_replicas(dict(state.trained_parameters()))
+    if differing:
+        raise Recoverable(
+            f"after step {state.step} {len(differing)} of the weights, {differing[0]} first, are not the same in all "
+            f"{world_size()} processes, as they have to be to the last bit; nothing of this step is saved. The update "
+            "resumes from its last snapshot; where it happens again, look for a faulty device, or train in one process"
+        )
     moments, scalars = _flatten_optimizer(state)
     rng = capture_rng(host_seed=state.seed * 1_000_003 + state.step)
     restore_rng(rng)

@@ -2,7 +2,7 @@
 
 Every update runs with each of the comma-separated KINDS in the same processes, most of whose time goes into importing
 torch; NAMES are those of some updates alone. Each has a folder of its own below FOLDER; the first process writes what
-they made to checkpoints.json.
+they made to checkpoints.json, and to apart.json which of some tensors were found to differ among the processes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from updates import (
     LORA,
     PPO_SETTINGS,
@@ -31,7 +34,7 @@ from updates import (
 from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.dataset_updates import sft_update
 from rollout_core.algorithms.on_policy_updates import grpo_update, ppo_update
-from rollout_core.algorithms.parallel import is_first, world_size
+from rollout_core.algorithms.parallel import differing_replicas, is_first, rank, world_size
 from rollout_core.base.ids import hash_bytes
 from rollout_core.config import (
     BudgetConfig,
@@ -207,6 +210,16 @@ def leave(name: str, folder: Path, model: Path, parallel: ParallelConfig) -> Non
         CASES[name].run(update_context(folder, on_step=StepCounter(3, stop)), model, parallel)
 
 
+def found_apart() -> list[str]:
+    """Which of some tensors this project finds to differ among the processes."""
+    here = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    apart = here.clone()
+    apart[1, 1] = torch.nextafter(apart[1, 1], torch.tensor(torch.inf)) if rank() else apart[1, 1]
+    mesh = init_device_mesh("cpu", (world_size(),))
+    own = {"cut": distribute_tensor(here, mesh, [Shard(0)]), "of few bits": here.bfloat16().T}
+    return differing_replicas({"equal": here, "apart": apart, **own, "bfloat16, apart": (here + rank()).bfloat16()})
+
+
 def place_of(folder: Path, kind: str, name: str) -> Path:
     return folder / kind / name.replace(" ", "-").replace(",", "")
 
@@ -233,7 +246,9 @@ def main() -> None:
             leave(name, again.cache.parent, model, parallel)
             dist.barrier()  # the first may still be writing what both are to take up
             made["resumed"][f"{kind} {name}"] = CASES[name].run(again, model, parallel).model_dump(mode="json")
+    apart = found_apart()
     if is_first():
+        (folder / "apart.json").write_text(json.dumps(apart))
         (folder / "checkpoints.json").write_text(json.dumps(made))
     dist.destroy_process_group()
 

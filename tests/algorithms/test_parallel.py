@@ -29,11 +29,11 @@ from updates import rows_of, sft_settings, update_context
 
 from rollout_core.algorithms.dataset_updates import _computed_otherwise
 from rollout_core.algorithms.parallel import clip_gradients, parts_per_minibatch, split_across_ranks, whole
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.config import DPOSettings, OptimizerConfig, ParallelConfig, SFTSettings, identity
 from rollout_core.models.architecture import SUMMED, cut_layers
 from rollout_core.models.pretrained import copy_tokenizer
-from rollout_core.objects import ObjectStore
+from rollout_core.objects import ObjectStore, SnapshotStore
 from rollout_core.objects.records import Checkpoint
 
 PROJECT = Path(__file__).parents[2]
@@ -158,6 +158,19 @@ def test_what_one_process_leaves_two_take_up(kind, name, by_one, by_two, folder)
 def test_what_two_processes_leave_two_take_up_to_the_last_bit(kind, name, by_two):
     whole, resumed = (by_two(kind)[part][f"{kind} {name}"] for part in ("whole", "resumed"))
     assert (resumed.model, resumed.train_state) == (whole.model, whole.train_state)
+
+
+def test_a_weight_that_is_not_the_same_in_all_processes_is_found(by_two, folder):
+    by_two("ddp")
+    assert json.loads((folder / "apart.json").read_text()) == ["apart", "bfloat16, apart"]
+
+
+def test_weights_that_drift_apart_are_not_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Path):
+    monkeypatch.setattr("rollout_core.algorithms.state.differing_replicas", lambda tensors: sorted(tensors)[:2])
+    place = update_context(tmp_path)
+    with pytest.raises(Recoverable, match=r"after step \d+ 2 of the weights, model\.\S+ first, are not"):
+        CASES["sft"].run(place, tiny_model, ONE)
+    assert not SnapshotStore(place.objects).list()
 
 
 @pytest.fixture(scope="module")
