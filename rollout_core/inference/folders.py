@@ -138,7 +138,7 @@ class BucketFolder:
         key = self._key(name)
         upload = self._files.upload(key)
         try:
-            with self._files.writing(key):
+            with storage_faults("write", self.where(name)):
                 for chunk in chunks:
                     upload.write(chunk)
             upload.commit(key)

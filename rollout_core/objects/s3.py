@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ulid import ULID
@@ -223,25 +223,39 @@ class S3Upload:
         self._held = bytearray()
 
     def _put(self, number: int, data: bytearray) -> str:
-        with self._files.writing(self._key):
+        with self._writing():
             answer = self._files.call_s3("upload_part", self._key, UploadId=self._id, PartNumber=number, Body=data)
             return answer["ETag"]
 
     def commit(self, key: str) -> None:
         self._send()
         parts = [{"PartNumber": number, "ETag": tag.result()} for number, tag in enumerate(self._parts, 1)]
-        with self._files.writing(key):
+        before = self._files.stat(self._key)
+        with self._writing():
             try:
                 self._files.call_s3(_JOIN, self._key, UploadId=self._id, MultipartUpload={"Parts": parts})
             except FileNotFoundError:
                 # Done before, where the answer was lost and the client asked again.
                 found = self._files.stat(self._key)
-                if found is None or found.size != self._sent_bytes:
+                if found is None or found.size != self._sent_bytes or found == before:
                     raise
-            self._id = None
-            if key != self._key:
+        self._id = None
+        if key != self._key:
+            with self._files.writing(key):
                 self._files.fs.cp_file(self._files.path(self._key), self._files.path(key))
         self._end()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """`storage_faults` of a write, where "not found" means the upload: the bucket was there when it began."""
+        where = self._files.where(self._key)
+        with storage_faults("write", where):
+            try:
+                yield
+            except FileNotFoundError as error:
+                raise Recoverable(
+                    f"{where} was not written: somebody gave its upload up before it was complete; try again"
+                ) from error
 
     def abort(self) -> None:
         if self._open:

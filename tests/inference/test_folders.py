@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from places import address_of, use_gcs, use_s3
@@ -13,6 +16,7 @@ from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.inference import folders
 from rollout_core.inference.folders import OutputFolder, output_folder
 from rollout_core.objects import ObjectStore
+from rollout_core.objects.s3 import S3Files
 
 
 @pytest.fixture(params=["path", "file", "memory", "s3", "gcs"])
@@ -63,6 +67,66 @@ def test_a_large_file_arrives_whole(folder: OutputFolder, monkeypatch: pytest.Mo
     pieces = [bytes([number]) * 2**20 for number in range(13)]
     folder.replace("f", pieces)
     assert folder.read("f") == b"".join(pieces)
+
+
+def joining(folder: OutputFolder, monkeypatch: pytest.MonkeyPatch, join: Callable[..., dict[str, Any]]) -> None:
+    """The parts of files are put together by ``join``, which gets a key, the call and its arguments."""
+    files = s3_files(folder)
+    real = files.call_s3
+
+    def call_s3(method: str, key: str, **arguments: Any) -> dict[str, Any]:
+        if method == "complete_multipart_upload":
+            return join(key, partial(real, method, key, **arguments), arguments["UploadId"])
+        return real(method, key, **arguments)
+
+    monkeypatch.setattr(files, "call_s3", call_s3)
+
+
+def s3_files(folder: OutputFolder) -> S3Files:
+    assert isinstance(folder, folders.BucketFolder) and isinstance(folder._files, S3Files)
+    return folder._files
+
+
+@pytest.mark.parametrize("folder", ["s3"], indirect=True)
+def test_an_upload_that_is_completed_again_since_its_answer_was_lost_is_complete(
+    folder: OutputFolder, monkeypatch: pytest.MonkeyPatch
+):
+    def join(key: str, complete: Callable[[], dict[str, Any]], upload: str) -> dict[str, Any]:
+        complete()
+        return complete()
+
+    folder.replace("f", [b"old"])
+    joining(folder, monkeypatch, join)
+    for content in (b"new", b"a longer one"):
+        folder.replace("f", [content])
+        assert folder.read("f") == content
+
+
+@pytest.mark.parametrize("folder", ["s3"], indirect=True)
+def test_an_upload_that_somebody_gave_up_is_not_taken_for_complete(
+    folder: OutputFolder, monkeypatch: pytest.MonkeyPatch
+):
+    def join(key: str, complete: Callable[[], dict[str, Any]], upload: str) -> dict[str, Any]:
+        files.call_s3("abort_multipart_upload", key, UploadId=upload)
+        raise FileNotFoundError("The specified upload does not exist")  # so S3 says; the server here answers 500
+
+    folder.replace("f", [b"old"])
+    files = s3_files(folder)
+    joining(folder, monkeypatch, join)
+    for name, content in (("f", b"new"), ("g", b"another")):
+        with pytest.raises(Recoverable, match=f"/{name} was not written: somebody gave its upload up"):
+            folder.replace(name, [content])
+    assert folder.read("f") == b"old" and folder.read("g") is None
+
+
+def test_what_is_missing_where_rows_come_from_is_not_taken_for_a_missing_bucket(folder: OutputFolder):
+    def broken():
+        yield b"x"
+        raise FileNotFoundError("rows.jsonl")
+
+    with pytest.raises(FileNotFoundError, match=r"rows\.jsonl"):
+        folder.replace("f", broken())
+    assert folder.read("f") is None
 
 
 def test_one_of_many_writers_makes_a_file(folder: OutputFolder):
