@@ -91,8 +91,16 @@ class SampleView:
     logprobs: Sequence[float]
     top_logprobs: Sequence[Sequence[tuple[int, float]]] = ()
     written: Sequence[Sequence[int]] | None = None
+    model_ids: Sequence[str] = ()
+    """Of each range of ``written``, the weights that drew it, where these differ among samples."""
     error: str | None = None
     prompt_token_ids: Sequence[int] = ()
+
+    @property
+    def drawn_by(self) -> list[tuple[int, int, str]]:
+        """First and last token and the weights that drew them, where the sample itself names any."""
+        parts = zip(self.written or (), self.model_ids, strict=False)
+        return [(first, end - 1, model) for (first, end), model in parts]
 
 
 @dataclass(frozen=True)
@@ -402,6 +410,7 @@ def _view(opened: _OpenFile, place: int, first: int) -> SampleView:
         logprobs=completion.logprobs,
         top_logprobs=completion.top_logprobs or (),
         written=completion.written,
+        model_ids=completion.model_ids or (),
         error=completion.error,
         prompt_token_ids=prompt_token_ids,
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from flows.reproduce import reproduce
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.config import TrainGRPOConfig, parse_config
@@ -156,8 +157,11 @@ def test_what_is_left_is_told_and_runs_go_on_from_ends_of_partial_rollouts_only(
 
     def train(**changes: Any) -> ContentId:
         asked = document(tiny_model, sorting_task, **{"iterations": 2, **changes})
-        return ContentId(train_grpo(parse_config(asked, TrainGRPOConfig))["train_state"])
+        done = train_grpo(parse_config(asked, TrainGRPOConfig))
+        models.append(ContentId(done["model"]))
+        return ContentId(done["train_state"])
 
+    models: list[ContentId] = []
     lines = logging.getLogger("prefect.flow_runs")
     lines.addHandler(caplog.handler)
     try:
@@ -189,3 +193,9 @@ def test_what_is_left_is_told_and_runs_go_on_from_ends_of_partial_rollouts_only(
     resumed["run"]["resume"] = plain
     with pytest.raises(ConfigError, match=r"run.resume: snapshot .* was left by an iteration without partial_rollouts"):
         train_grpo(parse_config(resumed, TrainGRPOConfig))
+
+    # What was carried over is made again, too.
+    monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{tmp_path / 'elsewhere'}")
+    monkeypatch.setenv("ROLLOUT_DATABASE", f"sqlite:///{tmp_path / 'elsewhere.db'}")
+    again = reproduce(models[0], store.url)
+    assert again["difference"] is None and "continue_samples iteration 2" in again["same"]

@@ -25,6 +25,7 @@ from deployments.ui.rollouts import Wanted, _final_reward
 from deployments.ui.server import application as pages_of
 from rollout_core.agents.emitters import reward_attributes
 from rollout_core.base.ids import ContentId, content_id
+from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.leases import lease
 from rollout_core.objects.records import Lineage, record_lineage
@@ -153,6 +154,27 @@ def client(filled: ObjectStore) -> TestClient:
 def application(objects: ObjectStore, api_key: str | None = None) -> Any:
     """Without a database, which needs a loop of its own."""
     return guarded(pages_of(Sources(objects, RunRecords(objects), None, lambda: None)), api_key)
+
+
+def test_a_sample_names_the_weights_that_drew_each_part_of_it(filled: ObjectStore, client: TestClient) -> None:
+    cut = Completion("a" * 64, [5, 6, 5], [-0.5] * 3, "x", "stop", written=[(0, 2), (2, 3)], model_ids=[BASE, MODEL])
+    result = {
+        "samples": filled.put_bytes(encode_samples([Sample(ContentId("a" * 64), "p", [5], 0, None, {})])),
+        "completions": filled.put_bytes(encode_completion(cut)),
+        "num_samples": 1,
+        "model": MODEL,
+    }
+    head = RunHead(id="44444444-dddd", name="cut", flow="train-grpo", state="completed", began=BEGAN, written=BEGAN)
+    drawn = call("batch_inference", 1, label="cut", kind="Completions", result=result)
+    scored = {**result, "scores": filled.put_bytes(b"[0.5]"), "mean": 0.5}
+    calls = (drawn, call("score_rewards", 2, label="cut", kind="Scores", result=scored))
+    RunRecords(filled).write(head, RunDetail(config={}, facts={}, calls=calls))
+    page = client.get(f"/runs/{head.id}/samples/0?label=cut").text
+    parts = re.findall(r"<dt>(Tokens \d to \d)</dt><dd>drawn by <a href=\"/models/(\w+)\"", page)
+    assert parts == [("Tokens 0 to 1", BASE), ("Tokens 2 to 2", MODEL)]
+    assert "<dt>Model</dt>" not in page and "given to the model" not in page
+    plain = client.get(f"/runs/{FIRST}/samples/0").text
+    assert "<dt>Model</dt>" in plain and "drawn by" not in plain
 
 
 async def test_the_reward_of_a_long_trace_is_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
