@@ -28,7 +28,7 @@ from flows.connections import connections, running_server
 from rollout_core.base.errors import ConfigError, RolloutError
 from rollout_core.base.settings import BLOCK_PREFIX, locations, without_password, without_passwords
 from rollout_core.inference.folders import LocalFolder
-from rollout_core.objects.addresses import bucket_exists
+from rollout_core.objects.buckets import RemoteFiles
 from rollout_core.store.connections import Connections, plain_connections
 from rollout_core.store.sql.by_url import count_all
 
@@ -172,8 +172,8 @@ def look_at_storage() -> Storage:
     """Raises what is wrong with the object store."""
     objects = _connections(locations().storage).try_objects()
     found = Storage(address=without_password(objects.url), readable=True)
-    if not objects.url.startswith("file://"):
-        if not bucket_exists(objects.files):  # pyright: ignore[reportArgumentType] - a folder is dealt with below
+    if isinstance(objects.files, RemoteFiles):
+        if not objects.files.has_bucket():
             raise ConfigError(f"there is no bucket at {found.address}, or it cannot be reached")
         return found
     folder = Path(objects.url.removeprefix("file://"))

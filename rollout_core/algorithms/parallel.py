@@ -32,6 +32,7 @@ SettingsT = TypeVar("SettingsT", bound=LearnerSettings)
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 TensorT = TypeVar("TensorT", bound=Tensor)
 BUCKET_BYTES = 2**25
+SLICE_NUMBERS = 2**20
 _PARTIAL = "_rollout_partial_gradient"
 """Attribute of a whole parameter that works on a rank's part of a row: so its gradient is a part, too."""
 _all_see_each_row = False
@@ -164,21 +165,25 @@ def differing_replicas(tensors: Mapping[str, Tensor]) -> list[str]:
     """Names of those ``tensors`` that every rank has whole and that are not the same on all of them, bit for bit.
     Collective.
 
-    Of each only the sum of its bit patterns is compared, which one changed bit changes, and rounding otherwise all but
-    certainly does. It takes one pass over the weights, less than copying them to the host.
+    Sums of the bit patterns of a slice are compared, which any one change changes. Two in one slice may cancel each
+    other, so weights that drift apart are noticed by some of their many sums, not by each.
     """
     names = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
     if world_size() == 1 or not names:
         return []
-    sums = torch.stack([_sum_of_bits(tensors[name]) for name in names])
+    parts = [_sums_of_bits(tensors[name]).cpu() for name in names]  # an optimizer counts on the host, whatever it moves
+    sums = torch.cat(parts)
     bounds = torch.stack([sums, -sums])
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
-    return [name for name, width in zip(names, bounds.sum(0).tolist(), strict=True) if width]
+    widths = bounds.sum(0).split([len(part) for part in parts])
+    return [name for name, width in zip(names, widths, strict=True) if width.any()]
 
 
-def _sum_of_bits(tensor: Tensor) -> Tensor:
+def _sums_of_bits(tensor: Tensor) -> Tensor:
+    """One for each slice: torch makes a copy in int64 of what it sums."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.detach().contiguous().view(integers).sum(dtype=torch.int64)
+    slices = tensor.detach().view(integers).reshape(-1).split(SLICE_NUMBERS)
+    return torch.stack([part.sum(dtype=torch.int64) for part in slices])
 
 
 def all_ranks(here: bool, device: torch.device) -> bool:

@@ -158,17 +158,19 @@ def copy_state(state: TrainState) -> StateCopy:
     """Copy ``state`` and the RNGs. Rewinds the generators of random and numpy to where they will be after `load_state`.
 
     Of several processes only the first one gets a copy, of whole tensors whoever holds their parts. Raises Recoverable
-    where a weight that all of them have whole is not the same in all: what would be saved is then not what was trained.
-    Collective.
+    where what all of them have whole, trained weights, their averages and what the optimizer keeps of them, is not the
+    same in all: what would be saved is then not what was trained. Collective.
     """
-    differing = differing_replicas(dict(state.trained_parameters()))
+    moments, scalars = _flatten_optimizer(state)
+    averages_by_name = {f"average of {name}": average for name, average in state.averages.items()}
+    differing = differing_replicas({**dict(state.trained_parameters()), **averages_by_name, **moments})
     if differing:
         raise Recoverable(
-            f"after step {state.step} {len(differing)} of the weights, {differing[0]} first, are not the same in all "
+            f"after step {state.step} {len(differing)} tensors, {differing[0]} first, are not the same in all "
             f"{world_size()} processes, as they have to be to the last bit; nothing of this step is saved. The update "
-            "resumes from its last snapshot; where it happens again, look for a faulty device, or train in one process"
+            "resumes from its last snapshot; where it happens again, look for a faulty device or for devices of "
+            "different kinds, or train in one process"
         )
-    moments, scalars = _flatten_optimizer(state)
     rng = capture_rng(host_seed=state.seed * 1_000_003 + state.step)
     restore_rng(rng)
     document = {

@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.addresses import bucket_exists, files_at, is_url, local_path, mark_of
+from rollout_core.objects.addresses import files_at, is_url, local_path, mark_of
 from rollout_core.objects.buckets import RemoteFiles
 from rollout_core.objects.files import storage_faults
 from rollout_core.objects.trees import file_beside, hash_file
@@ -110,7 +110,7 @@ class BucketFolder:
         return self._files.where(self._key(name))
 
     def check(self, *names: str) -> None:
-        if not bucket_exists(self._files):
+        if not self._files.has_bucket():
             raise ConfigError(
                 f"there is no bucket at {self._files.where('')}, or it cannot be reached; create it first"
             )

@@ -227,12 +227,6 @@ def files_at(url: str, objects: ObjectStore | None) -> tuple[RemoteFiles, str]:
     return remote_files(scheme, f"/{bucket}" if scheme == "memory" else bucket, options), key.strip("/")
 
 
-def bucket_exists(files: RemoteFiles) -> bool:
-    """Whether there is anything of that name that files can be in."""
-    with storage_faults("look at", files.where("")):
-        return files.protocol == "memory" or bool(files.fs.exists(files.path("").rstrip("/")))
-
-
 def matching_urls(files: RemoteFiles, pattern: str) -> list[UrlFile]:
     """The file of that key, or those that match a pattern with ``*`` or ``?``, sorted by key; possibly none."""
     with storage_faults("list", files.where(pattern)):

@@ -255,12 +255,23 @@ class RemoteFiles:
 
     @contextmanager
     def writing(self, key: str) -> Iterator[None]:
-        """`storage_faults` of a write, where "not found" can only mean the bucket."""
+        """`storage_faults` of a write, where "not found" means the bucket, or what was there of the file so far."""
         with storage_faults("write", self.where(key)):
             try:
                 yield
             except FileNotFoundError as error:
-                raise ConfigError(f"no bucket at {self.where('')}: create it, or correct the storage URL") from error
+                if not self.has_bucket():
+                    text = f"no bucket at {self.where('')}: create it, or correct the storage URL"
+                    raise ConfigError(text) from error
+                raise Recoverable(
+                    f"{self.where(key)} was not written: its upload was given up, or what was uploaded was removed, "
+                    "before it was complete; try again"
+                ) from error
+
+    def has_bucket(self) -> bool:
+        """Whether there is anything of the name that files are to be in."""
+        with storage_faults("look at", self.where("")):
+            return self.protocol == "memory" or bool(self.fs.exists(self._root.partition("/")[0]))
 
     def discard(self, key: str) -> None:
         """Delete a temporary file; what cannot be deleted now is left to garbage collection."""

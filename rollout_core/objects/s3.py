@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 from ulid import ULID
@@ -223,15 +223,15 @@ class S3Upload:
         self._held = bytearray()
 
     def _put(self, number: int, data: bytearray) -> str:
-        with self._writing():
+        with self._files.writing(self._key):
             answer = self._files.call_s3("upload_part", self._key, UploadId=self._id, PartNumber=number, Body=data)
             return answer["ETag"]
 
     def commit(self, key: str) -> None:
         self._send()
         parts = [{"PartNumber": number, "ETag": tag.result()} for number, tag in enumerate(self._parts, 1)]
-        before = self._files.stat(self._key)
-        with self._writing():
+        before = self._files.stat(key) if key == self._key else None
+        with self._files.writing(self._key):
             try:
                 self._files.call_s3(_JOIN, self._key, UploadId=self._id, MultipartUpload={"Parts": parts})
             except FileNotFoundError:
@@ -244,18 +244,6 @@ class S3Upload:
             with self._files.writing(key):
                 self._files.fs.cp_file(self._files.path(self._key), self._files.path(key))
         self._end()
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """`storage_faults` of a write, where "not found" means the upload: the bucket was there when it began."""
-        where = self._files.where(self._key)
-        with storage_faults("write", where):
-            try:
-                yield
-            except FileNotFoundError as error:
-                raise Recoverable(
-                    f"{where} was not written: somebody gave its upload up before it was complete; try again"
-                ) from error
 
     def abort(self) -> None:
         if self._open:

@@ -31,6 +31,7 @@ from updates import (
     update_context,
 )
 
+from rollout_core.algorithms import parallel
 from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.dataset_updates import sft_update
 from rollout_core.algorithms.on_policy_updates import grpo_update, ppo_update
@@ -212,12 +213,14 @@ def leave(name: str, folder: Path, model: Path, parallel: ParallelConfig) -> Non
 
 def found_apart() -> list[str]:
     """Which of some tensors this project finds to differ among the processes."""
+    parallel.SLICE_NUMBERS = 4
     here = torch.arange(6, dtype=torch.float32).reshape(2, 3)
     apart = here.clone()
     apart[1, 1] = torch.nextafter(apart[1, 1], torch.tensor(torch.inf)) if rank() else apart[1, 1]
     mesh = init_device_mesh("cpu", (world_size(),))
-    own = {"cut": distribute_tensor(here, mesh, [Shard(0)]), "of few bits": here.bfloat16().T}
-    return differing_replicas({"equal": here, "apart": apart, **own, "bfloat16, apart": (here + rank()).bfloat16()})
+    own = {"cut": distribute_tensor(here, mesh, [Shard(0)]), "of few bits": here.bfloat16().T, "none": here[:0]}
+    others = {"bfloat16, apart": (here + rank()).bfloat16(), "a number": here[1, 1], "its own": torch.tensor(rank())}
+    return differing_replicas({"equal": here, "apart": apart, **own, **others})
 
 
 def place_of(folder: Path, kind: str, name: str) -> Path:
@@ -225,7 +228,6 @@ def place_of(folder: Path, kind: str, name: str) -> Path:
 
 
 def main() -> None:
-    from rollout_core.algorithms import parallel
     from rollout_core.launch.rank import join
 
     folder, model = map(Path, sys.argv[1:3])
@@ -234,18 +236,18 @@ def main() -> None:
     join()
     made: dict[str, dict[str, Any]] = {"whole": {}, "taken up": {}, "resumed": {}}
     for kind in kinds:
-        parallel = ParallelConfig.model_validate({"nproc": world_size(), "kind": kind})
+        config = ParallelConfig.model_validate({"nproc": world_size(), "kind": kind})
         for name in asked or [name for name, case in CASES.items() if kind in case.kinds]:
-            checkpoint = CASES[name].run(update_context(place_of(folder, kind, name)), model, parallel)
+            checkpoint = CASES[name].run(update_context(place_of(folder, kind, name)), model, config)
             made["whole"][f"{kind} {name}"] = checkpoint.model_dump(mode="json")
         for name in [name for left, name in INTERRUPTED if left == kind and not asked]:
-            leave(name, place_of(folder / "left by two", kind, name), model, parallel)
+            leave(name, place_of(folder / "left by two", kind, name), model, config)
             place = update_context(place_of(folder / "left by one", kind, name))
-            made["taken up"][f"{kind} {name}"] = CASES[name].run(place, model, parallel).model_dump(mode="json")
+            made["taken up"][f"{kind} {name}"] = CASES[name].run(place, model, config).model_dump(mode="json")
             again = update_context(place_of(folder / "left by two", kind, f"{name}, again"))
-            leave(name, again.cache.parent, model, parallel)
+            leave(name, again.cache.parent, model, config)
             dist.barrier()  # the first may still be writing what both are to take up
-            made["resumed"][f"{kind} {name}"] = CASES[name].run(again, model, parallel).model_dump(mode="json")
+            made["resumed"][f"{kind} {name}"] = CASES[name].run(again, model, config).model_dump(mode="json")
     apart = found_apart()
     if is_first():
         (folder / "apart.json").write_text(json.dumps(apart))

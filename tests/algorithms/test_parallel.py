@@ -162,13 +162,13 @@ def test_what_two_processes_leave_two_take_up_to_the_last_bit(kind, name, by_two
 
 def test_a_weight_that_is_not_the_same_in_all_processes_is_found(by_two, folder):
     by_two("ddp")
-    assert json.loads((folder / "apart.json").read_text()) == ["apart", "bfloat16, apart"]
+    assert json.loads((folder / "apart.json").read_text()) == ["apart", "bfloat16, apart", "its own"]
 
 
 def test_weights_that_drift_apart_are_not_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Path):
     monkeypatch.setattr("rollout_core.algorithms.state.differing_replicas", lambda tensors: sorted(tensors)[:2])
     place = update_context(tmp_path)
-    with pytest.raises(Recoverable, match=r"after step \d+ 2 of the weights, model\.\S+ first, are not"):
+    with pytest.raises(Recoverable, match=r"after step \d+ 2 tensors, model\.\S+ first, are not"):
         CASES["sft"].run(place, tiny_model, ONE)
     assert not SnapshotStore(place.objects).list()
 

@@ -69,6 +69,10 @@ def test_a_large_file_arrives_whole(folder: OutputFolder, monkeypatch: pytest.Mo
     assert folder.read("f") == b"".join(pieces)
 
 
+GONE = FileNotFoundError("The specified upload does not exist")
+"""As the client has what S3 says of an upload that has ended; the server here answers otherwise."""
+
+
 def joining(folder: OutputFolder, monkeypatch: pytest.MonkeyPatch, join: Callable[..., dict[str, Any]]) -> None:
     """The parts of files are put together by ``join``, which gets a key, the call and its arguments."""
     files = s3_files(folder)
@@ -93,7 +97,7 @@ def test_an_upload_that_is_completed_again_since_its_answer_was_lost_is_complete
 ):
     def join(key: str, complete: Callable[[], dict[str, Any]], upload: str) -> dict[str, Any]:
         complete()
-        return complete()
+        raise GONE
 
     folder.replace("f", [b"old"])
     joining(folder, monkeypatch, join)
@@ -108,15 +112,41 @@ def test_an_upload_that_somebody_gave_up_is_not_taken_for_complete(
 ):
     def join(key: str, complete: Callable[[], dict[str, Any]], upload: str) -> dict[str, Any]:
         files.call_s3("abort_multipart_upload", key, UploadId=upload)
-        raise FileNotFoundError("The specified upload does not exist")  # so S3 says; the server here answers 500
+        raise GONE
 
     folder.replace("f", [b"old"])
     files = s3_files(folder)
     joining(folder, monkeypatch, join)
     for name, content in (("f", b"new"), ("g", b"another")):
-        with pytest.raises(Recoverable, match=f"/{name} was not written: somebody gave its upload up"):
+        with pytest.raises(Recoverable, match=f"/{name} was not written: its upload was given up"):
             folder.replace(name, [content])
     assert folder.read("f") == b"old" and folder.read("g") is None
+
+
+@pytest.mark.parametrize("method", ["upload_part", "copy"])
+def test_an_upload_that_is_gone_while_it_goes_on_is_tried_again(
+    s3: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+):
+    files = ObjectStore.from_url(address_of("s3", tmp_path), storage_options=s3).files
+    assert isinstance(files, S3Files)
+    upload, real = files.upload(), files.call_s3
+
+    def call_s3(called: str, key: str, **arguments: Any) -> dict[str, Any]:
+        if called == method:
+            raise GONE
+        answer = real(called, key, **arguments)
+        if called == "complete_multipart_upload":
+            files.delete(key)
+        return answer
+
+    monkeypatch.setattr(files, "call_s3", call_s3)
+    upload.write(b"x")
+    with pytest.raises(
+        Recoverable, match=r"was not written: its upload was given up, or what was uploaded was removed"
+    ):
+        upload.commit("cas/f")
+    upload.abort()
+    assert files.stat("cas/f") is None
 
 
 def test_what_is_missing_where_rows_come_from_is_not_taken_for_a_missing_bucket(folder: OutputFolder):

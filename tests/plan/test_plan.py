@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedTokenizerFast
 
@@ -333,6 +334,7 @@ def noting(calls: list[str], name: str, real: Callable[..., Any]) -> Callable[..
     return call
 
 
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a build for GPUs is asked which there are")
 def test_a_plan_of_what_is_known_does_without_the_heavy_libraries(work: Path):
     """A run that finds everything in its caches starts in a second, not in ten."""
     config = parse_config(document("nightly"), CONFIG_KINDS["nightly"])
