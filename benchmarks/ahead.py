@@ -4,9 +4,12 @@ Each run is `rollout nightly` on the example's model and task: supervised fine-t
 share, then iterations of GRPO, then evaluation. Engine and learner have a thread each. Time is that of an iteration
 after the first: from the end of one update to the end of the next.
 
-Pinned apart, the engine's processes have one core and everything else has another, on both sides, as an engine and a
-learner have with a GPU each. The first seed also runs on cores that both share, where the side in turns draws and
-trains once with a thread each and once with all threads for whoever is at work.
+Both sides compute the importance correction, which is on by default where older weights draw and takes a pass without
+gradient over all completions. With the first seed the side in turns also does without it, as it does by default.
+
+Pinned apart, the engine's processes have one core and whoever learns has another, as an engine and a learner have with
+a GPU each. The first seed also runs on cores that both share, where the side in turns draws and trains once with a
+thread each and once with all threads for whoever is at work.
 
 Run: python benchmarks/ahead.py [--quick] [--seeds 5] [--iterations 5] [--prompts 192] [--only-apart]
 """
@@ -39,6 +42,13 @@ class Side:
     depth: int
     threads: int
     is_pinned: bool = False
+    is_corrected: bool = True
+
+    @property
+    def name(self) -> str:
+        """Of its runs."""
+        changes = "-pinned" * self.is_pinned + "-plain" * (not self.is_corrected)
+        return f"ahead-{self.depth}-{self.threads}{changes}"
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,7 @@ class Outcome:
 
 APART = Side("ahead, pinned apart", 1, 1, is_pinned=True)
 APART_IN_TURNS = Side("in turns, pinned apart", 0, 1, is_pinned=True)
+APART_PLAIN = Side("in turns, pinned apart, no correction", 0, 1, is_pinned=True, is_corrected=False)
 AHEAD = Side("ahead", 1, 1)
 IN_TURNS = Side("in turns, a thread each", 0, 1)
 ALL_THREADS = Side("in turns, all threads", 0, os.cpu_count() or 2)
@@ -62,8 +73,9 @@ PINNING_SECONDS = 0.2
 
 
 @contextmanager
-def pinned_apart(process: int) -> Iterator[None]:
-    """Inside the block vLLM's processes below ``process`` have one core, and it and all others another."""
+def pinned_apart(process: int, *, learns_beside: bool) -> Iterator[None]:
+    """Inside the block vLLM's processes below ``process`` have one core, and whoever learns another: a process of its
+    own beside the flow's, which then stays with the engine that it feeds, or the flow's process itself."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit(f"pinning apart takes two cores; this process may use {cores} only")
@@ -76,7 +88,8 @@ def pinned_apart(process: int) -> Iterator[None]:
                 for each in (top, *top.children(recursive=True)):
                     with suppress(psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):
                         engines.update({each.pid} if is_engine(each) else ())
-                        core = cores[0] if each.pid in engines else cores[1]
+                        of_learner = is_learner(each) if learns_beside else each.pid not in engines
+                        core = cores[1] if of_learner else cores[0]
                         for thread in each.threads():
                             os.sched_setaffinity(thread.id, {core})
 
@@ -96,9 +109,14 @@ def is_engine(process: psutil.Process) -> bool:
     return any("VLLM::" in " ".join(each.cmdline()) for each in (process, *process.parents()))
 
 
+def is_learner(process: psutil.Process) -> bool:
+    """Whether a process computes updates, or was started by one that does."""
+    return any("rollout_core.launch.rank" in each.cmdline() for each in (process, *process.parents()))
+
+
 def run(side: Side, seed: int, asked: argparse.Namespace) -> Outcome:
     """The outcome of the night of one side; raises SystemExit where it fails."""
-    name = f"ahead-{side.depth}-{side.threads}-{seed}{'-pinned' if side.is_pinned else ''}"
+    name = f"{side.name}-{seed}"
     changes = {
         "run.name": f'"{name}"',
         "seed": seed,
@@ -118,9 +136,10 @@ minibatch_size = 128
 gradient_accumulation = 1
 loss_type = "dapo"
 async_depth = {side.depth}
+{"correction = {}" if side.is_corrected else ""}
 prompts = {{ path = "data/example/prompts.jsonl" }}
 sampling = {{ temperature = 1.0, max_tokens = 16 }}
-optimizer = {{ lr = 1e-4 }}
+optimizer = {{ lr = 3e-5 }}
 snapshots = {{ every_steps = 100 }}
 
 """
@@ -128,7 +147,7 @@ snapshots = {{ every_steps = 100 }}
     command = [str(Path(sys.executable).with_name("rollout")), "nightly", "--config", f"{name}.toml"]
     command += [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        with pinned_apart(process.pid) if side.is_pinned else nullcontext():
+        with pinned_apart(process.pid, learns_beside=side.depth > 0) if side.is_pinned else nullcontext():
             _, errors = process.communicate()
             if process.returncode:
                 raise SystemExit(f"{side.what}, seed {seed}, ended with {process.returncode}: {errors[-2000:]}")
@@ -144,7 +163,7 @@ def outcome_of(name: str) -> Outcome:
     head, detail = records.detail(records.find(name))
     ends = [call.ended for call in detail.calls if call.stage == "grpo_update"]
     seconds = [later - earlier for earlier, later in pairwise(ends)]
-    return Outcome(statistics.median(seconds), head.held_out[0].reward, head.held_out[-1].reward)
+    return Outcome(statistics.median(seconds), head.held_out[-2].reward, head.held_out[-1].reward)
 
 
 def main() -> None:
@@ -159,7 +178,8 @@ def main() -> None:
     if asked.quick:
         asked.seeds, asked.iterations, asked.prompts, asked.sft_steps = 1, 3, 8, 5
     figures = Figures("Samples drawn ahead of training (ours) against in turns (baseline)")
-    pairs = [(APART, APART_IN_TURNS)] + [(AHEAD, IN_TURNS), (AHEAD, ALL_THREADS)] * (not asked.only_apart)
+    pairs = [(APART, APART_IN_TURNS), (APART, APART_PLAIN)]
+    pairs += [(AHEAD, IN_TURNS), (AHEAD, ALL_THREADS)] * (not asked.only_apart)
     sides = list(dict.fromkeys(side for pair in pairs for side in pair))
     found: dict[Side, list[Outcome]] = {side: [] for side in sides}
     with own_place():
@@ -168,7 +188,7 @@ def main() -> None:
             for side in sides if seed == 1 else sides[:2]:
                 found[side].append(run(side, seed, asked))
     for ours, other in pairs:
-        seconds = [[one.seconds for one in found[side]] for side in (ours, other)]
+        seconds = [[one.seconds for one in found[side][: len(found[other])]] for side in (ours, other)]
         figures.compare(f"an iteration, s: {ours.what} against {other.what}", *seconds, form="{:.1f}")
     for what in ("before", "after"):
         rewards = [[getattr(one, what) for one in found[side]] for side in (APART, APART_IN_TURNS)]
