@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from rollout_core import DISTRIBUTION
 from rollout_core.base.errors import ConfigError, NotFound, Recoverable
@@ -40,14 +40,18 @@ from rollout_core.models.bounded.tokenizing import how_prompts_vary
 from rollout_core.models.facts import ModelFacts
 from rollout_core.models.locating import Unchecked, check_adapter, describe, recall_model
 from rollout_core.objects import ObjectStore
+from rollout_core.objects.records import lineage_of
 from rollout_core.objects.snapshots import Snapshot, find_start
 from rollout_core.store.connections import Connections
 
-if TYPE_CHECKING:
-    pass
-
-
 T = TypeVar("T")
+_SIZES_OF_ITERATIONS = (
+    "prompts_per_iteration",
+    "samples_per_prompt",
+    "epochs",
+    "minibatch_size",
+    "gradient_accumulation",
+)
 
 
 @dataclass
@@ -128,8 +132,10 @@ class Plan:
                 found = find_start(objects, wanted, **options)
             except NotFound as error:
                 raise ConfigError(str(error)) from error
-            if iterated is not None and iterated.partial_rollouts is not None:
-                carried_behind(objects, found.id, group_size=iterated.group_size)
+            if iterated is not None:
+                _check_sizes_behind(objects, found, iterated)
+                if iterated.partial_rollouts is not None:
+                    carried_behind(objects, found.id, group_size=iterated.group_size)
             return found
 
         found = self.check("run.resume", look)
@@ -271,3 +277,25 @@ def check_model(source: ModelSource, base: Path, objects: ObjectStore | None = N
         if source.adapter is not None:
             check_adapter(source.adapter, found.folder, base, objects)
         return facts
+
+
+def _check_sizes_behind(objects: ObjectStore, snapshot: Snapshot, settings: OnPolicySettings) -> None:
+    """Raises ConfigError where it is on record that iterations of other sizes led to a snapshot: by those of
+    ``settings`` the iteration that it ended, and the prompts that come next, would be counted wrongly."""
+    lineage = lineage_of(objects, snapshot.id)
+    recorded = {} if lineage is None else lineage.arguments.get("settings") or {}
+    before = {name: recorded[name] for name in _SIZES_OF_ITERATIONS if name in recorded}
+    had = settings.model_copy(update=before)
+    same_steps = had.known_steps_per_iteration == settings.known_steps_per_iteration
+    if same_steps and had.prompts_per_iteration == settings.prompts_per_iteration:
+        return
+    changed = [
+        f"{name} = {value} (here {getattr(settings, name)})"
+        for name, value in before.items()
+        if value != getattr(settings, name)
+    ]
+    raise ConfigError(
+        f"the iterations behind snapshot {snapshot.id.short} had {', '.join(changed)}, so which iteration comes next, "
+        "and with which prompts, would be counted wrongly; go on with what they had, or train the snapshot's model as "
+        "algorithm.base_model from a first iteration"
+    )

@@ -240,6 +240,9 @@ def test_iterations_go_on_where_a_shorter_run_ended(tiny_model, sorting_task, pr
     first = train_grpo(config(1))
     with pytest.raises(ConfigError, match=r"has 1 iterations behind it; raise algorithm.iterations"):
         train_grpo(config(1, **{"run.resume": "latest"}))
+    other = {"run.resume": "latest", "algorithm.prompts_per_iteration": 8, "algorithm.gradient_accumulation": 2}
+    with pytest.raises(ConfigError, match=r"behind snapshot \w+ had prompts_per_iteration = 4 \(here 8\), "):
+        train_grpo(config(3, **other))
     resumed = train_grpo(config(2, **{"run.resume": first["train_state"][:12]}))
     whole = train_grpo(config(2))
     assert resumed["train_state"] == whole["train_state"] and resumed["rewards"] == whole["rewards"][1:]
