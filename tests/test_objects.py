@@ -19,11 +19,11 @@ from blake3 import blake3
 from hypothesis import given, settings, strategies as st
 from pydantic import ValidationError
 
-from rollout_core.base.errors import ConfigError, Conflict, CorruptObject, MissingObject, Recoverable
+from rollout_core.base.errors import ConfigError, Conflict, CorruptObject, CorruptRef, MissingObject, Recoverable
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.objects import ObjectStore, TreeFile, TreeManifest
 from rollout_core.objects.backends import LocalFiles
-from rollout_core.objects.files import TOUCH_AFTER_SECONDS
+from rollout_core.objects.files import TOUCH_AFTER_SECONDS, ref_key
 from rollout_core.objects.snapshots import SnapshotStore
 from rollout_core.objects.store import blob_key
 from rollout_core.objects.trees import forget_local_tree, keep_local_tree
@@ -149,8 +149,10 @@ def test_how_a_stream_is_cut_does_not_change_its_id(chunks: list[bytes], thresho
 # Corruption
 
 
-def flip_bit(data: bytes) -> bytes:
-    return data[:-1] + bytes([data[-1] ^ 4])
+def flip_bit(data: bytes, place: int = -1) -> bytes:
+    damaged = bytearray(data)
+    damaged[place] ^= 4
+    return bytes(damaged)
 
 
 @pytest.mark.parametrize("damage", [flip_bit, lambda data: data[:-1], lambda data: b"", lambda data: data + b"x"])
@@ -195,6 +197,24 @@ def test_a_good_blob_that_was_read_wrongly_stays(objects: ObjectStore, monkeypat
     with pytest.raises(Recoverable, match="read it again"):
         objects.get_bytes(content_id)
     assert objects.exists(content_id)
+
+
+def test_a_good_ref_that_was_read_wrongly_is_read_until_it_is_right_or_wrong_in_the_same_way(
+    objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content_id = objects.put_bytes(b"good")
+    objects.set_ref("a", content_id)
+    right = objects.files.read(ref_key("a"))
+    answers = [flip_bit(right, place) for place in (3, 70, 90)]
+    monkeypatch.setattr(objects.files, "read", lambda key: answers.pop(0) if answers else right)
+    assert objects.get_ref("a") == content_id and not answers
+    read: list[bytes] = []
+    for wrong, readings in (([flip_bit(right, 5)] * 9, 2), ([flip_bit(right, place) for place in range(9)], 5)):
+        answers[:], read[:] = wrong, []
+        monkeypatch.setattr(objects.files, "read", lambda key: read.append(answers.pop(0)) or read[-1])
+        with pytest.raises(CorruptRef):
+            objects.get_ref("a")
+        assert len(read) == readings
 
 
 # Trees

@@ -392,6 +392,9 @@ def encode_ref(name: str, named: ContentId) -> bytes:
     return f"{named}\n{_check(name, named)}\n".encode()
 
 
+REF_READINGS = 5
+
+
 def decode_ref(name: str, data: bytes) -> RefContent | None:
     """What the file of ref ``name`` says; None where neither `encode_ref` nor an earlier version wrote it so."""
     digits = data[:64].decode(errors="replace")
@@ -400,6 +403,21 @@ def decode_ref(name: str, data: bytes) -> RefContent | None:
     named = ContentId(digits)
     is_checked = data == encode_ref(name, named)
     return RefContent(named, is_checked) if is_checked or data[64:] in (b"", b"\n") else None
+
+
+def settled_ref(name: str, read: Callable[[], bytes]) -> tuple[RefContent | None, bytes]:
+    """What the file of ref ``name`` says, as `decode_ref`, and its bytes.
+
+    It is read again where it says nothing, for the fault may have been on the way here. What is wrong twice in the same
+    way, or `REF_READINGS` times, is wrong there.
+    """
+    damaged: set[bytes] = set()
+    while True:
+        data = read()
+        content = decode_ref(name, data)
+        if content is not None or data in damaged or len(damaged) + 1 == REF_READINGS:
+            return content, data
+        damaged.add(data)
 
 
 def _check(name: str, named: ContentId) -> ContentId:

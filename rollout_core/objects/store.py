@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,11 +39,11 @@ from rollout_core.objects.files import (
     Files,
     FileStat,
     RefContent,
-    decode_ref,
     encode_ref,
     hash_chunks,
     is_ref_name,
     ref_key,
+    settled_ref,
     storage_faults,
 )
 from rollout_core.objects.sweeps import is_swept_away
@@ -337,9 +338,7 @@ class ObjectStore:
     def read_ref(self, name: str) -> RefContent | None:
         """`get_ref`, with whether the file has a check. One without counts while what it names is there."""
         try:
-            data = self.files.read(ref_key(name))
-            # Read again where it is no ref: the fault may have been on the way here.
-            content = decode_ref(name, data) or decode_ref(name, self.files.read(ref_key(name)))
+            content, data = settled_ref(name, partial(self.files.read, ref_key(name)))
         except FileNotFoundError:
             return None
         if content is None or not (content.is_checked or self._can_be_named(content.named)):
