@@ -171,7 +171,8 @@ def differing_replicas(tensors: Mapping[str, Tensor]) -> list[str]:
     names = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
     if world_size() == 1 or not names:
         return []
-    parts = [_sums_of_bits(tensors[name]).cpu() for name in names]  # an optimizer counts on the host, whatever it moves
+    # On the host, for Adam's counts of steps may be there while its moments are on a GPU.
+    parts = [_sums_of_bits(tensors[name]).cpu() for name in names]
     sums = torch.cat(parts)
     bounds = torch.stack([sums, -sums])
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
