@@ -136,7 +136,7 @@ class BucketFolder:
 
     def replace(self, name: str, chunks: Iterable[bytes]) -> str | None:
         key = self._key(name)
-        upload = self._files.upload(key)
+        upload = self._files.upload_beside(key)
         try:
             with storage_faults("write", self.where(name)):
                 for chunk in chunks:

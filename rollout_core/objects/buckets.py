@@ -199,7 +199,13 @@ class RemoteFiles:
                     raise
 
     def upload(self, key: str | None = None) -> Upload:
-        return StreamedUpload(self, key if self.protocol == "gs" else None)  # in memory a part of a file is seen
+        if self.protocol == "gs" and key is not None:
+            return StreamedUpload(self, key, passing=False)
+        return StreamedUpload(self, f"tmp/{ULID()}")  # in memory a part of a file is seen
+
+    def upload_beside(self, key: str) -> Upload:
+        """An upload to ``key`` that leaves what is there until the new file was found to be what was sent."""
+        return StreamedUpload(self, f"{key}.{ULID()}") if self.protocol == "gs" else self.upload(key)
 
     def drop_uploads(self, begun_before: float, *, dry_run: bool) -> int:
         return 0  # GCS gives up uploads after a week by itself, and lists none
@@ -281,11 +287,12 @@ class RemoteFiles:
 
 class StreamedUpload:
     """A file that fsspec writes, to GCS by a resumable upload: a part is on its way while the next one is gathered.
-    Where its key is not known yet, it is at ``tmp/``, and the server copies it."""
+    Where it goes to a ``passing`` key, the server copies it from there to its own."""
 
-    def __init__(self, files: RemoteFiles, key: str | None) -> None:
+    def __init__(self, files: RemoteFiles, key: str, *, passing: bool = True) -> None:
         self._files = files
-        self._key = key or f"tmp/{ULID()}"
+        self._key = key
+        self._passing = passing
         with files.writing(self._key):
             self._file = files.fs.open(files.path(self._key), "wb", block_size=files.part_bytes)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="object-upload")
@@ -323,12 +330,12 @@ class StreamedUpload:
         self._pool.submit(self._close).result()
         if self._files.protocol == "gs":
             self._files.require_arrived(self._key, _crc32c_text(self._checksum))
-        self._open = False
-        self._pool.shutdown()
-        if key != self._key:
+        if self._passing:
             with self._files.writing(key):
                 self._files.fs.cp_file(self._files.path(self._key), self._files.path(key))
             self._files.discard(self._key)
+        self._open = False
+        self._pool.shutdown()
 
     def _close(self) -> None:
         assert self._sending is not None, "asked for after the last part"
@@ -347,7 +354,7 @@ class StreamedUpload:
             # fsspec's finaliser would otherwise close the file, and closing it completes the upload.
             with suppress(AttributeError):
                 self._file.closed = True
-        if self._key.startswith("tmp/"):
+        if self._passing:
             self._files.discard(self._key)
 
 

@@ -16,6 +16,7 @@ from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.inference import folders
 from rollout_core.inference.folders import OutputFolder, output_folder
 from rollout_core.objects import ObjectStore
+from rollout_core.objects.buckets import StreamedUpload
 from rollout_core.objects.s3 import S3Files
 
 
@@ -61,6 +62,25 @@ def test_a_file_whose_writing_fails_is_left_as_it_was(folder: OutputFolder, monk
     assert list(files.list("tmp")) == []
     if files.protocol == "s3":
         assert not files.fs.call_s3("list_multipart_uploads", Bucket=files.path("").strip("/")).get("Uploads")
+
+
+def test_a_file_that_arrives_damaged_takes_no_ones_place(google: Any, monkeypatch: pytest.MonkeyPatch):
+    """S3 compares each request with its checksum; of a resumable upload to GCS it is known at the end."""
+    use_gcs(monkeypatch, google)
+    folder = output_folder(address_of("gcs", Path("/nowhere")), Path("/nowhere"))
+    assert isinstance(folder, folders.BucketFolder)
+    mark = folder.replace("f", [b"old"])
+    put = StreamedUpload._put
+
+    def damage(upload: StreamedUpload, chunks: list[bytes]) -> None:
+        put(upload, [b"?" + chunk[1:] for chunk in chunks])
+
+    monkeypatch.setattr(StreamedUpload, "_put", damage)
+    with pytest.raises(Recoverable, match="did not arrive as it was sent: its checksum is"):
+        folder.replace("f", [b"new"])
+    assert folder.read("f") == b"old" and folder.mark("f") == mark
+    files = folder._files
+    assert len(files.fs.find(files.path(folder._prefix))) == 1, "no leftovers"
 
 
 def test_a_large_file_arrives_whole(folder: OutputFolder, monkeypatch: pytest.MonkeyPatch):
