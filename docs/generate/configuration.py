@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from rollout_core.config import cloud
+from rollout_core.config.described import field_docs
 from rollout_core.config.kinds import CONFIG_KINDS
 
 FOLDER = "reference/configuration"
@@ -134,10 +135,8 @@ def _section(model: type[BaseModel], places: list[str]) -> str:
 def _meaning(model: type[BaseModel], key: str) -> str:
     """By the field's docstring, or where the field came from; else what its table is."""
     field = model.model_fields[key]
-    for ancestor in model.__mro__:
-        inherited = ancestor.model_fields.get(key) if issubclass(ancestor, BaseModel) else None
-        if inherited is not None and inherited.description:
-            return _markdown(inherited.description)
+    if meaning := field_docs(model).get(key):
+        return _markdown(meaning)
     inner = [model for model, _ in _models_in(field.annotation)]
     if len(inner) == 1:
         return _markdown((inspect.getdoc(inner[0]) or "").partition("\n\n")[0])

@@ -14,16 +14,17 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.settings import refuse_credentials, without_passwords
+from rollout_core.config.described import Described
 
 SCHEMA_VERSION = 1
 Address = Annotated[str, AfterValidator(refuse_credentials)]
 """Where something is: shown in logs, file names and tables, so it holds no password."""
 
 
-class Settings(BaseModel):
+class Settings(Described):
     """Base of every configuration model: unknown keys are errors, values never change after parsing."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     identity_without_default: ClassVar[frozenset[str]] = frozenset()
     """Fields that came after results were kept: they stay out of the cache key while they have their default."""

@@ -14,12 +14,13 @@ import operator
 from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
 from rollout_core.base.determinism import numerics_identity
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.processes import Limits
 from rollout_core.base.settings import refuse_credentials
+from rollout_core.config.described import Described
 
 MAX_LENGTH = 2_000
 """Characters of an expression."""
@@ -139,8 +140,8 @@ def _shown(text: str) -> str:
     return repr(text if len(text) <= 80 else text[:77] + "...")
 
 
-class _Spec(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+class _Spec(Described):
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class ExactMatchReward(_Spec):
