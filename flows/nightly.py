@@ -9,6 +9,7 @@ from prefect import flow
 
 from flows.candidate import reason_of
 from flows.flow_run import recompute_missing
+from flows.learning import learn_from_rows
 from flows.nightly_steps import (
     Report,
     algorithm_of,
@@ -23,7 +24,6 @@ from flows.nightly_steps import (
 )
 from flows.nights import skipped_for_newer
 from flows.report import figure_of_steps
-from flows.train import learn_from_rows
 from rollout_core.base.ids import ContentId
 from rollout_core.config import NightlyConfig, apply_overrides, parse_config
 from rollout_core.inference.engines import close_engine

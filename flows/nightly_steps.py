@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from flows.learning import learn_from_rows, policy_iterations
 from flows.report import (
     PAGE,
     Curve,
@@ -23,7 +24,6 @@ from flows.report import (
     shown_curve,
     stages_section,
 )
-from flows.train import learn_from_rows, policy_iterations
 from rollout_core.base.ids import ContentId
 from rollout_core.config import KLGuard, NightlyConfig, PromptsGuard, RewardGuard
 from rollout_core.config.rewards import ModelReward, RewardSpec

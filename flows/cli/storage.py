@@ -156,7 +156,7 @@ def _storage_and_names(
 ) -> Iterator[tuple[ObjectStore, frozenset[ContentId]]]:
     """The object store, and what the database of the settings names in it."""
     from flows.connections import object_store, storage_and_database
-    from rollout_core.housekeeping.named import named_by_database
+    from rollout_core.housekeeping.cleaning import named_by_database
 
     with storage_and_database() as known:
         named = asyncio.run(named_by_database(known.database_url(), completion_days=completion_days))

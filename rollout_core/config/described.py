@@ -16,8 +16,8 @@ from pydantic.json_schema import JsonSchemaValue
 class Described(BaseModel):
     """A model whose JSON Schema has these descriptions.
 
-    pydantic's own ``use_attribute_docstrings`` reads the source of each class while it is made: an eighth of the time that
-    a flow's process needs until it runs.
+    pydantic's own ``use_attribute_docstrings`` reads the source of each class while it is made: an eighth of the time
+    that a flow's process takes until it runs.
     """
 
     @classmethod

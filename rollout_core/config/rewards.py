@@ -162,7 +162,7 @@ class FunctionReward(_Spec):
     kind: Literal["function"] = "function"
     callable: str
     """``module:function``, or ``path/to/file.py:function`` relative to the working folder."""
-    kwargs: dict[str, Any] = {}
+    kwargs: dict[str, Any] = Field(default={})
     """Further keyword arguments of each call."""
     timeout_seconds: float = Field(default=300.0, gt=0, allow_inf_nan=False)
     """Longest time for one call (of a `batch_reward`: for all samples), and for importing the code."""
@@ -231,7 +231,7 @@ class ExpressionReward(_Spec):
     kind: Literal["expression"] = "expression"
     expression: str = Field(min_length=1)
     """Names are those of ``rewards``, ``num_tokens``, ``num_characters`` and ``truncated`` (1 or 0)."""
-    rewards: dict[str, PlainReward] = {}
+    rewards: dict[str, PlainReward] = Field(default={})
     """Rewards by the names that the expression has for them."""
 
     @model_validator(mode="after")

@@ -6,6 +6,7 @@ one does the rest. While runs are under way, what they may have read stays below
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable
@@ -18,12 +19,16 @@ from rollout_core.base.errors import ConfigError, CorruptObject, NotFound
 from rollout_core.base.ids import ContentId, canonical_json, hash_bytes
 from rollout_core.base.processes import size_text
 from rollout_core.config.retention import Retention
+from rollout_core.inference.ledger import COMPLETION_SPAN, FAILURE_SPAN
 from rollout_core.objects import ObjectStore, Snapshot, SnapshotStore, TreeFile, TreeManifest
 from rollout_core.objects.files import EXPIRED_REFS, LET_GO_REFS, RESULT_REFS, RUN_RECORD_REFS, SNAPSHOT_REFS
-from rollout_core.objects.gc import GcReport, Scope, collect_garbage
+from rollout_core.objects.gc import GcReport, Scope, collect_garbage, named_ids
 from rollout_core.objects.leases import live_leases, unused_before
 from rollout_core.objects.snapshots import MODEL_FOLDER, PROGRESS_REFS, RUN_NAME, expire_ref
 from rollout_core.promotion.history import entries_by_ref, resources_with_history
+from rollout_core.store.sql.by_url import is_postgres
+from rollout_core.store.sql.sqlite import parse_url
+from rollout_core.store.sql.store import SqlLightningStore
 
 MIN_GRACE_HOURS = 7.0
 """With less, a blob that was put again without being touched might go."""
@@ -226,3 +231,21 @@ def _model_of(objects: ObjectStore, state: Snapshot) -> ContentId | None:
     inner = [file for file in files if file.path.startswith(below)]
     paths = [TreeFile(path=file.path.removeprefix(below), size=file.size, content_id=file.content_id) for file in inner]
     return hash_bytes(canonical_json(TreeManifest(files=tuple(paths)))) if inner else None
+
+
+async def named_by_database(url: str, *, completion_days: float) -> frozenset[ContentId]:
+    """Ids in the latest resources, and in the completions of samples that have not ended or ended within these days.
+
+    None where there is no database yet. Raises what opening the store raises.
+    """
+    if not is_postgres(url) and not os.path.exists(parse_url(url)):
+        return frozenset()
+    store = SqlLightningStore.from_url(url)
+    try:
+        latest = await store.get_latest_resources()
+        served = "" if latest is None else latest.model_dump_json()
+        since = time.time() - completion_days * _DAY
+        completions = await store.ids_in_spans((COMPLETION_SPAN, FAILURE_SPAN), since=since)
+        return frozenset(completions.union(named_ids([served.encode()])))
+    finally:
+        await store.close()

@@ -42,6 +42,7 @@ from rollout_core.config.optimizers import EIGHT_BITS
 from rollout_core.config.promotion import MIN_PROMPTS, Guard
 from rollout_core.config.rewards import ExactMatchReward, ModelReward, RewardSpec, plain_rewards
 from rollout_core.config.runs import ReferencedAlgorithm
+from rollout_core.data.curriculum import check_keys, in_words
 from rollout_core.data.datasets import PromptRow
 from rollout_core.models.bounded.inspecting import check_training
 from rollout_core.models.facts import (
@@ -53,7 +54,6 @@ from rollout_core.models.facts import (
 )
 from rollout_core.models.locating import describe, mark_of_source
 from rollout_core.plans.cluster import check_placement
-from rollout_core.plans.curricula import check_keys, in_words
 from rollout_core.plans.plan import Plan, context_limit
 from rollout_core.plans.resources import (
     States,

@@ -14,11 +14,10 @@ from rollout_core.algorithms.dataset_updates import sft_update
 from rollout_core.algorithms.supervised import SFT
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import BudgetConfig, Curriculum, GRPOSettings, PromptCurriculum, identity
-from rollout_core.data.curriculum import competence, easiest_first, num_open, open_positions, sorted_rows
+from rollout_core.data.curriculum import competence, easiest_first, in_words, num_open, open_positions, sorted_rows
 from rollout_core.data.datasets import SftRow, to_jsonl
 from rollout_core.data.examples import Example, positions_at
 from rollout_core.objects import ObjectStore
-from rollout_core.plans.curricula import in_words
 from tasks.curriculum import OpenPrompts
 
 
