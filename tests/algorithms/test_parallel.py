@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from ranks import CASES, INTERRUPTED, KINDS, SHARING_ROWS, leave, place_of
+from ranks import CASES, INTERRUPTED, KINDS, leave, place_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import (
@@ -46,22 +46,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def by_two(
-    folder: Path, tiny_model: Path, run_process: Callable[..., str]
-) -> Callable[[str], dict[str, dict[str, Checkpoint]]]:
-    """What two processes of a kind made of every case, and of what one process had left; computed once."""
-    found: dict[str, dict[str, dict[str, Checkpoint]]] = {}
-
-    def compute(kind: str) -> dict[str, dict[str, Checkpoint]]:
-        kinds = SHARING_ROWS if kind in SHARING_ROWS else (kind,)
-        if kind not in found:
-            for left, name in INTERRUPTED:
-                if left in kinds:
-                    leave(name, place_of(folder / "left by one", left, name), tiny_model, ONE)
-            found.update(dict.fromkeys(kinds, made_by(2, run_process, folder, tiny_model, ",".join(kinds))))
-        return found[kind]
-
-    return compute
+def by_two(folder: Path, tiny_model: Path, run_process: Callable[..., str]) -> dict[str, dict[str, Checkpoint]]:
+    """What two processes made of every case of every kind, and of what one process had left."""
+    for kind, name in INTERRUPTED:
+        leave(name, place_of(folder / "left by one", kind, name), tiny_model, ONE)
+    return made_by(2, run_process, folder, tiny_model, ",".join(KINDS))
 
 
 def made_by(
@@ -116,7 +105,7 @@ def assert_same_training(
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for name, case in CASES.items() for kind in case.kinds])
 def test_two_processes_train_like_one(kind, name, by_one, by_two, folder):
-    checkpoint, expected = by_two(kind)["whole"][f"{kind} {name}"], by_one(name)
+    checkpoint, expected = by_two["whole"][f"{kind} {name}"], by_one(name)
     stores = objects(folder, kind, name), objects(folder, "one", name)
     assert_same_training(checkpoint, stores[0], expected, stores[1], CASES[name].tolerance)
 
@@ -127,7 +116,7 @@ def test_their_checkpoint_is_a_plain_model_with_the_weights_of_one_process(kind,
     own, other = (
         AutoModelForCausalLM.from_pretrained(store.local_tree(checkpoint.model, folder / "models")).state_dict()
         for checkpoint, store in (
-            (by_two(kind)["whole"][f"{kind} {name}"], objects(folder, kind, name)),
+            (by_two["whole"][f"{kind} {name}"], objects(folder, kind, name)),
             (by_one(name), objects(folder, "one", name)),
         )
     )
@@ -151,17 +140,16 @@ def test_what_two_processes_leave_one_takes_up(kind, name, by_one, by_two, folde
 @pytest.mark.parametrize(("kind", "name"), INTERRUPTED)
 def test_what_one_process_leaves_two_take_up(kind, name, by_one, by_two, folder):
     store = objects(folder / "left by one", kind, name)
-    assert_same_training(by_two(kind)["taken up"][f"{kind} {name}"], store, by_one(name), objects(folder, "one", name))
+    assert_same_training(by_two["taken up"][f"{kind} {name}"], store, by_one(name), objects(folder, "one", name))
 
 
 @pytest.mark.parametrize(("kind", "name"), INTERRUPTED)
 def test_what_two_processes_leave_two_take_up_to_the_last_bit(kind, name, by_two):
-    whole, resumed = (by_two(kind)[part][f"{kind} {name}"] for part in ("whole", "resumed"))
+    whole, resumed = (by_two[part][f"{kind} {name}"] for part in ("whole", "resumed"))
     assert (resumed.model, resumed.train_state) == (whole.model, whole.train_state)
 
 
 def test_a_weight_that_is_not_the_same_in_all_processes_is_found(by_two, folder):
-    by_two("ddp")
     assert json.loads((folder / "apart.json").read_text()) == ["apart", "bfloat16, apart", "its own"]
 
 
