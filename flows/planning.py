@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from prefect import Flow
 
 from blocks import ContentAddressedStorage
-from flows.agent import train_agent
-from flows.batch import batch_inference
-from flows.nightly import nightly
-from flows.online import learn_online
-from flows.prompts import tune_prompt
 from flows.summary import about
-from flows.train import train_dpo, train_grpo, train_ipo, train_kto, train_ppo, train_rm, train_sft
 from rollout_core.base.determinism import num_gpus
 from rollout_core.base.errors import MissingObject
 from rollout_core.base.ids import ContentId, is_content_id
@@ -39,21 +34,28 @@ from tasks.imports import import_model
 from tasks.promotion import Latest, latest_model
 from tasks.rehearsing import Rehearsal, RehearsedCall, StagesEnd, rehearsal_remark, rehearsing
 
-FLOWS: Mapping[str, Flow[..., Any]] = {
-    "nightly": nightly,
-    "train-sft": train_sft,
-    "train-ppo": train_ppo,
-    "train-grpo": train_grpo,
-    "train-rm": train_rm,
-    "train-dpo": train_dpo,
-    "train-ipo": train_ipo,
-    "train-kto": train_kto,
-    "infer-batch": batch_inference,
-    "train-agent": train_agent,
-    "tune-prompt": tune_prompt,
-    "learn-online": learn_online,
+FLOWS: Mapping[str, str] = {
+    "nightly": "flows.nightly:nightly",
+    "train-sft": "flows.train:train_sft",
+    "train-ppo": "flows.train:train_ppo",
+    "train-grpo": "flows.train:train_grpo",
+    "train-rm": "flows.train:train_rm",
+    "train-dpo": "flows.train:train_dpo",
+    "train-ipo": "flows.train:train_ipo",
+    "train-kto": "flows.train:train_kto",
+    "infer-batch": "flows.batch:batch_inference",
+    "train-agent": "flows.agent:train_agent",
+    "tune-prompt": "flows.prompts:tune_prompt",
+    "learn-online": "flows.online:learn_online",
 }
-"""By the kind of configuration that each runs."""
+"""Module and name of the flow that runs each kind of configuration. To define one takes Prefect a tenth of a second or
+two, so that only what is planned is imported."""
+
+
+def flow_of(kind: str) -> Flow[..., Any]:
+    """The flow that runs configurations of this kind."""
+    module, _, name = FLOWS[kind].partition(":")
+    return getattr(import_module(module), name)
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def plan_run(kind: str, config: Run) -> RunPlan:
         rehearsal = Rehearsal(copy, {latest_model.name: _latest_model, import_model.name: _import_model}, _out_of_reach)
         with rehearsing(rehearsal):
             try:
-                FLOWS[kind].fn(config)
+                flow_of(kind).fn(config)
             except StagesEnd:
                 pass
             except MissingObject as error:
@@ -167,7 +169,7 @@ def _latest_model(inputs: dict[str, Any]) -> Latest:
 def _estimated(kind: str, config: Run, rehearsal: Rehearsal, records: RunRecords) -> RunPlan:
     times = stage_times(
         records,
-        FLOWS[kind].name,
+        flow_of(kind).name,
         config.run.name,
         about(config).get("model"),
         config.model_dump(mode="json", exclude_none=True),
