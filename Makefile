@@ -36,9 +36,9 @@ agents: setup
 	$(BIN)/python examples/agents/make_lookup.py
 	$(BIN)/rollout agent train --config examples/agents/train-lookup.toml
 
-# Two files at a time: much of the suite waits for processes that it started.
+# Three files at a time, on two cores: much of the suite waits for processes that it started.
 test: setup
-	$(BIN)/pytest -m "not campaign" --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -m "not campaign" --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 test-fast: setup
 	$(BIN)/pytest -m "not engine and not server and not campaign"

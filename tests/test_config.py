@@ -4,6 +4,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from pydantic import Field, TypeAdapter
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import (
@@ -12,6 +13,7 @@ from rollout_core.config import (
     InferBatchConfig,
     NightlyConfig,
     PPOSettings,
+    Settings,
     SnapshotPolicy,
     TrainDPOConfig,
     TrainGRPOConfig,
@@ -27,6 +29,7 @@ from rollout_core.config import (
     load_config,
     parse_config,
 )
+from rollout_core.config.described import field_docs
 
 PROJECT = Path(__file__).resolve().parent.parent
 EXAMPLES = {
@@ -174,6 +177,38 @@ def test_a_dual_clip_within_the_clip_range_is_refused(settings, clip):
 def test_identity_refuses_what_is_no_small_value():
     with pytest.raises(ConfigError, match="has no identity"):
         identity({"path": Path("x")})
+
+
+class Pool(Settings):
+    """A model as those of the configuration."""
+
+    size: int = 1
+    """Machines
+    at most."""
+    name: str = Field(default="cpu", description="as it is given")
+    """Not this."""
+    bare: int = 0
+
+
+class OwnPool(Pool):
+    size: int = 2
+    depth: int = 0
+    """How deep."""
+
+
+def test_fields_are_described_by_the_string_below_them_or_that_of_the_class_they_come_from():
+    assert field_docs(OwnPool) == {"size": "Machines\nat most.", "name": "Not this.", "depth": "How deep."}
+    shown = {name: field.get("description") for name, field in OwnPool.model_json_schema()["properties"].items()}
+    assert shown == {"size": "Machines\nat most.", "name": "as it is given", "bare": None, "depth": "How deep."}
+    inner = TypeAdapter(dict[str, OwnPool]).json_schema()["$defs"]["OwnPool"]["properties"]
+    assert inner["depth"]["description"] == "How deep.", "also where it is a part of another schema"
+
+
+def test_a_class_whose_source_is_not_to_be_had_has_no_descriptions():
+    names: dict = {"Settings": Settings, "__name__": "nowhere"}
+    exec('class Lost(Settings):\n    size: int = 1\n    """Machines."""', names)
+    assert field_docs(names["Lost"]) == {}
+    assert "description" not in names["Lost"].model_json_schema()["properties"]["size"]
 
 
 def test_the_schema_covers_every_kind_of_run_with_descriptions():

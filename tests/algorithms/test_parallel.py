@@ -36,6 +36,7 @@ from rollout_core.models.pretrained import copy_tokenizer
 from rollout_core.objects import ObjectStore, SnapshotStore
 from rollout_core.objects.records import Checkpoint
 
+pytestmark = pytest.mark.timeout(900)  # the first test has two processes train all cases
 PROJECT = Path(__file__).parents[2]
 ONE = ParallelConfig()
 

@@ -124,6 +124,7 @@ def test_on_the_same_completions_every_step_has_the_pipelines_losses(warmed_up, 
     assert experience.kl > 0.0, "the second iteration starts away from the reference"
 
 
+@pytest.mark.campaign
 @pytest.mark.server
 def test_on_the_same_prompts_both_curves_rise_alike(warmed_up, tmp_path, prefect_server):
     from flows import train_ppo
