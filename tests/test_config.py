@@ -1,5 +1,6 @@
 """Configuration: strict, with the nearest key; what enters cache keys and what does not; examples that load."""
 
+import inspect
 import tomllib
 from pathlib import Path
 
@@ -202,6 +203,20 @@ def test_fields_are_described_by_the_string_below_them_or_that_of_the_class_they
     assert shown == {"size": "Machines\nat most.", "name": "as it is given", "bare": None, "depth": "How deep."}
     inner = TypeAdapter(dict[str, OwnPool]).json_schema()["$defs"]["OwnPool"]["properties"]
     assert inner["depth"]["description"] == "How deep.", "also where it is a part of another schema"
+
+
+def test_no_source_is_read_while_a_class_is_made(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object) -> None:
+        raise AssertionError("every process would read it")
+
+    monkeypatch.setattr(inspect, "findsource", refuse)
+
+    class Other(Settings):
+        size: int = 1
+        """Machines."""
+
+    monkeypatch.undo()
+    assert field_docs(Other) == {"size": "Machines."}, "but when somebody asks"
 
 
 def test_a_class_whose_source_is_not_to_be_had_has_no_descriptions():

@@ -135,7 +135,7 @@ def _section(model: type[BaseModel], places: list[str]) -> str:
 def _meaning(model: type[BaseModel], key: str) -> str:
     """By the field's docstring, or where the field came from; else what its table is."""
     field = model.model_fields[key]
-    if meaning := field_docs(model).get(key):
+    if meaning := field.description or field_docs(model).get(key):
         return _markdown(meaning)
     inner = [model for model, _ in _models_in(field.annotation)]
     if len(inner) == 1:

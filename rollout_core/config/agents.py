@@ -254,6 +254,8 @@ class OnlineGRPO(AgentGRPO):
     prompts: DatasetSource = LIVE
     """Not to be given."""
     correction: ImportanceCorrection | None = ImportanceCorrection()
+    """Old log-probabilities are then the trainer's own, and tokens weighed by how likely the engine drew them. On by
+    default: a rollout may end under newer weights than it began with."""
 
     @model_validator(mode="after")
     def _learns_from_live_rollouts(self) -> OnlineGRPO:
@@ -267,6 +269,8 @@ class OnlinePPO(AgentPPO):
     prompts: DatasetSource = LIVE
     """Not to be given."""
     correction: ImportanceCorrection | None = ImportanceCorrection()
+    """Old log-probabilities are then the trainer's own, and tokens weighed by how likely the engine drew them. On by
+    default: a rollout may end under newer weights than it began with."""
 
     @model_validator(mode="after")
     def _learns_from_live_rollouts(self) -> OnlinePPO:

@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from pydantic import BaseModel, GetJsonSchemaHandler
@@ -16,8 +17,8 @@ from pydantic.json_schema import JsonSchemaValue
 class Described(BaseModel):
     """A model whose JSON Schema has these descriptions.
 
-    pydantic's own ``use_attribute_docstrings`` reads the source of each class while it is made: an eighth of the time
-    that a flow's process takes until it runs.
+    pydantic's own ``use_attribute_docstrings`` reads the source of each class while it is made, and looks through all
+    modules for it: 0.7 of 6 s of a processor for the imports of the nightly flow.
     """
 
     @classmethod
@@ -31,8 +32,9 @@ class Described(BaseModel):
 
 
 def field_docs(model: type[BaseModel]) -> dict[str, str]:
-    """The strings below the fields of a model, by name; of one that is inherited or declared again without a string,
-    that of the nearest class which has one. Classes whose source is not to be had have none."""
+    """The strings below the fields of a model, by name (fields have no aliases here); of one that is inherited or
+    declared again without a string, that of the nearest class which has one. Classes whose source is not to be had have
+    none."""
     found: dict[str, str] = {}
     for ancestor in reversed(model.__mro__):
         found |= _docs_of_module(ancestor.__module__).get(ancestor.__qualname__, {})
@@ -50,15 +52,18 @@ def _docs_of_module(name: str) -> dict[str, dict[str, str]]:
 
 def _docs_of_classes(tree: ast.AST, within: str = "") -> Iterator[tuple[str, dict[str, str]]]:
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.FunctionDef):
-            yield from _docs_of_classes(node, f"{within}{node.name}.<locals>.")
-        if isinstance(node, ast.ClassDef):
-            yield f"{within}{node.name}", dict(_docs_of_fields(node))
-            yield from _docs_of_classes(node, f"{within}{node.name}.")
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield from _docs_of_classes(node, f"{within}{name}.<locals>.")
+            case ast.ClassDef(name=name):
+                yield f"{within}{name}", dict(_docs_of_fields(node))
+                yield from _docs_of_classes(node, f"{within}{name}.")
+            case ast.stmt():
+                yield from _docs_of_classes(node, within)
 
 
 def _docs_of_fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    for field, below in zip(node.body, node.body[1:], strict=False):
+    for field, below in pairwise(node.body):
         match field, below:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                 yield name, inspect.cleandoc(text)

@@ -43,6 +43,8 @@ WHOLE_WRITE_BYTES = 32 * 2**20
 GCS_PART_UNIT_BYTES = 256 * 2**10
 WRITE_TRIES = 3
 LOGIN_SECONDS = 10.0
+LEFT_OVER_SECONDS = 86_400.0
+"""So old, a file that has not got its own name belongs to no process any more."""
 _let_in: weakref.WeakSet[Any] = weakref.WeakSet()
 """gcsfs file systems whose credentials were looked at."""
 
@@ -53,7 +55,8 @@ class RemoteFiles:
     Larger ones are seen once their last part has come. Those whose name is known only when all bytes have passed go to
     ``tmp/`` and are copied by the server.
     What is written arrives as it was sent: S3 compares each request with a checksum that its client sends, and what GCS
-    says that it has is compared here.
+    says that it has is compared here; where that file is to replace another (`upload_beside`), it first has a name of
+    its own beside it.
     """
 
     parallel = 8
@@ -205,7 +208,20 @@ class RemoteFiles:
 
     def upload_beside(self, key: str) -> Upload:
         """An upload to ``key`` that leaves what is there until the new file was found to be what was sent."""
-        return StreamedUpload(self, f"{key}.{ULID()}") if self.protocol == "gs" else self.upload(key)
+        if self.protocol != "gs" or self.stat(key) is None:
+            return self.upload(key)
+        folder, _, name = key.rpartition("/")
+        passing = f".{name}."
+        self._sweep(folder, passing)
+        return StreamedUpload(self, f"{folder}/{passing}{ULID()}.tmp")
+
+    def _sweep(self, folder: str, prefix: str) -> None:
+        """Remove old files whose names begin so: a process was killed before it had given one its own name."""
+        with suppress(ConfigError, Recoverable), storage_faults("list", self.where(folder)):
+            found = self.fs.find(self.path(folder), prefix=prefix, detail=True)
+            for path, info in found.items():
+                if time.time() - _file_stat(info).modified > LEFT_OVER_SECONDS:
+                    self.discard(path[len(self.path("")) :])
 
     def drop_uploads(self, begun_before: float, *, dry_run: bool) -> int:
         return 0  # GCS gives up uploads after a week by itself, and lists none
@@ -287,7 +303,7 @@ class RemoteFiles:
 
 class StreamedUpload:
     """A file that fsspec writes, to GCS by a resumable upload: a part is on its way while the next one is gathered.
-    Where it goes to a ``passing`` key, the server copies it from there to its own."""
+    Where ``key`` is only ``passing``, the server copies the whole file from there to the key that it is to have."""
 
     def __init__(self, files: RemoteFiles, key: str, *, passing: bool = True) -> None:
         self._files = files

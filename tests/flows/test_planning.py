@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import typing
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -293,8 +294,18 @@ def test_a_plan_merges_no_adapter_and_knows_one_that_was_merged(
     assert plan_run("train-sft", config).remarks == ()
 
 
+def test_every_kind_of_run_has_its_flow():
+    from flows.planning import FLOWS, flow_of
+
+    assert FLOWS.keys() == CONFIG_KINDS.keys()
+    for kind, model in CONFIG_KINDS.items():
+        flow = flow_of(kind)
+        assert flow.name == ("batch-inference" if kind == "infer-batch" else kind)
+        assert typing.get_type_hints(flow.fn)["config"] is model
+
+
 def test_zeros_of_what_is_not_there_are_no_evidence_of_hacking(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    from flows import train
+    from flows import learning
     from tasks.rehearsing import Rehearsal, rehearsing
 
     config = nightly(**{"grpo.guards": {"reward_hacking": {"prompts": {"path": "held-out.jsonl"}, "evaluations": 1}}})
@@ -305,18 +316,18 @@ def test_zeros_of_what_is_not_there_are_no_evidence_of_hacking(folder: Path, mon
         model=source, completions=source, samples=source, scores=source, num_samples=4, mean_reward=0.8, num_tokens=9
     )
     reports = iter([report, rehearsal.stand_in(EvalReport), report.model_copy(update={"mean_reward": 0.5})])
-    monkeypatch.setattr(train, "evaluate", lambda *arguments, **options: next(reports))
+    monkeypatch.setattr(learning, "evaluate", lambda *arguments, **options: next(reports))
 
-    def drawn(mean: float) -> train._Experience:
+    def drawn(mean: float) -> learning._Experience:
         scores = Scores(scores=source, completions=source, num_samples=4, mean=mean, std=0.1)
-        return train._Experience(scores, source, mean, source)
+        return learning._Experience(scores, source, mean, source)
 
     with rehearsing(rehearsal):
-        carrying = train.Carrying(settings)
-        sampler = train._Sampler(
+        carrying = learning.Carrying(settings)
+        sampler = learning._Sampler(
             source, settings, config.backend, config.reward, source, 0, lambda number: None, lambda number: 2, carrying
         )
-        watch = train._HackingWatch(settings.guards.reward_hacking, sampler)
+        watch = learning._HackingWatch(settings.guards.reward_hacking, sampler)
         watch.look(0, source, drawn(0.1))
         watch.look(1, source, drawn(0.2))  # whose held-out reward, a stand-in's, is 0
         with pytest.raises(Fatal, match="reward_hacking"):

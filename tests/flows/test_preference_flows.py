@@ -261,7 +261,7 @@ def reward(sample: RewardInput) -> float:
 def test_groups_without_spread_are_drawn_anew_in_rounds_that_an_interrupted_run_does_not_repeat(
     tiny_model, sorting_task, prefect_server, tmp_path, monkeypatch
 ):
-    from flows import train
+    from flows import learning, train
     from tasks import connections
 
     (tmp_path / "spread.py").write_text(SPREAD)
@@ -292,7 +292,7 @@ def test_groups_without_spread_are_drawn_anew_in_rounds_that_an_interrupted_run_
         return load_config(PROJECT / "examples" / "dapo-tiny.toml", TrainGRPOConfig, overrides)
 
     drawn, learned = [], []
-    score, update = train.score_rewards, train.TrainingStates.update
+    score, update = learning.score_rewards, learning.TrainingStates.update
 
     def scoring(completions, *arguments, **options):
         drawn.append(completions.num_samples)
@@ -304,8 +304,8 @@ def test_groups_without_spread_are_drawn_anew_in_rounds_that_an_interrupted_run_
         learned.append((scores, samples))
         return update(self, number, stage, model, state, reference, scores, samples, *arguments, **options)
 
-    monkeypatch.setattr(train, "score_rewards", scoring)
-    monkeypatch.setattr(train.TrainingStates, "update", updating)
+    monkeypatch.setattr(learning, "score_rewards", scoring)
+    monkeypatch.setattr(learning.TrainingStates, "update", updating)
     with pytest.raises(KeyboardInterrupt):
         train.train_grpo(config())
     resumed = train.train_grpo(config())
@@ -390,7 +390,7 @@ def test_iterations_pass_over_the_prompts_in_orders_that_follow_from_the_seed(
     """Three iterations of 4 of 6 prompts are two passes; held-out prompts, say, keep the order of their file."""
     from prefect import flow
 
-    from flows import train
+    from flows import learning, train
     from tasks import connections
     from tasks.imports import import_model, import_prompts
 
@@ -398,7 +398,7 @@ def test_iterations_pass_over_the_prompts_in_orders_that_follow_from_the_seed(
     rows = [json.loads(line)["prompt"] for line in lines]
     (tmp_path / "prompts.jsonl").write_text("".join(f"{line}\n" for line in lines))
     asked: list[str] = []
-    enqueue = train.enqueue_prompts
+    enqueue = learning.enqueue_prompts
 
     def asking(*arguments, **options):
         prompts = enqueue(*arguments, **options)
@@ -406,7 +406,7 @@ def test_iterations_pass_over_the_prompts_in_orders_that_follow_from_the_seed(
         asked.extend(sample.prompt for sample in samples[:: options.get("samples_per_prompt", 1)])
         return prompts
 
-    monkeypatch.setattr(train, "enqueue_prompts", asking)
+    monkeypatch.setattr(learning, "enqueue_prompts", asking)
 
     def passes(seed: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         asked.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,8 +16,8 @@ from places import address_of, use_gcs, use_s3
 from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.inference import folders
 from rollout_core.inference.folders import OutputFolder, output_folder
-from rollout_core.objects import ObjectStore
-from rollout_core.objects.buckets import StreamedUpload
+from rollout_core.objects import ObjectStore, buckets
+from rollout_core.objects.buckets import RemoteFiles, StreamedUpload
 from rollout_core.objects.s3 import S3Files
 
 
@@ -64,23 +65,62 @@ def test_a_file_whose_writing_fails_is_left_as_it_was(folder: OutputFolder, monk
         assert not files.fs.call_s3("list_multipart_uploads", Bucket=files.path("").strip("/")).get("Uploads")
 
 
-def test_a_file_that_arrives_damaged_takes_no_ones_place(google: Any, monkeypatch: pytest.MonkeyPatch):
-    """S3 compares each request with its checksum; of a resumable upload to GCS it is known at the end."""
+@pytest.fixture
+def at_google(google: Any, monkeypatch: pytest.MonkeyPatch) -> folders.BucketFolder:
     use_gcs(monkeypatch, google)
     folder = output_folder(address_of("gcs", Path("/nowhere")), Path("/nowhere"))
     assert isinstance(folder, folders.BucketFolder)
-    mark = folder.replace("f", [b"old"])
-    put = StreamedUpload._put
+    return folder
 
-    def damage(upload: StreamedUpload, chunks: list[bytes]) -> None:
-        put(upload, [b"?" + chunk[1:] for chunk in chunks])
 
-    monkeypatch.setattr(StreamedUpload, "_put", damage)
-    with pytest.raises(Recoverable, match="did not arrive as it was sent: its checksum is"):
-        folder.replace("f", [b"new"])
-    assert folder.read("f") == b"old" and folder.mark("f") == mark
+def names_in(folder: folders.BucketFolder) -> list[str]:
     files = folder._files
-    assert len(files.fs.find(files.path(folder._prefix))) == 1, "no leftovers"
+    return sorted(path.rpartition("/")[2] for path in files.fs.find(files.path(folder._prefix)))
+
+
+def damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    put = StreamedUpload._put
+    monkeypatch.setattr(StreamedUpload, "_put", lambda upload, chunks: put(upload, [b"?" + one[1:] for one in chunks]))
+
+
+def refuse_copies(monkeypatch: pytest.MonkeyPatch, folder: folders.BucketFolder) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("the service is away")
+
+    monkeypatch.setattr(folder._files.fs, "cp_file", refuse)
+
+
+@pytest.mark.parametrize(("fault", "told"), [("damage", "its checksum is"), ("copy", "the service is away")])
+def test_a_file_that_does_not_arrive_takes_nobodys_place(
+    fault: str, told: str, at_google: folders.BucketFolder, monkeypatch: pytest.MonkeyPatch
+):
+    """S3 compares each request with its checksum; that of a resumable upload to GCS is known at its end."""
+    mark = at_google.replace("f", [b"old"])
+    damage(monkeypatch) if fault == "damage" else refuse_copies(monkeypatch, at_google)
+    with pytest.raises(Recoverable, match=told):
+        at_google.replace("f", [b"new"])
+    assert at_google.read("f") == b"old" and at_google.mark("f") == mark
+    assert names_in(at_google) == ["f"], "no leftovers"
+
+
+def test_what_a_killed_process_left_beside_a_file_goes_when_it_is_old(
+    at_google: folders.BucketFolder, monkeypatch: pytest.MonkeyPatch
+):
+    at_google.replace("f", [b"old"])
+    at_google.replace("other", [b"old"])
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr(StreamedUpload, "abort", lambda upload: None)
+        killed.setattr(RemoteFiles, "require_arrived", lambda *_: signal.raise_signal(signal.SIGINT))
+        at_google.replace("f", [b"new"])
+    [left] = [name for name in names_in(at_google) if name not in ("f", "other")]
+    assert left.startswith(".f.") and left.endswith(".tmp")
+    at_google.replace("f", [b"newer"])
+    assert left in names_in(at_google), "it may be another process's"
+    monkeypatch.setattr(buckets, "LEFT_OVER_SECONDS", 0.0)
+    at_google.replace("other", [b"newer"])
+    assert left in names_in(at_google), "it is not beside this one"
+    at_google.replace("f", [b"newest"])
+    assert names_in(at_google) == ["f", "other"] and at_google.read("f") == b"newest"
 
 
 def test_a_large_file_arrives_whole(folder: OutputFolder, monkeypatch: pytest.MonkeyPatch):
