@@ -204,6 +204,7 @@ class S3Upload:
             self._id: str | None = files.call_s3("create_multipart_upload", self._key)["UploadId"]
         self._in_flight = max(1, BYTES_IN_FLIGHT // files.part_bytes)
         self._pool = ThreadPoolExecutor(self._in_flight, thread_name_prefix="object-upload")
+        self._pool.submit(_client_of, files.fs, JOINING_SECONDS)  # takes a while, once in a process
         self._held = bytearray()
         self._sent_bytes = 0
         self._parts: list[Future[str]] = []
