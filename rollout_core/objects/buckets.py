@@ -6,6 +6,7 @@ import base64
 import hashlib
 import logging
 import os
+import re
 import time
 import urllib.error
 import urllib.request
@@ -211,16 +212,16 @@ class RemoteFiles:
         if self.protocol != "gs" or self.stat(key) is None:
             return self.upload(key)
         folder, _, name = key.rpartition("/")
-        passing = f".{name}."
-        self._sweep(folder, passing)
-        return StreamedUpload(self, f"{folder}/{passing}{ULID()}.tmp")
+        self._sweep(folder, f".{name}.")
+        return StreamedUpload(self, f"{folder}/.{name}.{ULID()}.tmp")
 
     def _sweep(self, folder: str, prefix: str) -> None:
-        """Remove old files whose names begin so: a process was killed before it had given one its own name."""
+        """Remove old files of `upload_beside`: a process was killed before it had given one its own name. What else is
+        called much like them is somebody's."""
+        ours = re.compile(re.escape(f"{self.path(folder)}/{prefix}") + r"[0-9A-HJKMNP-TV-Z]{26}\.tmp")
         with suppress(ConfigError, Recoverable), storage_faults("list", self.where(folder)):
-            found = self.fs.find(self.path(folder), prefix=prefix, detail=True)
-            for path, info in found.items():
-                if time.time() - _file_stat(info).modified > LEFT_OVER_SECONDS:
+            for path, info in self.fs.find(self.path(folder), prefix=prefix, detail=True).items():
+                if ours.fullmatch(path) and time.time() - _file_stat(info).modified > LEFT_OVER_SECONDS:
                     self.discard(path[len(self.path("")) :])
 
     def drop_uploads(self, begun_before: float, *, dry_run: bool) -> int:
