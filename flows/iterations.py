@@ -5,8 +5,8 @@ Which weights draw the samples of which iteration follows from the settings alon
 that is killed and tried again asks for the same samples and comes to the same bytes.
 
 A state that is not stored is held in temporary files of this machine until the iteration that goes on from it has
-ended. Where it is gone, as after a kill, the iterations since the last one that is there are computed again, from the
-same samples, and must come to what they came to before.
+ended, and a model that is not stored is in its cache. Where one is needed and gone, as after a kill, the iterations
+since the last state that is there are computed again, from the same samples, and must come to what they came to before.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from rollout_core.base.stopping import Interruption, in_thread, run_interruptibl
 from rollout_core.config import OnPolicySettings
 from rollout_core.objects import ObjectStore, SnapshotStore
 from rollout_core.objects.records import Checkpoint
+from rollout_core.objects.trees import hold_local_tree
+from rollout_core.objects.unstored import is_wanted
+from tasks.connections import cache_folder
 from tasks.learn import StatesHere, states_here
 from tasks.logs import stage_logger
 from tasks.placing import place_of
@@ -177,6 +180,8 @@ class TrainingStates:
         self._last = checkpoint.train_state
         if number + 1 == self._settings.iterations and self._is_named_only(self._last):  # by a run of more iterations
             self._compute_again(self._missing(self._last))
+        elif not is_stand_in(checkpoint.model) and is_wanted(self._objects, checkpoint.model):
+            self._compute_again([*self._missing(train_state), done])
         return checkpoint
 
     def is_stored(self, number: int, checkpoint: Checkpoint) -> bool:
@@ -192,6 +197,7 @@ class TrainingStates:
             checkpoint = compute()
         if self._held is not None:
             self._held.keep_only({checkpoint.train_state})
+            hold_local_tree(checkpoint.model, cache_folder())  # until samples are drawn from it
         return checkpoint
 
     def _is_there(self, state: ContentId) -> bool:
@@ -213,9 +219,9 @@ class TrainingStates:
         rehearsal = current_rehearsal()
         if rehearsal is not None:
             rehearsal.calls += [RehearsedCall(done.stage, done.label, "computed") for done in missing]
-            rehearsal_remark(f"training states that are not stored are computed again first: {labels}")
+            rehearsal_remark(f"training states or models that are not stored are computed again first: {labels}")
             return
-        stage_logger().info("training states that are not stored are computed again: %s", labels)
+        stage_logger().info("training states or models that are not stored are computed again: %s", labels)
         for done in missing:
             named = done.checkpoint.train_state
             if place_of(done.stage) is not None:  # a worker computes only what does not count any more

@@ -29,6 +29,7 @@ from rollout_core.inference.base import ModelRef
 from rollout_core.inference.training_samples import Adapted, Failed, file_experience
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import AgentPrompt, AgentRollouts, AgentSource, AgentTasks, Experience
+from rollout_core.objects.unstored import local_model
 from rollout_core.store import EnqueueRolloutRequest, NamedResources, PromptTemplate, RolloutConfig
 from rollout_core.store.loops import LoopThread
 from rollout_core.store.types import RolloutMode
@@ -141,7 +142,7 @@ def run_agents(
     the tasks were enqueued with. A rollout that has finished is never run again, so an interrupted run resumes with
     what is left."""
     objects = current_stage().objects
-    model = ModelRef(tasks.model, objects.local_tree(tasks.model, connections.cache_folder()))
+    model = ModelRef(tasks.model, local_model(objects, tasks.model, connections.cache_folder()))
     code = AgentCode.from_document(json.loads(objects.get_bytes(source.code)))
     setting = Setting(code, agent, backend, runners, seed)
     resources: NamedResources = {} if prompt is None else {prompt.name: template_of(objects, prompt)}

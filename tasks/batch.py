@@ -38,6 +38,7 @@ from rollout_core.inference.shards import (
 from rollout_core.models.facts import max_positions
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import PromptShards, Record, ShardCompletions
+from rollout_core.objects.unstored import local_model
 from tasks import artifacts, connections, events
 from tasks.arguments import Arguments
 from tasks.artifacts import import_progress
@@ -123,7 +124,7 @@ class _ShardRun:
         self._job = job
         self._objects: ObjectStore = current_stage().objects
         self._run_id = current_stage().run_id
-        folder = self._objects.local_tree(job.model, connections.cache_folder())
+        folder = local_model(self._objects, job.model, connections.cache_folder())
         self._work = ShardWork(job.rows, job.sampling, job.samples_per_prompt, folder)
         self._engine = EngineOf(job.backend, ModelRef(job.model, folder), stage_logger().info)
         self._events = EventLog(job.reporting.run_id, job.label) if job.reporting.events else None

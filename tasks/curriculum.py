@@ -15,6 +15,7 @@ from rollout_core.data.text import tokenize_prompts
 from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import BlobId, Record, Scores
+from rollout_core.objects.unstored import local_model
 from tasks import connections
 from tasks.logs import stage_logger
 from tasks.stage import current_stage, stage
@@ -71,7 +72,7 @@ def order_prompts(
         assert scores is not None, "given for a curriculum by reward"
         found = _by_reward(json.loads(objects.get_bytes(scores.scores)), len(rows))
     else:
-        tokenizer = load_tokenizer(objects.local_tree(model, connections.cache_folder()))
+        tokenizer = load_tokenizer(local_model(objects, model, connections.cache_folder()))
         found = [float(len(ids)) for ids in tokenize_prompts(tokenizer, rows)]
     order = easiest_first(found)
     easiest, hardest = found[order[0]], found[order[-1]]

@@ -1,12 +1,17 @@
 """What happens in runs, as one stream of typed lines of JSON, for programs: metrics, dashboards, scripts.
 
 Lines are written for people's programs alone: no stage reads them, and none waits for them or fails by them. They go to
-the file that ``ROLLOUT_EVENTS`` names (all runs of a machine may write to one), or to stderr; without it, nowhere. The
-Prefect server is told of what is rare (`tasks.prefect_events`), so that its automations can act on it.
+the file that ``ROLLOUT_EVENTS`` names (all runs of a machine may write to one), or to stderr; without it, nowhere.
+
+The Prefect server is told of what is rare, so that its automations can act on it: ``rollout.promoted``,
+``rollout.run_done``. That goes out with the artifacts, from a thread of its own (`tasks.artifact_sender`): nothing
+waits for a server that is away, and what happened meanwhile is told in its order once it answers again. Each event
+keeps its id, so that the server files it once. ``ROLLOUT_PREFECT_EVENTS=off`` switches them off.
 """
 
 from __future__ import annotations
 
+import contextvars
 import math
 import os
 import sys
@@ -14,18 +19,24 @@ import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.context import FlowRunContext
+from prefect.events.schemas.events import Event as ServerEvent, RelatedResource, Resource
 from prefect.runtime import flow_run
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from rollout_core.base import traces
 from rollout_core.base.settings import locations
-from tasks import prefect_events
+from tasks.artifact_sender import SENDER
 from tasks.logs import Learning, current_journal, stage_logger, title_of
 
 STDERR = "stderr"
 """In place of a file's name."""
+FREQUENT = frozenset({"work_start", "work_end", "train_step", "samples_done"})
+"""Topics that the server is not told: it is no place for thousands of them, and of stages it has its own task runs."""
+_ID, _NAME, _ROLE = "prefect.resource.id", "prefect.resource.name", "prefect.resource.role"
 
 
 class _Event(BaseModel):
@@ -218,7 +229,7 @@ def emit(event: _Event) -> None:
     """Write a line, in one piece, and tell the Prefect server of what is rare."""
     asked = locations()
     if asked.prefect_events:
-        prefect_events.send(event.topic, event.at, event.model_dump(mode="json", exclude={"topic", "at", "flow_run"}))
+        _tell_server(event.topic, event.at, event.model_dump(mode="json", exclude={"topic", "at", "flow_run"}))
     place = asked.events
     if place is None:
         return
@@ -240,6 +251,46 @@ def emit(event: _Event) -> None:
         if place not in _told:
             _told.add(place)
             stage_logger().warning("events cannot be written to %s (ROLLOUT_EVENTS): %s", place, error)
+
+
+class _OutgoingEvent:
+    """An event on its way to the server."""
+
+    def __init__(self, event: ServerEvent) -> None:
+        self.key = event.event
+        self.data: Any = [event.model_dump(mode="json")]
+        self.context = contextvars.copy_context()
+
+    def deliver(self, client: SyncPrefectClient, data: Any) -> None:
+        """Give it to the server."""
+        client.request("POST", "/events", json=data)  # pyright: ignore[reportArgumentType]
+
+
+def _tell_server(topic: str, at: datetime, fields: Mapping[str, Any]) -> None:
+    """Tell the server of what happened in the current flow run; returns at once. Outside of a flow run it does nothing.
+
+    The event is about the model, where ``fields`` has one, else about the flow run, to which it is related then; also
+    to the run's deployment and tags, by which automations choose.
+    """
+    context = FlowRunContext.get()
+    run = context.flow_run if context is not None else None
+    if topic in FREQUENT or run is None:
+        return
+    of_run = {_ID: f"prefect.flow-run.{run.id}", _NAME: run.name}
+    model = fields.get("model")
+    about = of_run if model is None else {_ID: f"rollout.model.{model}", _NAME: str(fields.get("resource", model))}
+    related = [] if model is None else [{**of_run, _ROLE: "flow-run"}]
+    if run.deployment_id is not None:
+        related.append({_ID: f"prefect.deployment.{run.deployment_id}", _ROLE: "deployment"})
+    related += [{_ID: f"prefect.tag.{tag}", _ROLE: "tag"} for tag in sorted(run.tags)]
+    event = ServerEvent(
+        occurred=at,  # pyright: ignore[reportArgumentType]
+        event=f"rollout.{topic}",
+        resource=Resource.model_validate(about),
+        related=[RelatedResource.model_validate(one) for one in related],
+        payload=dict(fields),
+    )
+    SENDER.send(_OutgoingEvent(event))
 
 
 BATCH = "batch"

@@ -24,6 +24,7 @@ from rollout_core.models.facts import max_positions
 from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions, PromptSet, Record
+from rollout_core.objects.unstored import local_model
 from rollout_core.store.types import RolloutMode
 from tasks import artifacts, connections, events
 from tasks.curriculum import OpenPrompts
@@ -57,7 +58,7 @@ def enqueue_prompts(
     rows = parse_rows(objects.get_bytes(prompts), f"prompts {prompts.short}", PromptRow)
     last = len(rows) if count is None else first + count
     order = _order(last, len(rows), seed) if opened is None else opened.positions(objects, last, seed=seed or 0)
-    folder = objects.local_tree(model, connections.cache_folder())
+    folder = local_model(objects, model, connections.cache_folder())
     limit = max_model_len or max_positions(folder)
     samples = make_samples(
         load_tokenizer(folder),
@@ -185,7 +186,7 @@ class _Generation:
     """A prompt set with this process's engine."""
 
     def __init__(self, prompts: PromptSet, sampling: SamplingParams, backend: BackendConfig) -> None:
-        model = ModelRef(prompts.model, current_stage().objects.local_tree(prompts.model, connections.cache_folder()))
+        model = ModelRef(prompts.model, local_model(current_stage().objects, prompts.model, connections.cache_folder()))
         self.engine = EngineOf(backend, model, stage_logger().info)
         self.count = events.SampleCount(current_stage().name)
         self.is_exclusive = connections.storage_is_local() and shared_with() is None

@@ -12,6 +12,7 @@ from rollout_core.data.samples import decode_completions_blob, decode_samples, e
 from rollout_core.data.text import decode_completions, told_tokens
 from rollout_core.models.pretrained import load_tokenizer
 from rollout_core.objects.records import Completions, PromptSet
+from rollout_core.objects.unstored import local_model
 from tasks import artifacts, connections
 from tasks.generate import enqueue
 from tasks.logs import stage_logger
@@ -71,7 +72,7 @@ def join_completions(
     """Add what iteration ``number`` drew to what was carried into it. Groups that are whole are learned from, the
     others are carried on. ``sampling`` is that of whole completions."""
     objects = current_stage().objects
-    tokenizer = load_tokenizer(objects.local_tree(completions.model, connections.cache_folder()))
+    tokenizer = load_tokenizer(local_model(objects, completions.model, connections.cache_folder()))
     joined = join_parts(
         [] if carried is None else decode_carried(objects.get_bytes(carried)),
         decode_samples(objects.get_bytes(completions.samples)),

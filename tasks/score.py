@@ -20,6 +20,7 @@ from rollout_core.data.samples import decode_completions_blob, decode_samples
 from rollout_core.inference.ledger import this_worker
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Completions, EvalReport, PromptSet, Scores, SelectedGroups
+from rollout_core.objects.unstored import local_model
 from rollout_core.promotion.evidence import Divergence
 from rollout_core.rewards.loading import load_reward
 from rollout_core.rewards.scoring import RewardFunction, RewardInput, score
@@ -61,7 +62,7 @@ def open_reward(reward: RewardSpec, reward_source: ContentId) -> RewardFunction:
                 reward,
                 base=base,
                 source=source,
-                model_folder=lambda model: objects.local_tree(ContentId(model), connections.cache_folder()),
+                model_folder=lambda model: local_model(objects, ContentId(model), connections.cache_folder()),
                 on_line=lambda line: stage_logger().info("%s", line),
             )
         kept = _kept.pop(key)
@@ -242,7 +243,7 @@ def measure_kl(
     from rollout_core.algorithms.divergence import mean_kl
 
     objects = current_stage().objects
-    model, other = (objects.local_tree(one, connections.cache_folder()) for one in (report.model, rival))
+    model, other = (local_model(objects, one, connections.cache_folder()) for one in (report.model, rival))
     samples = decode_samples(objects.get_bytes(report.samples))
     completions = decode_completions_blob(objects.get_bytes(report.completions))
     prompts = [sample.prompt_token_ids for sample in samples]

@@ -39,7 +39,8 @@ from rollout_core.config import beside_identity, identity
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.leases import renew_snapshot
 from rollout_core.objects.records import Lineage, Record, record_lineage, software_versions
-from rollout_core.objects.snapshots import PROGRESS_REFS, SnapshotStore, is_whole
+from rollout_core.objects.snapshots import PROGRESS_REFS, SnapshotStore
+from rollout_core.objects.unstored import is_whole
 from tasks import connections
 from tasks.arguments import spread_arguments
 from tasks.artifact_sender import SENDER

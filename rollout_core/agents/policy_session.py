@@ -52,6 +52,7 @@ from rollout_core.launch import run_update
 from rollout_core.models.locating import import_model
 from rollout_core.objects import Checkpoint, Experience, ObjectStore, SnapshotStore
 from rollout_core.objects.gc import UPDATE_REFS
+from rollout_core.objects.unstored import local_model
 from rollout_core.store import (
     EnqueueRolloutRequest,
     LightningStore,
@@ -171,7 +172,7 @@ class PolicyLearner:
 
     def ref_of(self, model: ContentId) -> ModelRef:
         """Any model of the object store in a local folder."""
-        return ModelRef(model, self.objects.local_tree(model, self._cache))
+        return ModelRef(model, local_model(self.objects, model, self._cache))
 
     def stop(self) -> None:
         """Have an update under way keep its state and end with Stopped; from any thread."""

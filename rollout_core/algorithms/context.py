@@ -20,8 +20,9 @@ from typing import Any
 from rollout_core.base.ids import ContentId, canonical_json
 from rollout_core.base.locks import scratch_folder
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.snapshots import Snapshot, SnapshotStore, identify
-from rollout_core.objects.trees import files_of
+from rollout_core.objects.snapshots import MODEL_FOLDER, Snapshot, SnapshotStore, identify
+from rollout_core.objects.trees import TreeManifest, files_of
+from rollout_core.objects.unstored import local_model, put_model
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class UpdateContext:
 
     def model(self, content_id: ContentId) -> Path:
         """Local folder of a model."""
-        return self.objects.local_tree(content_id, self.cache)
+        return local_model(self.objects, content_id, self.cache)
 
 
 class HeldStates:
@@ -84,30 +85,35 @@ class HeldStates:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def hold(self, written: Path, objects: ObjectStore, **about: Any) -> ContentId:
+    def hold(self, written: Path, objects: ObjectStore, **about: Any) -> tuple[ContentId, TreeManifest]:
         """Take over a state that was ``written`` on the same file system, and note in ``objects`` that it has none.
 
-        ``about`` is what `SnapshotStore.save` is to be told of it, should it be stored after all. Returns its id.
+        ``about`` is what `SnapshotStore.save` is to be told of it, should it be stored after all. Returns its id, and
+        what its folder holds, which is at `place` now.
         """
-        state_id = _identify(written)
-        place = self.folder / state_id
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir(parents=True)
-        (place / ABOUT).write_bytes(canonical_json(about))
-        written.rename(place / STATE)
+        state_id, manifest = identify(files_of(written))
+        folder = self.folder / state_id
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        (folder / ABOUT).write_bytes(canonical_json(about))
+        written.rename(self.place(state_id))
         SnapshotStore(objects).name_only(state_id, **{name: about[name] for name in ("run_id", "step", "algorithm")})
-        return state_id
+        return state_id, manifest
+
+    def place(self, state_id: ContentId) -> Path:
+        """Its folder, where it is held."""
+        return self.folder / state_id / STATE
 
     def has(self, state_id: ContentId) -> bool:
         """Whether it is held; its files are not read."""
-        return (self.folder / state_id / STATE).is_dir()
+        return self.place(state_id).is_dir()
 
     def find(self, state_id: ContentId) -> Path | None:
         """Its folder, if it is held and has the bytes that its id stands for."""
         if not self.has(state_id):
             return None
-        state = self.folder / state_id / STATE
-        found = _identify(state)
+        state = self.place(state_id)
+        found, _ = identify(files_of(state))
         if found != state_id:
             log.warning("the training state held as %s has the hash %s; it is not used", state_id.short, found.short)
             return None
@@ -120,13 +126,11 @@ class HeldStates:
                 shutil.rmtree(place, ignore_errors=True)
 
     def store(self, state_id: ContentId, objects: ObjectStore) -> Snapshot | None:
-        """Put it into ``objects`` after all; None where it is not held whole."""
+        """Put it into ``objects`` after all, and its model; None where it is not held whole."""
         state = self.find(state_id)
         if state is None:
             return None
         about = json.loads((self.folder / state_id / ABOUT).read_bytes())
-        return SnapshotStore(objects).save(state, **about)
-
-
-def _identify(folder: Path) -> ContentId:
-    return identify(files_of(folder))[0]
+        snapshot = SnapshotStore(objects).save(state, **about)
+        put_model(objects, objects.manifest(snapshot.files).below(MODEL_FOLDER), state / MODEL_FOLDER)
+        return snapshot

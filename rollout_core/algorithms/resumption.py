@@ -31,10 +31,11 @@ from rollout_core.base.determinism import arithmetic, differing, is_portable_her
 from rollout_core.base.errors import ConfigError, CorruptObject, NotFound, Recoverable
 from rollout_core.base.ids import ContentId
 from rollout_core.base.locks import scratch_folder
-from rollout_core.config import LearnerSettings
+from rollout_core.config import LearnerSettings, OnPolicySettings
 from rollout_core.objects.records import Checkpoint
 from rollout_core.objects.snapshots import FINISHED, MODEL_FOLDER, PROGRESS_REFS, RUN_NAME, Snapshot, SnapshotStore
-from rollout_core.objects.trees import keep_local_tree
+from rollout_core.objects.trees import TreeManifest, keep_local_tree
+from rollout_core.objects.unstored import hold_model, put_model
 
 log = logging.getLogger(__name__)
 
@@ -231,11 +232,8 @@ class Resumption:
     def _filed(self, state: TrainState, copied: StateCopy) -> Checkpoint:
         objects = self._context.objects
         with self._written(copied) as folder:
-            model = objects.put_tree(folder / MODEL_FOLDER)
-            # The engine of this machine need not fetch it.
-            keep_local_tree(model, objects.manifest(model), folder / MODEL_FOLDER, self._context.cache)
             metrics = objects.put_file(folder / METRICS_FILE)
-            last = self._filed_or_held(copied, folder)
+            last, model = (self._store if self._context.stores_state else self._hold)(copied, folder)
         chosen, step, more = last, state.step, {}
         best = state.extras.get(BEST)
         if self._keeps_best and best is not None and best["step"] != state.step:
@@ -281,12 +279,28 @@ class Resumption:
             self._context.run_id, keep_last=policy.keep_last, keep_every=policy.keep_every, keep=in_use
         )
 
-    def _filed_or_held(self, copied: StateCopy, folder: Path) -> ContentId:
+    def _store(self, copied: StateCopy, folder: Path) -> tuple[ContentId, ContentId]:
+        """The state and its model, stored."""
         # Labelled, or a later update of the same run would prune what its own training resumes from.
-        if self._context.stores_state:
-            return self._file(copied, folder, label=FINISHED).id
-        assert self._context.held is not None, "there is where to hold it"
-        return self._context.held.hold(folder, self._context.objects, **self._about(copied, FINISHED))
+        snapshot = self._file(copied, folder, label=FINISHED)
+        model = self._context.objects.manifest(snapshot.files).below(MODEL_FOLDER)
+        return snapshot.id, self._store_model(model, folder / MODEL_FOLDER)
+
+    def _hold(self, copied: StateCopy, folder: Path) -> tuple[ContentId, ContentId]:
+        """The state, held, and its model, which is stored unless it is to go with the states."""
+        context, about = self._context, self._about(copied, FINISHED)
+        assert context.held is not None, "there is where to hold it"
+        state_id, manifest = context.held.hold(folder, context.objects, **about)
+        model, written = manifest.below(MODEL_FOLDER), context.held.place(state_id) / MODEL_FOLDER
+        if isinstance(self._settings, OnPolicySettings) and self._settings.store_models == "with_states":
+            made_by = {name: about[name] for name in ("run_id", "step", "algorithm")}
+            return state_id, hold_model(context.objects, model, written, context.cache, **made_by)
+        return state_id, self._store_model(model, written)
+
+    def _store_model(self, manifest: TreeManifest, written: Path) -> ContentId:
+        model = put_model(self._context.objects, manifest, written)
+        keep_local_tree(model, manifest, written, self._context.cache)  # the engine of this machine need not fetch it
+        return model
 
     def _file(self, copied: StateCopy, folder: Path, *, label: str | None = None) -> Snapshot:
         return self._snapshots.save(folder, **self._about(copied, label))

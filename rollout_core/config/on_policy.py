@@ -92,6 +92,10 @@ class OnPolicySettings(LearnerSettings):
     """Iterations from one training state that is stored to the next; the last one's is, too, and that of a run that is
     stopped. Others are in temporary files until the next iteration has ended, and computed again where a run goes on
     without them. Changes no result."""
+    store_models: Literal["each", "with_states"] = "each"
+    """Which models that iterations end with are stored: each, or those whose training states are. Others are in this
+    machine's cache, from where its engine loads them, and computed again where they are needed and gone. Changes no
+    result."""
 
     def stores_state(self, number: int) -> bool:
         """Whether the training state of iteration ``number`` (from 0) is stored."""
@@ -101,6 +105,11 @@ class OnPolicySettings(LearnerSettings):
     def stored_states(self) -> int:
         """Iterations whose training states are stored."""
         return sum(map(self.stores_state, range(self.iterations)))
+
+    @property
+    def stored_models(self) -> int:
+        """Iterations whose models are stored."""
+        return self.iterations if self.store_models == "each" else self.stored_states
 
     @property
     def loads_reference(self) -> bool:
@@ -160,7 +169,7 @@ class OnPolicySettings(LearnerSettings):
         named = super().cache_identity()
         if self.optimizer.schedule == "constant" and not self.optimizer.warmup_ratio:
             del named["iterations"]
-        del named["state_every"]
+        del named["state_every"], named["store_models"]
         del named["async_depth"]  # which weights drew the samples is in the samples' own identity
         for name in ("curriculum", "replay", "partial_rollouts"):  # and so are prompts, what is drawn again, parts
             named.pop(name, None)

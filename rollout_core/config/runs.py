@@ -174,6 +174,11 @@ class PlacedRun(Run):
                         f"placement.learning and state_every = {learner.state_every}: workers have no common place for "
                         "states that are not stored; leave out one of them"
                     )
+        if self.placement is not None and any(learner.stored_models < learner.iterations for learner in learners):
+            raise ValueError(
+                'placement and store_models = "with_states": workers have no common cache for models that are not '
+                "stored; leave out one of them"
+            )
         if self.placement is not None and any(learner.async_depth for learner in learners):
             raise ValueError("placement and async_depth: stages on workers are not drawn ahead; leave out one of them")
         return self

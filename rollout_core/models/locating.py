@@ -42,6 +42,7 @@ from rollout_core.objects import ObjectStore, TreeManifest
 from rollout_core.objects.addresses import is_short_id
 from rollout_core.objects.imports import Source, hub_commit, record_import, source_of_files
 from rollout_core.objects.records import record_derivation
+from rollout_core.objects.unstored import check_stored
 
 MERGE_STAGE = "merge_adapter"
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
@@ -112,12 +113,6 @@ def _folders_like(name: str, place: Path) -> list[Path]:
         names = []
     like = difflib.get_close_matches(name, [other for other in names if other != name], n=3, cutoff=_NEAR)
     return [place / found for found in (*same, *like)]
-
-
-def check_stored(content_id: ContentId, objects: ObjectStore) -> None:
-    """Raise ConfigError where the object store does not have all of this model."""
-    if not objects.tree_is_present(content_id):
-        raise ConfigError(f"model {content_id} is not in the object store {objects.url}")
 
 
 def is_weights(name: str) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -26,7 +26,7 @@ from rollout_core.objects import ObjectStore, TreeFile, TreeManifest
 from rollout_core.objects.addresses import complete_snapshot_id, copy_object
 from rollout_core.objects.files import EXPIRED_REFS, LET_GO_REFS, SNAPSHOT_REFS, ContentHasher, hash_chunks
 from rollout_core.objects.gc import GcReport, collect_garbage
-from rollout_core.objects.records import Record, lineage_of
+from rollout_core.objects.records import lineage_of
 from rollout_core.objects.trees import appearing_folder, files_of, read_file, tar_stream
 
 log = logging.getLogger(__name__)
@@ -243,15 +243,10 @@ class SnapshotStore:
 
     def subtree(self, snapshot_id: ContentId, folder: str) -> ContentId:
         """The tree that ``folder`` of the snapshot is by itself; its files are not copied. Raises NotFound."""
-        below = f"{folder}/"
-        files = tuple(
-            file.model_copy(update={"path": file.path.removeprefix(below)})
-            for file in self._objects.manifest(self.get(snapshot_id).files).files
-            if file.path.startswith(below)
-        )
-        if not files:
+        manifest = self._objects.manifest(self.get(snapshot_id).files).below(folder)
+        if not manifest.files:
             raise NotFound(f"snapshot {snapshot_id} has no folder {folder!r}")
-        return self._objects.put_json(TreeManifest(files=files))
+        return self._objects.put_json(manifest)
 
     def list(
         self,
@@ -488,13 +483,3 @@ def find_start(
             "end of an iteration"
         )
     return snapshot
-
-
-def is_whole(record: Record, objects: ObjectStore) -> bool:
-    """Whether object storage still holds everything ``record`` names (sizes are compared, content is not read)."""
-    checks: dict[str, Callable[[ContentId], bool]] = {
-        "blob": objects.exists,
-        "tree": objects.tree_is_present,
-        "snapshot": SnapshotStore(objects).counts,
-    }
-    return all(checks[kind](reference) for kind, reference in record.references())

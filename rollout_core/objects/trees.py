@@ -73,6 +73,14 @@ class TreeManifest(BaseModel):
         """Sum of the sizes of all files."""
         return sum(file.size for file in self.files)
 
+    def below(self, folder: str) -> TreeManifest:
+        """What one of its folders holds, by itself."""
+        prefix = f"{folder}/"
+        inside = (file for file in self.files if file.path.startswith(prefix))
+        return TreeManifest(
+            files=tuple(file.model_copy(update={"path": file.path.removeprefix(prefix)}) for file in inside)
+        )
+
 
 TREE_BEGINS = b'{"files":['
 """How the canonical JSON of every manifest begins."""

@@ -224,10 +224,18 @@ class States:
     """What an earlier try of the run has stored of them already."""
 
 
-def states_of(settings: LearnerSettings, steps: int | None, updates: int = 1, *, stored: int | None = None) -> States:
+def states_of(
+    settings: LearnerSettings,
+    steps: int | None,
+    updates: int = 1,
+    *,
+    stored: int | None = None,
+    models: int | None = None,
+) -> States:
     """Those of so many updates of so many optimizer steps each; None: nobody knows how many. ``stored``: updates whose
-    states are stored; default: all."""
+    states are stored, and ``models``: whose models are; default: all."""
     stored = updates if stored is None else stored
+    apart = (updates if models is None else models) - stored
     policy = settings.snapshots
     each = policy.keep_last + 1 if steps is None else math.ceil(steps / policy.every_steps)
     evaluation = settings.evaluation if isinstance(settings, DatasetSettings) else None
@@ -238,7 +246,7 @@ def states_of(settings: LearnerSettings, steps: int | None, updates: int = 1, *,
         more_by = ""
     most = stored * max(1, each) + best
     held = 2 if stored < updates else 0
-    return States(ends=stored, most=most, more_by=more_by or None, models=1 + updates - stored, held=held)
+    return States(ends=stored, most=most, more_by=more_by or None, models=1 + apart, held=held)
 
 
 def disk_needs(model: ModelSize, training: Training, folder: Path | None, states: States) -> list[Need]:

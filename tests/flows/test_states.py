@@ -7,6 +7,7 @@ import json
 import shutil
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import count
@@ -17,16 +18,26 @@ from uuid import uuid4
 import pytest
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 
-from flows.flow_run import _repeat
+from flows.flow_run import TRIES_FOR_AN_OBJECT, _repeat
 from flows.iterations import TrainingStates
 from flows.summary import RunSummary
 from rollout_core.algorithms.context import HeldStates, UpdateContext
-from rollout_core.base.errors import ConfigError, Fatal, MissingObject, NotFound
-from rollout_core.base.ids import ContentId, content_id, hash_bytes
+from rollout_core.base.errors import ConfigError, Fatal, MissingObject, NotFound, OtherOutcome
+from rollout_core.base.ids import ContentId, content_id, hash_bytes, is_content_id
 from rollout_core.config import GRPOSettings, TrainGRPOConfig, identity, parse_config
 from rollout_core.objects import ObjectStore, SnapshotStore
-from rollout_core.objects.records import Checkpoint, Scores
-from rollout_core.objects.snapshots import is_whole
+from rollout_core.objects.records import Checkpoint, Model, Scores
+from rollout_core.objects.trees import TreeManifest, forget_local_tree
+from rollout_core.objects.unstored import (
+    check_stored,
+    hold_model,
+    is_wanted,
+    is_whole,
+    local_model,
+    put_model,
+    unstored_model,
+)
+from rollout_core.objects.verification import verify_store
 from tasks import learn
 from tasks.logs import Journal
 from tasks.stage import _computes_again
@@ -36,9 +47,9 @@ from tests.flows.test_resume import ROLLOUT, kill, output_of
 SAMPLES = 80
 
 
-def grpo(iterations: int, every: int) -> GRPOSettings:
+def grpo(iterations: int, every: int, models: str = "each") -> GRPOSettings:
     fields = {"prompts": {"path": "x"}, "optimizer": {"lr": 1e-4}, "iterations": iterations}
-    return GRPOSettings.model_validate({**fields, "state_every": every})
+    return GRPOSettings.model_validate({**fields, "state_every": every, "store_models": models})
 
 
 def test_every_so_many_and_the_last_are_stored_and_no_identity_tells():
@@ -46,12 +57,14 @@ def test_every_so_many_and_the_last_are_stored_and_no_identity_tells():
         return [number + 1 for number in range(8) if grpo(8, every).stores_state(number)]
 
     assert (stored(1), stored(3), stored(4), stored(9)) == (list(range(1, 9)), [3, 6, 8], [4, 8], [8])
-    assert identity(grpo(8, 1)) == identity(grpo(8, 4))
+    assert identity(grpo(8, 1)) == identity(grpo(8, 4)) == identity(grpo(8, 4, "with_states"))
+    assert (grpo(8, 3).stored_models, grpo(8, 3, "with_states").stored_models) == (8, 3)
 
 
 def write_state(folder: Path, text: str) -> Path:
     (folder / "model").mkdir(parents=True)
-    (folder / "model" / "weights").write_text(f"weights {text}")
+    (folder / "model" / "model.safetensors").write_text(f"weights {text}")
+    (folder / "model" / "config.json").write_text("{}")
     (folder / "state.json").write_text(json.dumps(text))
     return folder
 
@@ -62,7 +75,7 @@ ABOUT = {"run_id": "run", "step": 7, "algorithm": "GRPO", "label": "finished", "
 def test_a_held_state_has_the_id_that_it_would_be_stored_under_and_counts_without_being_there(tmp_path: Path):
     store, held = new_store(), HeldStates(tmp_path / "held")
     snapshots = SnapshotStore(store)
-    state_id = held.hold(write_state(tmp_path / "one", "a"), store, **ABOUT)
+    state_id, manifest = held.hold(write_state(tmp_path / "one", "a"), store, **ABOUT)
     assert held.has(state_id) and snapshots.counts(state_id) and not snapshots.is_present(state_id)
     with pytest.raises(NotFound, match=r"was not stored \(state_every\)"):
         snapshots.get(state_id)
@@ -71,12 +84,16 @@ def test_a_held_state_has_the_id_that_it_would_be_stored_under_and_counts_withou
         assert json.loads((folder / "state.json").read_text()) == "a"
 
     again = HeldStates(tmp_path / "again")
-    assert again.hold(write_state(tmp_path / "two", "a"), store, **ABOUT) == state_id
+    assert again.hold(write_state(tmp_path / "two", "a"), store, **ABOUT) == (state_id, manifest)
     stored = again.store(state_id, store)
     assert stored is not None and (stored.id, stored.step, stored.label) == (state_id, 7, "finished")
     assert stored.meta == {"run": "night"} and snapshots.is_present(state_id)
+    model = hold(store, again.place(state_id) / "model", tmp_path / "cache")
+    assert unstored_model(store, model) is not None
+    again.store(state_id, store)
+    assert unstored_model(store, model) is None and store.tree_is_present(model), "the model of a stored state is, too"
 
-    other = held.hold(write_state(tmp_path / "three", "b"), store, **ABOUT)
+    other, _ = held.hold(write_state(tmp_path / "three", "b"), store, **ABOUT)
     held.keep_only({other})
     assert not held.has(state_id) and held.has(other)
     (held.folder / other / "state" / "state.json").write_text("damaged")
@@ -84,6 +101,47 @@ def test_a_held_state_has_the_id_that_it_would_be_stored_under_and_counts_withou
     with pytest.raises(MissingObject), UpdateContext(store, tmp_path, other, "run", 1, held=held).state(other):
         pass
     assert not snapshots.counts(other), "the stage that made it runs again"
+
+
+def test_a_held_model_counts_until_somebody_finds_its_weights_gone(tmp_path: Path):
+    store, cache = new_store(), tmp_path / "cache"
+    written = write_state(tmp_path / "state", "a") / "model"
+    model = hold(store, written, cache)
+    assert model == new_store().put_tree(written), "the id that it would be stored under"
+    found = local_model(store, model, cache)
+    assert sorted(file.name for file in found.iterdir()) == ["config.json", "model.safetensors"]
+    weights, _ = (file.content_id for file in reversed(store.manifest(model).files))
+    assert not store.exists(weights) and store.exists(hash_bytes(b"{}"))
+    counted = Model(model=model)
+    assert is_whole(counted, store) and not is_wanted(store, model)
+    with pytest.raises(ConfigError, match=r"\(step 7 of GRPO, run run\) was not stored \(store_models\)"):
+        check_stored(model, store)
+    assert verify_store(store).damage == [], "nobody misses it"
+
+    forget_local_tree(model, cache)
+    with pytest.raises(MissingObject, match=r"not stored .* the update that left it has to run again") as caught:
+        local_model(store, model, cache)
+    assert caught.value.content_id == model and is_wanted(store, model)
+    assert hold(store, written, cache) == model and not is_wanted(store, model)
+    forget_local_tree(model, cache)
+    put_model(store, store.manifest(model), written)
+    assert local_model(store, model, cache).is_dir() and unstored_model(store, model) is None
+
+
+def test_a_model_that_the_cache_does_not_take_is_stored(tmp_path: Path):
+    store = new_store()
+    (tmp_path / "cache").write_text("a file")
+    model = hold(store, write_state(tmp_path / "state", "a") / "model", tmp_path / "cache")
+    assert store.tree_is_present(model) and unstored_model(store, model) is None
+
+
+def hold(store: ObjectStore, written: Path, cache: Path, step: int = 7) -> ContentId:
+    return hold_model(store, manifest_of(written), written, cache, run_id="run", step=step, algorithm="GRPO")
+
+
+def manifest_of(folder: Path) -> TreeManifest:
+    scratch = new_store()
+    return scratch.manifest(scratch.put_tree(folder))
 
 
 class Killed(BaseException):
@@ -95,8 +153,15 @@ class Updates:
 
     name = "grpo_update"
 
-    def __init__(self, store: ObjectStore) -> None:
-        self.store = store
+    def __init__(self, store: ObjectStore, models: str = "each") -> None:
+        self.store, self.models = store, models
+        self._folder = tempfile.TemporaryDirectory()
+        self.cache = Path(self._folder.name) / "cache"
+        """Of the machine, which outlives a process."""
+        self.drawn: set[tuple[ContentId, int]] = set()
+        """Iterations whose samples are stored, with the model that drew them."""
+        self.evicts: set[int] = set()
+        """Iterations (from 0) before which the cache is emptied, once each."""
         self.results: dict[ContentId, Checkpoint] = {}
         self.computed: list[int] = []
         self.advantages: ContentId | None = None
@@ -119,19 +184,25 @@ class Updates:
         assert here is not None
         context = UpdateContext(self.store, Path("cache"), hash_bytes(b"key"), "run", 1, held=here.held)
         before = ""
+        if number:
+            local_model(self.store, model, self.cache)
         if train_state is not None:
             with context.state(train_state) as folder:
                 before = json.loads((folder / "state.json").read_text())
         self.computed.append(number + 1)
         with tempfile.TemporaryDirectory() as scratch:
             written = write_state(Path(scratch) / "state", hash_bytes(f"{before} {number}{self.noise()}".encode()))
-            tree, metrics = self.store.put_tree(written / "model"), self.store.put_bytes(b"{}\n")
-            about = {**ABOUT, "step": number + 1}
+            metrics, about = self.store.put_bytes(b"{}\n"), {**ABOUT, "step": number + 1}
+            manifest = manifest_of(written / "model")
+            if here.stores or self.models == "each":
+                tree = put_model(self.store, manifest, written / "model")
+            else:
+                tree = hold(self.store, written / "model", self.cache, number + 1)
             if here.stores:
                 state_id = SnapshotStore(self.store).save(written, **about).id
             else:
                 assert here.held is not None
-                state_id = here.held.hold(written, self.store, **about)
+                state_id, _ = here.held.hold(written, self.store, **about)
         checkpoint = Checkpoint(
             model=tree,
             train_state=state_id,
@@ -145,9 +216,32 @@ class Updates:
         self.results[content_id("key/1", [model, train_state, number])] = checkpoint
         return checkpoint
 
+    def draw(self, model: ContentId, number: int) -> None:
+        if number in self.evicts:
+            self.evicts.remove(number)
+            self.empty_cache()
+        if number and (model, number) not in self.drawn:
+            local_model(self.store, model, self.cache)
+            self.drawn.add((model, number))
+
+    def empty_cache(self) -> None:
+        shutil.rmtree(self.cache, ignore_errors=True)
+
     def run(self, iterations: int, every: int, end: int | None = None, how: type[BaseException] = Killed) -> Checkpoint:
-        """A run that ends before it gets to iteration ``end`` (from 0)."""
-        states = TrainingStates(grpo(iterations, every), self.store)
+        """A run that ends before it gets to iteration ``end`` (from 0). As `flows.flow_run` does, it runs again for
+        each object that it finds missing."""
+        missing: Counter[str] = Counter()
+        while True:
+            try:
+                return self._body(iterations, every, end, how)
+            except OtherOutcome:
+                raise
+            except MissingObject as error:
+                missing[error.content_id] += 1
+                assert missing[error.content_id] < TRIES_FOR_AN_OBJECT
+
+    def _body(self, iterations: int, every: int, end: int | None, how: type[BaseException]) -> Checkpoint:
+        states = TrainingStates(grpo(iterations, every, self.models), self.store)
         with tempfile.TemporaryDirectory() as folder:
             states.__enter__()
             try:
@@ -155,6 +249,7 @@ class Updates:
                 for number in range(iterations):
                     if number == end:
                         raise how("here")
+                    self.draw(model, number)
                     last = states.update(number, self, model, train_state, number, label=f"iteration {number + 1}")
                     model, train_state = last.model, last.train_state
             except Killed:
@@ -206,6 +301,52 @@ def test_however_often_a_run_ends_it_comes_to_the_same_state_and_computes_from_t
     assert updates.run(iterations, every) == expected(iterations)
     assert iterations in updates.stored()
     assert updates.run(iterations, every) == expected(iterations)
+
+
+@hypothesis_settings(max_examples=40, deadline=None)
+@given(
+    ends=ends,
+    iterations=st.integers(1, 9),
+    every=st.integers(1, 5),
+    evicts=st.sets(st.integers(1, 8)),
+    other_machine=st.booleans(),
+)
+def test_models_that_are_not_stored_are_computed_again_where_samples_are_to_be_drawn_from_them(
+    ends, iterations, every, evicts, other_machine
+):
+    updates = Updates(new_store(), "with_states")
+    updates.evicts = evicts
+    for other_every, end, how in ends:
+        if end < iterations:
+            with pytest.raises(how):
+                updates.run(iterations, other_every, end, how)
+        if other_machine:
+            updates.empty_cache()
+    assert updates.run(iterations, every) == expected(iterations)
+    stored = updates.stored()
+    for checkpoint in updates.results.values():
+        assert updates.store.tree_is_present(checkpoint.model) == (checkpoint.step in stored)
+    updates.computed = []
+    updates.empty_cache()
+    assert updates.run(iterations, every) == expected(iterations)
+    assert updates.computed == [], "what is only named is not missed"
+
+
+def test_a_model_is_computed_again_only_where_its_samples_are_not_stored():
+    updates = Updates(new_store(), "with_states")
+    with pytest.raises(Killed):
+        updates.run(8, 3, 5)
+    assert (updates.computed, updates.stored()) == ([1, 2, 3, 4, 5], {3})
+    updates.computed = []
+    updates.empty_cache()
+    assert updates.run(8, 3) == expected(8)
+    assert updates.computed == [4, 5, 6, 7, 8]
+    named = {checkpoint.step: checkpoint.model for checkpoint in updates.results.values()}
+    updates.drawn.remove((named[4], 4))
+    updates.computed = []
+    updates.empty_cache()
+    assert updates.run(8, 3) == expected(8)
+    assert updates.computed == [4], "from the state before, which is stored"
 
 
 def test_what_is_stored_and_computed_by_hand():
@@ -344,12 +485,13 @@ def test_a_stage_that_is_computed_again_keeps_its_result_until_there_is_another(
     assert body() == ["first", "first", "third", "third", "fourth"]
 
 
-def config(tiny_model: Path, sorting_task: Any, every: int) -> dict[str, Any]:
+def config(tiny_model: Path, sorting_task: Any, every: int, models: str = "each") -> dict[str, Any]:
     return small_grpo(
         tiny_model,
         sorting_task,
         "states",
         state_every=every,
+        store_models=models,
         iterations=4,
         prompts_per_iteration=20,
         samples_per_prompt=4,
@@ -375,6 +517,7 @@ def test_killed_and_stopped_between_stored_states_a_run_comes_to_the_bytes_of_on
     def use(name: str) -> None:
         monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{tmp_path / name}")
         monkeypatch.setenv("ROLLOUT_DATABASE", f"sqlite:///{tmp_path / name}.db")
+        monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path / f"{name}-cache"))
 
     def started(iterations: int) -> Any:
         """The command, once so many iterations are done and samples of the next one are being drawn."""
@@ -390,10 +533,11 @@ def test_killed_and_stopped_between_stored_states_a_run_comes_to_the_bytes_of_on
     assert sorted(every) == [1, 2, 3, 4]
 
     use("some")
-    document = write_toml(tmp_path / "states.toml", config(tiny_model, sorting_task, 3))
+    document = write_toml(tmp_path / "states.toml", config(tiny_model, sorting_task, 3, "with_states"))
     command = (*ROLLOUT, "train", "grpo", "--config", str(document))
     kill(started(1))
     assert SnapshotStore(objects()).list() == [], "neither at ends nor on the way"
+    shutil.rmtree(tmp_path / "some-cache")  # as on another machine, so that the model to draw from is gone, too
     stopped = started(2)
     stopped.send_signal(signal.SIGTERM)
     output, _ = stopped.communicate(timeout=120)
@@ -402,8 +546,11 @@ def test_killed_and_stopped_between_stored_states_a_run_comes_to_the_bytes_of_on
     assert "the run ends here: training state" in output
     assert ends_of_iterations(steps) == {number: every[number] for number in (2,)}
     planned = output_of(start_process(*command, "--dry-run", env={"PREFECT_API_URL": prefect_server}))
-    assert "4 training states of" in planned and "and 3 models of" in planned
+    assert "4 training states of" in planned and "and the model; free" in planned
     output = output_of(start_process(*command, env={"PREFECT_API_URL": prefect_server}))
     assert "computed again" not in output
     assert ends_of_iterations(steps) == {number: every[number] for number in (2, 3, 4)}
     assert all(whole[name] in output for name in ("model", "train_state"))
+    names = {ContentId(path.name) for path in (tmp_path / "some-cache").iterdir() if is_content_id(path.name)}
+    held = [model for model in names if unstored_model(objects(), model) is not None]
+    assert [objects().tree_is_present(model) for model in held] == [False], "of the first iteration"

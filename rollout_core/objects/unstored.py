@@ -1,0 +1,134 @@
+"""Models that results name and object storage does not have, as their run did not store their weights.
+
+Such a model has its id all the same, the hash of its files, and its manifest and small files are stored. Its weights
+are in the cache of the machine that computed them, from where an engine loads them. A note below ``let-go/`` says so:
+results that name the model count as whole. Who finds the weights gone notes that they are wanted, and the update that
+left them is computed again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from rollout_core.base.errors import ConfigError, MissingObject
+from rollout_core.base.ids import ContentId
+from rollout_core.objects.files import LET_GO_REFS
+from rollout_core.objects.records import Record
+from rollout_core.objects.snapshots import SnapshotStore
+from rollout_core.objects.store import ObjectStore
+from rollout_core.objects.trees import TreeManifest, keep_local_tree
+
+WEIGHTS = ".safetensors"
+"""How the names of files end that are left out."""
+_KIND = "unstored model/1"
+
+
+class UnstoredModel(BaseModel):
+    """What is noted of one."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: Literal["unstored model/1"] = _KIND
+    run_id: str
+    step: int
+    algorithm: str
+    is_wanted: bool = False
+    """Somebody needs the weights, and no longer found them."""
+
+
+def put_model(objects: ObjectStore, manifest: TreeManifest, written: Path) -> ContentId:
+    """Store the model in the folder ``written``, all of it. Returns its id."""
+    model = objects.put_files(manifest, {file.path: written / file.path for file in manifest.files})
+    objects.delete_ref(_ref(model))
+    return model
+
+
+def hold_model(
+    objects: ObjectStore,
+    manifest: TreeManifest,
+    written: Path,
+    cache: Path,
+    *,
+    run_id: str,
+    step: int,
+    algorithm: str,
+) -> ContentId:
+    """Have the model in the folder ``written`` in the cache, and store what it has beside its weights; where the cache
+    does not take it, store it whole. Returns its id."""
+    model = objects.put_json(manifest)
+    keep_local_tree(model, manifest, written, cache)
+    if not (cache / model).is_dir():
+        return put_model(objects, manifest, written)
+    small = [written / file.path for file in manifest.files if not file.path.endswith(WEIGHTS)]
+    objects.in_parallel(objects.put_file, small)
+    _note(objects, model, UnstoredModel(run_id=run_id, step=step, algorithm=algorithm))
+    return model
+
+
+def local_model(objects: ObjectStore, model: ContentId, cache: Path) -> Path:
+    """A folder with the model's files, as `ObjectStore.local_tree` gives it. Raises as that.
+
+    One that is not stored and no longer in the cache is MissingObject, and wanted from then on.
+    """
+    try:
+        return objects.local_tree(model, cache)
+    except MissingObject as error:
+        noted = unstored_model(objects, model)
+        if noted is None:
+            raise
+        _note(objects, model, noted.model_copy(update={"is_wanted": True}))
+        raise MissingObject(
+            model,
+            f"model {model.short} (step {noted.step} of {noted.algorithm}) was not stored (store_models), and is not "
+            f"in the cache {cache}; the update that left it has to run again",
+        ) from error
+
+
+def unstored_model(objects: ObjectStore, model: ContentId) -> UnstoredModel | None:
+    """What is noted of a model that its run did not store; None of any other."""
+    noted = objects.cached_bytes(_ref(model))
+    # Housekeeping's own notes of models are of another kind.
+    return UnstoredModel.model_validate_json(noted) if noted and json.loads(noted).get("kind") == _KIND else None
+
+
+def is_wanted(objects: ObjectStore, model: ContentId) -> bool:
+    """Whether somebody needs the weights of a model that is not stored, and did not find them."""
+    noted = unstored_model(objects, model)
+    return noted is not None and noted.is_wanted and not objects.tree_is_present(model)
+
+
+def check_stored(model: ContentId, objects: ObjectStore) -> None:
+    """Raise ConfigError where the object store does not have all of this model."""
+    if objects.tree_is_present(model):
+        return
+    noted = unstored_model(objects, model)
+    if noted is None:
+        raise ConfigError(f"model {model} is not in the object store {objects.url}")
+    raise ConfigError(
+        f"model {model} (step {noted.step} of {noted.algorithm}, run {noted.run_id}) was not stored (store_models); "
+        "take one that was: `rollout snapshot list` has the training states, whose iterations end with stored models"
+    )
+
+
+def is_whole(record: Record, objects: ObjectStore) -> bool:
+    """Whether object storage still holds everything ``record`` names, but for what is known not to be stored (sizes are
+    compared, content is not read)."""
+    checks: dict[str, Callable[[ContentId], bool]] = {
+        "blob": objects.exists,
+        "tree": lambda tree: objects.tree_is_present(tree) or unstored_model(objects, tree) is not None,
+        "snapshot": SnapshotStore(objects).counts,
+    }
+    return all(checks[kind](reference) for kind, reference in record.references())
+
+
+def _ref(model: ContentId) -> str:
+    return f"{LET_GO_REFS}/{ContentId(model)}"
+
+
+def _note(objects: ObjectStore, model: ContentId, note: UnstoredModel) -> None:
+    objects.set_ref(_ref(model), objects.put_bytes(note.model_dump_json().encode()))
