@@ -203,6 +203,11 @@ def test_a_placement_that_cannot_be_is_one_error_each(small):
     assert "placement and async_depth: stages on workers are not drawn ahead" in ahead
     rare = violations({"dask": dask, "learning": {}}, ppo={**small["ppo"], "state_every": 2})
     assert "placement.learning and state_every = 2: workers have no common place" in rare
+    apart = violations(
+        {"dask": dask, "generation": {}},
+        ppo={**small["ppo"], "iterations": 2, "state_every": 2, "store_models": "with_states"},
+    )
+    assert 'placement and store_models = "with_states": workers have no common cache' in apart
     batch = {
         "model": {"uri": "m"}, "sampling": {"max_tokens": 4}, "input": {"glob": "*"}, "output": {"dir": "out"},
     }  # fmt: skip
