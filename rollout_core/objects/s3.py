@@ -22,7 +22,7 @@ from rollout_core.objects.buckets import READ_BYTES, RemoteFiles, log
 from rollout_core.objects.files import FileStat, Upload, storage_faults
 
 BYTES_IN_FLIGHT = 48 * 2**20
-"""Of a file's parts; so many connections as that makes are busy at once, and that much memory."""
+"""Of a file's parts; so many connections as that makes are busy at once. One more part is in memory."""
 PARTS_OF_ONE_SIZE = 1000
 """S3 takes 10,000 parts, so those after the first thousand are larger: 16 MiB at first reach to 880 GiB."""
 CONNECTIONS = 64
@@ -206,30 +206,50 @@ class S3Upload:
         self._pool = ThreadPoolExecutor(self._in_flight, thread_name_prefix="object-upload")
         self._pool.submit(_client_of, files.fs, JOINING_SECONDS)  # takes a while, once in a process
         self._held = bytearray()
+        """The part that is being filled, as long as it is to become; or nothing yet."""
+        self._filled = 0
+        self._spare: list[bytearray] = []
+        """Of parts that were sent. What is freed and asked for again by the size of a part, a process keeps twice."""
         self._sent_bytes = 0
         self._parts: list[Future[str]] = []
         self._open = True
 
     def write(self, chunk: bytes) -> None:
-        self._held += chunk
-        self._files.require_room(self._key, self._sent_bytes + len(self._held))
-        if len(self._held) >= self._files.part_bytes * (1 + len(self._parts) // PARTS_OF_ONE_SIZE):
-            self._send()
+        self._files.require_room(self._key, self._sent_bytes + self._filled + len(chunk))
+        rest = memoryview(chunk)
+        while rest:
+            if not self._held:
+                self._held = self._next_part()
+            taken = min(len(rest), len(self._held) - self._filled)
+            self._held[self._filled : self._filled + taken] = rest[:taken]
+            self._filled += taken
+            rest = rest[taken:]
+            if self._filled == len(self._held):
+                self._send()
+
+    def _next_part(self) -> bytearray:
+        if len(self._parts) > self._in_flight:
+            self._parts[-self._in_flight - 1].result()  # no more in memory than may be on their way, and this one
+        size = self._files.part_bytes * (1 + len(self._parts) // PARTS_OF_ONE_SIZE)
+        spare = self._spare.pop() if self._spare else bytearray()
+        return spare if len(spare) == size else bytearray(size)
 
     def _send(self) -> None:
-        if len(self._parts) >= self._in_flight:
-            self._parts[-self._in_flight].result()  # no more in memory than are on their way
-        self._sent_bytes += len(self._held)
-        self._parts.append(self._pool.submit(self._put, len(self._parts) + 1, self._held))
-        self._held = bytearray()
+        data, self._held = self._held, bytearray()
+        del data[self._filled :]
+        self._sent_bytes += self._filled
+        self._filled = 0
+        self._parts.append(self._pool.submit(self._put, len(self._parts) + 1, data))
 
     def _put(self, number: int, data: bytearray) -> str:
         with self._files.writing(self._key):
             answer = self._files.call_s3("upload_part", self._key, UploadId=self._id, PartNumber=number, Body=data)
-            return answer["ETag"]
+        self._spare.append(data)
+        return answer["ETag"]
 
     def commit(self, key: str) -> None:
-        self._send()
+        if self._filled or not self._parts:
+            self._send()
         parts = [{"PartNumber": number, "ETag": tag.result()} for number, tag in enumerate(self._parts, 1)]
         before = self._files.stat(key) if key == self._key else None
         with self._files.writing(self._key):
