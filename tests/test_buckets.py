@@ -113,6 +113,23 @@ def test_parts_that_s3_would_refuse_are_refused_at_once(
         ObjectStore.from_url("s3://bucket/x")
 
 
+def test_parts_grow_and_take_pieces_of_any_size(s3: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOUT_UPLOAD_PART_BYTES", str(5 * 2**20))
+    monkeypatch.setattr("rollout_core.objects.s3.PARTS_OF_ONE_SIZE", 2)
+    monkeypatch.setattr("rollout_core.objects.s3.BYTES_IN_FLIGHT", 10 * 2**20)
+    objects = ObjectStore.from_url(f"s3://{BUCKET}/{tmp_path.name}", storage_options=s3)
+    objects.files.whole_write_bytes = 0
+    data = random.Random(7).randbytes(47 * 2**20 + 1)
+    content_id = objects.put_stream(in_pieces(data, 2**20 + 3))
+    path = objects.files.path(blob_key(content_id))
+    for place, size in enumerate((5, 5, 10, 10, 15), 1):
+        part = objects.files.fs.call_s3("head_object", Bucket=BUCKET, Key=path.partition("/")[2], PartNumber=place)
+        assert part["ContentLength"] == size * 2**20, place
+    assert objects.get_bytes(content_id) == data
+    big = objects.put_stream(in_pieces(data[: 12 * 2**20], 12 * 2**20))
+    assert objects.get_bytes(big) == data[: 12 * 2**20], "a piece of more than two parts"
+
+
 def test_a_wrong_token_is_told_at_once(google: GoogleCloud, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> None:
         raise AssertionError("gcsfs waited to ask again")
