@@ -138,8 +138,8 @@ class BucketFolder:
         key = self._key(name)
         upload = self._files.upload_beside(key)
         try:
-            with storage_faults("write", self.where(name)):
-                for chunk in chunks:
+            for chunk in chunks:
+                with storage_faults("write", self.where(name)):  # around this alone: rows have faults of their own
                     upload.write(chunk)
             upload.commit(key)
         except BaseException:

@@ -14,7 +14,7 @@ import stat
 import tarfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from io import FileIO
 from itertools import pairwise
 from pathlib import Path
@@ -246,22 +246,28 @@ class FileBeside:
 
     def write(self, chunk: bytes) -> None:
         """Append ``chunk``."""
-        self._file.write(chunk)
-        self._flushing.wrote(len(chunk))
+        with self._faults():
+            self._file.write(chunk)
+            self._flushing.wrote(len(chunk))
 
     def appear(self) -> None:
         """Take the name, and the place of what has it."""
-        self._sync()
-        self._temporary.replace(self._path)
+        with self._faults():
+            self._sync()
+            self._temporary.replace(self._path)
 
     def appear_unless_there(self) -> bool:
         """Take the name; False, and nothing done, where something has it."""
-        self._sync()
-        try:
-            os.link(self._temporary, self._path)
-        except FileExistsError:
-            return False
+        with self._faults():
+            self._sync()
+            try:
+                os.link(self._temporary, self._path)
+            except FileExistsError:
+                return False
         return True
+
+    def _faults(self) -> AbstractContextManager[None]:
+        return storage_faults("write", str(self._path))
 
     def _sync(self) -> None:
         self._file.flush()
@@ -274,23 +280,26 @@ def file_beside(path: Path) -> Iterator[FileBeside]:
     """A file to write that becomes ``path`` within the block, or is gone after it.
 
     Its folder is made where it is missing, and is durable when the block has ended; what killed processes left beside
-    ``path`` is removed.
+    ``path`` is removed. Faults of the file are told as such; those of the block's own, as of what it reads, are left
+    alone.
     """
 
     def make() -> Path:
         temporary = path.with_name(f".{path.name}.{ULID()}.tmp")
-        temporary.touch()
+        with storage_faults("write", str(path)):
+            temporary.touch()
         return temporary
 
     with storage_faults("write", str(path)):
         path.parent.mkdir(parents=True, exist_ok=True)
         sweep(path.parent, f".{glob.escape(path.name)}.*.tmp")
-        with held(make) as temporary:
-            try:
-                with temporary.open("wb", buffering=WRITE_BYTES) as file, Flushing(file.fileno()) as flushing:
-                    yield FileBeside(file, flushing, temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
+    with held(make) as temporary:
+        try:
+            with temporary.open("wb", buffering=WRITE_BYTES) as file, Flushing(file.fileno()) as flushing:
+                yield FileBeside(file, flushing, temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    with storage_faults("write", str(path)):
         fsync_folder(path.parent)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from places import address_of, use_gcs, use_s3
 from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.inference import folders
 from rollout_core.inference.folders import OutputFolder, output_folder
-from rollout_core.objects import ObjectStore, buckets
+from rollout_core.objects import ObjectStore, buckets, trees
 from rollout_core.objects.buckets import RemoteFiles, StreamedUpload
 from rollout_core.objects.s3 import S3Files
 
@@ -44,16 +45,18 @@ def test_a_file_is_replaced_whole_and_its_mark_changes_with_it(folder: OutputFol
     assert folder.read("f") == b""
 
 
-def test_a_file_whose_writing_fails_is_left_as_it_was(folder: OutputFolder, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("fault", [OSError("the rows' disk is gone"), ValueError("row 7 is no JSON")])
+def test_a_file_whose_rows_fail_is_left_as_it_was_and_the_fault_is_theirs(folder: OutputFolder, fault: Exception):
     folder.replace("f", [b"old"])
 
     def broken():
         yield b"x" * 12 * 2**20  # more than a part: an upload is under way
         assert folder.read("f") == b"old", "the old file stays while the new one is written"
-        raise OSError("disk full")
+        raise fault
 
-    with pytest.raises(Recoverable, match="disk full"):
+    with pytest.raises(type(fault)) as caught:
         folder.replace("f", broken())
+    assert caught.value is fault, "nothing of the place where they were to go"
     assert folder.read("f") == b"old"
     if isinstance(folder, folders.LocalFolder):
         assert os.listdir(Path(folder.where("f")).parent) == ["f"], "no leftovers"
@@ -63,6 +66,21 @@ def test_a_file_whose_writing_fails_is_left_as_it_was(folder: OutputFolder, monk
     assert list(files.list("tmp")) == []
     if files.protocol == "s3":
         assert not files.fs.call_s3("list_multipart_uploads", Bucket=files.path("").strip("/")).get("Uploads")
+
+
+def test_a_fault_of_a_folder_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = output_folder(str(tmp_path / "out"), tmp_path)
+    folder.replace("f", [b"old"])
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for call in ("wrote", "check"):
+        with monkeypatch.context() as patch:
+            patch.setattr(trees.Flushing, call, full)
+            with pytest.raises(Recoverable, match=f"cannot write {tmp_path}/out/f: No space left on device"):
+                folder.replace("f", [b"new"])
+        assert folder.read("f") == b"old" and os.listdir(tmp_path / "out") == ["f"]
 
 
 @pytest.fixture
