@@ -135,6 +135,8 @@ def _exactly(chunks: Iterable[bytes], path: str, size: int) -> Iterator[bytes]:
 
 
 WRITE_BYTES = 2**20
+HASH_BYTES = 2**19
+"""Read at once where a file is only hashed: what stays in a core's cache until it is."""
 
 
 def files_of(folder: Path) -> dict[str, Path]:
@@ -213,11 +215,13 @@ def reading(path: Path) -> Iterator[None]:
 
 def hash_file(path: Path) -> tuple[int, ContentId]:
     """Size in bytes and content id of a local file."""
-    hasher = blake3()
-    size = 0
-    for chunk in read_file(path):
-        hasher.update(chunk)
-        size += len(chunk)
+    hasher, amount = blake3(), current_amount()
+    size, held = 0, memoryview(bytearray(HASH_BYTES))
+    with reading(path), open(path, "rb", buffering=0) as file:
+        while count := file.readinto(held):
+            hasher.update(held[:count])
+            size += count
+            amount.add(count)
     return size, ContentId(hasher.hexdigest())
 
 
