@@ -104,12 +104,16 @@ def is_wanted(objects: ObjectStore, model: ContentId) -> bool:
 
 def check_stored(model: ContentId, objects: ObjectStore) -> None:
     """Raise ConfigError where the object store does not have all of this model."""
-    if objects.tree_is_present(model):
-        return
+    if not objects.tree_is_present(model):
+        raise ConfigError(why_not_stored(objects, model) or f"model {model} is not in the object store {objects.url}")
+
+
+def why_not_stored(objects: ObjectStore, model: ContentId) -> str | None:
+    """For people, of a model that its run did not store; None of any other."""
     noted = unstored_model(objects, model)
     if noted is None:
-        raise ConfigError(f"model {model} is not in the object store {objects.url}")
-    raise ConfigError(
+        return None
+    return (
         f"model {model} (step {noted.step} of {noted.algorithm}, run {noted.run_id}) was not stored (store_models); "
         "take one that was: `rollout snapshot list` has the training states, whose iterations end with stored models"
     )

@@ -29,6 +29,7 @@ from rollout_core.base.locks import try_exclusive
 from rollout_core.base.settings import locations
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.addresses import complete_folder_id, complete_id, is_folder
+from rollout_core.objects.unstored import why_not_stored
 from rollout_core.promotion.evidence import Evidence
 from rollout_core.store import LLM, LightningStore, Resource
 
@@ -268,7 +269,10 @@ def model_to_promote(objects: ObjectStore, digits: str) -> ContentId:
     if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
         raise ConfigError(f"{model} is no model: its folder has no config.json with *.safetensors beside it")
     if not objects.tree_is_present(model):
-        raise NotFound(f"files of the model {model} are missing in the object store {objects.url}; make it again")
+        raise NotFound(
+            why_not_stored(objects, model)
+            or f"files of the model {model} are missing in the object store {objects.url}; make it again"
+        )
     return model
 
 

@@ -38,6 +38,7 @@ from rollout_core.objects.unstored import (
     unstored_model,
 )
 from rollout_core.objects.verification import verify_store
+from rollout_core.promotion.history import model_to_promote
 from tasks import learn
 from tasks.logs import Journal
 from tasks.stage import _computes_again
@@ -116,6 +117,8 @@ def test_a_held_model_counts_until_somebody_finds_its_weights_gone(tmp_path: Pat
     assert is_whole(counted, store) and not is_wanted(store, model)
     with pytest.raises(ConfigError, match=r"\(step 7 of GRPO, run run\) was not stored \(store_models\)"):
         check_stored(model, store)
+    with pytest.raises(NotFound, match="was not stored"):
+        model_to_promote(store, model)
     assert verify_store(store).damage == [], "nobody misses it"
 
     forget_local_tree(model, cache)
