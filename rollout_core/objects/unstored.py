@@ -59,10 +59,11 @@ def hold_model(
     algorithm: str,
 ) -> ContentId:
     """Have the model in the folder ``written`` in the cache, and store what it has beside its weights; where the cache
-    does not take it, store it whole. Returns its id."""
+    does not take it, or it is stored already, store it whole. Returns its id."""
     model = objects.put_json(manifest)
     keep_local_tree(model, manifest, written, cache)
-    if not (cache / model).is_dir():
+    # An update may leave the weights as they were, and so the model that it began with, which is stored.
+    if not (cache / model).is_dir() or objects.tree_is_present(model):
         return put_model(objects, manifest, written)
     small = [written / file.path for file in manifest.files if not file.path.endswith(WEIGHTS)]
     objects.in_parallel(objects.put_file, small)

@@ -146,7 +146,9 @@ def test_killed_while_it_samples_beside_an_update_a_run_comes_to_the_same_bytes(
 
     monkeypatch.setenv("ROLLOUT_STORAGE", f"file://{tmp_path / 'killed'}")
     monkeypatch.setenv("ROLLOUT_DATABASE", f"sqlite:///{tmp_path / 'killed.db'}")
-    document["algorithm"]["state_every"] = 2  # the process beside takes up what it left itself
+    monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path / "killed-cache"))
+    # The process beside takes up what it left itself.
+    document["algorithm"] |= {"state_every": 2, "store_models": "with_states"}
     command = ("train", "grpo", "--config", str(write_toml(tmp_path / "ahead.toml", document)))
     killed = start_process(*ROLLOUT, *command, env={"PREFECT_API_URL": prefect_server})
 
@@ -160,4 +162,6 @@ def test_killed_while_it_samples_beside_an_update_a_run_comes_to_the_same_bytes(
     assert models_of(again["model"]) == expected and again["train_state"] == finished["train_state"]
     stored = [state.step for state in SnapshotStore(objects()).list(kind="train_state")]
     assert min(stored) > finished["step"] / 2, "none of the first iteration"
+    present = [objects().tree_is_present(model) for model in expected[1] - {expected[0]}]
+    assert sorted(present) == [False, True], "nor its model, but the one to begin with"
     assert [buffer.id for buffer in SnapshotStore(objects()).list(kind="buffer")] == [buffer.id for buffer in buffers]

@@ -86,13 +86,12 @@ def test_a_held_state_has_the_id_that_it_would_be_stored_under_and_counts_withou
 
     again = HeldStates(tmp_path / "again")
     assert again.hold(write_state(tmp_path / "two", "a"), store, **ABOUT) == (state_id, manifest)
-    stored = again.store(state_id, store)
-    assert stored is not None and (stored.id, stored.step, stored.label) == (state_id, 7, "finished")
-    assert stored.meta == {"run": "night"} and snapshots.is_present(state_id)
     model = hold(store, again.place(state_id) / "model", tmp_path / "cache")
     assert unstored_model(store, model) is not None
-    again.store(state_id, store)
+    stored = again.store(state_id, store)
     assert unstored_model(store, model) is None and store.tree_is_present(model), "the model of a stored state is, too"
+    assert stored is not None and (stored.id, stored.step, stored.label) == (state_id, 7, "finished")
+    assert stored.meta == {"run": "night"} and snapshots.is_present(state_id)
 
     other, _ = held.hold(write_state(tmp_path / "three", "b"), store, **ABOUT)
     held.keep_only({other})
@@ -129,6 +128,7 @@ def test_a_held_model_counts_until_somebody_finds_its_weights_gone(tmp_path: Pat
     forget_local_tree(model, cache)
     put_model(store, store.manifest(model), written)
     assert local_model(store, model, cache).is_dir() and unstored_model(store, model) is None
+    assert hold(store, written, cache) == model and unstored_model(store, model) is None, "it stays stored"
 
 
 def test_a_model_that_the_cache_does_not_take_is_stored(tmp_path: Path):
