@@ -12,7 +12,7 @@ from rollout_core.base.locks import sweep
 from rollout_core.base.settings import cache_bytes
 from rollout_core.config.retention import Retention
 from rollout_core.housekeeping.cleaning import Cleaned, clean, named_by_database
-from rollout_core.objects.trees import evict_local_trees
+from rollout_core.objects.local_trees import evict_local_trees
 from tasks.connections import cache_folder, current_connections, lock_folder, objects
 from tasks.logs import stage_logger
 from tasks.stage import retry

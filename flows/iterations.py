@@ -27,8 +27,8 @@ from rollout_core.base.locks import scratch_folder
 from rollout_core.base.stopping import Interruption, in_thread, run_interruptibly
 from rollout_core.config import OnPolicySettings
 from rollout_core.objects import ObjectStore, SnapshotStore
+from rollout_core.objects.local_trees import hold_local_tree
 from rollout_core.objects.records import Checkpoint
-from rollout_core.objects.trees import hold_local_tree
 from rollout_core.objects.unstored import is_wanted
 from tasks.connections import cache_folder
 from tasks.learn import StatesHere, states_here

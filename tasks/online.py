@@ -22,8 +22,8 @@ from rollout_core.base.stopping import run_async
 from rollout_core.config import AgentGRPO, LearnOnlineConfig, RunnersConfig
 from rollout_core.inference.base import ModelRef
 from rollout_core.objects import ObjectStore
+from rollout_core.objects.local_trees import forget_local_tree
 from rollout_core.objects.records import AgentRollouts, AgentSource, Record
-from rollout_core.objects.trees import forget_local_tree
 from rollout_core.promotion.history import Change, change_latest
 from rollout_core.store import LLM, LightningStore, NamedResources, ProxyLLM, SqlLightningStore
 from tasks import connections, events

@@ -22,7 +22,7 @@ from rollout_core.base.ids import ContentId, content_id, hash_bytes
 from rollout_core.config.retention import Retention
 from rollout_core.housekeeping.cleaning import Cleaned, clean
 from rollout_core.housekeeping.usage import measure
-from rollout_core.objects import ObjectStore, Snapshot, SnapshotStore, trees
+from rollout_core.objects import ObjectStore, Snapshot, SnapshotStore, local_trees
 from rollout_core.objects.backends import LocalFiles
 from rollout_core.objects.gc import collect_garbage
 from rollout_core.objects.leases import lease, live_leases
@@ -414,7 +414,7 @@ def test_the_local_cache_evicts_what_was_used_least_recently_and_nothing_in_use(
     models, cache = [model_of(objects, tmp_path, number) for number in range(5)], tmp_path / "cache"
     size = len(weights("model 0"))
     monkeypatch.setenv("ROLLOUT_CACHE_GIB", str(3.5 * size / 2**30))
-    monkeypatch.setattr(trees, "HELD", 1)
+    monkeypatch.setattr(local_trees, "HELD", 1)
     using = subprocess.Popen(
         [sys.executable, "-c", USES, objects.url, models[0], str(cache)],
         stdin=subprocess.PIPE,
@@ -435,15 +435,15 @@ def test_the_local_cache_evicts_what_was_used_least_recently_and_nothing_in_use(
     using.communicate()
     assert (objects.local_tree(models[4], cache) / "weights").read_bytes() == weights("model 4")
     assert cached() == [1, 3, 4]
-    assert trees.evict_local_trees(cache, 0) == 2 * size and cached() == [4]
+    assert local_trees.evict_local_trees(cache, 0) == 2 * size and cached() == [4]
     assert sorted(path.name for path in cache.glob(".*.use")) == [f".{models[4]}.use"]
 
 
 FETCHES = """
 import random, sys
 from pathlib import Path
-from rollout_core.objects import ObjectStore, trees
-trees.HELD = 1
+from rollout_core.objects import ObjectStore, local_trees
+local_trees.HELD = 1
 objects, draw = ObjectStore.from_url(sys.argv[1]), random.Random(int(sys.argv[3]))
 for _ in range(150):
     model = draw.choice(sys.argv[4:])

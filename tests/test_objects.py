@@ -10,9 +10,11 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 from blake3 import blake3
@@ -24,10 +26,13 @@ from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.objects import ObjectStore, TreeFile, TreeManifest
 from rollout_core.objects.backends import LocalFiles
 from rollout_core.objects.files import TOUCH_AFTER_SECONDS, ref_key
-from rollout_core.objects.snapshots import SnapshotStore
+from rollout_core.objects.local_trees import forget_local_tree, keep_local_tree
+from rollout_core.objects.snapshots import SnapshotStore, identify
 from rollout_core.objects.store import blob_key
-from rollout_core.objects.trees import forget_local_tree, keep_local_tree
+from rollout_core.objects.trees import hash_file
 from tests.object_files import BUCKET, NOTHING, TREE, empty_store, in_pieces, keys, python, read_tree, write_tree
+
+T = TypeVar("T")
 
 
 @pytest.fixture(params=["local", "memory", "s3", "gcs"])
@@ -374,6 +379,30 @@ def test_a_file_that_changes_while_it_is_stored_is_a_conflict(local: ObjectStore
     assert keys(local, "tmp") == []
 
 
+def test_a_file_that_is_written_to_after_it_was_hashed_is_a_conflict(
+    local: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_tree(tmp_path / "source", {"a": b"before"}) / "a"
+
+    def then_written_to(hashed: Callable[[Any], T]) -> Callable[[Any], T]:
+        def call(given: Any) -> T:
+            file.write_bytes(b"before")
+            found = hashed(given)
+            file.write_bytes(b"after!")
+            return found
+
+        return call
+
+    monkeypatch.setattr("rollout_core.objects.store.hash_file", then_written_to(hash_file))
+    monkeypatch.setattr("rollout_core.objects.snapshots.identify", then_written_to(identify))
+    save = partial(SnapshotStore(local).save, file.parent, run_id="run", step=1, algorithm="sft")
+    for put in (lambda: local.put_file(file), lambda: local.put_tree(file.parent), save):
+        for local.files.whole_write_bytes in (0, 100):
+            with pytest.raises(Conflict, match="a changed while it was being stored"):
+                put()
+    assert dict(local.blobs()) == {} and keys(local, "tmp") == []
+
+
 def test_a_cached_tree_is_fetched_once_and_repaired_when_files_are_lost(local: ObjectStore, tmp_path: Path) -> None:
     content_id = local.put_tree(write_tree(tmp_path / "source", TREE))
     cache = tmp_path / "cache"
@@ -672,5 +701,5 @@ def test_a_whole_local_copy_is_read_once_a_process(tmp_path, monkeypatch):
     tree = store.put_tree(tmp_path / "model")
     folder = store.local_tree(tree, tmp_path / "cache")
     store.local_tree(tree, tmp_path / "cache")
-    monkeypatch.setattr("rollout_core.objects.trees.hash_file", lambda path: 1 / 0)
+    monkeypatch.setattr("rollout_core.objects.local_trees.hash_file", lambda path: 1 / 0)
     assert store.local_tree(tree, tmp_path / "cache") == folder

@@ -20,8 +20,8 @@ from typing import Any
 from rollout_core.base.ids import ContentId, canonical_json
 from rollout_core.base.locks import scratch_folder
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.snapshots import MODEL_FOLDER, Snapshot, SnapshotStore, identify
-from rollout_core.objects.trees import TreeManifest, files_of
+from rollout_core.objects.snapshots import MODEL_FOLDER, Identified, Snapshot, SnapshotStore, identify
+from rollout_core.objects.trees import files_of
 from rollout_core.objects.unstored import local_model, put_model
 
 log = logging.getLogger(__name__)
@@ -85,20 +85,21 @@ class HeldStates:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def hold(self, written: Path, objects: ObjectStore, **about: Any) -> tuple[ContentId, TreeManifest]:
+    def hold(self, written: Path, objects: ObjectStore, **about: Any) -> Identified:
         """Take over a state that was ``written`` on the same file system, and note in ``objects`` that it has none.
 
-        ``about`` is what `SnapshotStore.save` is to be told of it, should it be stored after all. Returns its id, and
-        what its folder holds, which is at `place` now.
+        ``about`` is what `SnapshotStore.save` is to be told of it, should it be stored after all. Returns its id
+        and what its folder holds, which is at `place` now.
         """
-        state_id, manifest = identify(files_of(written))
+        found = identify(files_of(written))
+        state_id = found.id
         folder = self.folder / state_id
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         (folder / ABOUT).write_bytes(canonical_json(about))
         written.rename(self.place(state_id))
         SnapshotStore(objects).name_only(state_id, **{name: about[name] for name in ("run_id", "step", "algorithm")})
-        return state_id, manifest
+        return found
 
     def place(self, state_id: ContentId) -> Path:
         """Its folder, where it is held."""
@@ -113,7 +114,7 @@ class HeldStates:
         if not self.has(state_id):
             return None
         state = self.place(state_id)
-        found, _ = identify(files_of(state))
+        found = identify(files_of(state)).id
         if found != state_id:
             log.warning("the training state held as %s has the hash %s; it is not used", state_id.short, found.short)
             return None

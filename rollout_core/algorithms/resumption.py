@@ -32,9 +32,10 @@ from rollout_core.base.errors import ConfigError, CorruptObject, NotFound, Recov
 from rollout_core.base.ids import ContentId
 from rollout_core.base.locks import scratch_folder
 from rollout_core.config import LearnerSettings, OnPolicySettings
+from rollout_core.objects.local_trees import keep_local_tree
 from rollout_core.objects.records import Checkpoint
 from rollout_core.objects.snapshots import FINISHED, MODEL_FOLDER, PROGRESS_REFS, RUN_NAME, Snapshot, SnapshotStore
-from rollout_core.objects.trees import TreeManifest, keep_local_tree
+from rollout_core.objects.trees import NO_CHECKS, Checks, TreeManifest
 from rollout_core.objects.unstored import hold_model, put_model
 
 log = logging.getLogger(__name__)
@@ -290,15 +291,15 @@ class Resumption:
         """The state, held, and its model, which is stored unless it is to go with the states."""
         context, about = self._context, self._about(copied, FINISHED)
         assert context.held is not None, "there is where to hold it"
-        state_id, manifest = context.held.hold(folder, context.objects, **about)
+        state_id, manifest, checks = context.held.hold(folder, context.objects, **about)
         model, written = manifest.below(MODEL_FOLDER), context.held.place(state_id) / MODEL_FOLDER
         if isinstance(self._settings, OnPolicySettings) and self._settings.store_models == "with_states":
             made_by = {name: about[name] for name in ("run_id", "step", "algorithm")}
             return state_id, hold_model(context.objects, model, written, context.cache, **made_by)
-        return state_id, self._store_model(model, written)
+        return state_id, self._store_model(model, written, checks)
 
-    def _store_model(self, manifest: TreeManifest, written: Path) -> ContentId:
-        model = put_model(self._context.objects, manifest, written)
+    def _store_model(self, manifest: TreeManifest, written: Path, checks: Checks = NO_CHECKS) -> ContentId:
+        model = put_model(self._context.objects, manifest, written, checks)
         keep_local_tree(model, manifest, written, self._context.cache)  # the engine of this machine need not fetch it
         return model
 

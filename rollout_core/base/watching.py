@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 STEP_BYTES = 1 << 20
 """Between two calls of whoever watches."""
@@ -56,3 +57,29 @@ def watched(show: Callable[[int, int], None]) -> Iterator[None]:
 def current_amount() -> Amount:
     """What is being watched."""
     return _current.get()
+
+
+def watched_downloads() -> Any:
+    """What ``snapshot_download`` takes as ``tqdm_class``. Of its bars that of the bytes that are written counts."""
+    from tqdm import tqdm
+
+    amount = current_amount()  # the files are fetched by threads
+
+    class Download(tqdm):  # pyright: ignore[reportMissingTypeArgument] - it has none when it runs
+        """Draws nothing. The total grows with each file that is begun."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self._counts = str(options.get("desc", "")).startswith("Reconstructing")
+            self._told = 0
+            # The hub's own arguments, such as the name of a bar, are none of tqdm's.
+            super().__init__(*args[:1], total=options.get("total"), disable=True)
+
+        def update(self, n: float | None = 1) -> bool | None:
+            if self._counts and n:
+                total = int(self.total or 0)
+                amount.expect(max(0, total - self._told))
+                self._told = max(self._told, total)
+                amount.add(int(n))
+            return None
+
+    return Download

@@ -26,9 +26,9 @@ from rollout_core.base.errors import ConfigError, Conflict, Recoverable
 from rollout_core.base.ids import ContentId, content_id, is_content_id
 from rollout_core.base.locks import scratch_folder
 from rollout_core.base.settings import Redaction, read_secret, without_passwords
+from rollout_core.base.watching import watched_downloads
 from rollout_core.config import ModelSource
 from rollout_core.models.bounded.inspecting import check_adapter_fit, inspect_bounded
-from rollout_core.models.downloads import watched_downloads
 from rollout_core.models.facts import ModelFacts, mark_of, recall, remember
 from rollout_core.models.pretrained import (
     ADAPTER_CONFIG,

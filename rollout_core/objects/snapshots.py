@@ -15,10 +15,11 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from blake3 import blake3
 from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
+from xxhash import xxh3_128
 
 from rollout_core.base.errors import ConfigError, Conflict, CorruptObject, CorruptRef, MissingObject, NotFound
 from rollout_core.base.ids import ContentId, canonical_json
@@ -27,7 +28,7 @@ from rollout_core.objects.addresses import complete_snapshot_id, copy_object
 from rollout_core.objects.files import EXPIRED_REFS, LET_GO_REFS, SNAPSHOT_REFS, ContentHasher, hash_chunks
 from rollout_core.objects.gc import GcReport, collect_garbage
 from rollout_core.objects.records import lineage_of
-from rollout_core.objects.trees import appearing_folder, files_of, read_file, tar_stream
+from rollout_core.objects.trees import Checks, appearing_folder, files_of, read_file, tar_stream
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ class SnapshotStore:
         _check_kind(kind)
         canonical_json(meta)  # pydantic would quietly turn NaN into null
         paths = files_of(folder)
-        snapshot_id, manifest = identify(paths)
+        snapshot_id, manifest, checks = identify(paths)
         ref = _ref(snapshot_id, run_id)
         if label in (None, FINISHED) and (before := self._record(ref)) is not None and before.label is not None:
             label = before.label
@@ -151,7 +152,7 @@ class SnapshotStore:
             label=label,
             created_at=datetime.now(UTC),
             algorithm=algorithm,
-            files=self._objects.put_files(manifest, paths),
+            files=self._objects.put_files(manifest, paths, checks),
             size_bytes=manifest.size_bytes,
             meta=meta or {},
         )
@@ -407,24 +408,38 @@ def _check_kind(kind: str) -> None:
         raise ConfigError(f"unknown kind of snapshot: {kind!r}; expected one of {', '.join(get_args(SnapshotKind))}")
 
 
-def identify(paths: dict[str, Path]) -> tuple[ContentId, TreeManifest]:
-    """Tar hash and manifest of a folder, from one and the same reading of its files."""
+class Identified(NamedTuple):
+    """What one and the same reading of a folder's files gave."""
+
+    id: ContentId
+    """Hash of its tar."""
+    manifest: TreeManifest
+    checks: Checks
+    """See `HashedFile`."""
+
+
+def identify(paths: dict[str, Path]) -> Identified:
+    """Read the files of a folder once."""
     sizes = {path: real.stat().st_size for path, real in paths.items()}
     content_ids: dict[str, ContentId] = {}
+    checks: dict[ContentId, bytes] = {}
 
     def read(path: str) -> Iterator[bytes]:
+        check = xxh3_128()
         with ContentHasher() as hasher:
             for chunk in read_file(paths[path]):
                 with hasher.hashing(chunk):
+                    check.update(chunk)
                     yield chunk
             content_ids[path] = hasher.content_id
+        checks[hasher.content_id] = check.digest()
 
     try:
         snapshot_id = hash_chunks(tar_stream(sizes.items(), read))
     except ValueError as error:
         raise Conflict(f"{error}; save the snapshot again when nobody writes to it") from error
     files = tuple(TreeFile(path=path, size=sizes[path], content_id=content_ids[path]) for path in paths)
-    return snapshot_id, TreeManifest(files=files)
+    return Identified(snapshot_id, TreeManifest(files=files), checks)
 
 
 def _wrong_tar(snapshot: Snapshot, found: str) -> CorruptObject:

@@ -21,7 +21,6 @@ from ulid import ULID
 
 from rollout_core.base.errors import (
     ConfigError,
-    Conflict,
     CorruptObject,
     CorruptRef,
     MissingObject,
@@ -46,22 +45,20 @@ from rollout_core.objects.files import (
     settled_ref,
     storage_faults,
 )
+from rollout_core.objects.local_trees import damaged_file, evict_local_trees, hold_local_tree, make_read_only, tree_lock
 from rollout_core.objects.sweeps import is_swept_away
 from rollout_core.objects.trees import (
+    NO_CHECKS,
+    Checks,
     TreeFile,
     TreeManifest,
     appearing_folder,
-    damaged_file,
-    evict_local_trees,
     expected,
     file_beside,
     files_of,
     hash_file,
-    hold_local_tree,
-    make_read_only,
+    read_again,
     read_file,
-    reading,
-    tree_lock,
     write_new_file,
 )
 
@@ -157,9 +154,9 @@ class ObjectStore:
 
     def put_file(self, path: Path) -> ContentId:
         """Store the bytes of a file. It is read twice: to learn its id, and if the blob is missing, to copy it."""
-        size, content_id = hash_file(path)
-        self._put_file_as(path, size, content_id)
-        return content_id
+        hashed = hash_file(path)
+        self._put_file_as(path, hashed.size, hashed.content_id, hashed.check)
+        return hashed.content_id
 
     def put_json(self, value: Any) -> ContentId:
         """Store the canonical JSON of ``value``."""
@@ -251,18 +248,19 @@ class ObjectStore:
         """Store files under their names as one folder, wherever they lie and whatever links lead there."""
         hashes = self.in_parallel(hash_file, expected(paths.values(), passes=2))  # hashed, then stored
         named = zip(paths, hashes, strict=True)
-        files = tuple(TreeFile(path=path, size=size, content_id=content) for path, (size, content) in named)
-        return self.put_files(TreeManifest(files=files), paths)
+        files = tuple(TreeFile(path=path, size=found.size, content_id=found.content_id) for path, found in named)
+        return self.put_files(TreeManifest(files=files), paths, {found.content_id: found.check for found in hashes})
 
-    def put_files(self, manifest: TreeManifest, paths: Mapping[str, Path]) -> ContentId:
+    def put_files(self, manifest: TreeManifest, paths: Mapping[str, Path], checks: Checks = NO_CHECKS) -> ContentId:
         """Store the files of ``manifest`` that are missing, read from ``paths``, then the manifest itself.
 
-        Raises Conflict when a file is no longer what the manifest says.
+        ``checks``: of the reading that made the manifest. Raises Conflict when a file is no longer what that found.
         """
-        distinct = {file.content_id: file for file in manifest.files}
-        self.in_parallel(
-            lambda file: self._put_file_as(paths[file.path], file.size, file.content_id), distinct.values()
-        )
+
+        def put(file: TreeFile) -> None:
+            self._put_file_as(paths[file.path], file.size, file.content_id, checks.get(file.content_id))
+
+        self.in_parallel(put, {file.content_id: file for file in manifest.files}.values())
         return self.put_json(manifest)
 
     def manifest(self, content_id: ContentId) -> TreeManifest:
@@ -428,32 +426,29 @@ class ObjectStore:
             return False
         return time.time() - stat.modified < TOUCH_AFTER_SECONDS or not is_swept_away(self.files, key, content_id)
 
-    def _put_file_as(self, path: Path, size: int, content_id: ContentId) -> None:
+    def _put_file_as(self, path: Path, size: int, content_id: ContentId, check: bytes | None = None) -> None:
         if self._already_has(content_id, size, lambda: read_file(path)):
             return
+        key, again = blob_key(content_id), read_again(path, content_id, check)
         if size <= self.files.whole_write_bytes:
-            with reading(path):
-                data = path.read_bytes()
-            if hash_bytes(data) != content_id:
-                raise Conflict(f"{path} changed while it was being stored; store it again when nobody writes to it")
-            self.files.write(blob_key(content_id), data)
-        else:
-            self._upload(read_file(path), expected=content_id, source=path)
+            return self.files.write(key, b"".join(again))
+        upload = self.files.upload(key)
+        try:
+            for chunk in again:
+                upload.write(chunk)
+            upload.commit(key)
+        finally:
+            upload.abort()
 
-    def _upload(
-        self, chunks: Iterable[bytes], *, expected: ContentId | None = None, source: Path | None = None
-    ) -> ContentId:
-        size = 0
-        upload = self.files.upload(None if expected is None else blob_key(expected))
+    def _upload(self, chunks: Iterable[bytes]) -> ContentId:
+        size, upload = 0, self.files.upload()
         try:
             with ContentHasher() as hasher:
                 for chunk in chunks:
                     with hasher.hashing(chunk):
                         upload.write(chunk)
                     size += len(chunk)
-            if expected not in (None, hasher.content_id):
-                raise Conflict(f"{source} changed while it was being stored; store it again when nobody writes to it")
-            if expected or not self._already_has(hasher.content_id, size):
+            if not self._already_has(hasher.content_id, size):
                 upload.commit(blob_key(hasher.content_id))
         finally:
             upload.abort()

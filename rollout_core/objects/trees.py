@@ -6,28 +6,27 @@ Two folders that share files share blobs. Modes, times and empty folders are not
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import os
 import shutil
 import stat
 import tarfile
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from io import FileIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, BinaryIO, Literal
+from types import MappingProxyType
+from typing import Annotated, BinaryIO, Literal, NamedTuple
 
 from blake3 import blake3
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from ulid import ULID
+from xxhash import xxh3_128
 
-from rollout_core.base.errors import ConfigError, Conflict, Recoverable, RolloutError
-from rollout_core.base.ids import ContentId, is_content_id
-from rollout_core.base.locks import exclusive, held, sweep, try_exclusive
-from rollout_core.base.settings import cache_bytes
+from rollout_core.base.errors import ConfigError, Conflict, RolloutError
+from rollout_core.base.ids import ContentId
+from rollout_core.base.locks import held, sweep
 from rollout_core.base.watching import current_amount
 from rollout_core.objects.files import CHUNK_BYTES, Flushing, fsync_folder, storage_faults, write_all
 
@@ -149,15 +148,16 @@ def files_of(folder: Path) -> dict[str, Path]:
         raise ConfigError(f"not a folder: {folder}; expected the folder to store")
     root = folder.resolve()
     with reading(folder):
-        found = {_utf8(path.relative_to(root).as_posix()): _regular_file(path, root) for path in _walk(root)}
+        found = {_utf8(path.relative_to(root).as_posix()): _regular_file(path, root) for path in walk(root)}
     return dict(sorted(found.items()))
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def walk(folder: Path) -> Iterator[Path]:
+    """Files of a folder and of those in it."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
-                yield from _walk(folder / entry.name)
+                yield from walk(folder / entry.name)
             else:
                 yield folder / entry.name
 
@@ -213,16 +213,42 @@ def reading(path: Path) -> Iterator[None]:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def hash_file(path: Path) -> tuple[int, ContentId]:
-    """Size in bytes and content id of a local file."""
-    hasher, amount = blake3(), current_amount()
+class HashedFile(NamedTuple):
+    """What a reading of a local file gave."""
+
+    size: int
+    """In bytes."""
+    content_id: ContentId
+    check: bytes
+    """XXH3 of 128 bits, which tells at a tenth of BLAKE3's cost that a file was written to meanwhile; not stored."""
+
+
+Checks = Mapping[ContentId, bytes]
+NO_CHECKS: Checks = MappingProxyType({})
+
+
+def hash_file(path: Path) -> HashedFile:
+    """Read a local file once."""
+    hasher, check, amount = blake3(), xxh3_128(), current_amount()
     size, held = 0, memoryview(bytearray(HASH_BYTES))
     with reading(path), open(path, "rb", buffering=0) as file:
         while count := file.readinto(held):
             hasher.update(held[:count])
+            check.update(held[:count])
             size += count
             amount.add(count)
-    return size, ContentId(hasher.hexdigest())
+    return HashedFile(size, ContentId(hasher.hexdigest()), check.digest())
+
+
+def read_again(path: Path, content_id: ContentId, check: bytes | None) -> Iterator[bytes]:
+    """`read_file` of a file that was hashed before. Raises Conflict at its end where it is no longer what it was then,
+    by the ``check`` of that reading, or without one by its id."""
+    hasher = xxh3_128() if check else blake3()
+    for chunk in read_file(path):
+        hasher.update(chunk)
+        yield chunk
+    if hasher.digest() != (check or bytes.fromhex(content_id)):
+        raise Conflict(f"{path} changed while it was being stored; store it again when nobody writes to it")
 
 
 def write_new_file(path: Path, chunks: Iterator[bytes]) -> None:
@@ -331,148 +357,3 @@ def appearing_folder(folder: Path) -> Iterator[Path]:
                 os.rename(temporary, folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-
-
-_known_whole: set[tuple[str, tuple[tuple[int, int, int], ...]]] = set()
-"""Folders this process has read and found whole, with inode, size and time of change of their files."""
-
-
-def tree_lock(cache: Path, content_id: ContentId) -> Path:
-    """Held by who changes ``cache/<hex>``."""
-    return cache / f".{content_id}.lock"
-
-
-def forget_local_tree(content_id: ContentId, cache: Path) -> None:
-    """Remove the folder that `ObjectStore.local_tree` made, if it is there. It goes at once, so nobody finds half of
-    it; files that are open stay readable."""
-    with exclusive(tree_lock(cache, content_id)):
-        doomed = cache / f".{ULID()}.tmp"  # where this process is killed, `local_tree` removes it
-        with suppress(FileNotFoundError):
-            (cache / content_id).rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
-
-
-HELD = 8
-"""So many local trees, those it asked for last, are a process's to read."""
-_held: dict[Path, int] = {}
-"""Files whose shared lock this process holds, in the order of use, with their descriptors."""
-_held_lock = threading.Lock()
-
-
-def hold_local_tree(content_id: ContentId, cache: Path) -> None:
-    """Have `evict_local_trees` of any process leave this tree alone until this one has asked for `HELD` others or ends.
-
-    Does nothing where the cache cannot be written to.
-    """
-    path = _use_file(cache, content_id)
-    with suppress(OSError), _held_lock:
-        cache.mkdir(parents=True, exist_ok=True)
-        descriptor = _held.pop(path, None)
-        if descriptor is not None and not _is_at(path, descriptor):
-            os.close(descriptor)
-            descriptor = None
-        while descriptor is None:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)  # it may be another user's
-            with suppress(OSError):  # where a file system has no such locks, nothing is evicted either
-                fcntl.flock(descriptor, fcntl.LOCK_SH)
-            if not _is_at(path, descriptor):  # evicted in the meantime
-                os.close(descriptor)
-                descriptor = None
-        _held[path] = descriptor
-        with suppress(PermissionError):
-            os.utime(descriptor)
-        while len(_held) > HELD:
-            os.close(_held.pop(next(iter(_held))))
-
-
-def evict_local_trees(cache: Path, limit_bytes: int) -> int:
-    """Remove the trees that were asked for least recently, until the others have ``limit_bytes`` or all are in use;
-    how many bytes that freed."""
-    sizes = {path: _size(path) for path in cache.iterdir() if is_content_id(path.name)} if cache.is_dir() else {}
-    excess, freed = sum(sizes.values()) - limit_bytes, 0
-    for folder in sorted(sizes, key=lambda path: _last_use(cache, path)):
-        if freed >= excess:
-            break
-        use = _use_file(cache, ContentId(folder.name))
-        descriptor = try_exclusive(use)
-        if descriptor is None:
-            continue
-        try:
-            if _is_at(use, descriptor):
-                forget_local_tree(ContentId(folder.name), cache)
-                use.unlink()
-                freed += sizes[folder]
-        finally:
-            os.close(descriptor)
-    return freed
-
-
-def keep_local_tree(content_id: ContentId, manifest: TreeManifest, written: Path, cache: Path) -> None:
-    """Have `ObjectStore.local_tree` find a tree that was just put, instead of fetching it: links to the files that were
-    put, or copies where the cache is on another file system. Who uses them compares them with the manifest.
-
-    Does nothing where there is one, or no room: it would be fetched.
-    """
-    folder = cache / content_id
-    with suppress(OSError, Conflict, Recoverable), exclusive(tree_lock(cache, content_id)):
-        if folder.exists():
-            return
-        evict_local_trees(cache, cache_bytes() - manifest.size_bytes)
-        with appearing_folder(folder) as temporary:
-            for file in manifest.files:
-                target = temporary / file.path
-                target.parent.mkdir(parents=True, exist_ok=True)
-                try:
-                    os.link(written / file.path, target)
-                except OSError:
-                    shutil.copyfile(written / file.path, target)
-            make_read_only(temporary, manifest)
-
-
-def _use_file(cache: Path, content_id: ContentId) -> Path:
-    return cache.absolute() / f".{content_id}.use"
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
-def _size(folder: Path) -> int:
-    with suppress(FileNotFoundError):  # removed meanwhile
-        return sum(path.stat().st_size for path in _walk(folder))
-    return 0
-
-
-def _last_use(cache: Path, folder: Path) -> float:
-    for path in (_use_file(cache, ContentId(folder.name)), folder):
-        with suppress(FileNotFoundError):
-            return path.stat().st_mtime
-    return 0.0
-
-
-def damaged_file(folder: Path, manifest: TreeManifest) -> Path | None:
-    """The first file that is missing or is not what the manifest says; None where all are whole.
-
-    Files are read once a process, and again only after a change.
-    """
-    try:
-        stats = [(folder / file.path).stat() for file in manifest.files]
-    except OSError:
-        return folder
-    known = str(folder), tuple((stat.st_ino, stat.st_size, stat.st_ctime_ns) for stat in stats)
-    if known in _known_whole:
-        return None
-    for file in manifest.files:
-        if hash_file(folder / file.path) != (file.size, file.content_id):
-            return folder / file.path
-    _known_whole.add(known)
-    return None
-
-
-def make_read_only(folder: Path, manifest: TreeManifest) -> None:
-    """Take away the right to write the manifest's files by accident."""
-    for file in manifest.files:
-        (folder / file.path).chmod(0o444)

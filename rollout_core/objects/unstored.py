@@ -18,10 +18,11 @@ from pydantic import BaseModel, ConfigDict
 from rollout_core.base.errors import ConfigError, MissingObject
 from rollout_core.base.ids import ContentId
 from rollout_core.objects.files import LET_GO_REFS
+from rollout_core.objects.local_trees import keep_local_tree
 from rollout_core.objects.records import Record
 from rollout_core.objects.snapshots import SnapshotStore
 from rollout_core.objects.store import ObjectStore
-from rollout_core.objects.trees import TreeManifest, keep_local_tree
+from rollout_core.objects.trees import NO_CHECKS, Checks, TreeManifest
 
 WEIGHTS = ".safetensors"
 """How the names of files end that are left out."""
@@ -41,9 +42,9 @@ class UnstoredModel(BaseModel):
     """Somebody needs the weights, and no longer found them."""
 
 
-def put_model(objects: ObjectStore, manifest: TreeManifest, written: Path) -> ContentId:
-    """Store the model in the folder ``written``, all of it. Returns its id."""
-    model = objects.put_files(manifest, {file.path: written / file.path for file in manifest.files})
+def put_model(objects: ObjectStore, manifest: TreeManifest, written: Path, checks: Checks = NO_CHECKS) -> ContentId:
+    """Store the model in the folder ``written``, all of it (`ObjectStore.put_files`). Returns its id."""
+    model = objects.put_files(manifest, {file.path: written / file.path for file in manifest.files}, checks)
     objects.delete_ref(_ref(model))
     return model
 

@@ -328,13 +328,13 @@ def die_in_write(number: int, *, having_filed: bool) -> None:
     of it is there but the ref that leads to it."""
     writes = 0
 
-    def put_files(self: ObjectStore, manifest: TreeManifest, paths: Mapping[str, Path]) -> ContentId:
+    def put_files(self: ObjectStore, manifest: TreeManifest, paths: Mapping[str, Path], *checks: Any) -> ContentId:
         nonlocal writes
         writes += "state.json" in paths
         if writes == number and not having_filed:
             self.put_file(paths[manifest.files[0].path])
             die()
-        return whole(self, manifest, paths)
+        return whole(self, manifest, paths, *checks)
 
     def set_ref(self: ObjectStore, name: str, content_id: ContentId) -> None:
         if writes == number and name.startswith("progress/"):

@@ -26,8 +26,9 @@ from rollout_core.base.errors import ConfigError, Fatal, MissingObject, NotFound
 from rollout_core.base.ids import ContentId, content_id, hash_bytes, is_content_id
 from rollout_core.config import GRPOSettings, TrainGRPOConfig, identity, parse_config
 from rollout_core.objects import ObjectStore, SnapshotStore
+from rollout_core.objects.local_trees import forget_local_tree
 from rollout_core.objects.records import Checkpoint, Model, Scores
-from rollout_core.objects.trees import TreeManifest, forget_local_tree
+from rollout_core.objects.trees import TreeManifest
 from rollout_core.objects.unstored import (
     check_stored,
     hold_model,
@@ -76,7 +77,7 @@ ABOUT = {"run_id": "run", "step": 7, "algorithm": "GRPO", "label": "finished", "
 def test_a_held_state_has_the_id_that_it_would_be_stored_under_and_counts_without_being_there(tmp_path: Path):
     store, held = new_store(), HeldStates(tmp_path / "held")
     snapshots = SnapshotStore(store)
-    state_id, manifest = held.hold(write_state(tmp_path / "one", "a"), store, **ABOUT)
+    state_id, manifest, _ = held.hold(write_state(tmp_path / "one", "a"), store, **ABOUT)
     assert held.has(state_id) and snapshots.counts(state_id) and not snapshots.is_present(state_id)
     with pytest.raises(NotFound, match=r"was not stored \(state_every\)"):
         snapshots.get(state_id)
@@ -85,7 +86,7 @@ def test_a_held_state_has_the_id_that_it_would_be_stored_under_and_counts_withou
         assert json.loads((folder / "state.json").read_text()) == "a"
 
     again = HeldStates(tmp_path / "again")
-    assert again.hold(write_state(tmp_path / "two", "a"), store, **ABOUT) == (state_id, manifest)
+    assert again.hold(write_state(tmp_path / "two", "a"), store, **ABOUT)[:2] == (state_id, manifest)
     model = hold(store, again.place(state_id) / "model", tmp_path / "cache")
     assert unstored_model(store, model) is not None
     stored = again.store(state_id, store)
@@ -93,7 +94,7 @@ def test_a_held_state_has_the_id_that_it_would_be_stored_under_and_counts_withou
     assert stored is not None and (stored.id, stored.step, stored.label) == (state_id, 7, "finished")
     assert stored.meta == {"run": "night"} and snapshots.is_present(state_id)
 
-    other, _ = held.hold(write_state(tmp_path / "three", "b"), store, **ABOUT)
+    other, *_ = held.hold(write_state(tmp_path / "three", "b"), store, **ABOUT)
     held.keep_only({other})
     assert not held.has(state_id) and held.has(other)
     (held.folder / other / "state" / "state.json").write_text("damaged")
@@ -205,7 +206,7 @@ class Updates:
                 state_id = SnapshotStore(self.store).save(written, **about).id
             else:
                 assert here.held is not None
-                state_id, _ = here.held.hold(written, self.store, **about)
+                state_id, *_ = here.held.hold(written, self.store, **about)
         checkpoint = Checkpoint(
             model=tree,
             train_state=state_id,
