@@ -130,6 +130,22 @@ def test_parts_grow_and_take_pieces_of_any_size(s3: dict, tmp_path: Path, monkey
     assert objects.get_bytes(big) == data[: 12 * 2**20], "a piece of more than two parts"
 
 
+@pytest.mark.parametrize("asked", ["when_supported", "when_required"])
+def test_a_large_file_has_checksums_of_its_parts_unless_the_client_is_to_send_none(
+    s3: dict, tmp_path: Path, asked: str
+) -> None:
+    options = {**s3, "config_kwargs": {"request_checksum_calculation": asked}}
+    objects = ObjectStore.from_url(f"s3://{BUCKET}/{tmp_path.name}", storage_options=options)
+    objects.files.whole_write_bytes = 0
+    (tmp_path / "file").write_bytes(random.Random(7).randbytes(17 * 2**20))
+    content_id = objects.put_file(tmp_path / "file")
+    key = objects.files.path(blob_key(content_id)).partition("/")[2]
+    found = objects.files.fs.call_s3("head_object", Bucket=BUCKET, Key=key, ChecksumMode="ENABLED")
+    assert ("ChecksumCRC32" in found) == (asked == "when_supported")
+    objects.get_file(content_id, tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == (tmp_path / "file").read_bytes()
+
+
 def test_a_wrong_token_is_told_at_once(google: GoogleCloud, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> None:
         raise AssertionError("gcsfs waited to ask again")

@@ -74,6 +74,13 @@ class S3Files(RemoteFiles):
     def upload(self, key: str | None = None) -> Upload:
         return S3Upload(self, key)
 
+    def checksums(self) -> dict[str, str]:
+        """What an upload in parts is begun with: S3 would otherwise compute a checksum of the whole file at its end.
+        Nothing where the client's settings ask for no checksums but those that S3 demands."""
+        client = _client_of(self.fs, self.fs.read_timeout)
+        is_asked = client.meta.config.request_checksum_calculation == "when_supported"
+        return {"ChecksumAlgorithm": "CRC32"} if is_asked else {}
+
     def delete(self, key: str) -> None:
         with storage_faults("delete", self.where(key)), suppress(FileNotFoundError):
             self.call_s3("delete_object", key)
@@ -201,7 +208,12 @@ class S3Upload:
         self._files = files
         self._key = key or f"tmp/{ULID()}"
         with files.writing(self._key):
-            self._id: str | None = files.call_s3("create_multipart_upload", self._key)["UploadId"]
+            # The server's copy has a checksum of the whole file in any case.
+            checksums = {} if key is None else files.checksums()
+            begun = files.call_s3("create_multipart_upload", self._key, **checksums)
+        self._id: str | None = begun["UploadId"]
+        self._algorithm: str | None = begun.get("ChecksumAlgorithm")
+        """Of the parts' checksums, where the service compares them once more when it puts the parts together."""
         self._in_flight = max(1, BYTES_IN_FLIGHT // files.part_bytes)
         self._pool = ThreadPoolExecutor(self._in_flight, thread_name_prefix="object-upload")
         self._pool.submit(_client_of, files.fs, JOINING_SECONDS)  # takes a while, once in a process
@@ -211,7 +223,7 @@ class S3Upload:
         self._spare: list[bytearray] = []
         """Of parts that were sent. What is freed and asked for again by the size of a part, a process keeps twice."""
         self._sent_bytes = 0
-        self._parts: list[Future[str]] = []
+        self._parts: list[Future[dict[str, str]]] = []
         self._open = True
 
     def write(self, chunk: bytes) -> None:
@@ -241,16 +253,19 @@ class S3Upload:
         self._filled = 0
         self._parts.append(self._pool.submit(self._put, len(self._parts) + 1, data))
 
-    def _put(self, number: int, data: bytearray) -> str:
+    def _put(self, number: int, data: bytearray) -> dict[str, str]:
+        part: dict[str, Any] = {"UploadId": self._id, "PartNumber": number, "Body": data}
+        if self._algorithm is not None:
+            part["ChecksumAlgorithm"] = self._algorithm
         with self._files.writing(self._key):
-            answer = self._files.call_s3("upload_part", self._key, UploadId=self._id, PartNumber=number, Body=data)
+            answer = self._files.call_s3("upload_part", self._key, **part)
         self._spare.append(data)
-        return answer["ETag"]
+        return {name: answer[name] for name in ("ETag", f"Checksum{self._algorithm}") if name in answer}
 
     def commit(self, key: str) -> None:
         if self._filled or not self._parts:
             self._send()
-        parts = [{"PartNumber": number, "ETag": tag.result()} for number, tag in enumerate(self._parts, 1)]
+        parts = [{"PartNumber": number, **part.result()} for number, part in enumerate(self._parts, 1)]
         before = self._files.stat(key) if key == self._key else None
         with self._files.writing(self._key):
             try:
