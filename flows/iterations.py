@@ -180,7 +180,7 @@ class TrainingStates:
         self._last = checkpoint.train_state
         if number + 1 == self._settings.iterations and self._is_named_only(self._last):  # by a run of more iterations
             self._compute_again(self._missing(self._last))
-        elif not is_stand_in(checkpoint.model) and is_wanted(self._objects, checkpoint.model):
+        elif not is_stand_in(checkpoint.model) and self._is_missed(checkpoint.model):
             self._compute_again([*self._missing(train_state), done])
         return checkpoint
 
@@ -196,9 +196,15 @@ class TrainingStates:
         with states_here(StatesHere(self._held, self._settings.stores_state(number), expected)):
             checkpoint = compute()
         if self._held is not None:
-            self._held.keep_only({checkpoint.train_state})
-            hold_local_tree(checkpoint.model, cache_folder())  # until samples are drawn from it
+            if self._held.has(checkpoint.train_state):  # one of a cached update is of no use to those that follow
+                self._held.keep_only({checkpoint.train_state})
+            if (cache_folder() / checkpoint.model).is_dir():
+                hold_local_tree(checkpoint.model, cache_folder())  # until samples are drawn from it
         return checkpoint
+
+    def _is_missed(self, model: ContentId) -> bool:
+        """Whether its weights are wanted, and not on this machine either: another one may have missed them."""
+        return is_wanted(self._objects, model) and not (cache_folder() / model).is_dir()
 
     def _is_there(self, state: ContentId) -> bool:
         return (self._held is not None and self._held.has(state)) or self._snapshots.is_present(state)

@@ -194,6 +194,11 @@ class _HackingWatch:
             raise Fatal(
                 f"guards.reward_hacking: {evidence}. This iteration trained nothing, and checkpoints before it stay. "
                 "Mend what the reward pays for, hold the policy closer to its start, or end with the best model"
+                + (
+                    ""
+                    if self._sampler.settings.store_models == "each"
+                    else ", by `rollout reproduce` where it was not stored"
+                )
             )
 
 

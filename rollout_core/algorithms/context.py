@@ -22,7 +22,7 @@ from rollout_core.base.locks import scratch_folder
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.snapshots import MODEL_FOLDER, Identified, Snapshot, SnapshotStore, identify
 from rollout_core.objects.trees import files_of
-from rollout_core.objects.unstored import local_model, put_model
+from rollout_core.objects.unstored import local_model, put_stored_model
 
 log = logging.getLogger(__name__)
 
@@ -133,5 +133,5 @@ class HeldStates:
             return None
         about = json.loads((self.folder / state_id / ABOUT).read_bytes())
         snapshot = SnapshotStore(objects).save(state, **about)
-        put_model(objects, objects.manifest(snapshot.files).below(MODEL_FOLDER), state / MODEL_FOLDER)
+        put_stored_model(objects, objects.manifest(snapshot.files).below(MODEL_FOLDER))
         return snapshot

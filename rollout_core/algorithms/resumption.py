@@ -35,8 +35,8 @@ from rollout_core.config import LearnerSettings, OnPolicySettings
 from rollout_core.objects.local_trees import keep_local_tree
 from rollout_core.objects.records import Checkpoint
 from rollout_core.objects.snapshots import FINISHED, MODEL_FOLDER, PROGRESS_REFS, RUN_NAME, Snapshot, SnapshotStore
-from rollout_core.objects.trees import NO_CHECKS, Checks, TreeManifest
-from rollout_core.objects.unstored import hold_model, put_model
+from rollout_core.objects.trees import TreeManifest
+from rollout_core.objects.unstored import hold_model, put_model, put_stored_model
 
 log = logging.getLogger(__name__)
 
@@ -284,8 +284,9 @@ class Resumption:
         """The state and its model, stored."""
         # Labelled, or a later update of the same run would prune what its own training resumes from.
         snapshot = self._file(copied, folder, label=FINISHED)
-        model = self._context.objects.manifest(snapshot.files).below(MODEL_FOLDER)
-        return snapshot.id, self._store_model(model, folder / MODEL_FOLDER)
+        manifest = self._context.objects.manifest(snapshot.files).below(MODEL_FOLDER)
+        model = put_stored_model(self._context.objects, manifest)
+        return snapshot.id, self._keep_here(model, manifest, folder / MODEL_FOLDER)
 
     def _hold(self, copied: StateCopy, folder: Path) -> tuple[ContentId, ContentId]:
         """The state, held, and its model, which is stored unless it is to go with the states."""
@@ -296,10 +297,9 @@ class Resumption:
         if isinstance(self._settings, OnPolicySettings) and self._settings.store_models == "with_states":
             made_by = {name: about[name] for name in ("run_id", "step", "algorithm")}
             return state_id, hold_model(context.objects, model, written, context.cache, **made_by)
-        return state_id, self._store_model(model, written, checks)
+        return state_id, self._keep_here(put_model(context.objects, model, written, checks), model, written)
 
-    def _store_model(self, manifest: TreeManifest, written: Path, checks: Checks = NO_CHECKS) -> ContentId:
-        model = put_model(self._context.objects, manifest, written, checks)
+    def _keep_here(self, model: ContentId, manifest: TreeManifest, written: Path) -> ContentId:
         keep_local_tree(model, manifest, written, self._context.cache)  # the engine of this machine need not fetch it
         return model
 

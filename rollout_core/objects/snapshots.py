@@ -25,7 +25,7 @@ from rollout_core.base.errors import ConfigError, Conflict, CorruptObject, Corru
 from rollout_core.base.ids import ContentId, canonical_json
 from rollout_core.objects import ObjectStore, TreeFile, TreeManifest
 from rollout_core.objects.addresses import complete_snapshot_id, copy_object
-from rollout_core.objects.files import EXPIRED_REFS, LET_GO_REFS, SNAPSHOT_REFS, ContentHasher, hash_chunks
+from rollout_core.objects.files import EXPIRED_REFS, LET_GO_REFS, SNAPSHOT_REFS, ContentHasher, hash_chunks, parsed
 from rollout_core.objects.gc import GcReport, collect_garbage
 from rollout_core.objects.records import lineage_of
 from rollout_core.objects.trees import Checks, appearing_folder, files_of, read_file, tar_stream
@@ -300,7 +300,8 @@ class SnapshotStore:
     def was_let_go(self, snapshot_id: ContentId) -> LetGo | None:
         """What is known of a snapshot that housekeeping gave up; None of any other."""
         noted = self._objects.cached_bytes(f"{LET_GO_REFS}/{ContentId(snapshot_id)}")
-        return None if noted is None else LetGo.model_validate_json(noted)
+        kind = None if noted is None else parsed(noted).get("kind")  # there are notes of models, too
+        return LetGo.model_validate_json(noted) if noted and kind in get_args(SnapshotKind) else None
 
     def let_go(self, snapshot: Snapshot) -> None:
         """Give up one run's snapshot. Results that name it stay cached; who needs its state has it computed again.
@@ -415,7 +416,6 @@ class Identified(NamedTuple):
     """Hash of its tar."""
     manifest: TreeManifest
     checks: Checks
-    """See `HashedFile`."""
 
 
 def identify(paths: dict[str, Path]) -> Identified:

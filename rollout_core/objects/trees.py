@@ -12,7 +12,7 @@ import shutil
 import stat
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from io import FileIO
 from itertools import pairwise
 from pathlib import Path
@@ -325,8 +325,15 @@ def file_beside(path: Path) -> Iterator[FileBeside]:
         sweep(path.parent, f".{glob.escape(path.name)}.*.tmp")
     with held(make) as temporary:
         try:
-            with temporary.open("wb", buffering=WRITE_BYTES) as file, Flushing(file.fileno()) as flushing:
-                yield FileBeside(file, flushing, temporary, path)
+            with storage_faults("write", str(path)):
+                file = temporary.open("wb", buffering=WRITE_BYTES)
+            try:
+                with Flushing(file.fileno()) as flushing:
+                    yield FileBeside(file, flushing, temporary, path)
+            finally:
+                # What is still buffered belongs to a file that is given up: one that appeared has been flushed.
+                with suppress(OSError):
+                    file.close()
         finally:
             temporary.unlink(missing_ok=True)
     with storage_faults("write", str(path)):

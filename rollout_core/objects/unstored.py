@@ -49,6 +49,13 @@ def put_model(objects: ObjectStore, manifest: TreeManifest, written: Path, check
     return model
 
 
+def put_stored_model(objects: ObjectStore, manifest: TreeManifest) -> ContentId:
+    """Store the model whose files were stored just now, as those of its training state. Returns its id."""
+    model = objects.put_json(manifest)
+    objects.delete_ref(_ref(model))
+    return model
+
+
 def hold_model(
     objects: ObjectStore,
     manifest: TreeManifest,
@@ -117,7 +124,8 @@ def why_not_stored(objects: ObjectStore, model: ContentId) -> str | None:
         return None
     return (
         f"model {model} (step {noted.step} of {noted.algorithm}, run {noted.run_id}) was not stored (store_models); "
-        "take one that was: `rollout snapshot list` has the training states, whose iterations end with stored models"
+        "make it again by `rollout reproduce`, or take one that was: `rollout snapshot list` has the training states, "
+        "whose iterations end with stored models"
     )
 
 

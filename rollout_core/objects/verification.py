@@ -85,7 +85,7 @@ class _Check:
         self._names = set(objects.ref_names(""))
         self._snapshots = {name.split("/")[1] for name in self._names if name.startswith(f"{SNAPSHOT_REFS}/")}
         self._let_go = {name.split("/")[1] for name in self._names if name.startswith(f"{LET_GO_REFS}/")}
-        """Snapshots and models that housekeeping gave up, which nobody misses."""
+        """Snapshots and models that were given up or never stored, which nobody misses."""
         self._damaged: set[str] = set()
         self._missing: set[str] = set()
         self._refs: dict[str, list[str]] = defaultdict(list)
@@ -255,6 +255,7 @@ CACHES = (
     "fan-out",
     "agent-updates",
     "imports",
+    LET_GO_REFS,
 )
 """Folders of refs to what a run makes again when it finds nothing there."""
 

@@ -121,6 +121,8 @@ def test_a_held_model_counts_until_somebody_finds_its_weights_gone(tmp_path: Pat
         model_to_promote(store, model)
     assert verify_store(store).damage == [], "nobody misses it"
 
+    with pytest.raises(NotFound, match="snapshot not found"):
+        SnapshotStore(store).get(model)
     forget_local_tree(model, cache)
     with pytest.raises(MissingObject, match=r"not stored .* the update that left it has to run again") as caught:
         local_model(store, model, cache)

@@ -20,6 +20,7 @@ from rollout_core.inference.folders import OutputFolder, output_folder
 from rollout_core.objects import ObjectStore, buckets, trees
 from rollout_core.objects.buckets import RemoteFiles, StreamedUpload
 from rollout_core.objects.s3 import S3Files
+from tests.object_files import python
 
 
 @pytest.fixture(params=["path", "file", "memory", "s3", "gcs"])
@@ -81,6 +82,35 @@ def test_a_fault_of_a_folder_names_the_file(tmp_path: Path, monkeypatch: pytest.
             with pytest.raises(Recoverable, match=f"cannot write {tmp_path}/out/f: No space left on device"):
                 folder.replace("f", [b"new"])
         assert folder.read("f") == b"old" and os.listdir(tmp_path / "out") == ["f"]
+
+
+@pytest.mark.parametrize("size", [1, 1000, 2**19, 2**22])
+def test_a_full_disk_is_told_as_that_however_little_is_written_at_once(tmp_path: Path, size: int):
+    """And a fault of the rows as theirs, though what they gave so far no longer fits."""
+    rows = f"(bytes({size}) for _ in range(2**23 // {size} if {size} > 1 else 2**14))"
+    script = f"""
+import resource, signal
+from pathlib import Path
+from rollout_core.base.errors import Recoverable
+from rollout_core.inference.folders import output_folder
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**13, 2**13))
+folder = output_folder({str(tmp_path / "out")!r}, Path("/"))
+try:
+    folder.replace("f", {rows})
+except Recoverable as error:
+    print(error)
+def rows():
+    yield bytes(2**14)
+    raise ValueError("row 2")
+try:
+    folder.replace("f", rows())
+except ValueError as error:
+    print(error)
+"""
+    told = python(script).communicate()[0].splitlines()
+    assert told[0].startswith(f"cannot write {tmp_path}/out/f: ") and told[1:] == ["row 2"]
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 @pytest.fixture
