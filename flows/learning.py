@@ -191,14 +191,11 @@ class _HackingWatch:
         self._found.append(PolicyRewards(number + 1, model, drawn.mean_reward, report.mean_reward))
         evidence = reward_hacking(self._found, max_fall=guard.max_fall, evaluations=guard.evaluations)
         if evidence is not None:
+            is_stored = self._sampler.settings.store_models == "each"
             raise Fatal(
                 f"guards.reward_hacking: {evidence}. This iteration trained nothing, and checkpoints before it stay. "
                 "Mend what the reward pays for, hold the policy closer to its start, or end with the best model"
-                + (
-                    ""
-                    if self._sampler.settings.store_models == "each"
-                    else ", by `rollout reproduce` where it was not stored"
-                )
+                + ("" if is_stored else ", by `rollout reproduce` where it was not stored")
             )
 
 
