@@ -177,7 +177,7 @@ def _end_showing(patience: float) -> None:
 def _repeat(body: Callable[[Journal], R], name: str | None, summary: RunSummary) -> R:
     found: Counter[str] = Counter()
     while True:
-        with keep_journal() as journal, refreshing(name):
+        with keep_journal(missing=found) as journal, refreshing(name):
             summary.note(journal)
             try:
                 return body(journal)

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from rollout_core.algorithms.context import HeldStates
-from rollout_core.base.errors import CorruptObject, MissingObject, OtherOutcome, RolloutError
+from rollout_core.base.errors import OtherOutcome, RolloutError
 from rollout_core.base.ids import ContentId
 from rollout_core.base.locks import scratch_folder
 from rollout_core.base.stopping import Interruption, in_thread, run_interruptibly
@@ -29,10 +29,10 @@ from rollout_core.config import OnPolicySettings
 from rollout_core.objects import ObjectStore, SnapshotStore
 from rollout_core.objects.local_trees import hold_local_tree
 from rollout_core.objects.records import Checkpoint
-from rollout_core.objects.unstored import is_wanted
+from rollout_core.objects.unstored import unstored_model
 from tasks.connections import cache_folder
 from tasks.learn import StatesHere, states_here
-from tasks.logs import stage_logger
+from tasks.logs import current_journal, stage_logger
 from tasks.placing import place_of
 from tasks.rehearsing import RehearsedCall, current_rehearsal, is_stand_in, rehearsal_remark
 from tasks.stage import computing_again, stop_signal
@@ -148,6 +148,8 @@ class TrainingStates:
         self._last: ContentId | None = None
         self._held: HeldStates | None = None
         """None where all are stored."""
+        self._missed_until = -1
+        """The last iteration whose model is computed again where it is gone."""
         self._scratch = ExitStack()
 
     def __enter__(self) -> TrainingStates:
@@ -157,8 +159,7 @@ class TrainingStates:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._scratch:
-            # Of what is damaged or missing the run's body is run again at once.
-            if kind is not None and not issubclass(kind, MissingObject | CorruptObject):
+            if kind is not None:  # also where the run's body is run again at once: what is held here ends with this
                 self._store_last("the run ends here")
 
     def update(self, number: int, stage: UpdateStage, *inputs: Any, **options: Any) -> Checkpoint:
@@ -180,7 +181,7 @@ class TrainingStates:
         self._last = checkpoint.train_state
         if number + 1 == self._settings.iterations and self._is_named_only(self._last):  # by a run of more iterations
             self._compute_again(self._missing(self._last))
-        elif not is_stand_in(checkpoint.model) and self._is_missed(checkpoint.model):
+        elif self._is_missed(number, checkpoint.model):
             self._compute_again([*self._missing(train_state), done])
         return checkpoint
 
@@ -202,9 +203,14 @@ class TrainingStates:
                 hold_local_tree(checkpoint.model, cache_folder())  # until samples are drawn from it
         return checkpoint
 
-    def _is_missed(self, model: ContentId) -> bool:
-        """Whether its weights are wanted, and not on this machine either: another one may have missed them."""
-        return is_wanted(self._objects, model) and not (cache_folder() / model).is_dir()
+    def _is_missed(self, number: int, model: ContentId) -> bool:
+        """Whether this run has found the weights that iteration ``number`` left gone, or is about to: where they are
+        drawn from ahead, those of the next iterations are asked for as well."""
+        journal = current_journal()
+        if journal is not None and model in journal.missing:
+            self._missed_until = number + self._settings.async_depth
+        is_needed = number <= self._missed_until and not (cache_folder() / model).is_dir()
+        return is_needed and unstored_model(self._objects, model) is not None
 
     def _is_there(self, state: ContentId) -> bool:
         return (self._held is not None and self._held.has(state)) or self._snapshots.is_present(state)

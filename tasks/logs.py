@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -144,6 +144,8 @@ class Journal:
     """Once there is one."""
     learning: Learning | None = None
     """While an update is made in this process."""
+    missing: frozenset[str] = frozenset()
+    """Ids of objects that earlier passes of the run's body found damaged or gone."""
 
     def add(self, entry: StageEntry) -> None:
         """Note one call, which has just ended."""
@@ -155,9 +157,9 @@ _current: ContextVar[Journal | None] = ContextVar("rollout_journal", default=Non
 
 
 @contextmanager
-def keep_journal() -> Iterator[Journal]:
-    """Collect what stages called inside the block do."""
-    journal = Journal()
+def keep_journal(*, missing: Iterable[str] = ()) -> Iterator[Journal]:
+    """Collect what stages called inside the block do. ``missing``: as in `Journal`."""
+    journal = Journal(missing=frozenset(missing))
     token = _current.set(journal)
     try:
         yield journal

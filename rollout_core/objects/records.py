@@ -3,7 +3,7 @@ inputs, config and code made a content id.
 
 A record holds no wall-clock time, host name or run id: equal inputs give equal records, so that a record's own content
 id can stand for the stage's outcome. Fields typed `BlobId` or `TreeId` name what the record needs in object storage; a
-cached record counts only while all of that is still there.
+cached record counts only while all of that is still there, but for what is known not to be stored (`unstored`).
 
 A lineage record is a blob; ref ``lineage/<id>`` of each output names it. Of several records of one id the last one
 counts: equal content can be made more than once.

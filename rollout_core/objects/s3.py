@@ -79,7 +79,8 @@ class S3Files(RemoteFiles):
         Nothing where the client's settings ask for no checksums but those that S3 demands."""
         client = _client_of(self.fs, self.fs.read_timeout)
         is_asked = client.meta.config.request_checksum_calculation == "when_supported"
-        return {"ChecksumAlgorithm": "CRC32", **self.fs.s3_additional_kwargs} if is_asked else {}
+        algorithm = self.fs.s3_additional_kwargs.get("ChecksumAlgorithm", "CRC32")
+        return {"ChecksumAlgorithm": algorithm} if is_asked else {}
 
     def delete(self, key: str) -> None:
         with storage_faults("delete", self.where(key)), suppress(FileNotFoundError):

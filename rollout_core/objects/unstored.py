@@ -2,8 +2,8 @@
 
 Such a model has its id all the same, the hash of its files, and its manifest and small files are stored. Its weights
 are in the cache of the machine that computed them, from where an engine loads them. A note below ``let-go/`` says so:
-results that name the model count as whole. Who finds the weights gone notes that they are wanted, and the update that
-left them is computed again.
+results that name the model count as whole. Where a run needs the weights and they are gone, the update that left them
+is computed again.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ class UnstoredModel(BaseModel):
     run_id: str
     step: int
     algorithm: str
-    is_wanted: bool = False
-    """Somebody needs the weights, and no longer found them."""
 
 
 def put_model(objects: ObjectStore, manifest: TreeManifest, written: Path, checks: Checks = NO_CHECKS) -> ContentId:
@@ -75,14 +73,15 @@ def hold_model(
         return put_model(objects, manifest, written)
     small = [written / file.path for file in manifest.files if not file.path.endswith(WEIGHTS)]
     objects.in_parallel(objects.put_file, small)
-    _note(objects, model, UnstoredModel(run_id=run_id, step=step, algorithm=algorithm))
+    note = UnstoredModel(run_id=run_id, step=step, algorithm=algorithm)
+    objects.set_ref(_ref(model), objects.put_bytes(note.model_dump_json().encode()))
     return model
 
 
 def local_model(objects: ObjectStore, model: ContentId, cache: Path) -> Path:
     """A folder with the model's files, as `ObjectStore.local_tree` gives it. Raises as that.
 
-    One that is not stored and no longer in the cache is MissingObject, and wanted from then on.
+    One that is not stored and no longer in the cache is MissingObject, by its own id.
     """
     try:
         return objects.local_tree(model, cache)
@@ -90,7 +89,6 @@ def local_model(objects: ObjectStore, model: ContentId, cache: Path) -> Path:
         noted = unstored_model(objects, model)
         if noted is None:
             raise
-        _note(objects, model, noted.model_copy(update={"is_wanted": True}))
         raise MissingObject(
             model,
             f"model {model.short} (step {noted.step} of {noted.algorithm}) was not stored (store_models), and is not "
@@ -103,12 +101,6 @@ def unstored_model(objects: ObjectStore, model: ContentId) -> UnstoredModel | No
     noted = objects.cached_bytes(_ref(model))
     # Housekeeping's own notes of models are of another kind.
     return UnstoredModel.model_validate_json(noted) if noted and json.loads(noted).get("kind") == _KIND else None
-
-
-def is_wanted(objects: ObjectStore, model: ContentId) -> bool:
-    """Whether somebody needs the weights of a model that is not stored, and did not find them."""
-    noted = unstored_model(objects, model)
-    return noted is not None and noted.is_wanted and not objects.tree_is_present(model)
 
 
 def check_stored(model: ContentId, objects: ObjectStore) -> None:
@@ -142,7 +134,3 @@ def is_whole(record: Record, objects: ObjectStore) -> bool:
 
 def _ref(model: ContentId) -> str:
     return f"{LET_GO_REFS}/{ContentId(model)}"
-
-
-def _note(objects: ObjectStore, model: ContentId, note: UnstoredModel) -> None:
-    objects.set_ref(_ref(model), objects.put_bytes(note.model_dump_json().encode()))

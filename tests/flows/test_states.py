@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 
 from flows.flow_run import TRIES_FOR_AN_OBJECT, _repeat
-from flows.iterations import TrainingStates
+from flows.iterations import SamplesAhead, TrainingStates
 from flows.summary import RunSummary
 from rollout_core.algorithms.context import HeldStates, UpdateContext
 from rollout_core.base.errors import ConfigError, Fatal, MissingObject, NotFound, OtherOutcome
@@ -32,7 +32,6 @@ from rollout_core.objects.trees import TreeManifest
 from rollout_core.objects.unstored import (
     check_stored,
     hold_model,
-    is_wanted,
     is_whole,
     local_model,
     put_model,
@@ -41,7 +40,7 @@ from rollout_core.objects.unstored import (
 from rollout_core.objects.verification import verify_store
 from rollout_core.promotion.history import model_to_promote
 from tasks import learn
-from tasks.logs import Journal
+from tasks.logs import Journal, keep_journal
 from tasks.stage import _computes_again
 from tests.flows.conftest import finished_samples, objects, small_grpo, wait_for, write_toml
 from tests.flows.test_resume import ROLLOUT, kill, output_of
@@ -49,9 +48,9 @@ from tests.flows.test_resume import ROLLOUT, kill, output_of
 SAMPLES = 80
 
 
-def grpo(iterations: int, every: int, models: str = "each") -> GRPOSettings:
+def grpo(iterations: int, every: int, models: str = "each", depth: int = 0) -> GRPOSettings:
     fields = {"prompts": {"path": "x"}, "optimizer": {"lr": 1e-4}, "iterations": iterations}
-    return GRPOSettings.model_validate({**fields, "state_every": every, "store_models": models})
+    return GRPOSettings.model_validate({**fields, "state_every": every, "store_models": models, "async_depth": depth})
 
 
 def test_every_so_many_and_the_last_are_stored_and_no_identity_tells():
@@ -114,7 +113,7 @@ def test_a_held_model_counts_until_somebody_finds_its_weights_gone(tmp_path: Pat
     weights, _ = (file.content_id for file in reversed(store.manifest(model).files))
     assert not store.exists(weights) and store.exists(hash_bytes(b"{}"))
     counted = Model(model=model)
-    assert is_whole(counted, store) and not is_wanted(store, model)
+    assert is_whole(counted, store)
     with pytest.raises(ConfigError, match=r"\(step 7 of GRPO, run run\) was not stored \(store_models\)"):
         check_stored(model, store)
     with pytest.raises(NotFound, match="was not stored"):
@@ -126,9 +125,7 @@ def test_a_held_model_counts_until_somebody_finds_its_weights_gone(tmp_path: Pat
     forget_local_tree(model, cache)
     with pytest.raises(MissingObject, match=r"not stored .* the update that left it has to run again") as caught:
         local_model(store, model, cache)
-    assert caught.value.content_id == model and is_wanted(store, model)
-    assert hold(store, written, cache) == model and not is_wanted(store, model)
-    forget_local_tree(model, cache)
+    assert caught.value.content_id == model and is_whole(counted, store), "what is named stays to be compared with"
     put_model(store, store.manifest(model), written)
     assert local_model(store, model, cache).is_dir() and unstored_model(store, model) is None
     assert hold(store, written, cache) == model and unstored_model(store, model) is None, "it stays stored"
@@ -150,6 +147,9 @@ def manifest_of(folder: Path) -> TreeManifest:
     return scratch.manifest(scratch.put_tree(folder))
 
 
+START = hash_bytes(b"start")
+
+
 class Killed(BaseException):
     """What nobody gets to handle."""
 
@@ -159,8 +159,8 @@ class Updates:
 
     name = "grpo_update"
 
-    def __init__(self, store: ObjectStore, models: str = "each") -> None:
-        self.store, self.models = store, models
+    def __init__(self, store: ObjectStore, models: str = "each", depth: int = 0) -> None:
+        self.store, self.models, self.depth = store, models, depth
         self._folder = tempfile.TemporaryDirectory()
         self.cache = Path(self._folder.name) / "cache"
         """Of the machine, which outlives a process."""
@@ -222,11 +222,11 @@ class Updates:
         self.results[content_id("key/1", [model, train_state, number])] = checkpoint
         return checkpoint
 
-    def draw(self, model: ContentId, number: int) -> None:
+    def draw(self, number: int, model: ContentId) -> None:
         if number in self.evicts:
             self.evicts.remove(number)
             self.empty_cache()
-        if number and (model, number) not in self.drawn:
+        if model != START and (model, number) not in self.drawn:
             local_model(self.store, model, self.cache)
             self.drawn.add((model, number))
 
@@ -239,7 +239,8 @@ class Updates:
         missing: Counter[str] = Counter()
         while True:
             try:
-                return self._body(iterations, every, end, how)
+                with keep_journal(missing=missing):
+                    return self._body(iterations, every, end, how)
             except OtherOutcome:
                 raise
             except MissingObject as error:
@@ -247,17 +248,24 @@ class Updates:
                 assert missing[error.content_id] < TRIES_FOR_AN_OBJECT
 
     def _body(self, iterations: int, every: int, end: int | None, how: type[BaseException]) -> Checkpoint:
-        states = TrainingStates(grpo(iterations, every, self.models), self.store)
-        with tempfile.TemporaryDirectory() as folder:
+        settings = grpo(iterations, every, self.models, self.depth)
+        states = TrainingStates(settings, self.store)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            pytest.MonkeyPatch.context() as patch,
+            SamplesAhead(self.draw, range(iterations), depth=self.depth, start=START) as ahead,
+        ):
+            patch.setattr("flows.iterations.cache_folder", lambda: self.cache)
             states.__enter__()
             try:
-                model, train_state, last = hash_bytes(b"start"), None, None
+                model, train_state, last = START, None, None
                 for number in range(iterations):
                     if number == end:
                         raise how("here")
-                    self.draw(model, number)
+                    ahead.take(number)
                     last = states.update(number, self, model, train_state, number, label=f"iteration {number + 1}")
                     model, train_state = last.model, last.train_state
+                    ahead.learned(number, model)
             except Killed:
                 shutil.rmtree(Path(folder), ignore_errors=True)
                 states._scratch.close()
@@ -353,6 +361,18 @@ def test_a_model_is_computed_again_only_where_its_samples_are_not_stored():
     updates.empty_cache()
     assert updates.run(8, 3) == expected(8)
     assert updates.computed == [4], "from the state before, which is stored"
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 4])
+def test_on_another_machine_each_update_is_computed_once_more_however_far_samples_are_drawn_ahead(depth):
+    updates = Updates(new_store(), "with_states", depth)
+    with pytest.raises(Killed):
+        updates.run(12, 12, 8)
+    updates.empty_cache()
+    updates.drawn = {(model, number) for model, number in updates.drawn if number < 8}
+    updates.computed = []
+    assert updates.run(12, 12) == expected(12)
+    assert updates.computed == list(range(1, 13))
 
 
 def test_what_is_stored_and_computed_by_hand():
