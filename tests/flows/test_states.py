@@ -168,6 +168,8 @@ class Updates:
         """Iterations whose samples are stored, with the model that drew them."""
         self.evicts: set[int] = set()
         """Iterations (from 0) before which the cache is emptied, once each."""
+        self.missing = Counter[str]()
+        """What the last run found missing, and how often."""
         self.results: dict[ContentId, Checkpoint] = {}
         self.computed: list[int] = []
         self.advantages: ContentId | None = None
@@ -236,7 +238,7 @@ class Updates:
     def run(self, iterations: int, every: int, end: int | None = None, how: type[BaseException] = Killed) -> Checkpoint:
         """A run that ends before it gets to iteration ``end`` (from 0). As `flows.flow_run` does, it runs again for
         each object that it finds missing."""
-        missing: Counter[str] = Counter()
+        missing = self.missing = Counter[str]()
         while True:
             try:
                 with keep_journal(missing=missing):
@@ -373,6 +375,7 @@ def test_on_another_machine_each_update_is_computed_once_more_however_far_sample
     updates.computed = []
     assert updates.run(12, 12) == expected(12)
     assert updates.computed == list(range(1, 13))
+    assert list(updates.missing.values()) == [1] and updates.stored() == {12}, "it began again once, and stored no more"
 
 
 def test_what_is_stored_and_computed_by_hand():
