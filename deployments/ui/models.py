@@ -97,6 +97,7 @@ class ModelPages:
             imports=imports,
             drawing=_drawing(request, result, found, imports),
             manifest=manifest,
+            is_whole=manifest is not None and objects.tree_is_present(result),
             bytes=manifest.size_bytes if manifest is not None else size,
             resources=resources,
         )

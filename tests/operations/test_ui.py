@@ -24,11 +24,13 @@ from deployments.ui.door import guarded
 from deployments.ui.rollouts import Wanted, _final_reward
 from deployments.ui.server import application as pages_of
 from rollout_core.agents.emitters import reward_attributes
-from rollout_core.base.ids import ContentId, content_id
+from rollout_core.base.ids import ContentId, content_id, hash_bytes
 from rollout_core.data.samples import Completion, Sample, encode_completion, encode_samples
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.leases import lease
 from rollout_core.objects.records import Lineage, record_lineage
+from rollout_core.objects.trees import TreeFile, TreeManifest
+from rollout_core.objects.unstored import hold_model, put_model
 from rollout_core.promotion.history import Change, change_latest
 from rollout_core.runs.records import Live, MetricsOf, Moment, RunDetail, RunHead, RunRecords, StageCall
 from rollout_core.runs.samples import sample_sets
@@ -175,6 +177,29 @@ def test_a_sample_names_the_weights_that_drew_each_part_of_it(filled: ObjectStor
     assert "<dt>Model</dt>" not in page and "given to the model" not in page
     plain = client.get(f"/runs/{FIRST}/samples/0").text
     assert "<dt>Model</dt>" in plain and "drawn by" not in plain
+
+
+def test_a_model_without_its_weights_is_told_as_that_and_offers_nothing_that_needs_them(
+    filled: ObjectStore, client: TestClient, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_text(name)
+    manifest = TreeManifest(
+        files=tuple(
+            TreeFile(path=file.name, size=len(file.name), content_id=hash_bytes(file.name.encode()))
+            for file in sorted(folder.iterdir())
+        )
+    )
+    made_by = {"run_id": "run", "step": 7, "algorithm": "ppo"}
+    model = hold_model(filled, manifest, folder, tmp_path / "cache", **made_by)
+    for is_stored in (False, True):
+        page = client.get(f"/models/{model}").text
+        assert ("in 2 files, not all of them in this storage" in page) == (not is_stored)
+        assert (f"rollout export {model}" in page, f"rollout promote {model}" in page) == (is_stored, is_stored)
+        assert f"rollout reproduce {model}" in page
+        put_model(filled, manifest, folder)
 
 
 async def test_the_reward_of_a_long_trace_is_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
