@@ -213,7 +213,7 @@ class RemoteFiles:
             return self.upload(key)
         folder, _, name = key.rpartition("/")
         self._sweep(folder, f".{name}.")
-        return StreamedUpload(self, f"{folder}/.{name}.{ULID()}.tmp")
+        return StreamedUpload(self, f"{folder}/.{name}.{ULID()}.tmp", shown=key)
 
     def _sweep(self, folder: str, prefix: str) -> None:
         """Remove old files of `upload_beside`: a process was killed before it had given one its own name. What else is
@@ -235,13 +235,17 @@ class RemoteFiles:
                 "or store less at once"
             )
 
-    def require_arrived(self, key: str, checksum: str, info: Mapping[str, Any] | None = None) -> None:
-        """Raises Recoverable where what GCS says that it holds is not what was sent."""
-        with self.writing(key):
+    def require_arrived(
+        self, key: str, checksum: str, info: Mapping[str, Any] | None = None, *, shown: str | None = None
+    ) -> None:
+        """Raises Recoverable, which names the file that is ``shown`` or ``key``, where what GCS says that it holds is
+        not what was sent."""
+        shown = shown or key
+        with self.writing(shown):
             held = (info or self.fs.info(self.path(key))).get("crc32c")
         if held not in (None, checksum):
             raise Recoverable(
-                f"{self.where(key)} did not arrive as it was sent: its checksum is {held}, not {checksum}"
+                f"{self.where(shown)} did not arrive as it was sent: its checksum is {held}, not {checksum}"
             )
 
     def move(self, source: str, target: str) -> None:
@@ -304,13 +308,15 @@ class RemoteFiles:
 
 class StreamedUpload:
     """A file that fsspec writes, to GCS by a resumable upload: a part is on its way while the next one is gathered.
-    Where ``key`` is only ``passing``, the server copies the whole file from there to the key that it is to have."""
+    Where ``key`` is only ``passing``, the server copies the whole file from there to the key that it is to have, which
+    faults name if it is ``shown``."""
 
-    def __init__(self, files: RemoteFiles, key: str, *, passing: bool = True) -> None:
+    def __init__(self, files: RemoteFiles, key: str, *, passing: bool = True, shown: str | None = None) -> None:
         self._files = files
         self._key = key
+        self._shown = shown or key
         self._passing = passing
-        with files.writing(self._key):
+        with files.writing(self._shown):
             self._file = files.fs.open(files.path(self._key), "wb", block_size=files.part_bytes)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="object-upload")
         self._sending: Future[None] | None = None
@@ -322,7 +328,7 @@ class StreamedUpload:
 
     def write(self, chunk: bytes) -> None:
         self._size += len(chunk)
-        self._files.require_room(self._key, self._size)
+        self._files.require_room(self._shown, self._size)
         if self._files.protocol == "gs":
             self._checksum = _crc32c_extend(self._checksum, chunk)
         self._held.append(chunk)
@@ -338,7 +344,7 @@ class StreamedUpload:
 
     def _put(self, chunks: list[bytes]) -> None:
         chunks.reverse()
-        with self._files.writing(self._key):
+        with self._files.writing(self._shown):
             while chunks:
                 self._file.write(chunks.pop())  # which copies it, so that it need not be kept as well
 
@@ -346,7 +352,7 @@ class StreamedUpload:
         self._send()
         self._pool.submit(self._close).result()
         if self._files.protocol == "gs":
-            self._files.require_arrived(self._key, _crc32c_text(self._checksum))
+            self._files.require_arrived(self._key, _crc32c_text(self._checksum), shown=self._shown)
         if self._passing:
             with self._files.writing(key):
                 self._files.fs.cp_file(self._files.path(self._key), self._files.path(key))
@@ -357,7 +363,7 @@ class StreamedUpload:
     def _close(self) -> None:
         assert self._sending is not None, "asked for after the last part"
         self._sending.result()
-        with self._files.writing(self._key):
+        with self._files.writing(self._shown):
             self._file.close()
 
     def abort(self) -> None:

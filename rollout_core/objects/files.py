@@ -238,6 +238,13 @@ def _advice_of(error: Exception) -> str | None:
 _GARBLED = (json.JSONDecodeError, UnicodeDecodeError, binascii.Error)
 """Of an answer that was cut or damaged on its way."""
 _WORTH_A_THREAD_BYTES = 2**20
+_HASH_THREADS = min(8, os.cpu_count() or 1)
+
+
+def large_hasher() -> blake3:
+    """BLAKE3 that shares large chunks among threads. They are this hasher's own: those that all hashers of a process
+    can share are not there after a fork, where hashing would then never end."""
+    return blake3(max_threads=_HASH_THREADS)
 
 
 class ContentHasher:
@@ -248,7 +255,7 @@ class ContentHasher:
     """
 
     def __init__(self) -> None:
-        self._blake3 = blake3()
+        self._blake3 = large_hasher()
         self._pool: ThreadPoolExecutor | None = None
 
     def __enter__(self) -> ContentHasher:

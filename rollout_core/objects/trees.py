@@ -28,7 +28,7 @@ from rollout_core.base.errors import ConfigError, Conflict, RolloutError
 from rollout_core.base.ids import ContentId
 from rollout_core.base.locks import held, sweep
 from rollout_core.base.watching import current_amount
-from rollout_core.objects.files import CHUNK_BYTES, Flushing, fsync_folder, storage_faults, write_all
+from rollout_core.objects.files import CHUNK_BYTES, Flushing, fsync_folder, large_hasher, storage_faults, write_all
 
 
 def _safe_path(path: str) -> str:
@@ -134,7 +134,7 @@ def _exactly(chunks: Iterable[bytes], path: str, size: int) -> Iterator[bytes]:
 
 
 WRITE_BYTES = 2**20
-HASH_BYTES = 2**19
+HASH_BYTES = 2**21
 """Read at once where a file is only hashed: what stays in a core's cache until it is."""
 
 
@@ -229,7 +229,7 @@ NO_CHECKS: Checks = MappingProxyType({})
 
 def hash_file(path: Path) -> HashedFile:
     """Read a local file once."""
-    hasher, check, amount = blake3(), xxh3_128(), current_amount()
+    hasher, check, amount = large_hasher(), xxh3_128(), current_amount()
     size, held = 0, memoryview(bytearray(HASH_BYTES))
     with reading(path), open(path, "rb", buffering=0) as file:
         while count := file.readinto(held):

@@ -145,8 +145,9 @@ def test_a_file_that_does_not_arrive_takes_nobodys_place(
     """S3 compares each request with its checksum; that of a resumable upload to GCS is known at its end."""
     mark = at_google.replace("f", [b"old"])
     damage(monkeypatch) if fault == "damage" else refuse_copies(monkeypatch, at_google)
-    with pytest.raises(Recoverable, match=told):
+    with pytest.raises(Recoverable, match=told) as told_of:
         at_google.replace("f", [b"new"])
+    assert at_google.where("f") in str(told_of.value) and ".tmp" not in str(told_of.value)
     assert at_google.read("f") == b"old" and at_google.mark("f") == mark
     assert names_in(at_google) == ["f"], "no leftovers"
 
@@ -161,7 +162,7 @@ def test_what_a_killed_process_left_beside_a_file_goes_when_it_is_old(
         at_google.create(name, b"somebody's")
     with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
         killed.setattr(StreamedUpload, "abort", lambda upload: None)
-        killed.setattr(RemoteFiles, "require_arrived", lambda *_: signal.raise_signal(signal.SIGINT))
+        killed.setattr(RemoteFiles, "require_arrived", lambda *_, **__: signal.raise_signal(signal.SIGINT))
         at_google.replace("f", [b"new"])
     [left] = [name for name in names_in(at_google) if name not in ("f", "other", *theirs)]
     assert left.startswith(".f.") and left.endswith(".tmp")
