@@ -648,12 +648,11 @@ def test_a_producer_that_fails_leaves_nothing_behind(objects: ObjectStore, reque
         objects.put_stream(failing())
     assert keys(objects, "tmp") == []
     assert dict(objects.blobs()) == {}
+    prefix = objects.url.rpartition("/")[2]  # others' uploads may have been cut off
     if objects.url.startswith("gs"):
-        assert request.getfixturevalue("google").open_uploads == []
+        assert not [one for one in request.getfixturevalue("google").open_uploads if one.name.startswith(prefix)]
     if objects.url.startswith("s3"):
-        uploads = objects.files.fs.call_s3(
-            "list_multipart_uploads", Bucket=BUCKET, Prefix=objects.url.rpartition("/")[2]
-        )  # type: ignore[attr-defined]
+        uploads = objects.files.fs.call_s3("list_multipart_uploads", Bucket=BUCKET, Prefix=prefix)  # type: ignore[attr-defined]
         assert not uploads.get("Uploads")
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from rollout_core.base.ids import ContentId, canonical_json
 from rollout_core.base.locks import scratch_folder
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.snapshots import MODEL_FOLDER, Identified, Snapshot, SnapshotStore, identify
+from rollout_core.objects.snapshots import MODEL_FOLDER, PROGRESS_REFS, Identified, Snapshot, SnapshotStore, identify
 from rollout_core.objects.trees import files_of
 from rollout_core.objects.unstored import local_model, put_stored_model
 
@@ -73,6 +73,15 @@ class UpdateContext:
         with scratch_folder("restore") as scratch:
             SnapshotStore(self.objects).restore(state_id, scratch / "state")
             yield scratch / "state"
+
+    @property
+    def progress_ref(self) -> str:
+        """Ref of the last snapshot of this update while it is unfinished."""
+        return f"{PROGRESS_REFS}/{self.key}"
+
+    def has_progress(self) -> bool:
+        """Whether there is such a snapshot, readable or not."""
+        return self.objects.cached_ref(self.progress_ref) is not None
 
     def model(self, content_id: ContentId) -> Path:
         """Local folder of a model."""

@@ -260,6 +260,69 @@ def importance_weights(
     return weights.masked_fill(~mask, 0.0)
 
 
+def correct(batch: PolicyBatch, own: Tensor, correction: ImportanceCorrection) -> tuple[PolicyBatch, Tensor]:
+    """``batch``, whose advantages count as they stand, with the trainer's ``own`` log-probabilities as its old ones and
+    advantages that make up for the engine's; and the `importance_weights`; all [N,C] float32."""
+    weights = importance_weights(own, batch.columns["old_logprobs"], batch.mask, correction)
+    advantages = batch.weighed(batch.columns["advantages"] * weights)
+    return batch.with_columns(old_logprobs=own, advantages=advantages), weights
+
+
+def correction_figures(batch: PolicyBatch, own: Tensor, weights: Tensor) -> dict[str, float]:
+    """What a correction of ``batch`` says of engine and trainer; ``own`` and ``weights`` as of `correct`."""
+    return {
+        **logprob_differences(own, batch.columns["old_logprobs"], batch.mask),
+        "sampling/importance_weight_mean": float(weights.sum() / batch.mask.sum()),
+    }
+
+
+class FirstStep:
+    """The trainer's own log-probabilities of a batch, where an update's first step finds those of its rows itself: its
+    weights are those that are asked for, and so a pass of their own would only compute the same once more. Of rows of
+    later steps, which other weights are trained on, they are known before.
+    """
+
+    def __init__(
+        self,
+        policy: nn.Module,
+        batch: PolicyBatch,
+        steps: Sequence[Sequence[Sequence[int]]],
+        correction: ImportanceCorrection,
+        *,
+        temperature: float,
+        device: torch.device,
+    ) -> None:
+        """``steps``: as of `pass_steps`, those of the first pass over ``batch``. Collective."""
+        self._batch = batch
+        self._correction = correction
+        self._device = device
+        self._first, *rest = steps
+        later = [rows for step in rest for rows in step]
+        options = {"temperature": temperature, "device": device}
+        self._later = score_completions(policy, batch, later, **options).logprobs if later else None
+        self._found: dict[int, Tensor] = {}
+
+    def corrected(self, place: int, batch: PolicyBatch, logprobs: Tensor) -> PolicyBatch:
+        """Minibatch ``place`` of the first step, `correct` by what its own forward pass says. Raises Fatal where that
+        is not finite."""
+        self._found[place] = own = logprobs.detach().float().cpu()
+        logprob_differences(own, batch.columns["old_logprobs"], batch.mask)
+        return correct(batch, own, self._correction)[0]
+
+    def end(self) -> tuple[PolicyBatch, dict[str, float]]:
+        """After the step: the whole batch, corrected, and the `correction_figures`. Collective."""
+        own = torch.zeros(self._batch.mask.shape)
+        for place, counts in split_across_ranks(range(len(self._first))):
+            if counts:
+                found = self._found[place]
+                own[torch.as_tensor(self._first[place]), : found.shape[1]] = found
+        own = all_reduce_sum(own.to(self._device)).cpu()
+        if self._later is not None:
+            own = own + self._later
+        batch, weights = correct(self._batch, own, self._correction)
+        return batch, correction_figures(self._batch, own, weights)
+
+
 def pass_minibatches(groups: Groups, minibatch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
     """Rows of every minibatch of one pass over a batch: groups in an order that follows from seed and epoch.
 

@@ -26,9 +26,12 @@ from torch import Tensor, nn
 
 from rollout_core.algorithms.advantages import Groups, gae, group_advantages, masked_whiten
 from rollout_core.algorithms.experience import (
+    FirstStep,
     OnPolicyUpdate,
     PolicyBatch,
     completion_forward,
+    correct,
+    correction_figures,
     drawn_entropy,
     importance_weights,
     logprob_differences,
@@ -274,12 +277,14 @@ def compare_groups(
     device: torch.device,
     groups: Groups | None = None,
     parts: RewardParts | None = None,
+    corrects: bool = True,
     first_step: int = 0,
     seed: int = 0,
 ) -> tuple[PolicyBatch, dict[str, float]]:
     """``batch`` with the columns GRPO needs, and its figures by the usual names. No gradient.
 
-    The policy itself is run only for the importance correction, the reference only for a KL term.
+    The policy itself is run only for the importance correction, unless a `FirstStep` ``corrects`` instead; the
+    reference only for a KL term.
     ``first_step`` and ``seed`` are the update's: it is scored in the minibatches of its first pass. By default every
     row is a rollout, and ``samples_per_prompt`` neighbours are a group.
     """
@@ -289,26 +294,23 @@ def compare_groups(
     mask, engine_logprobs = batch.mask, batch.columns["old_logprobs"]
     scores = groups.of_rollouts(batch.scores)
     figures = batch.figures() | {"reward": float(scores.mean())}
-    columns, weights, penalty = {}, None, None
-    if settings.correction is not None:
+    columns, own, penalty = {}, None, None
+    if settings.correction is not None and corrects:
         own = score_completions(policy, batch, minibatches, **options).logprobs
-        weights = importance_weights(own, engine_logprobs, mask, settings.correction)
-        columns["old_logprobs"] = own
-        figures |= logprob_differences(own, engine_logprobs, mask)
-        figures["sampling/importance_weight_mean"] = float(weights.sum() / mask.sum())
     if reference is not None:
         columns["ref_logprobs"] = score_completions(reference, batch, minibatches, **options).logprobs
     if reference is not None and (settings.kl_in == "reward" or settings.guards.max_kl is not None):
-        old_logprobs = columns.get("old_logprobs", engine_logprobs)
+        old_logprobs = engine_logprobs if own is None else own
         log_ratio = (old_logprobs - columns["ref_logprobs"]).masked_fill(~mask, 0.0)
         figures["objective/kl"] = float(log_ratio.sum(1).mean())
         penalty = settings.kl_coef * log_ratio if settings.kl_in == "reward" else None
     advantages = _token_advantages(scores, groups, mask, settings, penalty, parts)
-    figures |= parts.figures() if parts is not None else {}
-    if weights is not None:
-        advantages = advantages * weights
-    advantages = batch.weighed(advantages)
-    return batch.with_columns(advantages=advantages, **columns), figures | _spread(scores, settings)
+    figures |= (parts.figures() if parts is not None else {}) | _spread(scores, settings)
+    compared = batch.with_columns(advantages=advantages, **columns)
+    if own is not None and settings.correction is not None:
+        corrected, weights = correct(compared, own, settings.correction)
+        return corrected, figures | correction_figures(batch, own, weights)
+    return (compared.with_columns(advantages=batch.weighed(advantages)) if corrects else compared), figures
 
 
 def _spread(scores: Tensor, settings: GRPOSettings) -> dict[str, float]:
@@ -395,6 +397,10 @@ def _surrogate_name(settings: GRPOSettings) -> SurrogateName:
     return settings.loss
 
 
+def _place(batch: PolicyBatch, batches: Sequence[PolicyBatch]) -> int:
+    return next(number for number, other in enumerate(batches) if other is batch)
+
+
 class GRPO(OnPolicyUpdate[GRPOSettings]):
     """`Algorithm` of one update, over a batch that `compare_groups` has completed."""
 
@@ -411,11 +417,31 @@ class GRPO(OnPolicyUpdate[GRPOSettings]):
         device: torch.device,
         groups: Groups | None = None,
         parts: int = 1,
+        corrects: bool = False,
     ) -> None:
-        """parts: so many minibatches that follow each other were one before several processes shared them."""
+        """parts: so many minibatches that follow each other were one before several processes shared them. corrects:
+        whether the first step makes up for what `compare_groups` has not (see `FirstStep`); collective then."""
         groups = groups or Groups.of_neighbours(len(batch.mask), settings.samples_per_prompt)
         super().__init__(policy, batch, settings, first_step=first_step, seed=seed, device=device, groups=groups)
         self._parts = parts
+        self._correcting: FirstStep | None = None
+        self._figures: dict[str, float] = {}
+        if corrects and settings.correction is not None:
+            steps = pass_steps(batch, self._groups, settings, seed=seed, epoch=first_step)
+            options = {"temperature": settings.sampling.temperature, "device": device}
+            self._correcting = FirstStep(policy, batch, steps, settings.correction, **options)
+
+    def minibatches(self, step: int) -> list[PolicyBatch]:
+        if step > self._first_step:
+            self.correction_figures()
+        return super().minibatches(step)
+
+    def correction_figures(self) -> dict[str, float]:
+        """What the first step found of engine and trainer, if it was to; asked for when it is done. Collective."""
+        if self._correcting is not None:
+            self._batch, self._figures = self._correcting.end()
+            self._correcting = None
+        return self._figures
 
     def loss(self, batch: PolicyBatch, step_batches: Sequence[PolicyBatch]) -> MinibatchLoss:
         settings, device = self._settings, self._device
@@ -426,6 +452,9 @@ class GRPO(OnPolicyUpdate[GRPOSettings]):
             device=device,
             entropy=bool(settings.entropy_coef),
         )
+        share = self._share(batch, step_batches)
+        if self._correcting is not None:
+            batch = self._correcting.corrected(_place(batch, step_batches), batch, output.logprobs)
         mask = self._trained(batch).to(device)
         old_logprobs = batch.column("old_logprobs", device)
         found = grpo_loss(
@@ -447,7 +476,7 @@ class GRPO(OnPolicyUpdate[GRPOSettings]):
         tokens = int(mask.sum())
         differences = (output.logprobs.detach() - old_logprobs).abs().masked_fill(~mask, 0.0)
         return MinibatchLoss(
-            self._share(batch, step_batches) * found.loss,
+            share * found.loss,
             {
                 "clip_ratio/low_mean": (found.clip_fraction_low, tokens),
                 "clip_ratio/high_mean": (found.clip_fraction_high, tokens),
@@ -464,7 +493,7 @@ class GRPO(OnPolicyUpdate[GRPOSettings]):
     def _share(self, batch: PolicyBatch, step_batches: Sequence[PolicyBatch]) -> float:
         """Weight of a minibatch's own mean, so that the sum over a step is the loss of the whole (bnpo: the mean)."""
         if self._settings.loss_type == "bnpo":
-            place = next(number for number, other in enumerate(step_batches) if other is batch)
+            place = _place(batch, step_batches)
             first = place - place % self._parts
             minibatches = math.ceil(len(step_batches) / self._parts)
             return self._token_share(batch, step_batches[first : first + self._parts]) / minibatches

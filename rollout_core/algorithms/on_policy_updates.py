@@ -33,6 +33,7 @@ from rollout_core.algorithms.on_policy import (
     compare_groups,
 )
 from rollout_core.algorithms.parallel import (
+    any_rank,
     data_ranks,
     divided,
     is_first,
@@ -101,7 +102,7 @@ def ppo_update(
     algorithm = PPO(policy, batch, settings, **options)
     figures |= {"completions/num_left_out": scores.num_left_out, **replay_figures(context.objects, replayed)}
     check_guards(figures, settings, scores)
-    options = {"total_steps": settings.total_steps, "figures": figures}
+    options = {"total_steps": settings.total_steps, "figures": lambda: figures}
     checkpoint = train_to_end(algorithm, state, settings, accelerator, context, context.model(model), **options)
     return _with_advantages(checkpoint, algorithm, context.objects)
 
@@ -151,14 +152,31 @@ def grpo_update(
     else:
         parts_of_reward = load_parts(context.objects, scores) if settings.reward_normalization == "each" else None
         held_to = _reference_policy(policy, reference, settings, context, device) if settings.kl_coef else None
+        in_step = _corrects_in_first_step(settings, context, device)
         with accelerator.autocast():  # as the loss will be computed
-            batch, figures = compare_groups(policy, held_to, batch, settings, parts=parts_of_reward, **options)
-        algorithm = GRPO(policy, batch, settings, parts=parts, **options)
+            batch, figures = compare_groups(
+                policy, held_to, batch, settings, parts=parts_of_reward, corrects=not in_step, **options
+            )
+            algorithm = GRPO(policy, batch, settings, parts=parts, corrects=in_step, **options)
     figures |= {"completions/num_left_out": scores.num_left_out, **replay_figures(context.objects, replayed)}
     check_guards(figures, settings, scores)
-    options = {"total_steps": settings.total_steps, "figures": figures}
+
+    def all_figures() -> dict[str, float]:
+        return figures | (algorithm.correction_figures() if isinstance(algorithm, GRPO) else {})
+
+    options = {"total_steps": settings.total_steps, "figures": all_figures}
     checkpoint = train_to_end(algorithm, state, settings, accelerator, context, context.model(model), **options)
     return _with_advantages(checkpoint, algorithm, context.objects)
+
+
+def _corrects_in_first_step(settings: GRPOSettings, context: UpdateContext, device: torch.device) -> bool:
+    """Whether the update's first step finds the policy's own log-probabilities (see `FirstStep`).
+
+    Not where their divergence from the reference is needed before it, nor where the update resumes behind it: its own
+    weights then replace those it starts from, so a pass of these comes first. Collective.
+    """
+    before = settings.kl_coef > 0 and (settings.kl_in == "reward" or settings.guards.max_kl is not None)
+    return settings.correction is not None and not before and not any_rank(context.has_progress(), device)
 
 
 def _with_advantages(checkpoint: Checkpoint, algorithm: OnPolicyUpdate[Any], objects: ObjectStore) -> Checkpoint:

@@ -78,7 +78,7 @@ class Resumption:
         self._settings = settings
         self._tokenizer_from = tokenizer_from
         self._snapshots = SnapshotStore(context.objects)
-        self._ref = f"{PROGRESS_REFS}/{context.key}"
+        self._ref = context.progress_ref
         self._arithmetic = [arithmetic()]
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
         self._writing: Future[None] | None = None

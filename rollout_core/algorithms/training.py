@@ -52,13 +52,13 @@ def train_to_end(
     total_steps: int | None = None,
     max_minutes: float | None = None,
     evaluation: Evaluation[Any] | None = None,
-    figures: Mapping[str, float] | None = None,
+    figures: Callable[[], Mapping[str, float]] = dict,
 ) -> Checkpoint:
     """Train ``state`` by ``algorithm``, from the last snapshot of this update if there is one, and file the outcome.
 
     ``state`` is that at the update's start, which may be at a later step than 0. ``total_steps`` as in `train`,
-    ``max_minutes`` in a budget; ``figures`` of the whole update go into each of its rows. Raises Stopped, with the
-    state of the step kept, when the context is stopping.
+    ``max_minutes`` in a budget; ``figures`` of the whole update, which its first step may add to, go into each of its
+    rows. Raises Stopped, with the state of the step kept, when the context is stopping.
     """
     first_step = state.step
     if settings.gradient_checkpointing:
@@ -70,7 +70,7 @@ def train_to_end(
         Tracking(settings.trackers if is_first() else (), series) as tracking,
     ):
         _restore(state, resumption, algorithm, evaluation)
-        tracking.catch_up({**row, **(figures or {})} for row in state.metrics)
+        tracking.catch_up({**row, **figures()} for row in state.metrics)
         context.on_start(state.step - first_step, algorithm.num_steps - first_step)
 
         def on_step(row: dict[str, float]) -> None:
@@ -78,7 +78,7 @@ def train_to_end(
                 resumption.save_best(state)
             if state.step < algorithm.num_steps:
                 resumption.after_step(state)
-            tracking.log({**row, **(figures or {})})
+            tracking.log({**row, **figures()})
             context.on_step({**row, "step": row["step"] - first_step})
             if state.step < algorithm.num_steps and any_rank(context.is_stopping(), accelerator.device):
                 resumption.save_now(state)
@@ -97,7 +97,7 @@ def train_to_end(
         )
         train(algorithm, state, settings, accelerator, total_steps=total_steps, max_seconds=max_seconds, hooks=hooks)
         for row in state.metrics:
-            row.update(figures or {})
+            row.update(figures())
         return resumption.finish(state)
 
 

@@ -219,14 +219,15 @@ def test_the_correction_takes_the_trainers_own_logprobs_as_old(tiny_model):
 def test_logprobs_that_are_not_finite_are_refused(tiny_model):
     items = trajectories(load_causal_lm(tiny_model))
     items[0] = Trajectory(items[0].prompt_token_ids, items[0].token_ids, [float("nan")] * 2, 0.0, False)
-    with pytest.raises(Fatal, match="not finite"):
-        compare_groups(
-            Policy(load_causal_lm(tiny_model)),
-            None,
-            build_batch(items),
-            grpo_settings(correction=ImportanceCorrection()),
-            device=CPU,
-        )
+    policy, settings = Policy(load_causal_lm(tiny_model)), grpo_settings(correction=ImportanceCorrection())
+    with pytest.raises(Fatal, match="not finite; nothing"):
+        compare_groups(policy, None, build_batch(items), settings, device=CPU)
+    batch, _ = compare_groups(policy, None, build_batch(items), settings, device=CPU, corrects=False)
+    algorithm = GRPO(policy, batch, settings, first_step=0, seed=0, device=CPU, corrects=True)
+    step = algorithm.minibatches(0)
+    with pytest.raises(Fatal, match="not finite; nothing"):
+        for minibatch in step:
+            algorithm.loss(minibatch, step)
 
 
 def test_values_from_a_model_of_their_own_leave_the_policys_trunk_alone(tiny_model):

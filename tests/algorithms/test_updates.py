@@ -11,8 +11,16 @@ import pytest
 import torch
 from updates import PPO_SETTINGS, grpo, ppo, rows_of, scored_completions, sft_settings, update_context
 
+from rollout_core.algorithms import experience, on_policy_updates
 from rollout_core.algorithms.dataset_updates import sft_update
-from rollout_core.algorithms.experience import Trajectory, build_batch, completion_forward, drawn_entropy
+from rollout_core.algorithms.experience import (
+    CompletionOutput,
+    PolicyBatch,
+    Trajectory,
+    build_batch,
+    completion_forward,
+    drawn_entropy,
+)
 from rollout_core.algorithms.on_policy import PPO, KLController, assign_credit
 from rollout_core.algorithms.policy import Policy, zero_head
 from rollout_core.algorithms.supervised import SFT
@@ -20,9 +28,11 @@ from rollout_core.config import (
     AdaptiveKL,
     ImportanceCorrection,
     JsonlDataset,
+    LoRAConfig,
     LossOn,
     OptimizerConfig,
     PPOSettings,
+    Replay,
     SamplingParams,
 )
 from rollout_core.data.advantages import decode_advantages
@@ -78,6 +88,36 @@ def test_what_is_masked_counts_in_no_loss_and_keeps_no_advantage():
     algorithm = PPO(None, batch, settings, first_step=0, seed=0, device=CPU)  # pyright: ignore[reportArgumentType]
     assert algorithm.kept_advantages() == b"null\n[0.1,0.0,0.3]\n"
     assert PPO(None, build_batch(trajectories), settings, first_step=0, seed=0, device=CPU).kept_advantages() is None  # pyright: ignore[reportArgumentType]
+
+
+CORRECTED: dict[str, dict[str, Any]] = {
+    "a step of all": {"epochs": 1, "minibatch_size": 2, "gradient_accumulation": 4},
+    "several steps and epochs": {},
+    "sequences": {"correction": ImportanceCorrection(level="sequence", mode="mask"), "loss": "gspo"},
+    "adapters in bfloat16": {"lora": LoRAConfig(r=4), "precision": "bfloat16"},
+    "replay, cut by tokens": {"replay": Replay(groups=2), "max_tokens_per_microbatch": 24},
+    "masked, layers computed twice": {"truncated": "mask", "loss_type": "bnpo", "gradient_checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("changes", CORRECTED.values(), ids=CORRECTED.keys())
+def test_the_first_step_corrects_as_a_pass_before_it_does(tiny_model, tmp_path, monkeypatch, changes):
+    """Weights, optimizer, figures and advantages, to the bit; where there is one step, nothing is computed before."""
+    changes = {"correction": ImportanceCorrection(cap=1.5), "kl_coef": 0.0, **changes}
+    scored: list[int] = []
+
+    def counted(policy: Any, batch: PolicyBatch, **options: Any) -> CompletionOutput:
+        scored.append(len(batch.mask))
+        return completion_forward(policy, batch, **options)
+
+    monkeypatch.setattr(experience, "completion_forward", counted)
+    found = grpo(update_context(tmp_path / "in step"), tiny_model, **changes)
+    later = sum(scored)
+    monkeypatch.setattr(on_policy_updates, "_corrects_in_first_step", lambda *_: False)
+    before = grpo(update_context(tmp_path / "before"), tiny_model, **changes)
+    in_first_steps = 2 * (8 if "epochs" in changes else 4)
+    assert sum(scored) - later == later + in_first_steps
+    assert found.model_copy(update={"seconds": 0.0}) == before.model_copy(update={"seconds": 0.0})
 
 
 def ragged_examples() -> list[Example]:
