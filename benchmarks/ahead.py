@@ -5,13 +5,14 @@ share, then iterations of GRPO, then evaluation. Engine and learner have a threa
 after the first: from the end of one update to the end of the next.
 
 Both sides compute the importance correction, which is on by default where older weights draw and takes a pass without
-gradient over all completions. With the first seed the side in turns also does without it, as it does by default.
+gradient over the completions of all optimizer steps but an iteration's first. With the first seed the side in turns
+also does without it, as it does by default.
 
 Pinned apart, the engine's processes have one core and whoever learns has another, as an engine and a learner have with
 a GPU each. The first seed also runs on cores that both share, where the side in turns draws and trains once with a
 thread each and once with all threads for whoever is at work.
 
-Run: python benchmarks/ahead.py [--quick] [--seeds 5] [--iterations 5] [--prompts 192] [--only-apart]
+Run: python benchmarks/ahead.py [--quick] [--seeds 5] [--iterations 5] [--prompts 192] [--accumulation 1] [--only-apart]
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ iterations = {asked.iterations}
 prompts_per_iteration = {asked.prompts}
 samples_per_prompt = {GROUP}
 minibatch_size = 128
-gradient_accumulation = 1
+gradient_accumulation = {asked.accumulation}
 loss_type = "dapo"
 async_depth = {side.depth}
 {"correction = {}" if side.is_corrected else ""}
@@ -172,6 +173,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=192, help=f"an iteration, {GROUP} completions each")
+    parser.add_argument("--accumulation", type=int, default=1, help="minibatches of 128 completions in a step")
     parser.add_argument("--sft-steps", type=int, default=60)
     parser.add_argument("--only-apart", action="store_true", help="nothing on cores that both sides share")
     asked = parser.parse_args()

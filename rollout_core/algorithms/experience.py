@@ -277,9 +277,9 @@ def correction_figures(batch: PolicyBatch, own: Tensor, weights: Tensor) -> dict
 
 
 class FirstStep:
-    """The trainer's own log-probabilities of a batch, where an update's first step finds those of its rows itself: its
-    weights are those that are asked for, and so a pass of their own would only compute the same once more. Of rows of
-    later steps, which other weights are trained on, they are known before.
+    """Corrects a batch by the log-probabilities that the update's starting weights give it, without a pass of its own
+    over the rows of the first optimizer step: that step's forward passes are by these very weights. Rows of later
+    steps, which meet other weights, are scored beforehand.
     """
 
     def __init__(
