@@ -359,6 +359,11 @@ def _cut_by_tokens(batch: PolicyBatch, step: Sequence[Sequence[int]], max_tokens
     return [[row for number in part for row in units[number]] for part in parts]
 
 
+def place_among(batches: Sequence[PolicyBatch], batch: PolicyBatch) -> int:
+    """Which of the minibatches of a step this very one is."""
+    return next(number for number, other in enumerate(batches) if other is batch)
+
+
 class OnPolicyUpdate(Generic[SettingsT]):
     """The part of `Algorithm` that PPO and GRPO share: ``epochs`` passes over one iteration's trajectories.
 

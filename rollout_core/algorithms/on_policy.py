@@ -36,6 +36,7 @@ from rollout_core.algorithms.experience import (
     importance_weights,
     logprob_differences,
     pass_steps,
+    place_among,
     score_completions,
 )
 from rollout_core.algorithms.loop import MinibatchLoss
@@ -397,10 +398,6 @@ def _surrogate_name(settings: GRPOSettings) -> SurrogateName:
     return settings.loss
 
 
-def _place(batch: PolicyBatch, batches: Sequence[PolicyBatch]) -> int:
-    return next(number for number, other in enumerate(batches) if other is batch)
-
-
 class GRPO(OnPolicyUpdate[GRPOSettings]):
     """`Algorithm` of one update, over a batch that `compare_groups` has completed."""
 
@@ -454,7 +451,7 @@ class GRPO(OnPolicyUpdate[GRPOSettings]):
         )
         share = self._share(batch, step_batches)
         if self._correcting is not None:
-            batch = self._correcting.corrected(_place(batch, step_batches), batch, output.logprobs)
+            batch = self._correcting.corrected(place_among(step_batches, batch), batch, output.logprobs)
         mask = self._trained(batch).to(device)
         old_logprobs = batch.column("old_logprobs", device)
         found = grpo_loss(
@@ -493,7 +490,7 @@ class GRPO(OnPolicyUpdate[GRPOSettings]):
     def _share(self, batch: PolicyBatch, step_batches: Sequence[PolicyBatch]) -> float:
         """Weight of a minibatch's own mean, so that the sum over a step is the loss of the whole (bnpo: the mean)."""
         if self._settings.loss_type == "bnpo":
-            place = _place(batch, step_batches)
+            place = place_among(step_batches, batch)
             first = place - place % self._parts
             minibatches = math.ceil(len(step_batches) / self._parts)
             return self._token_share(batch, step_batches[first : first + self._parts]) / minibatches
