@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rollout_core.algorithms.advantages import Groups
 from rollout_core.algorithms.parallel import all_reduce_sum, data_ranks, split_across_ranks, token_microbatches
 from rollout_core.algorithms.policy import Policy
-from rollout_core.base.errors import ConfigError, Fatal
+from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.config import ImportanceCorrection, OnPolicySettings
 from rollout_core.data.advantages import encode_advantages
 from rollout_core.data.examples import epoch_order
@@ -57,10 +57,10 @@ class PolicyBatch:
     columns: dict[str, Tensor] = field(default_factory=dict)
     """[N,C] float32 by name, 0 outside the mask: ``old_logprobs`` and what a learner adds."""
 
-    def rows(self, index: Sequence[int]) -> PolicyBatch:
-        """The given trajectories, without the padding they do not need."""
+    def rows(self, index: Sequence[int], *, width: int | None = None) -> PolicyBatch:
+        """The given trajectories, padded to ``width`` or as little as they need."""
         chosen = torch.as_tensor(index)
-        width = max(len(self.completions[row]) for row in index)
+        width = width or max(len(self.completions[row]) for row in index)
         return PolicyBatch(
             tuple(self.prompts[row] for row in index),
             tuple(self.completions[row] for row in index),
@@ -299,26 +299,34 @@ class FirstStep:
         self._first, *rest = steps
         later = [rows for step in rest for rows in step]
         options = {"temperature": temperature, "device": device}
-        self._later = score_completions(policy, batch, later, **options).logprobs if later else None
+        self._later = torch.zeros(batch.mask.shape)
+        if later:
+            self._later = score_completions(policy, batch, later, **options).logprobs
+        logprob_differences(self._later, batch.columns["old_logprobs"], batch.mask)  # all ranks see what is not finite
         self._found: dict[int, Tensor] = {}
 
     def corrected(self, place: int, batch: PolicyBatch, logprobs: Tensor) -> PolicyBatch:
         """Minibatch ``place`` of the first step, `correct` by what its own forward pass says. Raises Fatal where that
         is not finite."""
+        width, whole = logprobs.shape[1], self._batch.mask.shape[1]
         self._found[place] = own = logprobs.detach().float().cpu()
+        # As wide as the whole batch: the last bits of a sum over a row depend on how much padding it has.
+        rows = self._batch.rows(self._first[place], width=whole)
         logprob_differences(own, batch.columns["old_logprobs"], batch.mask)
-        return correct(batch, own, self._correction)[0]
+        wide = correct(rows, nn.functional.pad(own, (0, whole - width)), self._correction)[0]
+        return batch.with_columns(old_logprobs=own, advantages=wide.columns["advantages"][:, :width])
 
     def end(self) -> tuple[PolicyBatch, dict[str, float]]:
-        """After the step: the whole batch, corrected, and the `correction_figures`. Collective."""
+        """After the step: the whole batch, corrected, and the `correction_figures`. Raises Recoverable where the step
+        was not taken. Collective."""
+        if not self._found:
+            raise Recoverable("another process took this update's first step while this one began it; try again")
         own = torch.zeros(self._batch.mask.shape)
         for place, counts in split_across_ranks(range(len(self._first))):
             if counts:
                 found = self._found[place]
                 own[torch.as_tensor(self._first[place]), : found.shape[1]] = found
-        own = all_reduce_sum(own.to(self._device)).cpu()
-        if self._later is not None:
-            own = own + self._later
+        own = all_reduce_sum(own.to(self._device)).cpu() + self._later
         batch, weights = correct(self._batch, own, self._correction)
         return batch, correction_figures(self._batch, own, weights)
 

@@ -71,7 +71,8 @@ class Algorithm(Protocol, Generic[BatchT]):
     """Optimizer steps of the whole run; training ends at this step."""
 
     def minibatches(self, step: int) -> Sequence[BatchT]:
-        """Minibatches of optimizer step ``step`` (from 0). Must depend on nothing but ``step``."""
+        """Minibatches of optimizer step ``step`` (from 0). Which rows they have must depend on nothing but ``step``.
+        Collective."""
         ...
 
     def loss(self, batch: BatchT, step_batches: Sequence[BatchT]) -> MinibatchLoss:

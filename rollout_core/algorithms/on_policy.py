@@ -430,11 +430,12 @@ class GRPO(OnPolicyUpdate[GRPOSettings]):
 
     def minibatches(self, step: int) -> list[PolicyBatch]:
         if step > self._first_step:
-            self.correction_figures()
+            self.end_first_step()
         return super().minibatches(step)
 
-    def correction_figures(self) -> dict[str, float]:
-        """What the first step found of engine and trainer, if it was to; asked for when it is done. Collective."""
+    def end_first_step(self) -> dict[str, float]:
+        """Correct the whole batch by what the first step found, if it was to, and give `correction_figures`. To be
+        called when it is done, once or more. Collective."""
         if self._correcting is not None:
             self._batch, self._figures = self._correcting.end()
             self._correcting = None

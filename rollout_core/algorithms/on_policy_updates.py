@@ -158,11 +158,11 @@ def grpo_update(
                 policy, held_to, batch, settings, parts=parts_of_reward, corrects=not in_step, **options
             )
             algorithm = GRPO(policy, batch, settings, parts=parts, corrects=in_step, **options)
-    figures |= {"completions/num_left_out": scores.num_left_out, **replay_figures(context.objects, replayed)}
-    check_guards(figures, settings, scores)
+    about = {"completions/num_left_out": scores.num_left_out, **replay_figures(context.objects, replayed)}
+    check_guards(figures | about, settings, scores)
 
     def all_figures() -> dict[str, float]:
-        return figures | (algorithm.correction_figures() if isinstance(algorithm, GRPO) else {})
+        return figures | (algorithm.end_first_step() if isinstance(algorithm, GRPO) else {}) | about
 
     options = {"total_steps": settings.total_steps, "figures": all_figures}
     checkpoint = train_to_end(algorithm, state, settings, accelerator, context, context.model(model), **options)

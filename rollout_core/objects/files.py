@@ -238,13 +238,16 @@ def _advice_of(error: Exception) -> str | None:
 _GARBLED = (json.JSONDecodeError, UnicodeDecodeError, binascii.Error)
 """Of an answer that was cut or damaged on its way."""
 _WORTH_A_THREAD_BYTES = 2**20
-_HASH_THREADS = min(8, os.cpu_count() or 1)
+WORTH_THREADS_BYTES = 16 * 2**20
+"""Of a file; what starting them costs is then a percent of hashing it."""
 
 
 def large_hasher() -> blake3:
-    """BLAKE3 that shares large chunks among threads. They are this hasher's own: those that all hashers of a process
-    can share are not there after a fork, where hashing would then never end."""
-    return blake3(max_threads=_HASH_THREADS)
+    """BLAKE3 that shares chunks of a MiB and more among the cores that this process may use, up to eight. The threads
+    are this hasher's own: those that all hashers of a process can share are not there after a fork, where hashing would
+    then never end."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return blake3(max_threads=min(8, cores))
 
 
 class ContentHasher:
@@ -255,7 +258,7 @@ class ContentHasher:
     """
 
     def __init__(self) -> None:
-        self._blake3 = large_hasher()
+        self._blake3 = blake3()
         self._pool: ThreadPoolExecutor | None = None
 
     def __enter__(self) -> ContentHasher:

@@ -28,7 +28,15 @@ from rollout_core.base.errors import ConfigError, Conflict, RolloutError
 from rollout_core.base.ids import ContentId
 from rollout_core.base.locks import held, sweep
 from rollout_core.base.watching import current_amount
-from rollout_core.objects.files import CHUNK_BYTES, Flushing, fsync_folder, large_hasher, storage_faults, write_all
+from rollout_core.objects.files import (
+    CHUNK_BYTES,
+    WORTH_THREADS_BYTES,
+    Flushing,
+    fsync_folder,
+    large_hasher,
+    storage_faults,
+    write_all,
+)
 
 
 def _safe_path(path: str) -> str:
@@ -134,8 +142,10 @@ def _exactly(chunks: Iterable[bytes], path: str, size: int) -> Iterator[bytes]:
 
 
 WRITE_BYTES = 2**20
-HASH_BYTES = 2**21
+HASH_BYTES = 2**19
 """Read at once where a file is only hashed: what stays in a core's cache until it is."""
+HASH_TOGETHER_BYTES = 2**21
+"""The same where several threads share what was read."""
 
 
 def files_of(folder: Path) -> dict[str, Path]:
@@ -229,9 +239,11 @@ NO_CHECKS: Checks = MappingProxyType({})
 
 def hash_file(path: Path) -> HashedFile:
     """Read a local file once."""
-    hasher, check, amount = large_hasher(), xxh3_128(), current_amount()
-    size, held = 0, memoryview(bytearray(HASH_BYTES))
+    check, amount, size = xxh3_128(), current_amount(), 0
     with reading(path), open(path, "rb", buffering=0) as file:
+        is_large = os.fstat(file.fileno()).st_size >= WORTH_THREADS_BYTES
+        hasher = large_hasher() if is_large else blake3()
+        held = memoryview(bytearray(HASH_TOGETHER_BYTES if is_large else HASH_BYTES))
         while count := file.readinto(held):
             hasher.update(held[:count])
             check.update(held[:count])

@@ -15,6 +15,7 @@ from rollout_core.algorithms import experience, on_policy_updates
 from rollout_core.algorithms.dataset_updates import sft_update
 from rollout_core.algorithms.experience import (
     CompletionOutput,
+    FirstStep,
     PolicyBatch,
     Trajectory,
     build_batch,
@@ -24,6 +25,7 @@ from rollout_core.algorithms.experience import (
 from rollout_core.algorithms.on_policy import PPO, KLController, assign_credit
 from rollout_core.algorithms.policy import Policy, zero_head
 from rollout_core.algorithms.supervised import SFT
+from rollout_core.base.errors import Recoverable
 from rollout_core.config import (
     AdaptiveKL,
     ImportanceCorrection,
@@ -117,7 +119,50 @@ def test_the_first_step_corrects_as_a_pass_before_it_does(tiny_model, tmp_path, 
     before = grpo(update_context(tmp_path / "before"), tiny_model, **changes)
     in_first_steps = 2 * (8 if "epochs" in changes else 4)
     assert sum(scored) - later == later + in_first_steps
-    assert found.model_copy(update={"seconds": 0.0}) == before.model_copy(update={"seconds": 0.0})
+    assert (
+        found.model_copy(update={"seconds": 0.0}).model_dump_json()
+        == before.model_copy(update={"seconds": 0.0}).model_dump_json()
+    )
+
+
+def uneven_batch() -> PolicyBatch:
+    """Completions of 20 to 600 tokens, whose log-probabilities have all their bits."""
+    draw = random.Random(3)
+    lengths = [draw.randrange(20, 600) for _ in range(64)]
+    rows = [[draw.randrange(2, 250) for _ in range(length)] for length in lengths]
+    logprobs = [[-draw.expovariate(1.0) for _ in row] for row in rows]
+    items = [
+        Trajectory([2, 3], row, own, float(n % 2), False)
+        for n, (row, own) in enumerate(zip(rows, logprobs, strict=True))
+    ]
+    batch = build_batch(items)
+    return batch.with_columns(advantages=torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_minibatch_is_weighed_as_in_the_whole_batch_however_narrow_it_is(level: Literal["token", "sequence"]):
+    batch, steps = uneven_batch(), [[list(range(start, start + 4)) for start in range(0, 64, 4)]]
+    drift = 0.3 * torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(1))
+    own = (batch.columns["old_logprobs"] + drift).masked_fill(~batch.mask, 0.0)
+    correction = ImportanceCorrection(level=level, cap=1e6)
+    first = FirstStep(torch.nn.Identity(), batch, steps, correction, temperature=1.0, device=CPU)
+    minibatches = [batch.rows(rows) for rows in steps[0]]
+    found = [
+        first.corrected(place, part, own[torch.tensor(steps[0][place]), : part.mask.shape[1]])
+        for place, part in enumerate(minibatches)
+    ]
+    whole, _ = first.end()
+    for rows, part in zip(steps[0], found, strict=True):
+        again = whole.rows(rows)
+        for name in ("advantages", "old_logprobs"):
+            assert torch.equal(part.columns[name], again.columns[name]), name
+
+
+def test_a_first_step_that_another_process_took_is_tried_again():
+    batch = uneven_batch()
+    first = FirstStep(torch.nn.Identity(), batch, [[[0], [1]]], ImportanceCorrection(), temperature=1.0, device=CPU)
+    with pytest.raises(Recoverable, match="another process"):
+        first.end()
 
 
 def ragged_examples() -> list[Example]:
