@@ -284,7 +284,7 @@ def compare_groups(
 ) -> tuple[PolicyBatch, dict[str, float]]:
     """``batch`` with the columns GRPO needs, and its figures by the usual names. No gradient.
 
-    The policy itself is run only for the importance correction, unless a `FirstStep` ``corrects`` instead; the
+    The policy itself is run only for the importance correction, which is left to a `FirstStep` unless ``corrects``; the
     reference only for a KL term.
     ``first_step`` and ``seed`` are the update's: it is scored in the minibatches of its first pass. By default every
     row is a rollout, and ``samples_per_prompt`` neighbours are a group.
