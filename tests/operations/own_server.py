@@ -127,7 +127,8 @@ def stranger(status: int, hours: float = 0.0) -> Iterator[str]:
 
 def _answer(request: urllib.request.Request) -> bytes | None:
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        # On SQLite, Prefect waits for a lock for a minute, and all its answers with it.
+        with urllib.request.urlopen(request, timeout=150) as answer:
             return answer.read() or b" "
     except urllib.error.HTTPError as error:
         if error.code != 503:
