@@ -37,7 +37,7 @@ from tasks.agents import close_agents, collect_samples, enqueue_tasks, import_ag
 from tasks.artifacts import draw_curve
 from tasks.connections import current_connections, objects, open_store, working_folder
 from tasks.imports import import_model, import_tasks
-from tasks.learn import grpo_update, ppo_update
+from tasks.learn import check_guards, grpo_update, ppo_update
 from tasks.logs import Journal, Outcome, log_iteration
 from tasks.promotion import Promotion, latest_model, promote, snapshot
 from tasks.rehearsing import planned, stages_end
@@ -183,6 +183,7 @@ def agent_iterations(
             checkpoint = grpo_update(*inputs, settings, **options)
         else:
             checkpoint = ppo_update(*inputs, settings, **options)
+        check_guards(settings, checkpoint, label)
         snapshot(checkpoint, f"{config.run.name}/{kind}-{number + 1}", label=label)
         log_iteration(f"{kind.upper()} {label} of {settings.iterations}", checkpoint.summary)
         iterations.append(AgentIteration(ended, experience, checkpoint))

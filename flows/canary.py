@@ -10,7 +10,7 @@ from flows.flow_run import recompute_missing
 from flows.nightly_steps import evaluate_held_out, judge_of
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
-from rollout_core.config import NightlyConfig, apply_overrides, parse_config
+from rollout_core.config import NightlyConfig, apply_overrides, as_given, parse_config
 from rollout_core.inference.engines import close_engine
 from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.objects.records import EvalReport
@@ -49,7 +49,7 @@ def canary(config: NightlyConfig, max_drop: float = 0.02, overrides: dict[str, A
     """
     if max_drop < 0:
         raise ConfigError(f"max_drop {max_drop:g}: expected 0 or more, by which the mean reward may fall")
-    changed = apply_overrides(config.model_dump(mode="json"), {**(overrides or {}), "run.refresh": True})
+    changed = apply_overrides(as_given(config), {**(overrides or {}), "run.refresh": True})
     config = with_whole_ids(parse_config(changed, NightlyConfig, name="overrides"), working_folder(), objects)
     plan_nightly(config, working_folder(), current_connections(), keep=True)
     try:

@@ -44,7 +44,7 @@ from tasks.imports import (
     import_sft,
     import_unpaired,
 )
-from tasks.learn import dpo_update, grpo_update, kto_update, ppo_update, rm_update, sft_update
+from tasks.learn import check_guards, dpo_update, grpo_update, kto_update, ppo_update, rm_update, sft_update
 from tasks.logs import log_iteration
 from tasks.promotion import snapshot
 from tasks.rehearsing import is_stand_in, rehearsal_remark
@@ -251,6 +251,7 @@ def policy_iterations(
             options = {"seed": seed + number, "num_threads": num_threads, "label": label, **again}
             update = grpo_update if isinstance(settings, GRPOSettings) else ppo_update
             checkpoint = states.update(number, update, *inputs, settings, **options, **taught)
+            check_guards(settings, checkpoint, label)
             ahead.learned(number, checkpoint.model)
             kind = "grpo" if isinstance(settings, GRPOSettings) else "ppo"
             if states.is_stored(number, checkpoint):

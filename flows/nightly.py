@@ -25,7 +25,7 @@ from flows.nightly_steps import (
 from flows.nights import skipped_for_newer
 from flows.report import figure_of_steps
 from rollout_core.base.ids import ContentId
-from rollout_core.config import NightlyConfig, apply_overrides, parse_config
+from rollout_core.config import NightlyConfig, apply_overrides, as_given, parse_config
 from rollout_core.inference.engines import close_engine
 from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.objects.records import EvalReport
@@ -65,7 +65,7 @@ def nightly(config: NightlyConfig, overrides: dict[str, Any] | None = None) -> N
     if skipped is not None:
         return cast(NightlyResult, skipped)  # a state that a flow returns is the run's
     if overrides:
-        changed = apply_overrides(config.model_dump(mode="json"), overrides)
+        changed = apply_overrides(as_given(config), overrides)
         config = parse_config(changed, NightlyConfig, name="overrides")
     config = with_whole_ids(config, working_folder(), objects)
     planned(plan_nightly(config, working_folder(), current_connections(), keep=True))

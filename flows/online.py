@@ -26,7 +26,7 @@ from tasks.agents import close_agents, collect_samples, enqueue_tasks, import_ag
 from tasks.artifacts import draw_curve
 from tasks.connections import current_connections, objects, working_folder
 from tasks.imports import import_model, import_tasks
-from tasks.learn import grpo_update, ppo_update
+from tasks.learn import check_guards, grpo_update, ppo_update
 from tasks.logs import Journal, Outcome, log_iteration, stage_logger
 from tasks.online import (
     NOT_HELD_OUT,
@@ -200,6 +200,7 @@ class _Learning:
             checkpoint = grpo_update(*inputs, settings, **options)
         else:
             checkpoint = ppo_update(*inputs, settings, **options)
+        check_guards(settings, checkpoint, label)
         log_iteration(f"{settings.kind.upper()} {label}", checkpoint.summary)
         return checkpoint
 

@@ -15,14 +15,14 @@ from rollout_core.config import PlacedRun, PlacementConfig, Run, WorkersConfig
 from rollout_core.inference.batch import Progress
 from rollout_core.inference.runs import forget_tally, tally
 from rollout_core.objects.records import Completions, PromptSet
-from rollout_core.objects.snapshots import SnapshotStore
+from rollout_core.objects.snapshots import SnapshotStore, progress_ref
 from tasks import connections
 from tasks.batch import FanOut
 from tasks.generate import batch_inference, help_inference
 from tasks.learn import dpo_update, grpo_update, kto_update, ppo_update, rm_update, sft_update
 from tasks.placing import RunsTasks, Submitted, placing
 from tasks.score import evaluate, evaluate_by, help_scoring, score_rewards
-from tasks.stage import Stage, progress_ref
+from tasks.stage import Stage
 
 if TYPE_CHECKING:
     from flows.dask.fleet import DaskFleet, OpenCluster

@@ -56,7 +56,8 @@ def ask_a_person(
 ) -> Asked:
     """File the candidate that a promotion waits for, and have one run of `promote-candidate` ask about it.
 
-    A model is asked about once for a resource, however often a run arrives at it. ``served``: what is latest now.
+    A model is asked about once as long as the same one is latest, however often a run arrives at it. ``served``: what is
+    latest now.
     """
     assert promotion.evidence is not None, "what a person decides about has evidence"
     found = Candidate(
@@ -91,7 +92,8 @@ def _ask(found: Candidate, candidate: ContentId, config: PromotionConfig) -> Flo
             return client.create_flow_run_from_deployment(
                 client.read_deployment_by_name(DEPLOYMENT).id,
                 parameters=parameters,
-                idempotency_key=f"candidate {found.model} for {found.resource}",
+                # Where another model is latest by then, it is another question.
+                idempotency_key=f"candidate {found.model} for {found.resource} after {found.served}",
             )
     except ObjectNotFound:
         return None

@@ -33,9 +33,10 @@ from rollout_core.inference.engines import rest_engine
 from rollout_core.launch import run_update
 from rollout_core.launch.launcher import UpdateName
 from rollout_core.objects.records import Checkpoint, Scores
+from rollout_core.objects.snapshots import progress_ref
 from tasks import artifacts, connections, events
 from tasks.logs import StepLog, stage_logger, step_figures
-from tasks.stage import StageRun, current_stage, progress_ref, stage
+from tasks.stage import StageRun, current_stage, stage
 
 
 @dataclass(frozen=True)
@@ -220,6 +221,15 @@ def grpo_update(
     inputs = {"model": model, "train_state": train_state, "reference": reference, "scores": scores, "samples": samples}
     inputs |= {"teacher": teacher, "replayed": replayed}
     return _learn_on_policy(UpdateJob("grpo", settings, inputs, seed, num_threads, label))
+
+
+def check_guards(settings: PPOSettings | GRPOSettings, checkpoint: Checkpoint, label: str) -> None:
+    """Raises Fatal where an update that was cached learned from what is past a bound that it was not made under."""
+    passed = settings.guards.passed(checkpoint.summary)
+    if passed is not None:
+        raise Fatal(
+            f"{passed}. {label.capitalize()} was trained earlier, without this bound; checkpoints before it stay"
+        )
 
 
 def _learn_on_policy(job: UpdateJob) -> Checkpoint:

@@ -39,7 +39,7 @@ from rollout_core.config import beside_identity, identity
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.leases import renew_snapshot
 from rollout_core.objects.records import Lineage, Record, record_lineage, software_versions
-from rollout_core.objects.snapshots import PROGRESS_REFS, SnapshotStore
+from rollout_core.objects.snapshots import SnapshotStore, progress_ref
 from rollout_core.objects.unstored import is_whole
 from tasks import connections
 from tasks.arguments import spread_arguments
@@ -452,11 +452,6 @@ def _parted(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], str | None, floa
 
 class UnreadableResult(RolloutError):
     """What is stored under a stage's key is not its result."""
-
-
-def progress_ref(key: ContentId) -> str:
-    """Ref of the last snapshot of an unfinished stage."""
-    return f"{PROGRESS_REFS}/{key}"
 
 
 def stop_signal() -> TerminationSignal:

@@ -25,6 +25,7 @@ from rollout_core.config import (
     TrainSFTConfig,
     VLLMBackend,
     apply_overrides,
+    as_given,
     identity,
     json_schema,
     load_config,
@@ -122,6 +123,59 @@ def test_overrides_change_one_value_and_leave_the_document_alone():
     assert config.ppo.iterations == 3 and document == nightly_document()
     with pytest.raises(ConfigError, match="plain value"):
         apply_overrides(document, {"seed.x": 1})
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_what_was_given_is_parsed_to_the_same_again(name):
+    config = load_config(PROJECT / "examples" / name, EXAMPLES[name])
+    assert parse_config(as_given(config), EXAMPLES[name]) == config
+
+
+GRPO = {"prompts": {"path": "x"}, "optimizer": {"lr": 1e-3}}
+
+
+@pytest.mark.parametrize(
+    ("given", "change", "corrected"),
+    [
+        ({}, {"async_depth": 1}, True),
+        ({}, {"lora": {"r": 4, "quantization": "nf4"}}, True),
+        ({"async_depth": 1}, {"async_depth": 0}, False),
+        ({"async_depth": 1, "correction": None}, {"kl_coef": 0.1}, False),
+        ({"correction": {}, "async_depth": 1}, {"async_depth": 0}, True),
+    ],
+)
+def test_a_default_that_follows_from_other_keys_follows_from_overrides_too(given, change, corrected):
+    """The nightly flow takes overrides of a configuration that was parsed before."""
+    config = parse_config({**GRPO, **given}, GRPOSettings)
+    changed = parse_config(apply_overrides(as_given(config), change), GRPOSettings)
+    assert (changed.correction is not None) == corrected
+    assert changed == parse_config({**GRPO, **given, **change}, GRPOSettings)
+
+
+def test_what_an_update_is_not_made_by_leaves_its_identity():
+    """Bounds that end a run, and what becomes of samples that failed or groups that are short, which scores tell of."""
+    plain = parse_config(GRPO, GRPOSettings)
+    for change in (
+        {"failed": "leave_out"},
+        {"dynamic_sampling": {"when_short": "fewer"}},
+        {"guards": {"max_mean_length": 5.0}},
+        {"guards": {"reward_hacking": {"prompts": {"path": "y"}}}},
+    ):
+        assert identity(parse_config({**GRPO, **change}, GRPOSettings)) == identity(plain), change
+    held = {**GRPO, "kl_coef": 0.1}
+    one, two = (identity(parse_config({**held, "guards": {"max_kl": bound}}, GRPOSettings)) for bound in (1.0, 2.0))
+    assert one == two != identity(parse_config(held, GRPOSettings)), "without a bound nobody has measured it"
+
+
+def test_losses_that_weigh_no_advantages_have_no_correction_and_no_kl_to_guard():
+    teacher = {"distillation": {"teacher": {"uri": "t"}}}
+    for loss, more in (("gkd", teacher), ("online_dpo", {})):
+        quantized = {"lora": {"r": 4, "quantization": "nf4"}, "async_depth": 1}
+        assert parse_config({**GRPO, **more, "loss": loss, **quantized}, GRPOSettings).correction is None
+        with pytest.raises(ConfigError, match=f'a KL that loss = "{loss}" does not compute'):
+            parse_config({**GRPO, **more, "loss": loss, "guards": {"max_kl": 1.0}}, GRPOSettings)
+        with pytest.raises(ConfigError, match="has no use for correction"):
+            parse_config({**GRPO, **more, "loss": loss, "correction": {}}, GRPOSettings)
 
 
 def test_what_changes_speed_only_stays_out_of_the_identity():

@@ -266,6 +266,19 @@ def test_states_of_other_programs_are_kept_and_no_update_takes_them_for_its_own(
         find_start(objects, "latest", algorithm="apo", run_name="search")
 
 
+def test_a_label_of_any_run_that_found_the_update_trained_is_no_persons(snapshots: SnapshotStore, state: Path) -> None:
+    saved = snapshots.save(state, run_id="1", step=1, algorithm="sft", label="finished", meta={"run": "monday"})
+    assert saved.runs == {"monday"} and not saved.is_kept_by_label
+    for run in ("monday", "tuesday", "wednesday"):
+        labelled = snapshots.set_label(saved.id, f"{run}/sft", by_stage=True)
+        assert labelled.label == f"{run}/sft" and not labelled.is_kept_by_label
+    assert labelled.runs == {"monday", "tuesday", "wednesday"}
+    assert snapshots.set_label(saved.id, "tuesday/sft").is_kept_by_label, "somebody wants it kept"
+    kept = snapshots.set_label(saved.id, "thursday/sft", by_stage=True)
+    assert kept.label == "tuesday/sft" and kept.is_kept_by_label and "thursday" in kept.runs
+    assert snapshots.set_label(saved.id, None).label is None
+
+
 def test_an_existing_folder_is_not_restored_over(snapshots: SnapshotStore, state: Path) -> None:
     saved = snapshots.save(state, run_id="run", step=1, algorithm="sft")
     with pytest.raises(Conflict, match="not empty"):

@@ -81,6 +81,11 @@ def group_advantages(
     return advantages_PG.flatten()
 
 
+def deviation(values: Tensor) -> Tensor:
+    """Standard deviation of [N] with ddof 1; 1 for a single value, which is compared with none."""
+    return values.std(correction=1) if len(values) > 1 else torch.ones_like(values.sum())
+
+
 def masked_whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
     """``x`` scaled to unit variance over its real entries, and shifted to mean 0 unless ``shift_mean`` is False.
 

@@ -20,8 +20,8 @@ from typing import Any
 from rollout_core.base.ids import ContentId, canonical_json
 from rollout_core.base.locks import scratch_folder
 from rollout_core.objects import ObjectStore
-from rollout_core.objects.snapshots import MODEL_FOLDER, PROGRESS_REFS, Identified, Snapshot, SnapshotStore, identify
-from rollout_core.objects.trees import files_of
+from rollout_core.objects.snapshots import MODEL_FOLDER, Snapshot, SnapshotStore, progress_ref
+from rollout_core.objects.trees import Identified, files_of, identify
 from rollout_core.objects.unstored import local_model, put_stored_model
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class UpdateContext:
     @property
     def progress_ref(self) -> str:
         """Ref of the last snapshot of this update while it is unfinished."""
-        return f"{PROGRESS_REFS}/{self.key}"
+        return progress_ref(self.key)
 
     def has_progress(self) -> bool:
         """Whether there is such a snapshot, readable or not."""

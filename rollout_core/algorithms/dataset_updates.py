@@ -36,7 +36,7 @@ from rollout_core.algorithms.supervised import (
     until_eos,
 )
 from rollout_core.algorithms.training import Evaluation, evaluation_of, train_to_end
-from rollout_core.base.determinism import seed_everything
+from rollout_core.base.determinism import PORTABLE, is_portable_here, seed_everything
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.ids import ContentId
 from rollout_core.config import (
@@ -259,8 +259,9 @@ def _start(
         lay_out(loaded, settings)
         return held_to
 
+    otherwise = _computed_otherwise(settings, policy, context.num_threads)
     options: Any = {
-        "precision": "/".join([accelerator.mixed_precision, device.type, *_computed_otherwise(settings, policy)]),
+        "precision": "/".join([accelerator.mixed_precision, device.type, *otherwise]),
         "autocast": lambda: accelerator.autocast(),
         "device": device,
     }
@@ -273,10 +274,14 @@ def _start(
     return accelerator, load_policy() if policy is None else policy, logps, others
 
 
-def _computed_otherwise(settings: PreferenceSettings, shared: Policy | None) -> list[str]:
-    """In what the reference's weights differ from its files, and whether several processes add up a row's sums, for the
+def _computed_otherwise(settings: PreferenceSettings, shared: Policy | None, threads: int | None = None) -> list[str]:
+    """In what the reference's weights differ from its files, and by what arithmetic a row's sums are added up, for the
     name under which its log-probabilities are kept; ``shared`` is the policy whose adapters are switched off for it."""
     found = [] if settings.weights == "float32" else [settings.weights]
+    if is_portable_here():
+        found.append(PORTABLE)
+    if threads is not None:
+        found.append(f"threads {threads}")
     if settings.parallel.cuts_matrices:
         found.append(f"tensor {settings.parallel.nproc}")
     if shared is not None and settings.lora is not None and settings.lora.quantization != "none":

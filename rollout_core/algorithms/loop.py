@@ -186,9 +186,18 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     return config.min_lr + falling * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def is_spike(grad_norm: float, rows: Sequence[Mapping[str, float]], rule: SpikeRule) -> bool:
-    """Whether ``grad_norm`` is above ``rule.factor`` times the median of the last steps, of which ``rows`` tell."""
-    before = [row["grad_norm"] for row in rows if not row.get("skipped")][-rule.window :]
+NORMS_BEFORE = "grad_norms"
+"""Of a state's extras, where `SpikeRule` holds: those of steps before the rows of figures."""
+
+
+def norms_before(state: TrainState, rule: SpikeRule) -> list[float]:
+    """Gradient norms of the last steps, without those that were skipped."""
+    rows = (row["grad_norm"] for row in state.metrics if not row.get("skipped"))
+    return [*state.extras.get(NORMS_BEFORE, ()), *rows][-rule.window :]
+
+
+def is_spike(grad_norm: float, before: Sequence[float], rule: SpikeRule) -> bool:
+    """Whether ``grad_norm`` is above ``rule.factor`` times the median of the norms ``before``."""
     return len(before) >= rule.after_steps and grad_norm > rule.factor * statistics.median(before)
 
 
@@ -290,7 +299,7 @@ def _skips(step: str, row: dict[str, float], state: TrainState, rule: SpikeRule 
     """Whether ``rule`` skips the step that ``row`` tells of, which then says so."""
     if rule is None:
         return False
-    row["skipped"] = float(is_spike(row["grad_norm"], state.metrics, rule))
+    row["skipped"] = float(is_spike(row["grad_norm"], norms_before(state, rule), rule))
     if row["skipped"]:
         log.warning(
             "%s is skipped: its gradient norm %.4g is far above that of the steps before", step, row["grad_norm"]

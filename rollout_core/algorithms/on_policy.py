@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollout_core.algorithms.advantages import Groups, gae, group_advantages, masked_whiten
+from rollout_core.algorithms.advantages import Groups, deviation, gae, group_advantages, masked_whiten
 from rollout_core.algorithms.experience import (
     FirstStep,
     OnPolicyUpdate,
@@ -238,11 +238,11 @@ def scaled_advantages(scores: Tensor, settings: GRPOSettings, parts: RewardParts
         rest = scores - parts.values @ parts.weights
         each = [group_advantages(values, size, **options) for values in parts.values.T]
         advantages = torch.stack(each, 1) @ parts.weights + group_advantages(rest, size, normalize=False, **options)
-        return advantages / (advantages.std(correction=1) + _EPS) if scaling == "batch" else advantages
+        return advantages / (deviation(advantages) + _EPS) if scaling == "batch" else advantages
     advantages = scores
     if settings.baseline != "none":
         advantages = group_advantages(scores, size, normalize=scaling == "group", **options)
-    return advantages / (scores.std(correction=1) + _EPS) if scaling == "batch" else advantages
+    return advantages / (deviation(scores) + _EPS) if scaling == "batch" else advantages
 
 
 def _token_advantages(

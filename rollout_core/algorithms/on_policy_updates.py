@@ -19,7 +19,7 @@ from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.dataset_updates import load_teacher
 from rollout_core.algorithms.experience import OnPolicyUpdate, Trajectory, build_batch, punish_overlong
 from rollout_core.algorithms.layers import layer_rates
-from rollout_core.algorithms.loop import build_accelerator, build_optimizer
+from rollout_core.algorithms.loop import NORMS_BEFORE, build_accelerator, build_optimizer, norms_before
 from rollout_core.algorithms.masters import lay_out
 from rollout_core.algorithms.on_policy import (
     GKD,
@@ -98,7 +98,7 @@ def ppo_update(
             **options,
         )
     controller.update(mean_kl, len(trajectories))
-    state.extras = {"kl_coef": controller.coef}
+    state.extras["kl_coef"] = controller.coef
     algorithm = PPO(policy, batch, settings, **options)
     figures |= {"completions/num_left_out": scores.num_left_out, **replay_figures(context.objects, replayed)}
     check_guards(figures, settings, scores)
@@ -187,19 +187,13 @@ def _with_advantages(checkpoint: Checkpoint, algorithm: OnPolicyUpdate[Any], obj
 
 def check_guards(figures: Mapping[str, float], settings: OnPolicySettings, scores: Scores) -> None:
     """Raises Fatal, with what was seen, where completions are past a bound of ``settings.guards``."""
-    bounds = {
-        "max_kl": (settings.guards.max_kl, "objective/kl", "nats per completion to the starting policy"),
-        "max_mean_length": (settings.guards.max_mean_length, "completions/mean_length", "tokens per completion"),
-    }
-    for name, (bound, figure, unit) in bounds.items():
-        if bound is not None and figures[figure] > bound:
-            seen = ", ".join(f"{key} {value:.4g}" for key, value in sorted(figures.items()))
-            raise Fatal(
-                f"guards.{name}: {figures[figure]:.4g} {unit}, above the bound of {bound:g}; this update trained "
-                f"nothing, and checkpoints before it stay. Seen: {seen}; completions {scores.completions}, scores "
-                f"{scores.scores}. "
-                "Lower optimizer.lr, hold the policy closer to its start, or look at what the reward pays for"
-            )
+    passed = settings.guards.passed(figures)
+    if passed is not None:
+        seen = ", ".join(f"{key} {value:.4g}" for key, value in sorted(figures.items()))
+        raise Fatal(
+            f"{passed}. This update trained nothing, and checkpoints before it stay. Seen: {seen}; completions "
+            f"{scores.completions}, scores {scores.scores}"
+        )
 
 
 def load_on_policy(
@@ -238,7 +232,7 @@ def _on_policy_state(
     context: UpdateContext,
     device: torch.device,
 ) -> TrainState:
-    """The state an iteration starts from: that of the iteration before, without its rows of figures."""
+    """The state an iteration starts from: that of the iteration before, whose rows of figures are its own."""
     extra = nn.ModuleDict(modules)
     lay_out(trained, settings)
     rates = layer_rates(settings.optimizer, trained, *extra.values())
@@ -247,6 +241,8 @@ def _on_policy_state(
     if train_state is not None:
         with context.state(train_state) as folder:
             load_state(state, folder)
+    if settings.skip_spikes is not None:  # iterations are of few steps
+        state.extras[NORMS_BEFORE] = norms_before(state, settings.skip_spikes)
     state.metrics = []
     return state
 

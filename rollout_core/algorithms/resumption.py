@@ -135,8 +135,8 @@ class Resumption:
             raise ConfigError(
                 f"the {self._algorithm} update was started with {differences}. Continuing would give other bytes than "
                 'an uninterrupted run, and numerics = "portable" promises the same. Run it with what it was started '
-                "with, or from its start by run.refresh = true, or train on as another result by run.resume = "
-                f'"{snapshot_id.short}"'
+                "with, or from its start by run.refresh = true, or, as another result, go on from it by run.resume = "
+                f'"{snapshot_id.short}" of `rollout train`'
             )
         if differences:
             log.warning(

@@ -4,7 +4,8 @@ A state folder holds ``model/`` (a Hugging Face folder, usable as it is), ``modu
 model, such as a value head), ``adapter.safetensors`` (low-rank adapters, which ``model/`` has merged),
 ``optimizer.safetensors``, ``metrics.jsonl`` and ``state.json`` (step, RNG of every library, the algorithm's own
 figures). With a moving average of the weights it is the average that ``model/`` holds, and ``adapter.safetensors``;
-``trained.safetensors`` then has the weights that training goes on from.
+``trained.safetensors`` then has the weights that training goes on from. Of more than 4 GiB there are several files
+(`MOST_FILE_BYTES`), such as ``optimizer-00001-of-00003.safetensors``.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from rollout_core.base.determinism import RngState, capture_rng, restore_rng
 from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.base.ids import canonical_json
 from rollout_core.models.architecture import adapter_weights, has_lora, merged_weights
-from rollout_core.models.deferred import StoredTensors, named_tensors
-from rollout_core.models.pretrained import copy_tokenizer, load_whole
+from rollout_core.models.deferred import StoredTensors, named_tensors, save_tensors, stored_tensors
+from rollout_core.models.pretrained import MOST_FILE_BYTES, copy_tokenizer, load_whole
 from rollout_core.objects.snapshots import MODEL_FOLDER
 
 STATE_VERSION = 2
 METRICS_FILE = "metrics.jsonl"
 ADAPTER_FILE = "adapter.safetensors"
-TRAINED_FILE = "trained.safetensors"
+TRAINED, MODULES, OPTIMIZER = "trained", "modules", "optimizer"
 MASTER = "_rollout_master"
 """Attribute of a parameter: its master (`masters`)."""
 _REMEDY = "Go on with what made it, or train from the start: run.refresh = true"
@@ -210,13 +211,15 @@ def write_state(state: StateCopy, folder: Path, *, tokenizer_from: Path) -> None
     if has_lora(state.model):
         save_file(adapter_weights(weights), folder / ADAPTER_FILE)
         weights = merged_weights(state.model, weights)
-    state.model.save_pretrained(model_folder, state_dict=weights)  # pyright: ignore[reportCallIssue]
+    state.model.save_pretrained(  # pyright: ignore[reportCallIssue]
+        model_folder, state_dict=weights, max_shard_size=MOST_FILE_BYTES
+    )
     copy_tokenizer(tokenizer_from, model_folder)
     if state.trained:
-        save_file(dict(state.trained), folder / TRAINED_FILE)
+        save_tensors(state.trained, folder, TRAINED)
     if state.modules:
-        save_file(dict(state.modules), folder / "modules.safetensors")
-    save_file(dict(state.moments), folder / "optimizer.safetensors")
+        save_tensors(state.modules, folder, MODULES)
+    save_tensors(state.moments, folder, OPTIMIZER)
     (folder / METRICS_FILE).write_bytes(b"".join(canonical_json(row) + b"\n" for row in state.metrics))
     (folder / "state.json").write_bytes(canonical_json(state.document))
 
@@ -235,11 +238,10 @@ def load_state(state: TrainState, folder: Path) -> None:
     if kind != wanted:
         raise ConfigError(f"train state is of the optimizer {kind}, this run has {wanted}. {_REMEDY}")
     weights = _saved_weights(state.model, folder)
-    modules_file = folder / "modules.safetensors"
-    modules = StoredTensors(modules_file) if modules_file.exists() else {}
+    modules = stored_tensors(folder, MODULES)
     _check_tensors("model", weights, state.model)
     _check_tensors("modules", modules, state.modules)
-    moments = StoredTensors(folder / "optimizer.safetensors")
+    moments = stored_tensors(folder, OPTIMIZER)
     _check_trained(state, chain(moments, document["optimizer"]["scalars"]))
     trained = _saved_trained(state, folder)
     _load(state.model, weights)
@@ -281,11 +283,11 @@ def _saved_weights(model: Any, folder: Path) -> Mapping[str, Tensor]:
 
 def _saved_trained(state: TrainState, folder: Path) -> Mapping[str, Tensor]:
     """The trained weights where ``model/`` has their average; nothing where there is none."""
-    file = folder / TRAINED_FILE
-    if file.exists() != bool(state.averages):
-        there, here = ("with" if found else "without" for found in (file.exists(), bool(state.averages)))
+    trained = stored_tensors(folder, TRAINED)
+    if bool(trained) != bool(state.averages):
+        there, here = ("with" if found else "without" for found in (trained, state.averages))
         raise ConfigError(f"train state is of a run {there} ema_decay, this one is {here}. {_REMEDY}")
-    return StoredTensors(file) if file.exists() else {}
+    return trained
 
 
 def _check_tensors(what: str, saved: Mapping[str, Tensor], module: nn.Module) -> None:

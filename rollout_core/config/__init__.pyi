@@ -28,6 +28,7 @@ from .base import (
     StageTimeouts as StageTimeouts,
     StoredDataset as StoredDataset,
     apply_overrides as apply_overrides,
+    as_given as as_given,
     beside_identity as beside_identity,
     identity as identity,
     load_config as load_config,

@@ -63,6 +63,21 @@ def beside_identity(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in whole.items() if value != identity(inputs[name])}
 
 
+def as_given(settings: BaseModel) -> dict[str, Any]:
+    """What of ``settings`` was given, as JSON that is parsed to the same: without defaults, as some follow from other
+    keys, but with the kinds by which tables are told apart."""
+    return _given(settings, settings.model_dump(mode="json"))
+
+
+def _given(value: Any, dumped: Any) -> Any:
+    if isinstance(value, BaseModel):
+        given = value.model_fields_set | {"kind"}
+        return {name: _given(getattr(value, name), item) for name, item in dumped.items() if name in given}
+    if isinstance(value, Mapping):
+        return {name: _given(item, dumped[str(name)]) for name, item in value.items()}
+    return list(map(_given, value, dumped)) if isinstance(value, list | tuple) else dumped
+
+
 def _whole(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")

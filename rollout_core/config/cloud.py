@@ -36,7 +36,8 @@ class _Bucket(Settings):
     prefix: str | None = None
     """Below which all is kept, such as ``runs/``."""
     max_snapshot_part_bytes: int = Field(default=5 * GIB, gt=0)
-    """Nothing larger is stored as one object."""
+    """Nothing larger is stored as one object. What rollout writes itself are files of 4 GiB at most, but for a tensor
+    that is larger."""
 
     @field_validator("max_snapshot_part_bytes")
     @classmethod

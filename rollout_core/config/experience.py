@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -74,7 +75,8 @@ class RewardHackingGuard(Settings):
 
 class StopGuards(Settings):
     """Bounds of what a policy may come to. They are looked at before each update, on the completions that it would
-    learn from; where one is passed the run ends, and says what it saw."""
+    learn from; where one is passed the run ends, and says what it saw. A run that finds an update cached looks at what
+    that one learned from."""
 
     max_kl: float | None = Field(default=None, gt=0)
     """Mean KL to the starting policy, nats per completion; with GRPO it needs a ``kl_coef``."""
@@ -83,8 +85,18 @@ class StopGuards(Settings):
     reward_hacking: RewardHackingGuard | None = None
     """Held-out prompts that a rising training reward is held against."""
 
-    def cache_identity(self) -> Any:
-        """They let an update be, or end the run."""
+    def passed(self, figures: Mapping[str, float]) -> str | None:
+        """Which bound an update's ``figures`` are past, in words, with what may be done about it."""
+        bounds = {
+            "max_kl": (self.max_kl, "objective/kl", "nats per completion to the starting policy"),
+            "max_mean_length": (self.max_mean_length, "completions/mean_length", "tokens per completion"),
+        }
+        for name, (bound, figure, unit) in bounds.items():
+            if bound is not None and figures.get(figure, 0.0) > bound:
+                return (
+                    f"guards.{name}: {figures[figure]:.4g} {unit}, above the bound of {bound:g}. Lower optimizer.lr, "
+                    "hold the policy closer to its start, or look at what the reward pays for"
+                )
         return None
 
 

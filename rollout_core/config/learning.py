@@ -146,7 +146,8 @@ class LoRAConfig(Settings):
 
 class SpikeRule(Settings):
     """Steps whose gradient is far larger than usual change no weights (as PaLM skipped batches at loss spikes,
-    arXiv:2204.02311, section 5.1). The rule looks at the rows of figures alone, which a snapshot holds."""
+    arXiv:2204.02311, section 5.1). The rule looks at figures alone, which a snapshot holds; of PPO and GRPO also at
+    those of the iterations before."""
 
     factor: float = Field(default=10.0, gt=1)
     """A step is skipped whose gradient norm is above so many times the median of the steps before."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -160,6 +159,11 @@ class OnPolicySettings(LearnerSettings):
         return f"{tokens} tokens of a completion in an iteration, so that it takes up to {most}"
 
     @property
+    def weighs_advantages(self) -> bool:
+        """Whether the loss weighs log-probabilities by advantages."""
+        return True
+
+    @property
     def known_steps_per_iteration(self) -> int | None:
         """As `steps_per_iteration`, but None where iterations have as many as there are whole groups."""
         return self.steps_per_iteration if self.partial_rollouts is None else None
@@ -171,21 +175,22 @@ class OnPolicySettings(LearnerSettings):
             del named["iterations"]
         del named["state_every"], named["store_models"]
         del named["async_depth"]  # which weights drew the samples is in the samples' own identity
-        for name in ("curriculum", "replay", "partial_rollouts"):  # and so are prompts, what is drawn again, parts
+        # So are prompts, what is drawn again, parts, groups that were replaced, and samples that were left out. Guards
+        # let an update be, or end the run.
+        for name in ("curriculum", "replay", "partial_rollouts", "dynamic_sampling", "guards"):
             named.pop(name, None)
+        named["failed"] = type(self).model_fields["failed"].default  # which keys have had in them
         return named
 
-    @model_validator(mode="before")
-    @classmethod
-    def _corrected_where_others_drew(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping) or "correction" in data:
-            return data
-        lora = data.get("lora")
-        quantization = lora.get("quantization") if isinstance(lora, Mapping) else getattr(lora, "quantization", None)
+    @model_validator(mode="after")
+    def _corrected_where_others_drew(self) -> OnPolicySettings:
         # The engine draws by weights that are whole, the learner computes with those of four bits.
-        drawn_before = data.get("async_depth") or data.get("replay") or data.get("partial_rollouts")
-        is_other = drawn_before or quantization not in (None, "none")
-        return {**data, "correction": {}} if is_other else data
+        is_quantized = self.lora is not None and self.lora.quantization != "none"
+        drawn_before = self.async_depth or self.replay is not None or self.partial_rollouts is not None
+        if "correction" not in self.model_fields_set and self.weighs_advantages and (drawn_before or is_quantized):
+            # Beside `model_fields_set`: it stays a default, which another key may change (`as_given`).
+            vars(self)["correction"] = ImportanceCorrection()
+        return self
 
     @model_validator(mode="after")
     def _replayed_with_a_correction(self) -> OnPolicySettings:
@@ -359,22 +364,29 @@ class GRPOSettings(OnPolicySettings):
 
     @model_validator(mode="after")
     def _keys_of_its_loss(self) -> GRPOSettings:
-        foreign = {*_OF_SURROGATES, "replay"} if self.loss in ("gkd", "online_dpo") else {"beta"}
+        foreign = {"beta"} if self.weighs_advantages else {*_OF_SURROGATES, "replay"}
         if self.loss == "gkd":
             foreign |= {"overlong", "dynamic_sampling", "missing_eos_penalty", "beta"}
         if self.loss == "online_dpo":
             foreign |= {"max_tokens_per_microbatch"}
-        if self.async_depth or self.replay is not None or self.partial_rollouts is not None:
-            foreign -= {"correction"}  # which is on by default there
         fields = type(self).model_fields
         asked = [name for name in fields if name in foreign and getattr(self, name) != fields[name].default]
         if asked:
             raise ValueError(f'loss = "{self.loss}" has no use for {", ".join(asked)}; leave out what it does not know')
         return self
 
+    def cache_identity(self) -> Any:
+        named = super().cache_identity()
+        # Elsewhere than in rewards the KL of whole completions is measured for a guard only, whatever its bound.
+        return {**named, "guards": None} if self.guards.max_kl is not None else named
+
     @property
     def group_size(self) -> int:
         return self.samples_per_prompt
+
+    @property
+    def weighs_advantages(self) -> bool:
+        return self.loss not in ("gkd", "online_dpo")
 
     @property
     def loads_reference(self) -> bool:
@@ -384,6 +396,17 @@ class GRPOSettings(OnPolicySettings):
     def steps_per_iteration(self) -> int:
         items = self.prompts_per_iteration * (1 if self.loss == "online_dpo" else self.samples_per_prompt)
         return self.epochs * self.steps_per_epoch(items)
+
+    @model_validator(mode="after")
+    def _a_kl_to_guard(self) -> GRPOSettings:
+        if self.guards.max_kl is not None and not self.weighs_advantages:
+            raise ValueError(
+                f'guards.max_kl looks at a KL that loss = "{self.loss}" does not compute; leave it out, or bound it by '
+                'a guard of [promotion] (kind = "kl")'
+            )
+        if self.guards.max_kl is not None and not self.kl_coef:
+            raise ValueError("guards.max_kl needs the starting policy, which kl_coef = 0 does not load; set kl_coef")
+        return self
 
     @model_validator(mode="after")
     def _something_to_compare_with(self) -> GRPOSettings:
@@ -418,8 +441,6 @@ class GRPOSettings(OnPolicySettings):
             raise ValueError('reward_normalization = "each" compares parts of a reward in groups; baseline is "none"')
         if self.reward_normalization == "each" and self.replay is not None:
             raise ValueError('replay and reward_normalization = "each": replayed completions have no parts; choose one')
-        if self.guards.max_kl is not None and not self.kl_coef:
-            raise ValueError("guards.max_kl needs the starting policy, which kl_coef = 0 does not load; set kl_coef")
         if self.kl_in == "reward" and not self.kl_coef:
             raise ValueError('kl_in is "reward", but kl_coef is 0; set kl_coef, or leave kl_in out')
         return self
@@ -433,7 +454,7 @@ def _check_parts_join(settings: OnPolicySettings, max_tokens: int) -> None:
             f"{name} is {max_tokens}, and sampling.max_tokens {sampling.max_tokens}; expected a half, a third or "
             "another whole part of it"
         )
-    if settings.correction is None:
+    if settings.correction is None and settings.weighs_advantages:
         raise ValueError(
             "partial_rollouts need a correction, for earlier weights drew the first parts; give one, or none of both"
         )

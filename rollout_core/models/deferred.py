@@ -1,4 +1,5 @@
-"""Weights of a model folder read one at a time, so that nobody holds the whole model who needs a part of it.
+"""Tensors in safetensors files: read one at a time, so that nobody holds a whole model who needs a part of it, and
+written in files that any object store takes.
 
 A deferred model is on its device with placeholders instead of weights: one number, seen in the shape of the weight. It
 can be asked for shapes, get adapters and be called, as models are for trying things out; its numbers come with
@@ -15,13 +16,15 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
-from rollout_core.models.pretrained import load_causal_lm, load_whole
+from rollout_core.models.pretrained import MOST_FILE_BYTES, load_causal_lm, load_whole
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +53,23 @@ class StoredTensors(Mapping[str, Tensor]):
     def shape(self, name: str) -> list[int]:
         """Of a tensor, which is not read for it."""
         return self._files[name].get_slice(name).get_shape()
+
+
+def save_tensors(tensors: Mapping[str, Tensor], folder: Path, name: str) -> None:
+    """Write ``tensors`` to ``name.safetensors`` in ``folder``, or to ``name-00001-of-00002.safetensors`` and so on.
+
+    They share no memory. `stored_tensors` reads them.
+    """
+    split = split_torch_state_dict_into_shards(
+        dict(tensors), filename_pattern=name + "{suffix}.safetensors", max_shard_size=MOST_FILE_BYTES
+    )
+    for file, names in (split.filename_to_tensors or {f"{name}.safetensors": []}).items():
+        save_file({inside: tensors[inside] for inside in names}, folder / file)
+
+
+def stored_tensors(folder: Path, name: str) -> StoredTensors:
+    """What `save_tensors` wrote by ``name``; no tensors where it was not called."""
+    return StoredTensors(*folder.glob(f"{name}.safetensors"), *folder.glob(f"{name}-*-of-*.safetensors"))
 
 
 def load_deferred(folder: Path, device: torch.device) -> Any:

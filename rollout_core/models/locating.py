@@ -33,6 +33,7 @@ from rollout_core.models.facts import ModelFacts, mark_of, recall, remember
 from rollout_core.models.pretrained import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
+    MOST_FILE_BYTES,
     TOKENIZER_FILES,
     adapted,
     load_causal_lm,
@@ -485,7 +486,7 @@ def _merge(model_folder: Path, adapter_folder: Path, target: Path) -> None:
             merged = adapted(model, adapter_folder).merge_and_unload(safe_merge=True)  # pyright: ignore[reportCallIssue]
     except ValueError as error:
         raise ConfigError(f"adapter {adapter_folder} cannot be merged: {' '.join(str(error).split())}") from error
-    merged.save_pretrained(target)
+    merged.save_pretrained(target, max_shard_size=MOST_FILE_BYTES)
     for file in [file for file in target.iterdir() if not is_weights(file.name)]:
         file.unlink()
     for file in model_folder.iterdir():

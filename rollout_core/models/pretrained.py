@@ -33,6 +33,9 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 _KERNEL_KEYS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 MOST_TENSORS = 300_000
 """In one file: twice what the largest mixtures of experts have in all."""
+MOST_FILE_BYTES = 4 * 2**30
+"""Larger files of tensors are not written, but for a tensor that is larger itself. A constant, as a folder's id depends
+on what is one file; and less than the 5 GiB that a ``[cloud]`` table lets a file have."""
 
 
 def read_config(folder: Path) -> Any:

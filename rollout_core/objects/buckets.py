@@ -231,8 +231,9 @@ class RemoteFiles:
         """Raises ConfigError for a file that is larger than the settings allow."""
         if self._max_bytes is not None and size > self._max_bytes:
             raise ConfigError(
-                f"{self.where(key)} would have more than {self._max_bytes:,} bytes (ROLLOUT_MAX_BLOB_BYTES); raise it, "
-                "or store less at once"
+                f"{self.where(key)} would have more than {self._max_bytes:,} bytes (ROLLOUT_MAX_BLOB_BYTES, or "
+                "max_snapshot_part_bytes of a [cloud] table); raise it, or store smaller files: a model's weights as "
+                'save_pretrained(folder, max_shard_size="4GB") writes them'
             )
 
     def require_arrived(

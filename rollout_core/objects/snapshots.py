@@ -15,20 +15,19 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from blake3 import blake3
 from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
-from xxhash import xxh3_128
 
-from rollout_core.base.errors import ConfigError, Conflict, CorruptObject, CorruptRef, MissingObject, NotFound
+from rollout_core.base.errors import ConfigError, CorruptObject, CorruptRef, MissingObject, NotFound
 from rollout_core.base.ids import ContentId, canonical_json
-from rollout_core.objects import ObjectStore, TreeFile, TreeManifest
+from rollout_core.objects import ObjectStore
 from rollout_core.objects.addresses import complete_snapshot_id, copy_object
-from rollout_core.objects.files import EXPIRED_REFS, LET_GO_REFS, SNAPSHOT_REFS, ContentHasher, hash_chunks, parsed
+from rollout_core.objects.files import EXPIRED_REFS, LET_GO_REFS, SNAPSHOT_REFS, hash_chunks, parsed
 from rollout_core.objects.gc import GcReport, collect_garbage
 from rollout_core.objects.records import lineage_of
-from rollout_core.objects.trees import Checks, appearing_folder, files_of, read_file, tar_stream
+from rollout_core.objects.trees import appearing_folder, files_of, identify, read_file, tar_stream
 
 log = logging.getLogger(__name__)
 
@@ -68,10 +67,19 @@ class Snapshot(BaseModel):
         return _ref(self.id, self.run_id)
 
     @property
+    def runs(self) -> set[str]:
+        """Names of the runs that trained it, or found it trained."""
+        found = [
+            str(self.meta.get(RUN_NAME, "")),
+            *(label.partition("/")[0] for label in self.meta.get(STAGE_LABELS, ())),
+        ]
+        return {name for name in found if name}
+
+    @property
     def is_kept_by_label(self) -> bool:
         """Whether somebody labelled it. The labels of pipelines are ``finished``, and RUN/ALGORITHM or
         RUN/ALGORITHM-ITERATION."""
-        if self.label in (None, FINISHED):
+        if self.label in (None, FINISHED, *self.meta.get(STAGE_LABELS, ())):
             return False
         run = re.escape(str(self.meta.get(RUN_NAME, "")))
         return re.fullmatch(rf"{run}/[a-z]+(-\d+)?", self.label) is None
@@ -276,13 +284,16 @@ class SnapshotStore:
     def set_label(self, snapshot_id: ContentId, label: str | None, *, by_stage: bool = False) -> Snapshot:
         """Give the snapshot a label, or take it away. Raises NotFound.
 
-        A label keeps the snapshot from housekeeping, see `Snapshot.is_kept_by_label`. One ``by_stage`` does not replace
-        a label that does.
+        A label keeps the snapshot from housekeeping, see `Snapshot.is_kept_by_label`. One ``by_stage``, RUN/ALGORITHM
+        or RUN/ALGORITHM-ITERATION, does not replace a label that does; the record has it in any case.
         """
         snapshot = self.get(snapshot_id)
-        if by_stage and snapshot.is_kept_by_label:
-            return snapshot
-        snapshot = snapshot.model_copy(update={"label": label})
+        by_stages = [known for known in snapshot.meta.get(STAGE_LABELS, ()) if known != label]
+        by_stages += [label] if by_stage else []
+        meta = {name: value for name, value in snapshot.meta.items() if name != STAGE_LABELS}
+        changed: dict[str, Any] = {"label": snapshot.label if by_stage and snapshot.is_kept_by_label else label}
+        changed["meta"] = meta | ({STAGE_LABELS: by_stages} if by_stages else {})
+        snapshot = snapshot.model_copy(update=changed)
         self._objects.set_ref(snapshot.ref, self._objects.put_json(snapshot))
         return snapshot
 
@@ -396,6 +407,11 @@ class SnapshotStore:
         return None
 
 
+def progress_ref(key: ContentId) -> str:
+    """Ref of the last snapshot of an unfinished stage."""
+    return f"{PROGRESS_REFS}/{key}"
+
+
 def expire_ref(objects: ObjectStore, name: str) -> None:
     """Take ``name`` away, but keep what it stands for as long as a run is under way that may have read it."""
     named = objects.cached_ref(name)
@@ -407,39 +423,6 @@ def expire_ref(objects: ObjectStore, name: str) -> None:
 def _check_kind(kind: str) -> None:
     if kind not in get_args(SnapshotKind):
         raise ConfigError(f"unknown kind of snapshot: {kind!r}; expected one of {', '.join(get_args(SnapshotKind))}")
-
-
-class Identified(NamedTuple):
-    """What one and the same reading of a folder's files gave."""
-
-    id: ContentId
-    """Hash of its tar."""
-    manifest: TreeManifest
-    checks: Checks
-
-
-def identify(paths: dict[str, Path]) -> Identified:
-    """Read the files of a folder once."""
-    sizes = {path: real.stat().st_size for path, real in paths.items()}
-    content_ids: dict[str, ContentId] = {}
-    checks: dict[ContentId, bytes] = {}
-
-    def read(path: str) -> Iterator[bytes]:
-        check = xxh3_128()
-        with ContentHasher() as hasher:
-            for chunk in read_file(paths[path]):
-                with hasher.hashing(chunk):
-                    check.update(chunk)
-                    yield chunk
-            content_ids[path] = hasher.content_id
-        checks[hasher.content_id] = check.digest()
-
-    try:
-        snapshot_id = hash_chunks(tar_stream(sizes.items(), read))
-    except ValueError as error:
-        raise Conflict(f"{error}; save the snapshot again when nobody writes to it") from error
-    files = tuple(TreeFile(path=path, size=sizes[path], content_id=content_ids[path]) for path in paths)
-    return Identified(snapshot_id, TreeManifest(files=files), checks)
 
 
 def _wrong_tar(snapshot: Snapshot, found: str) -> CorruptObject:
@@ -462,6 +445,8 @@ def _ref(snapshot_id: ContentId, run_id: str) -> str:
 LATEST = "latest"
 RUN_NAME = "run"
 """Key of a snapshot's meta: the name of the run that saved it."""
+STAGE_LABELS = "labels"
+"""The same: labels that runs gave it, those that found it as well."""
 
 
 def find_start(
@@ -480,8 +465,7 @@ def find_start(
 
     if wanted == LATEST:
         for snapshot in snapshots.list(kind="train_state"):
-            own = snapshot.algorithm == algorithm and snapshot.meta.get(RUN_NAME) == run_name
-            if own and ends_iteration(snapshot):
+            if snapshot.algorithm == algorithm and run_name in snapshot.runs and ends_iteration(snapshot):
                 return snapshot
         raise NotFound(
             f"no {algorithm} snapshot of a run named {run_name!r}; give the id of one, or leave out the resume"

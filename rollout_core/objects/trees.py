@@ -31,8 +31,10 @@ from rollout_core.base.watching import current_amount
 from rollout_core.objects.files import (
     CHUNK_BYTES,
     WORTH_THREADS_BYTES,
+    ContentHasher,
     Flushing,
     fsync_folder,
+    hash_chunks,
     large_hasher,
     storage_faults,
     write_all,
@@ -250,6 +252,39 @@ def hash_file(path: Path) -> HashedFile:
             size += count
             amount.add(count)
     return HashedFile(size, ContentId(hasher.hexdigest()), check.digest())
+
+
+class Identified(NamedTuple):
+    """What one and the same reading of a folder's files gave."""
+
+    id: ContentId
+    """Hash of its tar."""
+    manifest: TreeManifest
+    checks: Checks
+
+
+def identify(paths: dict[str, Path]) -> Identified:
+    """Read the files of a folder once."""
+    sizes = {path: real.stat().st_size for path, real in paths.items()}
+    content_ids: dict[str, ContentId] = {}
+    checks: dict[ContentId, bytes] = {}
+
+    def read(path: str) -> Iterator[bytes]:
+        check = xxh3_128()
+        with ContentHasher() as hasher:
+            for chunk in read_file(paths[path]):
+                with hasher.hashing(chunk):
+                    check.update(chunk)
+                    yield chunk
+            content_ids[path] = hasher.content_id
+        checks[hasher.content_id] = check.digest()
+
+    try:
+        snapshot_id = hash_chunks(tar_stream(sizes.items(), read))
+    except ValueError as error:
+        raise Conflict(f"{error}; save the snapshot again when nobody writes to it") from error
+    files = tuple(TreeFile(path=path, size=sizes[path], content_id=content_ids[path]) for path in paths)
+    return Identified(snapshot_id, TreeManifest(files=files), checks)
 
 
 def read_again(path: Path, content_id: ContentId, check: bytes | None) -> Iterator[bytes]:

@@ -118,8 +118,7 @@ def plan_agent(config: TrainAgentConfig, base: Path, connections: Connections | 
     """Check a run that trains an agent. Raises ConfigError naming all that is wrong."""
     plan, settings = AgentPlan(base, connections), config.algorithm
     plan.places()
-    if config.run.resume is not None:
-        plan.violations.append("run.resume: a run of an agent resumes by itself when it is started again; leave it out")
+    plan.no_resume(config.run, "a run of an agent resumes by itself when it is started again; leave it out")
     plan.model("algorithm.base_model", settings.base_model)
     plan.backend("backend", config.backend)
     plan.agent("agent", config.agent)
@@ -139,8 +138,7 @@ def plan_prompt(config: TunePromptConfig, base: Path, connections: Connections |
     """Check a run that tunes an agent's prompt. Raises ConfigError naming all that is wrong."""
     plan = AgentPlan(base, connections)
     plan.places()
-    if config.run.resume is not None:
-        plan.violations.append("run.resume: a search resumes by itself when it is started again; leave it out")
+    plan.no_resume(config.run, "a search resumes by itself when it is started again; leave it out")
     plan.model("model", config.model)
     plan.backend("backend", config.backend)
     plan.agent("agent", config.agent)
@@ -159,8 +157,7 @@ def plan_online(config: LearnOnlineConfig, base: Path, connections: Connections 
     """Check a run that learns from live traffic. Raises ConfigError naming all that is wrong."""
     plan, settings = AgentPlan(base, connections), config.algorithm
     plan.places()
-    if config.run.resume is not None:
-        plan.violations.append("run.resume: online learning resumes by itself when it is started again; leave it out")
+    plan.no_resume(config.run, "online learning resumes by itself when it is started again; leave it out")
     plan.model("algorithm.base_model", settings.base_model)
     plan.backend("backend", config.backend)
     if config.agent is not None:

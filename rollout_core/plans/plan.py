@@ -118,6 +118,11 @@ class Plan:
         """Kinds of stages that ``placement`` names run elsewhere."""
         self.placed = frozenset() if placement is None else frozenset(placement.kinds)
 
+    def no_resume(self, run: RunInfo, why: str) -> None:
+        """The run names no snapshot to start from."""
+        if run.resume is not None:
+            self.violations.append(f"run.resume: {why}")
+
     def resume(self, run: RunInfo, algorithm: str, iterated: OnPolicySettings | None = None) -> None:
         """There is a snapshot to start from, and it is of this algorithm; where it is ``iterated``, of the end of an
         iteration, of which is known what it carried over."""

@@ -25,7 +25,6 @@ from rollout_core.config import DatasetSettings, LearnerSettings
 from rollout_core.config.optimizers import EIGHT_BITS
 from rollout_core.models.facts import FLOAT32_BYTES, ModelSize
 from rollout_core.objects import ObjectStore, SnapshotStore
-from rollout_core.objects.snapshots import RUN_NAME
 
 if TYPE_CHECKING:
     from rollout_core.data.tokenized import DataReport
@@ -337,7 +336,7 @@ def stored_states(objects: ObjectStore, run_name: str, settings: LearnerSettings
     """Bytes of the states that a run has stored already: one that was killed is not to be held up for them."""
     kind = getattr(settings, "kind", None)
     found = SnapshotStore(objects).list(kind="train_state")
-    own = (each for each in found if each.meta.get(RUN_NAME) == run_name and kind in (None, each.algorithm))
+    own = (each for each in found if run_name in each.runs and kind in (None, each.algorithm))
     return sum(each.size_bytes for each in own)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -333,7 +334,7 @@ def test_a_guard_ends_the_run_with_what_it_saw(tiny_model, other_tiny_model, tmp
     [(name, bound)] = guards.items()
     settings = grpo_settings(guards=guards, kl_coef=0.1)
     with pytest.raises(
-        Fatal, match=rf"guards\.{name}: .*, above the bound of {bound:g}; this update trained nothing"
+        Fatal, match=rf"guards\.{name}: .*, above the bound of {bound:g}\. .* This update trained nothing"
     ) as told:
         on_policy_updates.grpo_update(model, None, reference, scores, samples, settings, place)
     assert "completions/mean_length 4, " in str(told.value) and scores.completions in str(told.value)
@@ -342,6 +343,29 @@ def test_a_guard_ends_the_run_with_what_it_saw(tiny_model, other_tiny_model, tmp
     assert on_policy_updates.grpo_update(model, None, reference, scores, samples, settings, place).step == 1
     with pytest.raises(ValueError, match=r"guards\.max_kl needs the starting policy"):
         grpo_settings(guards={"max_kl": 1.0})
+
+
+def test_a_single_completion_has_its_score_for_an_advantage_where_a_batch_scales():
+    settings = grpo_settings(samples_per_prompt=1, baseline="none", advantage_scaling="batch")
+    assert scaled_advantages(torch.tensor([0.5]), settings).tolist() == pytest.approx([0.5], abs=1e-3)
+
+
+def test_spikes_are_told_by_the_gradients_of_iterations_before(tiny_model, tmp_path):
+    """Three iterations of a step each; the third has rewards of another scale, and is skipped."""
+    model = load_causal_lm(tiny_model)
+    outcomes, place = {}, update_context(tmp_path)
+    first = place.objects.put_tree(tiny_model)
+    for factor in (3.0, 1e6):
+        settings = grpo_settings(advantage_scaling="none", skip_spikes={"factor": factor, "after_steps": 2})
+        at, state = first, None
+        for number, scale in enumerate((1.0, 1.0, 1e3)):
+            items = [replace(item, score=item.score * scale) for item in trajectories(model)]
+            scores, samples = file_scores(place.objects, items)
+            context = replace(place, key=hash_bytes(f"{factor} {number}".encode()))
+            done = on_policy_updates.grpo_update(at, state, first, scores, samples, settings, context)
+            at, state = done.model, done.train_state
+        outcomes[factor] = done.summary["skipped"]
+    assert outcomes == {3.0: 1.0, 1e6: 0.0}
 
 
 @pytest.mark.parametrize("kind", ["grpo", "ppo"])

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from updates import COMMON, KINDS, preference_data, preference_update as update, rows_of, save_state, update_context
 
-from rollout_core.algorithms import preference as reference_module
-from rollout_core.algorithms.dataset_updates import preference_update
+from rollout_core.algorithms import dataset_updates, preference as reference_module
+from rollout_core.algorithms.dataset_updates import _computed_otherwise, preference_update
 from rollout_core.algorithms.policy import Policy
 from rollout_core.algorithms.preference import reference_logprobs
 from rollout_core.algorithms.supervised import load_reward_model, set_padding, until_eos
@@ -142,6 +142,15 @@ def test_reference_logprobs_are_kept_chunk_by_chunk_and_made_again_when_damaged(
     for blob in list(dict(objects.blobs())):
         objects.delete(blob)
     assert torch.equal(logprobs(items), first) and len(loads) == 3
+
+
+def test_reference_logprobs_of_portable_arithmetic_and_of_other_threads_are_kept_apart(monkeypatch):
+    fields = {"dataset": {"path": "x"}, "optimizer": {"lr": 1e-3}}
+    settings = DPOSettings.model_validate({"kind": "dpo", **fields})
+    assert _computed_otherwise(settings, None) == []
+    assert _computed_otherwise(settings, None, 2) == ["threads 2"]
+    monkeypatch.setattr(dataset_updates, "is_portable_here", lambda: True)
+    assert _computed_otherwise(settings, None, 1) == ["portable", "threads 1"]
 
 
 def test_a_reference_that_is_not_finite_is_fatal(tiny_model, tmp_path):

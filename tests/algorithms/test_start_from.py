@@ -66,6 +66,13 @@ def test_the_snapshot_is_found_by_latest_and_by_first_digits(tiny_model: Path, t
     assert found("latest").id == second.train_state
     assert found("latest", steps_per_iteration=3).step == 3
     assert found(first.train_state[:8]).id == first.train_state == found(first.train_state).id
+    with pytest.raises(NotFound, match="no sft snapshot of a run named 'nightly'"):
+        find_start(objects, "latest", algorithm="sft", run_name="nightly")
+    snapshots = SnapshotStore(objects)
+    for run in ("nightly", "third"):  # which find the update cached
+        snapshots.set_label(first.train_state, f"{run}/sft", by_stage=True)
+    for run in ("nightly", "third"):
+        assert find_start(objects, "latest", algorithm="sft", run_name=run).id == first.train_state
     with pytest.raises(ConfigError, match="is a train_state of dpo; this run trains sft"):
         found(dpo.train_state[:12])
     with pytest.raises(ConfigError, match="is of step 5, within an iteration of 3 steps"):

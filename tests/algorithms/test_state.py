@@ -102,6 +102,31 @@ def test_saving_changes_nothing_and_equal_states_have_equal_files(tiny_model: Pa
     assert load_causal_lm(tmp_path / "one" / MODEL_FOLDER).config.hidden_size == 64, "its model is usable as it is"
 
 
+def test_large_states_are_in_several_files_and_go_on_as_from_one(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    state = build(tiny_model, steps=2)
+    save_state(state, tmp_path / "one", tokenizer_from=tiny_model)
+    for module in ("rollout_core.models.deferred", "rollout_core.algorithms.state"):
+        monkeypatch.setattr(f"{module}.MOST_FILE_BYTES", 2**17)
+    save_state(state, tmp_path / "many", tokenizer_from=tiny_model)
+    files = contents(tmp_path / "many")
+    parts = sorted(name for name in files if name.startswith("optimizer-"))
+    assert len(parts) > 2 and parts[0] == f"optimizer-00001-of-{len(parts):05}.safetensors"
+    assert "model/model.safetensors.index.json" in files and "optimizer.safetensors" not in files
+    assert max(map(len, files.values())) < 2**18 < max(map(len, contents(tmp_path / "one").values()))
+    assert load_causal_lm(tmp_path / "many" / MODEL_FOLDER).config.hidden_size == 64
+    ends = []
+    for name in ("one", "many"):
+        restored = build(tiny_model)
+        load_state(restored, tmp_path / name)
+        train_one(restored)
+        monkeypatch.undo()
+        save_state(restored, tmp_path / f"{name} ended", tokenizer_from=tiny_model)
+        ends.append(contents(tmp_path / f"{name} ended"))
+    assert ends[0] == ends[1]
+
+
 def refuse(state: TrainState, folder: Path) -> str:
     """What ``state`` is refused with; it stays as it was."""
     train_one(state)

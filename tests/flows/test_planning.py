@@ -336,8 +336,9 @@ def test_zeros_of_what_is_not_there_are_no_evidence_of_hacking(folder: Path, mon
 
 def test_an_update_whose_snapshot_has_no_record_is_to_be_computed(tmp_path: Path):
     from rollout_core.objects import SnapshotStore
+    from rollout_core.objects.snapshots import progress_ref
     from tasks.rehearsing import Rehearsal, rehearsing
-    from tasks.stage import progress_ref, stage
+    from tasks.stage import stage
 
     @stage(version=1)
     def train_some(number: int) -> Trained:

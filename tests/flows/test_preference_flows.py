@@ -342,7 +342,7 @@ def wanted(sample: RewardInput) -> float:
 
 @pytest.mark.server
 def test_a_run_ends_when_its_training_reward_rises_and_that_on_held_out_prompts_falls(
-    tiny_model, sorting_task, prefect_server, tmp_path
+    tiny_model, sorting_task, prefect_server, tmp_path, monkeypatch
 ):
     from flows import train
 
@@ -377,6 +377,11 @@ def test_a_run_ends_when_its_training_reward_rises_and_that_on_held_out_prompts_
     assert "Training and held-out reward by iteration: 1: 0." in str(told.value)
     mends = {"reward_hacking": {**guard, "max_fall": 5.0}}
     assert len(train.train_grpo(config(**{"algorithm.guards": mends, "algorithm.iterations": 2}))["rewards"]) == 2
+
+    # A bound that was not there when the update was made: it is found, not made again, and what it learned from counts.
+    with monkeypatch.context() as patched, pytest.raises(Fatal, match="Iteration 1 was trained earlier, without this"):
+        patched.setattr("tasks.learn._learn_on_policy", lambda job: pytest.fail("it is made again"))
+        train.train_grpo(config(**{"algorithm.guards": {"max_mean_length": 0.5}, "algorithm.iterations": 2}))
 
     missing = {"reward_hacking": {**guard, "prompts": {"path": "nowhere.jsonl"}}}
     with pytest.raises(ConfigError, match=r"algorithm\.guards\.reward_hacking\.prompts\.path: .*nowhere\.jsonl"):

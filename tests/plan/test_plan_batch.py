@@ -178,6 +178,17 @@ def test_what_a_backend_can_do_is_planned(work: Path):
         assert plan("infer-batch", work, backend=backend, **changes)["inputs"] == 2
 
 
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("infer-batch", "run.resume: a batch goes on by itself when it is started again; leave it out"),
+        ("nightly", "run.resume: a nightly run goes on by itself when it is started again, and starts from `model`"),
+    ],
+)
+def test_a_snapshot_to_start_from_is_refused_where_none_is_started_from(work: Path, kind: str, expected: str):
+    assert expected in refusal(kind, work, run__resume="latest")
+
+
 @pytest.mark.parametrize("field", [{"min_tokens": 2}, {"presence_penalty": 0.5}, {"structured": SCHEMA}])
 def test_training_takes_samples_of_the_policy_itself(work: Path, field: dict[str, Any]):
     [(name, value)] = field.items()

@@ -262,6 +262,30 @@ def test_what_a_person_approves_is_promoted_unless_another_model_became_latest_m
     assert not tie.waits and "it did not rise" in tie.reason, "nobody is asked about what the evidence refuses"
 
 
+def test_a_person_is_asked_again_about_a_model_once_another_one_is_latest(in_flow, tmp_path, monkeypatch):
+    """Else one that was approved too late would be called rejected for good, which nobody has said."""
+    from prefect import get_client
+
+    from tasks import approval
+    from tasks.promotion import promote
+
+    monkeypatch.setattr(approval, "DEPLOYMENT", "asks/asks")
+    start, new, other = (model_tree(tmp_path / name, name) for name in ("start", "new", "other"))
+    config = PromotionConfig(approval="person")
+
+    def body():
+        with get_client(sync_client=True) as client:
+            made = client.create_deployment(client.create_flow_from_name("asks"), name="asks")
+            promotion = promote(report(start, 0.1), None, report(new, 0.4), config)
+            served = (None, None, other, other)
+            asked = [approval.ask_a_person(promotion, latest, "tiny", config).flow_run for latest in served]
+            client.delete_deployment(made)
+        return asked
+
+    first, again, after, once_more = in_flow(body)
+    assert first == again != after == once_more
+
+
 def test_a_flow_run_has_the_tags_of_its_configuration_and_its_stages_have_none(in_flow):
     from prefect import get_client
     from prefect.runtime import flow_run

@@ -45,7 +45,8 @@ def fresh_calls():
 @pytest.fixture(scope="module")
 def stages(prefect_server):
     """Stages defined once the server's address is known."""
-    from tasks.stage import current_stage, progress_ref, stage
+    from rollout_core.objects.snapshots import progress_ref
+    from tasks.stage import current_stage, stage
 
     @stage(version=1)
     def make(number: int, settings: SnapshotPolicy | None = None, *, label: str = "") -> Made:
