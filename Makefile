@@ -61,10 +61,10 @@ format: setup
 	$(BIN)/ruff format .
 
 # A Prefect server, the work pools, all deployments and a worker, on this machine, until Ctrl-C. The example's data is
-# made first: the nightly deployment is scheduled.
+# made first: the nightly deployment is scheduled. With CONFIG=nightly.toml it runs by that file.
 serve: setup
 	$(BIN)/python examples/make_tiny.py
-	$(BIN)/python -m deployments.serve --port $(PORT)
+	$(BIN)/python -m deployments.serve --port $(PORT) $(if $(filter file,$(origin CONFIG)),,--config $(CONFIG))
 
 bench: setup
 	$(BIN)/python benchmarks/stages.py

@@ -119,6 +119,12 @@ def deploy(
             metavar="FOLDER", help="In which runs work on the workers' machines. Default: where prefect.yaml is."
         ),
     ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="What the nightly run and the canary run by, a TOML file. Default: what prefect.yaml has for them."
+        ),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Bring the deployments of this folder's prefect.yaml to the server, on a work pool.
@@ -132,7 +138,7 @@ def deploy(
             # Not before: Prefect takes the server's address when it is imported.
             from deployments import pools
 
-            pools.deploy(Path.cwd(), pool, names or (), project=project)
+            pools.deploy(Path.cwd(), pool, names or (), project=project, config=config)
 
 
 @ops_app.command("worker")

@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import yaml
@@ -20,6 +22,8 @@ from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 
 from blocks import ContentAddressedStorage, RolloutDatabase
 from rollout_core.base.errors import ConfigError, RolloutError
+from rollout_core.config import NightlyConfig, parse_config
+from rollout_core.config.base import read_toml
 
 POOLS = {
     "cpu": "Flows that need no GPU, and everything on a machine without one.",
@@ -27,15 +31,21 @@ POOLS = {
 }
 POOL_TYPE = "process"
 FILE = "prefect.yaml"
+OF_THE_NIGHT = ("flows/nightly.py:nightly", "flows/canary.py:canary")
+"""Flows that run by the configuration of the nightly run."""
 
 
-def deploy(folder: Path, pool: str, names: Sequence[str] = (), *, project: str | None = None) -> None:
+def deploy(
+    folder: Path, pool: str, names: Sequence[str] = (), *, project: str | None = None, config: Path | None = None
+) -> None:
     """Create what is needed and deploy what the ``prefect.yaml`` in ``folder`` lists, or of it ``names``, on ``pool``.
 
     Deployments that are there already move to the pool. Runs work in the folder ``project`` of the worker's machine, by
-    default in ``folder``. Raises ConfigError for a name or pool that there is not, RolloutError where Prefect refuses.
+    default in ``folder``. ``config`` as of `listed_deployments`. Raises ConfigError for a name or pool that there is
+    not, or a wrong configuration, RolloutError where Prefect refuses.
     """
-    listed = _listed(folder / FILE)
+    document = listed_deployments(folder / FILE, config)
+    listed = [str(item["name"]) for item in document["deployments"]]
     unknown = [name for name in names if name not in listed]
     if unknown:
         raise ConfigError(f"{folder / FILE} has no deployment {', '.join(unknown)}; it has {', '.join(listed)}")
@@ -49,11 +59,14 @@ def deploy(folder: Path, pool: str, names: Sequence[str] = (), *, project: str |
                 f"prefect work-pool create {pool} --type process"
             ) from error
     asked = [f"--name={name}" for name in names] or ["--all"]
-    done = subprocess.run(
-        [sys.executable, "-m", "prefect", "--no-prompt", "deploy", *asked],
-        cwd=folder,
-        env={**os.environ, "ROLLOUT_PROJECT": project or str(folder), "ROLLOUT_POOL": pool},
-    )
+    with tempfile.NamedTemporaryFile("w", suffix=f"-{FILE}", encoding="utf-8") as file:
+        yaml.safe_dump(document, file, sort_keys=False)
+        file.flush()
+        done = subprocess.run(
+            [sys.executable, "-m", "prefect", "--no-prompt", "deploy", f"--prefect-file={file.name}", *asked],
+            cwd=folder,
+            env={**os.environ, "ROLLOUT_PROJECT": project or str(folder), "ROLLOUT_POOL": pool},
+        )
     if done.returncode:
         raise RolloutError(f"`prefect deploy` ended with {done.returncode} in {folder}; what it said is above")
 
@@ -72,14 +85,27 @@ def require_process_pool(pool: str) -> None:
             )
 
 
-def _listed(file: Path) -> list[str]:
+def listed_deployments(file: Path, config: Path | None = None) -> dict[str, Any]:
+    """The tables of a ``prefect.yaml``, in which ``config``, a TOML file, takes the place of the nightly run's and the
+    canary's configuration. Raises ConfigError where either is wrong."""
     try:
         document = yaml.safe_load(file.read_text(encoding="utf-8"))
-        return [str(item["name"]) for item in document["deployments"]]
+        of_the_night = [item for item in document["deployments"] if item["entrypoint"] in OF_THE_NIGHT]
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; call this in the project folder") from error
     except (yaml.YAMLError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} lists no deployments as Prefect reads them: {error}") from error
+    if config is not None:
+        tables = read_toml(config)
+        if "cloud" in tables:
+            raise ConfigError(
+                f"{config}: a table [cloud] is for runs by command; a worker has ROLLOUT_STORAGE and what else it "
+                "stands for in its own environment (docs/clouds.md)"
+            )
+        parse_config(tables, NightlyConfig, name=str(config))
+        for item in of_the_night:
+            item["parameters"] = {**item.get("parameters", {}), "config": tables}
+    return document
 
 
 def create_pools() -> None:

@@ -13,8 +13,6 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import yaml
-
 from deployments.supervision import Outages, work, worker_name
 from flows.connections import PREFECT_HOME, connections, keep_server, prefect_server
 from rollout_core.base.errors import RolloutError
@@ -22,8 +20,8 @@ from rollout_core.base.errors import RolloutError
 PROJECT = Path(__file__).resolve().parent.parent
 
 
-def deploy_all(pool: str) -> None:
-    """Deploy what ``prefect.yaml`` lists on the pool, and have crashed runs tried again.
+def deploy_all(pool: str, config: Path | None = None) -> None:
+    """Deploy what ``prefect.yaml`` lists on the pool, and have crashed runs tried again. ``config`` as of `deploy`.
 
     Automations that are installed already stay as they are: `rollout ops install` changes them.
     """
@@ -32,19 +30,20 @@ def deploy_all(pool: str) -> None:
     from deployments import automations
     from deployments.pools import deploy
 
-    deploy(PROJECT, pool)
+    deploy(PROJECT, pool, config=config)
     with get_client(sync_client=True) as client:
         if not automations.present(client):
             automations.install(client, automations.changes(client, automations.healing()))
 
 
-def unready_schedules() -> list[str]:
+def unready_schedules(config: Path | None = None) -> list[str]:
     """A line for each scheduled deployment of the nightly flow whose runs would fail as things are: what is missing."""
+    from deployments.pools import FILE, listed_deployments
     from rollout_core.config import NightlyConfig, parse_config
     from rollout_core.plans.learner_plan import plan_nightly
 
     lines = []
-    for item in yaml.safe_load((PROJECT / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]:
+    for item in listed_deployments(PROJECT / FILE, config)["deployments"]:
         document = item.get("parameters", {}).get("config")
         if item["entrypoint"] != "flows/nightly.py:nightly" or not item.get("schedules") or document is None:
             continue
@@ -65,12 +64,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--pool", default="cpu", help="work pool whose runs this machine takes")
     parser.add_argument("--port", type=int, default=4200, help="of the server, when this starts one")
+    parser.add_argument("--config", type=Path, help="what the nightly run and the canary run by, a TOML file")
     arguments = parser.parse_args()
     is_configured = bool(os.environ.get("PREFECT_API_URL"))
     with prefect_server(PREFECT_HOME, port=arguments.port, say=_say) as address:
         _say("deploying what prefect.yaml lists ...")
-        deploy_all(arguments.pool)
-        for line in unready_schedules():
+        deploy_all(arguments.pool, arguments.config)
+        for line in unready_schedules(arguments.config):
             _say(line)
         sys.stdout.write(
             f"\nPrefect UI: {address.removesuffix('/api')}\n"

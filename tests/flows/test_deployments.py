@@ -82,7 +82,25 @@ def test_deployments_move_to_the_pool_that_is_named_and_bad_names_change_nothing
     assert done.returncode == 0 and placed("train-kto")[0] == "cpu", done.stdout + done.stderr
     assert placed("train-ipo")[0] == "gpu", "nobody asked for it"
 
+    def seeds() -> list[int]:
+        with get_client(sync_client=True) as client:
+            found = [client.read_deployment_by_name(f"{name}/{name}") for name in ("nightly", "canary")]
+        return [item.parameters["config"]["seed"] for item in found]
+
+    example = (PROJECT / "examples" / "nightly-tiny.toml").read_text()
+    own = tmp_path / "nightly.toml"
+    own.write_text(example.replace("seed = 7", "seed = 8"))
+    wrong, elsewhere = tmp_path / "wrong.toml", tmp_path / "cloud.toml"
+    wrong.write_text(example.replace("seed = 7", "sed = 7"))
+    elsewhere.write_text(example + '\n[cloud]\nprovider = "local"\n')
+    done = ops_deploy("nightly", "canary", "--config", str(own))
+    assert done.returncode == 0 and seeds() == [8, 8], done.stdout + done.stderr
+    done = ops_deploy("nightly", "canary")
+    assert done.returncode == 0 and seeds() == [7, 7], done.stdout + done.stderr
+
     for arguments, folder, message in (
+        (("nightly", "--config", str(wrong)), PROJECT, "sed: unknown key; did you mean 'seed'?"),
+        (("nightly", "--config", str(elsewhere)), PROJECT, "a table [cloud] is for runs by command"),
         (("train-ktp",), PROJECT, "has no deployment train-ktp; it has nightly, "),
         (("train-kto", "--pool", "tpu"), PROJECT, "the server has no work pool 'tpu'; give one of cpu, gpu"),
         (("train-kto",), tmp_path, f"{tmp_path / 'prefect.yaml'} cannot be read"),
