@@ -56,8 +56,8 @@ def ask_a_person(
 ) -> Asked:
     """File the candidate that a promotion waits for, and have one run of `promote-candidate` ask about it.
 
-    A model is asked about once as long as the same one is latest, however often a run arrives at it. ``served``: what is
-    latest now.
+    A model is asked about once as long as the same one is latest, however often a run arrives at it. ``served``: what
+    is latest now.
     """
     assert promotion.evidence is not None, "what a person decides about has evidence"
     found = Candidate(

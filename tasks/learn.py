@@ -36,6 +36,7 @@ from rollout_core.objects.records import Checkpoint, Scores
 from rollout_core.objects.snapshots import progress_ref
 from tasks import artifacts, connections, events
 from tasks.logs import StepLog, stage_logger, step_figures
+from tasks.rehearsing import current_rehearsal, rehearsal_remark
 from tasks.stage import StageRun, current_stage, stage
 
 
@@ -224,12 +225,13 @@ def grpo_update(
 
 
 def check_guards(settings: PPOSettings | GRPOSettings, checkpoint: Checkpoint, label: str) -> None:
-    """Raises Fatal where an update that was cached learned from what is past a bound that it was not made under."""
-    passed = settings.guards.passed(checkpoint.summary)
-    if passed is not None:
-        raise Fatal(
-            f"{passed}. {label.capitalize()} was trained earlier, without this bound; checkpoints before it stay"
-        )
+    """Raises Fatal where an update that was cached is past a bound that it was not made under; a plan says so."""
+    try:
+        settings.guards.check_done(checkpoint.summary, label.capitalize())
+    except Fatal as error:
+        if current_rehearsal() is None:
+            raise
+        rehearsal_remark(f"the run ends here: {error}")
 
 
 def _learn_on_policy(job: UpdateJob) -> Checkpoint:

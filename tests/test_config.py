@@ -2,6 +2,7 @@
 
 import inspect
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from pydantic import Field, TypeAdapter
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import (
     CONFIG_KINDS,
+    GRPOAlgorithm,
     GRPOSettings,
     InferBatchConfig,
     NightlyConfig,
@@ -152,6 +154,45 @@ def test_a_default_that_follows_from_other_keys_follows_from_overrides_too(given
     assert changed == parse_config({**GRPO, **given, **change}, GRPOSettings)
 
 
+SMALL_NIGHT = {
+    "schema_version": 1,
+    "model": {"uri": "m"},
+    "sft": {"dataset": {"path": "x"}, "optimizer": {"lr": 1e-3}},
+    "grpo": {"prompts": {"path": "x"}, "optimizer": {"lr": 1e-3}},
+    "evaluation": {"prompts": {"path": "x"}},
+}
+
+
+def test_a_table_of_which_some_keys_are_given_has_its_own_defaults_for_the_others():
+    night = parse_config(SMALL_NIGHT, NightlyConfig)
+    assert (night.run.name, night.evaluation.sampling.temperature) == ("nightly", 0.0)
+    change = {"run.tags": ["x"], "evaluation.sampling.max_tokens": 64}
+    for changed in (
+        parse_config(SMALL_NIGHT, NightlyConfig, overrides=change),
+        parse_config(apply_overrides(as_given(night), change), NightlyConfig),
+    ):
+        assert (changed.run.name, changed.run.tags) == ("nightly", ("x",))
+        assert (changed.evaluation.sampling.temperature, changed.evaluation.sampling.max_tokens) == (0.0, 64)
+
+
+def leaves(table: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def test_an_override_by_the_value_that_is_there_changes_nothing():
+    """Whatever is overridden, all else stays as it is."""
+    night = parse_config(SMALL_NIGHT, NightlyConfig)
+    whole = night.model_dump(mode="json")
+    for key, value in leaves(whole):
+        if value is not None and value != []:
+            changed = parse_config(apply_overrides(as_given(night), {key: value}), NightlyConfig)
+            assert changed.model_dump(mode="json") == whole, key
+
+
 def test_what_an_update_is_not_made_by_leaves_its_identity():
     """Bounds that end a run, and what becomes of samples that failed or groups that are short, which scores tell of."""
     plain = parse_config(GRPO, GRPOSettings)
@@ -162,6 +203,10 @@ def test_what_an_update_is_not_made_by_leaves_its_identity():
         {"guards": {"reward_hacking": {"prompts": {"path": "y"}}}},
     ):
         assert identity(parse_config({**GRPO, **change}, GRPOSettings)) == identity(plain), change
+    trained = {**GRPO, "base_model": {"uri": "m"}}
+    other = {"reward": {"kind": "exact_match", "ignore_case": True}}
+    same = [parse_config({**trained, **change}, GRPOAlgorithm) for change in ({}, other)]
+    assert identity(same[0]) == identity(same[1])
     held = {**GRPO, "kl_coef": 0.1}
     one, two = (identity(parse_config({**held, "guards": {"max_kl": bound}}, GRPOSettings)) for bound in (1.0, 2.0))
     assert one == two != identity(parse_config(held, GRPOSettings)), "without a bound nobody has measured it"
@@ -170,8 +215,10 @@ def test_what_an_update_is_not_made_by_leaves_its_identity():
 def test_losses_that_weigh_no_advantages_have_no_correction_and_no_kl_to_guard():
     teacher = {"distillation": {"teacher": {"uri": "t"}}}
     for loss, more in (("gkd", teacher), ("online_dpo", {})):
-        quantized = {"lora": {"r": 4, "quantization": "nf4"}, "async_depth": 1}
+        quantized = {"lora": {"r": 4, "quantization": "nf4"}}
         assert parse_config({**GRPO, **more, "loss": loss, **quantized}, GRPOSettings).correction is None
+        ahead = parse_config({**GRPO, **more, "loss": loss, "async_depth": 1}, GRPOSettings)
+        assert GRPOSettings.model_validate(ahead.model_dump(mode="json")) == ahead, "as a record of a run has it"
         with pytest.raises(ConfigError, match=f'a KL that loss = "{loss}" does not compute'):
             parse_config({**GRPO, **more, "loss": loss, "guards": {"max_kl": 1.0}}, GRPOSettings)
         with pytest.raises(ConfigError, match="has no use for correction"):

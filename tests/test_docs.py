@@ -78,11 +78,11 @@ def check_rollout(arguments: list[str]) -> None:
 def check_config(words: list[str], config: Path, parameters: dict[str, Any]) -> None:
     from flows.cli.common import parse_overrides
 
-    name = words[-1]
+    name = "nightly" if words == ["ops", "deploy"] else words[-1]
     if words in (["cloud", "doctor"], ["store", "bridge"]):  # a table that the page shows
         return
     path = Path("examples", f"{name}-tiny.toml") if config.name in OWN_FILES else config
-    kinds = {"infer batch": "infer-batch", "nightly": "nightly", "agent train": "train-agent"}
+    kinds = {"infer batch": "infer-batch", "nightly": "nightly", "agent train": "train-agent", "ops deploy": "nightly"}
     kinds["agent online"] = "learn-online"
     if name == "plan":  # of any kind, which the file says
         name = "nightly" if config.stem == "my" else config.stem
@@ -93,7 +93,9 @@ def check_config(words: list[str], config: Path, parameters: dict[str, Any]) -> 
 
 def check_make(arguments: list[str]) -> None:
     targets = re.findall(r"^([\w-]+):", (PROJECT / "Makefile").read_text(), re.MULTILINE)
-    assert set(arguments) <= set(targets)
+    given = {argument.partition("=")[0] for argument in arguments if "=" in argument}
+    assert given <= set(re.findall(r"^(\w+) \?=", (PROJECT / "Makefile").read_text(), re.MULTILINE))
+    assert {argument for argument in arguments if "=" not in argument} <= set(targets)
 
 
 def check_python(arguments: list[str]) -> None:

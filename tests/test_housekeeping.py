@@ -167,6 +167,15 @@ def test_what_stays_labels_promoted_late_and_unfinished(objects: ObjectStore, tm
     assert snapshots.get(first.states[0].id).label == "the one for the paper"
 
 
+def test_a_state_that_another_run_found_trained_is_the_newest_of_that_one_too(
+    objects: ObjectStore, tmp_path: Path
+) -> None:
+    first = Night(objects, tmp_path, "monday", name="monday")
+    SnapshotStore(objects).set_label(first.states[0].id, "tuesday/ppo-1", by_stage=True)
+    clean(objects, NOW.model_copy(update={"state_days": 0.0}))
+    assert [is_there(objects, state) for state in first.states] == [True, False, False, True]
+
+
 def test_results_that_nobody_used_for_long_go_with_their_models(objects: ObjectStore, tmp_path: Path) -> None:
     old, new = Night(objects, tmp_path, "old"), Night(objects, tmp_path, "new", name="other")
     for state in old.states:

@@ -276,7 +276,16 @@ def test_a_label_of_any_run_that_found_the_update_trained_is_no_persons(snapshot
     assert snapshots.set_label(saved.id, "tuesday/sft").is_kept_by_label, "somebody wants it kept"
     kept = snapshots.set_label(saved.id, "thursday/sft", by_stage=True)
     assert kept.label == "tuesday/sft" and kept.is_kept_by_label and "thursday" in kept.runs
+    again = snapshots.save(state, run_id="1", step=1, algorithm="sft", label="finished", meta={"run": "monday"})
+    assert (again.label, again.runs) == (kept.label, kept.runs), "it is made again where results were lost"
+    snapshots.set_label(saved.id, "friday/sft")
+    assert snapshots.set_label(saved.id, "friday/sft", by_stage=True).is_kept_by_label, "a person's word stands"
     assert snapshots.set_label(saved.id, None).label is None
+
+
+def test_any_meta_of_other_programs_is_left_alone(snapshots: SnapshotStore, state: Path) -> None:
+    saved = snapshots.save(state, run_id="1", step=1, algorithm="own", label="mine", meta={"stage_labels": 3})
+    assert (saved.runs, saved.stage_labels, saved.is_kept_by_label) == (set(), [], True)
 
 
 def test_an_existing_folder_is_not_restored_over(snapshots: SnapshotStore, state: Path) -> None:

@@ -204,7 +204,7 @@ def nightly(
     """Fine-tune, PPO, evaluate, promote, report."""
     with one_line_errors(debug):
         from flows.connections import connections
-        from rollout_core.config import NightlyConfig, apply_overrides, parse_config
+        from rollout_core.config import NightlyConfig, apply_overrides, as_given, parse_config
         from rollout_core.plans.learner_plan import plan_nightly
 
         parsed = load_run(config, NightlyConfig, parse_overrides(set_))
@@ -212,7 +212,7 @@ def nightly(
             learners = [name for name in ("sft", "rm", "dpo", "ppo", "grpo") if getattr(parsed, name) is not None]
             several = {f"{name}.parallel.nproc": nproc for name in learners}
             # The file is read once: it may have been edited since.
-            changed = apply_overrides(parsed.model_dump(mode="json"), several)
+            changed = apply_overrides(as_given(parsed), several)
             parsed = parse_config(changed, NightlyConfig, name="--nproc")
         facts = plan_nightly(parsed, Path.cwd(), connections(), keep=not dry_run)
         if dry_run:

@@ -193,6 +193,7 @@ class PolicyLearner:
             self.objects.set_ref(ref, self.objects.put_json(checkpoint.model_dump(mode="json")))
         else:
             logger.info("Update %d of %s was done before: model %s", iteration + 1, self._name, checkpoint.model.short)
+            self.settings.guards.check_done(checkpoint.summary, f"Update {iteration + 1}")
         self.start_from(checkpoint.model, checkpoint.train_state)
         return checkpoint
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
@@ -36,14 +35,13 @@ from rollout_core.base.determinism import RngState, capture_rng, restore_rng
 from rollout_core.base.errors import ConfigError, Recoverable
 from rollout_core.base.ids import canonical_json
 from rollout_core.models.architecture import adapter_weights, has_lora, merged_weights
-from rollout_core.models.deferred import StoredTensors, named_tensors, save_tensors, stored_tensors
+from rollout_core.models.deferred import named_tensors, save_tensors, stored_tensors
 from rollout_core.models.pretrained import MOST_FILE_BYTES, copy_tokenizer, load_whole
 from rollout_core.objects.snapshots import MODEL_FOLDER
 
 STATE_VERSION = 2
 METRICS_FILE = "metrics.jsonl"
-ADAPTER_FILE = "adapter.safetensors"
-TRAINED, MODULES, OPTIMIZER = "trained", "modules", "optimizer"
+ADAPTER, TRAINED, MODULES, OPTIMIZER = "adapter", "trained", "modules", "optimizer"
 MASTER = "_rollout_master"
 """Attribute of a parameter: its master (`masters`)."""
 _REMEDY = "Go on with what made it, or train from the start: run.refresh = true"
@@ -209,7 +207,7 @@ def write_state(state: StateCopy, folder: Path, *, tokenizer_from: Path) -> None
     model_folder.mkdir(parents=True)
     weights = dict(state.weights)
     if has_lora(state.model):
-        save_file(adapter_weights(weights), folder / ADAPTER_FILE)
+        save_tensors(adapter_weights(weights), folder, ADAPTER)
         weights = merged_weights(state.model, weights)
     state.model.save_pretrained(  # pyright: ignore[reportCallIssue]
         model_folder, state_dict=weights, max_shard_size=MOST_FILE_BYTES
@@ -267,16 +265,16 @@ def _saved_weights(model: Any, folder: Path) -> Mapping[str, Tensor]:
 
     Of a model with adapters only what is trained was saved apart; all else is as ``model`` has it.
     """
-    adapter_file = folder / ADAPTER_FILE
-    if adapter_file.exists() != has_lora(model):
-        there, here = ("with" if found else "without" for found in (adapter_file.exists(), has_lora(model)))
+    adapter = stored_tensors(folder, ADAPTER)
+    if bool(adapter) != has_lora(model):
+        there, here = ("with" if found else "without" for found in (adapter, has_lora(model)))
         raise ConfigError(f"train state is of a run {there} lora, this one is {here}. {_REMEDY}")
     model_folder = folder / MODEL_FOLDER
     kinds = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))["architectures"]
     if kinds != [type(model).__name__]:
         raise ConfigError(f"train state is of a {kinds[0]}, this run trains a {type(model).__name__}. {_REMEDY}")
-    if adapter_file.exists():
-        return ChainMap({}, StoredTensors(adapter_file), model.state_dict())  # pyright: ignore[reportArgumentType]
+    if adapter:
+        return ChainMap({}, adapter, model.state_dict())  # pyright: ignore[reportArgumentType]
     found = named_tensors(model, model_folder)
     return load_whole(type(model), model_folder, dtype=torch.float32).state_dict() if found is None else found
 

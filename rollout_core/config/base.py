@@ -7,10 +7,11 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rollout_core.base.errors import ConfigError
 from rollout_core.base.settings import refuse_credentials, without_passwords
@@ -29,6 +30,16 @@ class Settings(Described):
     identity_without_default: ClassVar[frozenset[str]] = frozenset()
     """Fields that came after results were kept: they stay out of the cache key while they have their default."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _tables_begin_from_their_defaults(cls, data: Any) -> Any:
+        """A table of which some keys are given has what its default here says for the others, as one without any has:
+        ``[evaluation.sampling] max_tokens = 64`` is greedy."""
+        if not isinstance(data, Mapping):
+            return data
+        partial = {name: given for name, given in _table_defaults(cls).items() if isinstance(data.get(name), Mapping)}
+        return {**data, **{name: {**given, **data[name]} for name, given in partial.items()}} if partial else data
+
     def cache_identity(self) -> Any:
         """What of this model enters a stage's cache key: by default the identities of all its fields."""
         return {
@@ -37,6 +48,17 @@ class Settings(Described):
             if name not in self.identity_without_default
             or getattr(self, name) != field.get_default(call_default_factory=True)
         }
+
+
+@cache
+def _table_defaults(model: type[BaseModel]) -> dict[str, dict[str, Any]]:
+    """What defaults of tables say that the tables' own keys do not."""
+    found = {
+        name: field.default for name, field in model.model_fields.items() if type(field.default) is field.annotation
+    }
+    tables = {name: default for name, default in found.items() if isinstance(default, BaseModel)}
+    given = {name: default.model_dump(mode="json", exclude_unset=True) for name, default in tables.items()}
+    return {name: keys for name, keys in given.items() if keys}
 
 
 def identity(value: Any) -> Any:

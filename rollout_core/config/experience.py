@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from rollout_core.base.errors import Fatal
 from rollout_core.config.base import DatasetSource, Settings
 from rollout_core.config.rewards import RewardSpec
 
@@ -98,6 +99,12 @@ class StopGuards(Settings):
                     "hold the policy closer to its start, or look at what the reward pays for"
                 )
         return None
+
+    def check_done(self, figures: Mapping[str, float], label: str) -> None:
+        """Raises Fatal where an update that was done before, perhaps without these bounds, is past one of them."""
+        passed = self.passed(figures)
+        if passed is not None:
+            raise Fatal(f"{passed}. {label} was trained earlier, without this bound; checkpoints before it stay")
 
 
 class Replay(Settings):

@@ -164,6 +164,11 @@ class OnPolicySettings(LearnerSettings):
         return True
 
     @property
+    def _drawn_before(self) -> bool:
+        """Whether earlier weights than those that learn have drawn some of what is learned from."""
+        return bool(self.async_depth) or self.replay is not None or self.partial_rollouts is not None
+
+    @property
     def known_steps_per_iteration(self) -> int | None:
         """As `steps_per_iteration`, but None where iterations have as many as there are whole groups."""
         return self.steps_per_iteration if self.partial_rollouts is None else None
@@ -179,6 +184,8 @@ class OnPolicySettings(LearnerSettings):
         # let an update be, or end the run.
         for name in ("curriculum", "replay", "partial_rollouts", "dynamic_sampling", "guards"):
             named.pop(name, None)
+        if self.skip_spikes is not None:
+            named["skip_spikes"]["of"] = "all iterations"  # before, steps of one were compared with each other
         named["failed"] = type(self).model_fields["failed"].default  # which keys have had in them
         return named
 
@@ -186,8 +193,8 @@ class OnPolicySettings(LearnerSettings):
     def _corrected_where_others_drew(self) -> OnPolicySettings:
         # The engine draws by weights that are whole, the learner computes with those of four bits.
         is_quantized = self.lora is not None and self.lora.quantization != "none"
-        drawn_before = self.async_depth or self.replay is not None or self.partial_rollouts is not None
-        if "correction" not in self.model_fields_set and self.weighs_advantages and (drawn_before or is_quantized):
+        is_other = self._drawn_before or (is_quantized and self.weighs_advantages)
+        if "correction" not in self.model_fields_set and is_other:
             # Beside `model_fields_set`: it stays a default, which another key may change (`as_given`).
             vars(self)["correction"] = ImportanceCorrection()
         return self
@@ -369,6 +376,8 @@ class GRPOSettings(OnPolicySettings):
             foreign |= {"overlong", "dynamic_sampling", "missing_eos_penalty", "beta"}
         if self.loss == "online_dpo":
             foreign |= {"max_tokens_per_microbatch"}
+        if self._drawn_before:
+            foreign -= {"correction"}  # which is on by default there, and in the keys of such updates
         fields = type(self).model_fields
         asked = [name for name in fields if name in foreign and getattr(self, name) != fields[name].default]
         if asked:
@@ -454,7 +463,7 @@ def _check_parts_join(settings: OnPolicySettings, max_tokens: int) -> None:
             f"{name} is {max_tokens}, and sampling.max_tokens {sampling.max_tokens}; expected a half, a third or "
             "another whole part of it"
         )
-    if settings.correction is None and settings.weighs_advantages:
+    if settings.correction is None:
         raise ValueError(
             "partial_rollouts need a correction, for earlier weights drew the first parts; give one, or none of both"
         )
@@ -480,14 +489,6 @@ def _check_parts_join(settings: OnPolicySettings, max_tokens: int) -> None:
         raise ValueError(
             "partial_rollouts and replay: the buffer knows one id of weights for all completions of an iteration; "
             "choose one"
-        )
-
-
-def check_parts(settings: GRPOSettings, reward_kind: str) -> None:
-    """Raises ValueError where parts of a reward are to be compared and it has none."""
-    if settings.reward_normalization == "each" and reward_kind != "composite":
-        raise ValueError(
-            f'reward_normalization = "each" needs the parts of a "composite" reward; this one is "{reward_kind}"'
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -17,6 +17,7 @@ from rollout_core.config.base import (
     RunInfo,
     Settings,
     StageTimeouts,
+    identity,
 )
 from rollout_core.config.inference import (
     BackendConfig,
@@ -35,7 +36,7 @@ from rollout_core.config.learning import (
     RewardModelSettings,
     SFTSettings,
 )
-from rollout_core.config.on_policy import GRPOSettings, PPOSettings, check_parts
+from rollout_core.config.on_policy import GRPOSettings, PPOSettings
 from rollout_core.config.promotion import PromotionConfig
 from rollout_core.config.rewards import ExactMatchReward, RewardSpec
 
@@ -50,6 +51,20 @@ class SFTAlgorithm(SFTSettings):
     """The model to train."""
 
 
+def _check_parts(settings: GRPOSettings, reward_kind: str) -> None:
+    """Raises ValueError where parts of a reward are to be compared and it has none."""
+    if settings.reward_normalization == "each" and reward_kind != "composite":
+        raise ValueError(
+            f'reward_normalization = "each" needs the parts of a "composite" reward; this one is "{reward_kind}"'
+        )
+
+
+def _with_any_reward(named: dict[str, Any]) -> dict[str, Any]:
+    """An update's identity with the default reward, which keys have had in them: what another one says is in the
+    scores."""
+    return {**named, "reward": identity(ExactMatchReward())}
+
+
 class PPOAlgorithm(PPOSettings):
     """`[algorithm] kind = "ppo"`."""
 
@@ -58,6 +73,9 @@ class PPOAlgorithm(PPOSettings):
     """The model to train, which is also the reference of the KL penalty."""
     reward: RewardSpec = ExactMatchReward()
     """What a completion earns."""
+
+    def cache_identity(self) -> Any:
+        return _with_any_reward(super().cache_identity())
 
 
 class GRPOAlgorithm(GRPOSettings):
@@ -69,9 +87,12 @@ class GRPOAlgorithm(GRPOSettings):
     reward: RewardSpec = ExactMatchReward()
     """What a completion earns."""
 
+    def cache_identity(self) -> Any:
+        return _with_any_reward(super().cache_identity())
+
     @model_validator(mode="after")
     def _a_reward_of_parts(self) -> GRPOAlgorithm:
-        check_parts(self, self.reward.kind)
+        _check_parts(self, self.reward.kind)
         return self
 
 
@@ -349,7 +370,7 @@ class NightlyConfig(TrainingRun, PlacedRun):
         if self.rm is not None and self.dpo is not None:
             raise ValueError("the table rm is for ppo and grpo; dpo learns from pairs itself")
         if self.grpo is not None:
-            check_parts(self.grpo, "model" if self.rm is not None else self.reward.kind)
+            _check_parts(self.grpo, "model" if self.rm is not None else self.reward.kind)
         return self
 
     @property

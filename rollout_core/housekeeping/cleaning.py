@@ -24,7 +24,7 @@ from rollout_core.objects import ObjectStore, Snapshot, SnapshotStore, TreeFile,
 from rollout_core.objects.files import EXPIRED_REFS, LET_GO_REFS, RESULT_REFS, RUN_RECORD_REFS, SNAPSHOT_REFS
 from rollout_core.objects.gc import GcReport, Scope, collect_garbage, named_ids
 from rollout_core.objects.leases import live_leases, unused_before
-from rollout_core.objects.snapshots import MODEL_FOLDER, PROGRESS_REFS, RUN_NAME, expire_ref
+from rollout_core.objects.snapshots import MODEL_FOLDER, PROGRESS_REFS, expire_ref
 from rollout_core.promotion.history import entries_by_ref, resources_with_history
 from rollout_core.store.sql.by_url import is_postgres
 from rollout_core.store.sql.sqlite import parse_url
@@ -194,17 +194,19 @@ def _set_before(objects: ObjectStore, folder: str, moment: float) -> list[str]:
 
 
 def _kept_states(newest_first: Iterable[Snapshot], rules: Retention, now: float) -> set[str]:
-    """Refs of the newest states of each run name and algorithm, and of the last one of each run of late."""
+    """Refs of the newest states of each run name and algorithm, and of the last one of each run of late. A state is of
+    all runs that trained it, or found it trained."""
     kept: set[str] = set()
     counts: dict[tuple[str, str, str], int] = defaultdict(int)
     runs: set[str] = set()
     for state in newest_first:
-        group = (str(state.meta.get(RUN_NAME, state.run_id)), state.algorithm, state.kind)
-        counts[group] += 1
+        groups = [(name, state.algorithm, state.kind) for name in state.runs or {state.run_id}]
+        for group in groups:
+            counts[group] += 1
         is_last = state.run_id not in runs
         runs.add(state.run_id)
         is_late = now - state.created_at.timestamp() < rules.state_days * _DAY
-        if counts[group] <= rules.keep_states or (is_last and is_late):
+        if any(counts[group] <= rules.keep_states for group in groups) or (is_last and is_late):
             kept.add(state.ref)
     return kept
 

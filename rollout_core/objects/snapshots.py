@@ -69,17 +69,20 @@ class Snapshot(BaseModel):
     @property
     def runs(self) -> set[str]:
         """Names of the runs that trained it, or found it trained."""
-        found = [
-            str(self.meta.get(RUN_NAME, "")),
-            *(label.partition("/")[0] for label in self.meta.get(STAGE_LABELS, ())),
-        ]
+        found = [str(self.meta.get(RUN_NAME, "")), *(label.partition("/")[0] for label in self.stage_labels)]
         return {name for name in found if name}
+
+    @property
+    def stage_labels(self) -> list[str]:
+        """Labels that runs gave it, those that found it trained as well."""
+        found = self.meta.get(STAGE_LABELS)
+        return [label for label in found if isinstance(label, str)] if isinstance(found, list) else []
 
     @property
     def is_kept_by_label(self) -> bool:
         """Whether somebody labelled it. The labels of pipelines are ``finished``, and RUN/ALGORITHM or
         RUN/ALGORITHM-ITERATION."""
-        if self.label in (None, FINISHED, *self.meta.get(STAGE_LABELS, ())):
+        if self.label in (None, FINISHED, *self.stage_labels):
             return False
         run = re.escape(str(self.meta.get(RUN_NAME, "")))
         return re.fullmatch(rf"{run}/[a-z]+(-\d+)?", self.label) is None
@@ -143,15 +146,18 @@ class SnapshotStore:
         """Save ``folder``; durable when this returns. The same bytes have the same id.
 
         Saving the same bytes again in the same run replaces the record, except that a label stays unless a new one is
-        given. Raises ConfigError for what a tree cannot hold, Conflict when the folder changes meanwhile.
+        given, and so do those of runs. Raises ConfigError for what a tree cannot hold, Conflict when the folder changes
+        meanwhile.
         """
         _check_kind(kind)
         canonical_json(meta)  # pydantic would quietly turn NaN into null
         paths = files_of(folder)
         snapshot_id, manifest, checks = identify(paths)
         ref = _ref(snapshot_id, run_id)
-        if label in (None, FINISHED) and (before := self._record(ref)) is not None and before.label is not None:
+        before = self._record(ref)
+        if label in (None, FINISHED) and before is not None and before.label is not None:
             label = before.label
+        by_runs = {STAGE_LABELS: before.stage_labels} if before is not None and before.stage_labels else {}
         snapshot = Snapshot(
             id=snapshot_id,
             kind=kind,
@@ -162,7 +168,7 @@ class SnapshotStore:
             algorithm=algorithm,
             files=self._objects.put_files(manifest, paths, checks),
             size_bytes=manifest.size_bytes,
-            meta=meta or {},
+            meta={**(meta or {}), **by_runs},
         )
         self._objects.set_ref(ref, self._objects.put_json(snapshot))
         return snapshot
@@ -288,12 +294,15 @@ class SnapshotStore:
         or RUN/ALGORITHM-ITERATION, does not replace a label that does; the record has it in any case.
         """
         snapshot = self.get(snapshot_id)
-        by_stages = [known for known in snapshot.meta.get(STAGE_LABELS, ()) if known != label]
-        by_stages += [label] if by_stage else []
+        labels = [known for known in snapshot.stage_labels if known != label]
+        is_a_persons = snapshot.is_kept_by_label
+        if by_stage and label is not None and not (is_a_persons and label == snapshot.label):
+            labels.append(label)
+        if by_stage and is_a_persons:
+            label = snapshot.label
         meta = {name: value for name, value in snapshot.meta.items() if name != STAGE_LABELS}
-        changed: dict[str, Any] = {"label": snapshot.label if by_stage and snapshot.is_kept_by_label else label}
-        changed["meta"] = meta | ({STAGE_LABELS: by_stages} if by_stages else {})
-        snapshot = snapshot.model_copy(update=changed)
+        meta |= {STAGE_LABELS: labels} if labels else {}
+        snapshot = snapshot.model_copy(update={"label": label, "meta": meta})
         self._objects.set_ref(snapshot.ref, self._objects.put_json(snapshot))
         return snapshot
 
@@ -445,8 +454,8 @@ def _ref(snapshot_id: ContentId, run_id: str) -> str:
 LATEST = "latest"
 RUN_NAME = "run"
 """Key of a snapshot's meta: the name of the run that saved it."""
-STAGE_LABELS = "labels"
-"""The same: labels that runs gave it, those that found it as well."""
+STAGE_LABELS = "stage_labels"
+"""The same: `Snapshot.stage_labels`."""
 
 
 def find_start(

@@ -439,7 +439,7 @@ def plan_nightly(
     plan = LearnerPlan(base, connections, trusts_notes=keep, run_name=config.run.name)
     plan.places()
     _placement(plan, config)
-    plan.no_resume(config.run, "a nightly run goes on by itself when it is started again, and starts from `model`")
+    plan.no_resume(config.run, "a nightly run goes on by itself when it is started again; leave it out")
     plan.known_model("model", config.model)
     plan.backend("backend", config.backend)
     plan.sft("sft", config.sft)

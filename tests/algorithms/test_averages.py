@@ -11,7 +11,7 @@ from updates import LORA, rows_of, sft_rows, sft_settings, update_context
 
 from rollout_core.algorithms.context import UpdateContext
 from rollout_core.algorithms.dataset_updates import sft_update
-from rollout_core.algorithms.state import ADAPTER_FILE, TRAINED
+from rollout_core.algorithms.state import ADAPTER, TRAINED
 from rollout_core.base.errors import ConfigError
 from rollout_core.config import BudgetConfig, HeldOutRows, JsonlDataset, SnapshotPolicy, identity
 from rollout_core.data.datasets import to_jsonl
@@ -78,7 +78,7 @@ def test_adapters_are_averaged_before_they_are_merged(tiny_model: Path, tmp_path
     lora = LORA.model_copy(update={"dropout": 0.0, "target_modules": ("q_proj",)})
     train(place, tiny_model, ema_decay=DECAY, lora=lora)
     *_, last = states(place, tmp_path / "states")
-    averages, weights = load_file(last / ADAPTER_FILE), load_file(last / f"{TRAINED}.safetensors")
+    averages, weights = load_file(last / f"{ADAPTER}.safetensors"), load_file(last / f"{TRAINED}.safetensors")
     assert {f"model.{name}" for name in averages} == weights.keys()
     assert not any(torch.equal(tensor, weights[f"model.{name}"]) for name, tensor in averages.items())
     base, merged = (load_causal_lm(folder).state_dict() for folder in (tiny_model, last / "model"))

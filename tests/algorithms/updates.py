@@ -298,7 +298,8 @@ UPDATES: dict[str, Callable[[UpdateContext, Path], Checkpoint]] = {
     "sft-chosen": sft_chosen,
     "ppo": ppo,
     "grpo": grpo,
-    "grpo-lora": partial(grpo, lora=LORA),
+    # Of six steps an iteration half are skipped, also by gradients of the iteration before.
+    "grpo-lora": partial(grpo, lora=LORA, skip_spikes=SpikeRule(factor=1.0001, after_steps=1)),
     "grpo-replay": partial(grpo, replay=Replay(groups=2), correction=ImportanceCorrection()),
     **{kind: partial(_preference, kind) for kind in KINDS},
     "orpo": partial(_preference, "dpo", loss="orpo"),
