@@ -542,7 +542,7 @@ def test_samples_and_rollouts_are_looked_for(filled: ObjectStore, address: str, 
         "by more than colour"
     )
     page.get_by_role("link", name="advantage", exact=True).press("Enter")
-    assert page.get_by_text("are not known: it is held out").count() == 1
+    page.get_by_text("are not known: it is held out").wait_for()  # a key that is pressed waits for no page
     page.goto(f"{address}/runs/{FIRST}/samples/0?label={quote(LEARNED)}")
     page.get_by_role("link", name="advantage", exact=True).click()
     styles = [each.evaluate("each => getComputedStyle(each).textDecorationStyle") for each in tokens.all()]
