@@ -107,9 +107,10 @@ def test_large_states_are_in_several_files_and_go_on_as_from_one(
 ):
     state = build(tiny_model, steps=2)
     save_state(state, tmp_path / "one", tokenizer_from=tiny_model)
-    for module in ("rollout_core.models.deferred", "rollout_core.algorithms.state"):
-        monkeypatch.setattr(f"{module}.MOST_FILE_BYTES", 2**17)
-    save_state(state, tmp_path / "many", tokenizer_from=tiny_model)
+    with monkeypatch.context() as smaller:
+        for module in ("rollout_core.models.deferred", "rollout_core.algorithms.state"):
+            smaller.setattr(f"{module}.MOST_FILE_BYTES", 2**17)
+        save_state(state, tmp_path / "many", tokenizer_from=tiny_model)
     files = contents(tmp_path / "many")
     parts = sorted(name for name in files if name.startswith("optimizer-"))
     assert len(parts) > 2 and parts[0] == f"optimizer-00001-of-{len(parts):05}.safetensors"
@@ -121,7 +122,6 @@ def test_large_states_are_in_several_files_and_go_on_as_from_one(
         restored = build(tiny_model)
         load_state(restored, tmp_path / name)
         train_one(restored)
-        monkeypatch.undo()
         save_state(restored, tmp_path / f"{name} ended", tokenizer_from=tiny_model)
         ends.append(contents(tmp_path / f"{name} ended"))
     assert ends[0] == ends[1]
