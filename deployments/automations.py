@@ -2,8 +2,8 @@
 
 `rollout ops install` brings the server's automations to what is written here; `make serve` installs what heals, where
 nothing of it is there.
-Creating automations has been seen to block a server on SQLite that is busy (PrefectHQ/prefect #23055): install while
-nothing runs, and probe the server afterwards, as `install` does.
+On SQLite, `prefect server start` of before 3.8.6 may stand still for good when an automation changes (PrefectHQ/prefect
+#23055); the servers that rollout starts do not (`flows.server_process`). `install` probes the server afterwards.
 """
 
 from __future__ import annotations
@@ -270,8 +270,9 @@ def install(client: SyncPrefectClient, found: Iterable[Change]) -> None:
         httpx.get(f"{PREFECT_API_URL.value()}/health", timeout=PROBE_SECONDS).raise_for_status()
     except httpx.TimeoutException as error:
         raise RolloutError(
-            "the Prefect server stopped answering while automations were installed, which happens to busy servers on "
-            "SQLite; restart it, and run `rollout ops install` again before work begins"
+            "the Prefect server stopped answering while automations were installed, which `prefect server start` on "
+            "SQLite does before Prefect 3.8.6 (`make serve` and PostgreSQL do not); restart it, and run `rollout ops "
+            "install` again"
         ) from error
     except httpx.TransportError as error:
         raise RolloutError(

@@ -6,6 +6,7 @@ lock file of the folder's server, in which the process says who it is and where 
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import json
@@ -14,8 +15,10 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Coroutine
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rollout_core.base.locks import try_exclusive
 from rollout_core.base.processes import ProcessName
@@ -59,13 +62,42 @@ def main() -> None:
     listening = Listening(str(ProcessName.of_this_process()), api_address(port))
     os.pwrite(lock, json.dumps(asdict(listening)).encode(), 0)
     threading.Thread(target=_end_with_last_user, args=[folder], name="rollout-server-users", daemon=True).start()
+    serve(port)
+
+
+def serve(port: int) -> None:
+    """Be Prefect's server, with what keeps one on SQLite from standing still, until SIGTERM."""
     gc.disable()
     threading.Thread(target=_collect_garbage, name="rollout-server-garbage", daemon=True).start()
+    update_automations_without_waiting()
 
     from prefect.cli import app
 
     sys.argv = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     app()
+
+
+def update_automations_without_waiting() -> None:
+    """Keep the event loop running while a changed automation is taken into memory.
+
+    Before 3.8.6 Prefect's server on SQLite stops its event loop there until it has a lock. A task of the same loop may
+    hold that, as the look at all triggers every few seconds does, and then the server stands still for good
+    (PrefectHQ/prefect #23055).
+    """
+    from prefect.server.events.models import automations
+
+    wait, updates = automations.run_coro_as_sync, set[asyncio.Task[Any]]()
+
+    def update(coroutine: Coroutine[Any, Any, Any]) -> None:
+        try:
+            task = asyncio.get_running_loop().create_task(coroutine)
+        except RuntimeError:
+            wait(coroutine)
+            return
+        updates.add(task)  # the loop itself would let go of it
+        task.add_done_callback(updates.discard)
+
+    automations.run_coro_as_sync = update
 
 
 def _collect_garbage() -> None:

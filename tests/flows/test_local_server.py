@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ import psutil
 import pytest
 
 from flows.connections import prefect_server
-from flows.server_process import LOCK
+from flows.server_process import LOCK, update_automations_without_waiting
 from rollout_core.base.errors import RolloutError
 from rollout_core.base.locks import exclusive
 from rollout_core.base.processes import ProcessName
@@ -121,6 +122,34 @@ with prefect_server(Path("prefect"), say=say, meanwhile=meanwhile) as url:
     print(url, flush=True)
     sys.stdin.readline()
 """
+
+
+@pytest.mark.timeout(120)
+def test_a_changed_automation_waits_for_the_others_and_the_server_does_not(monkeypatch: pytest.MonkeyPatch):
+    from prefect.server.events import triggers
+    from prefect.server.events.models import automations
+
+    monkeypatch.setattr(automations, "run_coro_as_sync", automations.run_coro_as_sync)  # as it was, afterwards
+    update_automations_without_waiting()
+    order = []
+
+    async def take_in(name: str) -> None:
+        async with triggers._automations_lock():
+            order.append(name)
+
+    async def server() -> None:
+        async with triggers._automations_lock():
+            automations.run_coro_as_sync(take_in("changed"))
+            await asyncio.sleep(0.01)
+            order.append("looked through")
+        while len(order) < 2:
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(triggers, "__automations_lock", None)  # of the next loop that asks for it
+    asyncio.run(server())
+    assert order == ["looked through", "changed"]
+    automations.run_coro_as_sync(take_in("without a loop"))
+    assert order[2:] == ["without a loop"]
 
 
 class Commands:

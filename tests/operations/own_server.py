@@ -88,8 +88,9 @@ def own_server(folder: Path, database: Path) -> Iterator[OwnServer]:
     log = logs.watch(folder / "server.log")
     with log.open("wb") as output:
         server = subprocess.Popen(
-            [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
-            env={**os.environ, **started.environment}, cwd=folder, stdout=output, stderr=output, start_new_session=True,
+            [sys.executable, "-c", f"from flows.server_process import serve; serve({port})"],
+            env={**os.environ, **started.environment, "PYTHONPATH": str(PROJECT)},
+            cwd=folder, stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip
     try:
         wait_for(lambda: _answers(started.api), "the server's start", seconds=180)

@@ -44,12 +44,13 @@ class Prober(threading.Thread):
 
     def run(self) -> None:
         connection = http.client.HTTPConnection(self._address, timeout=60)
-        while not self._done.is_set():
+        while True:  # at least once: what is asked may be answered before this thread runs
             started = time.perf_counter()
             connection.request("GET", f"{AGL}/health")
             connection.getresponse().read()
             self.seconds.append(time.perf_counter() - started)
-            time.sleep(0.005)
+            if self._done.wait(0.005):
+                break
         connection.close()
 
     def __enter__(self) -> Prober:
