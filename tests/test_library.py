@@ -71,7 +71,7 @@ async def test_every_rollout_of_the_loop_ends_after_as_many_attempts_as_it_neede
     assert attempts == {number: failed_once.get(number, ["succeeded"]) for number in range(8)}
 
 
-@pytest.mark.parametrize("script", ["own_loss", "own_algorithm"])
+@pytest.mark.parametrize("script", [pytest.param("own_loss", marks=pytest.mark.campaign), "own_algorithm"])
 def test_killed_in_training_it_ends_in_the_bytes_of_an_undisturbed_run(
     script, start_process, tiny_model, sorting_task, tmp_path
 ):

@@ -61,6 +61,7 @@ def in_child(folder: Path, *names: str, **environment: str) -> dict[str, str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     "machine", [AS_IT_IS, A_LESSER_MACHINE, A_USER_S_OWN], ids=["as it is", "lesser", "set otherwise"]
 )

@@ -40,6 +40,7 @@ def rollout(folder: Path, *arguments: str, **environment: str) -> subprocess.Com
     )
 
 
+@pytest.mark.campaign
 @pytest.mark.server
 def test_a_run_with_a_server_and_two_processes_of_its_own_works_in_the_projects_folder(
     project, tiny_model, sorting_task

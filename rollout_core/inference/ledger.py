@@ -48,6 +48,7 @@ BLOB_ATTRIBUTE = "rollout.completion.blob"
 GENERATOR_ATTRIBUTE = "rollout.completion.generator"
 ROW_ATTRIBUTE = "rollout.completion.row"
 CHUNK = 5_000
+LOOKED_UP_AT_ONCE = 64
 
 _held: set[str] = set()
 """Attempts that this process works on. Others of its own, which a failed release left behind, are nobody's."""
@@ -172,17 +173,28 @@ class SampleLedger:
     async def standing_of(self, rollouts: Iterable[Rollout], *, exclusive: bool) -> Standing:
         """Where samples stand whose rollouts were just looked at."""
         standing = Standing()
-        finished: dict[ContentId, Rollout] = {}
+        known = {cast(ContentId, rollout.rollout_id): rollout for rollout in rollouts}
+        standing.attempts = {
+            sample: rollout.attempt.sequence_id if isinstance(rollout, AttemptedRollout) else 0
+            for sample, rollout in known.items()
+        }
+        finished = {sample: rollout for sample, rollout in known.items() if rollout.status in ("succeeded", "failed")}
+        standing.done = await self._lines(finished)
+        standing.failed = {sample for sample in standing.done if finished[sample].status == "failed"}
+        standing.ended = {sample: finished[sample].end_time or 0.0 for sample in standing.done}
+        # What this generator has completed stays done while another one works on the sample, and after that.
+        hidden = [sample for sample in known if standing.attempts[sample] > 1 and sample not in standing.done]
+        for sample, (line, ended) in (await self._earlier_lines(hidden)).items():
+            standing.done[sample], standing.ended[sample] = line, ended
         underway: list[AttemptedRollout] = []
-        for rollout in rollouts:
-            sample = cast(ContentId, rollout.rollout_id)
-            attempted = isinstance(rollout, AttemptedRollout)
-            standing.attempts[sample] = rollout.attempt.sequence_id if attempted else 0
-            if rollout.status in ("succeeded", "failed"):
-                finished[sample] = rollout
-            elif rollout.status in ("preparing", "running") and attempted and not exclusive:
+        for sample, rollout in known.items():
+            if sample in standing.done:
+                continue
+            if rollout.status in ("preparing", "running") and isinstance(rollout, AttemptedRollout) and not exclusive:
                 underway.append(rollout)
             else:
+                # Also one that is finished: its completion is another generator's or cannot be read any more, or it
+                # failed for a passing reason.
                 standing.free.append(sample)
         signs = await self._signs_of_life(rollout.attempt for rollout in underway)
         stale_before = time.time() - self._stale_after_seconds
@@ -190,12 +202,6 @@ class SampleLedger:
             alive = max(rollout.attempt.start_time, signs.get(rollout.attempt.worker_id, 0.0)) >= stale_before
             alive = alive and not is_gone(rollout.attempt.worker_id) and not self._is_left_behind(rollout.attempt)
             (standing.busy if alive else standing.free).append(ContentId(rollout.rollout_id))
-        standing.done = await self._lines(finished)
-        standing.failed = {sample for sample in standing.done if finished[sample].status == "failed"}
-        standing.ended = {sample: finished[sample].end_time or 0.0 for sample in standing.done}
-        # A finished sample whose completion is another generator's or cannot be read any more is generated again, and
-        # so is one that failed for a passing reason.
-        standing.free += [sample for sample in finished if sample not in standing.done]
         return standing
 
     def _is_left_behind(self, attempt: Attempt) -> bool:
@@ -217,7 +223,7 @@ class SampleLedger:
     async def _lines(self, finished: Mapping[ContentId, Rollout]) -> dict[ContentId, bytes]:
         """The line of each finished sample that has one; of a failed sample, its last attempt's."""
         lines: dict[ContentId, bytes] = {}
-        blobs: dict[str, list[bytes]] = {}
+        blobs = _Blobs(self._objects)
         sample_ids = list(finished)
         for start in range(0, len(sample_ids), CHUNK):
             spans = await self._store.query_many_spans(sample_ids[start : start + CHUNK], name=COMPLETION_SPAN)
@@ -228,13 +234,28 @@ class SampleLedger:
                     counts = self._is_our_failure(span) and _made_by_last(span, rollout)
                 else:
                     counts = self._is_ours(span)
-                if not counts:
-                    continue
-                blob, row = str(span.attributes[BLOB_ATTRIBUTE]), int(span.attributes[ROW_ATTRIBUTE])  # pyright: ignore[reportArgumentType]
-                if blob not in blobs:
-                    blobs[blob] = await asyncio.to_thread(self._read_blob, blob)
-                if row < len(blobs[blob]):
-                    lines[sample] = blobs[blob][row]
+                if counts and (line := await blobs.line(span)) is not None:
+                    lines[sample] = line
+        return lines
+
+    async def _earlier_lines(self, sample_ids: Sequence[ContentId]) -> dict[ContentId, tuple[bytes, float]]:
+        """The line of each sample that this generator completed in any attempt, and when that ended."""
+        lines: dict[ContentId, tuple[bytes, float]] = {}
+        blobs = _Blobs(self._objects)
+
+        async def look_up(sample: ContentId) -> None:
+            spans = await self._store.query_spans(sample, name=COMPLETION_SPAN)
+            ours = [span for span in spans if self._is_ours(span)]
+            if not ours:
+                return
+            attempts = await self._store.query_attempts(sample)
+            ends = {item.attempt_id: item.end_time or 0.0 for item in attempts if item.status == "succeeded"}
+            for span in ours:
+                if span.attempt_id in ends and (line := await blobs.line(span)) is not None:
+                    lines[sample] = line, ends[span.attempt_id]
+
+        for start in range(0, len(sample_ids), LOOKED_UP_AT_ONCE):
+            await asyncio.gather(*map(look_up, sample_ids[start : start + LOOKED_UP_AT_ONCE]))
         return lines
 
     def _is_ours(self, span: Span) -> bool:
@@ -242,12 +263,6 @@ class SampleLedger:
 
     def _is_our_failure(self, span: Span) -> bool:
         return span.attributes.get(GENERATOR_ATTRIBUTE) == self._failing_generator
-
-    def _read_blob(self, blob: str) -> list[bytes]:
-        try:
-            return self._objects.get_bytes(ContentId(blob)).splitlines(keepends=True)
-        except (CorruptObject, MissingObject):
-            return []
 
     async def claim(
         self, sample_ids: Sequence[ContentId], standing: Standing, claimed: dict[ContentId, Attempt]
@@ -321,6 +336,27 @@ class SampleLedger:
         updates = [_status_update(attempt, "unfinished") for attempt in attempts]
         for start in range(0, len(updates), CHUNK):
             await self._store.update_many_attempts(updates[start : start + CHUNK], fenced=True)
+
+
+class _Blobs:
+    """Blobs of lines, each read once."""
+
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
+        self._lines: dict[str, list[bytes]] = {}
+
+    async def line(self, span: Span) -> bytes | None:
+        """The line that a span names; None where its blob cannot be read any more."""
+        blob, row = str(span.attributes[BLOB_ATTRIBUTE]), int(span.attributes[ROW_ATTRIBUTE])  # pyright: ignore[reportArgumentType]
+        if blob not in self._lines:
+            self._lines[blob] = await asyncio.to_thread(self._read, blob)
+        return self._lines[blob][row] if row < len(self._lines[blob]) else None
+
+    def _read(self, blob: str) -> list[bytes]:
+        try:
+            return self._objects.get_bytes(ContentId(blob)).splitlines(keepends=True)
+        except (CorruptObject, MissingObject):
+            return []
 
 
 _NAMED = {"rollout_id", "attempt_id", "status"}

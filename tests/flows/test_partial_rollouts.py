@@ -126,6 +126,7 @@ def test_parts_are_drawn_by_the_weights_they_name_and_a_killed_run_comes_to_the_
     assert train_grpo(parse_config(resumed, TrainGRPOConfig))["model"] == expected["model"]
 
 
+@pytest.mark.campaign
 @pytest.mark.server
 def test_parts_drawn_ahead_of_training_come_to_the_same_bytes_after_a_kill(
     tiny_model, sorting_task, tmp_path, prefect_server, monkeypatch, killed_and_run_again

@@ -537,6 +537,7 @@ def ends_of_iterations(steps: int) -> dict[int, ContentId]:
     return {snapshot.step // steps: snapshot.id for snapshot in found if snapshot.step % steps == 0}
 
 
+@pytest.mark.campaign
 @pytest.mark.server
 def test_killed_and_stopped_between_stored_states_a_run_comes_to_the_bytes_of_one_that_stores_all(
     tiny_model, sorting_task, tmp_path, start_process, prefect_server, monkeypatch

@@ -137,6 +137,7 @@ print(tune_prompt(load_config("run.toml", TunePromptConfig))["template"])
 """
 
 
+@pytest.mark.campaign
 def test_killed_in_the_middle_and_started_again_the_critic_is_not_asked_again(
     prefect_server: str, work: Path, start_process: Any
 ):

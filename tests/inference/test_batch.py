@@ -363,6 +363,29 @@ async def test_completions_of_another_generator_do_not_count_and_come_back_with_
     assert sorted(engine.asked) == sorted(batch.ids) and real.completions != trial.completions
     again = WatchedEngine(tiny)
     assert await batch.complete(again, generator="real") == real and again.asked == []
+    assert await batch.complete(again, generator="scripted") == trial and again.asked == []
+
+
+@pytest.mark.parametrize("ends", [False, True])
+async def test_what_one_generator_has_completed_stays_done_while_another_works_on_it(batch, tiny, ends):
+    first = await batch.complete(WatchedEngine(tiny), generator="first")
+    async with SqlLightningStore.from_url(batch.database) as store:
+        other = SampleLedger(store, batch.objects, worker_id="other", stale_after_seconds=60, generator="other")
+        standing = await other.standing(batch.ids, exclusive=False)
+        assert sorted(standing.free) == sorted(batch.ids) and not standing.done
+        claimed: dict = {}
+        await other.claim(batch.ids[:3], standing, claimed)
+        if ends:
+            failure = Answer(claimed[batch.ids[0]], b"{}\n", failure="refused")
+            assert all(await other.commit([failure, Answer(claimed[batch.ids[1]], line_of(batch, 1, "other"))]))
+            await other.release([claimed[batch.ids[2]]])
+        ours = SampleLedger(store, batch.objects, worker_id="ours", stale_after_seconds=60, generator="first")
+        standing = await ours.standing(batch.ids, exclusive=False)
+        assert standing.done.keys() == standing.ended.keys() == set(batch.ids) and all(standing.ended.values())
+        assert not standing.free and not standing.busy and not standing.failed
+        assert len((await other.standing(batch.ids, exclusive=False)).busy) == (0 if ends else 3)
+    again = WatchedEngine(tiny)
+    assert await batch.complete(again, generator="first") == first and again.asked == []
 
 
 # Who may commit

@@ -69,6 +69,7 @@ def program(tmp_path, before: str = "pass"):
     return file
 
 
+@pytest.mark.campaign
 @pytest.mark.engine
 def test_starting_vllm_flushes_no_handler_of_this_process_with_the_lock_of_logging_held(small, tmp_path, start_process):
     process = start_process(str(program(tmp_path, A_HANDLER_THAT_WAITS)), str(small.folder))

@@ -82,8 +82,10 @@ async def test_tokens_swaps_and_64_requests(small, other_small):
 
 @pytest.mark.parametrize(
     ("end", "told"),
-    [(psutil.Process.kill, "engine process died"), (psutil.Process.suspend, "gave no token for 8 s")],
-    ids=["killed", "hung"],
+    [
+        pytest.param(psutil.Process.kill, "engine process died", id="killed"),
+        pytest.param(psutil.Process.suspend, "gave no token for 8 s", id="hung", marks=pytest.mark.campaign),
+    ],
 )
 async def test_a_dead_or_hung_engine_is_a_passing_fault_of_which_nothing_is_left_and_is_started_again(
     small, caplog, others, end, told
@@ -109,6 +111,7 @@ async def test_a_dead_or_hung_engine_is_a_passing_fault_of_which_nothing_is_left
         assert not alive, "processes of the first engine"
 
 
+@pytest.mark.campaign
 async def test_samples_that_a_hung_engine_has_not_finished_are_taken_again_from_another(small, tmp_path, others):
     prompts = [f"sort {number} 3 1 =" for number in range(60)]
     whole, cut = (make_batch(tmp_path / name, small, prompts) for name in ("whole", "cut"))

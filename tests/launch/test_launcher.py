@@ -97,6 +97,7 @@ def ranks_of(process: psutil.Process) -> dict[int, psutil.Process]:
     return ranks
 
 
+@pytest.mark.campaign
 def test_a_killed_rank_is_named_nothing_is_left_and_the_next_run_ends_in_the_same_bytes(tiny_model, tmp_path):
     lines: list[str] = []
     steps: list[float] = []

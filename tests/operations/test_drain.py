@@ -347,7 +347,7 @@ def test_claims_of_a_batch_are_given_back_and_a_cancelled_one_is_cancelled(
         assert ended(worker, log, 40.0) == 0
 
 
-@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize("is_early", [pytest.param(False, marks=pytest.mark.campaign), True])
 def test_a_run_in_a_container_of_its_own_is_told_and_handed_back(
     machine: Machine, tiny_model, sorting_task, tmp_path, server_logs, is_early: bool
 ):

@@ -187,6 +187,7 @@ def test_tries_of_a_run_are_one_trace_of_flow_stages_and_batches(prefect_server,
     assert not [span for span in batches if span.parent == again.id], "nothing is done for what is cached"
 
 
+@pytest.mark.campaign
 @pytest.mark.server
 def test_dask_workers_go_on_with_the_trace_and_are_told(prefect_server, collector, tiny_model, tmp_path, start_process):
     dask = {"cluster": "distributed.LocalCluster", "options": {"n_workers": 1, "threads_per_worker": 2}}
