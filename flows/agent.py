@@ -33,6 +33,7 @@ from rollout_core.inference.folders import LocalFolder
 from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.objects.records import AgentRollouts, AgentSource, Checkpoint, Experience
 from rollout_core.plans.agent_plan import plan_agent
+from rollout_core.plans.plan import context_limit
 from tasks.agents import close_agents, collect_samples, enqueue_tasks, import_agent, run_agents
 from tasks.artifacts import draw_curve
 from tasks.connections import current_connections, objects, open_store, working_folder
@@ -144,7 +145,8 @@ def work_on(
     mode = chosen.pop("mode", "val")
     options = {"mode": mode, "label": label}
     chosen["draws"] = config.seed
-    enqueued = enqueue_tasks(tasks, model, source, config.agent, sampling, config.backend, **chosen, **options)
+    asked = {**chosen, **options, "limit": context_limit(config.backend)}
+    enqueued = enqueue_tasks(tasks, model, source, config.agent, sampling, config.backend, **asked)
     return run_agents(
         enqueued, source, config.agent, sampling, config.backend, config.runners, seed=config.seed, **options
     )

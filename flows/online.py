@@ -22,6 +22,7 @@ from rollout_core.inference.folders import LocalFolder
 from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.objects.records import AgentRollouts, Checkpoint, Experience
 from rollout_core.plans.agent_plan import plan_online
+from rollout_core.plans.plan import context_limit
 from tasks.agents import close_agents, collect_samples, enqueue_tasks, import_agent, run_agents
 from tasks.artifacts import draw_curve
 from tasks.connections import current_connections, objects, working_folder
@@ -220,7 +221,8 @@ class _Learning:
         config, source, sampling = self.config, self.source, self.config.algorithm.sampling
         assert source is not None and config.agent is not None, "the configuration says so"
         known = source, config.agent, sampling, config.backend
-        enqueued = enqueue_tasks(tasks, model, *known, draws=config.seed, mode="val", label=label)
+        limit = context_limit(config.backend)
+        enqueued = enqueue_tasks(tasks, model, *known, draws=config.seed, mode="val", limit=limit, label=label)
         return run_agents(enqueued, *known, config.runners, seed=config.seed, mode="val", label=label)
 
     def _report(self) -> Path:

@@ -20,6 +20,7 @@ from rollout_core.inference.folders import LocalFolder
 from rollout_core.objects.addresses import with_whole_ids
 from rollout_core.objects.records import AgentPrompt, AgentRollouts, AgentSource
 from rollout_core.plans.agent_plan import plan_prompt
+from rollout_core.plans.plan import context_limit
 from rollout_core.store.types import RolloutMode
 from tasks.agents import close_agents, enqueue_tasks, import_agent, run_agents, template_of
 from tasks.artifacts import draw_curve
@@ -183,6 +184,7 @@ class _Search:
             count=count,
             seed=seed,
             draws=config.seed,
+            limit=context_limit(config.backend),
             **options,
         )
         return run_agents(

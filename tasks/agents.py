@@ -49,7 +49,7 @@ def import_agent(agent: AgentConfig) -> AgentSource:
     return AgentSource(id=code.id, function=agent.function, code=code.file(objects))
 
 
-@stage(version=1, optional=("seed", "prompt"))
+@stage(version=1, optional=("seed", "prompt", "limit"))
 def enqueue_tasks(
     tasks: ContentId,
     model: ContentId,
@@ -65,13 +65,15 @@ def enqueue_tasks(
     draws: int = 0,
     mode: RolloutMode = "train",
     prompt: AgentPrompt | None = None,
+    limit: int | None = None,
     label: str = "",
 ) -> AgentTasks:
     """Turn task rows into rollouts of an agent. Enqueueing one twice is one rollout.
 
     ``first`` and ``count`` choose rows, going around the end of the file; with a ``seed`` each time around is in an
-    order of its own, which follows from it. Runs of other ``draws`` have rollouts of their own. With a ``prompt`` the
-    agent is to get that template.
+    order of its own, which follows from it. Runs of other ``draws`` have rollouts of their own, and so have those of
+    another ``limit``, the longest sequence that the engine takes: an agent is refused calls beyond it. With a
+    ``prompt`` the agent is to get that template.
     """
     objects = current_stage().objects
     rows = parse_rows(objects.get_bytes(tasks), f"tasks {tasks.short}", TaskRow)
@@ -84,6 +86,8 @@ def enqueue_tasks(
     decides = [model, source.id, *map(identity, (agent, sampling, backend)), mode, draws]
     if prompt is not None:
         decides.append(identity(prompt))
+    if limit is not None:
+        decides.append({"limit": limit})
     lines = []
     for place, row in enumerate(chosen, start=first):
         task = rows[row].task

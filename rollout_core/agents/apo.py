@@ -23,7 +23,9 @@ from typing import Any
 
 import openai
 from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletion
 
+from rollout_core.agents.adapters.ended import earned_reward
 from rollout_core.agents.adapters.messages import OpenAIMessages, TraceToMessages
 from rollout_core.agents.algorithm import (
     AGENT_KIND,
@@ -35,10 +37,10 @@ from rollout_core.agents.algorithm import (
     set_aside,
     wait_until_finished,
 )
-from rollout_core.agents.emitters import find_final_reward
 from rollout_core.base.errors import ConfigError, Recoverable, in_words
 from rollout_core.base.ids import content_id
 from rollout_core.config import TemplateSource
+from rollout_core.inference.endpoint import PASSING_STATUSES
 from rollout_core.store import EnqueueRolloutRequest, PromptTemplate, RolloutMode, Span
 
 logger = logging.getLogger(__name__)
@@ -48,7 +50,6 @@ ChatMessages = list[dict[str, str]]
 _SHOWN_CHARACTERS = 4_000
 """Of each rollout, what a critic gets to read."""
 _FIRST_WAIT_SECONDS = 0.5
-_PASSING = (openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError)
 
 _CRITIC = """\
 You review prompt templates for a program that works on tasks with a language model. You get the template that was used,
@@ -233,13 +234,25 @@ class PromptWriter:
                     temperature=self.temperature,
                     seed=seed,
                 )
+                if not isinstance(answer, ChatCompletion):  # the client hands on text that claims to be none
+                    raise _NoCompletion("its answer is no chat completion")
                 return (answer.choices[0].message.content or "") if answer.choices else ""
-            except _PASSING as error:
+            except (openai.APIError, json.JSONDecodeError, _NoCompletion) as error:
+                if isinstance(error, openai.APIStatusError) and not _may_pass(error.status_code):
+                    raise
                 logger.warning("%s: call %d of %s failed: %s", self.name, tried, model, type(error).__name__)
                 if tried == self.max_asks:
                     raise Recoverable(f"{model} did not answer in {tried} calls: {in_words(error)}") from error
                 await asyncio.sleep(_FIRST_WAIT_SECONDS * 2 ** (tried - 1))
         raise AssertionError("the last failing call raises")
+
+
+class _NoCompletion(Exception):
+    """A success without a completion, as gateways send it."""
+
+
+def _may_pass(status: int) -> bool:
+    return status in PASSING_STATUSES or status >= 500
 
 
 # By rollouts and an endpoint
@@ -477,13 +490,9 @@ class APO(Algorithm):
         adapter = self._adapter if isinstance(self._adapter, TraceToMessages) else TraceToMessages()
         return [
             Experience(
-                _finite(find_final_reward(spans.get(rollout_id, []))),
+                earned_reward(status[rollout_id], spans.get(rollout_id, [])),
                 status[rollout_id],
                 adapter.adapt(spans.get(rollout_id, [])),
             )
             for rollout_id in ids
         ]
-
-
-def _finite(reward: float | None) -> float | None:
-    return reward if reward is not None and math.isfinite(reward) else None

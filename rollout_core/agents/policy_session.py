@@ -6,7 +6,6 @@ import asyncio
 import logging
 import math
 import secrets
-import statistics
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from rollout_core.agents.adapters.ended import earned_reward, read_rollouts
 from rollout_core.agents.adapters.samples import adapt_rollouts
 from rollout_core.agents.adapters.tokens import SampleForm
 from rollout_core.agents.algorithm import (
@@ -26,7 +26,6 @@ from rollout_core.agents.algorithm import (
     set_aside,
     wait_until_finished,
 )
-from rollout_core.agents.emitters import find_final_reward
 from rollout_core.agents.proxy.server import LLMProxy
 from rollout_core.agents.session import POLICY, RESOURCE, PolicyServer, ServedPolicy
 from rollout_core.algorithms.context import UpdateContext
@@ -60,7 +59,6 @@ from rollout_core.store import (
     NamedResources,
     RolloutConfig,
     RolloutMode,
-    Span,
 )
 
 logger = logging.getLogger(__name__)
@@ -260,7 +258,7 @@ class Evaluation:
     """What came of held-out tasks."""
 
     mean_reward: float
-    """Of the rollouts that have a reward; NaN if none has."""
+    """Rollouts without a reward count as 0; NaN if none has one."""
     num_rollouts: int
     num_without_reward: int
 
@@ -347,19 +345,16 @@ class PolicySession:
             if sampling != self.sampling:
                 await self.load(self.serving, self.sampling)
         found = await self.rewards(ids)
-        mean = statistics.fmean(found.values()) if found else math.nan
+        mean = math.fsum(found.values()) / len(ids) if found else math.nan
         return Evaluation(mean, len(ids), len(ids) - len(found))
 
     async def rewards(self, rollout_ids: Sequence[str]) -> dict[str, float]:
-        """Final rewards of those rollouts' latest attempts that have a finite one."""
-        spans: dict[str, list[Span]] = {}
-        for start in range(0, len(rollout_ids), _CHUNK):
-            for span in await self.store.query_many_spans(rollout_ids[start : start + _CHUNK]):
-                spans.setdefault(span.rollout_id, []).append(span)
-        found = {rollout_id: find_final_reward(group) for rollout_id, group in spans.items()}
-        return {
-            rollout_id: reward for rollout_id, reward in found.items() if reward is not None and math.isfinite(reward)
-        }
+        """Those that the rollouts have earned, see `earned_reward`."""
+        found: dict[str, float] = {}
+        async for rollout_id, rollout, spans in read_rollouts(self.store, rollout_ids, chunk=_CHUNK):
+            if rollout is not None and (reward := earned_reward(rollout.status, spans)) is not None:
+                found[rollout_id] = reward
+        return found
 
     async def adapt(self, rollout_ids: Sequence[str]) -> Adapted:
         """Samples of the policy's calls."""

@@ -36,7 +36,8 @@ MAX_ERROR_BYTES = 64 * 2**10
 """Of an answer that only says what is wrong; what is beyond is not read."""
 MAX_TOLD = 300
 """Characters of what an endpoint says that are passed on."""
-_PASSING = frozenset({408, 425, 429})
+PASSING_STATUSES = frozenset({408, 425, 429})
+"""Besides 5xx."""
 _CONNECT_SECONDS = 10.0
 
 
@@ -201,7 +202,7 @@ class Endpoint:
     def _refuse(self, response: aiohttp.ClientResponse, body: bytes) -> None:
         """Raise for a status that another try would get again."""
         status, url = response.status, self._config.url
-        if status in _PASSING or status >= 500:
+        if status in PASSING_STATUSES or status >= 500:
             return
         message = self._message(body)
         if status in (401, 403):

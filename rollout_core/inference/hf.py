@@ -34,7 +34,8 @@ class TransformersEngine(GathersStream):
         self._policy = load_causal_lm(model.folder, self._config.dtype).to(probe_device()).eval()
         self._tokenizer = load_tokenizer(model.folder)
         ends = self._policy.generation_config.eos_token_id
-        self._end_ids = {self._tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+        # A base model's configuration may name none, and so may a tokenizer.
+        self._end_ids = {self._tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
         self._model = model
 
     @property

@@ -24,10 +24,10 @@ def completion(number: int, message: dict[str, Any], finish_reason: str = "stop"
 
 @contextmanager
 def scripted_chat(
-    answers: Sequence[dict[str, Any]] | Callable[[dict[str, Any]], dict[str, Any] | int],
+    answers: Sequence[dict[str, Any]] | Callable[[dict[str, Any]], dict[str, Any] | int | str],
 ) -> Iterator[str]:
     """The base URL of a server that gives ``answers`` in turn, as events where a stream is asked for; then errors. A
-    function answers each request, or gives the status of an error."""
+    function answers each request, or gives the status of an error, or the text of a gateway."""
     left = [] if callable(answers) else list(answers)
     lock = threading.Lock()
 
@@ -38,6 +38,8 @@ def scripted_chat(
                 answer = answers(request) if callable(answers) else left.pop(0) if left else 400
             if isinstance(answer, int):
                 return self._send(answer, "application/json", json.dumps({"error": {"message": "no more answers"}}))
+            if isinstance(answer, str):
+                return self._send(200, "text/html" if answer.startswith("<") else "application/json", answer)
             if not request.get("stream"):
                 return self._send(200, "application/json", json.dumps(answer))
             return self._send(200, "text/event-stream", "".join(_events(answer)))

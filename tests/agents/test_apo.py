@@ -6,16 +6,19 @@ import asyncio
 import logging
 import re
 from collections import Counter
+from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
 
+from rollout_core.agents import apo as apo_module
 from rollout_core.agents.agent import prompt_rollout
 from rollout_core.agents.apo import (
     APO,
     Candidate,
     Experience,
     MalformedAnswer,
+    PromptWriter,
     critic_messages,
     editor_messages,
     keep_best,
@@ -122,6 +125,22 @@ def test_bad_answers_are_asked_again_and_failing_calls_retried():
     assert "exactly ['task']" in endpoint.requests[-1]["messages"][3]["content"]
     assert "0 templates" in endpoint.requests[-1]["messages"][5]["content"]
     assert apo.history[0].number == 1 and "{task}" in apo.get_best_prompt().template
+
+
+@pytest.mark.parametrize("mishap", [408, 425, 429, 502, "<html>try later</html>", '{"choices": [', "[]"])
+def test_what_a_gateway_says_on_a_bad_day_is_asked_again(mishap, monkeypatch):
+    monkeypatch.setattr(apo_module, "_FIRST_WAIT_SECONDS", 0.01)
+    said = [mishap, completion(1, {"content": "Be polite."})]
+
+    async def ask(said: list[Any], max_asks: int = 2) -> str:
+        with scripted_chat(lambda request: said.pop(0)) as url:
+            async with AsyncOpenAI(base_url=url, api_key="k", max_retries=0) as client:
+                writer = PromptWriter(client, "critic", "editor", 0.0, max_asks, "apo")
+                return await writer.ask("critic", [{"role": "user", "content": "well?"}], 1)
+
+    assert asyncio.run(ask(said)) == "Be polite." and not said
+    with pytest.raises(Recoverable, match="critic did not answer in 2 calls"):
+        asyncio.run(ask([mishap] * 2))
 
 
 def test_without_one_usable_answer_the_seed_stays():

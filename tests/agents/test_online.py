@@ -18,6 +18,7 @@ import pytest
 
 from rollout_core.agents.adapters.samples import adapt_rollouts
 from rollout_core.agents.agent import rollout as rollout_agent
+from rollout_core.agents.emitters import emit_reward
 from rollout_core.agents.execution import SharedMemoryExecutionStrategy
 from rollout_core.agents.live import LiveRollouts, OnlineState, select, summarize
 from rollout_core.agents.online import OnlineLearning
@@ -151,7 +152,8 @@ def test_weights_that_are_no_better_are_refused_and_the_old_ones_answer_again(ti
     assert asked[0][1] == asked[1][1] != online.checkpoint.model == asked[1][0]
 
 
-def test_held_out_tasks_decide(tiny_model, tmp_path):
+@pytest.mark.parametrize(("worse", "tries"), [("lower", 3), ("fails", 1 + 2 * 3), ("fails after a reward", 3 * 3)])
+def test_held_out_tasks_decide(tiny_model, tmp_path, worse, tries):
     asked = Counter()
 
     @rollout_agent
@@ -160,7 +162,15 @@ def test_held_out_tasks_decide(tiny_model, tmp_path):
         if rollout.mode != "val":
             return reward(text)
         asked["val"] += 1
-        return 0.0 if asked["val"] > len(TASKS) else 1.0  # the new weights' rewards fall
+        if asked["val"] <= len(TASKS):
+            return 1.0
+        if worse == "lower":
+            return 0.0
+        if worse == "fails" and asked["val"] == len(TASKS) + 1:
+            return 1.0  # only this one's
+        if worse == "fails after a reward":
+            emit_reward(1.0)
+        raise ValueError("the new weights' answer leads nowhere")
 
     store = LightningStoreThreaded(InMemoryLightningStore())
     online = learner(tiny_model, tmp_path, max_updates=1)
@@ -168,7 +178,7 @@ def test_held_out_tasks_decide(tiny_model, tmp_path):
         serve(online, store, val=TASKS, agent=judged)
     [report] = online.history
     assert not report.is_promoted and online.checkpoint is None
-    assert asked["val"] == 2 * len(TASKS)
+    assert asked["val"] == len(TASKS) + tries
 
 
 def test_an_update_that_teaches_nothing_is_not_promoted_nor_tried_on_held_out_tasks(tiny_model, tmp_path):

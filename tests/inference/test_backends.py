@@ -42,7 +42,7 @@ def logits_of(policy, request: Request, completion: Completion) -> torch.Tensor:
         return policy(ids).logits[0, len(request.prompt_token_ids) - 1 : -1]
 
 
-def with_end_tokens(source: Path, target: Path, ends: list[int]) -> ModelRef:
+def with_end_tokens(source: Path, target: Path, ends: list[int] | None) -> ModelRef:
     """A copy of a model whose generation config names more tokens that end a completion."""
     shutil.copytree(source, target)
     path = target / "generation_config.json"
@@ -158,6 +158,13 @@ def test_every_end_token_of_the_generation_config_ends_a_completion(hf, tiny_mod
     [completion] = TransformersEngine(TransformersBackend(), model).generate([request])
     first = plain.token_ids.index(end)
     assert completion.token_ids == plain.token_ids[: first + 1] and completion.finish_reason == "stop"
+
+
+def test_a_model_that_names_no_end_token_ends_at_its_tokenizers(tiny_model, tokenizer, tmp_path):
+    model = with_end_tokens(tiny_model, tmp_path / "base", None)
+    asked = requests(tokenizer, SamplingParams(temperature=0.0, max_tokens=12, min_tokens=12))
+    found = TransformersEngine(TransformersBackend(), model).generate(asked)
+    assert all(len(one.token_ids) == 12 and tokenizer.eos_token_id not in one.token_ids for one in found)
 
 
 def test_a_stop_string_ends_the_completion_and_is_no_part_of_its_text(hf, tokenizer):

@@ -55,14 +55,20 @@ async def read_rollouts(
             yield rollout_id, rollouts.get(rollout_id), spans.get(rollout_id, [])
 
 
+def earned_reward(status: str, spans: Sequence[Span]) -> float | None:
+    """The final reward of a rollout that succeeded; None without a finite one. What others emitted on their way is no
+    outcome."""
+    reward = find_final_reward(spans) if status == "succeeded" else None
+    return reward if reward is not None and math.isfinite(reward) else None
+
+
 def freeze(rollout: Rollout, spans: Sequence[Span]) -> EndedRollout:
     """What a rollout and the spans of its latest attempt are now."""
-    reward = find_final_reward(spans) if rollout.status == "succeeded" else None
     return EndedRollout(
         rollout.rollout_id,
         rollout.status,
         rollout.attempt.attempt_id if isinstance(rollout, AttemptedRollout) else None,
-        reward if reward is not None and math.isfinite(reward) else None,
+        earned_reward(rollout.status, spans),
         [_name(span) for span in spans],
         _digest(spans),
     )

@@ -17,7 +17,13 @@ from rollout_core.agents.proxy.pools import Pool, Seat
 from rollout_core.agents.proxy.recording import Call
 from rollout_core.agents.proxy.upstreams import Upstream
 from rollout_core.base.settings import Redaction
-from rollout_core.inference.endpoint import MAX_ERROR_BYTES, MAX_HEADER_BYTES, environment_proxy, retry_after
+from rollout_core.inference.endpoint import (
+    MAX_ERROR_BYTES,
+    MAX_HEADER_BYTES,
+    PASSING_STATUSES,
+    environment_proxy,
+    retry_after,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +33,6 @@ _IDLE_SECONDS = 4.0
 """How long an unused connection stays open: less than at vLLM's server, which closes its own after five."""
 _LARGE_BYTES = 1 << 20
 """A larger body goes out piece by piece."""
-_PASSING = frozenset({408, 425, 429})
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.25, 8.0
 _KEPT_HEADERS = ("content-type", "retry-after", "x-request-id", "openai-processing-ms")
 """Of an answer's headers, those that the agent gets."""
@@ -190,7 +195,7 @@ class Forwarder:
             )
             if not 200 <= response.status < 300:
                 failed = await self._failed(upstream, response)
-                if response.status in _PASSING or response.status >= 500:
+                if response.status in PASSING_STATUSES or response.status >= 500:
                     raise _Passing(failed, retry_after(response))
                 raise failed
             first = await (response.content.readany() if is_stream(response) else _whole(response))
