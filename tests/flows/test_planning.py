@@ -25,6 +25,7 @@ from rollout_core.models import locating
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.overlay import overlaid
 from rollout_core.objects.records import EvalReport, Record, Scores
+from tasks.stage import Stage
 from tests.conftest import PROJECT
 from tests.plan.planning import TEMPLATE
 from tests.test_adapters import make_adapter
@@ -153,7 +154,14 @@ def test_every_kind_of_training_is_planned(kind: str, folder: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("example", ["train-lookup", "online-lookup"])
-def test_runs_of_agents_are_planned_as_their_examples_say(example: str, folder: Path):
+def test_runs_of_agents_are_planned_as_their_examples_say(example: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    keys, key_of = set(), Stage.key
+
+    def noted(stage: Stage[Any, Any], inputs: dict[str, Any]) -> Any:
+        keys.add((stage.name, inputs.get("limit"), key := key_of(stage, inputs)))
+        return key
+
+    monkeypatch.setattr(Stage, "key", noted)
     (folder / "examples").symlink_to(PROJECT / "examples")
     (folder / "tasks.jsonl").write_text('{"question": "?", "answer": "a", "records": {}}\n' * 20)
     shutil.copytree(folder / "model", folder / "chat-model")
@@ -173,6 +181,10 @@ def test_runs_of_agents_are_planned_as_their_examples_say(example: str, folder: 
             ("collect_samples", "grpo_update", "snapshot"), 2
         )
         assert not found["stages_follow"] and not found["not_known"]
+        CliRunner().invoke(app, [*asked, "--set", "backend.max_model_len=65", "--json"])
+        made = {limit: {key for name, of, key in keys if name == "enqueue_tasks" and of == limit} for limit in (64, 65)}
+        assert [len(found) for found in made.values()] == [4, 4]
+        assert made[64].isdisjoint(made[65]), "a call that is too long for one is answered with the other"
     else:
         assert not calls and found["stages_follow"]
         assert "time:        not known: stages follow" in shown and "what live agents do" in shown
