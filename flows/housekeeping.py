@@ -13,11 +13,12 @@ from rollout_core.base.settings import cache_bytes
 from rollout_core.config.retention import Retention
 from rollout_core.housekeeping.cleaning import Cleaned, clean, named_by_database
 from rollout_core.objects.local_trees import evict_local_trees
-from tasks.connections import cache_folder, current_connections, lock_folder, objects
+from tasks.connections import AGENT_LOGS, cache_folder, current_connections, lock_folder, objects
 from tasks.logs import stage_logger
 from tasks.stage import retry
 
 OLD_LOCK_SECONDS = 30 * 86400.0
+OLD_LOG_SECONDS = 30 * 86400.0
 
 
 @flow(name="housekeeping", flow_run_name="housekeeping", persist_result=False)
@@ -40,5 +41,6 @@ def _clean(rules: Retention, dry_run: bool) -> Cleaned:
     if not dry_run:
         sweep(lock_folder(), "*.lock", min_age_seconds=OLD_LOCK_SECONDS)
         sweep(cache_folder(), ".*.lock", min_age_seconds=OLD_LOCK_SECONDS)
+        sweep(cache_folder() / AGENT_LOGS, "*.log", min_age_seconds=OLD_LOG_SECONDS)
         evict_local_trees(cache_folder(), cache_bytes())
     return clean(objects(), rules, named_elsewhere=named, dry_run=dry_run)

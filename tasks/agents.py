@@ -287,7 +287,7 @@ class Sessions:
             if self._session is None or self._setting != setting:
                 await self._end()
                 store = await self._exits.enter_async_context(connections.open_store())
-                logs, say = connections.cache_folder() / "agent-logs", stage_logger().info
+                logs, say = connections.cache_folder() / connections.AGENT_LOGS, stage_logger().info
                 session = AgentSession(store, setting, policy=self.policy, log_folder=logs, say=say)
                 self._session = await self._exits.enter_async_context(session)
                 self._setting = setting

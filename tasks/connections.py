@@ -106,6 +106,10 @@ def database_url() -> str:
     return address
 
 
+AGENT_LOGS = "agent-logs"
+"""Below the cache: what agents print."""
+
+
 def cache_folder() -> Path:
     """Local folder for models fetched from the object store."""
     return locations().cache

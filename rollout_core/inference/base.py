@@ -97,6 +97,10 @@ class InferenceBackend(Protocol):
         """
         ...
 
+    def interrupt(self) -> None:
+        """End the stream under way soon, from another thread: nobody wants its outcomes any more."""
+        ...
+
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Completions of ``requests``, in their order. Raises Fatal where one fails."""
         ...
@@ -115,7 +119,10 @@ class InferenceBackend(Protocol):
 
 
 class GathersStream:
-    """`generate` in terms of `stream`; keeps its memory."""
+    """`generate` in terms of `stream`; keeps its memory, and needs no interruption."""
+
+    def interrupt(self) -> None:
+        """See `InferenceBackend`: one that asks for requests often, and soon has outcomes, notices by itself."""
 
     def rest(self) -> None:
         """See `InferenceBackend`."""

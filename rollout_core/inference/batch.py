@@ -423,6 +423,7 @@ class _Round:
             await self._lane.turn()
             while True:
                 await self._claim_ahead()
+                self._forget_finished_commits()
                 if not self._under_way and self._claiming is None:
                     break
                 for outcome in await self._lane.outcomes(timeout=min(commit_seconds, 5.0) if self._group else None):
@@ -488,4 +489,12 @@ class _Round:
         if len(self._commits) == COMMITS_AT_ONCE:
             await self._commits.popleft()
         group, self._group, self._group_began = self._group, [], time.monotonic()
-        self._commits.append(asyncio.create_task(self._run.commit(group)))
+        commit = asyncio.create_task(self._run.commit(group))
+        commit.add_done_callback(lambda _: self._lane.wake())
+        self._commits.append(commit)
+
+    def _forget_finished_commits(self) -> None:
+        """Raises what one of them raised: answers that the engine waits for may be long in coming."""
+        for commit in [commit for commit in self._commits if commit.done()]:
+            commit.result()
+            self._commits.remove(commit)

@@ -25,6 +25,8 @@ from rollout_core.models.bounded.tokenizing import Chat
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 UNLIMITED_TOKENS = 4096
 """Of a completion, where neither request nor backend knows a limit."""
+DEFAULT_TOKENS = 16
+"""Of a completion that is no chat's and of which nobody says a length: OpenAI's default, and vLLM's."""
 MOST_CHOICES = 256
 RULED = (
     "temperature",
@@ -132,7 +134,7 @@ class Ask:
                 "context_length_exceeded",
             )
         # A default is cut to what fits: the last turns of a long conversation have less room.
-        max_tokens = asked or min(room, most or room)
+        max_tokens = asked or min(room, most or (room if self.is_chat else DEFAULT_TOKENS))
         if self.params.min_tokens > max_tokens:
             raise ApiError(400, f"min_tokens is {self.params.min_tokens}, and max_tokens {max_tokens}", "min_tokens")
         return self.params.model_copy(update={"max_tokens": max_tokens})

@@ -28,7 +28,7 @@ class Lanes:
         self._changed = threading.Condition()
         self._pump: threading.Thread | None = None
         self._was_left = False
-        """The last lane was closed, so the stream ends."""
+        """The last lane was closed, so the stream ends; what is opened meanwhile gets the next one."""
 
     @property
     def max_model_len(self) -> int | None:
@@ -81,19 +81,21 @@ class Lanes:
                 self._lanes.remove(lane)
                 self._give_turn()
             last, pump = not self._lanes, self._pump
+            self._was_left = self._was_left or last
             self._changed.notify()
         if last and pump is not None and pump is not threading.current_thread():
+            self._backend.interrupt()
             pump.join()
 
     def _run(self) -> None:
         error: BaseException | None = None
-        self._was_left = False
+        with self._changed:
+            self._was_left = not self._lanes
         stream = self._backend.stream(self._requests())
         try:
             for outcome in stream:
                 with self._changed:
                     lane = self._owners.pop(outcome.key)
-                    self._was_left = self._was_left or not self._lanes
                     if self._was_left:
                         break
                 lane.deliver(outcome)
@@ -119,8 +121,7 @@ class Lanes:
     def _requests(self) -> Iterator[Request | None]:
         while True:
             with self._changed:
-                if not self._lanes:
-                    self._was_left = True
+                if self._was_left:
                     return
                 request = self._next()
                 if request is None and not self._owners:

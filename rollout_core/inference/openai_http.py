@@ -78,7 +78,7 @@ class OpenAIEngine(GathersStream):
 
     def stream(self, requests: Iterable[Request | None]) -> Iterator[Outcome]:
         waiting = iter(requests)
-        done: queue.SimpleQueue[Future[_Asked]] = queue.SimpleQueue()
+        self._done = done = queue.SimpleQueue[Future[_Asked] | None]()
         in_flight: set[Future[_Asked]] = set()
         exhausted, silent = False, 0
         try:
@@ -98,6 +98,8 @@ class OpenAIEngine(GathersStream):
                     future = done.get(timeout=POLL_SECONDS if paused else None)
                 except queue.Empty:
                     continue
+                if future is None:  # interrupted
+                    return
                 in_flight.remove(future)
                 asked = future.result()
                 silent = 0 if asked.answered else silent + 1
@@ -107,6 +109,10 @@ class OpenAIEngine(GathersStream):
         finally:
             for future in in_flight:
                 future.cancel()
+
+    def interrupt(self) -> None:
+        """See `InferenceBackend`: an answer may be as far away as its tries take."""
+        self._done.put(None)
 
     async def _complete(self, request: Request) -> _Asked:
         try:

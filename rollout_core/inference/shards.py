@@ -345,12 +345,18 @@ def _samples(objects: ObjectStore, engine: Engine, work: ShardWork) -> tuple[lis
 
 
 _idle_tokenizers: dict[Path, list[Any]] = {}
+_KEPT_TOKENIZERS = 2
+"""Folders, those used last: a worker that stays for weeks gets a new model every night."""
+_using_tokenizers = threading.Lock()
 
 
 @contextmanager
 def _tokenizer(folder: Path) -> Iterator[Any]:
     """The tokenizer of a folder, loaded once; for one thread at a time, as tokenizers are not thread-safe."""
-    idle = _idle_tokenizers.setdefault(folder, [])
+    with _using_tokenizers:
+        idle = _idle_tokenizers[folder] = _idle_tokenizers.pop(folder, [])
+        for unused in [*_idle_tokenizers][:-_KEPT_TOKENIZERS]:
+            del _idle_tokenizers[unused]
     try:
         tokenizer = idle.pop()
     except IndexError:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from batches import PARAMS, Batch, MoodyEngine, Ready, WatchedEngine, make_batch
@@ -386,6 +387,27 @@ async def test_what_one_generator_has_completed_stays_done_while_another_works_o
         assert len((await other.standing(batch.ids, exclusive=False)).busy) == (0 if ends else 3)
     again = WatchedEngine(tiny)
     assert await batch.complete(again, generator="first") == first and again.asked == []
+
+
+async def test_an_outcome_that_cannot_be_kept_ends_the_batch_though_the_next_ones_are_far_away(batch, tiny):
+    class Far(WatchedEngine):
+        interrupted = threading.Event()
+
+        def interrupt(self) -> None:
+            self.interrupted.set()
+
+        def finish(self, completion: Completion) -> Completion:
+            if self._made == 4:
+                assert self.interrupted.wait(60), "nobody left"
+            return completion
+
+    def full(progress: Progress) -> None:
+        if progress.done:
+            raise Fatal("too many failed")
+
+    batch.progress = SimpleNamespace(append=full)  # type: ignore[assignment]
+    with pytest.raises(Fatal, match="too many failed"):
+        await batch.complete(Far(tiny))
 
 
 # Who may commit

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
@@ -53,6 +55,19 @@ def test_token_ids_go_out_and_token_ids_and_logprobs_come_back(server, engine_of
     for request in asked:
         body = bodies[tuple(request.prompt_token_ids)]
         assert body["seed"] == request.seed and body["model"] == "served" and body["max_tokens"] == 64
+
+
+def test_nobody_waits_for_answers_that_nobody_wants(server, engine_of, tokenizer):
+    server.slow_seconds = 2.0
+    engine = engine_of(max_concurrency=2)
+    with ThreadPoolExecutor(1) as pool:
+        outcomes = pool.submit(lambda: list(engine.stream(requests(tokenizer))))
+        while not server.asked:
+            time.sleep(0.01)
+        engine.interrupt()
+        assert outcomes.result(60) == []
+    server.slow_seconds = 0.0
+    assert len(engine.generate(requests(tokenizer))) == 5, "the next stream is another one"
 
 
 def test_every_field_reaches_a_vllm_server_and_no_default_of_its_own_counts(server, engine_of, tokenizer):

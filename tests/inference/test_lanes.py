@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterable, Iterator
 
 import pytest
 from batches import PARAMS
 
 from rollout_core.data.samples import Completion
-from rollout_core.inference.base import Request
+from rollout_core.inference.base import GathersStream, Request
 from rollout_core.inference.lanes import Lane, Lanes
 
 
@@ -17,7 +18,7 @@ def requests(*keys: str) -> list[Request]:
     return [Request(key, [1], PARAMS, 0) for key in keys]
 
 
-class Echo:
+class Echo(GathersStream):
     """Completes what it is given in groups of what is there; notes the order of arrival."""
 
     batch_invariant = True
@@ -97,3 +98,43 @@ async def test_the_engine_serves_again_after_all_lanes_were_closed():
         lane.submit(requests("a"))
         assert await all_keys(lane, 1) == ["a"]
         await asyncio.to_thread(lane.close)
+
+
+class Far(GathersStream):
+    """Its second answer is as far away as its interruption, which waits until it is ``let``."""
+
+    def __init__(self) -> None:
+        self.let = threading.Event()
+        self.streams = 0
+        self._interrupted = threading.Event()
+
+    def interrupt(self) -> None:
+        self.let.wait()
+        self._interrupted.set()
+
+    def stream(self, given: Iterable[Request | None]) -> Iterator[Completion]:
+        self._interrupted.clear()
+        self.streams += 1
+        for request in given:
+            assert request is not None
+            yield Completion(request.key, [], [], "", "stop")
+            if self.streams == 1:
+                self._interrupted.wait()
+                return
+
+
+async def test_who_leaves_last_does_not_wait_for_answers_and_who_comes_meanwhile_gets_theirs():
+    backend = Far()
+    lanes = Lanes(backend)
+    lane = lanes.open()
+    lane.submit(requests("a", "b"))
+    assert await all_keys(lane, 1) == ["a"]
+    leaves = asyncio.create_task(asyncio.to_thread(lane.close))
+    while lanes._lanes:
+        await asyncio.sleep(0.001)
+    comes = lanes.open()
+    comes.submit(requests("c"))
+    backend.let.set()
+    await asyncio.wait_for(leaves, 30)
+    assert await all_keys(comes, 1) == ["c"] and backend.streams == 2
+    await asyncio.to_thread(comes.close)

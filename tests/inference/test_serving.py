@@ -125,6 +125,8 @@ async def test_tokens_are_those_of_the_backend(chatty):
 
 async def test_many_prompts_and_stop(chatty):
     async with serving(TransformersBackend(), chatty[0]) as (_, client):
+        short = await client.completions.create(model="policy", prompt="sort 1", extra_body={"ignore_eos": True})
+        assert short.usage is not None and short.usage.completion_tokens == 16, "OpenAI's default"
         answer = await client.completions.create(model="policy", prompt=["sort 1", "sort 2"], n=2, max_tokens=4)
         assert [choice.index for choice in answer.choices] == [0, 1, 2, 3] and answer.usage.completion_tokens <= 16
         whole = (await chat(client, max_tokens=24, seed=3)).choices[0].message.content
