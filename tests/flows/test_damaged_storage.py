@@ -118,8 +118,15 @@ def test_housekeeping_takes_old_results_but_not_completions_that_the_database_na
     before, long_ago = run(), time.time() - 20 * 86400
     for file in [*stored_files("refs"), *stored_files("cas")]:
         os.utime(file, (long_ago, long_ago))
+    logs = Path(os.environ["ROLLOUT_CACHE"], "agent-logs")
+    logs.mkdir(parents=True)
+    for name, days in (("runner-1-0.log", 31), ("runner-2-0.log", 29)):
+        (logs / name).write_text("what an agent printed")
+        os.utime(logs / name, (time.time() - days * 86400,) * 2)
     told = housekeeping(dry_run=True)
+    assert len(list(logs.iterdir())) == 2
     done = housekeeping()
+    assert [log.name for log in logs.iterdir()] == ["runner-2-0.log"]
     assert (told["results"], told["garbage"]["deleted_bytes"]) == (done["results"], done["garbage"]["deleted_bytes"])
     assert done["results"] > 0 and done["garbage"]["deleted_blobs"] > 0
     assert run() == before
