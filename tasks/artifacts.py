@@ -44,7 +44,8 @@ def draw_curve(
             axes.plot(range(1, len(values) + 1), values, label=name, linewidth=1.8, marker=marker, markersize=3)
         for name, level in (marks or {}).items():
             axes.axhline(level, linestyle="--", linewidth=1.0, color="grey")
-            axes.annotate(name, (1.0, level), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
+            place = {"xycoords": ("axes fraction", "data"), "xytext": (-3, 2), "textcoords": "offset points"}
+            axes.annotate(name, (1.0, level), **place, ha="right", va="bottom", fontsize=8)
         axes.grid(alpha=0.25)
         if len(series) > 1:
             axes.legend(frameon=False)
