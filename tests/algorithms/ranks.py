@@ -47,6 +47,7 @@ from rollout_core.config import (
     OptimizerConfig,
     ParallelConfig,
     Replay,
+    SpikeRule,
 )
 from rollout_core.data.datasets import to_jsonl
 from rollout_core.models.pretrained import copy_tokenizer, load_causal_lm
@@ -193,10 +194,15 @@ CASES = {
         {"replay": Replay(groups=1), "correction": ImportanceCorrection(), "epochs": 1},
         kinds=SHARING_ROWS,
     ),
+    "grpo, corrected over several steps": Case(grpo, {"correction": ImportanceCorrection()}, kinds=SHARING_ROWS),
+    "grpo, spikes left out": Case(grpo, {"skip_spikes": SpikeRule(factor=1.05, after_steps=2)}, kinds=("ddp",)),
     "grpo, online dpo": Case(grpo, {"loss": "online_dpo", "kl_coef": 0.0, "minibatch_size": 2}, kinds=SHARING_ROWS),
 }
 INTERRUPTED = tuple(
-    (kind, name) for name in ("sft", "sft, adapters", "ppo") for kind in KINDS if kind in CASES[name].kinds
+    (kind, name)
+    for name in ("sft", "sft, adapters", "ppo", "grpo, spikes left out")
+    for kind in KINDS
+    if kind in CASES[name].kinds
 )
 """Updates that are also left by some processes and taken up by others."""
 
