@@ -151,7 +151,7 @@ class LightningStore(Queries):
 
         ``repeated`` says that this ``claim_id`` was sent before. If that call did claim rollouts, those that are still
         in ``preparing`` under it are returned, and no more are claimed. A store whose data end with its process need
-        not remember claims: the server in front of it remembers for as long.
+        not remember claims: the server in front of it remembers the last ones.
         """
         return await self.dequeue_many_rollouts(limit=limit, worker_id=worker_id)
 

@@ -269,6 +269,21 @@ async def test_metrics_count_requests_by_operation(web):
     assert "some-id" not in text
 
 
+@pytest.mark.parametrize("error", [Recoverable("away"), Fatal("damaged")])
+async def test_metrics_are_shown_while_the_store_cannot_be_asked(server, web, monkeypatch, error):
+    async def fail():
+        raise error
+
+    async with web.get("/metrics") as reply:
+        assert 'rollout_store_records{kind="rollouts"} 0.0' in await reply.text()
+    monkeypatch.setattr(server.store, "statistics", fail)
+    await ask(web, "GET", f"{AGL}/health")
+    async with web.get("/metrics") as reply:
+        text = await reply.text()
+    assert reply.status == 200
+    assert "rollout_store_requests_total" in text and "rollout_store_records" not in text
+
+
 # Limits
 
 
@@ -381,10 +396,13 @@ def _is_held(server_port: int, connection: socket.socket) -> bool:
 
 
 class Cutter:
-    """A proxy that cuts the connection instead of passing on the first answers."""
+    """A proxy that cuts the connection instead of passing on the first answers, with ``words`` of its own if it has
+    any; then it may turn to another server."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, port_after_cut: int | None = None) -> None:
         self._port = port
+        self.port_after_cut = port_after_cut or port
+        self.words = b""
         self.num_to_cut = 0
         self.num_cut = 0
 
@@ -411,6 +429,8 @@ class Cutter:
             if self.num_to_cut and not is_probe:
                 self.num_to_cut -= 1
                 self.num_cut += 1
+                self._port = self.port_after_cut
+                writer.write(self.words)
                 break
             writer.write(data)
         writer.close()
@@ -456,6 +476,29 @@ async def test_writes_whose_answers_are_lost_are_done_once(cut, make):
     assert (await client.start_rollout("x")).input == "x"
     assert len(await store.query_rollouts()) == 7
     assert cutter.num_cut == 9
+
+
+GATEWAY_TIMEOUT = b"HTTP/1.1 504 Gateway Time-out\r\ncontent-type: text/html\r\ncontent-length: 13\r\n\r\n<html></html>"
+
+
+@pytest.mark.usefixtures("requests_fail_on_purpose")
+async def test_a_gateway_that_fails_does_not_say_that_nothing_was_done(make_server):
+    one, other = [await make_server() for _ in range(2)]
+    cutter = Cutter(one.port, other.port)
+    cutter.words = GATEWAY_TIMEOUT
+    await one.store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(3)])
+    async with LightningStoreClient(await cutter.start(), retry_delays=(0.01,)) as client:
+        cutter.num_to_cut = 1
+        assert len(await client.dequeue_many_rollouts(limit=1, worker_id="w")) == 1
+        assert len(await one.store.query_rollouts(status_in=["preparing"])) == 1
+        cutter.num_to_cut, cutter.port_after_cut = 1, one.port
+        with pytest.raises(UnknownOutcome):
+            await client.start_rollout("once")
+        assert len(await one.store.query_rollouts()) == 4
+        cutter.num_to_cut = 2
+        with pytest.raises(Recoverable, match=r"GET .*/statistics: the server answered 504: <html>"):
+            await client.statistics()
+    await cutter.stop()
 
 
 class LosingStore(ForwardingLightningStore):
@@ -518,6 +561,38 @@ async def test_a_claim_survives_the_server_that_made_it(server):
     assert len(await server.store.claim_rollouts("other", limit=2, repeated=True)) == 1
 
 
+async def test_a_claim_whose_tries_ran_out_is_what_the_next_dequeue_of_the_worker_gets(make_server):
+    one, other = [await make_server() for _ in range(2)]
+    cutter = Cutter(one.port, other.port)
+    await one.store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(4)])
+    async with LightningStoreClient(await cutter.start(), retry_delays=(0.01,)) as client:
+        cutter.num_to_cut = 2 * 2
+        assert await asyncio.gather(*[client.dequeue_rollout("w") for _ in range(2)]) == [None, None]
+        [lost, lost_too] = await one.store.query_rollouts(status_in=["preparing"])
+        [fresh] = await client.dequeue_many_rollouts(limit=1, worker_id="another")
+        found = [await client.dequeue_rollout("w") for _ in range(3)]
+        assert {rollout.rollout_id for rollout in found[:2]} == {lost.rollout_id, lost_too.rollout_id}
+        assert len({rollout.rollout_id for rollout in [*found, fresh]}) == 4
+    await cutter.stop()
+
+
+async def test_a_lost_answer_that_nothing_was_queued_is_not_taken_for_news(cut):
+    client, cutter, server = cut
+    cutter.num_to_cut = 6
+    assert await client.dequeue_rollout("w") is None
+    await server.store.enqueue_rollout(1, rollout_id="a")
+    assert (await client.dequeue_rollout("w")).rollout_id == "a"
+
+
+async def test_a_claim_repeated_after_its_rollout_was_queued_again_is_another_attempt(server):
+    await server.store.enqueue_rollout(1, rollout_id="a")
+    [first] = await server.store.claim_rollouts("key")
+    await server.store.update_rollout("a", status="requeuing")
+    [second] = await server.store.claim_rollouts("key", repeated=True)
+    assert second.attempt.attempt_id != first.attempt.attempt_id
+    assert list(await server.store.claim_rollouts("key", repeated=True)) == [second]
+
+
 @pytest.mark.usefixtures("requests_fail_on_purpose")
 async def test_a_write_that_must_not_be_repeated_is_refused_by_a_server_that_does_not_know(server, web):
     headers = {wire.KEY_HEADER: "k", wire.REPEATED_HEADER: "final"}
@@ -551,6 +626,32 @@ async def test_a_client_waits_a_tenth_of_a_second_or_as_long_as_it_takes(server,
         assert not waiting.done()
         await client.update_attempt(ids[0], "latest", status="failed")
         assert [rollout.rollout_id for rollout in await asyncio.wait_for(waiting, 5)] == ids
+
+
+@pytest.mark.parametrize("timeout", [None, 1e9])
+async def test_no_request_waits_for_ever(server, web, monkeypatch, timeout):
+    monkeypatch.setattr(wire, "LONGEST_WAIT_SECONDS", 0.05)
+    done, open_ = [await server.store.start_rollout(n) for n in range(2)]
+    await server.store.update_attempt(done.rollout_id, "latest", status="succeeded")
+    body = {"rollout_ids": [done.rollout_id, open_.rollout_id], "timeout": timeout}
+    async with asyncio.timeout(5), web.post(f"{AGL}/waits/rollouts", json=body) as reply:
+        assert [rollout["rollout_id"] for rollout in await reply.json()] == [done.rollout_id]
+        assert reply.headers[wire.UNFINISHED_HEADER] == "true"
+
+
+async def test_a_claim_is_remembered_however_many_spans_come(make_server, make):
+    server = await make_server(InMemoryLightningStore())
+    await server.store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(3)])
+    span = make.span(await server.store.start_rollout("spans")).model_dump()
+    async with aiohttp.ClientSession(server.endpoint) as web:
+        _, claimed = await ask(web, "POST", f"{AGL}/queues/rollouts/dequeue", json={}, headers={wire.KEY_HEADER: "k"})
+        for n in range(2_010):
+            headers = {wire.KEY_HEADER: f"spans-{n}"}
+            assert (await ask(web, "POST", f"{AGL}/spans/batch", json={"spans": [span]}, headers=headers))[0] == 201
+        headers = {wire.KEY_HEADER: "k", wire.REPEATED_HEADER: "true"}
+        assert (await ask(web, "POST", f"{AGL}/queues/rollouts/dequeue", json={}, headers=headers))[1] == claimed
+        headers = {wire.KEY_HEADER: "spans-2009"}
+        assert (await ask(web, "POST", f"{AGL}/queues/rollouts/dequeue", json={}, headers=headers))[0] == 422
 
 
 # Other processes, threads and loops

@@ -24,9 +24,9 @@ from rollout_core.store import (
     Span,
     SqlLightningStore,
 )
-from rollout_core.store.sql import group_commit, postgres as postgres_sessions
+from rollout_core.store.sql import group_commit, postgres as postgres_sessions, store as sql_store
 from rollout_core.store.sql.dialect import Transaction
-from rollout_core.store.sql.postgres_server import is_lost
+from rollout_core.store.sql.postgres_server import connect, is_lost
 from tests.store.forking import leave
 from tests.store.postgres import DATABASE, PostgresServer
 
@@ -157,6 +157,22 @@ async def test_notices_of_other_programs_are_passed_over(postgres, url, caplog):
     assert "is not of this store: 'hello'" in caplog.text
 
 
+@pytest.mark.parametrize("length", [55, 56, 63])
+async def test_a_schema_of_any_name_has_its_waiters_told(postgres, url, length):
+    schema = f"s{length:0>{length - 1}}"
+    postgres.run_sql(f"CREATE SCHEMA {schema}", DATABASE)
+    url = f"{url}&search_path={schema}"
+    try:
+        async with SqlLightningStore.from_url(url) as store, SqlLightningStore.from_url(url) as other:
+            rollout = await store.start_rollout(1)
+            waiting = asyncio.create_task(store.wait_for_rollouts(rollout_ids=[rollout.rollout_id]))
+            await asyncio.sleep(0.3)
+            await other.update_attempt(rollout.rollout_id, "latest", status="succeeded")
+            assert len(await asyncio.wait_for(waiting, 5)) == 1
+    finally:
+        postgres.run_sql(f"DROP SCHEMA {schema} CASCADE", DATABASE)
+
+
 async def test_waiting_asks_the_server_nothing(url):
     async with (
         SqlLightningStore.from_url(url, scan_debounce_seconds=60) as store,
@@ -180,6 +196,43 @@ async def test_waiting_asks_the_server_nothing(url):
         for id in ids:
             await other.update_rollout(id, status="cancelled")
         assert len(await asyncio.wait_for(waiting, 5)) == 300
+
+
+async def test_a_waiter_looks_again_when_the_notice_was_lost(url, monkeypatch):
+    monkeypatch.setattr(sql_store, "LOOK_SECONDS", 1.5)
+    async with SqlLightningStore.from_url(url) as store, SqlLightningStore.from_url(url) as other:
+        rollout = await store.start_rollout(1)
+        waiting = asyncio.create_task(store.wait_for_rollouts(rollout_ids=[rollout.rollout_id]))
+        await asyncio.sleep(0.3)
+        other._database._channel = "nobody_listens"
+        await other.update_attempt(rollout.rollout_id, "latest", status="succeeded")
+        assert len(await asyncio.wait_for(waiting, 10)) == 1
+
+
+async def test_a_process_knows_its_own_notices_by_no_number_that_another_may_get(url):
+    async with SqlLightningStore.from_url(url) as store, SqlLightningStore.from_url(url) as other:
+        mine, others = [await store.start_rollout(n) for n in range(2)]
+        await store.wait_for_rollouts(rollout_ids=[mine.rollout_id], timeout=0.1)
+        heard: list[str] = []
+        store._database._hooks = store._database._hooks._replace(on_finished=heard.extend)
+        await store.update_attempt(mine.rollout_id, "latest", status="succeeded")
+        await other.update_attempt(others.rollout_id, "latest", status="succeeded")
+        for _ in range(100):
+            await asyncio.sleep(0.02 if not heard else 0)
+        assert others.rollout_id in heard and mine.rollout_id not in heard
+        # A server that was started again gives out the numbers of sessions from the beginning.
+        pids = [writer._connection.info.backend_pid for writer in store._database._writers if writer._connection]
+        store._database._hear(psycopg.Notify("channel", '["another"]', pids[0]))
+        assert heard[-1] == "another"
+
+
+async def test_the_end_of_the_databases_machine_is_noticed(url):
+    for given, idle in ((url, "30"), (f"{url}&keepalives_idle=7", "7")):
+        with connect(given, 30) as connection:
+            settings = {option.keyword.decode(): (option.val or b"").decode() for option in connection.pgconn.info}
+        assert settings["keepalives_idle"] == idle
+        assert (settings["keepalives_interval"], settings["keepalives_count"]) == ("10", "3")
+        assert settings["tcp_user_timeout"] == "30000"
 
 
 # Fork and pickle

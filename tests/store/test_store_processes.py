@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from rollout_core.base.errors import ConfigError, Conflict, Fatal, Recoverable
-from rollout_core.store import AttemptedRollout, EnqueueRolloutRequest, SqlLightningStore
+from rollout_core.store import AttemptedRollout, EnqueueRolloutRequest, RolloutConfig, SqlLightningStore
 from rollout_core.store.sql.database import REVISIONS
 from tests.store.forking import leave
 
@@ -55,7 +55,8 @@ async def test_everything_acknowledged_survives_sigkill(url):
         acknowledged += [child.stdout.readline().split() for _ in range(500)]
         time.sleep(0.01 * turn)
         child.send_signal(signal.SIGKILL)
-        rest = child.communicate(timeout=30)[0]
+        rest = child.stdout.read()  # ``communicate`` would lose what ``readline`` has read ahead
+        child.communicate(timeout=30)
         # The kill may cut the last line short; only whole lines were acknowledged.
         acknowledged += [line.split() for line in rest.splitlines(keepends=True) if line.endswith("\n")]
     async with SqlLightningStore.from_url(url) as store:
@@ -244,6 +245,48 @@ async def test_a_pickled_store_opens_the_same_file(url):
 # Group commit
 
 
+@pytest.mark.parametrize("num_cancels", [1, 3])
+async def test_a_dequeue_gives_its_claim_back_however_often_it_is_cancelled(url, tmp_path, num_cancels):
+    async with SqlLightningStore.from_url(url) as store:
+        await store.enqueue_rollout(1, rollout_id="a")
+        other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        task = asyncio.create_task(store.dequeue_rollout("w"))
+        await asyncio.sleep(0.2)
+        for _ in range(num_cancels):
+            task.cancel()
+            await asyncio.sleep(0.02)
+        assert not task.done()
+        other.execute("ROLLBACK")
+        other.close()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await store.get_rollout_by_id("a")).status == "queuing"
+
+
+async def test_a_program_that_ends_waits_until_a_cancelled_dequeue_has_given_its_claim_back(url, tmp_path):
+    async def program() -> None:
+        store = SqlLightningStore.from_url(url)
+        await store.enqueue_rollout(1, rollout_id="a")
+        other = sqlite3.connect(tmp_path / "store.db", isolation_level=None, check_same_thread=False)
+        other.execute("BEGIN IMMEDIATE")
+        task = asyncio.create_task(store.dequeue_rollout("w"))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        await asyncio.sleep(0)  # next, ``asyncio.run`` cancels all that is left
+        threading.Timer(0.3, let_go, [other]).start()
+
+    def let_go(other: sqlite3.Connection) -> None:
+        other.close()
+        released.set()
+
+    released = threading.Event()
+    await asyncio.to_thread(asyncio.run, program())
+    assert released.is_set(), "the program waited"
+    async with SqlLightningStore.from_url(url) as store:
+        assert (await store.get_rollout_by_id("a")).status == "queuing"
+
+
 async def test_a_failing_call_spoils_nothing_it_shares_a_transaction_with(url):
     async with SqlLightningStore.from_url(url) as store:
         await store.enqueue_rollout(1, rollout_id="taken")
@@ -357,6 +400,26 @@ async def test_calls_that_wait_hold_up_no_reads_while_another_process_holds_the_
         for one in rollouts:
             await store.update_rollout(one.rollout_id, status="cancelled")
         await asyncio.gather(*waiting)
+
+
+@pytest.mark.parametrize("busy_timeout_seconds", [0.1, 30.0])
+async def test_reads_do_without_the_watchdog_while_another_process_holds_the_file(url, tmp_path, busy_timeout_seconds):
+    now = [1000.0]
+    settings = {"busy_timeout_seconds": busy_timeout_seconds, "clock": lambda: now[0]}
+    async with SqlLightningStore.from_url(url, **settings) as store:
+        await store.enqueue_rollout(1, rollout_id="a", config=RolloutConfig(timeout_seconds=10))
+        await store.dequeue_rollout()
+        now[0] += 11
+        other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        started = time.monotonic()
+        for _ in range(20):
+            assert (await store.get_rollout_by_id("a")).status == "preparing"
+        assert time.monotonic() - started < 8, "one look of the watchdog was waited for"
+        other.execute("ROLLBACK")
+        other.close()
+        now[0] += 11
+        assert (await store.get_rollout_by_id("a")).status == "failed"
 
 
 async def test_a_waiter_of_a_process_that_always_writes_sees_what_another_finished(url):

@@ -247,7 +247,7 @@ class LightningStoreClient(LightningStore):
         self, path: str, body: dict[str, Any], rollouts_of: Callable[[bytes], list[AttemptedRollout]]
     ) -> bytes | None:
         """The reply to a claim; None if there was none. A claim whose caller is cancelled is given back."""
-        claim = asyncio.ensure_future(self._post(path, body, "worker_id", Repeat.KNOWN))
+        claim = asyncio.ensure_future(self._transport.claim(wire.PREFIX + path, _json(body, "worker_id")))
         try:
             return await asyncio.shield(claim)
         except Recoverable as error:
@@ -265,7 +265,7 @@ class LightningStoreClient(LightningStore):
             if claimed:
                 await self.release_rollouts(claimed)
         except Recoverable as error:
-            logger.warning("the claim of a cancelled dequeue stands until its lease ends: %s", error)
+            logger.warning("the claim of a cancelled dequeue may stand until the next dequeue: %s", error)
 
     async def release_rollouts(self, claimed: Sequence[AttemptedRollout]) -> None:
         await self._post("/queues/rollouts/release", {"rollouts": list(claimed)}, "rollouts")

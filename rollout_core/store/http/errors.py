@@ -77,6 +77,10 @@ class Forbidden(ConfigError):
     """A request that a web page of others may have sent."""
 
 
+class FromBetween(Recoverable):
+    """A failure that is not in the server's words, such as a gateway's: the request may have been done all the same."""
+
+
 _STATUS = {
     Unprocessable: 422,
     TooLarge: 413,
@@ -140,7 +144,7 @@ def error_from(status: int, data: bytes, request: str) -> Exception:
     kind = _KINDS.get(body.error)
     if kind is None:
         text = f"{request}: the server answered {status}: {body.detail}"
-        return Recoverable(text) if status >= 500 else ConfigError(text)
+        return FromBetween(text) if status >= 500 else ConfigError(text)
     if kind.error in (MissingObject, CorruptObject):
         return kind.error(body.content_id or "", body.detail)
     if kind.error is ConfigError:

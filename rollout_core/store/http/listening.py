@@ -30,7 +30,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from rollout_core.base.errors import ConfigError
+from rollout_core.base.errors import ConfigError, Fatal, Recoverable
 from rollout_core.store.base import LightningStore
 from rollout_core.store.http import wire
 from rollout_core.store.http.errors import Forbidden, Unauthorized
@@ -383,6 +383,7 @@ def _is_local(host: bytes) -> bool:
 
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _COUNTS = ("total_rollouts", "total_attempts", "total_spans", "total_resources", "total_workers")
+_RECORDS = b"rollout_store_records"
 METRICS_PATH = "/metrics"
 MULTIPROCESS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 """Environment variable by which prometheus-client adds up the worker processes of one server."""
@@ -404,7 +405,7 @@ class Metrics:
             registry=self._registry,
         )
         self._held = Gauge(
-            "rollout_store_records",
+            _RECORDS.decode(),
             "Records in the store",
             ["kind"],
             registry=self._registry,
@@ -432,12 +433,18 @@ class Metrics:
             self._seconds.labels(operation).observe(time.perf_counter() - started)
 
     async def show(self, store: LightningStore) -> Response:
-        """The metrics page."""
-        for name, value in (await store.statistics()).items():
+        """The metrics page; without the numbers of records while the store cannot be asked."""
+        counts: Mapping[str, Any] = {}
+        with contextlib.suppress(Recoverable, Fatal):
+            counts = await store.statistics()
+        for name, value in counts.items():
             if name in _COUNTS and isinstance(value, int):
                 self._held.labels(name.removeprefix("total_")).set(value)
         registry = self._registry
         if os.environ.get(MULTIPROCESS_FOLDER):
             registry = CollectorRegistry()
             MultiProcessCollector(registry)
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        page = generate_latest(registry)
+        if not counts:  # older ones, possibly of another worker
+            page = b"".join(line for line in page.splitlines(keepends=True) if _RECORDS not in line)
+        return Response(page, media_type=CONTENT_TYPE_LATEST)

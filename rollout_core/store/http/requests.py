@@ -56,7 +56,7 @@ def endpoint_of(store: LightningStore, route: Route, limits: BodyLimits, memo: M
                     "the connection was lost while this was sent, and this server does not know whether it was done; "
                     "look before you repeat it"
                 )
-            return await memo.once(call.key, call.digest, lambda: answer(store, route, call, lane))
+            return await memo.once(call.key, call.digest, lambda: answer(store, route, call, lane), route.in_bulk)
         except ClientDisconnect:
             return Response(status_code=400)  # nobody is there to read it
         except Exception as error:  # noqa: BLE001 - every error becomes a reply
@@ -303,34 +303,47 @@ class _Entry(NamedTuple):
     request: bytes
 
 
+class _Share:
+    """The entries of a memo, in order of their start, that make room only for each other."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, _Entry] = {}
+        self.num_bytes = 0
+
+
 class Memo:
     """Replies by idempotency key, of one process; forgotten after a while, or when they are too many or too large.
 
-    Each key is bound to the request that it came with first.
+    Each key is bound to the request that it came with first. Calls that are sent in bulk have a share of their own.
     """
 
     def __init__(self, *, keep_seconds: float = 300.0, max_entries: int = 2_000, max_bytes: int = 32 << 20) -> None:
         self._keep_seconds = keep_seconds
         self._max_entries = max_entries
         self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._entries: dict[str, _Entry] = {}
+        self._shares = _Share(), _Share()
 
     def known(self, key: str) -> bool:
         """Whether a call of this key was begun here."""
-        return key in self._entries
+        return self._entry(key) is not None
 
-    async def once(self, key: str, request: bytes, call: Callable[[], Awaitable[Response]]) -> Response:
+    def _entry(self, key: str) -> _Entry | None:
+        return next((share.entries[key] for share in self._shares if key in share.entries), None)
+
+    async def once(
+        self, key: str, request: bytes, call: Callable[[], Awaitable[Response]], in_bulk: bool = False
+    ) -> Response:
         """The reply to the call of this key: of the first one, should there be several.
 
         ``request`` tells one request from another. A key that comes with another request than before raises
         Unprocessable: the reply it would get is not to what it asks, and what it asks would not be done. A call that
         raises is forgotten: it has changed nothing, or does not know. A client that goes away does not stop a call.
         """
-        entry = self._entries.get(key)
+        entry = self._entry(key)
         if entry is None:
-            task = asyncio.create_task(self._run(key, call))
-            entry = self._entries[key] = _Entry(task, time.monotonic(), request)
+            share = self._shares[in_bulk]
+            task = asyncio.create_task(self._run(share, key, call))
+            entry = share.entries[key] = _Entry(task, time.monotonic(), request)
         elif entry.request != request:
             raise Unprocessable(
                 f"{wire.KEY_HEADER} {key!r:.80} was sent with another request before; a key stands for one request, "
@@ -338,23 +351,23 @@ class Memo:
             )
         return await asyncio.shield(entry.task)
 
-    async def _run(self, key: str, call: Callable[[], Awaitable[Response]]) -> Response:
+    async def _run(self, share: _Share, key: str, call: Callable[[], Awaitable[Response]]) -> Response:
         try:
             reply = await call()
         except BaseException:
-            del self._entries[key]
+            del share.entries[key]
             raise
-        self._num_bytes += len(reply.body)
-        self._forget_old()
+        share.num_bytes += len(reply.body)
+        self._forget_old(share)
         return reply
 
-    def _forget_old(self) -> None:
+    def _forget_old(self, share: _Share) -> None:
         # In order of their start, so only the oldest need a look. One still running is not forgotten.
         horizon = time.monotonic() - self._keep_seconds
-        while self._entries:
-            key, entry = next(iter(self._entries.items()))
-            full = len(self._entries) > self._max_entries or self._num_bytes > self._max_bytes
+        while share.entries:
+            key, entry = next(iter(share.entries.items()))
+            full = len(share.entries) > self._max_entries or share.num_bytes > self._max_bytes
             if not entry.task.done() or not (full or entry.started < horizon):
                 break
-            del self._entries[key]
-            self._num_bytes -= len(entry.task.result().body)
+            del share.entries[key]
+            share.num_bytes -= len(entry.task.result().body)

@@ -79,6 +79,8 @@ class Route:
     """Whether the body may be missing."""
     remembered: bool = True
     """Whether the reply is kept for a client that may ask again; too costly for what can simply be asked again."""
+    in_bulk: bool = False
+    """Whether there are so many of it that its replies would push others out of the server's memory."""
     read: Callable[[bytes], Any] | None = field(init=False)
     """Makes the body's bytes what is taken; raises ValidationError."""
     lists: frozenset[str] = field(init=False)
@@ -211,16 +213,18 @@ async def _release_rollouts(store: LightningStore, call: Call) -> Any:
 
 @_handle(
     "POST /waits/rollouts",
-    "Wait until rollouts are finished, or for so many seconds; those that are finished.",
+    "Wait until rollouts are finished, or for so many seconds, at most 20; those that are finished.",
     takes=wire.WaitRequest,
     gives=wire.Rollouts,
     remembered=False,
 )
 async def _wait_for_rollouts(store: LightningStore, call: Call) -> Any:
-    timeout = call.body.timeout
+    given = call.body.timeout
+    # Bounded, because nothing ends the wait of a client that has gone.
+    seconds = wire.LONGEST_WAIT_SECONDS if given is None else min(given, wire.LONGEST_WAIT_SECONDS)
     started = time.monotonic()
-    finished = await store.wait_for_rollouts(rollout_ids=call.body.rollout_ids, timeout=timeout)
-    if timeout is not None and time.monotonic() - started >= timeout:
+    finished = await store.wait_for_rollouts(rollout_ids=call.body.rollout_ids, timeout=seconds)
+    if time.monotonic() - started >= seconds:
         call.reply_headers[wire.UNFINISHED_HEADER] = "true"
     return finished
 
@@ -368,7 +372,14 @@ _pass(
 # Spans
 
 
-@_handle("POST /spans", "Store one span; null if it is a duplicate.", takes=Span, gives=Span | None, status=201)
+@_handle(
+    "POST /spans",
+    "Store one span; null if it is a duplicate.",
+    takes=Span,
+    gives=Span | None,
+    status=201,
+    in_bulk=True,
+)
 async def _add_span(store: LightningStore, call: Call) -> Any:
     return await store.add_span(call.body)
 
@@ -379,6 +390,7 @@ async def _add_span(store: LightningStore, call: Call) -> Any:
     takes=wire.SpansRequest,
     gives=wire.SpansReply,
     status=201,
+    in_bulk=True,
 )
 async def _add_spans(store: LightningStore, call: Call) -> Any:
     is_new = await store.add_encoded_spans(call.body.encoded())

@@ -24,7 +24,7 @@ from yarl import URL
 from rollout_core.base.errors import ConfigError, Recoverable, UnknownOutcome
 from rollout_core.base.settings import without_password
 from rollout_core.store.http import wire
-from rollout_core.store.http.errors import error_from
+from rollout_core.store.http.errors import FromBetween, error_from
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,22 @@ class TransportSettings:
             raise ConfigError(f"server address is {without_password(self.server_address)!r}; expected http://host:port")
 
 
+class _Key:
+    """Names a write in all its tries."""
+
+    __slots__ = ("may_be_done", "text")
+
+    def __init__(self) -> None:
+        self.text = secrets.token_hex(16)
+        self.may_be_done = False
+
+    def headers(self, repeat: Repeat) -> dict[str, str]:
+        if repeat is Repeat.HARMLESS:
+            return {}
+        repeated = "final" if repeat is Repeat.MATTERS else "true"
+        return {wire.KEY_HEADER: self.text, **({wire.REPEATED_HEADER: repeated} if self.may_be_done else {})}
+
+
 class Reply:
     """A success: its body and headers."""
 
@@ -81,6 +97,7 @@ class _NoAnswer(Exception):
 
     def __init__(self, cause: Exception, sent: bool) -> None:
         super().__init__(f"{type(cause).__name__}: {cause}".rstrip(": "))
+        self.cause = cause
         self.sent = sent
 
 
@@ -111,6 +128,8 @@ class Transport:
         self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = (
             weakref.WeakKeyDictionary()
         )
+        self._unanswered: dict[tuple[str, bytes], list[_Key]] = {}
+        """Of claims that were given up after a try that may have been done, by path and body."""
         _transports.add(self)
 
     async def get(self, path: str) -> bytes:
@@ -121,30 +140,45 @@ class Transport:
         """The answer to a request with a body."""
         return (await self.send("POST", path, data, repeat)).data
 
-    async def send(self, method: str, path: str, data: bytes | None, repeat: Repeat) -> Reply:
+    async def claim(self, path: str, data: bytes) -> bytes:
+        """``post`` for claims: what one may have claimed that got no answer, the next one like it asks for."""
+        while True:
+            key = _Key()
+            with contextlib.suppress(LookupError):
+                key = self._unanswered[path, data].pop()
+            was_lost = key.may_be_done
+            try:
+                found = (await self.send("POST", path, data, Repeat.KNOWN, key)).data
+            except Exception:
+                if key.may_be_done:
+                    self._unanswered.setdefault((path, data), []).append(key)
+                raise
+            # A lost answer that there was nothing is remembered as well, and says nothing of now.
+            if not was_lost or found not in (b"[]", b"null"):
+                return found
+
+    async def send(self, method: str, path: str, data: bytes | None, repeat: Repeat, key: _Key | None = None) -> Reply:
         """Send a request until it is answered or the tries are used up.
 
         Raises the error that the server answers, and Recoverable if it does not answer.
         """
-        headers = dict(self._headers)
-        if repeat is not Repeat.HARMLESS:
-            headers[wire.KEY_HEADER] = secrets.token_hex(16)
+        key = key or _Key()
         delays = iter(self.settings.retry_delays)
         while True:
             try:
-                return await self._send_once(method, path, data, headers)
+                return await self._send_once(method, path, data, {**self._headers, **key.headers(repeat)})
             except _NoAnswer as error:
                 failure: Exception = error
-                may_be_done = error.sent
+                key.may_be_done |= error.sent
             except Recoverable as error:
                 # Any other kind of it says that nothing was done.
                 failure = error
-                may_be_done = isinstance(error, UnknownOutcome)
-                if repeat is Repeat.MATTERS and (may_be_done or wire.REPEATED_HEADER in headers):
+                key.may_be_done |= isinstance(error, UnknownOutcome)
+                if repeat is Repeat.MATTERS and key.may_be_done:
                     raise
-            if may_be_done and repeat is not Repeat.HARMLESS:
-                headers[wire.REPEATED_HEADER] = "final" if repeat is Repeat.MATTERS else "true"
             if not await self._wait_until_healthy(delays):
+                if isinstance(failure, _NoAnswer) and isinstance(failure.cause, FromBetween):
+                    failure = failure.cause
                 if isinstance(failure, Recoverable):
                     raise failure
                 raise Recoverable(
@@ -180,7 +214,10 @@ class Transport:
             return Reply(body, reply_headers)
         if status == 408:
             raise _NoAnswer(Recoverable("the server waited too long for the body"), sent=False)
-        raise error_from(status, body, f"{method} {path}")
+        error = error_from(status, body, f"{method} {path}")
+        if isinstance(error, FromBetween):
+            raise _NoAnswer(error, sent=True)
+        raise error
 
     def _session(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
@@ -197,9 +234,10 @@ class Transport:
         return session
 
     def leave_to_parent(self) -> None:
-        """Forget the connections, in a forked child: they are the parent's."""
+        """Forget connections and claims, in a forked child: they are the parent's."""
         _of_parents.extend(self._sessions.values())
         self._sessions = weakref.WeakKeyDictionary()
+        self._unanswered = {}
 
     async def close(self) -> None:
         """Close the connections of every event loop."""

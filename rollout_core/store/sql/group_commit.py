@@ -232,18 +232,22 @@ class GroupCommit:
         """Run ``batch`` in the next transaction, after the watchdog if ``watched``; its results once they are on disk.
 
         If the caller is cancelled before the operation starts, it never runs. After that it does; then ``undo`` takes
-        its results back, and the cancellation waits for that.
+        its results back, and the cancellation waits for that, also when there are more of them.
         """
-        job = Job(batch, items, watched, asyncio.get_running_loop().create_future())
-        self.threads.submit(job)
+        job = self._submit(batch, items, watched)
         try:
             return await (job.future if undo is None else asyncio.shield(job.future))
         except asyncio.CancelledError:
             if not self._withdraw(job) and undo is not None:
                 with contextlib.suppress(RolloutError):
-                    results = await job.future
-                    await self.run(lambda tx, _: [undo(tx, results)], [None], watched=False)
+                    results = await _uncancelled(job.future)
+                    await _uncancelled(self._submit(lambda tx, _: [undo(tx, results)], [None], watched=False).future)
             raise
+
+    def _submit(self, batch: Batch[Item, Result], items: Sequence[Item], watched: bool) -> Job[Item, Result]:
+        job = Job(batch, items, watched, asyncio.get_running_loop().create_future())
+        self.threads.submit(job)
+        return job
 
     def _withdraw(self, job: Job[Any, Any]) -> bool:
         """Keep a job from running if it has not started."""
@@ -343,6 +347,15 @@ class GroupCommit:
         for loop, jobs in by_loop.items():
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(_resolve, jobs)
+
+
+async def _uncancelled(future: asyncio.Future[Result]) -> Result:
+    """What ``future`` comes to, however often the caller is cancelled meanwhile; it is to raise that itself then."""
+    # Not in a task of its own: that would be cancelled too where a program ends.
+    while not future.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(future)
+    return future.result()
 
 
 def _add_counts(tx: Transaction, changes: Mapping[str, int]) -> None:

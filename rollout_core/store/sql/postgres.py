@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 import orjson
 import psycopg
+from blake3 import blake3
 from psycopg import RawCursor, sql
 
 from rollout_core.base.errors import ConfigError, Fatal
@@ -41,6 +43,8 @@ BY_INDEX = {"enable_seqscan": "off", "enable_hashjoin": "off", "enable_mergejoin
 few rows a parameter holds, would read whole tables for them; the more so with a plan from when those were small."""
 INTERRUPT_SECONDS = 2.0
 """How long the server may take to accept that it should stop a statement."""
+MAX_NAME_BYTES = 63
+"""Longer names LISTEN cuts without a word, and pg_notify refuses."""
 MAX_NOTICE_BYTES = 7_900
 """PostgreSQL takes notices below 8,000 bytes."""
 MAX_STATEMENT_BYTES = 8_000_000
@@ -57,14 +61,14 @@ class PostgresSession(Session):
         url: str,
         open_connection: Callable[[], psycopg.Connection[Any]],
         channel: str,
-        on_connect: Callable[[int], Any],
+        sender: str,
     ) -> None:
-        """Rollouts that finish are announced on ``channel``; ``on_connect`` gets the server's process id."""
+        """Rollouts that finish are announced on ``channel``, in notices that name their ``sender``."""
         super().__init__()
         self._url = url
         self._open_connection = open_connection
         self._channel = channel
-        self._on_connect = on_connect
+        self._sender = sender
         self._connection: psycopg.Connection[Any] | None = None
         self._cursor: RawCursor[tuple[Any, ...]]
 
@@ -108,13 +112,12 @@ class PostgresSession(Session):
         connection = self._connection = self._open_connection()
         self._cursor = RawCursor(connection)
         self.writer = connection.info.backend_pid % 64
-        self._on_connect(connection.info.backend_pid)
         self.run(sql)
 
     def commit(self, finished: Sequence[str]) -> None:
         if finished:
             sql = "SELECT pg_notify($1, notice) FROM unnest($2::text[]) notice"
-            self.fetch(sql, [self._channel, list(_notices(finished))])
+            self.fetch(sql, [self._channel, list(_notices(self._sender, finished))])
         try:
             self.run("COMMIT")
         except psycopg.Error as error:
@@ -219,18 +222,29 @@ def _check_finite(names: Sequence[str], row: Sequence[Any]) -> None:
 # Notices of what others have finished
 
 
-def _notices(rollout_ids: Sequence[str]) -> Iterator[str]:
-    """JSON lists of these ids, each short enough for one notice."""
-    part: list[str] = []
-    num_bytes = 2
+def _channel_of(schema: str) -> str:
+    """Where the stores of a schema are announced what has finished."""
+    channel = f"rollout_{schema}"
+    if len(channel.encode()) > MAX_NAME_BYTES:
+        return f"rollout_{blake3(schema.encode()).hexdigest(length=16)}"
+    return channel
+
+
+def _notices(sender: str, rollout_ids: Sequence[str]) -> Iterator[str]:
+    """JSON lists of these ids behind their sender, each short enough for one notice.
+
+    A process of an older version takes the sender for one more id, of which it knows nothing.
+    """
+    part = [sender]
+    num_bytes = start = len(sender) + 6
     for rollout_id in dict.fromkeys(rollout_ids):
         size = len(json.dumps(rollout_id)) + 2
-        if part and num_bytes + size > MAX_NOTICE_BYTES:
+        if len(part) > 1 and num_bytes + size > MAX_NOTICE_BYTES:
             yield json.dumps(part)
-            part, num_bytes = [], 2
+            part, num_bytes = [sender], start
         part.append(rollout_id)
         num_bytes += size
-    if part:
+    if len(part) > 1:
         yield json.dumps(part)
 
 
@@ -286,11 +300,12 @@ class PostgresDatabase(Database[PostgresSession]):
     def __init__(self, url: str, hooks: Hooks, busy_timeout_seconds: float) -> None:
         self.url = url
         self._busy_timeout_seconds = busy_timeout_seconds
-        self._channel = f"rollout_{prepare(url, busy_timeout_seconds).schema}"
+        self._channel = _channel_of(prepare(url, busy_timeout_seconds).schema)
         super().__init__("postgres", without_password(url), hooks)
 
     def _start(self) -> None:
-        self._own_pids: set[int] = set()
+        # Not the server's process ids: it gives them out anew after a restart, perhaps to others.
+        self._sender = secrets.token_hex(8)
         self._listener: _Listener | None = None
         self._num_listeners = 0
         self._listening = threading.Lock()
@@ -303,7 +318,7 @@ class PostgresDatabase(Database[PostgresSession]):
 
     def _session(self, *, writes: bool) -> PostgresSession:
         open_connection = partial(connect, self.url, self._busy_timeout_seconds, BY_INDEX if writes else {})
-        return PostgresSession(self.url, open_connection, self._channel, self._own_pids.add)
+        return PostgresSession(self.url, open_connection, self._channel, self._sender)
 
     async def foreign_version(self) -> int:
         return await self._in_reader(lambda _: self._listen())
@@ -321,10 +336,10 @@ class PostgresDatabase(Database[PostgresSession]):
             return self._num_listeners
 
     def _hear(self, notice: psycopg.Notify) -> None:
-        if notice.pid in self._own_pids:  # our own waiters were woken at the commit
-            return
         try:
-            self._hooks.on_finished(json.loads(notice.payload))
+            finished = list(json.loads(notice.payload))
+            if self._sender not in finished:  # our own waiters were woken at the commit
+                self._hooks.on_finished(finished)
         except (ValueError, TypeError):
             log.warning("%s: a notice on %s is not of this store: %.80r", self._where, self._channel, notice.payload)
 

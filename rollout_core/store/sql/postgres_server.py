@@ -26,6 +26,13 @@ EXPECTED_URL = (
 )
 CONNECT_SECONDS = 10
 """How long to wait for a connection before the server counts as unreachable."""
+SIGNS_OF_LIFE = {
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 30_000,  # milliseconds
+}
+"""By which the end of the server's machine is noticed, which closes no connection; the URL may say otherwise."""
 UPGRADE_LOCK = 0x524F4C4C
 """``ROLL`` in ASCII: the advisory lock of whoever creates or upgrades the tables."""
 
@@ -136,6 +143,7 @@ def _connection_settings(url: str, busy_timeout_seconds: float, further: Mapping
     escaped = [f"-c {name}={value}".replace("\\", "\\\\") for name, value in {**server, **ours}.items()]
     options = " ".join(option[:3] + option[3:].replace(" ", "\\ ") for option in escaped)
     return {
+        **SIGNS_OF_LIFE,
         **settings,
         "options": f"{settings.get('options', '')} {options}".strip(),
         "application_name": "rollout",

@@ -120,17 +120,25 @@ def claim(tx: Transaction, demands: Sequence[Demand]) -> list[list[Claim]]:
 
 
 def find_claimed(tx: Transaction, claim_id: str, limit: int) -> list[AttemptedRollout]:
-    """What an earlier ``claim`` of this id and limit claimed, as far as it is still in preparing, in that order.
+    """What an earlier ``claim`` of this id and limit, or its repeat, claimed, as far as it is still in preparing, in
+    that order.
 
     Reads every rollout in preparing: few, and only callers that lost an answer ask.
     """
-    attempt_ids = _attempt_ids(claim_id, min(limit, MAX_REPEATED_CLAIM))
+    count = min(limit, MAX_REPEATED_CLAIM)
+    attempt_ids = _attempt_ids(claim_id, count) + _attempt_ids(repeat_of(claim_id), count)
     found = tx.rows(
         ROLLOUTS_WITH_ATTEMPT + " WHERE r.status = 'preparing' AND a.attempt_id {in_texts}", tx.texts(attempt_ids)
     )
     rollouts = [rollout for row in found if isinstance(rollout := rollout_model(row), AttemptedRollout)]
     places = {attempt_id: place for place, attempt_id in enumerate(attempt_ids)}
     return sorted(rollouts, key=lambda rollout: places[rollout.attempt.attempt_id])
+
+
+def repeat_of(claim_id: str) -> str:
+    """The id under which a claim is repeated that is nowhere in preparing any more: its rollouts may have been queued
+    again meanwhile, and no two attempts of one shall have the same id."""
+    return f"{claim_id} repeated"
 
 
 def release(tx: Transaction, claimed: Sequence[AttemptedRollout]) -> None:

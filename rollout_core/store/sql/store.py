@@ -7,12 +7,13 @@ runs in the database, a SQLite file or a PostgreSQL server.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rollout_core.base.errors import Conflict
+from rollout_core.base.errors import Conflict, Recoverable
 from rollout_core.base.ids import ContentId
 from rollout_core.objects.gc import named_ids
 from rollout_core.store.base import AttemptEnd, LightningStore
@@ -76,6 +77,10 @@ WATCHDOG_BATCH = 1_000
 """Most overdue attempts that one run of the watchdog handles; the next call goes on with the others."""
 SHORTEST_POLL_SECONDS, LONGEST_POLL_SECONDS = 0.05, 1.0
 """How often a waiting call looks for changes by other processes; less and less often while there are none."""
+WATCH_SECONDS = 2.0
+"""How long a read waits for the watchdog, which has to wait for others who write."""
+LOOK_SECONDS = 30.0
+"""How long a waiting call relies on news: some may have been lost, with a connection or with the database's machine."""
 
 
 class SqlLightningStore(LightningStore):
@@ -175,6 +180,7 @@ class SqlLightningStore(LightningStore):
             found = await self._write(lambda tx: queue.find_claimed(tx, claim_id, limit))
             if found:
                 return found
+            claim_id = queue.repeat_of(claim_id)
         return await self._claim(limit, worker_id, claim_id)
 
     async def release_rollouts(self, claimed: Sequence[AttemptedRollout]) -> None:
@@ -357,18 +363,17 @@ class SqlLightningStore(LightningStore):
             version = await self._database.foreign_version()
             finished = {rollout.rollout_id: rollout for rollout in await self._finished(rollout_ids)}
             waited = await self._read(lambda tx: queries.known_ids(tx, rollout_ids))
-            poll_seconds = SHORTEST_POLL_SECONDS
+            poll_seconds, looked = SHORTEST_POLL_SECONDS, time.monotonic()
             while open_ids := waited - finished.keys():
                 left = LONGEST_POLL_SECONDS if deadline is None else deadline - time.monotonic()
                 if left <= 0:
                     break
                 news = await waiter.next_finished(open_ids, min(left, poll_seconds))
                 seen, version = version, await self._database.foreign_version()
-                if version != seen:
-                    news = open_ids
-                    poll_seconds = SHORTEST_POLL_SECONDS
-                else:
-                    poll_seconds = min(poll_seconds * 1.5, LONGEST_POLL_SECONDS)
+                if version != seen or time.monotonic() - looked >= LOOK_SECONDS:
+                    news, looked = open_ids, time.monotonic()
+                is_new = version != seen
+                poll_seconds = SHORTEST_POLL_SECONDS if is_new else min(poll_seconds * 1.5, LONGEST_POLL_SECONDS)
                 if news:
                     finished.update({rollout.rollout_id: rollout for rollout in await self._finished(list(news))})
                 else:
@@ -430,14 +435,18 @@ class SqlLightningStore(LightningStore):
         return num_seen > 0
 
     async def _watch(self) -> None:
-        """Run the watchdog if its time has come and a cheap look says that there is something to do."""
+        """Run the watchdog if its time has come and a cheap look says that there is something to do.
+
+        Where it cannot write now, as on a full disk, the caller reads what the last run has left.
+        """
         now = self._clock()
         if not self._scan_is_due(now):
             return
         if await self._read(queries.any_due):
-            await self._write(lambda tx: None)
-        else:
-            self._last_scan = now
+            with contextlib.suppress(Recoverable, TimeoutError):
+                async with asyncio.timeout(WATCH_SECONDS):
+                    return await self._write(lambda tx: None)
+        self._last_scan = now
 
     async def _watched_read(self, operation: Callable[[Transaction], Result]) -> Result:
         await self._watch()
