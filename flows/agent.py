@@ -42,6 +42,7 @@ from tasks.learn import check_guards, grpo_update, ppo_update
 from tasks.logs import Journal, Outcome, log_iteration
 from tasks.promotion import Promotion, latest_model, promote, snapshot
 from tasks.rehearsing import planned, stages_end
+from tasks.stage import retry
 
 NUM_GAINED, NUM_LOST = 3, 1
 """Tasks that are shown: of those whose reward rose most, and of those whose reward fell most."""
@@ -80,8 +81,8 @@ class AgentIteration:
 @flow(name="train-agent", flow_run_name="{config.run.name}", persist_result=False)
 def train_agent(config: TrainAgentConfig) -> TrainedAgent:
     """Train the model behind an agent by GRPO or PPO on what the agent does, and evaluate it on held-out tasks."""
-    config = with_whole_ids(config, working_folder(), objects)
-    planned(plan_agent(config, working_folder(), current_connections()))
+    config = retry(lambda: with_whole_ids(config, working_folder(), objects))
+    planned(retry(lambda: plan_agent(config, working_folder(), current_connections())))
     try:
         return recompute_missing(lambda journal: _train(config, journal), config)
     finally:
@@ -107,11 +108,12 @@ def _train(config: TrainAgentConfig, journal: Journal) -> TrainedAgent:
     after = evaluate(last.model, "held out after")
     promotion: Promotion | None = None
     if before is not None and after is not None and config.promotion.enabled:
-        latest = latest_model(config.promotion.resource).model
+        seen = latest_model(config.promotion.resource)
+        latest = seen.model
         rival = evaluate(latest, "latest") if latest is not None and latest not in (model, last.model) else None
-        promotion = promote(before, rival, after, config.promotion)
+        promotion = promote(before, rival, after, config.promotion, instead_of=seen.served)
         stages_end()
-        verdict = reason_of(promotion, latest, config.run.name, config.promotion)
+        verdict = reason_of(promotion, seen.served, config.run.name, config.promotion)
         promotion = promotion.model_copy(update={"reason": verdict})
     stages_end()
     held_out_rewards = {

@@ -23,6 +23,7 @@ from tasks.imports import import_prompts
 from tasks.logs import Journal, Outcome, stage_logger
 from tasks.promotion import latest_model, roll_back
 from tasks.score import close_rewards
+from tasks.stage import retry
 
 
 class Verdict(TypedDict):
@@ -51,7 +52,7 @@ def canary(config: NightlyConfig, max_drop: float = 0.02, overrides: dict[str, A
         raise ConfigError(f"max_drop {max_drop:g}: expected 0 or more, by which the mean reward may fall")
     changed = apply_overrides(as_given(config), {**(overrides or {}), "run.refresh": True})
     config = with_whole_ids(parse_config(changed, NightlyConfig, name="overrides"), working_folder(), objects)
-    plan_nightly(config, working_folder(), current_connections(), keep=True)
+    retry(lambda: plan_nightly(config, working_folder(), current_connections(), keep=True))
     try:
         return recompute_missing(lambda journal: _canary(config, max_drop, journal), config)
     finally:
@@ -96,8 +97,13 @@ def _hold(config: NightlyConfig, max_drop: float, model: ContentId, promised: Ev
     prompts = "" if same_prompts(objects(), promised, now) else ", on other prompts than then"
     found = f"mean held-out reward {promised.mean_reward:.4f} when promoted -> {now.mean_reward:.4f} now{prompts}"
     fell = promised.mean_reward - now.mean_reward > max_drop
-    serves = roll_back(resource, None, reason=f"canary: {found}, may fall by {max_drop:g}").model if fell else model
-    reason = f"{found}; {f'went back to {serves.short}' if fell else 'it holds'}"
+    serves: ContentId | None = model
+    came_of_it = "it holds"
+    if fell:
+        back = roll_back(resource, None, reason=f"canary: {found}, may fall by {max_drop:g}", instead_of=model)
+        serves = back.model
+        came_of_it = back.reason if serves is None or back.previous is None else f"went back to {serves.short}"
+    reason = f"{found}; {came_of_it}"
     return Verdict(
         model=model, serves=serves, mean_reward=now.mean_reward, promised=promised.mean_reward, reason=reason
     )

@@ -54,7 +54,9 @@ class Decision(RunInput):
     decided_by: str = Field(min_length=1, description="Your name, for the history.")
     reason: str = Field(default="", description="For the history; may be empty.")
     even_if_latest_has_changed: bool = Field(
-        default=False, description="Promote it though another model has become the latest since they were compared."
+        default=False,
+        description="Promote it though another model has become the latest since they were compared, or somebody went "
+        "back from this one.",
     )
 
 
@@ -67,7 +69,7 @@ def reason_of(
 ) -> str:
     """Why a model was promoted, or not, for people; where a person is to decide, that person is asked now.
 
-    ``served`` is the model that it was compared with as the latest; ``run`` names the run that made it.
+    ``served`` is what was latest when it was compared; ``run`` names the run that made it.
     """
     if not promotion.waits:
         return promotion.reason

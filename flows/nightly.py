@@ -36,6 +36,7 @@ from tasks.logs import Journal
 from tasks.promotion import latest_model, promote
 from tasks.rehearsing import planned, stages_end
 from tasks.score import close_rewards
+from tasks.stage import retry
 
 
 class NightlyResult(TypedDict):
@@ -68,7 +69,7 @@ def nightly(config: NightlyConfig, overrides: dict[str, Any] | None = None) -> N
         changed = apply_overrides(as_given(config), overrides)
         config = parse_config(changed, NightlyConfig, name="overrides")
     config = with_whole_ids(config, working_folder(), objects)
-    planned(plan_nightly(config, working_folder(), current_connections(), keep=True))
+    planned(retry(lambda: plan_nightly(config, working_folder(), current_connections(), keep=True)))
     try:
         return recompute_missing(lambda journal: _nightly(config, journal), config)
     finally:
@@ -92,14 +93,17 @@ def _nightly(config: NightlyConfig, journal: Journal) -> NightlyResult:
     final = learned.checkpoint
     after_learning = f"after {algorithm_of(config)}"
     after = held_out_reward(final.model, after_learning)
-    latest = latest_model(config.promotion.resource).model
+    seen = latest_model(config.promotion.resource)
+    latest = seen.model
     # Most often cached: last night's run evaluated it on the same prompts.
     rival = held_out_reward(latest, "latest") if latest is not None and latest not in (model, final.model) else None
     guarded = guard_reports(config, judge, before, rival, after)
     apart = divergences(config, before, rival, after)
-    promotion = promote(before, rival, after, config.promotion, guarded=guarded, divergences=apart)
+    promotion = promote(
+        before, rival, after, config.promotion, guarded=guarded, divergences=apart, instead_of=seen.served
+    )
     stages_end()
-    verdict = reason_of(promotion, latest, config.run.name, config.promotion, learned.progress.curve)
+    verdict = reason_of(promotion, seen.served, config.run.name, config.promotion, learned.progress.curve)
 
     moments = {"before": before, "after SFT": after_sft, after_learning: after}
     report = Report(

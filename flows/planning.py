@@ -162,8 +162,9 @@ def _import_model(inputs: dict[str, Any]) -> Model | None:
 def _latest_model(inputs: dict[str, Any]) -> Latest:
     """By the history, which needs no database."""
     entries = history_of(result_storage().objects(), inputs["resource"], last=1)
-    model = entries[-1].model if entries else None
-    return Latest(model=model if model is not None and result_storage().objects().tree_is_present(model) else None)
+    served = entries[-1].model if entries else None
+    is_there = served is not None and result_storage().objects().tree_is_present(served)
+    return Latest(model=served if is_there else None, served=served)
 
 
 def _estimated(kind: str, config: Run, rehearsal: Rehearsal, records: RunRecords) -> RunPlan:

@@ -19,7 +19,7 @@ from rollout_core.promotion import history
 from rollout_core.promotion.candidates import Candidate, file_candidate, read_candidate
 from tasks import connections, events
 from tasks.logs import stage_logger
-from tasks.promotion import Promotion
+from tasks.promotion import Promotion, withdrawal
 from tasks.stage import current_stage, stage
 
 DEPLOYMENT = "promote-candidate/promote-candidate"
@@ -123,8 +123,8 @@ def decide(
 ) -> Decided:
     """Carry out what ``by`` has decided about a candidate; once, however often it is tried.
 
-    A promotion that the evidence does not speak for any more, as another model is latest now, is refused, unless
-    ``even_if_latest_has_changed``. Raises NotFound where the weights are gone.
+    A promotion that the evidence does not speak for any more, as another model is latest now or somebody went back from
+    this one, is refused, unless ``even_if_latest_has_changed``. Raises NotFound where the weights are gone.
     """
     objects = current_stage().objects
     found = read_candidate(objects, candidate)
@@ -145,17 +145,20 @@ def decide(
 
 async def _promote(found: Candidate, said: str, whatever_is_latest: bool) -> Decided:
     objects = current_stage().objects
-    async with connections.open_store() as store:
-        served = await history.served_model(store, found.resource)
-        if served not in (found.served, found.model) and not whatever_is_latest:
-            was, now = (model.short if model is not None else "none" for model in (found.served, served))
-            reason = (
-                f"{said} approved it, but the latest {found.resource!r} has changed since it was compared ({was} -> "
-                f"{now}); the next run compares it anew, and `rollout promote {found.model.short}` asks for nothing"
-            )
-            return Decided(model=found.model, promoted=False, reason=reason)
-        by = f"flow run {current_stage().run_id}"
-        reason = f"approved by {said}; {found.reason}"
-        change = history.Change("promote", found.resource, found.model, by, reason, found.evidence)
-        await history.change_latest(store, objects, change)
+    if not whatever_is_latest and (objections := withdrawal(objects, found.resource, found.model)):
+        reason = f"{said} approved it, but {'; '.join(objections)}"
+        return Decided(model=found.model, promoted=False, reason=reason)
+    reason = f"approved by {said}; {found.reason}"
+    by = f"flow run {current_stage().run_id}"
+    change = history.Change("promote", found.resource, found.model, by, reason, found.evidence)
+    instead_of: history.Served = "whatever" if whatever_is_latest else found.served
+    try:
+        async with connections.open_store() as store:
+            await history.change_latest(store, objects, change, instead_of=instead_of)
+    except history.LatestChanged as error:
+        reason = (
+            f"{said} approved it, but {error}; the next run compares it anew, and `rollout promote "
+            f"{found.model.short}` asks for nothing"
+        )
+        return Decided(model=found.model, promoted=False, reason=reason)
     return Decided(model=found.model, promoted=True, reason=reason)

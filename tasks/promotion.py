@@ -52,13 +52,16 @@ class Latest(Record):
     """The model that the store's latest resources serve."""
 
     model: ContentId | None
+    """None also where its weights are gone, so that nothing can be compared with it."""
+    served: ContentId | None
 
 
 class RolledBack(Record):
     """What is served again, and what was served until now."""
 
-    model: ContentId
+    model: ContentId | None
     previous: ContentId | None
+    """None also where nothing was done."""
     reason: str
 
 
@@ -83,11 +86,11 @@ def snapshot(checkpoint: Checkpoint, snapshot_label: str, *, label: str = "") ->
 @stage(version=1, cached=False)
 def latest_model(resource: str) -> Latest:
     """What the store's latest resources serve under this name, if its weights are still in the object store."""
-    model = run_async(_get_latest(resource))
+    model = served = run_async(_get_latest(resource))
     if model is not None and not current_stage().objects.tree_is_present(model):
         stage_logger().warning("the latest %r, %s, is not in the object store any more; not compared", resource, model)
         model = None
-    return Latest(model=model)
+    return Latest(model=model, served=served)
 
 
 @stage(version=1, cached=False)
@@ -99,10 +102,11 @@ def promote(
     *,
     guarded: tuple[GuardReports, ...] = (),
     divergences: tuple[Divergence, ...] = (),
+    instead_of: history.Served = "whatever",
 ) -> Promotion:
     """Make the new checkpoint the store's latest resources, if the evidence that it is better than ``before`` and
-    ``latest`` is what ``config`` asks for. ``guarded``: the evaluations that guards look at beside these;
-    ``divergences``: from each of the two, where a guard asks for it."""
+    ``latest`` is what ``config`` asks for, and ``instead_of`` is still served. ``guarded``: the evaluations that guards
+    look at beside these; ``divergences``: from each of the two, where a guard asks for it."""
     objects = current_stage().objects
     rivals: dict[Moment, Evaluated] = {"before": before}
     if latest is not None:
@@ -113,7 +117,7 @@ def promote(
     )
     figures = evidence.comparisons[0].rewards
     waits = False
-    objections = [*evidence.objections(config), *_withdrawal(objects, config.resource, after.model)]
+    objections = [*evidence.objections(config), *withdrawal(objects, config.resource, after.model)]
     if not config.enabled:
         reason, promoted = f"promotion is switched off; {figures}", False
     elif objections:
@@ -124,8 +128,13 @@ def promote(
         reason, promoted, waits = f"{figures}; a person is to decide", False, True
     else:
         sure = f", {evidence.comparisons[0].interval}" if config.confidence else ""
-        reason, promoted = f"{figures}{sure}", True
-        run_async(_change_latest(history.Change("promote", config.resource, after.model, _run(), reason, evidence)))
+        reason = f"{figures}{sure}"
+        change = history.Change("promote", config.resource, after.model, _run(), reason, evidence)
+        try:
+            run_async(_change_latest(change, instead_of))
+            promoted = True
+        except history.LatestChanged as error:
+            reason, promoted = f"{figures}; {error}; the next run compares it with that", False
     if promoted:
         events.emit(events.Promoted(resource=config.resource, model=after.model, reason=reason))
     stage_logger().info("%s: %s", "promoted" if promoted else "not promoted", reason)
@@ -138,10 +147,16 @@ def promote(
 
 
 @stage(version=1, cached=False)
-def roll_back(resource: str, to: str | None, *, reason: str = "") -> RolledBack:
+def roll_back(
+    resource: str, to: str | None, *, reason: str = "", instead_of: history.Served = "whatever"
+) -> RolledBack:
     """Serve again what was latest before, or the model ``to`` of the history; once in a flow run, however often it is
-    tried. ``reason``: for the history."""
-    entry = run_async(_roll_back(resource, to, reason))
+    tried. Nothing is done where something else than ``instead_of`` is served. ``reason``: for the history."""
+    try:
+        entry = run_async(_roll_back(resource, to, reason, instead_of))
+    except history.LatestChanged as error:
+        stage_logger().warning("%s; nothing was taken back", error)
+        return RolledBack(model=error.now, previous=None, reason=f"{error}; nothing was taken back")
     events.emit(
         events.RolledBack(resource=resource, model=entry.model, instead_of=entry.previous or "", reason=entry.reason)
     )
@@ -151,8 +166,9 @@ def roll_back(resource: str, to: str | None, *, reason: str = "") -> RolledBack:
     return RolledBack(model=entry.model, previous=entry.previous, reason=entry.reason)
 
 
-def _withdrawal(objects: ObjectStore, resource: str, model: ContentId) -> list[str]:
-    """A scheduled run that finds the same weights again would undo a rollback from them every night."""
+def withdrawal(objects: ObjectStore, resource: str, model: ContentId) -> list[str]:
+    """That a person, or the canary, went back from a model: a scheduled run that finds the same weights again would
+    undo it every night."""
     entry = history.withdrawn(history.history_of(objects, resource, last=history.LOOKED_AT), model)
     if entry is None:
         return []
@@ -242,16 +258,16 @@ async def _get_latest(resource: str) -> ContentId | None:
         return await history.served_model(store, resource)
 
 
-async def _change_latest(change: history.Change) -> None:
+async def _change_latest(change: history.Change, instead_of: history.Served) -> None:
     async with connections.open_store() as store:
-        await history.change_latest(store, current_stage().objects, change)
+        await history.change_latest(store, current_stage().objects, change, instead_of=instead_of)
 
 
-async def _roll_back(resource: str, to: str | None, reason: str) -> history.Entry:
+async def _roll_back(resource: str, to: str | None, reason: str, instead_of: history.Served) -> history.Entry:
     objects, by = current_stage().objects, _run()
     async with connections.open_store() as store:
         entries = history.history_of(objects, resource)
         done = [entry for entry in entries[-1:] if (entry.action, entry.by) == ("rollback", by)]
         if done and await history.served_model(store, resource) == done[0].model:
             return done[0]
-        return await history.roll_back(store, objects, resource, to=to, by=by, reason=reason)
+        return await history.roll_back(store, objects, resource, to=to, by=by, reason=reason, instead_of=instead_of)

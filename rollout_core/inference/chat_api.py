@@ -1,5 +1,4 @@
-"""OpenAI's API and what an engine understands: requests become prompts and sampling parameters, completions become
-answers.
+"""OpenAI's API and an engine: requests become prompts and sampling parameters, completions become answers.
 
 Of OpenAI's fields and vLLM's additional ones some are honoured; those that would change what is generated and are not
 honoured are refused by name, and all others are ignored.

@@ -23,7 +23,7 @@ from typing import Literal
 from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 from ulid import ULID
 
-from rollout_core.base.errors import ConfigError, CorruptObject, CorruptRef, NotFound
+from rollout_core.base.errors import ConfigError, Conflict, CorruptObject, CorruptRef, NotFound
 from rollout_core.base.ids import ContentId, is_content_id
 from rollout_core.base.locks import try_exclusive
 from rollout_core.base.settings import locations
@@ -153,12 +153,31 @@ def _model_of(named: Resource | None) -> ContentId | None:
     return ContentId(named.model) if isinstance(named, LLM) and is_content_id(named.model) else None
 
 
-async def change_latest(store: LightningStore, objects: ObjectStore, change: Change) -> Entry | None:
+Served = ContentId | None | Literal["whatever"]
+"""What has to be served for a change to be made; None: nothing of ours."""
+
+
+class LatestChanged(Conflict):
+    """Another model is served than the one that was looked at; nothing was changed."""
+
+    def __init__(self, resource: str, looked_at: ContentId | None, now: ContentId | None) -> None:
+        was, by_now = (model.short if model is not None else "none" for model in (looked_at, now))
+        super().__init__(f"the latest {resource!r} has changed since it was compared ({was} -> {by_now})")
+        self.now = now
+
+
+async def change_latest(
+    store: LightningStore, objects: ObjectStore, change: Change, *, instead_of: Served = "whatever"
+) -> Entry | None:
     """Make a model the latest, and note it in the history before. None where it is the latest already.
 
-    Tried again after it was killed or the store was away, it goes on with the entry that it wrote.
+    Tried again after it was killed or the store was away, it goes on with the entry that it wrote. Raises LatestChanged
+    where something else than ``instead_of`` is served.
     """
     async with _alone(objects):
+        served = await served_model(store, change.resource)
+        if instead_of != "whatever" and served not in (instead_of, change.model):
+            raise LatestChanged(change.resource, instead_of, served)
         return await _change(store, objects, change, history_of(objects, change.resource, last=1))
 
 
@@ -189,15 +208,25 @@ def _unfinished(entries: Sequence[Entry], change: Change, previous: ContentId | 
 
 
 async def roll_back(
-    store: LightningStore, objects: ObjectStore, resource: str, *, to: str | None, by: str, reason: str = ""
+    store: LightningStore,
+    objects: ObjectStore,
+    resource: str,
+    *,
+    to: str | None,
+    by: str,
+    reason: str = "",
+    instead_of: Served = "whatever",
 ) -> Entry:
     """Serve again what was latest before, or the model ``to`` of the history (its id, or the first digits).
 
-    Raises NotFound where there is nothing to go back to or its weights are gone, ConfigError for ``to`` that is no id.
+    Raises NotFound where there is nothing to go back to or its weights are gone, ConfigError for ``to`` that is no id,
+    LatestChanged where something else than ``instead_of`` is served.
     """
     async with _alone(objects):
         entries = history_of(objects, resource)
         served = await served_model(store, resource)
+        if instead_of not in ("whatever", served):
+            raise LatestChanged(resource, instead_of, served)
         target = model_to_go_back_to(entries, resource, served) if to is None else _named(entries, resource, to)
         if target == served:
             raise ConfigError(f"{resource!r} serves {target.short} already; give another model of its history")

@@ -225,6 +225,96 @@ def test_what_was_gone_back_from_is_not_promoted_again_by_the_next_night(in_flow
     assert in_flow(lambda: latest_model("nightly-model").model) == first
 
 
+def test_a_night_does_not_replace_a_model_that_it_was_not_compared_with(in_flow, tmp_path):
+    from tasks.promotion import latest_model, promote
+
+    old, new, by_hand = (model_tree(tmp_path / name, name) for name in ("old", "new", "by hand"))
+    config = PromotionConfig(resource="contested")
+    serve("contested", old)
+
+    def night():
+        seen = latest_model("contested")
+        serve("contested", by_hand)
+        refused = promote(report(old, 0.1), None, report(new, 0.5), config, instead_of=seen.served)
+        promoted = promote(report(old, 0.1), None, report(new, 0.5), config, instead_of=by_hand)
+        again = promote(report(old, 0.1), None, report(new, 0.5), config, instead_of=by_hand)
+        return refused, promoted, again
+
+    refused, promoted, again = in_flow(night)
+    assert not refused.promoted and refused.reason.endswith(
+        f"the latest 'contested' has changed since it was compared ({old.short} -> {by_hand.short}); the next run "
+        "compares it with that"
+    )
+    assert promoted.promoted and again.promoted, "also where it was promoted before its stage was killed"
+    assert in_flow(lambda: latest_model("contested").model) == new
+
+
+def test_nothing_is_taken_back_where_another_model_is_served_by_then(in_flow, tmp_path):
+    from rollout_core.promotion.history import history_of
+    from tasks.promotion import latest_model, promote, roll_back
+
+    objects = ObjectStore.from_url(os.environ["ROLLOUT_STORAGE"])
+    first, second, third = (model_tree(tmp_path / name, name) for name in ("first", "second", "third"))
+    config = PromotionConfig(resource="held")
+
+    def canary():
+        for model in (second, third):
+            assert promote(report(first, 0.1), None, report(model, 0.5), config).promoted
+        return roll_back("held", None, reason="canary: it fell", instead_of=second)
+
+    left = in_flow(canary)
+    assert (left.model, left.previous) == (third, None) and left.reason.endswith("; nothing was taken back")
+    assert in_flow(lambda: latest_model("held").model) == third
+    assert [entry.action for entry in history_of(objects, "held")] == ["promote", "promote"]
+    done = in_flow(lambda: roll_back("held", None, reason="canary: it fell", instead_of=third))
+    assert (done.model, done.previous) == (second, third)
+
+
+def test_a_model_that_was_gone_back_from_is_not_promoted_because_nobody_decided(in_flow, tmp_path, monkeypatch):
+    from tasks import approval
+    from tasks.approval import ask_a_person, decide
+    from tasks.promotion import latest_model, promote, roll_back
+
+    monkeypatch.setattr(approval, "DEPLOYMENT", "nobody/asks")
+    start, new = (model_tree(tmp_path / name, name) for name in ("start", "new"))
+    asked_for = PromotionConfig(approval="person", resource="undecided")
+
+    def body():
+        serve("undecided", start)
+        promotion = promote(report(start, 0.1), None, report(new, 0.4), asked_for)
+        asked = ask_a_person(promotion, start, "tiny", asked_for)
+        by_hand = asked_for.model_copy(update={"approval": "evidence"})
+        assert promote(report(start, 0.1), None, report(new, 0.4), by_hand).promoted
+        roll_back("undecided", None, reason="it is rude")
+        late = decide(asked.candidate, "approve", "time-out", "nobody decided")
+        assert not late.promoted and "rolled back from this model on" in late.reason and "it is rude" in late.reason
+        assert latest_model("undecided").model == start
+        return decide(asked.candidate, "approve", "Ada", "", even_if_latest_has_changed=True)
+
+    assert in_flow(body).promoted
+
+
+def test_a_latest_model_whose_weights_are_gone_can_be_followed_by_what_a_person_approves(
+    in_flow, tmp_path, monkeypatch
+):
+    from tasks import approval
+    from tasks.approval import ask_a_person, decide
+    from tasks.promotion import latest_model, promote
+
+    monkeypatch.setattr(approval, "DEPLOYMENT", "nobody/asks")
+    start, new = (model_tree(tmp_path / name, name) for name in ("start", "new"))
+    config, gone = PromotionConfig(approval="person", resource="gone"), hash_bytes(b"weights that are gone")
+
+    def body():
+        serve("gone", gone)
+        seen = latest_model("gone")
+        assert (seen.model, seen.served) == (None, gone)
+        promotion = promote(report(start, 0.1), None, report(new, 0.4), config, instead_of=seen.served)
+        return decide(ask_a_person(promotion, seen.served, "tiny", config).candidate, "approve", "Ada", "")
+
+    assert in_flow(body).promoted
+
+
 def test_what_a_person_approves_is_promoted_unless_another_model_became_latest_meanwhile(
     in_flow, tmp_path, monkeypatch
 ):
