@@ -29,4 +29,5 @@ def rollback(resource: str = "policy", to: str | None = None) -> Served:
     the first digits). A retry of the same flow run goes back no further."""
     with watching(ends_process=WORKERS_RUN in os.environ):
         done = roll_back(resource, to)
+    assert done.model is not None, "it goes back whatever is served"
     return Served(model=done.model, previous=done.previous, reason=done.reason)
