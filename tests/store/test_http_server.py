@@ -591,6 +591,25 @@ async def test_a_claim_repeated_after_its_rollout_was_queued_again_is_another_at
     [second] = await server.store.claim_rollouts("key", repeated=True)
     assert second.attempt.attempt_id != first.attempt.attempt_id
     assert list(await server.store.claim_rollouts("key", repeated=True)) == [second]
+    await server.store.update_rollout("a", status="requeuing")
+    [third] = await server.store.claim_rollouts("key", repeated=True)
+    assert len({claimed.attempt.attempt_id for claimed in (first, second, third)}) == 3
+
+
+async def test_what_another_worker_took_over_is_not_claimed_by_an_answer_that_was_lost(cut):
+    client, cutter, server = cut
+    await server.store.enqueue_rollout(1, rollout_id="a")
+    cutter.num_to_cut = 6
+    assert await client.dequeue_rollout("w") is None
+    [lost] = await server.store.query_rollouts(status_in=["preparing"])
+    await server.store.update_rollout("a", status="requeuing")
+    taken = await server.store.dequeue_rollout("another")
+    assert taken is not None and taken.attempt.attempt_id != lost.attempt.attempt_id
+    assert await client.dequeue_rollout("w") is None
+    await server.store.update_attempt("a", taken.attempt.attempt_id, status="succeeded")
+    assert (await server.store.get_rollout_by_id("a")).status == "succeeded"
+    await server.store.enqueue_rollout(1, rollout_id="b")
+    assert (await client.dequeue_rollout("w")).rollout_id == "b"
 
 
 @pytest.mark.usefixtures("requests_fail_on_purpose")

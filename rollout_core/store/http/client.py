@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import logging
@@ -14,7 +15,7 @@ from typing import Any, TypeVar, cast, get_args
 
 from pydantic import TypeAdapter
 
-from rollout_core.base.errors import ConfigError, Conflict, Recoverable
+from rollout_core.base.errors import ConfigError, Conflict, NotFound, Recoverable
 from rollout_core.store.base import AttemptEnd, LightningStore
 from rollout_core.store.checks import check_ends, check_id_list, check_ids, resources_json
 from rollout_core.store.codec import encode_bytes, model_fields
@@ -247,7 +248,7 @@ class LightningStoreClient(LightningStore):
         self, path: str, body: dict[str, Any], rollouts_of: Callable[[bytes], list[AttemptedRollout]]
     ) -> bytes | None:
         """The reply to a claim; None if there was none. A claim whose caller is cancelled is given back."""
-        claim = asyncio.ensure_future(self._transport.claim(wire.PREFIX + path, _json(body, "worker_id")))
+        claim = asyncio.ensure_future(self._claim_now(wire.PREFIX + path, _json(body, "worker_id"), rollouts_of))
         try:
             return await asyncio.shield(claim)
         except Recoverable as error:
@@ -256,6 +257,17 @@ class LightningStoreClient(LightningStore):
         except asyncio.CancelledError:
             await asyncio.shield(self._give_back(claim, rollouts_of))
             raise
+
+    async def _claim_now(self, path: str, data: bytes, rollouts_of: Callable[[bytes], list[AttemptedRollout]]) -> bytes:
+        """What earlier claims got no answer to is given back first: others may have done it by now, which the store
+        knows, and the server's memory of its answers does not."""
+        while True:
+            reply, was_lost = await self._transport.claim(path, data)
+            if not was_lost:
+                return reply
+            if claimed := rollouts_of(reply):
+                with contextlib.suppress(NotFound):
+                    await self.release_rollouts(claimed)
 
     async def _give_back(
         self, claim: asyncio.Future[bytes], rollouts_of: Callable[[bytes], list[AttemptedRollout]]

@@ -140,22 +140,20 @@ class Transport:
         """The answer to a request with a body."""
         return (await self.send("POST", path, data, repeat)).data
 
-    async def claim(self, path: str, data: bytes) -> bytes:
-        """``post`` for claims: what one may have claimed that got no answer, the next one like it asks for."""
-        while True:
-            key = _Key()
-            with contextlib.suppress(LookupError):
-                key = self._unanswered[path, data].pop()
-            was_lost = key.may_be_done
-            try:
-                found = (await self.send("POST", path, data, Repeat.KNOWN, key)).data
-            except Exception:
-                if key.may_be_done:
-                    self._unanswered.setdefault((path, data), []).append(key)
-                raise
-            # A lost answer that there was nothing is remembered as well, and says nothing of now.
-            if not was_lost or found not in (b"[]", b"null"):
-                return found
+    async def claim(self, path: str, data: bytes) -> tuple[bytes, bool]:
+        """``post`` for claims: what one may have claimed that got no answer, the next one like it asks for. Whether it
+        has: the answer may then be of that time, and say nothing of now."""
+        lost = self._unanswered.pop((path, data), [])
+        key = lost.pop() if lost else _Key()
+        was_lost = key.may_be_done
+        if lost:
+            self._unanswered[path, data] = lost
+        try:
+            return (await self.send("POST", path, data, Repeat.KNOWN, key)).data, was_lost
+        except Exception:
+            if key.may_be_done:
+                self._unanswered.setdefault((path, data), []).append(key)
+            raise
 
     async def send(self, method: str, path: str, data: bytes | None, repeat: Repeat, key: _Key | None = None) -> Reply:
         """Send a request until it is answered or the tries are used up.

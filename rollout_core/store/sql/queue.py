@@ -141,6 +141,13 @@ def repeat_of(claim_id: str) -> str:
     return f"{claim_id} repeated"
 
 
+def has_claimed(tx: Transaction, claim_id: str, limit: int) -> bool:
+    """Whether there are attempts of a claim, wherever they are by now. Reads all attempts, for those who lost two
+    answers."""
+    attempt_ids = _attempt_ids(claim_id, min(limit, MAX_REPEATED_CLAIM))
+    return bool(tx.rows("SELECT 1 FROM attempts a WHERE a.attempt_id {in_texts} LIMIT 1", tx.texts(attempt_ids)))
+
+
 def release(tx: Transaction, claimed: Sequence[AttemptedRollout]) -> None:
     """Take back committed claims that nobody took up; their rollouts go to the head of the queue, in this order."""
     unit = UnitOfWork(tx)

@@ -181,6 +181,8 @@ class SqlLightningStore(LightningStore):
             if found:
                 return found
             claim_id = queue.repeat_of(claim_id)
+            if await self._read(lambda tx: queue.has_claimed(tx, claim_id, limit)):
+                return await self._claim(limit, worker_id)
         return await self._claim(limit, worker_id, claim_id)
 
     async def release_rollouts(self, claimed: Sequence[AttemptedRollout]) -> None:
@@ -439,14 +441,13 @@ class SqlLightningStore(LightningStore):
 
         Where it cannot write now, as on a full disk, the caller reads what the last run has left.
         """
-        now = self._clock()
-        if not self._scan_is_due(now):
+        if not self._scan_is_due(self._clock()):
             return
         if await self._read(queries.any_due):
             with contextlib.suppress(Recoverable, TimeoutError):
                 async with asyncio.timeout(WATCH_SECONDS):
                     return await self._write(lambda tx: None)
-        self._last_scan = now
+        self._last_scan = self._clock()  # after it has waited, or the next read would do so, too
 
     async def _watched_read(self, operation: Callable[[Transaction], Result]) -> Result:
         await self._watch()
