@@ -232,6 +232,15 @@ def silence(automations: Iterable[Automation]) -> float | None:
     return None
 
 
+def telling(automations: Iterable[Automation]) -> tuple[UUID, bool] | None:
+    """The block by which installed automations tell somebody, and whether it is a webhook; None where none does."""
+    for automation in automations:
+        for action in automation.actions:
+            if isinstance(action, CallWebhook | SendNotification):
+                return action.block_document_id, isinstance(action, CallWebhook)
+    return None
+
+
 def changes(
     client: SyncPrefectClient, wanted: Sequence[AutomationCore], *, keeps_notifications: bool = False
 ) -> list[Change]:

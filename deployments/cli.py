@@ -23,6 +23,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 
 EXIT_DRAINED = 75
 """After a spot notice: a supervisor need not start the worker again on a machine that goes away."""
+WEBHOOK_VARIABLE = "ROLLOUT_WEBHOOK_URL"
 SPOT = ("aws", "gce", "auto", "none")
 
 ops_app = typer.Typer(
@@ -39,8 +40,8 @@ def install(
         str | None,
         typer.Option(
             metavar="URL",
-            envvar="ROLLOUT_WEBHOOK_URL",
-            help="Tell this address, by POST of JSON, of failed and late runs.",
+            # Not as its `envvar`: typer would take that as given beside the other two.
+            help=f"Tell this address, by POST of JSON, of failed and late runs. Default: {WEBHOOK_VARIABLE}.",
         ),
     ] = None,
     notify: Annotated[
@@ -70,6 +71,8 @@ def install(
 
         if sum([webhook is not None, notify is not None, quiet]) > 1:
             raise ConfigError("give one of --webhook, --notify and --no-notify")
+        if webhook is None and notify is None and not quiet:
+            webhook = os.environ.get(WEBHOOK_VARIABLE) or None
         if webhook is not None and not webhook.startswith(("http://", "https://")):
             raise ConfigError("--webhook: expected an address that begins with http:// or https://")
         with prefect_server(PREFECT_HOME):
@@ -96,13 +99,18 @@ def _install(
     from deployments import automations
 
     with get_client(sync_client=True) as client:
-        installed = automations.silence(automations.present(client))
+        there = automations.present(client)
+        installed, told = automations.silence(there), automations.telling(there)
         seconds = silent_after or max(installed or automations.SILENT_SECONDS, automations.MIN_SILENT_SECONDS)
         wanted = automations.healing(seconds)
         if webhook is not None and not dry_run:
             notify = automations.save_webhook(webhook)
         if notify is not None:
-            wanted += automations.notifying(*automations.block_of(client, notify))
+            told = automations.block_of(client, notify)
+        elif webhook is not None or quiet:
+            told = None
+        if told is not None:
+            wanted += automations.notifying(*told)
         found = automations.changes(client, wanted, keeps_notifications=not (quiet or notify))
         if not dry_run:
             automations.install(client, found)

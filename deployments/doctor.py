@@ -17,7 +17,6 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
-from uuid import UUID
 
 import psutil
 import yaml
@@ -25,12 +24,20 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from prefect import get_client
-from prefect.events.actions import CallWebhook, SendNotification
-from prefect.events.schemas.automations import Automation
 from prefect.settings import PREFECT_HOME, get_current_settings
 from pydantic import BaseModel
 
-from deployments.automations import SILENT_SECONDS, Action, Change, changes, healing, notifying, present, silence
+from deployments.automations import (
+    SILENT_SECONDS,
+    Action,
+    Change,
+    changes,
+    healing,
+    notifying,
+    present,
+    silence,
+    telling,
+)
 from deployments.probes import LEAST_FREE_BYTES, Look, Server, free_bytes, named, printable, table
 from deployments.status import NEW_AFTER, Deployment, Status, look
 from rollout_core import DISTRIBUTION
@@ -269,7 +276,7 @@ def _automations(is_scheduled: bool) -> Iterator[Check]:
         there = present(client)
         installed = silence(there)
         silent_seconds = installed or SILENT_SECONDS
-        told = next(((block, kind) for found in there for block, kind in _blocks(found)), None)
+        told = telling(there)
         wanted = healing(silent_seconds) + ([] if told is None else notifying(*told))
         found = changes(client, wanted, keeps_notifications=True)
     yield _installed(found, silent_seconds, is_scheduled)
@@ -283,13 +290,6 @@ def _automations(is_scheduled: bool) -> Iterator[Check]:
         )
     if installed is not None:
         yield _heartbeats(silent_seconds)
-
-
-def _blocks(automation: Automation) -> Iterator[tuple[UUID, bool]]:
-    """Blocks by which an automation tells somebody, and whether they are webhooks."""
-    for action in automation.actions:
-        if isinstance(action, CallWebhook | SendNotification):
-            yield action.block_document_id, isinstance(action, CallWebhook)
 
 
 def _installed(found: Sequence[Change], silent_seconds: float, is_scheduled: bool) -> Check:

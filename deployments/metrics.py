@@ -12,7 +12,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from prefect.client.schemas.objects import StateType
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
@@ -241,27 +243,42 @@ class Followed:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._file: BinaryIO | None = None
+        """The last that was there, which stays open: it may get lines until it is replaced."""
         self._inode: int | None = None
         self._offset = 0
         self._rest = b""
 
     def lines(self) -> Iterator[bytes]:
-        """Those that came since the last time."""
+        """Those that came since the last time. Raises OSError where the file cannot be read now; the next time goes on
+        from there."""
         try:
-            with self._path.open("rb") as file:
-                self._start_over_if_new(file.fileno())
-                file.seek(self._offset)
-                while data := file.read(MOST_OF_A_FILE):
-                    self._offset += len(data)
-                    *whole, self._rest = (self._rest + data).split(b"\n")
-                    yield from filter(None, whole)
+            found = self._path.open("rb")
         except FileNotFoundError:
-            return
+            found = None
+        with suppress(OSError):  # one that was removed from a network drive
+            yield from self._read()
+        if found is not None:
+            self._follow(found)
+            yield from self._read()
 
-    def _start_over_if_new(self, descriptor: int) -> None:
-        found = os.fstat(descriptor)
+    def _read(self) -> Iterator[bytes]:
+        if self._file is None:
+            return
+        self._file.seek(self._offset)
+        while data := self._file.read(MOST_OF_A_FILE):
+            self._offset += len(data)
+            *whole, self._rest = (self._rest + data).split(b"\n")
+            yield from filter(None, whole)
+
+    def _follow(self, file: BinaryIO) -> None:
+        """Read this one from now on: from its start, unless it is the last one."""
+        found = os.fstat(file.fileno())
         if found.st_ino != self._inode or found.st_size < self._offset:
             self._inode, self._offset, self._rest = found.st_ino, 0, b""
+        if self._file is not None:
+            self._file.close()
+        self._file = file
 
 
 def _keep_looking(look: Callable[[], Status], pipeline: Pipeline, every: float) -> None:
@@ -275,9 +292,16 @@ def _keep_looking(look: Callable[[], Status], pipeline: Pipeline, every: float) 
 
 
 def _keep_following(file: Followed, events: Events) -> None:
+    is_told = False
     while True:
-        for line in file.lines():
-            events.take(line)
+        try:
+            for line in file.lines():
+                events.take(line)
+            is_told = False
+        except OSError as error:
+            if not is_told:
+                sys.stderr.write(f"events cannot be read, and are looked for again: {error}\n")
+            is_told = True
         time.sleep(FOLLOW_SECONDS)
 
 

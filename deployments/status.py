@@ -31,6 +31,7 @@ from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
 from prefect.client.schemas.sorting import FlowRunSort
 from pydantic import BaseModel
 
+from deployments.pools import POOL_TYPE, POOLS
 from deployments.probes import (
     LEAST_FREE_BYTES,
     MOST_CHARACTERS,
@@ -415,11 +416,15 @@ def _unworked_pools(status: Status) -> Iterator[str]:
     for name, names in users.items():
         pool, used_by = pools.get(name), f"which scheduled runs of {', '.join(names)} need"
         if pool is None:
-            yield f"work pool {name}, {used_by}, does not exist; run python -m deployments.pools"
+            create = "run python -m deployments.pools"
+            if name not in POOLS:
+                create = f"create it: prefect work-pool create {name} --type {POOL_TYPE}, or another type"
+            yield f"work pool {name}, {used_by}, does not exist; {create}"
         elif pool.paused:
             yield f"work pool {name}, {used_by}, is paused; resume it: prefect work-pool resume {name}"
         elif pool.needs_worker and not any(worker.online for worker in pool.workers):
-            yield f"work pool {name}, {used_by}, has no worker online; start one: rollout ops worker --pool {name}"
+            start = "rollout ops worker" if pool.type == POOL_TYPE else "prefect worker start"
+            yield f"work pool {name}, {used_by}, has no worker online; start one: {start} --pool {name}"
 
 
 # For people

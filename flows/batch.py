@@ -58,6 +58,7 @@ from tasks.connections import current_connections, objects, working_folder
 from tasks.imports import import_model
 from tasks.logs import Journal, Outcome, Speed, stage_logger
 from tasks.rehearsing import current_rehearsal, planned, stages_end
+from tasks.stage import retry
 
 REFRESH_SECONDS = 0.5
 LOG_SECONDS = 30.0
@@ -69,12 +70,13 @@ def batch_inference(config: InferBatchConfig, run_id: str | None = None) -> dict
 
     ``run_id`` names an earlier run to resume; without it the output folder's own run is resumed, if it has one.
     """
-    config = with_whole_ids(config, working_folder(), objects)
-    planned(plan_batch(config, working_folder(), run_id, current_connections()))
+    config = retry(lambda: with_whole_ids(config, working_folder(), objects))
+    planned(retry(lambda: plan_batch(config, working_folder(), run_id, current_connections())))
     if current_rehearsal() is not None:
         return recompute_missing(lambda journal: _rehearse(config), config)
     folder = output_folder(config.output.dir, working_folder(), objects())
-    requested, run_id = run_id, resolve_run_id(folder, run_id)
+    requested = run_id
+    run_id = retry(lambda: resolve_run_id(folder, requested))
 
     def body(journal: Journal) -> dict[str, Any]:
         model = import_model(config.model)

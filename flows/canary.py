@@ -51,7 +51,8 @@ def canary(config: NightlyConfig, max_drop: float = 0.02, overrides: dict[str, A
     if max_drop < 0:
         raise ConfigError(f"max_drop {max_drop:g}: expected 0 or more, by which the mean reward may fall")
     changed = apply_overrides(as_given(config), {**(overrides or {}), "run.refresh": True})
-    config = with_whole_ids(parse_config(changed, NightlyConfig, name="overrides"), working_folder(), objects)
+    given = parse_config(changed, NightlyConfig, name="overrides")
+    config = retry(lambda: with_whole_ids(given, working_folder(), objects))
     retry(lambda: plan_nightly(config, working_folder(), current_connections(), keep=True))
     try:
         return recompute_missing(lambda journal: _canary(config, max_drop, journal), config)

@@ -31,6 +31,7 @@ from prefect.logging.configuration import setup_logging
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.states import AwaitingRetry
 
+import flows.nights  # noqa: F401 - a run whose place is lost goes on
 from flows.placement import placed
 from flows.recording import Recorder
 from flows.summary import RunSummary

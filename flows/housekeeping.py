@@ -8,6 +8,7 @@ from typing import Any
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
+import flows.nights  # noqa: F401 - a run whose place is lost goes on
 from rollout_core.base.locks import sweep
 from rollout_core.base.settings import cache_bytes
 from rollout_core.config.retention import Retention

@@ -68,7 +68,7 @@ def nightly(config: NightlyConfig, overrides: dict[str, Any] | None = None) -> N
     if overrides:
         changed = apply_overrides(as_given(config), overrides)
         config = parse_config(changed, NightlyConfig, name="overrides")
-    config = with_whole_ids(config, working_folder(), objects)
+    config = retry(lambda: with_whole_ids(config, working_folder(), objects))
     planned(retry(lambda: plan_nightly(config, working_folder(), current_connections(), keep=True)))
     try:
         return recompute_missing(lambda journal: _nightly(config, journal), config)

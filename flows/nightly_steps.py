@@ -39,6 +39,7 @@ from tasks.generate import enqueue_prompts
 from tasks.imports import import_prompts, import_reward
 from tasks.logs import Outcome, StageEntry
 from tasks.score import evaluate, evaluate_by, measure_kl
+from tasks.stage import retry
 
 PROGRESS_PNG = "progress.png"
 SHOWN_SAMPLES = 8
@@ -86,9 +87,13 @@ class Report:
 
 def compare_samples(objects: ObjectStore, *reports: EvalReport) -> list[SampleComparison]:
     """A few held-out prompts with what each model made of them, those first whose reward changed."""
-    samples = decode_samples(objects.get_bytes(reports[0].samples))
-    texts = [[row.text for row in decode_completions_blob(objects.get_bytes(r.completions))] for r in reports]
-    scores: list[list[float]] = [json.loads(objects.get_bytes(report.scores)) for report in reports]
+
+    def read(content: ContentId) -> bytes:
+        return retry(lambda: objects.get_bytes(content))
+
+    samples = decode_samples(read(reports[0].samples))
+    texts = [[row.text for row in decode_completions_blob(read(report.completions))] for report in reports]
+    scores: list[list[float]] = [json.loads(read(report.scores)) for report in reports]
     order = sorted(range(len(samples)), key=lambda row: scores[0][row] - scores[-1][row])
     half = SHOWN_SAMPLES // 2
     chosen = dict.fromkeys([*order[:half], *range(min(half, len(samples)))])

@@ -1,6 +1,7 @@
 """One night at a time: of several runs that were missed only the newest runs, and none ends because of its place.
 
 Deployments of scheduled flows have a concurrency limit of one, for which a run holds a lease on the Prefect server.
+Every module of a flow imports this one, by `flows.flow_run` or by itself.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ from tasks.online import (
 )
 from tasks.promotion import promote
 from tasks.rehearsing import planned, stages_end
+from tasks.stage import retry
 
 MOST_STAGES = 500
 """Of the last ones the report tells, and this process keeps."""
@@ -69,8 +70,8 @@ class LearntOnline(TypedDict):
 @flow(name="learn-online", flow_run_name="{config.run.name}", persist_result=False)
 def learn_online(config: LearnOnlineConfig) -> LearntOnline:
     """Serve a policy to live agents and train it on what they do with it, update by update."""
-    config = with_whole_ids(config, working_folder(), objects)
-    planned(plan_online(config, working_folder(), current_connections()))
+    config = retry(lambda: with_whole_ids(config, working_folder(), objects))
+    planned(retry(lambda: plan_online(config, working_folder(), current_connections())))
     ends_at = None if config.max_hours is None else time.monotonic() + 3600 * config.max_hours
     try:
         return recompute_missing(lambda journal: _Learning(config, journal).run(ends_at), config)

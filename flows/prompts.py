@@ -29,6 +29,7 @@ from tasks.imports import import_model, import_tasks
 from tasks.logs import Journal, Outcome, stage_logger
 from tasks.prompts import PromptPromotion, critique_prompt, edit_prompt, import_prompt, promote_prompt
 from tasks.rehearsing import planned, stages_end
+from tasks.stage import retry
 
 TEMPLATE_FILE = "best-template.txt"
 
@@ -50,8 +51,8 @@ class TunedPrompt(TypedDict):
 @flow(name="tune-prompt", flow_run_name="{config.run.name}", persist_result=False)
 def tune_prompt(config: TunePromptConfig) -> TunedPrompt:
     """Search for a template with which an agent earns more, and publish it if it does so on held-out tasks."""
-    config = with_whole_ids(config, working_folder(), objects)
-    planned(plan_prompt(config, working_folder(), current_connections()))
+    config = retry(lambda: with_whole_ids(config, working_folder(), objects))
+    planned(retry(lambda: plan_prompt(config, working_folder(), current_connections())))
     try:
         return recompute_missing(lambda journal: _tune(config, journal), config)
     finally:

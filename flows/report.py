@@ -17,6 +17,7 @@ from rollout_core.objects.records import Checkpoint
 from tasks.artifacts import draw_curve
 from tasks.logs import StageEntry
 from tasks.rehearsing import is_stand_in
+from tasks.stage import retry
 
 PAGE = "index.html"
 _PICTURE_REFS = "pictures"
@@ -49,13 +50,13 @@ def picture(objects: ObjectStore | None, curve: Curve, title: str, marks: Mappin
     # Not as canonical JSON, which has no NaN: losses may be.
     shown = json.dumps([curve.what, list(curve.values), curve.x_label, title, list((marks or {}).items())])
     ref = f"{_PICTURE_REFS}/{content_id('picture/1', [version('matplotlib'), shown])}"
-    kept = None if objects is None else objects.cached_bytes(ref)
+    kept = None if objects is None else retry(lambda: objects.cached_bytes(ref))
     if kept is not None:
         return kept
     drawn = io.BytesIO()
     draw_curve(drawn, {curve.what: curve.values}, title=title, x_label=curve.x_label, y_label=curve.what, marks=marks)
     if objects is not None:
-        objects.set_ref(ref, objects.put_bytes(drawn.getvalue()))
+        retry(lambda: objects.set_ref(ref, objects.put_bytes(drawn.getvalue())))
     return drawn.getvalue()
 
 
@@ -69,7 +70,7 @@ def figure_of_steps(objects: ObjectStore, checkpoint: Checkpoint, name: str) -> 
     """A figure of each optimizer step of an update; of steps that have none, nothing."""
     if is_stand_in(checkpoint.metrics):
         return []
-    rows = map(json.loads, objects.get_bytes(checkpoint.metrics).splitlines())
+    rows = map(json.loads, retry(lambda: objects.get_bytes(checkpoint.metrics)).splitlines())
     return [row[name] for row in rows if name in row]
 
 

@@ -41,6 +41,7 @@ from tasks.imports import (
 from tasks.logs import Journal, Outcome
 from tasks.rehearsing import planned, stages_end
 from tasks.score import close_rewards
+from tasks.stage import retry
 
 ConfigT = TypeVar("ConfigT", bound=TrainConfig[Any])
 
@@ -89,9 +90,9 @@ def train_grpo(config: TrainGRPOConfig) -> dict[str, Any]:
 
 def _checked(config: ConfigT) -> ConfigT:
     """``config`` with whole content ids. Raises ConfigError naming all that is wrong with it."""
-    config = with_whole_ids(config, working_folder(), objects)
-    planned(plan_training(config, working_folder(), current_connections(), keep=True))
-    return config
+    whole = retry(lambda: with_whole_ids(config, working_folder(), objects))
+    planned(retry(lambda: plan_training(whole, working_folder(), current_connections(), keep=True)))
+    return whole
 
 
 def _train_from_rows(config: TrainConfig[Any]) -> dict[str, Any]:

@@ -61,7 +61,6 @@ def in_child(folder: Path, *names: str, **environment: str) -> dict[str, str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.campaign
 @pytest.mark.parametrize(
     "machine", [AS_IT_IS, A_LESSER_MACHINE, A_USER_S_OWN], ids=["as it is", "lesser", "set otherwise"]
 )
@@ -69,6 +68,7 @@ def test_portable_training_ends_in_these_bytes(machine: dict[str, str], tmp_path
     assert in_child(tmp_path, "sft", "ppo", **machine, **{NUMERICS: "portable"}) == {"sft": SFT, "ppo": PPO}
 
 
+@pytest.mark.campaign
 def test_native_training_ends_in_other_bytes_where_libraries_find_less(tmp_path: Path):
     """Else the pins above would show nothing."""
     import torch

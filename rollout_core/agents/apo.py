@@ -23,7 +23,6 @@ from typing import Any
 
 import openai
 from openai import AsyncOpenAI
-from openai.types.chat import ChatCompletion
 
 from rollout_core.agents.adapters.ended import earned_reward
 from rollout_core.agents.adapters.messages import OpenAIMessages, TraceToMessages
@@ -234,9 +233,7 @@ class PromptWriter:
                     temperature=self.temperature,
                     seed=seed,
                 )
-                if not isinstance(answer, ChatCompletion):  # the client hands on text that claims to be none
-                    raise _NoCompletion("its answer is no chat completion")
-                return (answer.choices[0].message.content or "") if answer.choices else ""
+                return _text_of(answer)
             except (openai.APIError, json.JSONDecodeError, _NoCompletion) as error:
                 if isinstance(error, openai.APIStatusError) and not _may_pass(error.status_code):
                     raise
@@ -249,6 +246,14 @@ class PromptWriter:
 
 class _NoCompletion(Exception):
     """A success without a completion, as gateways send it."""
+
+
+def _text_of(answer: Any) -> str:
+    """Raises _NoCompletion: the client checks nothing of what it hands on."""
+    try:
+        return answer.choices[0].message.content or ""
+    except (AttributeError, IndexError, KeyError, TypeError):
+        raise _NoCompletion("its answer is no chat completion") from None
 
 
 def _may_pass(status: int) -> bool:

@@ -83,8 +83,9 @@ class Lanes:
             last, pump = not self._lanes, self._pump
             self._was_left = self._was_left or last
             self._changed.notify()
+            if last and pump is not None:
+                self._backend.interrupt()  # before another lane can open, whose stream it would end
         if last and pump is not None and pump is not threading.current_thread():
-            self._backend.interrupt()
             pump.join()
 
     def _run(self) -> None:

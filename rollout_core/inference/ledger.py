@@ -119,6 +119,8 @@ class SampleLedger:
         self._worker_id = worker_id
         self._stale_after_seconds = stale_after_seconds
         self._generator = generator
+        self._not_ours: set[tuple[ContentId, int]] = set()
+        """Samples and numbers of their latest attempts, where none of the earlier ones is this generator's."""
         # Who fails depends on the longest sequence too: a sample that was too long for another limit is tried again.
         self._failing_generator = f"{generator}/{limit}"
 
@@ -183,8 +185,14 @@ class SampleLedger:
         standing.failed = {sample for sample in standing.done if finished[sample].status == "failed"}
         standing.ended = {sample: finished[sample].end_time or 0.0 for sample in standing.done}
         # What this generator has completed stays done while another one works on the sample, and after that.
-        hidden = [sample for sample in known if standing.attempts[sample] > 1 and sample not in standing.done]
-        for sample, (line, ended) in (await self._earlier_lines(hidden)).items():
+        hidden = [
+            sample
+            for sample, number in standing.attempts.items()
+            if number > 1 and sample not in standing.done and (sample, number) not in self._not_ours
+        ]
+        earlier = await self._earlier_lines(hidden)
+        self._not_ours.update((sample, standing.attempts[sample]) for sample in hidden if sample not in earlier)
+        for sample, (line, ended) in earlier.items():
             standing.done[sample], standing.ended[sample] = line, ended
         underway: list[AttemptedRollout] = []
         for sample, rollout in known.items():
@@ -343,14 +351,15 @@ class _Blobs:
 
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
-        self._lines: dict[str, list[bytes]] = {}
+        self._lines: dict[str, asyncio.Task[list[bytes]]] = {}
 
     async def line(self, span: Span) -> bytes | None:
         """The line that a span names; None where its blob cannot be read any more."""
         blob, row = str(span.attributes[BLOB_ATTRIBUTE]), int(span.attributes[ROW_ATTRIBUTE])  # pyright: ignore[reportArgumentType]
         if blob not in self._lines:
-            self._lines[blob] = await asyncio.to_thread(self._read, blob)
-        return self._lines[blob][row] if row < len(self._lines[blob]) else None
+            self._lines[blob] = asyncio.create_task(asyncio.to_thread(self._read, blob))
+        lines = await self._lines[blob]
+        return lines[row] if row < len(lines) else None
 
     def _read(self, blob: str) -> list[bytes]:
         try:

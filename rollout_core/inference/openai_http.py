@@ -52,6 +52,8 @@ class OpenAIEngine(GathersStream):
 
     def __init__(self, config: OpenAIBackend, model: ModelRef) -> None:
         self._config = config
+        self._done = queue.SimpleQueue[Future[_Asked] | None]()
+        """Of the stream under way."""
         self._understood = False
         """It has answered in the configured dialect, so it is no fault of the configuration where it does not."""
         self.update_weights(model)

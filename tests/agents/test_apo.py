@@ -127,7 +127,20 @@ def test_bad_answers_are_asked_again_and_failing_calls_retried():
     assert apo.history[0].number == 1 and "{task}" in apo.get_best_prompt().template
 
 
-@pytest.mark.parametrize("mishap", [408, 425, 429, 502, "<html>try later</html>", '{"choices": [', "[]"])
+@pytest.mark.parametrize(
+    "mishap",
+    [
+        408,
+        425,
+        429,
+        502,
+        "<html>try later</html>",
+        '{"choices": [',
+        "[]",
+        '{"error": {"message": "busy"}}',
+        '{"choices": [{}]}',
+    ],
+)
 def test_what_a_gateway_says_on_a_bad_day_is_asked_again(mishap, monkeypatch):
     monkeypatch.setattr(apo_module, "_FIRST_WAIT_SECONDS", 0.01)
     said = [mishap, completion(1, {"content": "Be polite."})]

@@ -7,6 +7,7 @@ import os
 import shutil
 import typing
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 from blocks import ContentAddressedStorage
 from flows.cli import app
-from rollout_core.base.errors import ConfigError, Fatal, MissingObject
+from rollout_core.base.errors import ConfigError, Fatal, MissingObject, Recoverable
 from rollout_core.base.ids import ContentId, hash_bytes
 from rollout_core.config import ModelSource, parse_config
 from rollout_core.config.kinds import CONFIG_KINDS
@@ -344,6 +345,44 @@ def test_zeros_of_what_is_not_there_are_no_evidence_of_hacking(folder: Path, mon
         watch.look(1, source, drawn(0.2))  # whose held-out reward, a stand-in's, is 0
         with pytest.raises(Fatal, match="reward_hacking"):
             watch.look(2, source, drawn(0.3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        ("train-sft", "plan_training"),
+        ("train-grpo", "plan_training"),
+        ("infer-batch", "plan_batch"),
+        ("train-agent", "plan_agent"),
+        ("tune-prompt", "plan_prompt"),
+        ("learn-online", "plan_online"),
+    ],
+)
+def test_what_a_run_reads_before_its_stages_may_be_away_for_a_moment(
+    monkeypatch: pytest.MonkeyPatch, kind: str, plan: str
+):
+    from flows.planning import FLOWS, flow_of
+
+    calls: list[str] = []
+
+    def away_once(name: str, answer: Callable[..., Any]) -> None:
+        def call(*arguments: Any, **options: Any) -> Any:
+            calls.append(name)
+            if calls.count(name) == 1:
+                raise Recoverable("the database is away")
+            return answer(*arguments)
+
+        monkeypatch.setattr(f"{FLOWS[kind].partition(':')[0]}.{name}", call)
+
+    def refuse(*arguments: Any) -> None:
+        raise ConfigError("no such model")
+
+    monkeypatch.setattr("tasks.stage.RETRY_DELAYS_SECONDS", [0.0])
+    away_once("with_whole_ids", lambda config, *others: config)
+    away_once(plan, refuse)
+    with pytest.raises(ConfigError, match="no such model"):
+        flow_of(kind).fn(None)
+    assert calls == ["with_whole_ids"] * 2 + [plan] * 2
 
 
 def test_an_update_whose_snapshot_has_no_record_is_to_be_computed(tmp_path: Path):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+from itertools import count
+from typing import Any
 
 import pytest
 
-from flows.nightly_steps import Progress, Report, write_report
+from flows.nightly_steps import Progress, Report, compare_samples, write_report
 from flows.report import Curve, curves_of_iterations, figure_of_steps, picture
+from rollout_core.base.errors import Recoverable
 from rollout_core.base.ids import canonical_json, hash_bytes
 from rollout_core.objects import ObjectStore
 from rollout_core.objects.records import Checkpoint
 from tasks.logs import StageEntry
+from tests.evaluations import evaluation
 
 SOME = hash_bytes(b"some")
 
@@ -96,3 +100,27 @@ def test_a_curve_of_iterations_is_the_mean_over_the_steps_of_each_and_missing_fi
     curves = curves_of_iterations(objects, [first, second], "PPO iteration")
     assert [(curve.what, list(curve.values)) for curve in curves] == [("entropy, nats a token", [1.5, 0.5])]
     assert figure_of_steps(objects, first, "value_loss") == [4.0]
+
+
+def test_a_report_is_written_though_storage_is_away_for_a_moment(monkeypatch):
+    """It is the last that a run does: the model is promoted, and nothing starts a run again that has failed."""
+    objects = ObjectStore.from_url("memory://away")
+    trained = checkpoint(objects, {"step": 1, "loss": 2.0})
+    judged = evaluation(objects, SOME, ("sort 2 1 =", 1.0, 2, "stop"))
+
+    def away_every_other_time(name: str) -> None:
+        real, calls = getattr(ObjectStore, name), count()
+
+        def call(*arguments: Any) -> Any:
+            if next(calls) % 2 == 0:
+                raise Recoverable("storage is away")
+            return real(*arguments)
+
+        monkeypatch.setattr(ObjectStore, name, call)
+
+    monkeypatch.setattr("tasks.stage.RETRY_DELAYS_SECONDS", [0.0] * 3)
+    for name in ("get_bytes", "put_bytes", "set_ref", "cached_bytes"):
+        away_every_other_time(name)
+    assert figure_of_steps(objects, trained, "loss") == [2.0]
+    assert [shown.rewards for shown in compare_samples(objects, judged)] == [(1.0,)]
+    assert picture(objects, Curve("loss", [2.0, 1.0], "step"), "Loss").startswith(b"\x89PNG")

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from batches import PARAMS, Batch, MoodyEngine, Ready, WatchedEngine, make_batch
@@ -385,6 +386,18 @@ async def test_what_one_generator_has_completed_stays_done_while_another_works_o
         assert standing.done.keys() == standing.ended.keys() == set(batch.ids) and all(standing.ended.values())
         assert not standing.free and not standing.busy and not standing.failed
         assert len((await other.standing(batch.ids, exclusive=False)).busy) == (0 if ends else 3)
+        asked: list[str] = []
+        query = store.query_spans
+
+        async def noted(rollout_id: str, *rest: Any, **options: Any) -> Any:
+            asked.append(rollout_id)
+            return await query(rollout_id, *rest, **options)
+
+        store.query_spans = noted  # type: ignore[method-assign]
+        third = SampleLedger(store, batch.objects, worker_id="third", stale_after_seconds=60, generator="third")
+        for _ in range(2):
+            await third.standing(batch.ids, exclusive=False)
+        assert sorted(asked) == sorted(batch.ids[:3]), "what is not ours is looked up once"
     again = WatchedEngine(tiny)
     assert await batch.complete(again, generator="first") == first and again.asked == []
 

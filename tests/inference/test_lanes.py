@@ -101,7 +101,7 @@ async def test_the_engine_serves_again_after_all_lanes_were_closed():
 
 
 class Far(GathersStream):
-    """Its second answer is as far away as its interruption, which waits until it is ``let``."""
+    """Its second answer is as far away as its interruption, after which it rests when it is ``let``."""
 
     def __init__(self) -> None:
         self.let = threading.Event()
@@ -109,7 +109,6 @@ class Far(GathersStream):
         self._interrupted = threading.Event()
 
     def interrupt(self) -> None:
-        self.let.wait()
         self._interrupted.set()
 
     def stream(self, given: Iterable[Request | None]) -> Iterator[Completion]:
@@ -120,6 +119,7 @@ class Far(GathersStream):
             yield Completion(request.key, [], [], "", "stop")
             if self.streams == 1:
                 self._interrupted.wait()
+                self.let.wait()
                 return
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from deployments.cli import app
 from deployments.supervision import MAX_TRIES
 from tests.flows.conftest import wait_for
 from tests.operations.conftest import Machine, end
@@ -91,7 +94,9 @@ def test_an_installation_changes_only_what_differs_and_shows_it(installed: Machi
     assert len(lines(again)) == 5 and set(lines(again).values()) == {"keep"}
 
     automations = {found["name"]: found for found in installed.ask("automations/filter", {})}
-    crashed, late = (automations[f"rollout: {name}"] for name in ("try a crashed run again", "tell that a run is late"))
+    names = ("try a crashed run again", "tell that a run is late", "tell that a run failed")
+    crashed, late, failed = (automations[f"rollout: {name}"] for name in names)
+    installed.ask(f"automations/{failed['id']}", method="DELETE")
     edited = {key: crashed[key] for key in ("name", "description", "enabled", "tags", "trigger", "actions")}
     edited["trigger"]["match"]["prefect.run-count"] = ["0"]
     installed.ask(f"automations/{crashed['id']}", edited, "PUT")
@@ -100,6 +105,7 @@ def test_an_installation_changes_only_what_differs_and_shows_it(installed: Machi
 
     seen = installed.rollout("ops", "install", "--dry-run")
     assert lines(seen)["try a crashed run again"] == "update" and '+        "1",' in seen
+    assert lines(seen)["tell that a run failed"] == "create", "whom to tell is known from the others"
     assert installed.rollout("ops", "install") == seen
     assert set(lines(installed.rollout("ops", "install")).values()) == {"keep"}
     after = {found["name"]: found for found in installed.ask("automations/filter", {})}
@@ -131,6 +137,26 @@ def test_what_cannot_be_installed_is_said_in_one_line(installed: Machine, option
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
     assert told in line
+
+
+@pytest.mark.parametrize(
+    ("options", "known"),
+    [
+        ([], ("http://all", None, False)),
+        (["--webhook", "http://own"], ("http://own", None, False)),
+        (["--notify", "slack-webhook/team"], (None, "slack-webhook/team", False)),
+        (["--no-notify"], (None, None, True)),
+    ],
+)
+def test_an_option_takes_the_place_of_the_webhook_that_the_environment_names(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], known: tuple[str | None, str | None, bool]
+):
+    asked = []
+    monkeypatch.setattr("flows.connections.prefect_server", lambda home: nullcontext())
+    monkeypatch.setattr("deployments.cli._install", lambda *arguments: asked.append(arguments) or [])
+    done = CliRunner().invoke(app, ["ops", "install", *options], env={"ROLLOUT_WEBHOOK_URL": "http://all"})
+    assert done.exit_code == 0, done.output
+    assert asked == [(*known, None, False)]
 
 
 def test_killed_runs_are_tried_again_and_only_the_hopeless_are_told(installed: Machine, server_logs):

@@ -12,14 +12,16 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from deployments.metrics import MOST_RUNS, Events, Followed
+from deployments.metrics import MOST_RUNS, Events, Followed, _keep_following
 from tasks import events
 from tests.flows.conftest import wait_for
 from tests.operations.own_server import PROJECT, ROLLOUT, rollout
@@ -81,6 +83,39 @@ def test_lines_are_counted_once_also_halves_and_those_of_a_new_file(file: Path):
     assert value(read(*source), "rollout_engine_tokens_total", stage="evaluate") == 80
     events.emit(done)
     assert value(read(*source), "rollout_engine_tokens_total", stage="evaluate") == 120
+    events.emit(done)  # after the last look, and before the file is renamed
+    file.rename(file.with_suffix(".2"))
+    events.emit(done)
+    assert value(read(*source), "rollout_engine_tokens_total", stage="evaluate") == 200
+    file.write_bytes(b"")  # emptied where it is, as logrotate's copytruncate does
+    events.emit(done.model_copy(update={"tokens": 1}))
+    assert value(read(*source), "rollout_engine_tokens_total", stage="evaluate") == 201
+
+
+def test_a_file_that_cannot_be_read_for_a_while_is_told_of_once_and_read_again(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    followed, registry, counts = counted(file)
+    events.emit(events.SamplesSkipped(stage="evaluate", samples=1, reason="they failed"))
+    real, looks = Path.open, count()
+
+    def opened(path: Path, *arguments: Any) -> Any:
+        if path == file and next(looks) in (1, 2):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *arguments)
+
+    def pause(seconds: float) -> None:
+        events.emit(events.SamplesSkipped(stage="evaluate", samples=1, reason="they failed"))
+        if next(pauses) == 3:
+            raise KeyboardInterrupt
+
+    pauses = count()
+    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr("deployments.metrics.time", SimpleNamespace(sleep=pause))
+    with pytest.raises(KeyboardInterrupt):
+        _keep_following(followed, counts)
+    assert value(samples_of(generate_latest(registry).decode()), "rollout_samples_skipped_total", stage="evaluate") == 4
+    assert capsys.readouterr().err.count("Permission denied") == 1
 
 
 def test_figures_of_old_runs_are_forgotten_and_those_that_are_no_numbers_left_out(file: Path):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 from copy import deepcopy
 from datetime import UTC, datetime, timedelta
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
 from uuid import uuid4
@@ -115,6 +117,32 @@ def running_times(machine: Machine, run_id: str) -> list[tuple[str, str]]:
     """When a run began and ceased to be Running, as ISO timestamps, each time."""
     states = machine.states(run_id)
     return [(one["timestamp"], after["timestamp"]) for one, after in pairwise(states) if one["type"] == "RUNNING"]
+
+
+def test_no_flow_of_a_deployment_ends_because_its_place_is_lost(monkeypatch):
+    """Any of them may have a concurrency limit, and a worker's process imports one alone."""
+    items = yaml.safe_load((PROJECT / "prefect.yaml").read_text())["deployments"]
+    modules = {item["entrypoint"].partition(".py:")[0].replace("/", ".") for item in items}
+    ours = {name: sys.modules[name] for name in sys.modules if name.partition(".")[0] in ("flows", "deployments")}
+    monkeypatch.setattr(flow_engine, "maintain_concurrency_lease", flow_engine.maintain_concurrency_lease)
+    ending = set()
+    try:
+        for module in sorted(modules):
+            forget()
+            flow_engine.maintain_concurrency_lease = None  # pyright: ignore[reportAttributeAccessIssue]
+            import_module(module)
+            if getattr(flow_engine.maintain_concurrency_lease, "__name__", "") != nights.hold_place.__name__:
+                ending.add(module)
+    finally:
+        forget()
+        sys.modules.update(ours)
+    assert not ending
+
+
+def forget() -> None:
+    """Have Python import flows and deployments anew."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("flows", "deployments")]:
+        del sys.modules[name]
 
 
 def test_a_run_whose_place_is_lost_goes_on(machine: Machine, monkeypatch, caplog):

@@ -17,7 +17,7 @@ from uuid import uuid4
 import pytest
 from prefect.client.schemas.objects import FlowRun, StateType
 
-from deployments.status import _tells
+from deployments.status import Deployment, Pool, Status, _tells, _unworked_pools
 from rollout_core.store import SqlLightningStore
 from rollout_core.store.types import EnqueueRolloutRequest
 from tests.flows.conftest import wait_for
@@ -261,6 +261,23 @@ def test_only_runs_that_say_how_a_schedule_fares_are_judged():
     assert not _tells(ended("FAILED", scheduled=False)), "a person tried it"
     assert not _tells(ended("COMPLETED", "Skipped")), "it left its work to another"
     assert not _tells(ended("CANCELLED"))
+
+
+def test_a_pool_without_a_worker_or_that_is_missing_comes_with_a_command_that_helps():
+    def told(name: str, kind: str | None) -> str:
+        """Of a pool of a type, or of none, that a schedule counts on."""
+        idle = {"paused": False, "needs_worker": True, "concurrency_limit": None, "active_slots": None}
+        pools = [] if kind is None else [Pool(name=name, type=kind, **idle, workers=[], num_gone=0)]
+        found = Status.model_construct(
+            pools=pools, deployments=[Deployment.model_construct(name="a/b", pool=name, schedules=["every 5 s"])]
+        )
+        [problem] = _unworked_pools(found)
+        return problem
+
+    assert told("gpu", "process").endswith("has no worker online; start one: rollout ops worker --pool gpu")
+    assert told("gpu", "kubernetes").endswith("has no worker online; start one: prefect worker start --pool gpu")
+    assert told("gpu", None).endswith("does not exist; run python -m deployments.pools")
+    assert "does not exist; create it: prefect work-pool create h100 --type" in told("h100", None)
 
 
 def test_it_ends_where_nothing_ever_answers(tmp_path: Path):
