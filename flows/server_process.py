@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Coroutine
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,7 @@ def update_automations_without_waiting() -> None:
     hold that, as the look at all triggers every few seconds does, and then the server stands still for good
     (PrefectHQ/prefect #23055).
     """
-    from prefect.server.events.models import automations
-
+    automations: Any = import_module("prefect.server.events.models.automations")
     wait, updates = automations.run_coro_as_sync, set[asyncio.Task[Any]]()
 
     def update(coroutine: Coroutine[Any, Any, Any]) -> None:
