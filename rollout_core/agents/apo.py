@@ -235,7 +235,8 @@ class PromptWriter:
                 )
                 return _text_of(answer)
             except (openai.APIError, json.JSONDecodeError, _NoCompletion) as error:
-                if isinstance(error, openai.APIStatusError) and not _may_pass(error.status_code):
+                status = error.status_code if isinstance(error, openai.APIStatusError) else 500
+                if status < 500 and status not in PASSING_STATUSES:
                     raise
                 logger.warning("%s: call %d of %s failed: %s", self.name, tried, model, type(error).__name__)
                 if tried == self.max_asks:
@@ -251,13 +252,9 @@ class _NoCompletion(Exception):
 def _text_of(answer: Any) -> str:
     """Raises _NoCompletion: the client checks nothing of what it hands on."""
     try:
-        return answer.choices[0].message.content or ""
+        return (answer.choices[0].message.content or "") if answer.choices != [] else ""
     except (AttributeError, IndexError, KeyError, TypeError):
         raise _NoCompletion("its answer is no chat completion") from None
-
-
-def _may_pass(status: int) -> bool:
-    return status in PASSING_STATUSES or status >= 500
 
 
 # By rollouts and an endpoint

@@ -50,7 +50,8 @@ class RolloutQueue(StoreView):
         """Claimed, and not known to have ended."""
         self._starting: set[str] = set()
         """Of them, those whose attempt is being started: the store still has them as queued."""
-        self._claims: OrderedDict[str, list[str]] = OrderedDict()
+        self._claims: OrderedDict[str, dict[str, str]] = OrderedDict()
+        """Rollouts and their attempts."""
         self._bell = Bell()
         self._resources: ResourcesUpdate | None = None
         self._as_stored: set[str] = set()
@@ -204,15 +205,18 @@ class RolloutQueue(StoreView):
         self, claim_id: str, *, limit: int = 1, worker_id: str | None = None, repeated: bool = False
     ) -> Sequence[AttemptedRollout]:
         if repeated and claim_id in self._claims:
-            rollouts = await self.store.query_rollouts(rollout_id_in=self._claims[claim_id])
+            attempts = self._claims[claim_id]
+            rollouts = await self.store.query_rollouts(rollout_id_in=[*attempts])
             return [
                 self._with_resources(rollout)
                 for rollout in rollouts
-                if isinstance(rollout, AttemptedRollout) and rollout.attempt.status == "preparing"
+                if isinstance(rollout, AttemptedRollout)
+                and rollout.attempt.status == "preparing"
+                and rollout.attempt.attempt_id == attempts[rollout.rollout_id]
             ]
         claimed = await self.dequeue_many_rollouts(limit=limit, worker_id=worker_id)
         if claimed:
-            self._claims[claim_id] = [rollout.rollout_id for rollout in claimed]
+            self._claims[claim_id] = {rollout.rollout_id: rollout.attempt.attempt_id for rollout in claimed}
             while len(self._claims) > _REMEMBERED_CLAIMS:
                 self._claims.popitem(last=False)
         return claimed

@@ -156,6 +156,15 @@ def test_what_a_gateway_says_on_a_bad_day_is_asked_again(mishap, monkeypatch):
         asyncio.run(ask([mishap] * 2))
 
 
+@pytest.mark.parametrize(
+    "choices", [[], [{"index": 0, "finish_reason": "content_filter", "message": {"content": None}}]]
+)
+def test_an_endpoint_that_answers_nothing_loses_one_rewriting_and_not_the_search(choices):
+    with scripted_chat(lambda request: {**completion(1, {}), "choices": choices}) as url:
+        apo = optimize(url, beam_rounds=1)
+    assert apo.get_best_prompt() == SEED
+
+
 def test_without_one_usable_answer_the_seed_stays():
     with scripted_chat(lambda request: completion(1, {"content": "Make it {shorter}"})) as url:
         apo = optimize(url, beam_rounds=1)

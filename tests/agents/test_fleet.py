@@ -121,6 +121,11 @@ async def test_a_claim_whose_answer_was_lost_is_answered_again_and_one_given_bac
     [claimed] = await queue.claim_rollouts("claim", worker_id="w")
     [repeated] = await queue.claim_rollouts("claim", worker_id="w", repeated=True)
     assert repeated.attempt.attempt_id == claimed.attempt.attempt_id
+    await queue.release_rollouts([claimed])
+    [taken] = await queue.claim_rollouts("of another", worker_id="v")
+    assert await queue.claim_rollouts("claim", worker_id="w", repeated=True) == []
+    await queue.release_rollouts([taken])
+    [claimed] = await queue.claim_rollouts("claim again", worker_id="w")
     server = LightningStoreServer(queue)
     await server.start()
     async with LightningStoreClient(server.endpoint) as client:

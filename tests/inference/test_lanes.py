@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from batches import PARAMS
@@ -103,13 +104,23 @@ async def test_the_engine_serves_again_after_all_lanes_were_closed():
 class Far(GathersStream):
     """Its second answer is as far away as its interruption, after which it rests when it is ``let``."""
 
+    lanes: Lanes
+
     def __init__(self) -> None:
         self.let = threading.Event()
         self.streams = 0
         self._interrupted = threading.Event()
 
     def interrupt(self) -> None:
+        with ThreadPoolExecutor(1) as others:
+            self.others_may_open = others.submit(self._could_open).result()
         self._interrupted.set()
+
+    def _could_open(self) -> bool:
+        could = self.lanes._changed.acquire(blocking=False)
+        if could:
+            self.lanes._changed.release()
+        return could
 
     def stream(self, given: Iterable[Request | None]) -> Iterator[Completion]:
         self._interrupted.clear()
@@ -125,7 +136,7 @@ class Far(GathersStream):
 
 async def test_who_leaves_last_does_not_wait_for_answers_and_who_comes_meanwhile_gets_theirs():
     backend = Far()
-    lanes = Lanes(backend)
+    lanes = backend.lanes = Lanes(backend)
     lane = lanes.open()
     lane.submit(requests("a", "b"))
     assert await all_keys(lane, 1) == ["a"]
@@ -137,4 +148,5 @@ async def test_who_leaves_last_does_not_wait_for_answers_and_who_comes_meanwhile
     backend.let.set()
     await asyncio.wait_for(leaves, 30)
     assert await all_keys(comes, 1) == ["c"] and backend.streams == 2
+    assert not backend.others_may_open, "it would be their stream that is interrupted"
     await asyncio.to_thread(comes.close)

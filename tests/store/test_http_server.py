@@ -596,6 +596,22 @@ async def test_a_claim_repeated_after_its_rollout_was_queued_again_is_another_at
     assert len({claimed.attempt.attempt_id for claimed in (first, second, third)}) == 3
 
 
+async def test_a_lost_claim_that_cannot_be_given_back_is_asked_for_again(cut, monkeypatch):
+    client, cutter, server = cut
+    await server.store.enqueue_rollout(1, rollout_id="a")
+    cutter.num_to_cut = 6
+    assert await client.dequeue_rollout("w") is None
+
+    async def away(claimed) -> None:
+        raise Recoverable("the server is away again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "release_rollouts", away)
+        assert await client.dequeue_rollout("w") is None
+    assert (await client.dequeue_rollout("w")).rollout_id == "a"
+    assert client._transport._unanswered == {}
+
+
 async def test_what_another_worker_took_over_is_not_claimed_by_an_answer_that_was_lost(cut):
     client, cutter, server = cut
     await server.store.enqueue_rollout(1, rollout_id="a")

@@ -262,12 +262,16 @@ class LightningStoreClient(LightningStore):
         """What earlier claims got no answer to is given back first: others may have done it by now, which the store
         knows, and the server's memory of its answers does not."""
         while True:
-            reply, was_lost = await self._transport.claim(path, data)
-            if not was_lost:
+            reply, lost = await self._transport.claim(path, data)
+            if lost is None:
                 return reply
             if claimed := rollouts_of(reply):
-                with contextlib.suppress(NotFound):
-                    await self.release_rollouts(claimed)
+                try:
+                    with contextlib.suppress(NotFound):
+                        await self.release_rollouts(claimed)
+                except Recoverable:
+                    self._transport.still_lost(path, data, lost)
+                    raise
 
     async def _give_back(
         self, claim: asyncio.Future[bytes], rollouts_of: Callable[[bytes], list[AttemptedRollout]]
@@ -277,7 +281,7 @@ class LightningStoreClient(LightningStore):
             if claimed:
                 await self.release_rollouts(claimed)
         except Recoverable as error:
-            logger.warning("the claim of a cancelled dequeue may stand until the next dequeue: %s", error)
+            logger.warning("the claim of a cancelled dequeue may stand until its lease ends: %s", error)
 
     async def release_rollouts(self, claimed: Sequence[AttemptedRollout]) -> None:
         await self._post("/queues/rollouts/release", {"rollouts": list(claimed)}, "rollouts")

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import secrets
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -128,6 +129,7 @@ class Transport:
         self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = (
             weakref.WeakKeyDictionary()
         )
+        self._lost_lock = threading.Lock()
         self._unanswered: dict[tuple[str, bytes], list[_Key]] = {}
         """Of claims that were given up after a try that may have been done, by path and body."""
         _transports.add(self)
@@ -140,20 +142,30 @@ class Transport:
         """The answer to a request with a body."""
         return (await self.send("POST", path, data, repeat)).data
 
-    async def claim(self, path: str, data: bytes) -> tuple[bytes, bool]:
-        """``post`` for claims: what one may have claimed that got no answer, the next one like it asks for. Whether it
-        has: the answer may then be of that time, and say nothing of now."""
-        lost = self._unanswered.pop((path, data), [])
-        key = lost.pop() if lost else _Key()
-        was_lost = key.may_be_done
-        if lost:
-            self._unanswered[path, data] = lost
+    async def claim(self, path: str, data: bytes) -> tuple[bytes, _Key | None]:
+        """``post`` for claims: what one may have claimed that got no answer, the next one like it asks for. The answer
+        may then be of that time, and say nothing of now: with it comes the key, which `still_lost` takes."""
+        lost = self._take_lost(path, data)
+        key = lost or _Key()
         try:
-            return (await self.send("POST", path, data, Repeat.KNOWN, key)).data, was_lost
+            return (await self.send("POST", path, data, Repeat.KNOWN, key)).data, lost
         except Exception:
             if key.may_be_done:
-                self._unanswered.setdefault((path, data), []).append(key)
+                self.still_lost(path, data, key)
             raise
+
+    def _take_lost(self, path: str, data: bytes) -> _Key | None:
+        with self._lost_lock:
+            lost = self._unanswered.get((path, data), [])
+            key = lost.pop() if lost else None
+            if not lost:
+                self._unanswered.pop((path, data), None)
+        return key
+
+    def still_lost(self, path: str, data: bytes, key: _Key) -> None:
+        """Have the next claim like it ask for this one once more."""
+        with self._lost_lock:
+            self._unanswered.setdefault((path, data), []).append(key)
 
     async def send(self, method: str, path: str, data: bytes | None, repeat: Repeat, key: _Key | None = None) -> Reply:
         """Send a request until it is answered or the tries are used up.
@@ -235,7 +247,7 @@ class Transport:
         """Forget connections and claims, in a forked child: they are the parent's."""
         _of_parents.extend(self._sessions.values())
         self._sessions = weakref.WeakKeyDictionary()
-        self._unanswered = {}
+        self._lost_lock, self._unanswered = threading.Lock(), {}
 
     async def close(self) -> None:
         """Close the connections of every event loop."""

@@ -142,10 +142,14 @@ def repeat_of(claim_id: str) -> str:
 
 
 def has_claimed(tx: Transaction, claim_id: str, limit: int) -> bool:
-    """Whether there are attempts of a claim, wherever they are by now. Reads all attempts, for those who lost two
-    answers."""
+    """Whether a claim has an attempt of a rollout that waits in the queue now, and so may be claimed once more."""
     attempt_ids = _attempt_ids(claim_id, min(limit, MAX_REPEATED_CLAIM))
-    return bool(tx.rows("SELECT 1 FROM attempts a WHERE a.attempt_id {in_texts} LIMIT 1", tx.texts(attempt_ids)))
+    found = tx.rows(
+        "SELECT 1 FROM rollouts r JOIN attempts a ON a.rollout_key = r.key WHERE r.queue_position IS NOT NULL"
+        " AND r.attempt_count > 0 AND a.attempt_id {in_texts} LIMIT 1",
+        tx.texts(attempt_ids),
+    )
+    return bool(found)
 
 
 def release(tx: Transaction, claimed: Sequence[AttemptedRollout]) -> None:
