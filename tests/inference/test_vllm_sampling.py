@@ -21,7 +21,7 @@ from rollout_core.config import (
 )
 from rollout_core.data.datasets import PromptRow
 from rollout_core.data.samples import Completion, Failure, encode_completion, make_samples
-from rollout_core.inference.base import ModelRef, Request
+from rollout_core.inference.base import GathersStream, ModelRef, Request
 from rollout_core.inference.batch import BatchOptions, complete_samples
 from rollout_core.inference.hf import TransformersEngine
 from rollout_core.models.locating import import_model
@@ -180,7 +180,7 @@ async def test_more_samples_of_a_prompt_are_others_and_keep_those_there_are(vllm
     asked: list[str] = []
     stream = vllm_engine.stream
 
-    class Remembering:
+    class Remembering(GathersStream):
         model_id, batch_invariant = small.content_id, True
 
         def stream(self, requests):
